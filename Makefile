@@ -1,0 +1,60 @@
+# Everything a person types. The work is done by tools/setup.sh, CMake and tools/run_tests.py.
+#   JOBS=n      compile jobs (default: the processors of this machine)
+#   PYTHON=...  a Python whose torch is 2.11 (default: .venv, else one that is found, else .venv is made)
+
+SHELL := /bin/bash
+JOBS ?= $(shell nproc)
+BUILD := build
+PYTHON_USED = $$(cat $(BUILD)/setup/python)
+GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix Makefiles"; fi)
+
+.PHONY: all setup setup-tests configure test demo bench check gpu-check docs debug asan clean help
+.DEFAULT_GOAL := all
+
+all: setup configure  ## set-up and optimised build: build/espalier
+	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cli
+
+setup:
+	@tools/setup.sh program
+
+setup-tests:
+	@tools/setup.sh tests
+
+# The generator of an existing folder stays; a torch from another Python is a new configuration.
+configure: setup
+	@if [ ! -f $(BUILD)/CMakeCache.txt ] || ! grep -q "^ESPALIER_PYTHON:[A-Z]*=$(PYTHON_USED)$$" $(BUILD)/CMakeCache.txt; then \
+	  if [ -f $(BUILD)/CMakeCache.txt ]; then cmake -B $(BUILD) -S . -U ESPALIER_TORCH_DIR -DESPALIER_PYTHON="$(PYTHON_USED)"; \
+	  else cmake -G "$(GENERATOR)" -B $(BUILD) -S . -DCMAKE_BUILD_TYPE=Release -DESPALIER_PYTHON="$(PYTHON_USED)"; fi; fi
+
+test: setup-tests configure  ## all tests that need no accelerator, C++ and Python
+	@cmake --build $(BUILD) --parallel $(JOBS)
+	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD)
+
+demo: all  ## the main job on a small model made on the spot
+	@tools/demo.sh
+
+bench: all  ## dense against packed against phased against auto
+	@tools/bench.sh
+
+check:  ## format, tidy, include order, sizes, documents
+	@tools/check.sh
+
+gpu-check:  ## all that needs a GPU; says so without one
+	@tools/gpu_check.sh
+
+docs: setup configure  ## regenerate docs/options.md from the table of options
+	@cmake --build $(BUILD) --parallel $(JOBS) --target option_docs
+	@option_docs=$$(find $(BUILD) -name option_docs -type f -perm -u+x | head -1) && "$$option_docs" > $(BUILD)/options.md && cp $(BUILD)/options.md docs/options.md
+
+debug: setup  ## debug build in build/debug
+	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset debug && cmake --build --preset debug --parallel $(JOBS)
+
+asan: setup-tests  ## build and C++ tests under the address and undefined-behaviour sanitizers, in build/asan-ubsan
+	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset asan-ubsan && cmake --build --preset asan-ubsan --parallel $(JOBS)
+	@"$(PYTHON_USED)" tools/run_tests.py --build build/asan-ubsan --no-python
+
+clean:  ## remove what was built; .venv stays
+	@rm -rf $(BUILD)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18

@@ -1,0 +1,42 @@
+# Finds everything that is not Espalier's own and stops once, with one list of what is missing.
+
+find_package(EspalierTorch 2.11 QUIET)
+find_package(OpenMP QUIET COMPONENTS CXX)
+find_package(ZLIB QUIET)
+find_package(simdjson QUIET)
+find_path(ESPALIER_JSON_INCLUDE nlohmann/json.hpp)
+find_path(ESPALIER_CLI11_INCLUDE CLI/CLI.hpp)
+find_path(ESPALIER_TOMLPP_INCLUDE toml++/toml.h)
+mark_as_advanced(ESPALIER_JSON_INCLUDE ESPALIER_CLI11_INCLUDE ESPALIER_TOMLPP_INCLUDE)
+
+set(missing "")
+if(NOT EspalierTorch_FOUND)
+  if(ESPALIER_TORCH_DIR)
+    string(APPEND missing "\n  torch 2.11: found version '${EspalierTorch_VERSION}' in ${ESPALIER_TORCH_DIR}; set ESPALIER_PYTHON "
+      "to another Python (and unset ESPALIER_TORCH_DIR), or run tools/setup.sh, which makes .venv")
+  else()
+    string(APPEND missing "\n  torch 2.11: not in ${ESPALIER_PYTHON}; set ESPALIER_PYTHON to a Python that has it, or run "
+      "tools/setup.sh, which makes .venv")
+  endif()
+endif()
+if(NOT OpenMP_CXX_FOUND)
+  string(APPEND missing "\n  OpenMP: the compiler ${CMAKE_CXX_COMPILER} has none; use g++")
+endif()
+foreach(need "ZLIB_FOUND|zlib|zlib1g-dev" "simdjson_FOUND|simdjson|libsimdjson-dev"
+    "ESPALIER_JSON_INCLUDE|nlohmann/json.hpp|nlohmann-json3-dev" "ESPALIER_CLI11_INCLUDE|CLI/CLI.hpp|libcli11-dev"
+    "ESPALIER_TOMLPP_INCLUDE|toml++/toml.h|libtomlplusplus-dev")
+  string(REPLACE "|" ";" need "${need}")
+  list(GET need 0 variable)
+  list(GET need 1 name)
+  list(GET need 2 package)
+  if(NOT ${variable})
+    string(APPEND missing "\n  ${name} (Debian, Ubuntu: ${package})")
+  endif()
+endforeach()
+if(missing)
+  message(FATAL_ERROR "Espalier cannot be configured; missing:${missing}\n`make` installs or names all of this.")
+endif()
+if(NOT ESPALIER_TORCH_REPORTED STREQUAL ESPALIER_TORCH_DIR)
+  message(STATUS "torch ${EspalierTorch_VERSION} in ${ESPALIER_TORCH_DIR}")
+  set(ESPALIER_TORCH_REPORTED "${ESPALIER_TORCH_DIR}" CACHE INTERNAL "")
+endif()

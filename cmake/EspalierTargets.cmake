@@ -1,0 +1,80 @@
+# How every target of Espalier is compiled: one set of flags (so that one precompiled header serves all),
+# one library per folder (so that a folder links only what stands above it), and run-time dispatch by CPU.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+# A plain -fPIC everywhere: with CMake's own setting executables get -fPIE and silently lose the precompiled header.
+add_compile_options(-fPIC -Wall -Wextra -Wno-unknown-pragmas -Winvalid-pch -fpch-preprocess -fno-math-errno)
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g1 -DNDEBUG")
+set(CMAKE_CXX_FLAGS_DEBUG "-O0 -g")
+if(ESPALIER_SANITIZE)
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=address,undefined)
+endif()
+
+find_program(ESPALIER_CCACHE ccache)
+if(ESPALIER_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${ESPALIER_CCACHE})
+endif()
+
+# espalier_library(NAME FILES... [TORCH] [LINK targets...]): the folder's static library espalier_NAME.
+# TORCH: its files see ATen (through the precompiled header); without it they must not.
+function(espalier_library name)
+  cmake_parse_arguments(arg "TORCH" "" "LINK;FILES" ${ARGN})
+  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
+  add_library(espalier_${name} STATIC ${arg_FILES})
+  target_include_directories(espalier_${name} PUBLIC "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(espalier_${name} PUBLIC ${arg_LINK} OpenMP::OpenMP_CXX)
+  if(arg_TORCH)
+    espalier_use_torch(espalier_${name})
+  endif()
+endfunction()
+
+# Gives a target ATen and the shared precompiled header.
+function(espalier_use_torch target)
+  if(NOT TARGET espalier_pch)
+    file(WRITE "${CMAKE_BINARY_DIR}/pch.cpp" "")
+    add_library(espalier_pch OBJECT "${CMAKE_BINARY_DIR}/pch.cpp")
+    target_link_libraries(espalier_pch PUBLIC EspalierTorch::cpu OpenMP::OpenMP_CXX)
+    target_precompile_headers(espalier_pch PRIVATE <ATen/ATen.h> <string> <vector> <memory> <optional> <functional> <span>)
+  endif()
+  target_link_libraries(${target} PUBLIC EspalierTorch::cpu)
+  target_precompile_headers(${target} REUSE_FROM espalier_pch)
+endfunction()
+
+# espalier_simd_sources(TARGET FILES...): compiles each torch-free file once per instruction set, with
+# ESPALIER_SIMD naming the set (a namespace) and ESPALIER_SIMD_BYTES its vector width. The folder's dispatch file
+# picks one of the three at run time.
+function(espalier_simd_sources target)
+  foreach(file ${ARGN})
+    get_filename_component(stem "${file}" NAME_WE)
+    foreach(set "baseline|16|" "avx2|32|-mavx2;-mfma;-mf16c" "avx512|64|-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mfma;-mprefer-vector-width=512")
+      string(REGEX MATCH "^([^|]*)\\|([^|]*)\\|(.*)$" _ "${set}")
+      set(object ${target}_${stem}_${CMAKE_MATCH_1})
+      add_library(${object} OBJECT "${file}")
+      target_compile_definitions(${object} PRIVATE ESPALIER_SIMD=${CMAKE_MATCH_1} ESPALIER_SIMD_BYTES=${CMAKE_MATCH_2})
+      target_compile_options(${object} PRIVATE -O3 -ffp-contract=fast ${CMAKE_MATCH_3})
+      target_include_directories(${object} PRIVATE "${PROJECT_SOURCE_DIR}")
+      target_link_libraries(${object} PRIVATE OpenMP::OpenMP_CXX)
+      target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+    endforeach()
+  endforeach()
+endfunction()
+
+# espalier_test(NAME FILES... LINK targets... [TORCH]): one GoogleTest binary and one ctest entry.
+function(espalier_test name)
+  cmake_parse_arguments(arg "TORCH" "" "LINK;FILES;LABELS" ${ARGN})
+  list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
+  add_executable(${name} ${arg_FILES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(${name} PRIVATE ${arg_LINK} GTest::gtest GTest::gtest_main OpenMP::OpenMP_CXX)
+  if(arg_TORCH)
+    espalier_use_torch(${name})
+  endif()
+  target_compile_definitions(${name} PRIVATE ESPALIER_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
+endfunction()

@@ -1,0 +1,46 @@
+# FindEspalierTorch.cmake. Input: ESPALIER_TORCH_DIR (torch package folder) or ESPALIER_PYTHON. Torch is not imported.
+if(NOT ESPALIER_TORCH_DIR)
+  if(NOT ESPALIER_PYTHON)
+    find_program(ESPALIER_PYTHON NAMES python3 python)
+  endif()
+  execute_process(COMMAND "${ESPALIER_PYTHON}" -c
+    "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '', end='')"
+    OUTPUT_VARIABLE _dir ERROR_QUIET)
+  set(ESPALIER_TORCH_DIR "${_dir}" CACHE PATH "Folder of the torch package" FORCE)
+endif()
+if(EXISTS "${ESPALIER_TORCH_DIR}/version.py")
+  file(STRINGS "${ESPALIER_TORCH_DIR}/version.py" _v REGEX "^__version__ = ")
+  string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" EspalierTorch_VERSION "${_v}")
+endif()
+find_file(EspalierTorch_C10 libc10.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
+find_file(EspalierTorch_CPU libtorch_cpu.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
+find_file(EspalierTorch_CUDA libtorch_cuda.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
+find_path(EspalierTorch_INCLUDE ATen/core/Tensor.h PATHS "${ESPALIER_TORCH_DIR}/include" NO_DEFAULT_PATH NO_CACHE)
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(EspalierTorch
+  REQUIRED_VARS EspalierTorch_CPU EspalierTorch_C10 EspalierTorch_INCLUDE VERSION_VAR EspalierTorch_VERSION)
+if(EspalierTorch_FOUND AND NOT TARGET EspalierTorch::cpu)
+  get_filename_component(_site "${ESPALIER_TORCH_DIR}" DIRECTORY)
+  foreach(_d nvidia/cu13/lib nvidia/cudnn/lib nvidia/nccl/lib nvidia/cusparselt/lib nvidia/nvshmem/lib)
+    if(IS_DIRECTORY "${_site}/${_d}")
+      list(APPEND _rl "LINKER:-rpath-link,${_site}/${_d}")   # what libtorch_cpu.so itself needs, at link time only
+    endif()
+  endforeach()
+  # the second folder holds torch/types.h, which even c10d headers include (through logger.hpp, reducer.hpp, rpc)
+  set(_inc "${EspalierTorch_INCLUDE};${EspalierTorch_INCLUDE}/torch/csrc/api/include")
+  add_library(EspalierTorch::c10 SHARED IMPORTED)
+  set_target_properties(EspalierTorch::c10 PROPERTIES IMPORTED_LOCATION "${EspalierTorch_C10}"
+    INTERFACE_INCLUDE_DIRECTORIES "${_inc}" INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_inc}")
+  add_library(EspalierTorch::cpu SHARED IMPORTED)
+  set_target_properties(EspalierTorch::cpu PROPERTIES IMPORTED_LOCATION "${EspalierTorch_CPU}"
+    INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO" INTERFACE_LINK_OPTIONS "${_rl}"
+    INTERFACE_LINK_LIBRARIES EspalierTorch::c10)
+  if(EspalierTorch_CUDA)
+    add_library(EspalierTorch::c10_cuda SHARED IMPORTED)
+    set_target_properties(EspalierTorch::c10_cuda PROPERTIES
+      IMPORTED_LOCATION "${ESPALIER_TORCH_DIR}/lib/libc10_cuda.so" INTERFACE_LINK_LIBRARIES EspalierTorch::c10)
+    add_library(EspalierTorch::cuda SHARED IMPORTED)
+    set_target_properties(EspalierTorch::cuda PROPERTIES IMPORTED_LOCATION "${EspalierTorch_CUDA}"
+      INTERFACE_COMPILE_DEFINITIONS "USE_C10D_NCCL" INTERFACE_LINK_LIBRARIES "EspalierTorch::cpu;EspalierTorch::c10_cuda")
+  endif()
+endif()

@@ -1,0 +1,58 @@
+"""What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
+and docs/options.md lists the options of the table, with their help. (That the page is
+exactly what the table generates is a C++ unit test.) Exit 1 with the faults.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from check_includes import ROOT, tracked
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+FOLDERS = ("espalier", "cli", "tests", "tools", "docs", "bench", "cmake", "python", "examples", ".ci")
+PATH = re.compile(r"^(?:%s)/[A-Za-z0-9_./+-]*$" % "|".join(re.escape(f) for f in FOLDERS))
+TABLE, PAGE = "espalier/options/option_table.def", "docs/options.md"
+ROW = re.compile(r'^ESPALIER_OPTION\(\s*\w+\s*,\s*"([^"]+)".*"((?:[^"\\]|\\.)*)"\)', re.M)
+
+
+def faults_of(name, targets):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    for match in CODE.finditer(prose):
+        word = match.group(1)
+        if PATH.match(word) and not (ROOT / word).exists():
+            yield f"{name}: names `{word}`, which does not exist"
+        command = re.match(r"make ([a-z][a-z-]*)$", word)
+        if command and command.group(1) not in targets:
+            yield f"{name}: names `{word}`, which the Makefile does not have"
+    for match in LINK.finditer(prose):
+        link = match.group(1)
+        if not re.match(r"[a-z]+:", link) and not ((ROOT / name).parent / link).exists():
+            yield f"{name}: links to {link}, which does not exist"
+
+
+def option_faults():
+    if not (ROOT / PAGE).exists():
+        return [f"{PAGE}: missing; make docs writes it"]
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `--([a-z0-9-]+)` \|.*\| ([^|]*) \|$", page, re.M))
+    wanted = dict(ROW.findall((ROOT / TABLE).read_text(encoding="utf-8")))
+    faults = [f"{PAGE}: option --{name} is missing or has another meaning; make docs writes the page"
+              for name, meaning in wanted.items() if shown.get(name, "").replace("\\", "") != meaning.replace("|", "/")]
+    return faults + [f"{PAGE}: option --{name} does not exist" for name in shown if name not in wanted]
+
+
+def main():
+    documents = [n for n in tracked(*DOCUMENTS) if n.endswith(".md")]
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+    faults = [fault for name in documents for fault in faults_of(name, targets)]
+    faults += option_faults()
+    print("\n".join(faults + [f"{len(documents)} documents, {len(faults)} faults"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Folders of espalier/ are stages of the data flow: a file may include only its own folder and those before it.
+
+Also: a target free of torch stays free of it (only folders listed in TORCH may name ATen), and nobody includes
+torch/torch.h. Exit 1 with one line per fault.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDER = (
+    "base options observe parallel rollout grouping plan attention moe model offload objective gradient phase "
+    "optimizer checkpoint train generate replay"
+).split()
+# These are pure functions of tokens, shapes and options: no tensor may enter.
+TORCH_FREE = {"base", "options", "rollout", "grouping", "plan"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
+
+
+def tracked(*patterns):
+    """Files of the tree as git sees them, new ones included; without git, all but what a build leaves."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        return [name for name in done.stdout.split("\n") if name and (ROOT / name).is_file()]
+    names = []
+    for path in (p for pattern in patterns for p in ([ROOT / pattern] + list((ROOT / pattern).rglob("*")))):
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_file() and not re.match(r"(build|dist|\.venv|\.git|.*__pycache__)", name):
+            names.append(name)
+    return sorted(set(names))
+
+
+def faults_of(name):
+    parts = Path(name).parts
+    folder = parts[1] if parts[0] == "espalier" and len(parts) > 2 else None
+    if folder is not None and folder not in ORDER:
+        yield f"{name}: folder espalier/{folder} has no place in the order of tools/check_includes.py"
+        return
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for match in INCLUDE.finditer(text):
+        where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
+        included = match.group(2)
+        if included in ("torch/torch.h", "torch/extension.h") and parts[0] != "python":
+            yield f"{where}: {included} costs 40 seconds to compile; include single ATen headers"
+        if folder in TORCH_FREE and included.split("/")[0] in ("ATen", "c10", "torch"):
+            yield f"{where}: espalier/{folder} is free of torch, found <{included}>"
+        target = Path(included).parts
+        if match.group(1) == '"' and target[0] == "cli" and parts[0] != "cli":
+            yield f"{where}: only cli/ may include {included}"
+        if folder is None or target[0] != "espalier" or len(target) < 3:
+            continue
+        if target[1] not in ORDER or ORDER.index(target[1]) > ORDER.index(folder):
+            yield f"{where}: espalier/{folder} may not include {included} (it stands later in the order)"
+        if not (ROOT / included).is_file():
+            yield f"{where}: {included} does not exist"
+
+
+def main():
+    names = [n for n in tracked("espalier", "cli", "tests", "python", "bench") if n.endswith((".h", ".cpp", ".cu", ".cuh"))]
+    faults = [fault for name in names for fault in faults_of(name)]
+    print("\n".join(faults + [f"{len(names)} files, {len(faults)} faults"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+#!/usr/bin/env bash
+# Finds or makes what a build needs, and writes the chosen Python to build/setup/python.
+#
+#   tools/setup.sh program   compiler, headers, and a Python package folder that holds torch 2.11
+#   tools/setup.sh tests     the same, GoogleTest, and the packages of the Python tests
+#
+# PYTHON names the Python to use. Without it: ./.venv, then python3.12, python3.11, python3, the first whose torch is
+# 2.11. Where none has it, .venv is made and filled with the pinned wheels of tools/requirements-*.txt.
+# Quick when nothing is to do. Exit 2: something is missing that this script may not or cannot install; it is named.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+mode=${1:-program}
+case "$mode" in program | tests) ;; *) echo "usage: tools/setup.sh program|tests" >&2; exit 2 ;; esac
+python_file=build/setup/python
+stamp_file=build/setup/$mode
+log() { printf '[setup] %s\n' "$*" >&2; }
+fail() { printf '[setup] %s\n' "$@" >&2; exit 2; }
+
+# One line that changes whenever the answer of this script could: its own text, the pins, the wish for a Python.
+stamp() { printf '%s ' "${PYTHON-}"; cat tools/setup.sh tools/requirements-*.txt | cksum; }
+
+# Folder of torch 2.11 as seen by Python $1, or nothing. torch is not imported.
+torch_folder() {
+  "$1" -c '
+import importlib.util, os, re, sys
+if sys.version_info < (3, 11):
+    sys.exit()
+spec = importlib.util.find_spec("torch")
+for folder in (spec.submodule_search_locations or []) if spec else []:
+    version = os.path.join(folder, "version.py")
+    if os.path.exists(version) and re.search(r"__version__ = .2\.11\.", open(version).read()):
+        print(folder)
+' 2>/dev/null || true
+}
+
+if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$(stamp)" ] && [ -f "$python_file" ] &&
+  [ -n "$(torch_folder "$(cat "$python_file")")" ]; then
+  exit 0
+fi
+
+# ---- system packages ------------------------------------------------------------------------------------------------
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# Names the Debian packages whose header the compiler does not find: pairs "header package" on stdin.
+missing_headers() {
+  local header package source=""
+  while read -r header package; do
+    source+="#if !__has_include(<$header>)"$'\n'"missing $package"$'\n'"#endif"$'\n'
+  done
+  printf '%s' "$source" | g++ -std=c++20 -E -P -x c++ - | sed -n 's/^missing //p' | tr -d ' '
+}
+
+# Sets `required` and `optional` to the missing Debian packages. Without g++ every header counts as missing.
+find_missing() {
+  required=() optional=()
+  have g++ || required+=(g++)
+  have cmake || required+=(cmake)
+  have make || required+=(make)
+  local headers="nlohmann/json.hpp nlohmann-json3-dev
+CLI/CLI.hpp libcli11-dev
+toml++/toml.h libtomlplusplus-dev
+zlib.h zlib1g-dev
+simdjson.h libsimdjson-dev"
+  local test_headers="gtest/gtest.h libgtest-dev
+gmock/gmock.h libgmock-dev"
+  if have g++; then
+    mapfile -t -O "${#required[@]}" required < <(missing_headers <<<"$headers")
+    mapfile -t optional < <(missing_headers <<<"$test_headers")
+  else
+    mapfile -t -O "${#required[@]}" required < <(sed 's/.* //' <<<"$headers")
+    mapfile -t optional < <(sed 's/.* //' <<<"$test_headers")
+  fi
+  if [ "$mode" = tests ]; then
+    required+=(${optional[@]+"${optional[@]}"})
+    optional=()
+  fi
+  have ninja || optional+=(ninja-build)
+  have ccache || optional+=(ccache)
+}
+
+install_packages() {
+  local as_root=()
+  if [ "$(id -u)" != 0 ]; then
+    have sudo && sudo -n true 2>/dev/null || return 1
+    as_root=(sudo -n)
+  fi
+  have apt-get || return 1
+  log "apt-get install $*"
+  ${as_root[@]+"${as_root[@]}"} apt-get update -qq >&2 || log "apt-get update failed; going on with the lists that are there"
+  ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2
+}
+
+find_missing
+wanted=(${required[@]+"${required[@]}"} ${optional[@]+"${optional[@]}"})
+if [ ${#wanted[@]} -gt 0 ]; then
+  install_packages "${wanted[@]}" || true
+  find_missing
+  if [ ${#required[@]} -gt 0 ]; then
+    fail "missing system packages: ${required[*]}" \
+      "install them (Debian, Ubuntu):  sudo apt-get install ${required[*]} ${optional[*]-}"
+  fi
+  [ ${#optional[@]} -eq 0 ] || log "not found, going on without: ${optional[*]}"
+fi
+gxx=$(g++ -dumpfullversion)
+[ "${gxx%%.*}" -ge 12 ] || fail "g++ $gxx found, 12 or newer is needed (C++20)"
+cmake_version=$(cmake --version | sed -n '1s/[^0-9]*\([0-9]*\.[0-9]*\).*/\1/p')
+[ "$(printf '%s\n' 3.25 "$cmake_version" | sort -V | head -1)" = 3.25 ] || fail "cmake $cmake_version found, 3.25 or newer is needed"
+
+# ---- Python and torch -----------------------------------------------------------------------------------------------
+
+# Absolute path of a Python that runs and is 3.11 or newer, or nothing.
+working_python() {
+  "$1" -c 'import os, sys; print(os.path.abspath(sys.executable)) if sys.version_info >= (3, 11) else None' 2>/dev/null || true
+}
+
+# Sets `python` to the first candidate with torch 2.11, and `base` to the first that could make .venv.
+choose_python() {
+  python="" base=""
+  local candidate path
+  for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python python3.12 python3.11 python3; do
+    path=$(working_python "$candidate")
+    [ -n "$path" ] || continue
+    case "$path" in "$PWD"/.venv/*) ;; *) [ -n "$base" ] || base=$path ;; esac
+    if [ -n "$(torch_folder "$path")" ]; then
+      python=$path
+      return
+    fi
+    [ "$candidate" != "${PYTHON-}" ] || log "the torch of PYTHON=$PYTHON is not 2.11: using another or making .venv"
+  done
+}
+
+choose_python
+if [ -z "$python$base" ]; then
+  install_packages python3 python3-venv || true
+  choose_python
+fi
+
+pip_install() {
+  local quiet=()
+  [ -t 2 ] || quiet=(--progress-bar off)
+  "$1" -m pip install --disable-pip-version-check --no-input --no-deps ${quiet[@]+"${quiet[@]}"} "${@:2}" >&2
+}
+
+if [ -z "$python" ]; then
+  [ -n "$base" ] || fail "no Python 3.11 or newer found; install one (Debian, Ubuntu: sudo apt-get install python3 python3-venv) or set PYTHON"
+  if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
+    install_packages python3-venv || true
+    "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+      fail "$base cannot make virtual environments; install them (Debian, Ubuntu: sudo apt-get install python3-venv)"
+  fi
+  [ -n "$(working_python .venv/bin/python)" ] || { log "making .venv with $base"; "$base" -m venv --clear .venv; }
+  python=$PWD/.venv/bin/python
+  log "installing torch 2.11 into .venv (0.5 GB to download, 1.3 GB on disk)"
+fi
+case "$python" in
+  "$PWD"/.venv/*)  # also when torch is there already: an interrupted installation is completed
+    pip_install "$python" -q -r tools/requirements-build.txt ||
+      fail "pip could not install tools/requirements-build.txt; where there is no network, set PYTHON to a Python with torch 2.11"
+    [ -n "$(torch_folder "$python")" ] || fail "torch 2.11 is not in .venv after the installation: remove .venv and try again"
+    ;;
+esac
+
+# ---- packages of the Python tests -----------------------------------------------------------------------------------
+
+test_packages="numpy, torch, transformers, safetensors, pytest"
+
+# Installs what the loader misses when torch is imported, one library at a time; prints nothing when all is there.
+complete_cuda_libraries() {
+  local error library pin
+  for _ in $(seq 16); do
+    error=$("$python" -c 'import torch' 2>&1) && return 0
+    library=$(sed -n 's/.*\(lib[A-Za-z]*[a-z_]*\)\.so[.0-9]*: cannot open shared object file.*/\1/p' <<<"$error" | tail -1)
+    [ -n "$library" ] || break
+    pin=$(grep -E "# .*\b$library\b" tools/requirements-cuda-libraries.txt | sed 's/ *#.*//') || break
+    log "import torch misses $library: installing $pin"
+    pip_install "$python" "$pin" || break
+  done
+  printf '%s\n' "$error" | tail -3 >&2
+  return 1
+}
+
+if [ "$mode" = tests ]; then
+  case "$python" in
+    "$PWD"/.venv/*)
+      pip_install "$python" -q -r tools/requirements-tests.txt || fail "pip could not install tools/requirements-tests.txt"
+      complete_cuda_libraries || fail "torch cannot be imported from .venv (the error stands above)"
+      "$python" -c "import $test_packages" || fail "the packages of the Python tests do not work in .venv: remove it and try again"
+      ;;
+    *)
+      # A Python of the user's own is left as it is: what it lacks goes to build/python, which the test runner adds.
+      if ! PYTHONPATH=build/python "$python" -c "import $test_packages" 2>/dev/null; then
+        mkdir -p build/setup
+        grep -vE '^(#|nvidia-|typing_extensions)' tools/requirements-tests.txt >build/setup/pins.txt
+        log "$python lacks some of $test_packages: installing the pinned ones into build/python"
+        pip_install "$python" -q --upgrade --target build/python -r build/setup/pins.txt ||
+          log "pip could not install them: the Python tests that need them will be skipped"
+      fi
+      ;;
+  esac
+fi
+
+mkdir -p build/setup
+printf '%s\n' "$python" >"$python_file"
+stamp >"$stamp_file"
+log "using $python ($(torch_folder "$python"))"
