@@ -1,0 +1,93 @@
+// The table as rows and as members: the only file that turns names into members of Options.
+#include "espalier/options/options.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "espalier/base/error.h"
+#include "espalier/options/nearest_name.h"
+#include "espalier/options/option_value.h"
+
+namespace espalier {
+namespace {
+
+std::string text_of_value(const std::string& value) { return value; }
+std::string text_of_value(double value) { return number_text(value); }
+std::string text_of_value(std::int64_t value) { return std::to_string(value); }
+std::string text_of_value(bool value) { return value ? "true" : "false"; }
+
+void assign(std::string& member, const std::string& value, const std::string&) { member = value; }
+void assign(double& member, const std::string& value, const std::string& where) {
+  member = parse_number(value, where, "a number");
+}
+void assign(std::int64_t& member, const std::string& value, const std::string& where) {
+  member = parse_integer(value, where, "a whole number");
+}
+void assign(bool& member, const std::string& value, const std::string& where) { member = parse_flag(value, where); }
+
+std::vector<OptionRow> make_rows() {
+  const Options defaults;
+  const char* section = "";
+  std::vector<OptionRow> rows;
+#define ESPALIER_SECTION(title) section = title;
+#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) \
+  rows.push_back({#field, name, OptionType::type, text_of_value(defaults.field), range, unit, verbs, help, section});
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
+  return rows;
+}
+
+const OptionRow& row_of(const std::string& name, const std::string& where) {
+  if (const OptionRow* row = find_option(name)) return *row;
+  std::vector<std::string> names;
+  for (const OptionRow& row : option_rows()) names.push_back(row.name);
+  std::string asked = name;
+  std::replace(asked.begin(), asked.end(), '_', '-');
+  const std::string near = nearest_name(asked, names);
+  throw OptionError({where + "--" + asked, "the name of an option", '"' + asked + '"',
+                     near.empty() ? "espalier VERB --help lists them" : "did you mean --" + near + "?"});
+}
+
+}  // namespace
+
+bool OptionRow::taken_by(char verb) const { return verbs[0] == '*' || std::strchr(verbs, verb) != nullptr; }
+
+const std::vector<OptionRow>& option_rows() {
+  static const std::vector<OptionRow> rows = make_rows();
+  return rows;
+}
+
+const OptionRow* find_option(std::string_view name) {
+  std::string field(name);
+  std::replace(field.begin(), field.end(), '-', '_');
+  for (const OptionRow& row : option_rows())
+    if (field == row.field) return &row;
+  return nullptr;
+}
+
+void set_option(Options& options, const std::string& name, const std::string& value) {
+  set_option(options, name, value, "");
+}
+
+void set_option(Options& options, const std::string& name, const std::string& value, const std::string& where) {
+  const OptionRow& row = row_of(name, where);
+  const std::string place = where + "--" + row.name;
+  check_value(row, value, place);
+  const std::string_view field = row.field;
+#define ESPALIER_OPTION(member, name, type, value_, range, unit, verbs, help) \
+  if (field == #member) return assign(options.member, value, place);
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
+}
+
+std::string option_text(const Options& options, const std::string& name) {
+  const std::string_view field = row_of(name, "").field;
+#define ESPALIER_OPTION(member, name, type, value, range, unit, verbs, help) \
+  if (field == #member) return text_of_value(options.member);
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
+  ESPALIER_INTERNAL(false, "no member for option ", name);
+  return "";
+}
+
+}  // namespace espalier

@@ -1,0 +1,60 @@
+// The resolved options of a run: one member per row of option_table.def, named like the row's field.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace espalier {
+
+namespace option_type {
+using text = std::string;
+using number = double;
+using integer = std::int64_t;
+using flag = bool;
+using list = std::string;  // as written, "0.9,0.999"; see parse_numbers
+}  // namespace option_type
+
+struct Options {
+#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) option_type::type field = value;
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
+};
+
+enum class OptionType { text, number, integer, flag, list };
+
+// A row of the table as data, for the command line, the help and the documentation.
+struct OptionRow {
+  const char* field;
+  const char* name;
+  OptionType type;
+  std::string default_text;
+  const char* range;
+  const char* unit;
+  const char* verbs;
+  const char* help;
+  const char* section;
+
+  bool taken_by(char verb) const;  // a letter of the table's `verbs` column
+};
+const std::vector<OptionRow>& option_rows();
+
+// The row of a name, written with '-' or '_', without leading dashes; null: there is none.
+const OptionRow* find_option(std::string_view name);
+
+// Sets one option from text. Errors: OptionError with the option's name, what it takes and what was given; for a name
+// that does not exist the nearest one that does. `where` stands before the name in the message ("run.toml:3: ").
+void set_option(Options& options, const std::string& name, const std::string& value);
+void set_option(Options& options, const std::string& name, const std::string& value, const std::string& where);
+
+// The value as set_option takes it back, exactly. Errors: OptionError.
+std::string option_text(const Options& options, const std::string& name);
+
+// Rules between options, which no single row can state. Errors: OptionError.
+void validate(const Options& options);
+
+// "0.9,0.999" -> {0.9, 0.999}. Errors: OptionError.
+std::vector<double> parse_numbers(const std::string& option, const std::string& text);
+
+}  // namespace espalier
