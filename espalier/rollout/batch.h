@@ -1,0 +1,23 @@
+// Which rollouts belong together: groups for advantages, mini-batches for optimizer steps.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// The group of each rollout, numbered from 0 in order of first appearance: equal `group` where given, else equal
+// prompts (tokens compared). A record with a group and one without are never in one group, and where all records have
+// a step a group never spans two steps. Rollouts of a group may stand anywhere.
+std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts);
+
+// Indices into `rollouts`, one list for each optimizer step; each list ascends.
+// Where all records have a `step`: one list for each step, steps ascending. Otherwise whole groups in order of first
+// appearance, filled up to `size` rollouts; a group is never split, so one larger than `size` is a mini-batch by
+// itself. size 0: all in one. InputError where only some records have a step; OptionError for a negative size.
+std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout> rollouts, std::int64_t size);
+
+}  // namespace espalier

@@ -1,0 +1,103 @@
+// The neutral record: one response a line, fields in any order.
+#include <algorithm>
+#include <utility>
+
+#include "espalier/rollout/json_text.h"
+#include "espalier/rollout/record_format.h"
+
+namespace espalier {
+namespace {
+
+using Series = std::vector<double> Rollout::*;
+constexpr std::pair<std::string_view, Series> kSeries[] = {
+    {"old_logprobs", &Rollout::old_logprobs},
+    {"ref_logprobs", &Rollout::ref_logprobs},
+    {"rollout_logprobs", &Rollout::rollout_logprobs},
+    {"values", &Rollout::values},
+    {"returns", &Rollout::returns},
+};
+
+struct Seen {
+  bool prompt = false, response = false, mask = false;
+  std::vector<std::string_view> series;
+  std::optional<double> scalar_advantage;
+  bool token_advantages = false;
+};
+
+void check_length(std::size_t have, const Rollout& rollout, const RecordPlace& place, std::string_view field) {
+  if (have != rollout.response_ids.size())
+    throw place.wrong(field, text_of(rollout.response_ids.size(), " entries, one per response token"), text_of(have));
+}
+
+void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) {
+  if (!seen.prompt) throw place.wrong("prompt_ids", "this field in every record", "none");
+  if (rollout.prompt_ids.empty()) throw place.wrong("prompt_ids", "at least one token", "an empty list");
+  if (!seen.response) throw place.wrong("response_ids", "this field in every record (it may be empty)", "none");
+  constexpr std::size_t kLongest = (std::size_t{1} << 31) - 1;  // depths are 32-bit
+  if (rollout.prompt_ids.size() + rollout.response_ids.size() > kLongest)
+    throw place.wrong("response_ids", "fewer than 2^31 tokens in all", "more");
+  if (seen.mask)
+    check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
+  else
+    rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+  for (const auto& [name, series] : kSeries)
+    if (std::find(seen.series.begin(), seen.series.end(), name) != seen.series.end())
+      check_length((rollout.*series).size(), rollout, place, name);
+  if (seen.token_advantages) check_length(rollout.advantages.size(), rollout, place, "advantage");
+  if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
+}
+
+}  // namespace
+
+Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+  Rollout rollout;
+  Seen seen;
+  constexpr ListShape kFlat = ListShape::flat;
+  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue value) {
+    if (key == "prompt_ids") {
+      read_token_ids(value, place, key, reader.vocabulary, kFlat, rollout.prompt_ids);
+      seen.prompt = true;
+      return;
+    }
+    if (key == "response_ids") {
+      read_token_ids(value, place, key, reader.vocabulary, kFlat, rollout.response_ids);
+      seen.response = true;
+      return;
+    }
+    if (key == "id" || key == "meta") return add_carried(rollout.carried, key, read_raw(value, place, key));
+    const auto* const series =
+        std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });
+    const bool known = series != std::end(kSeries) || key == "group" || key == "loss_mask" || key == "reward" ||
+                       key == "advantage" || key == "temperature" || key == "step";
+    if (!known) {
+      reader.unknown_fields.try_emplace(std::string(key), place.where());
+      return add_carried(rollout.carried, key, read_raw(value, place, key));
+    }
+    if (is_null(value)) return;  // an optional field left open
+    if (series != std::end(kSeries)) {
+      read_numbers(value, place, key, kFlat, rollout.*series->second);
+      seen.series.push_back(series->first);
+    } else if (key == "group") {
+      rollout.group = read_scalar_text(value, place, key);
+    } else if (key == "loss_mask") {
+      read_mask(value, place, key, kFlat, rollout.loss_mask);
+      seen.mask = true;
+    } else if (key == "reward") {
+      rollout.reward = read_number(value, place, key);
+    } else if (key == "step") {
+      rollout.step = read_integer(value, place, key);
+    } else if (key == "temperature") {
+      rollout.temperature = read_number(value, place, key);
+      if (!(rollout.temperature > 0)) throw place.wrong(key, "a number above 0", text_of(rollout.temperature));
+    } else if (is_list(value, place, key)) {
+      read_numbers(value, place, key, kFlat, rollout.advantages);
+      seen.token_advantages = true;
+    } else {
+      seen.scalar_advantage = read_number(value, place, key);
+    }
+  });
+  check_record(rollout, seen, place);
+  return rollout;
+}
+
+}  // namespace espalier

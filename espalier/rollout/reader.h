@@ -1,0 +1,35 @@
+// Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain or gzip, told apart by what
+// they hold. Files are read in blocks; every value is checked, and one bad value refuses the whole read.
+//
+// Errors: InputError with "file:line", the field, what was expected and found, for anything that breaks the record
+// format; UnsupportedError for formats that are known but not read here (text-only dumps, pickle, Parquet).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+struct ReadOptions {
+  std::int64_t vocabulary = 0;  // a token id at or above it is an error; 0: not checked
+  std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)> progress;  // total 0: not known
+};
+
+struct RolloutFile {
+  std::vector<Rollout> rollouts;   // in input order, over all files
+  std::string format;              // "neutral JSON Lines", "NeMo-RL train data", or both
+  std::vector<std::string> notes;  // each unknown field once, and what a format left open
+  std::int64_t bytes = 0;          // of the files as they lie on disk
+};
+
+RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptions& options = {});
+
+// The same for one text in memory (plain or gzip); `name` stands for the file in messages.
+RolloutFile parse_rollouts(std::string_view text, const std::string& name, const ReadOptions& options = {});
+
+}  // namespace espalier

@@ -1,0 +1,43 @@
+// Which format a file holds, from its name and its first record, and the two record readers.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "espalier/rollout/record_fields.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+enum class RecordFormat { neutral, nemo_rl };
+const char* name_of(RecordFormat format);
+
+// What lasts over the records of a read.
+struct RecordReader {
+  simdjson::ondemand::parser parser;
+  std::int64_t vocabulary = 0;                        // 0: not checked
+  std::map<std::string, std::string> unknown_fields;  // name -> where it first stood
+};
+
+// UnsupportedError for file types that the Python package reads: by name ending or by the first bytes.
+void refuse_other_file_types(const std::string& path, std::string_view first_line);
+
+// From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
+RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);
+
+// One record of the neutral format (the README's table of fields); `index` and `where` are left to the caller.
+Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place);
+
+// One record of NeMo-RL's train_data_step*.jsonl, see nemo_rl_record.cpp. `step`: from the file's name.
+Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
+                            std::optional<std::int64_t> step);
+
+// 17 for ".../train_data_step17.jsonl" and ".jsonl.gz"; none for other names.
+std::optional<std::int64_t> step_of_nemo_rl_name(const std::string& path);
+
+// Adds a member to the JSON object text `carried` (empty: none yet).
+void add_carried(std::string& carried, std::string_view key, std::string_view raw_value);
+
+}  // namespace espalier

@@ -1,0 +1,37 @@
+// One sampled response and what a trainer knows about it. Immutable once read; every value was checked by the reader.
+//
+// A rollout's tokens are prompt_ids followed by response_ids; `depth` counts along that sequence from 0.
+// Series hold one value for each response token, or are empty where the record has none. Log-probs are natural
+// logarithms; entry t belongs to response_ids[t], which the row at depth prompt_length() + t - 1 predicts.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace espalier {
+
+struct Rollout {
+  std::vector<std::int32_t> prompt_ids;     // at least one
+  std::vector<std::int32_t> response_ids;   // may be empty
+  std::vector<std::uint8_t> loss_mask;      // one 0/1 per response token, always filled
+  std::vector<double> advantages;           // as given, one per response token; empty: from the reward
+  std::optional<double> reward;
+  std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
+  double temperature = 1.0;
+  std::optional<std::int64_t> step;
+  std::string group;                        // JSON text of the record's group; empty: none given
+  std::string carried;                      // JSON object text of id, meta and unknown fields; empty: none
+  std::int64_t index = 0;                   // place in the input, over all files, from 0
+  std::string where;                        // "rollouts.jsonl:17"
+
+  std::int32_t prompt_length() const { return static_cast<std::int32_t>(prompt_ids.size()); }
+  std::int32_t response_length() const { return static_cast<std::int32_t>(response_ids.size()); }
+  std::int32_t length() const { return prompt_length() + response_length(); }
+  std::int32_t token_at(std::int32_t depth) const {
+    return depth < prompt_length() ? prompt_ids[depth] : response_ids[depth - prompt_length()];
+  }
+};
+
+}  // namespace espalier

@@ -1,0 +1,162 @@
+#include "espalier/rollout/writer.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "espalier/base/atomic_file.h"
+#include "espalier/base/error.h"
+#include "espalier/rollout/json_text.h"
+
+namespace espalier {
+namespace {
+
+class RecordText {
+ public:
+  explicit RecordText(const std::vector<ExtraSeries>& extras) : extras_(extras) {}
+
+  void add_raw(std::string_view quoted_key, std::string_view value) {
+    begin_field(quoted_key);
+    text_ += value;
+  }
+  void add_double(std::string_view field, double value) {
+    begin_field(json_quoted(field));
+    append_finite(value);
+  }
+  void add_integer(std::string_view field, std::int64_t value) {
+    begin_field(json_quoted(field));
+    append_number(text_, value);
+  }
+  template <class T>
+  void add_integers(std::string_view field, const std::vector<T>& values) {
+    begin_field(json_quoted(field));
+    text_ += '[';
+    for (const T value : values) {
+      append_number(text_, static_cast<std::int64_t>(value));
+      text_ += ',';
+    }
+    close_list(values.empty());
+  }
+  void add_doubles(std::string_view field, std::span<const double> values) {
+    begin_field(json_quoted(field));
+    text_ += '[';
+    for (const double value : values) {
+      append_finite(value);
+      text_ += ',';
+    }
+    close_list(values.empty());
+  }
+  bool replaced(std::string_view field) const {
+    return std::any_of(extras_.begin(), extras_.end(), [&](const ExtraSeries& extra) { return extra.field == field; });
+  }
+  // A series of the record: left out where it is empty or an extra stands in its place.
+  void add_series(std::string_view field, const std::vector<double>& values) {
+    if (!values.empty() && !replaced(field)) add_doubles(field, values);
+  }
+  std::string finished() && { return std::move(text_) + '}'; }
+
+ private:
+  void begin_field(std::string_view quoted_key) {
+    text_ += text_.empty() ? '{' : ',';
+    text_.append(quoted_key).append(":");
+  }
+  void append_finite(double value) {
+    ESPALIER_INTERNAL(std::isfinite(value), "a rollout's number is ", value);
+    append_number(text_, value);
+  }
+  void close_list(bool empty) {
+    if (empty)
+      text_ += ']';
+    else
+      text_.back() = ']';
+  }
+
+  const std::vector<ExtraSeries>& extras_;
+  std::string text_;
+};
+
+bool all_equal(const std::vector<double>& values) {
+  return std::all_of(values.begin(), values.end(), [&](double value) { return value == values.front(); });
+}
+
+}  // namespace
+
+std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {
+  RecordText record(extras);
+  if (!rollout.carried.empty()) {
+    JsonMembers members(rollout.carried);
+    for (std::string_view key, value; members.next(key, value);)
+      if (!record.replaced(key.substr(1, key.size() - 2))) record.add_raw(key, value);
+  }
+  if (!rollout.group.empty()) record.add_raw("\"group\"", rollout.group);
+  if (rollout.step) record.add_integer("step", *rollout.step);
+  record.add_integers("prompt_ids", rollout.prompt_ids);
+  record.add_integers("response_ids", rollout.response_ids);
+  if (std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) != rollout.response_length())
+    record.add_integers("loss_mask", rollout.loss_mask);
+  if (rollout.reward) record.add_double("reward", *rollout.reward);
+  if (!rollout.advantages.empty()) {
+    if (all_equal(rollout.advantages))
+      record.add_double("advantage", rollout.advantages.front());
+    else
+      record.add_doubles("advantage", rollout.advantages);
+  }
+  if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
+  record.add_series("rollout_logprobs", rollout.rollout_logprobs);
+  record.add_series("old_logprobs", rollout.old_logprobs);
+  record.add_series("ref_logprobs", rollout.ref_logprobs);
+  record.add_series("values", rollout.values);
+  record.add_series("returns", rollout.returns);
+  for (const ExtraSeries& extra : extras) {
+    ESPALIER_INTERNAL_EQ(extra.values.size(), rollout.response_ids.size(), extra.field, " of ", rollout.where);
+    record.add_doubles(extra.field, extra.values);
+  }
+  return std::move(record).finished();
+}
+
+// Text on its way to the file, packed where the name asks for it.
+struct RolloutWriter::Sink {
+  explicit Sink(const std::string& path) : file(path), packs(path.ends_with(".gz")) {
+    constexpr int kGzip = 16 + MAX_WBITS, kLevel = 6, kMemory = 8;
+    if (!packs) return;
+    const int status = deflateInit2(&deflater, kLevel, Z_DEFLATED, kGzip, kMemory, Z_DEFAULT_STRATEGY);
+    ESPALIER_INTERNAL_EQ(status, Z_OK);
+  }
+  Sink(const Sink&) = delete;
+  Sink& operator=(const Sink&) = delete;
+  ~Sink() {
+    if (packs) deflateEnd(&deflater);
+  }
+
+  void put(std::string_view text, bool last) {
+    if (!packs) return file.write(text);
+    deflater.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+    deflater.avail_in = static_cast<uInt>(text.size());
+    do {
+      char packed[1 << 15];
+      deflater.next_out = reinterpret_cast<Bytef*>(packed);
+      deflater.avail_out = sizeof packed;
+      deflate(&deflater, last ? Z_FINISH : Z_NO_FLUSH);
+      file.write({packed, sizeof packed - deflater.avail_out});
+    } while (deflater.avail_out == 0);
+  }
+
+  AtomicFile file;
+  bool packs;
+  z_stream deflater{};
+};
+
+RolloutWriter::RolloutWriter(const std::string& path) : sink_(std::make_unique<Sink>(path)) {}
+RolloutWriter::~RolloutWriter() = default;
+
+void RolloutWriter::write(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {
+  sink_->put(rollout_json(rollout, extras) + '\n', false);
+}
+
+void RolloutWriter::finish() {
+  sink_->put({}, true);
+  sink_->file.commit();
+}
+
+}  // namespace espalier

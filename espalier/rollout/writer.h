@@ -1,0 +1,42 @@
+// Writes rollouts as neutral JSON Lines, one record at a time; gzip where the name ends in ".gz".
+//
+// The file is complete after finish() and as it was before otherwise (base/atomic_file.h). Numbers are the shortest
+// decimals that read back as the same bits; a record read, written and read again is the same record.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// A series to add to a record, or to write in place of the one it has: "logprobs", "entropies", "old_logprobs" ...
+struct ExtraSeries {
+  std::string_view field;
+  std::span<const double> values;  // one per response token
+};
+
+// One record as JSON, without a newline. Not finite values are an InternalError: they have no JSON.
+std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
+
+class RolloutWriter {
+ public:
+  explicit RolloutWriter(const std::string& path);  // OptionError where the file cannot be created
+  RolloutWriter(const RolloutWriter&) = delete;
+  RolloutWriter& operator=(const RolloutWriter&) = delete;
+  ~RolloutWriter();  // without finish(): nothing is left behind
+
+  void write(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
+  void finish();
+
+ private:
+  struct Sink;
+  std::unique_ptr<Sink> sink_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,185 @@
+#include "tests/support/oracle.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <map>
+
+namespace espalier::testing {
+namespace {
+
+using at::Tensor;
+using at::indexing::Slice;
+
+struct Weights {
+  std::map<std::string, Tensor> by_name;  // leaves that require gradients
+  const Tensor& operator[](const std::string& name) const { return by_name.at(name); }
+  Tensor bias(const std::string& name) const { return by_name.count(name) ? by_name.at(name) : Tensor(); }
+};
+
+Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
+  return weight * (x * at::rsqrt(x.pow(2).mean(-1, true) + eps));
+}
+
+Tensor affine(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  const Tensor y = at::matmul(x, weight.t());
+  return bias.defined() ? y + bias : y;
+}
+
+Tensor inverse_frequencies(const ModelShape& shape, const at::TensorOptions& options) {
+  std::vector<double> out;
+  for (std::int64_t i = 0; i < shape.head_dim / 2; ++i) {
+    double f = std::pow(shape.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(shape.head_dim));
+    if (shape.has_rope_scaling) {
+      const RopeScaling& s = shape.rope_scaling;
+      const double length = 2 * M_PI / f, context = static_cast<double>(s.original_max_position_embeddings);
+      if (length > context / s.low_freq_factor) {
+        f /= s.factor;
+      } else if (length >= context / s.high_freq_factor) {
+        const double smooth = (context / length - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
+        f = (1 - smooth) * f / s.factor + smooth * f;
+      }
+    }
+    out.push_back(f);
+  }
+  return at::tensor(out, options);
+}
+
+// x [n, heads, D]
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const std::int64_t half = x.size(2) / 2;
+  const Tensor a = x.slice(2, 0, half), b = x.slice(2, half);
+  return at::cat({a * cos - b * sin, b * cos + a * sin}, 2);
+}
+
+// log-softmax over the vocabulary of every row, [n, V].
+Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollout& rollout) {
+  const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
+  std::vector<std::int64_t> ids;
+  for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
+  Tensor x = w["model.embed_tokens.weight"].index_select(0, at::tensor(ids, at::kLong));
+  const Tensor angle = at::outer(at::arange(n, x.options()), inverse_frequencies(shape, x.options())).unsqueeze(1);
+  const Tensor cos = angle.cos(), sin = angle.sin();
+  const Tensor hidden_keys = at::ones({n, n}, at::kBool).triu(1);
+  for (std::int64_t l = 0; l < shape.layers; ++l) {
+    const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.";
+    const Tensor h = norm(x, w[p + "input_layernorm.weight"], shape.rms_norm_eps);
+    Tensor q = affine(h, w[a + "q_proj.weight"], w.bias(a + "q_proj.bias")).view({n, H, D});
+    Tensor k = affine(h, w[a + "k_proj.weight"], w.bias(a + "k_proj.bias")).view({n, J, D});
+    Tensor v = affine(h, w[a + "v_proj.weight"], w.bias(a + "v_proj.bias")).view({n, J, D});
+    if (shape.qk_norm) {
+      q = norm(q, w[a + "q_norm.weight"], shape.rms_norm_eps);
+      k = norm(k, w[a + "k_norm.weight"], shape.rms_norm_eps);
+    }
+    q = rotate(q, cos, sin).transpose(0, 1);
+    k = rotate(k, cos, sin).repeat_interleave(H / J, 1).transpose(0, 1);
+    v = v.repeat_interleave(H / J, 1).transpose(0, 1);
+    const Tensor scores = at::matmul(q, k.transpose(1, 2)) / std::sqrt(static_cast<double>(D));
+    const Tensor attended = at::matmul(scores.masked_fill(hidden_keys, -INFINITY).softmax(-1), v);
+    x = x + affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
+    const Tensor m = norm(x, w[p + "post_attention_layernorm.weight"], shape.rms_norm_eps);
+    const Tensor gate = affine(m, w[p + "mlp.gate_proj.weight"], w.bias(p + "mlp.gate_proj.bias"));
+    const Tensor up = affine(m, w[p + "mlp.up_proj.weight"], w.bias(p + "mlp.up_proj.bias"));
+    x = x + affine(gate * gate.sigmoid() * up, w[p + "mlp.down_proj.weight"], w.bias(p + "mlp.down_proj.bias"));
+  }
+  x = norm(x, w["model.norm.weight"], shape.rms_norm_eps);
+  const Tensor& head = shape.tied_head ? w["model.embed_tokens.weight"] : w["lm_head.weight"];
+  return (at::matmul(x, head.t()) / rollout.temperature).log_softmax(-1);
+}
+
+Tensor series(const std::vector<double>& values, const Tensor& like) { return at::tensor(values, like.options()); }
+
+Tensor ratio_of(const Tensor& lp, const Tensor& old) { return (lp - old).clamp(-20, 20).exp(); }
+
+Tensor policy_loss(const Tensor& lp, const Tensor& old, const Tensor& advantage, const Tensor& mask, const Options& o) {
+  if (o.policy_loss == "gpg" || o.policy_loss == "reinforce") return -advantage * lp;
+  const double low = 1 - o.clip_ratio_low, high = 1 + o.clip_ratio_high;
+  if (o.policy_loss == "cispo") return -ratio_of(lp, old).clamp(low, high).detach() * advantage * lp;
+  if (o.policy_loss == "sapo") {
+    const Tensor tau = at::where(advantage > 0, at::full_like(advantage, 1.0), at::full_like(advantage, 1.05));
+    return -advantage * (tau * (ratio_of(lp, old) - 1)).sigmoid() * 4 / tau;
+  }
+  Tensor ratio = ratio_of(lp, old);
+  if (o.policy_loss == "gspo") {
+    const Tensor mean = ((lp - old) * mask).sum() / mask.sum().clamp_min(1);
+    ratio = (lp - lp.detach() + mean.detach()).clamp_max(10).exp();
+  }
+  const Tensor clipped = at::maximum(-advantage * ratio, -advantage * ratio.clamp(low, high));
+  if (o.policy_loss == "gspo") return clipped;
+  return at::where(advantage < 0, at::minimum(clipped, -advantage * o.clip_ratio_c), clipped);
+}
+
+// k3 with verl's clamps.
+Tensor kl_to_reference(const Tensor& lp, const Tensor& ref) {
+  const Tensor x = (ref - lp).clamp(-20, 20);
+  return (x.exp() - x - 1).clamp(-10, 10);
+}
+
+Tensor importance(const Rollout& rollout, const Tensor& old, const Tensor& mask, const Options& o) {
+  if (o.rollout_is == "none") return at::ones_like(old);
+  const Tensor log = old - series(rollout.rollout_logprobs, old);
+  if (o.rollout_is == "token") return log.clamp(-20, 20).exp().clamp_max(o.rollout_is_threshold);
+  return (log * mask).sum().clamp(-20, 20).exp().clamp_max(o.rollout_is_threshold).expand_as(old);
+}
+
+struct Totals {
+  double tokens = 0, rollouts = 0, longest = 0;
+};
+
+Tensor aggregate(const Tensor& loss, const Tensor& mask, const Totals& totals, const Options& o) {
+  const std::string usual = o.policy_loss == "gspo" || o.policy_loss == "sapo" ? "seq-mean-token-mean" : "token-mean";
+  const std::string mode = o.loss_agg_mode.empty() ? usual : o.loss_agg_mode;
+  const Tensor sum = (loss * mask).sum();
+  if (mode == "token-sum") return sum;
+  if (mode == "token-mean") return sum / std::max(totals.tokens, 1.0);
+  if (mode == "seq-mean-token-sum") return sum / totals.rollouts;
+  if (mode == "seq-mean-token-mean") return sum / (mask.sum() + 1e-8) / totals.rollouts;
+  return sum / totals.rollouts / (o.loss_scale_factor > 0 ? o.loss_scale_factor : totals.longest);
+}
+
+}  // namespace
+
+OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
+                    std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
+                    const Options& options) {
+  Weights w;
+  for (const Parameter& p : table.parameters())
+    w.by_name[p.name] = weights.narrow(0, p.offset, p.count).view(p.shape).clone().set_requires_grad(true);
+  Totals totals;
+  totals.rollouts = static_cast<double>(batch.size());
+  for (const Rollout& r : batch) {
+    for (const auto m : r.loss_mask) totals.tokens += m;
+    totals.longest = std::max(totals.longest, static_cast<double>(r.response_length()));
+  }
+  OracleResult out;
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Rollout& r = batch[i];
+    out.logprobs.emplace_back();
+    out.entropies.emplace_back();
+    if (r.response_length() == 0) continue;
+    const Tensor all = log_probabilities(shape, w, r).slice(0, r.prompt_length() - 1, r.length() - 1);
+    std::vector<std::int64_t> targets(r.response_ids.begin(), r.response_ids.end());
+    const Tensor lp = all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1);
+    const Tensor entropy = -(all.exp() * all).sum(1);
+    for (std::int64_t t = 0; t < lp.size(0); ++t) {
+      out.logprobs.back().push_back(lp[t].item<double>());
+      out.entropies.back().push_back(entropy[t].item<double>());
+    }
+    const Tensor mask = at::tensor(std::vector<double>(r.loss_mask.begin(), r.loss_mask.end()), lp.options());
+    const Tensor old = r.old_logprobs.empty() ? lp.detach() : series(r.old_logprobs, lp);
+    const Tensor advantage = series(advantages[i], lp);
+    Tensor loss = aggregate(policy_loss(lp, old, advantage, mask, options) * importance(r, old, mask, options), mask,
+                            totals, options);
+    if (options.entropy_coeff != 0) loss = loss - options.entropy_coeff * aggregate(entropy, mask, totals, options);
+    if (options.kl_loss_coef != 0)
+      loss = loss + options.kl_loss_coef * aggregate(kl_to_reference(lp, series(r.ref_logprobs, lp)), mask, totals, options);
+    out.loss += loss.item<double>();
+    loss.backward();
+  }
+  out.gradient = at::zeros_like(weights);
+  for (const Parameter& p : table.parameters())
+    if (const Tensor& g = w[p.name].grad(); g.defined()) out.gradient.narrow(0, p.offset, p.count).copy_(g.flatten());
+  return out;
+}
+
+}  // namespace espalier::testing

@@ -1,0 +1,28 @@
+// The slow, plain answer: one rollout at a time through a forward written with ATen operators, losses written with
+// ATen operators, torch autograd for the gradient. Shares no code with the engine but the parameter table's layout.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/model/parameters.h"
+#include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier::testing {
+
+struct OracleResult {
+  double loss = 0;
+  at::Tensor gradient;                          // flat, in the table's layout, dtype of the weights
+  std::vector<std::vector<double>> logprobs, entropies;
+};
+
+// `weights`: flat, float64 or float32. The whole batch is one mini-batch.
+OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
+                    std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
+                    const Options& options);
+
+}  // namespace espalier::testing

@@ -1,0 +1,336 @@
+#include "espalier/rollout/reader.h"
+
+#include <gtest/gtest.h>
+#include <zlib.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "espalier/rollout/line_reader.h"
+#include "tests/unit/rollout/expect_error.h"
+
+namespace espalier {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::expect_error;
+
+const std::string kGolden = ESPALIER_SOURCE_DIR "/tests/golden/";
+const std::string kData = ESPALIER_SOURCE_DIR "/../shared/data/";
+
+Rollout read_one(const std::string& record) { return parse_rollouts(record, "f").rollouts.at(0); }
+
+// `record` must be refused at line 1 of "f", the field named in `where`, with `words` in the sentence.
+void expect_refused(const std::string& record, const std::string& where, const std::string& words,
+                    const ReadOptions& options = {}) {
+  SCOPED_TRACE(record);
+  expect_error<InputError>([&] { parse_rollouts(record, "f", options); }, where, words);
+}
+
+std::string with(const std::string& fields) { return R"({"prompt_ids":[1],"response_ids":[2,3],)" + fields + "}"; }
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder() : path_(fs::temp_directory_path() / ("espalier_reader_" + std::to_string(::getpid()))) {
+    fs::create_directories(path_);
+  }
+  ~TemporaryFolder() { fs::remove_all(path_); }
+  std::string file(const std::string& name, const std::string& text) const {
+    std::ofstream(path_ / name, std::ios::binary) << text;
+    return path_ / name;
+  }
+  std::string path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+std::string gzipped(const std::string& text) {
+  std::string out(compressBound(text.size()) + 64, '\0');
+  z_stream stream{};
+  deflateInit2(&stream, 6, Z_DEFLATED, 16 + MAX_WBITS, 8, Z_DEFAULT_STRATEGY);
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+  stream.avail_in = static_cast<uInt>(text.size());
+  stream.next_out = reinterpret_cast<Bytef*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  EXPECT_EQ(deflate(&stream, Z_FINISH), Z_STREAM_END);
+  out.resize(stream.total_out);
+  deflateEnd(&stream);
+  return out;
+}
+
+TEST(Reader, ReadsEveryFieldOfTheNeutralFormat) {
+  const RolloutFile file = read_rollouts({kGolden + "neutral.jsonl"});
+  ASSERT_EQ(file.rollouts.size(), 4u);
+  EXPECT_EQ(file.format, "neutral JSON Lines");
+  EXPECT_EQ(file.bytes, static_cast<std::int64_t>(fs::file_size(kGolden + "neutral.jsonl")));
+  const Rollout &a = file.rollouts[0], &b = file.rollouts[1], &c = file.rollouts[2], &d = file.rollouts[3];
+
+  EXPECT_EQ(a.prompt_ids, (std::vector<std::int32_t>{1, 5, 9}));
+  EXPECT_EQ(a.response_ids, (std::vector<std::int32_t>{7, 8, 2}));
+  EXPECT_EQ(a.loss_mask, (std::vector<std::uint8_t>{1, 1, 1}));
+  EXPECT_EQ(a.old_logprobs, (std::vector<double>{-0.5, -1.25, -0.0625}));
+  EXPECT_EQ(a.rollout_logprobs, a.old_logprobs);
+  EXPECT_EQ(a.reward, 1.5);
+  EXPECT_EQ(a.group, "\"a\"");
+  EXPECT_EQ(a.carried, R"({"id":"a-0"})");
+  EXPECT_EQ(a.index, 0);
+  EXPECT_EQ(a.where, kGolden + "neutral.jsonl:1");
+  EXPECT_FALSE(a.step.has_value());
+  EXPECT_EQ(a.temperature, 1);
+
+  EXPECT_EQ(b.group, "7");
+  EXPECT_TRUE(b.response_ids.empty());
+  EXPECT_EQ(b.carried, R"({"id":"b-0","meta":{"text":"caf\u00e9","n":[1,{"deep":null}]}})");
+
+  EXPECT_EQ(c.where, kGolden + "neutral.jsonl:4");  // the blank line counts
+  EXPECT_EQ(c.index, 2);
+  EXPECT_EQ(c.group, a.group);
+  EXPECT_EQ(c.loss_mask, (std::vector<std::uint8_t>{1, 0, 0, 1}));
+  EXPECT_EQ(c.advantages, (std::vector<double>{0.5, 0, 0, -1e-3}));
+  EXPECT_EQ(c.temperature, 0.7);
+  EXPECT_EQ(c.carried, R"({"colour":"blue"})");
+
+  EXPECT_FALSE(d.step.has_value());  // null is as good as absent
+  EXPECT_FALSE(d.reward.has_value());
+  EXPECT_EQ(d.advantages, std::vector<double>{-0.25});
+  EXPECT_EQ(d.values, std::vector<double>{0.5});
+  EXPECT_EQ(d.returns, std::vector<double>{0.75});
+  EXPECT_EQ(d.ref_logprobs, std::vector<double>{-3});
+  EXPECT_EQ(d.old_logprobs.size() + d.rollout_logprobs.size(), 0u);
+}
+
+TEST(Reader, ReportsAnUnknownFieldOnceWithItsFirstLine) {
+  const std::string text = with(R"("advantages":[1,2])") + "\n" + with(R"("advantages":[1,2])") + "\n";
+  const RolloutFile file = parse_rollouts(text, "f");
+  ASSERT_EQ(file.notes.size(), 1u);
+  EXPECT_NE(file.notes[0].find("\"advantages\" is kept and not used (first at f:1)"), std::string::npos)
+      << file.notes[0];
+  EXPECT_NE(file.notes[0].find("did you mean \"advantage\"?"), std::string::npos);
+  EXPECT_TRUE(file.rollouts[1].advantages.empty());
+}
+
+TEST(Reader, SpreadsAScalarAdvantageAndKeepsGroupsCanonical) {
+  EXPECT_EQ(read_one(with(R"("advantage":2)")).advantages, (std::vector<double>{2, 2}));
+  EXPECT_EQ(read_one(with(R"("group":"caf\u00e9\n")")).group, "\"caf\xc3\xa9\\n\"");
+  EXPECT_EQ(read_one(with(R"("group":"caf)"
+                          "\xc3\xa9"
+                          R"(\u000a")"))
+                .group,
+            "\"caf\xc3\xa9\\n\"");
+  EXPECT_EQ(read_one(with(R"("group":123456789012345678901234567890)")).group, "123456789012345678901234567890");
+  EXPECT_EQ(read_one(with(R"("group":1.50)")).group, "1.5");
+  EXPECT_EQ(read_one(with(R"("group":true)")).group, "true");
+  EXPECT_EQ(read_one(with(R"("group":null)")).group, "");
+}
+
+TEST(Reader, TakesLineEndsMarksAndBlankLinesAsTheyCome) {
+  const std::string record = with("\"reward\":1");
+  EXPECT_EQ(parse_rollouts(record, "f").rollouts.size(), 1u);  // no newline at the end
+  EXPECT_EQ(parse_rollouts(record + "\r\n" + record + "\r\n", "f").rollouts.size(), 2u);
+  EXPECT_EQ(parse_rollouts("\xef\xbb\xbf" + record + "\n", "f").rollouts.size(), 1u);  // byte order mark
+  const RolloutFile blanks = parse_rollouts("\n  \n" + record + "\n\t\n" + record + "\n\n", "f");
+  ASSERT_EQ(blanks.rollouts.size(), 2u);
+  EXPECT_EQ(blanks.rollouts[0].where, "f:3");
+  EXPECT_EQ(blanks.rollouts[1].where, "f:5");
+  EXPECT_EQ(read_one("  " + record + "  ").reward, 1);
+}
+
+TEST(Reader, RefusesBadTokenIdsByElement) {
+  const auto prompt = [](const std::string& id) { return R"({"prompt_ids":[1,)" + id + R"(],"response_ids":[2]})"; };
+  for (const char* id : {"-1", "1.0", "1e2", "2147483648", "99999999999999999999999", "\"3\"", "null", "true", "[3]",
+                         "NaN", "0x1", "01", "+1"})
+    expect_refused(prompt(id), "f:1: prompt_ids[1]", "expected a token id, an integer in [0, 2147483648)");
+  EXPECT_EQ(read_one(prompt("2147483647")).prompt_ids[1], 2147483647);
+  ReadOptions small;
+  small.vocabulary = 10;
+  expect_refused(prompt("10"), "prompt_ids[1]", "an integer in [0, 10), got 10", small);
+  expect_refused(R"({"prompt_ids":[1],"response_ids":[4,11]})", "response_ids[1]", "[0, 10), got 11", small);
+  EXPECT_EQ(parse_rollouts(prompt("9"), "f", small).rollouts.size(), 1u);
+}
+
+TEST(Reader, RefusesMissingEmptyAndMistypedFields) {
+  expect_refused(R"({"response_ids":[1]})", "f:1: prompt_ids", "this field in every record, got none");
+  expect_refused(R"({"prompt_ids":[1]})", "f:1: response_ids", "this field in every record");
+  expect_refused(R"({"prompt_ids":[],"response_ids":[1]})", "f:1: prompt_ids", "at least one token, got an empty list");
+  expect_refused(R"({"prompt_ids":"abc","response_ids":[1]})", "prompt_ids", "a list of token ids, got \"abc\"");
+  expect_refused(R"({"prompt_ids":null,"response_ids":[1]})", "prompt_ids", "a list of token ids, got null");
+  expect_refused(R"({"prompt_ids":[[1]],"response_ids":[1]})", "prompt_ids[0]", "a token id");
+  expect_refused(with(R"("reward":"high")"), "f:1: reward", "a finite number, got \"high\"");
+  expect_refused(with(R"("step":1.5)"), "f:1: step", "an integer, got 1.5");
+  expect_refused(with(R"("temperature":0)"), "f:1: temperature", "a number above 0, got 0");
+  expect_refused(with(R"("temperature":-1)"), "f:1: temperature", "a number above 0");
+  expect_refused(with(R"("group":[1])"), "f:1: group", "a string, a number or true or false, got a list");
+  expect_refused(with(R"("loss_mask":[1,2])"), "f:1: loss_mask[1]", "0 or 1, got 2");
+  expect_refused(with(R"("loss_mask":[1,"a"])"), "f:1: loss_mask[1]", "0 or 1, got \"a\"");
+}
+
+TEST(Reader, RefusesSeriesOfAnotherLength) {
+  for (const char* field :
+       {"loss_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns", "advantage"})
+    for (const char* series : {"[]", "[1]", "[1,1,1]"})
+      expect_refused(with("\"" + std::string(field) + "\":" + series), std::string("f:1: ") + field,
+                     "2 entries, one per response token, got ");
+}
+
+TEST(Reader, RefusesWhatIsNoFiniteNumber) {
+  for (const char* bad : {"NaN", "nan", "Infinity", "-Infinity", "1e999", "-1e400", "null", ".5", "1.", "--1", "1e"}) {
+    expect_refused(with(R"("old_logprobs":[-1,)" + std::string(bad) + "]"), "f:1: old_logprobs[1]",
+                   "a finite number, got ");
+    expect_refused(with(R"("advantage":[)" + std::string(bad) + ",0]"), "f:1: advantage[0]", "a finite number");
+    if (std::string(bad) != "null")
+      expect_refused(with(R"("reward":)" + std::string(bad)), "f:1: reward", "a finite number");
+  }
+  expect_refused(with(R"("reward":NaN)"), "reward", "repair or drop this rollout");
+  expect_refused(with(R"("meta":{"x":NaN})"), "f:1: meta", "a JSON value");
+  EXPECT_EQ(read_one(with(R"("reward":1e-400)")).reward, 0);  // underflow is a number
+}
+
+TEST(Reader, RefusesWhatIsNotOneObjectALine) {
+  for (const char* text : {"[1,2]", "3", "\"a\"", "null", "{", "}", "{\"prompt_ids\":[1],", "{} {}", "{},", "nonsense",
+                           "{\"prompt_ids\":[1],\"response_ids\":[2]}}", "{\"prompt_ids\":[1] \"response_ids\":[2]}",
+                           "{prompt_ids:[1]}", "{'prompt_ids':[1]}", "{\"prompt_ids\":[1],}"})
+    expect_refused(text, "f:1", "got ");
+  expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2]}\n{\"prompt_ids\":[1],\"resp", "f:2", "cut short");
+  expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2],\n\"reward\":1}\n", "f:1", "one JSON object on the line");
+  expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2],\"id\":\"\xff\"}", "f:1", "not UTF-8");
+  expect_refused(with("\"reward\":1,\"reward\":2"), "f:1: reward", "each field once, got it twice");
+  expect_refused(with("\"x\":1,\"x\":2"), "f:1: x", "each field once");
+  expect_refused(with("\"reward\":1,\"re\\u0077ard\":2"), "f:1: reward", "each field once");  // the same key, escaped
+}
+
+TEST(Reader, RefusesAbsurdNesting) {
+  const auto nested = [](std::size_t depth) { return std::string(depth, '[') + std::string(depth, ']'); };
+  EXPECT_EQ(read_one(with("\"meta\":" + nested(100))).carried, "{\"meta\":" + nested(100) + "}");
+  expect_refused(with("\"meta\":" + nested(200)), "f:1: meta", "nested at most 128 deep");
+  expect_refused(with("\"meta\":" + nested(1'000'000)), "f:1: meta", "nested at most 128 deep");
+  expect_refused(with("\"reward\":" + nested(1'000'000)), "f:1: reward", "a finite number");
+  expect_refused(R"({"prompt_ids":)" + nested(1'000'000) + "}", "prompt_ids[0]", "a token id");
+}
+
+TEST(Reader, RefusesEmptyFilesFoldersAndWhatCannotBeOpened) {
+  const TemporaryFolder folder;
+  expect_error<InputError>([&] { read_rollouts({folder.file("empty.jsonl", "")}); }, "empty.jsonl", "an empty file");
+  expect_error<InputError>([&] { read_rollouts({folder.file("blank.jsonl", " \n\n")}); }, "blank.jsonl",
+                           "blank lines only");
+  expect_error<InputError>([&] { read_rollouts({folder.path()}); }, folder.path(), "a directory");
+  expect_error<InputError>([&] { read_rollouts({folder.path() + "/none.jsonl"}); }, "none.jsonl", "No such file");
+  const std::string locked = folder.file("locked.jsonl", with("\"reward\":1"));
+  fs::permissions(locked, fs::perms::none);
+  if (::geteuid() != 0) expect_error<InputError>([&] { read_rollouts({locked}); }, "locked.jsonl", "Permission denied");
+  EXPECT_THROW(read_rollouts({}), OptionError);
+}
+
+TEST(Reader, RefusesTextDumpsByTheNameOfTheirWriter) {
+  const auto refuse = [](const std::string& record, const std::string& words) {
+    expect_error<UnsupportedError>([&] { parse_rollouts(record, "f"); }, "f:1", words);
+  };
+  refuse(R"({"input":"q","output":"a","score":1,"step":3})", "verl's rollout dump");
+  refuse(R"({"step":1,"prompt":"q","completion":"a"})", "TRL");
+  refuse(R"({"messages":[{"role":"user","content":"hi"}]})", "chat messages");
+  refuse(R"({"prompt":["q"],"responses":["a"]})", "ROLL");
+  refuse(R"({"content":["q"],"input_lengths":[3],"generation_logprobs":[[0,1,2]]})",
+         "NeMo-RL version that does not log token_ids");
+  refuse(R"({"input":"q","output":"a"})", "Record token ids");
+}
+
+TEST(Reader, LeavesPickleParquetAndTensorsToPython) {
+  const TemporaryFolder folder;
+  for (const char* name : {"a.pt", "a.PKL", "a.parquet", "a.safetensors", "a.npz"})
+    expect_error<UnsupportedError>([&] { read_rollouts({folder.file(name, "x")}); }, name,
+                                   "Read by the Python package");
+  expect_error<UnsupportedError>([&] { parse_rollouts("PK\x03\x04 zip", "f"); }, "f", "a torch file");
+  expect_error<UnsupportedError>([&] { parse_rollouts("\x80\x04\x95 pickle", "f"); }, "f", "a pickle file");
+}
+
+TEST(Reader, UnpacksGzipByContentAndKnowsWhenItIsCut) {
+  std::string text;
+  for (int i = 0; i < 200; ++i) text += with("\"reward\":" + std::to_string(i)) + "\n";
+  const std::string packed = gzipped(text);
+  ASSERT_EQ(parse_rollouts(packed, "f").rollouts.size(), 200u);
+  const RolloutFile two_members = parse_rollouts(packed + packed, "f");
+  ASSERT_EQ(two_members.rollouts.size(), 400u);
+  EXPECT_EQ(two_members.rollouts[399].reward, 199);
+  EXPECT_EQ(two_members.bytes, static_cast<std::int64_t>(2 * packed.size()));
+  for (std::size_t bytes = 2; bytes < packed.size(); ++bytes)
+    expect_error<InputError>([&] { parse_rollouts(packed.substr(0, bytes), "f"); }, "f", "");
+  expect_error<InputError>([&] { parse_rollouts(packed + "rest", "f"); }, "f", "a complete gzip file");
+}
+
+TEST(Reader, ReadsSeveralFilesAsOneAndTellsItsProgress) {
+  const TemporaryFolder folder;
+  const std::string a = folder.file("a.jsonl", with("\"reward\":1") + "\n");
+  const std::string b = folder.file("b.jsonl.gz", gzipped(with("\"reward\":2") + "\n"));
+  std::int64_t last = 0, total = 0;
+  ReadOptions options;
+  options.progress = [&](std::int64_t done, std::int64_t of) {
+    EXPECT_GE(done, last);
+    last = done;
+    total = of;
+  };
+  const RolloutFile file = read_rollouts({a, b}, options);
+  ASSERT_EQ(file.rollouts.size(), 2u);
+  EXPECT_EQ(file.rollouts[1].index, 1);
+  EXPECT_EQ(file.rollouts[1].where, b + ":1");
+  EXPECT_EQ(last, total);
+  EXPECT_EQ(total, file.bytes);
+  expect_error<InputError>([&] { read_rollouts({a, folder.path() + "/c.jsonl"}); }, "c.jsonl", "No such file");
+}
+
+TEST(LineReader, GivesTheSameLinesForEveryBlockSize) {
+  const std::string text =
+      "\xef\xbb\xbf"
+      "a\n\nbb\r\n" +
+      std::string(300, 'x') + "\n \nlast";
+  for (std::size_t block = 1; block < 40; ++block) {
+    const auto stream = memory_bytes(text);
+    LineReader lines(*stream, "f", nullptr, block);
+    std::vector<std::pair<std::string, std::int64_t>> got;
+    bool ends = false;
+    for (Line line; lines.next(line);) {
+      EXPECT_FALSE(ends);
+      got.emplace_back(line.text, line.number);
+      ends = line.ends_file;
+    }
+    EXPECT_TRUE(ends);
+    EXPECT_EQ(got, (std::vector<std::pair<std::string, std::int64_t>>{
+                       {"a", 1}, {"bb\r", 3}, {std::string(300, 'x'), 4}, {"last", 6}}))
+        << "block of " << block;
+  }
+}
+
+TEST(Reader, ReadsTheSampledStories) {
+  const std::string path = kData + "stories260K/rollouts.jsonl";
+  if (!fs::exists(path)) GTEST_SKIP() << path << " is absent";
+  ReadOptions options;
+  options.vocabulary = 512;
+  const RolloutFile file = read_rollouts({path}, options);
+  ASSERT_EQ(file.rollouts.size(), 64u);
+  EXPECT_TRUE(file.notes.empty());
+  for (const Rollout& rollout : file.rollouts) {
+    EXPECT_LE(rollout.response_length(), 96);
+    EXPECT_EQ(rollout.old_logprobs.size(), rollout.response_ids.size());
+    EXPECT_EQ(rollout.rollout_logprobs.size(), rollout.response_ids.size());
+    EXPECT_TRUE(rollout.reward.has_value());
+  }
+  options.vocabulary = 400;
+  EXPECT_THROW(read_rollouts({path}, options), InputError);
+}
+
+TEST(Reader, ReadsTheRecordedTrace) {
+  const std::string path = kData + "trace_grpo20/rollouts.jsonl.gz";
+  if (!fs::exists(path)) GTEST_SKIP() << path << " is absent";
+  const RolloutFile file = read_rollouts({path});
+  ASSERT_EQ(file.rollouts.size(), 640u);
+  std::int64_t masked = 0;
+  for (const Rollout& rollout : file.rollouts) {
+    ASSERT_TRUE(rollout.step.has_value());
+    EXPECT_GE(*rollout.step, 1);
+    EXPECT_LE(*rollout.step, 20);
+    masked += !rollout.loss_mask.empty() && rollout.loss_mask[0] == 0;
+  }
+  EXPECT_GT(masked, 0);
+}
+
+}  // namespace
+}  // namespace espalier

@@ -1,0 +1,128 @@
+#include "espalier/rollout/writer.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+
+#include "espalier/base/json.h"
+#include "espalier/base/random.h"
+#include "espalier/rollout/reader.h"
+#include "tests/support/make_rollouts.h"
+#include "tests/unit/rollout/expect_error.h"
+
+namespace espalier {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Writer : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / ("espalier_writer_" + std::to_string(::getpid()));
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+  std::string path(const std::string& name) const { return folder_ / name; }
+  std::string text_of_file(const std::string& name) const {
+    std::ifstream in(path(name), std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  std::size_t files_in_folder() const {
+    return static_cast<std::size_t>(std::distance(fs::directory_iterator(folder_), fs::directory_iterator()));
+  }
+  fs::path folder_;
+};
+
+void expect_same(const Rollout& a, const Rollout& b) {
+  EXPECT_EQ(a.prompt_ids, b.prompt_ids);
+  EXPECT_EQ(a.response_ids, b.response_ids);
+  EXPECT_EQ(a.loss_mask, b.loss_mask);
+  EXPECT_EQ(a.advantages, b.advantages);
+  EXPECT_EQ(a.reward, b.reward);
+  EXPECT_EQ(a.old_logprobs, b.old_logprobs);
+  EXPECT_EQ(a.ref_logprobs, b.ref_logprobs);
+  EXPECT_EQ(a.rollout_logprobs, b.rollout_logprobs);
+  EXPECT_EQ(a.values, b.values);
+  EXPECT_EQ(a.returns, b.returns);
+  EXPECT_EQ(a.temperature, b.temperature);
+  EXPECT_EQ(a.step, b.step);
+  EXPECT_EQ(a.group, b.group);
+  EXPECT_EQ(a.carried, b.carried);
+  EXPECT_EQ(a.index, b.index);
+}
+
+TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
+  for (std::uint64_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::vector<Rollout> rollouts = testing::make_rollouts(testing::any_options(seed), seed);
+    rollouts[0].carried = R"({"id":12345678901234567890123,"meta":{"x": [1, 2.50]},"colour":"b\u006cue"})";
+    const std::string file = path(seed % 2 ? "a.jsonl" : "a.jsonl.gz");
+    testing::write_jsonl(file, rollouts);
+    const RolloutFile back = read_rollouts({file});
+    ASSERT_EQ(back.rollouts.size(), rollouts.size());
+    for (std::size_t i = 0; i < rollouts.size(); ++i) expect_same(rollouts[i], back.rollouts[i]);
+  }
+}
+
+TEST_F(Writer, NumbersAreShortAndExact) {
+  std::string text;
+  Rollout rollout;
+  rollout.prompt_ids = {1};
+  rollout.response_ids = {2, 3, 4, 5};
+  rollout.loss_mask = {1, 1, 1, 1};
+  rollout.old_logprobs = {-0.1, std::numeric_limits<double>::denorm_min(), -std::numeric_limits<double>::max(), -0.0};
+  EXPECT_EQ(rollout_json(rollout),
+            R"({"prompt_ids":[1],"response_ids":[2,3,4,5],"old_logprobs":[-0.1,5e-324,-1.7976931348623157e+308,-0]})");
+  const Rollout back = parse_rollouts(rollout_json(rollout), "f").rollouts.at(0);
+  EXPECT_EQ(back.old_logprobs, rollout.old_logprobs);
+  EXPECT_TRUE(std::signbit(back.old_logprobs[3]));
+}
+
+TEST_F(Writer, ExtraSeriesAreAddedOrStandInPlace) {
+  Rollout rollout =
+      parse_rollouts(R"({"id":1,"logprobs":[9,9],"prompt_ids":[1],"response_ids":[2,3],"old_logprobs":[-1,-2]})", "f")
+          .rollouts.at(0);
+  const std::vector<double> fresh = {-0.5, -0.25};
+  const Json scored = Json::parse(rollout_json(rollout, {{"logprobs", fresh}, {"entropies", fresh}}));
+  EXPECT_EQ(scored["logprobs"].get<std::vector<double>>(), fresh);
+  EXPECT_EQ(scored["entropies"].get<std::vector<double>>(), fresh);
+  EXPECT_EQ(scored["old_logprobs"].get<std::vector<double>>(), (std::vector<double>{-1, -2}));
+  EXPECT_EQ(scored["id"], 1);
+  const Json replaced = Json::parse(rollout_json(rollout, {{"old_logprobs", fresh}}));
+  EXPECT_EQ(replaced["old_logprobs"].get<std::vector<double>>(), fresh);
+  EXPECT_EQ(replaced["logprobs"].get<std::vector<double>>(), (std::vector<double>{9, 9}));
+  const std::vector<double> too_short = {1};
+  EXPECT_THROW(rollout_json(rollout, {{"logprobs", too_short}}), InternalError);
+}
+
+TEST_F(Writer, WritesTheSameGzipBytesTwice) {
+  const std::vector<Rollout> rollouts = testing::make_rollouts({}, 3);
+  testing::write_jsonl(path("a.jsonl.gz"), rollouts);
+  testing::write_jsonl(path("b.jsonl.gz"), rollouts);
+  EXPECT_EQ(text_of_file("a.jsonl.gz"), text_of_file("b.jsonl.gz"));
+}
+
+TEST_F(Writer, LeavesWhatWasThereUntilItIsFinished) {
+  std::ofstream(path("out.jsonl")) << "earlier";
+  {
+    RolloutWriter writer(path("out.jsonl"));
+    for (const Rollout& rollout : testing::make_rollouts({}, 1)) writer.write(rollout);
+    EXPECT_EQ(text_of_file("out.jsonl"), "earlier");
+  }
+  EXPECT_EQ(text_of_file("out.jsonl"), "earlier");
+  EXPECT_EQ(files_in_folder(), 1u);
+  testing::write_jsonl(path("out.jsonl"), testing::make_rollouts({}, 1));
+  EXPECT_GT(read_rollouts({path("out.jsonl")}).rollouts.size(), 0u);
+  EXPECT_EQ(files_in_folder(), 1u);
+}
+
+TEST_F(Writer, SaysWhereItCannotWrite) {
+  testing::expect_error<OptionError>([&] { RolloutWriter writer(path("none/out.jsonl")); }, "none", "");
+}
+
+}  // namespace
+}  // namespace espalier
