@@ -1,0 +1,237 @@
+#include "espalier/grouping/inspection.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/rollout/batch.h"
+#include "espalier/rollout/token_hash.h"
+
+namespace espalier {
+namespace {
+
+using Members = std::vector<std::int64_t>;
+
+double quantile(const std::vector<double>& sorted, double share) {
+  if (sorted.empty()) return 0;
+  const double place = share * static_cast<double>(sorted.size() - 1);
+  const auto below = static_cast<std::size_t>(place);
+  const std::size_t above = std::min(below + 1, sorted.size() - 1);
+  return std::lerp(sorted[below], sorted[above], place - static_cast<double>(below));
+}
+
+Quantiles quantiles_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return {quantile(values, 0), quantile(values, 0.5), quantile(values, 0.95), quantile(values, 1)};
+}
+
+struct Tokens {
+  std::int64_t logical = 0, physical = 0;
+};
+
+Tokens tokens_of(const std::vector<PrefixTree>& forest) {
+  Tokens sum;
+  for (const PrefixTree& tree : forest) {
+    sum.logical += tree.logical_tokens();
+    sum.physical += tree.physical_tokens();
+  }
+  return sum;
+}
+
+std::int64_t line_of(const std::string& where) {
+  const auto colon = where.rfind(':');
+  return colon == std::string::npos ? 0 : std::atoll(where.c_str() + colon + 1);
+}
+
+// Looks at each rollout, then at each group, and keeps what is odd.
+class Finder {
+ public:
+  Finder(std::span<const Rollout> rollouts, std::vector<Anomaly>& out) : rollouts_(rollouts), out_(out) {}
+
+  void look_at_rollouts() {
+    const Rollout *with_step = nullptr, *without_step = nullptr;
+    for (const Rollout& rollout : rollouts_) {
+      (rollout.step ? with_step : without_step) = &rollout;
+      const bool masked = std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) == 0;
+      if (rollout.response_ids.empty())
+        add(rollout, "empty_response", "the response has no token");
+      else if (masked)
+        add(rollout, "fully_masked", "loss_mask is 0 throughout: no token has loss");
+      if (!rollout.response_ids.empty() && !rollout.reward && rollout.advantages.empty())
+        add(rollout, "nothing_to_learn", "neither reward nor advantage");
+    }
+    if (with_step != nullptr && without_step != nullptr)
+      add(*without_step, "partial_steps", "no step here, but one at " + with_step->where);
+  }
+
+  void look_at_group(const Members& members) {
+    const Rollout& first = at(members[0]);
+    if (members.size() == 1) return add(first, "group_of_one", "its group has no other rollout to compare with");
+    look_for_duplicates(members);
+    bool rewards_equal = true;
+    for (const std::int64_t index : members) {
+      const Rollout& rollout = at(index);
+      rewards_equal &= rollout.reward.has_value() && rollout.reward == first.reward && rollout.advantages.empty();
+      if (rollout.prompt_ids == first.prompt_ids) continue;
+      const auto parted = std::mismatch(rollout.prompt_ids.begin(), rollout.prompt_ids.end(), first.prompt_ids.begin(),
+                                        first.prompt_ids.end());
+      add(rollout, "prompt_differs",
+          text_of("its prompt parts from that of ", first.where, " (same group) at token ",
+                  parted.first - rollout.prompt_ids.begin(), " of ", rollout.prompt_ids.size()));
+    }
+    if (rewards_equal)
+      add(first, "equal_rewards", text_of("all ", members.size(), " rewards of its group are ", *first.reward));
+  }
+
+ private:
+  const Rollout& at(std::int64_t index) const { return rollouts_[static_cast<std::size_t>(index)]; }
+  void add(const Rollout& rollout, const char* kind, std::string text) {
+    out_.push_back({&rollout - rollouts_.data(), line_of(rollout.where), rollout.where, kind, std::move(text)});
+  }
+
+  void look_for_duplicates(const Members& members) {
+    std::unordered_multimap<std::uint64_t, const Rollout*> seen;
+    for (const std::int64_t index : members) {
+      const Rollout& rollout = at(index);
+      if (rollout.response_ids.empty()) continue;
+      const std::uint64_t hash = hash_of_tokens(rollout.response_ids);
+      const auto [begin, end] = seen.equal_range(hash);
+      const auto twin = std::find_if(begin, end, [&](const auto& entry) {
+        return entry.second->response_ids == rollout.response_ids && entry.second->prompt_ids == rollout.prompt_ids;
+      });
+      if (twin == end)
+        seen.emplace(hash, &rollout);
+      else
+        add(rollout, "duplicate_response", "same tokens as " + twin->second->where);
+    }
+  }
+
+  std::span<const Rollout> rollouts_;
+  std::vector<Anomaly>& out_;
+};
+
+void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>& groups, Inspection& out) {
+  std::vector<double> shares;
+  std::vector<Rollout> part;  // the trees are built over a contiguous batch
+  const auto counted = [&](const Members& members) {
+    part.clear();
+    for (const std::int64_t index : members) {
+      const Rollout& rollout = rollouts[static_cast<std::size_t>(index)];
+      Rollout& copy = part.emplace_back();
+      copy.prompt_ids = rollout.prompt_ids;
+      copy.response_ids = rollout.response_ids;
+    }
+    return tokens_of(build_prefix_trees(part, ShareMode::whole_trees));
+  };
+  for (const Members& members : groups) {
+    const Tokens tokens = counted(members);
+    shares.push_back(1 - static_cast<double>(tokens.physical) / static_cast<double>(tokens.logical));
+  }
+  out.prefix_share = quantiles_of(std::move(shares));
+
+  std::map<std::int64_t, Members> steps;
+  for (std::size_t i = 0; i < rollouts.size(); ++i)
+    if (rollouts[i].step) steps[*rollouts[i].step].push_back(static_cast<std::int64_t>(i));
+  out.steps = static_cast<std::int64_t>(steps.size());
+  const bool all_have_step = std::all_of(rollouts.begin(), rollouts.end(), [](auto& r) { return r.step.has_value(); });
+  Tokens all;
+  if (all_have_step && steps.size() > 1) {
+    for (const auto& [step, members] : steps) {
+      const Tokens tokens = counted(members);
+      all.logical += tokens.logical;
+      all.physical += tokens.physical;
+    }
+  } else {
+    all = tokens_of(build_prefix_trees(rollouts, ShareMode::whole_trees));
+  }
+  out.logical_tokens = all.logical;
+  out.physical_tokens = all.physical;
+}
+
+void count_series(std::span<const Rollout> rollouts, Inspection& out) {
+  const auto count = [&](const char* field, const auto& has) {
+    const auto with = std::count_if(rollouts.begin(), rollouts.end(), has);
+    if (with == static_cast<std::ptrdiff_t>(rollouts.size()))
+      out.series.emplace_back(field);
+    else if (with > 0)
+      out.series.push_back(text_of(field, " (", with, " of ", rollouts.size(), ")"));
+  };
+  count("reward", [](const Rollout& r) { return r.reward.has_value(); });
+  count("advantage", [](const Rollout& r) { return !r.advantages.empty(); });
+  count("old_logprobs", [](const Rollout& r) { return !r.old_logprobs.empty(); });
+  count("ref_logprobs", [](const Rollout& r) { return !r.ref_logprobs.empty(); });
+  count("rollout_logprobs", [](const Rollout& r) { return !r.rollout_logprobs.empty(); });
+  count("values", [](const Rollout& r) { return !r.values.empty(); });
+  count("returns", [](const Rollout& r) { return !r.returns.empty(); });
+}
+
+}  // namespace
+
+double Inspection::saved_share() const {
+  return logical_tokens == 0 ? 0 : 1 - static_cast<double>(physical_tokens) / static_cast<double>(logical_tokens);
+}
+
+Inspection inspect_rollouts(std::span<const Rollout> rollouts) {
+  Inspection out;
+  out.rollouts = static_cast<std::int64_t>(rollouts.size());
+  std::vector<Members> groups;
+  const std::vector<std::int64_t> group = group_of(rollouts);
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    const auto of = static_cast<std::size_t>(group[i]);
+    if (of == groups.size()) groups.emplace_back();
+    groups[of].push_back(static_cast<std::int64_t>(i));
+  }
+  out.groups = static_cast<std::int64_t>(groups.size());
+
+  std::vector<double> sizes, prompts, responses;
+  for (const Members& members : groups) sizes.push_back(static_cast<double>(members.size()));
+  for (const Rollout& rollout : rollouts) {
+    prompts.push_back(rollout.prompt_length());
+    responses.push_back(rollout.response_length());
+    out.loss_tokens += std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1);
+  }
+  out.group_size = quantiles_of(std::move(sizes));
+  out.prompt_length = quantiles_of(std::move(prompts));
+  out.response_length = quantiles_of(std::move(responses));
+  count_tokens(rollouts, groups, out);
+  count_series(rollouts, out);
+
+  Finder finder(rollouts, out.anomalies);
+  finder.look_at_rollouts();
+  for (const Members& members : groups) finder.look_at_group(members);
+  std::stable_sort(out.anomalies.begin(), out.anomalies.end(),
+                   [](const Anomaly& a, const Anomaly& b) { return a.rollout < b.rollout; });
+  return out;
+}
+
+nlohmann::ordered_json inspection_json(const Inspection& inspection) {
+  const auto four = [](const Quantiles& q) {
+    return Json{{"min", q.min}, {"p50", q.p50}, {"p95", q.p95}, {"max", q.max}};
+  };
+  Json anomalies = Json::array();
+  for (const Anomaly& anomaly : inspection.anomalies)
+    anomalies.push_back(
+        {{"line", anomaly.line}, {"kind", anomaly.kind}, {"text", anomaly.text}, {"where", anomaly.where}});
+  return Json{{"rollouts", inspection.rollouts},
+              {"groups", inspection.groups},
+              {"steps", inspection.steps},
+              {"tokens",
+               {{"logical", inspection.logical_tokens},
+                {"physical", inspection.physical_tokens},
+                {"loss", inspection.loss_tokens}}},
+              {"saved_share", inspection.saved_share()},
+              {"prefix_share", four(inspection.prefix_share)},
+              {"n", four(inspection.group_size)},
+              {"prompt_length", four(inspection.prompt_length)},
+              {"response_length", four(inspection.response_length)},
+              {"series", inspection.series},
+              {"anomalies", std::move(anomalies)}};
+}
+
+}  // namespace espalier

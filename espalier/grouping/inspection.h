@@ -1,0 +1,51 @@
+// What a set of rollouts looks like: sizes, what sharing could save, and everything odd in it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json_fwd.hpp>
+
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Between two values a quantile is interpolated linearly.
+struct Quantiles {
+  double min = 0, p50 = 0, p95 = 0, max = 0;
+};
+
+struct Anomaly {
+  std::int64_t rollout = 0;  // its place among the inspected
+  std::int64_t line = 0;     // in its file
+  std::string where;         // "rollouts.jsonl:17"
+  std::string kind;          // prompt_differs, empty_response, duplicate_response, fully_masked, group_of_one,
+                             // equal_rewards, nothing_to_learn, partial_steps
+  std::string text;
+};
+
+struct Inspection {
+  std::int64_t rollouts = 0, groups = 0;
+  std::int64_t steps = 0;            // distinct steps, 0 where records have none
+  std::int64_t logical_tokens = 0;   // every rollout's prompt + response
+  std::int64_t physical_tokens = 0;  // every token that two rollouts of a step have in common once
+  std::int64_t loss_tokens = 0;
+  Quantiles group_size, prompt_length, response_length;
+  Quantiles prefix_share;           // over groups: 1 - physical / logical tokens of the group
+  std::vector<std::string> series;  // fields that at least one record has: "old_logprobs (512 of 640)"
+  std::vector<Anomaly> anomalies;   // in order of the rollouts
+
+  double saved_share() const;  // 1 - physical / logical of all
+};
+
+Inspection inspect_rollouts(std::span<const Rollout> rollouts);
+
+// The fields of the `inspect` verb's JSON object that depend on the rollouts.
+nlohmann::ordered_json inspection_json(const Inspection& inspection);
+
+// The same for people: aligned columns, anomalies summed up by kind.
+std::string inspection_text(const Inspection& inspection);
+
+}  // namespace espalier

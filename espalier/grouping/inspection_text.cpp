@@ -1,0 +1,109 @@
+// The inspection as a page for people.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <map>
+
+#include "espalier/base/units.h"
+#include "espalier/grouping/inspection.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::size_t kLabelWidth = 18, kColumnWidth = 14;
+
+std::string padded(const std::string& text, std::size_t width) {
+  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
+}
+
+std::string labelled(std::string label) {
+  label.resize(std::max(label.size(), kLabelWidth), ' ');
+  return label;
+}
+
+std::string number_text(double value) {
+  if (value == std::floor(value)) return format_count(static_cast<std::int64_t>(value));
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f", value);
+  return text;
+}
+
+std::string row(const std::string& label, const std::vector<std::string>& cells) {
+  std::string out = labelled(label);
+  for (const std::string& cell : cells) out += padded(cell, kColumnWidth);
+  return out + '\n';
+}
+
+std::string quantile_row(const std::string& label, const Quantiles& q, std::string (*format)(double)) {
+  return row(label, {format(q.min), format(q.p50), format(q.p95), format(q.max)});
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string out;
+  for (const std::string& part : parts) out += (out.empty() ? "" : ", ") + part;
+  return out.empty() ? "none" : out;
+}
+
+const char* sentence_of(const std::string& kind) {
+  static const std::map<std::string, const char*> kSentences = {
+      {"prompt_differs", "prompt differs inside a group"},
+      {"empty_response", "empty response"},
+      {"duplicate_response", "response equal to another of its group"},
+      {"fully_masked", "no token with loss"},
+      {"group_of_one", "group of one"},
+      {"equal_rewards", "group whose rewards are all equal"},
+      {"nothing_to_learn", "neither reward nor advantage"},
+      {"partial_steps", "step in some records only"},
+  };
+  const auto found = kSentences.find(kind);
+  return found == kSentences.end() ? kind.c_str() : found->second;
+}
+
+std::string anomaly_lines(const std::vector<Anomaly>& anomalies) {
+  if (anomalies.empty()) return labelled("anomalies") + "none\n";
+  struct Kind {
+    std::int64_t count = 0;
+    const Anomaly* first = nullptr;
+  };
+  std::vector<std::string> order;
+  std::map<std::string, Kind> kinds;
+  for (const Anomaly& anomaly : anomalies) {
+    Kind& kind = kinds[anomaly.kind];
+    if (kind.count++ == 0) {
+      kind.first = &anomaly;
+      order.push_back(anomaly.kind);
+    }
+  }
+  std::string out = labelled("anomalies") + format_count(static_cast<std::int64_t>(anomalies.size())) + '\n';
+  for (const std::string& name : order) {
+    const Kind& kind = kinds[name];
+    out += padded(format_count(kind.count), 8) + "  " + sentence_of(name) + '\n';
+    out += std::string(10, ' ') + (kind.count > 1 ? "first at " : "at ") + kind.first->where + ": ";
+    out += kind.first->text + '\n';
+  }
+  return out;
+}
+
+}  // namespace
+
+std::string inspection_text(const Inspection& inspection) {
+  std::string out;
+  std::string count = format_count(inspection.rollouts) + " in " + format_count(inspection.groups) +
+                      (inspection.groups == 1 ? " group" : " groups");
+  if (inspection.steps > 0)
+    count += ", " + format_count(inspection.steps) + (inspection.steps == 1 ? " step" : " steps");
+  out += labelled("rollouts") + count + '\n';
+  out += labelled("fields") + joined(inspection.series) + "\n\n";
+  out += row("", {"min", "median", "p95", "max"});
+  out += quantile_row("rollouts a group", inspection.group_size, number_text);
+  out += quantile_row("prompt tokens", inspection.prompt_length, number_text);
+  out += quantile_row("response tokens", inspection.response_length, number_text);
+  out += quantile_row("shared in a group", inspection.prefix_share, format_percent) + '\n';
+  out += row("", {"logical", "physical", "saved", "with loss"});
+  out += row("tokens", {format_count(inspection.logical_tokens), format_count(inspection.physical_tokens),
+                        format_percent(inspection.saved_share()), format_count(inspection.loss_tokens)});
+  out += '\n' + anomaly_lines(inspection.anomalies);
+  return out;
+}
+
+}  // namespace espalier

@@ -1,0 +1,231 @@
+// Prefix trees against what they mean, counted one token at a time.
+#include "espalier/grouping/prefix_tree.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <string>
+
+#include "espalier/base/random.h"
+#include "tests/support/make_rollouts.h"
+
+namespace espalier {
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+
+Rollout rollout(Ids prompt, Ids response) {
+  Rollout out;
+  out.prompt_ids = std::move(prompt);
+  out.response_ids = std::move(response);
+  return out;
+}
+
+Ids tokens_of(const Rollout& rollout) {
+  Ids tokens = rollout.prompt_ids;
+  tokens.insert(tokens.end(), rollout.response_ids.begin(), rollout.response_ids.end());
+  return tokens;
+}
+
+// "[0,3) of 2 {ends} (children)": the whole tree in one line.
+std::string drawn(const PrefixTree& tree, std::int32_t at = 0) {
+  const PrefixNode& node = tree.nodes[static_cast<std::size_t>(at)];
+  std::string out = std::to_string(node.begin) + "-" + std::to_string(node.end);
+  if (!node.ends_here.empty()) {
+    out += "{";
+    for (const std::int32_t rollout : node.ends_here) out += std::to_string(rollout) + ",";
+    out.back() = '}';
+  }
+  if (!node.children.empty()) {
+    out += "(";
+    for (const std::int32_t child : node.children) out += drawn(tree, child) + " ";
+    out.back() = ')';
+  }
+  return out;
+}
+
+std::string drawn(const std::vector<PrefixTree>& forest) {
+  std::string out;
+  for (const PrefixTree& tree : forest) out += (out.empty() ? "" : " | ") + drawn(tree);
+  return out;
+}
+
+std::string built(const std::vector<Rollout>& batch, ShareMode mode = ShareMode::whole_trees) {
+  return drawn(build_prefix_trees(batch, mode));
+}
+
+// What must hold for every tree of every mode: structure, order, coverage.
+void expect_well_formed(const std::vector<Rollout>& batch, const std::vector<PrefixTree>& forest) {
+  std::multiset<std::int32_t> covered;
+  std::int64_t logical = 0;
+  std::int32_t last_first = -1;
+  for (const PrefixTree& tree : forest) {
+    ASSERT_FALSE(tree.nodes.empty());
+    ASSERT_EQ(tree.nodes[0].parent, -1);
+    ASSERT_EQ(tree.nodes[0].begin, 0);
+    EXPECT_EQ(tree.nodes[0].leaf_begin, 0);
+    EXPECT_EQ(tree.nodes[0].leaf_end, static_cast<std::int32_t>(tree.leaf_order.size()));
+    covered.insert(tree.leaf_order.begin(), tree.leaf_order.end());
+    const std::int32_t first = *std::min_element(tree.leaf_order.begin(), tree.leaf_order.end());
+    EXPECT_GT(first, last_first) << "trees out of order";
+    last_first = first;
+    logical += tree.logical_tokens();
+
+    std::int32_t next = 0;  // a depth-first walk meets the nodes in their order
+    const auto walk = [&](const auto& self, std::int32_t at) -> void {
+      ASSERT_EQ(at, next++);
+      const PrefixNode& node = tree.nodes[static_cast<std::size_t>(at)];
+      EXPECT_GT(node.length(), 0);
+      EXPECT_FALSE(node.children.empty() && node.ends_here.empty());
+      EXPECT_FALSE(node.children.size() == 1 && node.ends_here.empty()) << "a node that need not be";
+      std::int32_t leaf = node.leaf_begin, last_child_first = -1;
+      for (const std::int32_t rollout : node.ends_here) {
+        EXPECT_EQ(tree.leaf_order[static_cast<std::size_t>(leaf++)], rollout);
+        EXPECT_EQ(batch[static_cast<std::size_t>(rollout)].length(), node.end);
+      }
+      EXPECT_TRUE(std::is_sorted(node.ends_here.begin(), node.ends_here.end()));
+      for (const std::int32_t child : node.children) {
+        const PrefixNode& below = tree.nodes[static_cast<std::size_t>(child)];
+        EXPECT_EQ(below.parent, at);
+        EXPECT_EQ(below.begin, node.end);
+        EXPECT_EQ(below.leaf_begin, leaf);
+        leaf = below.leaf_end;
+        const auto begin = tree.leaf_order.begin();
+        const std::int32_t child_first = *std::min_element(begin + below.leaf_begin, begin + below.leaf_end);
+        EXPECT_GT(child_first, last_child_first) << "children out of order";
+        last_child_first = child_first;
+        self(self, child);
+      }
+      EXPECT_EQ(leaf, node.leaf_end);
+      bool rollout_is_below = false;
+      for (std::int32_t i = node.leaf_begin; i < node.leaf_end; ++i) {
+        const std::int32_t below = tree.leaf_order[static_cast<std::size_t>(i)];
+        rollout_is_below |= below == node.rollout;
+        for (std::int32_t depth = node.begin; depth < node.end; ++depth)
+          ASSERT_EQ(batch[static_cast<std::size_t>(below)].token_at(depth),
+                    batch[static_cast<std::size_t>(node.rollout)].token_at(depth));
+      }
+      EXPECT_TRUE(rollout_is_below);
+    };
+    walk(walk, 0);
+    EXPECT_EQ(next, static_cast<std::int32_t>(tree.nodes.size()));
+  }
+  EXPECT_EQ(covered.size(), batch.size());
+  EXPECT_EQ(std::set<std::int32_t>(covered.begin(), covered.end()).size(), batch.size());
+  std::int64_t tokens = 0;
+  for (const Rollout& rollout : batch) tokens += rollout.length();
+  EXPECT_EQ(logical, tokens);
+}
+
+std::int64_t physical(const std::vector<PrefixTree>& forest) {
+  return std::accumulate(forest.begin(), forest.end(), std::int64_t{0},
+                         [](std::int64_t sum, const PrefixTree& tree) { return sum + tree.physical_tokens(); });
+}
+
+TEST(PrefixTree, AGroupIsATreeOfDepthOne) {
+  EXPECT_EQ(built({rollout({1, 2, 3}, {4}), rollout({1, 2, 3}, {5, 6}), rollout({1, 2, 3}, {7})}),
+            "0-3(3-4{0} 3-5{1} 3-4{2})");
+}
+
+TEST(PrefixTree, EqualRolloutsAndPrefixesEndAtInnerNodes) {
+  EXPECT_EQ(built({rollout({1, 2}, {3, 4}), rollout({1, 2}, {3, 4})}), "0-4{0,1}");
+  EXPECT_EQ(built({rollout({1, 2}, {3, 4}), rollout({1, 2}, {3})}), "0-3{1}(3-4{0})");
+  EXPECT_EQ(built({rollout({1, 2}, {}), rollout({1, 2}, {3}), rollout({1, 2}, {})}), "0-2{0,2}(2-3{1})");
+}
+
+TEST(PrefixTree, TokensAreSharedWhereverThePromptEnds) {
+  EXPECT_EQ(built({rollout({1, 2}, {3, 4}), rollout({1, 2, 3}, {5}), rollout({1}, {2, 3, 4})}), "0-3(3-4{0,2} 3-4{1})");
+  EXPECT_EQ(built({rollout({1, 2, 3}, {9}), rollout({1, 2, 3, 4}, {9}), rollout({1, 2}, {8})}),
+            "0-2(2-3(3-4{0} 3-5{1}) 2-3{2})");
+}
+
+TEST(PrefixTree, RolloutsThatShareNoFirstTokenAreApart) {
+  EXPECT_EQ(built({rollout({2}, {1}), rollout({1}, {1}), rollout({2}, {2}), rollout({0}, {})}),
+            "0-1(1-2{0} 1-2{2}) | 0-2{1} | 0-1{3}");
+}
+
+TEST(PrefixTree, ModesShareLess) {
+  const std::vector<Rollout> batch = {rollout({1, 2}, {3, 4}), rollout({1, 2}, {3, 5}), rollout({1, 2, 3}, {6}),
+                                      rollout({1, 2}, {}), rollout({1, 2}, {3, 4})};
+  EXPECT_EQ(built(batch), "0-2{3}(2-3(3-4{0,4} 3-4{1} 3-4{2}))");
+  EXPECT_EQ(built(batch, ShareMode::prompts), "0-2{3}(2-4{0} 2-4{1} 2-4{4}) | 0-4{2}");
+  EXPECT_EQ(built(batch, ShareMode::off), "0-4{0} | 0-4{1} | 0-4{2} | 0-2{3} | 0-4{4}");
+  EXPECT_TRUE(build_prefix_trees({}, ShareMode::whole_trees).empty());
+}
+
+TEST(PrefixTree, HoldsEveryDistinctPrefixOnce) {
+  for (std::uint64_t seed = 0; seed < 400; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const std::vector<Rollout> batch = testing::make_rollouts(testing::any_options(seed, 30), seed);
+    const auto whole = build_prefix_trees(batch, ShareMode::whole_trees);
+    expect_well_formed(batch, whole);
+    std::set<Ids> prefixes;  // one token of the forest each
+    std::set<std::int32_t> first_tokens;
+    for (const Rollout& rollout : batch) {
+      Ids prefix;
+      for (const std::int32_t token : tokens_of(rollout)) {
+        prefix.push_back(token);
+        prefixes.insert(prefix);
+      }
+      first_tokens.insert(rollout.prompt_ids[0]);
+    }
+    EXPECT_EQ(physical(whole), static_cast<std::int64_t>(prefixes.size()));
+    EXPECT_EQ(whole.size(), first_tokens.size());
+
+    const auto prompts = build_prefix_trees(batch, ShareMode::prompts);
+    expect_well_formed(batch, prompts);
+    std::set<Ids> distinct;
+    std::int64_t expected = 0;
+    for (const Rollout& rollout : batch) {
+      expected += rollout.response_length();
+      if (distinct.insert(rollout.prompt_ids).second) expected += rollout.prompt_length();
+    }
+    EXPECT_EQ(physical(prompts), expected);
+    EXPECT_EQ(prompts.size(), distinct.size());
+
+    const auto apart = build_prefix_trees(batch, ShareMode::off);
+    expect_well_formed(batch, apart);
+    EXPECT_EQ(apart.size(), batch.size());
+    if (::testing::Test::HasFailure()) break;
+  }
+}
+
+TEST(PrefixTree, ALongChainOfTurnsNeedsNoStack) {
+  // Each rollout continues the one before by a token: a chain of 20,000 nodes, given longest last, first and mixed.
+  constexpr std::int32_t kTurns = 20'000;
+  std::vector<Rollout> batch;
+  Ids response;
+  for (std::int32_t turn = 0; turn < kTurns; ++turn) {
+    if (turn % 100 == 0) batch.push_back(rollout({1}, response));
+    response.push_back(turn % 7);
+  }
+  for (const int order : {0, 1, 2}) {
+    if (order == 1) std::reverse(batch.begin(), batch.end());
+    if (order == 2) {
+      Random random(5);
+      for (std::size_t i = batch.size(); i > 1; --i)
+        std::swap(batch[i - 1], batch[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
+    }
+    const auto forest = build_prefix_trees(batch, ShareMode::whole_trees);
+    ASSERT_EQ(forest.size(), 1u);
+    EXPECT_EQ(forest[0].nodes.size(), batch.size());
+    EXPECT_EQ(forest[0].physical_tokens(), kTurns - 100 + 1);
+  }
+}
+
+TEST(PrefixTree, AWideForkIsFoundByHash) {
+  std::vector<Rollout> batch;
+  constexpr std::int32_t kWide = 50'000;
+  for (std::int32_t i = 0; i < kWide; ++i) batch.push_back(rollout({1, 2, 3}, {i, 1}));
+  for (std::int32_t i = 0; i < kWide; ++i) batch.push_back(rollout({1, 2, 3}, {kWide - 1 - i, 2}));
+  const auto forest = build_prefix_trees(batch, ShareMode::whole_trees);
+  ASSERT_EQ(forest.size(), 1u);
+  EXPECT_EQ(forest[0].nodes.size(), 1u + 3u * kWide);
+  EXPECT_EQ(forest[0].nodes[0].children.size(), static_cast<std::size_t>(kWide));
+  EXPECT_EQ(forest[0].physical_tokens(), 3 + 3 * kWide);
+}
+
+}  // namespace
+}  // namespace espalier
