@@ -1,0 +1,155 @@
+// seconds = matrix FLOPs / rate(rows) + attention FLOPs / rate + bytes / bandwidth + calls x overhead
+#include "espalier/plan/cost_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+
+namespace espalier {
+namespace {
+
+constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, activation: one forward of a layer
+
+}  // namespace
+
+double MachineProfile::matrix_flops_per_second(std::int64_t rows) const {
+  ESPALIER_INTERNAL(!matrix.empty(), "machine profile '", name, "' without matrix rates");
+  // Time for one FLOP a row, piecewise linear in rows: below the table as long as its first entry, above it at its
+  // last rate.
+  const double at = static_cast<double>(std::max<std::int64_t>(rows, 1));
+  const auto time = [](const Rate& rate) { return static_cast<double>(rate.rows) / rate.flops_per_second; };
+  if (at <= static_cast<double>(matrix.front().rows)) return at / time(matrix.front());
+  for (std::size_t i = 1; i < matrix.size(); ++i) {
+    if (at > static_cast<double>(matrix[i].rows)) continue;
+    const Rate &low = matrix[i - 1], &high = matrix[i];
+    const double part = (at - static_cast<double>(low.rows)) / static_cast<double>(high.rows - low.rows);
+    return at / (time(low) + part * (time(high) - time(low)));
+  }
+  return matrix.back().flops_per_second;
+}
+
+std::int64_t MachineProfile::large_rows() const {
+  double best = 0;
+  for (const Rate& rate : matrix) best = std::max(best, rate.flops_per_second);
+  for (const Rate& rate : matrix)
+    if (rate.flops_per_second >= 0.95 * best) return rate.rows;
+  return 1;
+}
+
+std::string MachineProfile::line() const {
+  std::string out = text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ");
+  for (std::size_t i = 0; i < matrix.size(); ++i)
+    out +=
+        text_of(i ? ", " : "", std::llround(matrix[i].flops_per_second / 1e9), " GFLOP/s at ", matrix[i].rows, " rows");
+  return out + text_of("; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
+                       std::llround(bytes_per_second / 1e9), " GB/s; ", seconds_per_call * 1e6, " us per call");
+}
+
+MachineProfile default_profile(const std::string& device, DType dtype, int threads) {
+  MachineProfile profile;
+  profile.dtype = dtype;
+  const double width = dtype == DType::float64 ? 0.5 : 1.0;
+  if (device == "cuda") {
+    const double peak = dtype == DType::bfloat16 ? 700e12 : dtype == DType::float32 ? 300e12 : 50e12;
+    profile.name = "one data-centre GPU";
+    profile.matrix = {{16, peak / 40}, {128, peak / 5}, {512, peak / 2}, {2048, peak * 0.9}, {4096, peak}};
+    profile.attention_flops_per_second = 0.6 * peak;
+    profile.bytes_per_second = 3e12;
+    profile.seconds_per_call = 6e-6;
+    return profile;
+  }
+  const double cores = std::max(threads, 1), peak = 60e9 * width * cores;
+  profile.name = text_of("a CPU, ", static_cast<int>(cores), cores == 1 ? " thread" : " threads");
+  profile.matrix = {{1, peak / 40},    {16, peak / 4},      {64, peak / 2},
+                    {256, peak * 0.8}, {1024, peak * 0.95}, {2048, peak}};
+  profile.attention_flops_per_second = 0.6 * peak;
+  profile.bytes_per_second = std::min(6e9 * cores, 100e9);
+  profile.seconds_per_call = 5e-6;
+  return profile;
+}
+
+Json to_json(const MachineProfile& profile) {
+  Json matrix = Json::array();
+  for (const MachineProfile::Rate& rate : profile.matrix)
+    matrix.push_back({{"rows", rate.rows}, {"flops_per_second", rate.flops_per_second}});
+  return {{"name", profile.name},
+          {"source", profile.source},
+          {"dtype", name_of(profile.dtype)},
+          {"matrix", matrix},
+          {"attention_flops_per_second", profile.attention_flops_per_second},
+          {"bytes_per_second", profile.bytes_per_second},
+          {"seconds_per_call", profile.seconds_per_call}};
+}
+
+MachineProfile profile_of(const Json& json, const std::string& where) {
+  const auto fail = [&where](const std::string& expected) {
+    throw InputError({where, expected, "something else", "Delete the file: it is measured again"});
+  };
+  const auto number = [&](const Json& object, const char* member) {
+    if (!object.is_object() || !object.contains(member) || !object.at(member).is_number() ||
+        !(object.at(member).get<double>() > 0) || !std::isfinite(object.at(member).get<double>()))
+      fail(text_of("a number above 0 as '", member, "'"));
+    return object.at(member).get<double>();
+  };
+  const auto text = [&](const char* member) {
+    if (!json.is_object() || !json.contains(member) || !json.at(member).is_string())
+      fail(text_of("a string as '", member, "'"));
+    return json.at(member).get<std::string>();
+  };
+  MachineProfile profile;
+  profile.name = text("name");
+  profile.source = text("source");
+  profile.dtype = parse_dtype(text("dtype"));
+  profile.attention_flops_per_second = number(json, "attention_flops_per_second");
+  profile.bytes_per_second = number(json, "bytes_per_second");
+  profile.seconds_per_call = number(json, "seconds_per_call");
+  if (!json.contains("matrix") || !json.at("matrix").is_array() || json.at("matrix").empty())
+    fail("a list as 'matrix'");
+  for (const Json& entry : json.at("matrix")) {
+    const double rows = number(entry, "rows");
+    if (rows > 1e9 || (!profile.matrix.empty() && rows <= static_cast<double>(profile.matrix.back().rows)))
+      fail("ascending 'rows' in 'matrix'");
+    profile.matrix.push_back({static_cast<std::int64_t>(rows), number(entry, "flops_per_second")});
+  }
+  return profile;
+}
+
+CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype)
+    : shape_(shape), profile_(profile) {
+  const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
+  const double inner = shape.experts > 0 ? static_cast<double>(shape.experts_per_token * shape.expert_inner)
+                                         : static_cast<double>(shape.inner);
+  // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
+  // copies v; SwiGLU reads two and writes one.
+  bytes_per_row_ = b * static_cast<double>(shape.layers) *
+                   (8.0 * shape.hidden + 2.0 * static_cast<double>(shape.qkv_width()) + 3.0 * inner);
+  const double head = static_cast<double>(shape.vocabulary * shape.hidden);
+  gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - head * (shape.tied_head ? 1 : 2));
+  head_gradient_bytes_ = 2 * a * head;
+}
+
+// A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
+double CostModel::variable_seconds(const Flops& flops, const Work& work, std::int64_t rows, int passes) const {
+  const double head_rows = static_cast<double>(std::min<std::int64_t>(work.outputs, 256));
+  double seconds = flops.layers / profile_.matrix_flops_per_second(rows) +
+                   flops.attention / profile_.attention_flops_per_second +
+                   passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
+  if (work.outputs > 0) seconds += flops.head / profile_.matrix_flops_per_second(static_cast<std::int64_t>(head_rows));
+  return seconds;
+}
+
+double CostModel::seconds(const Work& work, bool trunk, bool recompute) const {
+  const bool again = trunk && recompute;
+  const double bytes = gradient_bytes_ + (work.outputs > 0 ? head_gradient_bytes_ : 0);
+  const double calls = static_cast<double>(shape_.layers) * kCallsPerLayer * (again ? 4 : 3);
+  return variable_seconds(step_flops(shape_, work, trunk, recompute), work, work.rows, again ? 4 : 3) +
+         bytes / profile_.bytes_per_second + calls * profile_.seconds_per_call;
+}
+
+double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
+  return variable_seconds(step_flops(shape_, work, false, false), work, std::max(full_rows, work.rows), 3);
+}
+
+}  // namespace espalier

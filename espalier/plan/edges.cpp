@@ -1,0 +1,35 @@
+// Loss edges of a set of rows, made when it runs.
+#include <algorithm>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+namespace {
+
+void add_edge(const RowSegment& segment, std::int32_t depth, std::int32_t index, const Rollout& rollout,
+              bool all_logprobs, std::vector<LossEdge>& edges) {
+  const std::int32_t position = depth + 1 - rollout.prompt_length();
+  if (position < 0 || position >= rollout.response_length()) return;
+  if (!all_logprobs && !rollout.loss_mask[position]) return;
+  edges.push_back({segment.row + depth - segment.begin, rollout.response_ids[position], index, position});
+}
+
+}  // namespace
+
+std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> batch, bool all_logprobs) {
+  std::vector<LossEdge> edges;
+  edges.reserve(static_cast<std::size_t>(set.outputs));
+  std::vector<std::int32_t> through;
+  for (const RowSegment& segment : set.segments) {
+    through.assign(set.rollouts.begin() + segment.first, set.rollouts.begin() + segment.last);
+    std::sort(through.begin(), through.end());
+    std::int32_t depth = segment.end;  // no row before the first that predicts a response token has edges
+    for (std::int32_t index : through) depth = std::min(depth, batch[index].prompt_length() - 1);
+    for (depth = std::max(depth, segment.begin); depth < segment.end; ++depth)
+      for (std::int32_t index : through) add_edge(segment, depth, index, batch[index], all_logprobs, edges);
+  }
+  return edges;
+}
+
+}  // namespace espalier

@@ -1,0 +1,224 @@
+// A plan as text for a person and as JSON for a program.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/plan/byte_size.h"
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::size_t kShownLines = 12;
+
+std::string count_text(std::int64_t value) {  // 1234567 -> 1,234,567
+  std::string digits = std::to_string(value);
+  for (std::int64_t at = static_cast<std::int64_t>(digits.size()) - 3; at > 0; at -= 3) digits.insert(at, ",");
+  return digits;
+}
+
+std::string pad(const std::string& text, int width) {  // negative: to the left
+  char out[256];
+  std::snprintf(out, sizeof out, "%*s", width, text.c_str());
+  return out;
+}
+
+std::string number_text(const char* format, double value) {
+  char out[64];
+  std::snprintf(out, sizeof out, format, value);
+  return out;
+}
+
+std::string seconds_text(double seconds) {
+  if (seconds < 1e-3) return number_text("%.0f us", seconds * 1e6);
+  if (seconds < 1) return number_text("%.1f ms", seconds * 1e3);
+  if (seconds < 7200) return number_text("%.2f s", seconds);
+  return number_text("%.1f h", seconds / 3600);
+}
+
+std::string flops_text(double flops) {
+  for (const auto& [scale, unit] : {std::pair(1e15, "PFLOP"), std::pair(1e12, "TFLOP"), std::pair(1e9, "GFLOP")})
+    if (flops >= scale) return number_text("%.2f ", flops / scale) + unit;
+  return number_text("%.2f MFLOP", flops / 1e6);
+}
+
+std::int32_t largest_wave(const std::vector<PlanItem>& items) {
+  std::int32_t most = 0;
+  for (const PlanItem& item : items)
+    most = std::max(most, item.kind == ItemKind::wave ? item.set.rows : largest_wave(item.below));
+  return most;
+}
+
+// Mean rows of a wave over the most a wave may hold.
+double wave_fill(const StepPlan& plan) {
+  const std::int64_t most = std::max<std::int64_t>(plan.token_budget, largest_wave(plan.items));
+  return plan.waves == 0 ? 0 : static_cast<double>(plan.wave_rows) / static_cast<double>(plan.waves * most);
+}
+
+bool alike(const TreePlan& a, const TreePlan& b) {
+  return a.rollouts == b.rollouts && a.schedule == b.schedule && a.trunks == b.trunks && a.waves == b.waves &&
+         a.physical_rows == b.physical_rows && a.logical_rows == b.logical_rows && a.reason == b.reason;
+}
+
+// Trees in order, runs of like ones in one line.
+std::string trees_table(const StepPlan& plan) {
+  std::string out = pad("tree", 11) + pad("rollouts", 10) + "  " + pad("schedule", -10) + pad("trunks", 8) +
+                    pad("waves", 7) + pad("rows", 13) + pad("of", 13) + "  why\n";
+  std::size_t lines = 0, begin = 0;
+  while (begin < plan.trees.size() && lines < kShownLines) {
+    const TreePlan& tree = plan.trees[begin];
+    const std::string text = pad(count_text(tree.rollouts), 10) + "  " + pad(name_of(tree.schedule), -10) +
+                             pad(count_text(tree.trunks), 8) + pad(count_text(tree.waves), 7) +
+                             pad(count_text(tree.physical_rows), 13) + pad(count_text(tree.logical_rows), 13);
+    std::size_t end = begin + 1;
+    while (end < plan.trees.size() && alike(plan.trees[end], tree)) ++end;
+    out += pad(end == begin + 1 ? text_of(begin) : text_of(begin, "-", end - 1), 11) + text + "  " + tree.reason + "\n";
+    begin = end, ++lines;
+  }
+  if (begin < plan.trees.size()) out += text_of("   ... and ", count_text(plan.trees.size() - begin), " more\n");
+  return out;
+}
+
+std::string costs_table(const StepPlan& plan) {
+  std::string out =
+      pad("", -10) + pad("work", 16) + pad("time", 14) + pad("A", 12) + pad("B", 12) + pad("C", 12) + "\n";
+  const auto line = [&](const char* name, const PlanCost& cost) {
+    const auto bytes = [](std::int64_t value) { return value ? bytes_text(value) : std::string("-"); };
+    out += pad(name, -10) + pad(flops_text(cost.flops), 16) + pad(seconds_text(cost.seconds), 14) +
+           pad(bytes(cost.bytes.a), 12) + pad(bytes(cost.bytes.b), 12) + pad(bytes(cost.bytes.c), 12) +
+           (cost.fits ? "" : "  does not fit") + "\n";
+  };
+  line("dense", plan.dense);
+  line("packed", plan.packed);
+  line("phased", plan.phased);
+  line("chosen", plan.chosen);
+  return out;
+}
+
+// One line of text for each depth of nesting; boxes as wide as the predicted time.
+class Timeline {
+ public:
+  explicit Timeline(double seconds) : columns_per_second_(70 / std::max(seconds, 1e-12)) {}
+
+  void add(const PlanItem& item, std::size_t level) {
+    if (item.kind == ItemKind::wave) return box(level, 'B', item.seconds);
+    const double forward = item.seconds / (item.state == TrunkState::keep ? 3 : 4);
+    box(level, 'A', forward);
+    for (const PlanItem& below : item.below) add(below, level + 1);
+    box(level, 'C', item.seconds - forward);
+  }
+
+  std::string text() const {
+    std::string out;
+    for (const std::string& line : lines_) out += "  " + line + "\n";
+    return out;
+  }
+
+ private:
+  static constexpr std::size_t kWidest = 100, kDeepest = 8;
+
+  void box(std::size_t level, char letter, double seconds) {
+    if (level >= kDeepest || at_ > kWidest) return;
+    if (lines_.size() <= level) lines_.resize(level + 1);
+    std::string& line = lines_[level];
+    line.resize(at_, ' ');
+    const std::size_t width =
+        std::max<std::size_t>(3, static_cast<std::size_t>(std::lround(seconds * columns_per_second_)));
+    if (at_ + width > kWidest) {
+      line += "...";
+      at_ = kWidest + 1;
+      return;
+    }
+    line += "[" + std::string(width - 2, letter) + "]";
+    at_ += width;
+  }
+
+  double columns_per_second_;
+  std::size_t at_ = 0;
+  std::vector<std::string> lines_;
+};
+
+double total_seconds(const PlanItem& item) {
+  double seconds = item.seconds;
+  for (const PlanItem& below : item.below) seconds += total_seconds(below);
+  return seconds;
+}
+
+std::string picture(const StepPlan& plan) {
+  if (plan.items.empty()) return "";
+  const auto trunk = std::find_if(plan.items.begin(), plan.items.end(),
+                                  [](const PlanItem& item) { return item.kind == ItemKind::trunk; });
+  const PlanItem& item = trunk != plan.items.end() ? *trunk : plan.items.front();
+  Timeline timeline(total_seconds(item));
+  timeline.add(item, 0);
+  return text_of(item.kind == ItemKind::trunk ? "First trunk" : "First wave",
+                 ", predicted time from left to right (A trunk forward, B wave, C trunk backward)\n", timeline.text());
+}
+
+Json cost_json(const PlanCost& cost) {
+  return {{"seconds", cost.seconds},
+          {"peak_bytes", {{"A", cost.bytes.a}, {"B", cost.bytes.b}, {"C", cost.bytes.c}}},
+          {"fits", cost.fits}};
+}
+
+}  // namespace
+
+std::string explain(const StepPlan& plan) {
+  std::int64_t rollouts = 0;
+  for (const TreePlan& tree : plan.trees) rollouts += tree.rollouts;
+  std::string out =
+      text_of(count_text(rollouts), " rollouts in ", count_text(plan.trees.size()),
+              " prefix trees: ", count_text(plan.logical_rows), " rows dense, ", count_text(plan.physical_rows()),
+              " to run: ", count_text(plan.trunks), " trunks (", count_text(plan.trunk_rows), " rows), ",
+              count_text(plan.waves), " waves (", count_text(plan.wave_rows), " rows)\n\n");
+  out += trees_table(plan) + "\n";
+  if (plan.waves > 0)
+    out += text_of("Budget of ", count_text(plan.token_budget), " rows a wave (",
+                   plan.budget_given ? "as asked for" : "chosen; what cannot be divided may pass it", "), largest set ",
+                   count_text(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * wave_fill(plan)),
+                   "% full on average; longest open path ", count_text(plan.max_path_rows), " rows\n");
+  out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
+                 "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
+  if (plan.memory_budget > 0) out += text_of("Memory budget ", bytes_text(plan.memory_budget), "\n");
+  out += "\nPredicted; A, B, C: peak bytes of trunk forwards, waves, trunk backwards\n" + costs_table(plan) + "\n";
+  out += picture(plan);
+  return out + "\nMachine: " + plan.machine + "\n";
+}
+
+Json to_json(const StepPlan& plan) {
+  Json trees = Json::array();
+  for (const TreePlan& tree : plan.trees)
+    trees.push_back({{"schedule", name_of(tree.schedule)},
+                     {"rollouts", tree.rollouts},
+                     {"trunks", tree.trunks},
+                     {"waves", tree.waves},
+                     {"rows", {{"logical", tree.logical_rows}, {"physical", tree.physical_rows}}},
+                     {"reason", tree.reason}});
+  return {{"trees", std::move(trees)},
+          {"trunks", plan.trunks},
+          {"waves", plan.waves},
+          {"rows",
+           {{"logical", plan.logical_rows},
+            {"physical", plan.physical_rows()},
+            {"trunk", plan.trunk_rows},
+            {"wave", plan.wave_rows}}},
+          {"token_budget", plan.token_budget},
+          {"wave_fill", wave_fill(plan)},
+          {"max_path_rows", plan.max_path_rows},
+          {"flops",
+           {{"dense", plan.dense.flops},
+            {"packed", plan.packed.flops},
+            {"phased", plan.phased.flops},
+            {"chosen", plan.chosen.flops}}},
+          {"ceiling", plan.ceiling},
+          {"predicted",
+           {{"dense", cost_json(plan.dense)},
+            {"packed", cost_json(plan.packed)},
+            {"phased", cost_json(plan.phased)},
+            {"chosen", cost_json(plan.chosen)}}},
+          {"machine", plan.machine}};
+}
+
+}  // namespace espalier

@@ -1,0 +1,58 @@
+// Floating-point operations of a set of rows (mathematics, section 9).
+//
+// Per row 2 x (weights in matrices), per visible (query, key) pair 4 H D. Backward: 2 x for matrices (gradients of
+// inputs and of weights), 2.5 x for attention. The last layer's query, attention, output and MLP, the final norm and
+// the head run for output rows (rows with edges) only; its K and V for all rows.
+// T rows, O output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+// What a set of rows asks of the machine. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows.
+struct Work {
+  std::int64_t rows = 0, pairs = 0;            // all rows
+  std::int64_t outputs = 0, output_pairs = 0;  // the rows with edges among them
+
+  Work& operator+=(const Work& other) {
+    rows += other.rows, pairs += other.pairs, outputs += other.outputs, output_pairs += other.output_pairs;
+    return *this;
+  }
+  bool operator==(const Work&) const = default;
+};
+
+// Rows at depths [begin, end), all of them with or without edges.
+Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs);
+
+// FLOPs split as the cost model needs them: head and layers run at their own row counts.
+struct Flops {
+  double layers = 0;  // matrix products of the layers
+  double head = 0;
+  double attention = 0;
+
+  double total() const { return layers + head + attention; }
+  Flops& operator+=(const Flops& other) {
+    layers += other.layers, head += other.head, attention += other.attention;
+    return *this;
+  }
+};
+
+Flops forward_flops(const ModelShape& shape, const Work& work);
+Flops backward_flops(const ModelShape& shape, const Work& work);
+// The second forward of a trunk whose activations were dropped: the layers, not the head.
+Flops recompute_flops(const ModelShape& shape, const Work& work);
+
+// forward + backward [+ recompute]. A trunk's head is run twice forwards: its log-probs are needed long before their
+// gradients, and logits are not kept.
+Flops step_flops(const ModelShape& shape, const Work& work, bool trunk, bool recompute);
+
+// FLOPs dense / FLOPs shared of a group of n responses on one prompt, counted as the published ceilings are: every
+// layer whole for every row, backward twice the forward (attention too), the dense head on every row and the shared
+// one on response rows only. A plan's own ceiling counts as step_flops does and is lower: its dense run has no head on
+// the prompt either. Source: mathematics, section 9.
+double published_ceiling(const ModelShape& shape, std::int64_t prompt, std::int64_t response, std::int64_t n);
+
+}  // namespace espalier

@@ -1,0 +1,281 @@
+// config.json -> ModelShape: one table of families, one reader of checked members, one list of refusals.
+#include "espalier/plan/model_shape.h"
+
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+
+namespace espalier {
+namespace {
+
+// What a family adds to the common decoder, and the values its configuration class uses for absent members.
+struct Family {
+  const char* architecture;
+  const char* model_type;
+  bool qkv_bias;         // always, whatever attention_bias says
+  bool bias_members;     // attention_bias is read
+  bool mlp_bias_member;  // mlp_bias is read
+  bool qk_norm;
+  bool experts;
+  std::int64_t head_dim;  // 0: hidden / heads
+  std::int64_t max_positions;
+};
+constexpr Family kFamilies[] = {
+    {"LlamaForCausalLM", "llama", false, true, true, false, false, 0, 2048},
+    {"Qwen2ForCausalLM", "qwen2", true, false, false, false, false, 0, 32768},
+    {"Qwen3ForCausalLM", "qwen3", false, true, false, true, false, 128, 32768},
+    {"Qwen3MoeForCausalLM", "qwen3_moe", false, true, false, true, true, 128, 32768},
+};
+
+std::string shown(const Json& value) {
+  std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
+}
+
+// Members of one JSON object, checked as they are read; `where` and the member's name go into every error.
+class Members {
+ public:
+  Members(const Json& object, std::string where, std::string path = "")
+      : object_(object), where_(std::move(where)), path_(std::move(path)) {}
+
+  bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
+  const Json& at(const char* name) const { return object_.at(name); }
+
+  [[noreturn]] void fail(const char* name, const std::string& expected) const {
+    throw InputError({where_, text_of("member '", path_, name, "' to be ", expected),
+                      object_.contains(name) ? shown(object_.at(name)) : std::string("nothing"), ""});
+  }
+  [[noreturn]] void refuse(const std::string& got, const std::string& supported) const {
+    throw UnsupportedError({where_, supported, got, ""});
+  }
+
+  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
+    const std::string expected = text_of("an integer in [", low, ", ", high, "]");
+    if (!has(name)) fail(name, expected);
+    const Json& value = at(name);
+    if (!value.is_number()) fail(name, expected);
+    // Through double: exact for everything in range, and no overflow for what is not.
+    const double number = value.get<double>();
+    if (!(number >= static_cast<double>(low) && number <= static_cast<double>(high)) || number != std::floor(number))
+      fail(name, expected);
+    return static_cast<std::int64_t>(number);
+  }
+  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high, std::int64_t absent) const {
+    return has(name) ? integer(name, low, high) : absent;
+  }
+  double positive(const char* name, double absent) const {
+    if (!has(name)) return absent;
+    const double value = at(name).is_number() ? at(name).get<double>() : 0;
+    if (!(value > 0) || !std::isfinite(value)) fail(name, "a number above 0");
+    return value;
+  }
+  bool flag(const char* name, bool absent) const {
+    if (!has(name)) return absent;
+    if (!at(name).is_boolean()) fail(name, "true or false");
+    return at(name).get<bool>();
+  }
+  std::string text(const char* name, const std::string& absent) const {
+    if (!has(name)) return absent;
+    if (!at(name).is_string()) fail(name, "a string");
+    return at(name).get<std::string>();
+  }
+  const std::string& where() const { return where_; }
+
+ private:
+  const Json& object_;
+  std::string where_, path_;
+};
+
+const Family& family_of(const Members& config) {
+  std::string architecture, model_type;
+  if (config.has("architectures")) {
+    const Json& list = config.at("architectures");
+    if (!list.is_array() || list.empty() || !list[0].is_string()) config.fail("architectures", "a list of one name");
+    architecture = list[0].get<std::string>();
+  } else {
+    model_type = config.text("model_type", "");
+    if (model_type.empty()) config.fail("architectures", "a list of one name");
+  }
+  std::string supported;
+  for (const Family& family : kFamilies) {
+    if (architecture == family.architecture || (architecture.empty() && model_type == family.model_type)) return family;
+    supported += text_of(supported.empty() ? "" : ", ", family.architecture);
+  }
+  config.refuse(text_of("'", architecture.empty() ? model_type : architecture, "'"),
+                "one of the architectures " + supported);
+}
+
+void refuse_dropout(const Members& config) {
+  for (const char* name :
+       {"attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop",
+        "resid_dropout", "embd_pdrop", "embedding_dropout", "attn_pdrop", "dropout"}) {
+    if (!config.has(name)) continue;
+    if (!config.at(name).is_number()) config.fail(name, "a number");
+    if (config.at(name).get<double>() != 0)
+      config.refuse(text_of(name, " = ", shown(config.at(name))),
+                    text_of("no dropout (a shared row must be the same in every rollout; set ", name, " to 0)"));
+  }
+}
+
+void refuse_sliding_window(const Members& config, const ModelShape& shape) {
+  bool used = false;
+  if (config.has("layer_types")) {
+    const Json& types = config.at("layer_types");
+    if (!types.is_array() || types.size() != static_cast<std::size_t>(shape.layers))
+      config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
+    for (const Json& type : types) {
+      if (type == "sliding_attention")
+        used = true;
+      else if (type != "full_attention")
+        config.refuse("layer type " + shown(type), "layers of full_attention only");
+    }
+  } else {
+    used =
+        config.flag("use_sliding_window", false) && config.integer("max_window_layers", 0, 1 << 20, 0) < shape.layers;
+  }
+  if (!used || !config.has("sliding_window")) return;
+  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40);
+  if (window < shape.max_positions)
+    config.refuse(text_of("sliding_window = ", window, " in use"),
+                  text_of("attention over all ", shape.max_positions, " positions"));
+}
+
+void read_rope(const Members& config, ModelShape& shape) {
+  shape.rope_theta = config.positive("rope_theta", 10000);
+  if (config.positive("partial_rotary_factor", 1) != 1)
+    config.refuse("partial_rotary_factor = " + shown(config.at("partial_rotary_factor")), "rotation of whole heads");
+  const char* holder = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
+  if (!config.has(holder)) return;
+  const Json* rope = &config.at(holder);
+  if (!rope->is_object()) config.fail(holder, "an object or null");
+  // Recent configurations may keep one object per layer type.
+  if (rope->contains("full_attention") && rope->at("full_attention").is_object()) rope = &rope->at("full_attention");
+  const Members members(*rope, config.where(), text_of(holder, "."));
+  shape.rope_theta = members.positive("rope_theta", shape.rope_theta);
+  if (members.positive("partial_rotary_factor", 1) != 1)
+    members.refuse("partial_rotary_factor = " + shown(members.at("partial_rotary_factor")), "rotation of whole heads");
+  const std::string type = members.text("rope_type", members.text("type", "default"));
+  if (type == "default") return;
+  if (type != "llama3") members.refuse("rope_type '" + type + "'", "rope_type default or llama3");
+  for (const char* name : {"factor", "low_freq_factor", "high_freq_factor"})
+    if (!members.has(name)) members.fail(name, "a number above 0");
+  shape.has_rope_scaling = true;
+  shape.rope_scaling.factor = members.positive("factor", 1);
+  shape.rope_scaling.low_freq_factor = members.positive("low_freq_factor", 1);
+  shape.rope_scaling.high_freq_factor = members.positive("high_freq_factor", 4);
+  shape.rope_scaling.original_max_position_embeddings = members.integer("original_max_position_embeddings", 1, 1 << 30);
+  if (shape.rope_scaling.high_freq_factor <= shape.rope_scaling.low_freq_factor)
+    members.fail("high_freq_factor", "above low_freq_factor");
+}
+
+void read_experts(const Members& config, ModelShape& shape) {
+  shape.experts = config.integer("num_experts", 1, 65536);
+  shape.experts_per_token = config.integer("num_experts_per_tok", 1, shape.experts);
+  shape.expert_inner = config.integer("moe_intermediate_size", 1, 1 << 24);
+  shape.norm_topk_prob = config.flag("norm_topk_prob", false);
+  const std::int64_t step = config.integer("decoder_sparse_step", 1, 1 << 20, 1);
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    shape.expert_layer[layer] = static_cast<std::uint8_t>((layer + 1) % step == 0);
+  if (!config.has("mlp_only_layers")) return;
+  if (!config.at("mlp_only_layers").is_array()) config.fail("mlp_only_layers", "a list of layer numbers");
+  for (const Json& layer : config.at("mlp_only_layers")) {
+    if (!layer.is_number_integer() || layer.get<std::int64_t>() < 0 || layer.get<std::int64_t>() >= shape.layers)
+      config.fail("mlp_only_layers", text_of("a list of numbers in [0, ", shape.layers, ")"));
+    shape.expert_layer[layer.get<std::int64_t>()] = 0;
+  }
+}
+
+DType read_dtype(const Members& config) {
+  const std::string name = config.text("dtype", config.text("torch_dtype", "float32"));
+  if (name == "float64") return DType::float64;
+  if (name == "bfloat16") return DType::bfloat16;
+  // There is no float16 here; such weights are widened when they are read.
+  if (name == "float32" || name == "float16") return DType::float32;
+  config.refuse("dtype '" + name + "'", "weights in float64, float32, bfloat16 or float16");
+}
+
+void check_heads(const Members& config, const ModelShape& shape) {
+  if (shape.heads % shape.kv_heads != 0)
+    config.fail("num_key_value_heads", text_of("a divisor of num_attention_heads = ", shape.heads));
+  if (shape.head_dim % 2 != 0) config.fail("head_dim", text_of("even (it is ", shape.head_dim, ")"));
+}
+
+}  // namespace
+
+ModelShape model_shape_of(const Json& json, const std::string& where) {
+  if (!json.is_object()) throw InputError({where, "a JSON object", shown(json), ""});
+  const Members config(json, where);
+  const Family& family = family_of(config);
+  ModelShape shape;
+  shape.architecture = family.architecture;
+  shape.layers = config.integer("num_hidden_layers", 1, 10000);
+  shape.hidden = config.integer("hidden_size", 1, 1 << 20);
+  shape.inner = config.integer("intermediate_size", 1, 1 << 24);
+  shape.heads = config.integer("num_attention_heads", 1, 65536);
+  shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, shape.heads);
+  if (!config.has("head_dim") && family.head_dim == 0 && shape.hidden % shape.heads != 0)
+    config.fail("hidden_size",
+                text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
+  shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
+  check_heads(config, shape);
+  shape.vocabulary = config.integer("vocab_size", 1, 1 << 26);
+  shape.max_positions = config.integer("max_position_embeddings", 1, 1 << 30, family.max_positions);
+  shape.rms_norm_eps = config.positive("rms_norm_eps", 1e-6);
+  shape.initializer_range = config.positive("initializer_range", 0.02);
+  shape.tied_head = config.flag("tie_word_embeddings", false);
+  const bool attention_bias = family.bias_members && config.flag("attention_bias", false);
+  shape.qkv_bias = family.qkv_bias || attention_bias;
+  shape.output_bias = attention_bias;
+  shape.mlp_bias = family.mlp_bias_member && config.flag("mlp_bias", false);
+  shape.qk_norm = family.qk_norm;
+  shape.stored_dtype = read_dtype(config);
+  shape.expert_layer.assign(shape.layers, 0);
+  read_rope(config, shape);
+  if (family.experts) read_experts(config, shape);
+
+  refuse_dropout(config);
+  refuse_sliding_window(config, shape);
+  const std::string activation = config.text("hidden_act", "silu");
+  if (activation != "silu" && activation != "swish")
+    config.refuse("hidden_act '" + activation + "'", "hidden_act silu");
+  if (config.has("quantization_config")) config.refuse("quantization_config", "weights that are not quantised");
+  return shape;
+}
+
+ModelShape read_model_shape(const std::filesystem::path& given) {
+  std::error_code ignored;
+  const std::filesystem::path path = std::filesystem::is_directory(given, ignored) ? given / "config.json" : given;
+  const std::string where = path.string();
+  std::ifstream in(path, std::ios::binary);
+  if (!in || std::filesystem::is_directory(path, ignored))
+    throw InputError(
+        {where, "a Hugging Face config.json", "no readable file", "Give a model directory or its config.json"});
+  std::ostringstream text;
+  text << in.rdbuf();
+  Json json;
+  try {
+    json = Json::parse(text.str());
+  } catch (const nlohmann::json::exception& problem) {
+    throw InputError({where, "JSON", problem.what(), ""});
+  }
+  return model_shape_of(json, where);
+}
+
+std::int64_t ModelShape::parameters() const {
+  const std::int64_t M = hidden, HD = heads * head_dim;
+  std::int64_t attention = M * qkv_width() + HD * M + 2 * M;
+  if (qkv_bias) attention += qkv_width();
+  if (output_bias) attention += M;
+  if (qk_norm) attention += 2 * head_dim;
+  const std::int64_t mlp = 3 * M * inner + (mlp_bias ? 2 * inner + M : 0);
+  const std::int64_t moe = experts * M + 3 * experts * M * expert_inner;
+  std::int64_t total = vocabulary * M + M + (tied_head ? 0 : vocabulary * M);
+  for (std::int64_t layer = 0; layer < layers; ++layer)
+    total += attention + (!expert_layer.empty() && expert_layer[layer] ? moe : mlp);
+  return total;
+}
+
+}  // namespace espalier

@@ -1,0 +1,54 @@
+// The numbers of a model that decide cost and memory, read from a Hugging Face config.json. No weights, no tensors.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier {
+
+using Json = nlohmann::ordered_json;
+
+// Llama 3.x frequency scaling ("rope_type": "llama3").
+struct RopeScaling {
+  double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+  std::int64_t original_max_position_embeddings = 8192;
+};
+
+struct ModelShape {
+  std::string architecture;                            // "LlamaForCausalLM", ...
+  std::int64_t layers = 0, hidden = 0, inner = 0;      // L, M, F
+  std::int64_t heads = 0, kv_heads = 0, head_dim = 0;  // H, J, D
+  std::int64_t vocabulary = 0;                         // V
+  std::int64_t max_positions = 0;
+  double rms_norm_eps = 1e-6;
+  double rope_theta = 10000;
+  bool has_rope_scaling = false;
+  RopeScaling rope_scaling;
+  bool tied_head = false;
+  bool qkv_bias = false;     // q, k, v projections (Qwen2, or attention_bias)
+  bool output_bias = false;  // o projection (Llama with attention_bias)
+  bool mlp_bias = false;     // Llama with mlp_bias
+  bool qk_norm = false;      // Qwen3
+  double initializer_range = 0.02;
+  // Mixture of experts; experts = 0: dense.
+  std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;
+  bool norm_topk_prob = false;
+  std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
+  DType stored_dtype = DType::float32;     // "torch_dtype" / "dtype" of the config
+
+  std::int64_t parameters() const;  // tied weights once
+  std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+// Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name), UnsupportedError for
+// what is known but refused (mathematics, section 8: dropout, sliding windows in use and shorter than max_positions,
+// other rope types, other activations than SiLU, other architectures).
+ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
+ModelShape model_shape_of(const Json& config, const std::string& where);
+
+}  // namespace espalier

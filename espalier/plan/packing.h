@@ -1,0 +1,15 @@
+// First-fit decreasing: which blocks of rows go together into one wave.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace espalier {
+
+// Indices of `rows` for each bin; in a bin, and among bins, ascending. A block larger than `capacity` has a bin of its
+// own. Once the number of bins is known, the largest bin is made as small as that number allows: waves of equal size
+// need less memory than full ones and a remainder. O(n log n) a pass. Deterministic.
+std::vector<std::vector<std::int32_t>> pack_blocks(std::span<const std::int64_t> rows, std::int64_t capacity);
+
+}  // namespace espalier

@@ -1,0 +1,350 @@
+// Candidates, the choice among them, and the plan written out.
+#include "espalier/plan/planner.h"
+
+#include <algorithm>
+#include <set>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/byte_size.h"
+#include "espalier/plan/layout.h"
+
+namespace espalier {
+namespace {
+
+enum class Family { adaptive, packed, phased, dense };
+
+struct Candidate {
+  LayoutResult layout;
+  LayoutOptions options;
+  Family family = Family::adaptive;
+  PlanCost cost;
+};
+
+// Everything that stays the same while candidates are tried.
+class Search {
+ public:
+  Search(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+         const PlanOptions& options, const MachineProfile& profile)
+      : options_(options),
+        edges_(batch, options.all_logprobs),
+        model_(shape, profile, options.dtype),
+        bytes_(shape, options.dtype),
+        large_rows_(profile.large_rows()) {
+    std::vector<std::int32_t> place(batch.size());
+    forest_.reserve(trees.size());
+    for (const PrefixTree& tree : trees) forest_.emplace_back(tree, edges_, place);
+    for (const Rollout& rollout : batch) longest_ = std::max(longest_, rollout.length());
+  }
+
+  // The cheapest candidate of a family that fits; if none does, the one that needs least.
+  Candidate best(Family family) const;
+  double dense_flops() const;
+  double ideal_flops() const;
+
+  const Forest& forest() const { return forest_; }
+  const EdgeIndex& edges() const { return edges_; }
+  const CostModel& model() const { return model_; }
+  std::int64_t constant_bytes() const { return bytes_.constant(); }
+
+ private:
+  Candidate build(Family family, const LayoutOptions& layout) const;
+  void evaluate(Candidate& candidate) const;
+  void keep_what_fits(Candidate& candidate) const;
+  // At one budget: kept trunks, and recomputed ones where those do not fit.
+  Candidate at_budget(Family family, std::int64_t budget, bool soft) const;
+
+  PlanOptions options_;
+  EdgeIndex edges_;
+  CostModel model_;
+  ActivationBytes bytes_;
+  std::int64_t large_rows_;
+  std::int32_t longest_ = 0;
+  Forest forest_;
+};
+
+Candidate Search::build(Family family, const LayoutOptions& options) const {
+  Candidate candidate;
+  candidate.family = family;
+  candidate.options = options;
+  const Layout layout(forest_, edges_, model_, options);
+  for (std::int32_t tree = 0; tree < static_cast<std::int32_t>(forest_.size()); ++tree) {
+    switch (family) {
+      case Family::adaptive:
+      case Family::phased:
+        layout.add_shared(tree, candidate.layout);
+        break;
+      case Family::packed:
+        layout.add_packed(tree, candidate.layout);
+        break;
+      case Family::dense:
+        layout.add_dense(tree, candidate.layout);
+        break;
+    }
+  }
+  layout.pack_loose(candidate.layout);
+  if (options.recompute)
+    for (Draft& item : candidate.layout.items) set_state(item, TrunkState::recompute);
+  evaluate(candidate);
+  return candidate;
+}
+
+void Search::evaluate(Candidate& candidate) const {
+  PeakWalk walk(bytes_);
+  DraftCost cost;
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, walk, cost);
+  candidate.cost.flops = cost.flops;
+  candidate.cost.seconds = cost.seconds;
+  candidate.cost.bytes = walk.peaks(bytes_.constant() + bytes_.path(cost.max_path_rows));
+  candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
+}
+
+// Trees follow each other, so each may keep its trunks' state if it fits alone.
+void Search::keep_what_fits(Candidate& candidate) const {
+  DraftCost all;
+  PeakWalk ignored(bytes_);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, ignored, all);
+  const std::int64_t base = bytes_.constant() + bytes_.path(all.max_path_rows);
+  for (Draft& item : candidate.layout.items) {
+    if (item.kind != ItemKind::trunk) continue;
+    set_state(item, TrunkState::keep);
+    PeakWalk walk(bytes_);
+    DraftCost cost;
+    add_cost(item, model_, 0, bytes_, walk, cost);
+    if (walk.peaks(base).peak() > options_.memory_budget) set_state(item, TrunkState::recompute);
+  }
+  evaluate(candidate);
+}
+
+Candidate Search::at_budget(Family family, std::int64_t budget, bool soft) const {
+  const bool keep = !options_.trunk_state || *options_.trunk_state == TrunkState::keep;
+  const bool phased = family == Family::phased;
+  Candidate candidate = build(family, {budget, soft, !keep, phased});
+  if (candidate.cost.fits || options_.trunk_state) return candidate;
+  Candidate recomputed = build(family, {budget, soft, true, phased});
+  if (recomputed.cost.fits) keep_what_fits(recomputed);
+  return recomputed.cost.fits || recomputed.cost.bytes.peak() < candidate.cost.bytes.peak() ? std::move(recomputed)
+                                                                                            : std::move(candidate);
+}
+
+Candidate Search::best(Family family) const {
+  if (options_.token_budget > 0) return at_budget(family, options_.token_budget, false);
+  const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
+  Candidate best = at_budget(family, smallest, true);
+  for (std::int64_t budget = 2 * smallest; budget <= 8192 && best.cost.fits; budget *= 2) {
+    Candidate larger = at_budget(family, budget, true);
+    // A larger wave must earn its memory.
+    if (larger.cost.fits && larger.cost.seconds < 0.99 * best.cost.seconds) best = std::move(larger);
+  }
+  if (best.cost.fits || bytes_.constant() > options_.memory_budget) return best;
+  for (std::int64_t budget = 4 * smallest; budget >= 32 && longest_ / budget < 1000; budget /= 2) {
+    Candidate smaller = at_budget(family, budget, false);
+    const bool better = smaller.cost.bytes.peak() < best.cost.bytes.peak();
+    if (smaller.cost.fits) return smaller;
+    if (better) best = std::move(smaller);
+  }
+  return best;
+}
+
+double Search::dense_flops() const {
+  double sum = 0;
+  for (const TreeIndex& tree : forest_)
+    for (std::int32_t leaf = 0; leaf < tree.leaves(); ++leaf)
+      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), false, false);
+  return sum;
+}
+
+double Search::ideal_flops() const {
+  double sum = 0;
+  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), false, false);
+  return sum;
+}
+
+// Totals and the trees' rows, trunks and waves, from the items.
+class Tally {
+ public:
+  Tally(const Forest& forest, std::size_t rollouts, StepPlan& plan) : plan_(plan), tree_of_(rollouts) {
+    plan.trees.resize(forest.size());
+    shared_.resize(forest.size());
+    for (std::size_t tree = 0; tree < forest.size(); ++tree) {
+      TreePlan& out = plan.trees[tree];
+      out.rollouts = forest[tree].leaves();
+      for (std::int32_t leaf = 0; leaf < forest[tree].leaves(); ++leaf)
+        out.logical_rows += forest[tree].leaf_length(leaf);
+      for (std::int32_t rollout : forest[tree].rollouts(0, forest[tree].leaves()))
+        tree_of_[rollout] = static_cast<std::int32_t>(tree);
+      plan.logical_rows += out.logical_rows;
+    }
+  }
+
+  void add(const PlanItem& item) {
+    const bool trunk = item.kind == ItemKind::trunk;
+    (trunk ? plan_.trunks : plan_.waves) += 1;
+    (trunk ? plan_.trunk_rows : plan_.wave_rows) += item.set.rows;
+    plan_.max_rows = std::max(plan_.max_rows, item.set.rows);
+    if (trunk) plan_.max_path_rows = std::max(plan_.max_path_rows, item.path_rows + item.set.rows);
+    std::int32_t before = -1;
+    std::set<std::int32_t> seen;
+    for (const RowSegment& segment : item.set.segments) {
+      const std::int32_t tree = tree_of_[segment.rollout];
+      plan_.trees[tree].physical_rows += segment.end - segment.begin;
+      if (segment.multiplicity > 1) shared_[tree].any = true;
+      if (trunk && segment.multiplicity > 1) shared_[tree].trunk = true;
+      if (tree == before || !seen.insert(tree).second) continue;
+      before = tree;
+      (trunk ? plan_.trees[tree].trunks : plan_.trees[tree].waves) += 1;
+    }
+    for (const PlanItem& below : item.below) add(below);
+  }
+
+  void name_schedules(const Forest& forest) {
+    for (std::size_t i = 0; i < plan_.trees.size(); ++i) {
+      TreePlan& tree = plan_.trees[i];
+      if (plan_.requested != Schedule::automatic) {
+        tree.schedule = plan_.requested;
+        tree.reason = text_of("asked for by --schedule ", name_of(plan_.requested));
+      } else {
+        tree.schedule = shared_[i].trunk ? Schedule::phased : shared_[i].any ? Schedule::packed : Schedule::dense;
+        tree.reason = reason(tree, forest[i].subtree(0).rows);
+      }
+    }
+  }
+
+ private:
+  struct Shared {
+    bool any = false, trunk = false;
+  };
+
+  std::string reason(const TreePlan& tree, std::int64_t distinct) const {
+    const std::int64_t saved =
+        100 * (tree.logical_rows - tree.physical_rows) / std::max<std::int64_t>(tree.logical_rows, 1);
+    if (tree.schedule == Schedule::phased)
+      return text_of(distinct, " distinct rows are more than a wave holds: what is shared runs once as ",
+                     tree.trunks == 1 ? "a trunk" : text_of(tree.trunks, " trunks"), ", ", saved,
+                     "% of the rows saved");
+    if (tree.schedule == Schedule::packed)
+      return tree.waves == 1 ? text_of("fits one wave with all it shares, ", saved, "% of the rows saved")
+                             : text_of("a trunk would cost more than repeating what is shared in ", tree.waves,
+                                       " waves, ", saved, "% of the rows saved");
+    if (tree.trunks > 0) return "nothing shared; longer than a wave, so it runs as a chain of trunks";
+    return distinct == tree.logical_rows ? "nothing shared" : "sharing does not pay here";
+  }
+
+  StepPlan& plan_;
+  std::vector<std::int32_t> tree_of_;
+  std::vector<Shared> shared_;
+};
+
+Family family_of(Schedule schedule) {
+  switch (schedule) {
+    case Schedule::dense:
+      return Family::dense;
+    case Schedule::packed:
+      return Family::packed;
+    case Schedule::phased:
+      return Family::phased;
+    case Schedule::automatic:
+      break;
+  }
+  return Family::adaptive;
+}
+
+[[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, std::int64_t constant) {
+  const std::int64_t needed = candidate.cost.bytes.peak();
+  std::string remedy = text_of("Raise --memory-budget to ", bytes_text(needed), " (", needed, " bytes)");
+  if (constant < options.memory_budget) {
+    if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
+    if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto or recompute";
+    if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
+  } else {
+    remedy += text_of("; weights, gradients and optimizer state alone are ", bytes_text(constant));
+  }
+  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
+  throw MemoryBudgetError({"--memory-budget", text_of("at least ", bytes_text(needed), " for this step"),
+                           text_of(bytes_text(options.memory_budget)), remedy});
+}
+
+}  // namespace
+
+const char* name_of(Schedule schedule) {
+  switch (schedule) {
+    case Schedule::automatic:
+      return "auto";
+    case Schedule::dense:
+      return "dense";
+    case Schedule::packed:
+      return "packed";
+    case Schedule::phased:
+      return "phased";
+  }
+  return "";
+}
+
+const char* name_of(TrunkState state) { return state == TrunkState::keep ? "keep" : "recompute"; }
+
+Schedule parse_schedule(const std::string& name) {
+  for (Schedule schedule : {Schedule::automatic, Schedule::dense, Schedule::packed, Schedule::phased})
+    if (name == name_of(schedule)) return schedule;
+  throw OptionError({"--schedule", "auto, dense, packed or phased", "'" + name + "'", ""});
+}
+
+PlanOptions plan_options_of(const Options& options) {
+  PlanOptions out;
+  out.schedule = parse_schedule(options.schedule);
+  if (options.token_budget < 0)
+    throw OptionError({"--token-budget", "a number of rows, or 0", text_of(options.token_budget), ""});
+  out.token_budget = options.token_budget;
+  out.memory_budget = parse_bytes("--memory-budget", options.memory_budget);
+  out.dtype = parse_dtype(options.dtype);
+  if (options.trunk_state == "offload")
+    throw UnsupportedError(
+        {"--trunk-state", "auto, keep or recompute", "'offload'", "recompute needs the least memory"});
+  if (options.trunk_state == "keep")
+    out.trunk_state = TrunkState::keep;
+  else if (options.trunk_state == "recompute")
+    out.trunk_state = TrunkState::recompute;
+  else if (options.trunk_state != "auto")
+    throw OptionError({"--trunk-state", "auto, keep or recompute", "'" + options.trunk_state + "'", ""});
+  return out;
+}
+
+StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+                   const PlanOptions& options, const MachineProfile& profile) {
+  const Search search(batch, trees, shape, options, profile);
+  StepPlan plan;
+  plan.requested = options.schedule;
+  plan.memory_budget = options.memory_budget;
+  plan.budget_given = options.token_budget > 0;
+  plan.all_logprobs = options.all_logprobs;
+  plan.machine = profile.line();
+
+  // All families are tried whatever was asked for: the plan shows them beside each other.
+  Candidate chosen;
+  bool found = false;
+  for (Family family : {Family::adaptive, Family::packed, Family::phased, Family::dense}) {
+    if (family == Family::adaptive && options.schedule != Schedule::automatic) continue;
+    Candidate candidate = search.best(family);
+    if (family == Family::packed) plan.packed = candidate.cost;
+    if (family == Family::phased) plan.phased = candidate.cost;
+    if (family == Family::dense) plan.dense = candidate.cost;
+    if (options.schedule != Schedule::automatic && family != family_of(options.schedule)) continue;
+    const bool better = !found || (candidate.cost.fits && !chosen.cost.fits) ||
+                        (candidate.cost.fits && candidate.cost.seconds < chosen.cost.seconds) ||
+                        (!chosen.cost.fits && candidate.cost.bytes.peak() < chosen.cost.bytes.peak());
+    if (better) chosen = std::move(candidate), found = true;
+  }
+  if (!chosen.cost.fits) refuse(chosen, options, search.constant_bytes());
+
+  plan.chosen = chosen.cost;
+  plan.token_budget = chosen.options.budget;
+  const double ideal = search.ideal_flops();
+  plan.ceiling = ideal > 0 ? search.dense_flops() / ideal : 1;
+  plan.items.reserve(chosen.layout.items.size());
+  for (const Draft& item : chosen.layout.items)
+    plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model()));
+  Tally tally(search.forest(), batch.size(), plan);
+  for (const PlanItem& item : plan.items) tally.add(item);
+  tally.name_schedules(search.forest());
+  return plan;
+}
+
+}  // namespace espalier

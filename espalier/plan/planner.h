@@ -1,0 +1,40 @@
+// From prefix trees to a step: tries the schedules at a few budgets and takes the cheapest that fits.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "espalier/base/dtype.h"
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/options/options.h"
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/model_shape.h"
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+
+struct PlanOptions {
+  Schedule schedule = Schedule::automatic;
+  std::int64_t token_budget = 0;          // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
+  std::int64_t memory_budget = 0;         // bytes for everything held; 0: unlimited
+  std::optional<TrunkState> trunk_state;  // none: kept unless that does not fit
+  DType dtype = DType::float32;
+  bool all_logprobs = false;  // masked response tokens have edges too
+};
+
+// Errors: OptionError for values it cannot read; UnsupportedError for --trunk-state offload.
+PlanOptions plan_options_of(const Options& options);
+Schedule parse_schedule(const std::string& name);
+
+// `trees` hold every rollout of the batch exactly once. `automatic` takes, of the modelled times of dense, packed,
+// phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
+// Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 8,192 rows), or
+// what fits the memory budget. Time: O(rollouts + nodes) per schedule and budget tried.
+// Errors: MemoryBudgetError (how much is needed at least, what would lower it), OptionError (a budget that cuts a path
+// into thousands of trunks).
+StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+                   const PlanOptions& options, const MachineProfile& profile);
+
+}  // namespace espalier

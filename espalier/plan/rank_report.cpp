@@ -1,0 +1,147 @@
+// Shares of a plan.
+#include "espalier/plan/rank_report.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/plan/byte_size.h"
+#include "espalier/plan/memory_model.h"
+
+namespace espalier {
+namespace {
+
+std::int64_t share(std::int64_t whole, std::int64_t parts) { return (whole + parts - 1) / parts; }
+
+void need(bool fine, const char* option, const std::string& expected, std::int64_t got) {
+  if (!fine) throw OptionError({option, expected, text_of(got), ""});
+}
+
+ModelShape shape_of_rank(const ModelShape& whole, const ParallelDegrees& d) {
+  need(d.tp >= 1 && whole.heads % d.tp == 0 && whole.inner % d.tp == 0, "--tp",
+       text_of("a divisor of ", whole.heads, " heads and inner width ", whole.inner), d.tp);
+  need(whole.kv_heads % d.tp == 0 || d.tp % whole.kv_heads == 0, "--tp",
+       text_of("a divisor or a multiple of ", whole.kv_heads, " key/value heads"), d.tp);
+  need(d.pp >= 1 && d.pp <= whole.layers, "--pp", text_of("at most ", whole.layers, " layers"), d.pp);
+  need(d.cp >= 1, "--cp", "at least 1", d.cp);
+  need(d.dp >= 1, "--dp", "at least 1", d.dp);
+  need(d.ep == 1 || (d.ep > 1 && whole.experts > 0 && whole.experts % d.ep == 0), "--ep",
+       whole.experts > 0 ? text_of("a divisor of ", whole.experts, " experts") : "1, as the model has no experts",
+       d.ep);
+  ModelShape rank = whole;
+  rank.heads = whole.heads / d.tp;
+  rank.kv_heads = std::max<std::int64_t>(1, whole.kv_heads / d.tp);
+  rank.inner = whole.inner / d.tp;
+  rank.expert_inner = share(whole.expert_inner, d.tp);
+  rank.vocabulary = share(whole.vocabulary, d.tp);
+  rank.layers = share(whole.layers, d.pp);
+  rank.expert_layer.resize(rank.layers);
+  if (whole.experts > 0) rank.experts = whole.experts / d.ep;
+  return rank;
+}
+
+class RankWalk {
+ public:
+  RankWalk(const ModelShape& shape, DType dtype, std::int64_t cp, const MachineProfile& profile)
+      : model_(shape, profile, dtype), bytes_(shape, dtype), walk_(bytes_), cp_(cp) {}
+
+  double add(const PlanItem& item, std::int64_t held) {
+    const RowSet& set = item.set;
+    const Work work{share(set.rows, cp_), share(set.pairs, cp_), share(set.outputs, cp_), share(set.output_pairs, cp_)};
+    const bool trunk = item.kind == ItemKind::trunk, keep = item.state == TrunkState::keep;
+    double seconds = model_.seconds(work, trunk, !keep);
+    flops_ += model_.flops(work, trunk, !keep);
+    if (!trunk) {
+      walk_.wave(work, held);
+      return seconds;
+    }
+    const std::int64_t open = walk_.open_trunk(work, keep, held);
+    for (const PlanItem& below : item.below) seconds += add(below, open);
+    walk_.close_trunk(work, keep, held);
+    return seconds;
+  }
+
+  double take_flops() { return std::exchange(flops_, 0.0); }
+  PhasePeaks peaks(std::int64_t path_rows) const {
+    return walk_.peaks(bytes_.constant() + bytes_.path(share(path_rows, cp_)));
+  }
+
+ private:
+  CostModel model_;
+  ActivationBytes bytes_;
+  PeakWalk walk_;
+  std::int64_t cp_;
+  double flops_ = 0;
+};
+
+}  // namespace
+
+ParallelDegrees degrees_of(const Options& options) {
+  return {options.tp, options.pp, options.dp, options.cp, options.ep};
+}
+
+RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const ParallelDegrees& degrees,
+                       const MachineProfile& profile) {
+  const ModelShape rank = shape_of_rank(shape, degrees);
+  RankWalk walk(rank, dtype, degrees.cp, profile);
+  std::vector<std::pair<double, double>> items;  // seconds, FLOPs
+  for (const PlanItem& item : plan.items) {
+    const double seconds = walk.add(item, 0);
+    items.emplace_back(seconds, walk.take_flops());
+  }
+  std::sort(items.rbegin(), items.rend());
+  std::vector<std::pair<double, double>> load(degrees.dp);
+  for (const auto& [seconds, flops] : items) {
+    auto least = std::min_element(load.begin(), load.end());
+    least->first += seconds, least->second += flops;
+  }
+  const auto busiest = *std::max_element(load.begin(), load.end());
+  double total = 0;
+  for (const auto& one : load) total += one.first;
+
+  RankReport report;
+  report.degrees = degrees;
+  report.parameters = rank.parameters();
+  report.cost.seconds = busiest.first;
+  report.cost.flops = busiest.second;
+  report.cost.bytes = walk.peaks(plan.max_path_rows);
+  report.cost.fits = plan.memory_budget == 0 || report.cost.bytes.peak() <= plan.memory_budget;
+  report.balance = busiest.first > 0 ? total / static_cast<double>(degrees.dp) / busiest.first : 1;
+  const double pieces = static_cast<double>(plan.trunks + plan.waves) / static_cast<double>(degrees.dp);
+  report.bubble = static_cast<double>(degrees.pp - 1) / (pieces + static_cast<double>(degrees.pp - 1));
+  if (degrees.pp == 1) report.bubble = 0;
+  return report;
+}
+
+Json to_json(const RankReport& report) {
+  const ParallelDegrees& d = report.degrees;
+  const PhasePeaks& bytes = report.cost.bytes;
+  return {{"tp", d.tp},
+          {"pp", d.pp},
+          {"dp", d.dp},
+          {"cp", d.cp},
+          {"ep", d.ep},
+          {"ranks", d.ranks()},
+          {"per_rank",
+           {{"parameters", report.parameters},
+            {"flops", report.cost.flops},
+            {"seconds", report.cost.seconds},
+            {"peak_bytes", {{"A", bytes.a}, {"B", bytes.b}, {"C", bytes.c}}},
+            {"fits", report.cost.fits}}},
+          {"balance", report.balance},
+          {"bubble", report.bubble}};
+}
+
+std::string explain(const RankReport& report) {
+  const ParallelDegrees& d = report.degrees;
+  return text_of("One rank of ", d.ranks(), " (tp ", d.tp, ", pp ", d.pp, ", dp ", d.dp, ", cp ", d.cp, ", ep ", d.ep,
+                 "): ", report.parameters, " parameters, peak ", bytes_text(report.cost.bytes.peak()), " (A ",
+                 bytes_text(report.cost.bytes.a), ", B ", bytes_text(report.cost.bytes.b), ", C ",
+                 bytes_text(report.cost.bytes.c), "), ", report.cost.seconds, " s without communication, balance ",
+                 static_cast<int>(100 * report.balance + 0.5), "%, pipeline bubble ",
+                 static_cast<int>(100 * report.bubble + 0.5), "%\n");
+}
+
+}  // namespace espalier

@@ -1,0 +1,111 @@
+// What the planner asks about rollouts and prefix trees again and again, counted once.
+//
+// A leaf is a place in PrefixTree::leaf_order; a node's leaves are a contiguous range of them. Work of a node or a
+// subtree is exact: rows with edges are counted once however many rollouts own the edge.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/plan/flops.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Which rows of a rollout have a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
+class EdgeIndex {
+ public:
+  // The batch must outlive the object. Errors: InternalError where a loss mask has not one entry a response token.
+  EdgeIndex(std::span<const Rollout> batch, bool all_logprobs);
+
+  bool has(std::int32_t rollout, std::int32_t depth) const {
+    const std::int32_t position = depth + 1 - batch_[rollout].prompt_length();
+    return position >= 0 && position < batch_[rollout].response_length() &&
+           (whole_[rollout] || batch_[rollout].loss_mask[position]);
+  }
+  // Depth of the row of the rollout's last edge; -1: it has none.
+  std::int32_t last_row(std::int32_t rollout) const { return last_row_[rollout]; }
+  std::int32_t length(std::int32_t rollout) const { return batch_[rollout].length(); }
+
+  // Adds to work.outputs and work.output_pairs the rows at depths [begin, end) where any of `rollouts` has an edge.
+  void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
+
+ private:
+  void add_outputs_of_one(std::int32_t rollout, std::int32_t begin, std::int32_t end, Work& work) const;
+
+  std::span<const Rollout> batch_;
+  std::vector<std::uint8_t> whole_;  // every response token has an edge
+  std::vector<std::int32_t> last_row_;
+};
+
+class TreeIndex {
+ public:
+  // `place`: one entry for each rollout of the batch, overwritten for those of this tree. The tree and the edges must
+  // outlive the object.
+  TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<std::int32_t> place);
+
+  const PrefixTree& tree() const { return *tree_; }
+  const PrefixNode& node(std::int32_t node) const { return tree_->nodes[node]; }
+  std::int32_t leaves() const { return static_cast<std::int32_t>(tree_->leaf_order.size()); }
+  std::int32_t leaf_length(std::int32_t leaf) const { return node(end_node_[leaf]).end; }
+  std::span<const std::int32_t> rollouts(std::int32_t leaf_begin, std::int32_t leaf_end) const {
+    return {tree_->leaf_order.data() + leaf_begin, static_cast<std::size_t>(leaf_end - leaf_begin)};
+  }
+
+  // Rows of the union of the paths of leaves [leaf_begin, leaf_end), from depth 0.
+  std::int64_t rows_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end) const {
+    return leaf_length(leaf_begin) + new_rows_[leaf_end] - new_rows_[leaf_begin + 1];
+  }
+  const Work& subtree(std::int32_t node) const { return subtree_[node]; }
+
+  // Work of the rows at depths [begin, end) of one leaf's path.
+  Work work_of_leaf(std::int32_t leaf, std::int32_t begin, std::int32_t end) const;
+  // Work of the rows of leaves [leaf_begin, leaf_end) at depths [begin, end); where end is not the end of all paths,
+  // the paths coincide down to it.
+  Work work_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin, std::int32_t end) const;
+
+  // Calls visit(node, leaf_begin, leaf_end, begin, end) in depth-first order for every node that leaves
+  // [leaf_begin, leaf_end) pass, clipped to them and to depths [begin, end) as above.
+  template <class Visit>
+  void for_each_node(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin, std::int32_t end,
+                     Visit visit) const;
+
+  static constexpr std::int32_t kToTheEnd = INT32_MAX;
+
+ private:
+  Work work_of_node(std::int32_t node, std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin,
+                    std::int32_t end) const;
+  std::int32_t first_node_from(std::int32_t leaf) const;  // first node whose leaves begin at `leaf` or later
+
+  const PrefixTree* tree_;
+  const EdgeIndex* edges_;
+  std::vector<std::int32_t> end_node_;  // by leaf
+  std::vector<std::int64_t> new_rows_;  // prefix sums over leaves of the rows not shared with the leaf before
+  std::vector<Work> node_, subtree_;    // all leaves below
+  std::vector<Work> leaf_;              // whole rollouts
+};
+
+template <class Visit>
+void TreeIndex::for_each_node(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin, std::int32_t end,
+                              Visit visit) const {
+  const auto call = [&](std::int32_t index) {
+    const PrefixNode& at = node(index);
+    const std::int32_t low = at.begin > begin ? at.begin : begin, high = at.end < end ? at.end : end;
+    if (low >= high) return;
+    visit(index, at.leaf_begin > leaf_begin ? at.leaf_begin : leaf_begin,
+          at.leaf_end < leaf_end ? at.leaf_end : leaf_end, low, high);
+  };
+  // Nodes above the range's own: on the way up from the first leaf. A clipped path is nothing else.
+  const bool path = end != kToTheEnd;
+  std::vector<std::int32_t> above;
+  for (std::int32_t at = end_node_[leaf_begin]; at >= 0 && node(at).end > begin; at = node(at).parent)
+    if (path || node(at).leaf_begin < leaf_begin) above.push_back(at);
+  for (auto at = above.rbegin(); at != above.rend(); ++at) call(*at);
+  if (path) return;
+  const std::int32_t last = first_node_from(leaf_end);
+  for (std::int32_t index = first_node_from(leaf_begin); index < last; ++index) call(index);
+}
+
+}  // namespace espalier

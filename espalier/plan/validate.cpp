@@ -1,0 +1,199 @@
+// The rules of step_plan.h, checked from the outside: nothing here knows how a plan is made.
+#include <algorithm>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+namespace {
+
+class Validator {
+ public:
+  Validator(const StepPlan& plan, std::span<const Rollout> batch)
+      : plan_(plan),
+        batch_(batch),
+        covered_(batch.size(), 0),
+        edges_(batch.size(), 0),
+        seen_(batch.size(), 0),
+        finished_(batch.size(), 0),
+        in_set_(batch.size(), -1),
+        expected_(batch.size(), 0) {
+    for (std::size_t r = 0; r < batch.size(); ++r)
+      for (std::int32_t t = 0; t < batch[r].response_length(); ++t) expected_[r] += wanted(batch[r], t);
+  }
+
+  void run() {
+    for (std::size_t i = 0; i < plan_.items.size(); ++i) item(plan_.items[i], 0, text_of("item ", i));
+    std::int64_t logical = 0;
+    for (std::size_t r = 0; r < batch_.size(); ++r) {
+      logical += batch_[r].length();
+      const std::int64_t expected = expected_[r];
+      if (covered_[r] != batch_[r].length())
+        fail("the plan", "rollout ", r, ": ", covered_[r], " of ", batch_[r].length(), " rows");
+      if (edges_[r] != expected) fail("the plan", "rollout ", r, ": ", edges_[r], " of ", expected, " edges");
+      if (finished_[r] != (expected > 0)) fail("the plan", "rollout ", r, " finished ", int{finished_[r]}, " times");
+    }
+    same("logical rows", plan_.logical_rows, logical);
+    same("rows times multiplicity", weighted_, logical);
+    same("trunk rows", plan_.trunk_rows, trunk_rows_);
+    same("wave rows", plan_.wave_rows, wave_rows_);
+    same("trunks", plan_.trunks, trunks_);
+    same("waves", plan_.waves, waves_);
+    same("max path rows", plan_.max_path_rows, max_path_);
+    same("max rows", plan_.max_rows, max_rows_);
+    std::int64_t physical = 0, rollouts = 0;
+    for (const TreePlan& tree : plan_.trees) physical += tree.physical_rows, rollouts += tree.rollouts;
+    same("rows of the trees", physical, trunk_rows_ + wave_rows_);
+    same("rollouts of the trees", rollouts, static_cast<std::int64_t>(batch_.size()));
+  }
+
+ private:
+  template <class... Parts>
+  [[noreturn]] static void fail(const std::string& where, const Parts&... parts) {
+    throw InternalError({where, "a valid plan", text_of(parts...), "please report this"});
+  }
+  static void same(const char* what, std::int64_t got, std::int64_t expected) {
+    if (got != expected) fail("the plan", what, ": ", got, " instead of ", expected);
+  }
+
+  bool wanted(const Rollout& rollout, std::int32_t position) const {
+    return plan_.all_logprobs || rollout.loss_mask[position] != 0;
+  }
+
+  void item(const PlanItem& item, std::int32_t path_rows, const std::string& where) {
+    const bool trunk = item.kind == ItemKind::trunk;
+    if (item.path_rows != path_rows) fail(where, "path of ", item.path_rows, " rows, ", path_rows, " are open");
+    if (item.set.rows < 1) fail(where, "no rows");
+    if (trunk == item.below.empty()) fail(where, trunk ? "a trunk with nothing below" : "a wave with items below");
+    if (plan_.budget_given && item.set.rows > std::max<std::int64_t>(plan_.token_budget, 2))
+      fail(where, item.set.rows, " rows, above the budget of ", plan_.token_budget);
+    (trunk ? trunk_rows_ : wave_rows_) += item.set.rows;
+    (trunk ? trunks_ : waves_) += 1;
+    max_rows_ = std::max<std::int64_t>(max_rows_, item.set.rows);
+    segments(item, where);
+    edges(item, where);
+    if (!trunk) return;
+    max_path_ = std::max<std::int64_t>(max_path_, path_rows + item.set.rows);
+    // Everything below sees all rows of the trunk, so they must be one path that all below have.
+    for (const RowSegment& segment : item.set.segments)
+      if (segment.subtree_end != item.set.rows) fail(where, "a trunk that branches at row ", segment.row);
+    for (std::size_t i = 0; i < item.below.size(); ++i) {
+      const std::string inner = text_of(where, ".", i);
+      for (std::int32_t r : item.below[i].set.rollouts)
+        if (std::find(item.set.rollouts.begin(), item.set.rollouts.end(), r) == item.set.rollouts.end())
+          fail(inner, "rollout ", r, " is not in the trunk above");
+      this->item(item.below[i], path_rows + item.set.rows, inner);
+    }
+  }
+
+  void segments(const PlanItem& item, const std::string& where) {
+    const RowSet& set = item.set;
+    for (std::int32_t r : set.rollouts) {
+      if (r < 0 || r >= static_cast<std::int32_t>(batch_.size())) fail(where, "rollout ", r, " does not exist");
+      if (in_set_[r] == sets_) fail(where, "rollout ", r, " twice");
+      in_set_[r] = sets_;
+    }
+    ++sets_;
+    std::int32_t row = 0;
+    std::vector<const RowSegment*> above;  // segments whose rows this one sees
+    for (const RowSegment& segment : set.segments) {
+      const std::string at = text_of(where, " row ", segment.row);
+      if (segment.row != row || segment.end <= segment.begin) fail(at, "segments with a gap or without rows");
+      row += segment.end - segment.begin;
+      while (!above.empty() && above.back()->subtree_end <= segment.row) above.pop_back();
+      if (segment.subtree_end < row || segment.subtree_end > set.rows)
+        fail(at, "subtree ends at ", segment.subtree_end);
+      if (!above.empty() && segment.subtree_end > above.back()->subtree_end) fail(at, "subtrees that overlap");
+      if (segment.first < 0 || segment.last > static_cast<std::int32_t>(set.rollouts.size()) ||
+          segment.last - segment.first != segment.multiplicity || segment.multiplicity < 1)
+        fail(at, "multiplicity ", segment.multiplicity);
+      if (!above.empty() && (segment.first < above.back()->first || segment.last > above.back()->last))
+        fail(at, "rollouts that do not pass the segment above");
+      // Those above follow each other without gaps, as each was checked here in turn.
+      const std::int32_t visible = item.path_rows + (above.empty() ? 0 : above.back()->end - above.front()->begin);
+      if (segment.begin != visible) fail(at, "begins at depth ", segment.begin, ", sees ", visible, " rows");
+      tokens(segment, set, at);
+      weighted_ += static_cast<std::int64_t>(segment.multiplicity) * (segment.end - segment.begin);
+      above.push_back(&segment);
+    }
+    if (row != set.rows) fail(where, "segments of ", row, " rows instead of ", set.rows);
+  }
+
+  void tokens(const RowSegment& segment, const RowSet& set, const std::string& where) {
+    bool names_one = false;
+    for (std::int32_t i = segment.first; i < segment.last; ++i) {
+      const std::int32_t r = set.rollouts[i];
+      names_one |= r == segment.rollout;
+      if (covered_[r] != segment.begin)
+        fail(where, "rollout ", r, " has rows up to ", covered_[r], ", not ", segment.begin);
+      if (segment.end > batch_[r].length()) fail(where, "rollout ", r, " is shorter than ", segment.end);
+      for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
+        if (batch_[r].token_at(depth) != batch_[segment.rollout].token_at(depth))
+          fail(where, "rollout ", r, " has another token at depth ", depth);
+      covered_[r] = segment.end;
+    }
+    if (!names_one) fail(where, "rollout ", segment.rollout, " does not pass its own segment");
+  }
+
+  void edges(const PlanItem& item, const std::string& where) {
+    const std::vector<LossEdge> edges = edges_of(item.set, batch_, plan_.all_logprobs);
+    std::vector<std::int32_t> finished;
+    std::int32_t outputs = 0;
+    std::size_t s = 0;
+    for (std::size_t i = 0; i < edges.size(); ++i) {
+      const LossEdge& edge = edges[i];
+      const std::string at = text_of(where, " row ", edge.row);
+      if (i > 0 && std::pair(edges[i - 1].row, edges[i - 1].rollout) >= std::pair(edge.row, edge.rollout))
+        fail(at, "edges out of order");
+      outputs += i == 0 || edges[i - 1].row != edge.row;
+      while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= edge.row) ++s;
+      const RowSegment& segment = item.set.segments[s];
+      const auto first = item.set.rollouts.begin() + segment.first, last = item.set.rollouts.begin() + segment.last;
+      if (std::find(first, last, edge.rollout) == last) fail(at, "rollout ", edge.rollout, " does not pass here");
+      const Rollout& rollout = batch_[edge.rollout];
+      const std::int32_t depth = segment.begin + edge.row - segment.row;
+      if (edge.position < 0 || edge.position >= rollout.response_length() ||
+          depth != rollout.prompt_length() + edge.position - 1 || edge.target != rollout.token_at(depth + 1))
+        fail(at, "an edge to position ", edge.position, " of rollout ", edge.rollout);
+      // Positions of a rollout come in order along its path, so a repeated one would not ascend.
+      if (edge.position < seen_[edge.rollout] || !wanted(rollout, edge.position))
+        fail(at, "edge ", edge.position, " of rollout ", edge.rollout, " again or unwanted");
+      seen_[edge.rollout] = edge.position + 1;
+      if (++edges_[edge.rollout] == expected_[edge.rollout]) finished.push_back(edge.rollout);
+    }
+    std::int64_t pairs = 0, output_pairs = 0;
+    for (const RowSegment& segment : item.set.segments)
+      for (std::int64_t depth = segment.begin; depth < segment.end; ++depth) pairs += depth + 1;
+    s = 0;
+    for (std::size_t i = 0; i < edges.size(); ++i) {
+      if (i > 0 && edges[i - 1].row == edges[i].row) continue;
+      while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= edges[i].row) ++s;
+      output_pairs += item.set.segments[s].begin + edges[i].row - item.set.segments[s].row + 1;
+    }
+    if (pairs != item.set.pairs || output_pairs != item.set.output_pairs)
+      fail(where, item.set.pairs, " and ", item.set.output_pairs, " pairs instead of ", pairs, " and ", output_pairs);
+    if (outputs != item.set.outputs) fail(where, outputs, " rows with edges instead of ", item.set.outputs);
+    std::vector<std::int32_t> stated = item.finished;
+    std::sort(stated.begin(), stated.end());
+    std::sort(finished.begin(), finished.end());
+    if (stated != finished) fail(where, stated.size(), " rollouts finished instead of ", finished.size());
+    for (std::int32_t r : finished) ++finished_[r];
+  }
+
+  const StepPlan& plan_;
+  std::span<const Rollout> batch_;
+  std::vector<std::int32_t> covered_;  // depth up to which a rollout has rows
+  std::vector<std::int64_t> edges_;
+  std::vector<std::int32_t> seen_;  // one past its last edge's position
+  std::vector<std::uint8_t> finished_;
+  std::vector<std::int64_t> in_set_;    // the last set that a rollout was in
+  std::vector<std::int64_t> expected_;  // edges of a rollout
+  std::int64_t sets_ = 0, weighted_ = 0, trunk_rows_ = 0, wave_rows_ = 0, trunks_ = 0, waves_ = 0;
+  std::int64_t max_path_ = 0, max_rows_ = 0;
+};
+
+}  // namespace
+
+void validate(const StepPlan& plan, std::span<const Rollout> batch) { Validator(plan, batch).run(); }
+
+}  // namespace espalier

@@ -1,0 +1,77 @@
+// FLOPs against a count made row by row and product by product.
+#include "espalier/plan/flops.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/unit/plan/shapes.h"
+
+namespace espalier {
+namespace {
+
+// Multiply-adds of every matrix product of one forward, layer by layer, times two.
+double forward_by_hand(const ModelShape& s, double T, double O, double pairs, double output_pairs) {
+  double madds = 0, attention = 0;
+  for (std::int64_t layer = 0; layer < s.layers; ++layer) {
+    const bool last = layer == s.layers - 1;
+    const double rows = last ? O : T;
+    madds += rows * s.hidden * s.heads * s.head_dim;      // q
+    madds += 2 * T * s.hidden * s.kv_heads * s.head_dim;  // k, v
+    madds += rows * s.heads * s.head_dim * s.hidden;      // o
+    if (s.expert_layer[layer]) {
+      madds += rows * s.hidden * s.experts;
+      madds += rows * s.experts_per_token * 3.0 * s.hidden * s.expert_inner;
+    } else {
+      madds += rows * 3.0 * s.hidden * s.inner;
+    }
+    attention += 2 * 2.0 * s.heads * s.head_dim * (last ? output_pairs : pairs);  // scores and values
+  }
+  madds += O * s.hidden * s.vocabulary;
+  return 2 * madds + attention;
+}
+
+TEST(Flops, EqualTheCountByHand) {
+  for (const ModelShape& shape : {testing::tiny_shape(), testing::llama_3_8b(), testing::qwen3_30b_a3b()}) {
+    const Work work{1000, 700000, 300, 250000};
+    const double by_hand = forward_by_hand(shape, 1000, 300, 700000, 250000);
+    // Sums of a few hundred products in double.
+    EXPECT_NEAR(forward_flops(shape, work).total() / by_hand, 1, 1e-13);
+    const Flops forward = forward_flops(shape, work), backward = backward_flops(shape, work);
+    EXPECT_DOUBLE_EQ(backward.layers, 2 * forward.layers);
+    EXPECT_DOUBLE_EQ(backward.head, 2 * forward.head);
+    EXPECT_DOUBLE_EQ(backward.attention, 2.5 * forward.attention);
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, false, false).total(), forward.total() + backward.total());
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, true, true).total() - step_flops(shape, work, true, false).total(),
+                     forward.layers + forward.attention);
+  }
+}
+
+TEST(Flops, ATrunkWithoutEdgesHasNoHeadAndOnlyKeysAndValuesInItsLastLayer) {
+  ModelShape one = testing::tiny_shape();
+  one.layers = 1;
+  const Flops flops = forward_flops(one, work_of_depths(0, 100, false));
+  EXPECT_DOUBLE_EQ(flops.total(), 2.0 * 100 * one.hidden * 2 * one.kv_heads * one.head_dim);
+}
+
+TEST(Flops, ADepthSeesItselfAndWhatIsAbove) {
+  std::int64_t pairs = 0;
+  for (std::int64_t depth = 7; depth < 31; ++depth) pairs += depth + 1;
+  EXPECT_EQ(work_of_depths(7, 31, true), (Work{24, pairs, 24, pairs}));
+  EXPECT_EQ(work_of_depths(7, 7, true), Work{});
+}
+
+TEST(Flops, GiveThePublishedCeilings) {
+  const ModelShape shape = testing::llama_3_8b();
+  const auto rounded = [&](std::int64_t prompt, std::int64_t n) {
+    return std::round(100 * published_ceiling(shape, prompt, 12288 - prompt, n)) / 100;
+  };
+  EXPECT_DOUBLE_EQ(rounded(2048, 32), 1.16);
+  EXPECT_DOUBLE_EQ(rounded(6144, 32), 1.79);
+  EXPECT_DOUBLE_EQ(rounded(8192, 32), 2.56);
+  EXPECT_DOUBLE_EQ(rounded(10240, 32), 4.65);
+  EXPECT_DOUBLE_EQ(rounded(10240, 128), 5.07);
+}
+
+}  // namespace
+}  // namespace espalier

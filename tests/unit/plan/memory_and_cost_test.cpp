@@ -1,0 +1,160 @@
+// Bytes of phases and seconds of items: hand-made sums, and how they must change.
+#include <gtest/gtest.h>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/plan/byte_size.h"
+#include "espalier/plan/memory_model.h"
+#include "espalier/plan/rank_report.h"
+#include "tests/unit/plan/shapes.h"
+
+namespace espalier {
+namespace {
+
+using testing::group_of;
+using testing::planned;
+
+TEST(MemoryModel, KeysAndValuesOfAPrefixTokenAreThePublishedBytes) {
+  EXPECT_EQ(kv_bytes_per_token(testing::llama_3_8b(), DType::bfloat16), 128 * 1024);
+  EXPECT_EQ(kv_bytes_per_token(testing::qwen3_30b_a3b(), DType::bfloat16), 96 * 1024);
+  // Accumulators in float32 are twice that (mathematics, section 10); rows are a multiple of the rounding here.
+  EXPECT_EQ(ActivationBytes(testing::llama_3_8b(), DType::bfloat16).path(64), 64 * 3 * 128 * 1024);
+}
+
+TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
+  const ModelShape shape = testing::tiny_shape();
+  const std::int64_t n = shape.parameters(), process = 120 << 20;
+  EXPECT_EQ(ActivationBytes(shape, DType::float32).constant(), process + 4 * n + 4 * n + 8 * n);
+  EXPECT_EQ(ActivationBytes(shape, DType::float64).constant(), process + 8 * n + 8 * n + 16 * n);
+  EXPECT_EQ(ActivationBytes(shape, DType::bfloat16).constant(), process + 2 * n + 4 * n + 4 * n + 8 * n);
+}
+
+TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
+  // T = O = 64 rows of a tiny float32 model: every tensor is a multiple of 64 bytes.
+  const ModelShape s = testing::tiny_shape();
+  const ActivationBytes bytes(s, DType::float32);
+  const std::int64_t T = 64, M = 64, HD = 64, JD = 32, F = 96, H = 4;
+  const std::int64_t layer = T * 4 * (2 * M + 2 * HD + 2 * JD + 2 * F + H + 2);
+  EXPECT_EQ(bytes.saved(T, T, true), 3 * layer + T * 4 * (2 * M + 1));
+  EXPECT_EQ(bytes.saved(T, 0, false), 3 * T * M * 4);
+  EXPECT_EQ(bytes.saved_full_layer(1, 0), 256 * 2 + 512 + 256 + 64 + 768 + 64 * 2);  // rounding up to 64
+}
+
+TEST(MemoryModel, WalkFollowsTheStack) {
+  const ActivationBytes bytes(testing::tiny_shape(), DType::float32);
+  const Work trunk = work_of_depths(0, 640, false), small = work_of_depths(640, 704, true);
+  PeakWalk keep(bytes), drop(bytes), alone(bytes);
+  for (auto [walk, kept] : {std::pair(&keep, true), std::pair(&drop, false)}) {
+    const std::int64_t open = walk->open_trunk(trunk, kept, 0);
+    EXPECT_EQ(open, bytes.saved(640, 0, kept));
+    walk->wave(small, open);
+    walk->close_trunk(trunk, kept, 0);
+  }
+  alone.wave(small, 0);
+  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(640, 0, true));
+  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(640, 0, false));
+  EXPECT_LT(drop.peaks(0).a, keep.peaks(0).a);
+  EXPECT_EQ(alone.peaks(1000).a, 0);
+  EXPECT_EQ(alone.peaks(1000).b - alone.peaks(0).b, 1000);
+}
+
+TEST(MemoryModel, WaveScratchIsTheLargestOfItsMoments) {
+  const ActivationBytes bytes(testing::tiny_shape(), DType::float32);
+  const Work wave = work_of_depths(0, 256, true);
+  PeakWalk walk(bytes);
+  walk.wave(wave, 0);
+  const std::int64_t saved = bytes.saved(256, 256, true);
+  EXPECT_GE(walk.peaks(0).b, saved + bytes.head_scratch(256));
+  EXPECT_GE(walk.peaks(0).b, saved + bytes.last_backward_scratch(256, 256, true));
+  EXPECT_GE(walk.peaks(0).b, saved - bytes.saved_last_layer(256, 256) + bytes.backward_scratch(256, true));
+  EXPECT_LE(walk.peaks(0).b, saved + bytes.head_scratch(256) + bytes.backward_scratch(256, true));
+}
+
+TEST(CostModel, SmallSetsRunAtALowerRate) {
+  const MachineProfile profile = testing::test_profile();
+  const CostModel model(testing::llama_3_8b(), profile, DType::float32);
+  double before = 1e300;
+  for (std::int64_t rows : {1, 8, 64, 512, 4096}) {
+    const double per_row = model.seconds(work_of_depths(0, rows, false), false, false) / static_cast<double>(rows);
+    EXPECT_LT(per_row, before * 1.05) << rows;  // attention per row grows with the depth
+    before = per_row;
+  }
+  EXPECT_LT(profile.matrix_flops_per_second(8), 0.5 * profile.matrix_flops_per_second(2048));
+  EXPECT_DOUBLE_EQ(profile.matrix_flops_per_second(1 << 20), profile.matrix.back().flops_per_second);
+}
+
+TEST(CostModel, MoreRowsNeverTakeLess) {
+  for (const char* device : {"cpu", "cuda"}) {
+    const CostModel model(testing::tiny_shape(), default_profile(device, DType::float32, 2), DType::float32);
+    double before = 0;
+    for (std::int64_t rows = 1; rows < 6000; ++rows) {
+      const double seconds = model.seconds(work_of_depths(0, rows, true), false, false);
+      ASSERT_GE(seconds, before) << device << " " << rows;
+      before = seconds;
+    }
+  }
+}
+
+TEST(CostModel, RecomputeCostsAForwardMore) {
+  const CostModel model(testing::tiny_shape(), testing::test_profile(), DType::float32);
+  const Work work = work_of_depths(0, 500, false);
+  EXPECT_GT(model.seconds(work, true, true), 1.2 * model.seconds(work, true, false));
+  EXPECT_LT(model.seconds(work, true, true), 1.5 * model.seconds(work, true, false));
+}
+
+TEST(MachineProfile, SurvivesJson) {
+  const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
+  const MachineProfile again = profile_of(to_json(profile), "profile.json");
+  EXPECT_EQ(to_json(again), to_json(profile));
+  EXPECT_EQ(again.line(), profile.line());
+  for (const char* member :
+       {"name", "dtype", "matrix", "attention_flops_per_second", "bytes_per_second", "seconds_per_call"}) {
+    Json broken = to_json(profile);
+    broken.erase(member);
+    EXPECT_THROW(profile_of(broken, "profile.json"), InputError) << member;
+  }
+  Json broken = to_json(profile);
+  broken["matrix"][1]["rows"] = 1;
+  EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
+  broken["matrix"][1]["rows"] = -5;
+  EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
+}
+
+TEST(ByteSize, ReadsUnitsAndRefusesTheRest) {
+  EXPECT_EQ(parse_bytes("--memory-budget", ""), 0);
+  EXPECT_EQ(parse_bytes("--memory-budget", "123"), 123);
+  EXPECT_EQ(parse_bytes("--memory-budget", "8GiB"), std::int64_t{8} << 30);
+  EXPECT_EQ(parse_bytes("--memory-budget", "1.5 gib"), std::int64_t{3} << 29);
+  EXPECT_EQ(parse_bytes("--memory-budget", "2 MB"), 2000000);
+  for (const char* bad : {"GiB", "-1", "0", "8XB", "8GiBB", "nan", "1e40", "0x10"})
+    EXPECT_THROW(parse_bytes("--memory-budget", bad), OptionError) << bad;
+  EXPECT_EQ(bytes_text(12), "12 B");
+  EXPECT_EQ(bytes_text(3 << 29), "1.50 GiB");
+}
+
+TEST(RankReport, SharesWeightsAndRows) {
+  const ModelShape shape = testing::llama_3_8b();
+  std::vector<Rollout> batch = group_of(600, 100, 4);
+  for (const Rollout& other : group_of(500, 150, 4, 100000)) batch.push_back(other);
+  PlanOptions options;
+  options.dtype = DType::bfloat16;
+  const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
+  const StepPlan plan = make_plan(batch, build_prefix_trees(batch, ShareMode::whole_trees), shape, options, profile);
+  const RankReport one = rank_report(plan, shape, DType::bfloat16, {}, profile);
+  EXPECT_NEAR(one.cost.seconds / plan.chosen.seconds, 1, 1e-12);  // the same sum in another order
+  EXPECT_EQ(one.cost.bytes.peak(), plan.chosen.bytes.peak());
+  EXPECT_EQ(one.parameters, shape.parameters());
+  const RankReport split = rank_report(plan, shape, DType::bfloat16, {.tp = 2, .cp = 4}, profile);
+  EXPECT_NEAR(static_cast<double>(split.parameters), 0.5 * static_cast<double>(shape.parameters()),
+              1e6);  // norms stay whole
+  EXPECT_LT(split.cost.bytes.peak(), one.cost.bytes.peak());
+  EXPECT_LT(split.cost.flops, 0.13 * one.cost.flops);
+  EXPECT_EQ(split.degrees.ranks(), 8);
+  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.tp = 3}, profile), OptionError);
+  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.pp = 33}, profile), OptionError);
+  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.ep = 2}, profile), OptionError);
+  EXPECT_LE(rank_report(plan, shape, DType::bfloat16, {.dp = 2}, profile).balance, 1);
+}
+
+}  // namespace
+}  // namespace espalier

@@ -1,0 +1,196 @@
+// config.json as real models have it, and as nobody should.
+#include "espalier/plan/model_shape.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "tests/unit/plan/shapes.h"
+
+namespace espalier {
+namespace {
+
+Json llama_config() {
+  return Json::parse(R"({"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 128256})");
+}
+
+Json qwen3_config() {
+  return Json::parse(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "dtype": "bfloat16",
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "sliding_window": null,
+    "tie_word_embeddings": true, "use_sliding_window": false, "vocab_size": 151936})");
+}
+
+Json qwen2_config() {
+  return Json::parse(R"({"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 896,
+    "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2",
+    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+    "use_sliding_window": false, "vocab_size": 151936})");
+}
+
+Json qwen3_moe_config() {
+  return Json::parse(R"({"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "rope_theta": 1000000.0, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16", "vocab_size": 151936})");
+}
+
+template <class Problem>
+std::string message(const Json& config) {
+  try {
+    model_shape_of(config, "config.json");
+  } catch (const Problem& problem) {
+    return problem.what();
+  }
+  return "nothing thrown";
+}
+
+TEST(ModelShape, ReadsLlama31WithItsRopeScaling) {
+  const ModelShape shape = model_shape_of(llama_config(), "config.json");
+  EXPECT_EQ(shape.head_dim, 128);
+  EXPECT_TRUE(shape.has_rope_scaling);
+  EXPECT_EQ(shape.rope_scaling.factor, 8);
+  EXPECT_EQ(shape.rope_scaling.original_max_position_embeddings, 8192);
+  EXPECT_EQ(shape.rope_theta, 500000);
+  EXPECT_EQ(shape.rms_norm_eps, 1e-5);
+  EXPECT_EQ(shape.stored_dtype, DType::bfloat16);
+  EXPECT_EQ(shape.parameters(), 8030261248);  // as published for Llama-3.1-8B
+}
+
+TEST(ModelShape, CountsPublishedParameters) {
+  EXPECT_EQ(model_shape_of(qwen3_config(), "").parameters(), 596049920);        // Qwen3-0.6B
+  EXPECT_EQ(model_shape_of(qwen2_config(), "").parameters(), 494032768);        // Qwen2.5-0.5B
+  EXPECT_EQ(model_shape_of(qwen3_moe_config(), "").parameters(), 30532122624);  // Qwen3-30B-A3B
+}
+
+TEST(ModelShape, KnowsWhatAFamilyAdds) {
+  EXPECT_TRUE(model_shape_of(qwen2_config(), "").qkv_bias);
+  EXPECT_FALSE(model_shape_of(qwen2_config(), "").output_bias);
+  EXPECT_TRUE(model_shape_of(qwen3_config(), "").qk_norm);
+  EXPECT_FALSE(model_shape_of(qwen3_config(), "").qkv_bias);
+  EXPECT_FALSE(model_shape_of(llama_config(), "").qk_norm);
+  Json biased = llama_config();
+  biased["attention_bias"] = true, biased["mlp_bias"] = true;
+  const ModelShape shape = model_shape_of(biased, "");
+  EXPECT_TRUE(shape.qkv_bias && shape.output_bias && shape.mlp_bias);
+}
+
+TEST(ModelShape, ReadsRopeParametersOfEitherForm) {
+  EXPECT_EQ(model_shape_of(qwen3_config(), "").rope_theta, 1e6);
+  Json nested = llama_config();
+  Json rope = nested["rope_scaling"];
+  rope["rope_theta"] = 250000.0;
+  nested.erase("rope_scaling");
+  nested.erase("rope_theta");
+  nested["rope_parameters"] = rope;
+  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
+  EXPECT_TRUE(model_shape_of(nested, "").has_rope_scaling);
+  nested["rope_parameters"] = {{"full_attention", rope}};
+  EXPECT_EQ(model_shape_of(nested, "").rope_theta, 250000);
+  EXPECT_EQ(model_shape_of(nested, "").rope_scaling.factor, 8);
+}
+
+TEST(ModelShape, PlacesExpertLayers) {
+  Json config = qwen3_moe_config();
+  config["decoder_sparse_step"] = 2;
+  config["mlp_only_layers"] = {3};
+  const ModelShape shape = model_shape_of(config, "");
+  EXPECT_EQ(shape.expert_layer[0], 0);
+  EXPECT_EQ(shape.expert_layer[1], 1);
+  EXPECT_EQ(shape.expert_layer[3], 0);
+  EXPECT_EQ(shape.expert_layer[5], 1);
+}
+
+TEST(ModelShape, RefusesWhatIsKnownByName) {
+  const auto refused = [](Json config, const char* member, const Json& value, const char* word) {
+    config[member] = value;
+    const std::string text = message<UnsupportedError>(config);
+    EXPECT_NE(text.find(word), std::string::npos) << member << ": " << text;
+  };
+  refused(llama_config(), "attention_dropout", 0.1, "attention_dropout");
+  refused(llama_config(), "hidden_act", "gelu", "gelu");
+  refused(llama_config(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4.0}}, "yarn");
+  refused(llama_config(), "rope_scaling", {{"type", "linear"}, {"factor", 4.0}}, "linear");
+  refused(llama_config(), "architectures", {"MistralForCausalLM"}, "Qwen3MoeForCausalLM");
+  refused(llama_config(), "architectures", {"MistralForCausalLM"}, "MistralForCausalLM");
+  refused(llama_config(), "quantization_config", Json::object(), "quantization_config");
+  refused(llama_config(), "torch_dtype", "float8_e4m3fn", "float8_e4m3fn");
+  refused(qwen3_config(), "partial_rotary_factor", 0.5, "partial_rotary_factor");
+  Json sliding = qwen2_config();
+  sliding["use_sliding_window"] = true;
+  sliding["sliding_window"] = 4096;
+  EXPECT_NE(message<UnsupportedError>(sliding).find("4096"), std::string::npos);
+  sliding["sliding_window"] = 32768;  // never shorter than a sequence: not in effect
+  EXPECT_EQ(message<UnsupportedError>(sliding), "nothing thrown");
+  sliding["sliding_window"] = 4096, sliding["max_window_layers"] = 24;  // begins above the last layer
+  EXPECT_EQ(message<UnsupportedError>(sliding), "nothing thrown");
+}
+
+TEST(ModelShape, NamesTheMemberThatIsAbsurd) {
+  const auto bad = [](const char* member, const Json& value) {
+    Json config = llama_config();
+    config[member] = value;
+    const std::string text = message<InputError>(config);
+    EXPECT_NE(text.find(std::string("'") + member + "'"), std::string::npos) << member << ": " << text;
+  };
+  for (const char* member : {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                             "intermediate_size", "vocab_size", "max_position_embeddings"}) {
+    bad(member, 0);
+    bad(member, -4);
+    bad(member, 1e18);
+    bad(member, 1000000000000000000);
+    bad(member, 2.5);
+    bad(member, "64");
+    bad(member, Json::array());
+  }
+  bad("num_key_value_heads", 5);
+  bad("head_dim", 63);
+  bad("rms_norm_eps", 0);
+  bad("rope_theta", -1.0);
+  bad("architectures", Json::array());
+  bad("tie_word_embeddings", 1);
+  for (const char* member : {"hidden_size", "vocab_size", "num_hidden_layers"}) {
+    Json config = llama_config();
+    config.erase(member);
+    EXPECT_NE(message<InputError>(config).find(member), std::string::npos);
+  }
+  Json rope = llama_config();
+  rope["rope_scaling"].erase("factor");
+  EXPECT_NE(message<InputError>(rope).find("rope_scaling.factor"), std::string::npos);
+}
+
+TEST(ModelShape, ReadsADirectoryOrAFileAndSaysWhichIsMissing) {
+  const auto folder = std::filesystem::temp_directory_path() / "espalier_model_shape_test";
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "config.json") << qwen3_config().dump();
+  EXPECT_EQ(read_model_shape(folder).layers, 28);
+  EXPECT_EQ(read_model_shape(folder / "config.json").layers, 28);
+  EXPECT_THROW(read_model_shape(folder / "absent"), InputError);
+  std::ofstream(folder / "config.json") << "{\"architectures\": [";
+  EXPECT_THROW(read_model_shape(folder), InputError);
+  std::ofstream(folder / "config.json") << "[1]";
+  EXPECT_THROW(read_model_shape(folder), InputError);
+  std::filesystem::remove_all(folder);
+}
+
+TEST(ModelShape, AgreesWithTheShapesOfTheOtherTests) {
+  EXPECT_EQ(model_shape_of(llama_config(), "").parameters(), testing::llama_3_8b().parameters());
+  EXPECT_EQ(model_shape_of(qwen3_moe_config(), "").parameters(), testing::qwen3_30b_a3b().parameters());
+}
+
+}  // namespace
+}  // namespace espalier
