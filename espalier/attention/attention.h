@@ -1,0 +1,66 @@
+// Shared-prefix attention: the rows of one set attend to the whole path above and, tree-causally, to each other.
+//
+//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j
+//   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
+//
+// Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h
+// reads key/value head h / (H/J)), D head size. Query row i stands at own row r_i = query_row ? query_row[i] : i
+// (ascending; an own row may occur twice). T, Q and P may be 0. Every own row sees at least itself.
+// Strides count elements between consecutive rows; heads follow each other at distance D, elements at distance 1.
+// Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier::attention {
+
+// Rows of one operand: data + row * stride.
+template <class T> struct Rows {
+  T* data = nullptr;
+  std::int64_t stride = 0;
+};
+
+struct Shape {
+  std::int64_t query_rows = 0, own_rows = 0, path_rows = 0;  // Q, T, P
+  std::int64_t heads = 0, kv_heads = 0, head_dim = 0;        // H, J, D
+  double scale = 1;
+  const std::int32_t* query_row = nullptr;    // [Q] or null
+  const std::int32_t* subtree_end = nullptr;  // [T], one per own row
+};
+
+template <class T> struct Inputs {
+  Rows<const T> q;             // [Q, H, D]
+  Rows<const T> own_k, own_v;  // [T, J, D]
+  Rows<const T> path_k, path_v;  // [P, J, D]
+};
+
+// Overwrites out [Q, H, D] and lse [H, Q] (natural log; row stride Q).
+template <class T>
+void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
+
+template <class T> struct Gradients {
+  Rows<T> q;                                   // [Q, H, D], overwritten
+  Rows<accumulator_t<T>> own_k, own_v;         // [T, J, D], added to
+  Rows<accumulator_t<T>> path_k, path_v;       // [P, J, D], added to
+};
+
+// With dO = grad_out and the out and lse that forward gave:
+//   D_i = dO_i . out_i ;  A = exp(S - lse) ;  dS = A o (dO V^T - D)
+//   dQ = scale dS K ;  gK += scale dS^T Q ;  gV += A^T dO
+template <class T>
+void backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
+              Rows<const T> grad_out, const Gradients<T>& grads);
+
+// The same, plainly written: loops and float64 sums, any head size. The definition the fast code is tested against.
+template <class T>
+void reference_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
+template <class T>
+void reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
+                        Rows<const T> grad_out, const Gradients<T>& grads);
+
+// "avx512", "avx2" or "baseline": the instruction set that forward and backward use on this machine.
+const char* instruction_set();
+
+}  // namespace espalier::attention
