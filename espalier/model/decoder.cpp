@@ -1,0 +1,93 @@
+#include "espalier/model/decoder.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/model/dispatch.h"
+#include "espalier/model/row_kernels.h"
+
+namespace espalier {
+
+Decoder::Decoder(const ModelShape& shape, ModelViews weights) : shape_(shape), weights_(std::move(weights)) {}
+
+void Decoder::reserve_positions(std::int64_t positions) {
+  if (positions > rotary_.positions())
+    rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
+}
+
+LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena) const {
+  return {shape_, weights_.layers[static_cast<std::size_t>(layer)], rotary_, rows, path, layer,
+          layer + 1 == shape_.layers, arena};
+}
+
+DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena) const {
+  DecoderSaved out;
+  out.keep = keep;
+  if (rows.outputs() > 0) {
+    out.final_stream_OM = arena.take({rows.outputs(), shape_.hidden}, dtype());
+    out.normed_OM = arena.take({rows.outputs(), shape_.hidden}, dtype());
+    out.final_rstd_O = arena.take({rows.outputs()}, accumulator_type(dtype()));
+  }
+  const std::int64_t kept_from = arena.in_use();
+  at::Tensor stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
+  dispatch(dtype(), [&]<class T>() {
+    rows::gather<T>(rows.rows(), shape_.hidden, pointer<T>(weights_.embedding_VM), rows.id.data(), pointer<T>(stream_TM));
+  });
+  for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
+    const LayerContext c = context(rows, path, layer, arena);
+    at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
+    if (keep != Keep::nothing && !c.last) next = arena.take(stream_TM.sizes(), dtype());
+    const std::int64_t mark = arena.in_use();
+    LayerSaved saved = take_layer_saved(c, stream_TM);
+    layer_forward(c, saved, next);
+    if (keep != Keep::everything) {
+      arena.release_to(mark);
+      saved = LayerSaved{};
+      saved.stream_in_TM = stream_TM;
+    }
+    if (keep != Keep::nothing) out.layers.push_back(std::move(saved));
+    stream_TM = next;
+  }
+  if (keep == Keep::nothing) arena.release_to(kept_from);
+  if (rows.outputs() > 0)
+    dispatch(dtype(), [&]<class T>() {
+      rows::add_rms_norm<T>(rows.outputs(), shape_.hidden, pointer<T>(out.final_stream_OM), nullptr,
+                            pointer<T>(weights_.final_norm_M), shape_.rms_norm_eps, pointer<T>(out.normed_OM),
+                            pointer<accumulator_t<T>>(out.final_rstd_O));
+    });
+  return out;
+}
+
+void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                       ModelViews& grads, Arena& arena) const {
+  const ArenaScope scope(arena);
+  at::Tensor grad_stream = arena.take({rows.outputs(), shape_.hidden}, dtype()).zero_();
+  if (rows.outputs() > 0)
+    dispatch(dtype(), [&]<class T>() {
+      rows::rms_norm_backward<T>(rows.outputs(), shape_.hidden, pointer<T>(saved.final_stream_OM),
+                                 pointer<T>(weights_.final_norm_M), pointer<accumulator_t<T>>(saved.final_rstd_O),
+                                 pointer<T>(grad_normed_OM), pointer<T>(grad_stream),
+                                 pointer<accumulator_t<T>>(grads.final_norm_M));
+    });
+  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
+    const LayerContext c = context(rows, path, layer, arena);
+    LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
+    // The last block widens the gradient from output rows to all rows: that tensor must outlive its scratch.
+    at::Tensor widened;
+    if (c.last) widened = arena.take({rows.rows(), shape_.hidden}, dtype());
+    {
+      const ArenaScope layer_scope(arena);
+      if (saved.keep == Keep::streams) {
+        kept = take_layer_saved(c, kept.stream_in_TM);
+        layer_forward(c, kept, at::Tensor());
+      }
+      layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream, grads.layers[static_cast<std::size_t>(layer)]);
+    }
+    if (c.last) grad_stream = widened;
+  }
+  dispatch(dtype(), [&]<class T>() {
+    rows::scatter_add<T, accumulator_t<T>>(rows.rows(), shape_.hidden, pointer<T>(grad_stream), rows.id.data(),
+                                           pointer<accumulator_t<T>>(grads.embedding_VM));
+  });
+}
+
+}  // namespace espalier

@@ -1,0 +1,61 @@
+// The whole decoder, from token ids to the normalised hidden rows that the head reads, and back.
+//
+// Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks and waves: what differs is
+// in `Rows` and in what is kept for the backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "espalier/model/kv_path.h"
+#include "espalier/model/layer.h"
+#include "espalier/model/model_views.h"
+#include "espalier/model/rotary.h"
+#include "espalier/model/rows.h"
+#include "espalier/observe/arena.h"
+
+namespace espalier {
+
+enum class Keep {
+  everything,  // backward needs no recomputation
+  streams,     // each block's input; backward runs each block's forward once more
+  nothing,     // forward only
+};
+
+struct DecoderSaved {
+  Keep keep = Keep::nothing;
+  std::vector<LayerSaved> layers;
+  at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
+};
+
+class Decoder {
+ public:
+  // `weights` are read in every call; their dtype is the dtype of all activations.
+  Decoder(const ModelShape& shape, ModelViews weights);
+
+  // Makes rotary tables for positions below `positions`; must cover every row.
+  void reserve_positions(std::int64_t positions);
+
+  // Runs the rows over the path. The result holds normed_OM, the input of the head. Everything in it is taken from the
+  // arena and stays valid until the caller releases it.
+  DecoderSaved forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena) const;
+
+  // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this set's
+  // part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter here.
+  void backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
+                Arena& arena) const;
+
+  const ModelShape& shape() const { return shape_; }
+  const ModelViews& weights() const { return weights_; }
+  at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
+
+ private:
+  LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena) const;
+
+  ModelShape shape_;
+  ModelViews weights_;
+  RotaryTables rotary_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,55 @@
+// Keys and values of the open trunks, end to end, and the gradients that everything below adds to them.
+//
+// Shapes: P rows of the open trunks, J key/value heads, D head size. A stack: a trunk's rows are pushed when its forward
+// begins and popped after its backward. Gradients are kept in float32 (float64 in float64 runs), so that any number of
+// waves adds up without loss (mathematics §2). Every trunk knows how many contributions the plan promises; reading a
+// trunk's gradient before the last one, or adding after, is an error, not a wrong number.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "espalier/observe/arena.h"
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+class KvPath {
+ public:
+  struct Layer {
+    at::Tensor k, v;            // [P, J, D]
+    at::Tensor grad_k, grad_v;  // [P, J, D], accumulator dtype; undefined in forward-only passes
+  };
+
+  // Takes `capacity` rows for every layer from the arena.
+  KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena);
+
+  std::int64_t rows() const { return rows_; }
+  // Opens `rows` more rows for a trunk below which `contributions` sets of rows will add gradients. Zeroes gradients.
+  void push(std::int64_t rows, std::int64_t contributions);
+  void pop();
+
+  Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
+  Layer top(std::int64_t layer) const;                      // rows of the innermost trunk
+
+  // A set of rows below `rows` path rows has added its part to `layer`.
+  void count_contribution(std::int64_t layer, std::int64_t rows);
+  // The innermost trunk's backward reads `layer`.
+  void expect_complete(std::int64_t layer) const;
+
+ private:
+  struct Trunk {
+    std::int64_t begin, end;
+    std::int64_t expected;
+    std::vector<std::int64_t> arrived;  // per layer
+  };
+
+  Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+
+  std::int64_t capacity_, rows_ = 0;
+  std::vector<Layer> layers_;
+  std::vector<Trunk> trunks_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,294 @@
+#include "espalier/model/layer.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+#include "espalier/attention/attention.h"
+#include "espalier/model/dispatch.h"
+#include "espalier/model/products.h"
+#include "espalier/model/row_kernels.h"
+
+namespace espalier {
+namespace {
+
+struct Sizes {
+  std::int64_t rows, continuing, width, inner, q_width, kv_width;  // T, R, M, F, H*D, J*D
+};
+
+Sizes sizes_of(const LayerContext& c) {
+  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden, c.shape.inner,
+          c.shape.heads * c.shape.head_dim, c.shape.kv_heads * c.shape.head_dim};
+}
+
+at::ScalarType dtype_of(const LayerContext& c) { return c.weights.q_weight.scalar_type(); }
+
+void norm_forward(const LayerContext& c, const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& y,
+                  const at::Tensor& rstd) {
+  dispatch(stream.scalar_type(), [&]<class T>() {
+    rows::add_rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), nullptr, pointer<T>(weight),
+                          c.shape.rms_norm_eps, pointer<T>(y), pointer<accumulator_t<T>>(rstd));
+  });
+}
+
+void norm_again(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& y) {
+  dispatch(stream.scalar_type(), [&]<class T>() {
+    rows::rms_norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
+                            pointer<accumulator_t<T>>(rstd), pointer<T>(y));
+  });
+}
+
+void norm_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& grad_y,
+                   const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
+  dispatch(stream.scalar_type(), [&]<class T>() {
+    rows::rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
+                               pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
+                               pointer<accumulator_t<T>>(grad_weight));
+  });
+}
+
+// x_R = x_T at the output rows; x itself in blocks where all rows continue.
+at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM) {
+  if (!c.last) return x_TM;
+  at::Tensor x_RM = c.arena.take({c.rows.outputs(), x_TM.size(1)}, x_TM.scalar_type());
+  dispatch(x_TM.scalar_type(), [&]<class T>() {
+    rows::gather<T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_TM), c.rows.output_row.data(), pointer<T>(x_RM));
+  });
+  return x_RM;
+}
+
+void scatter_continuing(const LayerContext& c, const at::Tensor& x_RM, const at::Tensor& into_TM) {
+  dispatch(x_RM.scalar_type(), [&]<class T>() {
+    rows::scatter_add<T, T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_RM), c.rows.output_row.data(), pointer<T>(into_TM));
+  });
+}
+
+const std::int32_t* continuing_positions(const LayerContext& c) {
+  return c.last ? c.rows.output_position.data() : c.rows.position.data();
+}
+
+rows::HeadShape head_shape(const LayerContext& c, std::int64_t rows, std::int64_t heads, const std::int32_t* positions) {
+  return {rows, heads, c.shape.head_dim, c.shape.rms_norm_eps, positions};
+}
+
+// The operands of attention: rotated queries and keys, and where own values lie.
+struct Operands {
+  at::Tensor q, k, v;
+};
+
+// Queries and keys as attention reads them, from what was saved. Keys and values of a trunk live in the path; they are
+// written there in its first forward only.
+Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool write_path) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c);
+  Operands out;
+  out.q = c.arena.take({s.continuing, s.q_width}, dtype);
+  if (c.rows.in_path) {
+    const KvPath::Layer own = c.path.top(c.layer);
+    out.k = own.k.view({s.rows, s.kv_width});
+    out.v = own.v.view({s.rows, s.kv_width});
+  } else {
+    out.k = c.arena.take({s.rows, s.kv_width}, dtype);
+    out.v = saved.kv_TW.narrow(1, s.kv_width, s.kv_width);
+  }
+  dispatch(dtype, [&]<class T>() {
+    using A = accumulator_t<T>;
+    const A* cos = pointer<A>(c.rotary.cos);
+    const A* sin = pointer<A>(c.rotary.sin);
+    rows::norm_rotate<T>(head_shape(c, s.continuing, c.shape.heads, continuing_positions(c)), pointer<T>(saved.q_RW),
+                         s.q_width, pointer<T>(c.weights.q_norm_D), cos, sin, pointer<T>(out.q), s.q_width);
+    if (c.rows.in_path && !write_path) return;
+    rows::norm_rotate<T>(head_shape(c, s.rows, c.shape.kv_heads, c.rows.position.data()), pointer<T>(saved.kv_TW),
+                         2 * s.kv_width, pointer<T>(c.weights.k_norm_D), cos, sin, pointer<T>(out.k), s.kv_width);
+    if (c.rows.in_path)
+      rows::convert<T, T>(s.rows, s.kv_width, pointer<T>(saved.kv_TW) + s.kv_width, 2 * s.kv_width, pointer<T>(out.v),
+                          s.kv_width);
+  });
+  return out;
+}
+
+attention::Shape attention_shape(const LayerContext& c) {
+  const Sizes s = sizes_of(c);
+  attention::Shape shape;
+  shape.query_rows = s.continuing;
+  shape.own_rows = s.rows;
+  shape.path_rows = c.rows.path_rows;
+  shape.heads = c.shape.heads;
+  shape.kv_heads = c.shape.kv_heads;
+  shape.head_dim = c.shape.head_dim;
+  shape.scale = 1.0 / std::sqrt(static_cast<double>(c.shape.head_dim));
+  shape.query_row = c.last ? c.rows.output_row.data() : nullptr;
+  shape.subtree_end = c.rows.subtree_end.data();
+  return shape;
+}
+
+template <class T>
+attention::Inputs<T> attention_inputs(const Operands& operands, const KvPath::Layer& path) {
+  auto rows = [](const at::Tensor& x) { return attention::Rows<const T>{pointer<T>(x), x.stride(0)}; };
+  return {rows(operands.q), rows(operands.k), rows(operands.v), rows(path.k), rows(path.v)};
+}
+
+// dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
+struct ProjectionGradients {
+  at::Tensor q_RW, kv_TW;
+};
+
+ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_attended_RW,
+                                       const LayerViews& grads) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c);
+  ProjectionGradients out{c.arena.take({s.continuing, s.q_width}, dtype), c.arena.take({s.rows, 2 * s.kv_width}, dtype)};
+  const ArenaScope scope(c.arena);
+  const Operands operands = make_operands(c, saved, false);
+  const at::Tensor grad_q_RW = c.arena.take({s.continuing, s.q_width}, dtype);
+  KvPath::Layer own;
+  if (c.rows.in_path) {
+    c.path.expect_complete(c.layer);
+    own = c.path.top(c.layer);
+  } else {
+    own.grad_k = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
+    own.grad_v = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
+  }
+  const KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
+  dispatch(dtype, [&]<class T>() {
+    using A = accumulator_t<T>;
+    attention::Gradients<T> grad;
+    grad.q = {pointer<T>(grad_q_RW), s.q_width};
+    grad.own_k = {pointer<A>(own.grad_k), s.kv_width};
+    grad.own_v = {pointer<A>(own.grad_v), s.kv_width};
+    grad.path_k = {pointer<A>(path.grad_k), s.kv_width};
+    grad.path_v = {pointer<A>(path.grad_v), s.kv_width};
+    if (s.continuing > 0)
+      attention::backward<T>(attention_shape(c), attention_inputs<T>(operands, path),
+                             {pointer<T>(saved.attended_RW), s.q_width}, pointer<A>(saved.lse_HR),
+                             {pointer<T>(grad_attended_RW), s.q_width}, grad);
+    const A* cos = pointer<A>(c.rotary.cos);
+    const A* sin = pointer<A>(c.rotary.sin);
+    rows::norm_rotate_backward<T, T>(head_shape(c, s.continuing, c.shape.heads, continuing_positions(c)),
+                                     pointer<T>(saved.q_RW), s.q_width, pointer<T>(c.weights.q_norm_D), cos, sin,
+                                     pointer<T>(grad_q_RW), s.q_width, pointer<T>(out.q_RW), s.q_width,
+                                     pointer<A>(grads.q_norm_D));
+    rows::norm_rotate_backward<T, A>(head_shape(c, s.rows, c.shape.kv_heads, c.rows.position.data()),
+                                     pointer<T>(saved.kv_TW), 2 * s.kv_width, pointer<T>(c.weights.k_norm_D), cos, sin,
+                                     pointer<A>(own.grad_k), s.kv_width, pointer<T>(out.kv_TW), 2 * s.kv_width,
+                                     pointer<A>(grads.k_norm_D));
+    rows::convert<A, T>(s.rows, s.kv_width, pointer<A>(own.grad_v), s.kv_width, pointer<T>(out.kv_TW) + s.kv_width,
+                        2 * s.kv_width);
+  });
+  c.path.count_contribution(c.layer, c.rows.path_rows);
+  return out;
+}
+
+// z = y + mlp(y): turns dL/dz into dL/dy, in place.
+void mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM, const LayerViews& grads) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c);
+  const ArenaScope scope(c.arena);
+  const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);  // first holds its own gradient
+  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false);
+  dispatch(dtype, [&]<class T>() {
+    rows::swiglu_backward<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
+                             pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
+  });
+  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena);
+  const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
+  norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
+  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena);
+  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false);
+  norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
+                grads.mlp_norm_M);
+}
+
+}  // namespace
+
+LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_TM) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c), sums = accumulator_type(dtype);
+  LayerSaved saved;
+  saved.stream_in_TM = stream_in_TM;
+  saved.norm_rstd_T = c.arena.take({s.rows}, sums);
+  saved.kv_TW = c.arena.take({s.rows, 2 * s.kv_width}, dtype);
+  saved.q_RW = c.arena.take({s.continuing, s.q_width}, dtype);
+  saved.attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
+  saved.lse_HR = c.arena.take({c.shape.heads, s.continuing}, sums);
+  saved.stream_mid_RM = c.arena.take({s.continuing, s.width}, dtype);
+  saved.mlp_rstd_R = c.arena.take({s.continuing}, sums);
+  saved.gate_up_RW = c.arena.take({s.continuing, 2 * s.inner}, dtype);
+  return saved;
+}
+
+void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c);
+  const ArenaScope scope(c.arena);
+  {
+    const ArenaScope projection(c.arena);
+    const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
+    norm_forward(c, saved.stream_in_TM, c.weights.attention_norm_M, normed_TM, saved.norm_rstd_T);
+    linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
+    if (s.continuing > 0)
+      linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
+  }
+  {
+    const ArenaScope operands_scope(c.arena);
+    const Operands operands = make_operands(c, saved, true);
+    if (s.continuing == 0) return;
+    dispatch(dtype, [&]<class T>() {
+      attention::forward<T>(attention_shape(c), attention_inputs<T>(operands, c.path.path(c.layer, c.rows.path_rows)),
+                            {pointer<T>(saved.attended_RW), s.q_width}, pointer<accumulator_t<T>>(saved.lse_HR));
+    });
+  }
+  {
+    const ArenaScope residual(c.arena);
+    linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW, c.weights.output_weight,
+                c.weights.output_bias);
+  }
+  {
+    const ArenaScope mlp(c.arena);
+    const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
+    norm_forward(c, saved.stream_mid_RM, c.weights.mlp_norm_M, normed_RM, saved.mlp_rstd_R);
+    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias);
+  }
+  if (!stream_out_RM.defined()) return;
+  const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);
+  dispatch(dtype, [&]<class T>() {
+    rows::swiglu<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
+  });
+  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias);
+}
+
+void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                    const at::Tensor& grad_in_TM, const LayerViews& grads) {
+  const Sizes s = sizes_of(c);
+  const at::ScalarType dtype = dtype_of(c);
+  const ArenaScope scope(c.arena);
+  if (c.last) grad_in_TM.zero_();
+  const at::Tensor grad_attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
+  if (s.continuing > 0) {
+    mlp_backward(c, saved, grad_stream_RM, grads);
+    add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena);
+    linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, false);
+    if (c.last) scatter_continuing(c, grad_stream_RM, grad_in_TM);
+  }
+  const ProjectionGradients grad = attention_backward(c, saved, grad_attended_RW, grads);
+  const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
+  norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
+  add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, c.arena);
+  if (s.continuing > 0) {
+    const ArenaScope gathered(c.arena);
+    add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM), c.arena);
+  }
+  const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
+  linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, false);
+  if (c.last && s.continuing > 0) {
+    const at::Tensor part_RM = c.arena.take({s.continuing, s.width}, dtype);
+    linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, false);
+    scatter_continuing(c, part_RM, grad_normed_TM);
+  } else if (!c.last) {
+    linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, true);
+  }
+  norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
+                grads.attention_norm_M);
+}
+
+}  // namespace espalier

@@ -1,0 +1,69 @@
+#include "espalier/model/model_views.h"
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+// Finds parameters by name in one flat buffer and joins neighbours to one view.
+class Viewer {
+ public:
+  Viewer(const at::Tensor& flat, const ParameterTable& table) : flat_(flat), table_(table) {}
+
+  at::Tensor one(const std::string& name) const {
+    const Parameter& parameter = table_.at(name);
+    return flat_.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
+  }
+  at::Tensor if_present(const std::string& name) const { return table_.contains(name) ? one(name) : at::Tensor(); }
+
+  // Both, end to end along the first dimension.
+  at::Tensor pair(const std::string& first, const std::string& second) const {
+    if (!table_.contains(first)) return {};
+    const Parameter& a = table_.at(first);
+    const Parameter& b = table_.at(second);
+    ESPALIER_INTERNAL_EQ(a.offset + a.count, b.offset, first, " and ", second, " are read as one matrix");
+    std::vector<std::int64_t> shape = a.shape;
+    shape[0] += b.shape[0];
+    return flat_.narrow(0, a.offset, a.count + b.count).view(shape);
+  }
+
+ private:
+  const at::Tensor& flat_;
+  const ParameterTable& table_;
+};
+
+LayerViews view_layer(const Viewer& viewer, const std::string& layer) {
+  const std::string attention = layer + "self_attn.", mlp = layer + "mlp.";
+  LayerViews views;
+  views.attention_norm_M = viewer.one(layer + "input_layernorm.weight");
+  views.q_weight = viewer.one(attention + "q_proj.weight");
+  views.q_bias = viewer.if_present(attention + "q_proj.bias");
+  views.kv_weight = viewer.pair(attention + "k_proj.weight", attention + "v_proj.weight");
+  views.kv_bias = viewer.pair(attention + "k_proj.bias", attention + "v_proj.bias");
+  views.q_norm_D = viewer.if_present(attention + "q_norm.weight");
+  views.k_norm_D = viewer.if_present(attention + "k_norm.weight");
+  views.output_weight = viewer.one(attention + "o_proj.weight");
+  views.output_bias = viewer.if_present(attention + "o_proj.bias");
+  views.mlp_norm_M = viewer.one(layer + "post_attention_layernorm.weight");
+  views.gate_up_weight = viewer.pair(mlp + "gate_proj.weight", mlp + "up_proj.weight");
+  views.gate_up_bias = viewer.pair(mlp + "gate_proj.bias", mlp + "up_proj.bias");
+  views.down_weight = viewer.one(mlp + "down_proj.weight");
+  views.down_bias = viewer.if_present(mlp + "down_proj.bias");
+  return views;
+}
+
+}  // namespace
+
+ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const ModelShape& shape) {
+  ESPALIER_INTERNAL_EQ(flat.numel(), table.size());
+  const Viewer viewer(flat, table);
+  ModelViews views;
+  views.embedding_VM = viewer.one("model.embed_tokens.weight");
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    views.layers.push_back(view_layer(viewer, "model.layers." + std::to_string(layer) + "."));
+  views.final_norm_M = viewer.one("model.norm.weight");
+  views.head_VM = shape.tied_head ? views.embedding_VM : viewer.one("lm_head.weight");
+  return views;
+}
+
+}  // namespace espalier

@@ -1,0 +1,36 @@
+// A flat buffer seen as a model: one tensor view per matrix a product reads. Weights and their gradients share the form.
+//
+// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width. Absent parts (biases,
+// QK-norm) are undefined tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "espalier/model/parameters.h"
+
+namespace espalier {
+
+struct LayerViews {
+  at::Tensor attention_norm_M;
+  at::Tensor q_weight, q_bias;            // [H*D, M], [H*D]
+  at::Tensor kv_weight, kv_bias;          // [2*J*D, M], keys then values
+  at::Tensor q_norm_D, k_norm_D;
+  at::Tensor output_weight, output_bias;  // [M, H*D]
+  at::Tensor mlp_norm_M;
+  at::Tensor gate_up_weight, gate_up_bias;  // [2*F, M], gate then up
+  at::Tensor down_weight, down_bias;        // [M, F]
+};
+
+struct ModelViews {
+  at::Tensor embedding_VM;
+  std::vector<LayerViews> layers;
+  at::Tensor final_norm_M;
+  at::Tensor head_VM;  // the embedding itself where the head is tied
+};
+
+// Views into `flat` (contiguous, table.size() elements).
+ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const ModelShape& shape);
+
+}  // namespace espalier

@@ -1,0 +1,81 @@
+// The parts of a block that are bound by memory, each in one pass over its rows, forward and backward.
+//
+// Plain pointers; T is float, double or bfloat16, A = accumulator_t<T> (sums, statistics, parameter gradients).
+// Rows follow each other at a stride in elements. "Overwrites" and "adds to" are said for every output. Parameter
+// gradients are added in a fixed order for a given thread count. In bfloat16 norms and rotations are computed in float
+// and rounded as Hugging Face does.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier::rows {
+
+// stream += delta (skipped where delta is null);  rstd_r = 1/sqrt(mean_m stream_rm^2 + eps);
+// y_rm = weight_m * (stream_rm * rstd_r). Overwrites y [rows, width] and rstd [rows]; all contiguous.
+// bfloat16: the product with rstd is rounded before the product with weight.
+template <class T>
+void add_rms_norm(std::int64_t rows, std::int64_t width, T* stream, const T* delta, const T* weight, double eps, T* y,
+                  accumulator_t<T>* rstd);
+
+// Recomputes y from stream and rstd.
+template <class T>
+void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                    const accumulator_t<T>* rstd, T* y);
+
+// With n = stream * rstd and u = grad_y * weight:
+//   grad_stream_r += rstd_r (u_r - n_r mean_m(u_rm n_rm)) ;  grad_weight_m += sum_r grad_y_rm n_rm
+template <class T>
+void rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight);
+
+// Heads of `in` (head h of row r at in + r*in_stride + h*D), normalised over D when norm_weight [D] is given (QK-norm),
+// then rotated by the row's position:  (a, b) -> (a cos - b sin, b cos + a sin) on halves, tables cos/sin [positions, D/2].
+// Overwrites out.
+struct HeadShape {
+  std::int64_t rows = 0, heads = 0, head_dim = 0;
+  double eps = 1e-6;
+  const std::int32_t* position = nullptr;  // [rows]
+};
+template <class T>
+void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                 const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out, std::int64_t out_stride);
+
+// G is T or A. Overwrites grad_in; adds to grad_norm_weight [D] where norm_weight is given.
+template <class T, class G>
+void norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                          const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
+                          std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                          accumulator_t<T>* grad_norm_weight);
+
+// gate_up [rows, 2F] holds gate then up;  act_rf = silu(gate_rf) up_rf. Overwrites act [rows, F].
+template <class T>
+void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
+
+// Overwrites grad_gate_up [rows, 2F], which may be gate_up itself; also overwrites act (as swiglu) where it is given.
+// act may be grad_act itself.
+template <class T>
+void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up, T* act);
+
+// x_r = table[id_r]. Overwrites x [rows, width].
+template <class T>
+void gather(std::int64_t rows, std::int64_t width, const T* table, const std::int32_t* id, T* x);
+// into[id_r] += x_r, rows in order. Ids may repeat. In: T or A.
+template <class In, class Out>
+void scatter_add(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into);
+
+// y_r += bias, in place; and its backward: grad_bias_m += sum_r grad_y_rm.
+template <class T>
+void add_bias(std::int64_t rows, std::int64_t width, const T* bias, T* y);
+template <class T>
+void add_column_sums(std::int64_t rows, std::int64_t width, const T* grad_y, std::int64_t stride, accumulator_t<T>* grad_bias);
+
+// out_r = in_r, another type or stride. Overwrites out [rows, width].
+template <class In, class Out>
+void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out, std::int64_t out_stride);
+// into_i += x_i over a flat range.
+template <class In, class Out>
+void add(std::int64_t count, const In* x, Out* into);
+
+}  // namespace espalier::rows
