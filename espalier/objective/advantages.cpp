@@ -1,0 +1,171 @@
+// Advantages from rewards, over a whole file or one step's records. Equations: docs/objectives.md (1) to (8).
+// R reward, V value, m loss mask, gamma and lam discounts; "g" a group: equal `group` where given, else equal prompts.
+// Source: verl 0.9, register_adv_est; its defaults for groups of one.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <string>
+
+#include "espalier/base/error.h"
+#include "espalier/objective/objective.h"
+#include "espalier/rollout/batch.h"
+
+namespace espalier {
+
+namespace {
+
+using Series = std::vector<std::vector<double>>;
+
+constexpr double kDeviationEpsilon = 1e-6;
+constexpr double kWhitenEpsilon = 1e-8;
+
+enum class Estimator { grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, given };
+
+Estimator parse_estimator(const std::string& name) {
+  if (name == "grpo") return Estimator::grpo;
+  if (name == "dr_grpo") return Estimator::dr_grpo;
+  if (name == "rloo") return Estimator::rloo;
+  if (name == "reinforce_plus_plus") return Estimator::reinforce_plus_plus;
+  if (name == "reinforce_plus_plus_baseline") return Estimator::reinforce_plus_plus_baseline;
+  if (name == "gae") return Estimator::gae;
+  if (name == "given") return Estimator::given;
+  throw OptionError({"--adv-estimator",
+                     "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae or given", name,
+                     "choose one of these"});
+}
+
+// Advantages are recorded, or there is no token that could have one.
+bool is_settled(const Rollout& rollout) { return !rollout.advantages.empty() || rollout.response_ids.empty(); }
+
+void check_fields(const Rollout& rollout, Estimator estimator, const std::string& name) {
+  if (is_settled(rollout)) {
+    ESPALIER_INTERNAL_EQ(rollout.advantages.size(), rollout.response_ids.size(), rollout.where);
+    return;
+  }
+  if (estimator == Estimator::given)
+    throw InputError({rollout.where, "a field advantage, for --adv-estimator given", "none",
+                      "add advantage (a number or one per response token), or choose another --adv-estimator"});
+  if (!rollout.reward)
+    throw InputError({rollout.where, text_of("a field reward or advantage, for --adv-estimator ", name), "neither",
+                      "add reward (a number), or advantage with --adv-estimator given"});
+  if (estimator == Estimator::gae && rollout.values.size() != rollout.response_ids.size())
+    throw InputError({rollout.where, "a field values with one number per response token, for --adv-estimator gae",
+                      rollout.values.empty() ? text_of("none") : text_of(rollout.values.size(), " numbers"),
+                      "add values (score them with the value model), or choose another --adv-estimator"});
+}
+
+struct GroupStatistics {
+  std::int64_t count = 0;
+  double mean = 0, deviation = 1;
+};
+
+// Mean and unbiased standard deviation of each group's rewards; (0, 1) for a group of one. Differences are taken from
+// the group's first reward, so equal rewards have exactly their own value as mean and 0 as deviation.
+std::vector<GroupStatistics> compute_group_statistics(std::span<const Rollout> rollouts,
+                                                      std::span<const std::int64_t> group) {
+  std::int64_t groups = 0;
+  for (std::int64_t g : group) groups = std::max(groups, g + 1);
+  std::vector<GroupStatistics> statistics(groups);
+  std::vector<double> first(groups), shifted_sum(groups), square_sum(groups);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    if (!rollouts[i].reward) continue;
+    const std::int64_t g = group[i];
+    if (statistics[g].count++ == 0) first[g] = *rollouts[i].reward;
+    shifted_sum[g] += *rollouts[i].reward - first[g];
+  }
+  for (std::int64_t g = 0; g < groups; ++g)
+    if (statistics[g].count > 1)
+      statistics[g].mean = first[g] + shifted_sum[g] / static_cast<double>(statistics[g].count);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    if (!rollouts[i].reward) continue;
+    const double difference = *rollouts[i].reward - statistics[group[i]].mean;
+    square_sum[group[i]] += difference * difference;
+  }
+  for (std::int64_t g = 0; g < groups; ++g)
+    if (statistics[g].count > 1)
+      statistics[g].deviation = std::sqrt(square_sum[g] / static_cast<double>(statistics[g].count - 1));
+  return statistics;
+}
+
+double outcome_advantage(Estimator estimator, double reward, const GroupStatistics& group) {
+  const double centred = reward - group.mean;
+  if (estimator == Estimator::grpo) return centred / (group.deviation + kDeviationEpsilon);
+  if (estimator == Estimator::rloo && group.count > 1)
+    return centred * static_cast<double>(group.count) / static_cast<double>(group.count - 1);
+  return centred;
+}
+
+// The reward-to-go of each loss token; masked tokens are passed over as if they were not there.
+void compute_returns(const Rollout& rollout, double gamma, std::vector<double>& out) {
+  double running = *rollout.reward;
+  for (std::size_t t = out.size(); t-- > 0;) {
+    if (!rollout.loss_mask[t]) continue;
+    out[t] = running;
+    running *= gamma;
+  }
+}
+
+// Generalised advantage estimation over the loss tokens, before whitening.
+void compute_gae(const Rollout& rollout, double gamma, double lam, std::vector<double>& out) {
+  double next_value = 0, running = 0, reward = *rollout.reward;
+  for (std::size_t t = out.size(); t-- > 0;) {
+    if (!rollout.loss_mask[t]) continue;
+    running = reward + gamma * next_value - rollout.values[t] + gamma * lam * running;
+    next_value = rollout.values[t];
+    reward = 0;
+    out[t] = running;
+  }
+}
+
+// (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here.
+void whiten(std::span<const Rollout> rollouts, Series& series) {
+  const auto for_each_loss_token = [&](auto&& body) {
+    for (std::size_t i = 0; i < rollouts.size(); ++i) {
+      if (is_settled(rollouts[i])) continue;
+      for (std::size_t t = 0; t < series[i].size(); ++t)
+        if (rollouts[i].loss_mask[t]) body(series[i][t]);
+    }
+  };
+  double count = 0, sum = 0, squares = 0;
+  for_each_loss_token([&](double x) { count += 1, sum += x; });
+  if (count == 0) return;
+  const double mean = sum / count;
+  for_each_loss_token([&](double x) { squares += (x - mean) * (x - mean); });
+  const double variance = count > 1 ? squares / (count - 1) : 0.0;
+  const double scale = 1.0 / std::sqrt(variance + kWhitenEpsilon);
+  for_each_loss_token([&](double& x) { x = (x - mean) * scale; });
+}
+
+}  // namespace
+
+std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
+  const Estimator estimator = parse_estimator(options.adv_estimator);
+  for (const Rollout& rollout : rollouts) check_fields(rollout, estimator, options.adv_estimator);
+
+  const std::vector<std::int64_t> group = group_of(rollouts);
+  const std::vector<GroupStatistics> statistics = compute_group_statistics(rollouts, group);
+  Series series(rollouts.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
+    if (is_settled(rollout)) {
+      series[i] = rollout.advantages;
+      continue;
+    }
+    series[i].assign(rollout.response_ids.size(), 0.0);
+    if (estimator == Estimator::reinforce_plus_plus) {
+      compute_returns(rollout, options.gamma, series[i]);
+    } else if (estimator == Estimator::gae) {
+      compute_gae(rollout, options.gamma, options.lam, series[i]);
+    } else {
+      const double advantage = outcome_advantage(estimator, *rollout.reward, statistics[group[i]]);
+      for (std::size_t t = 0; t < series[i].size(); ++t)
+        if (rollout.loss_mask[t]) series[i][t] = advantage;
+    }
+  }
+  if (estimator == Estimator::reinforce_plus_plus || estimator == Estimator::reinforce_plus_plus_baseline ||
+      estimator == Estimator::gae)
+    whiten(rollouts, series);
+  return series;
+}
+
+}  // namespace espalier

@@ -1,0 +1,27 @@
+// What one loss token weighs in the mini-batch's loss: every aggregation is a plain weighted sum over loss tokens,
+// agg(x) = sum_i w_i sum_t m_it x_it, with weights that are known before the first wave. How the rollouts are cut into
+// waves therefore changes nothing. Equations: docs/objectives.md (20) to (24).
+// i rollout, t response token, m loss mask, n_i = sum_t m_it, N = sum_i n_i, B rollouts of the mini-batch.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// The mode that holds: --loss-agg-mode, or its default for the policy loss.
+// Errors: OptionError for a mode that the policy loss does not take (sapo), or an unknown one.
+std::string resolve_loss_agg_mode(const Options& options);
+
+std::int64_t count_loss_tokens(const Rollout& rollout);
+
+// w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
+std::vector<double> compute_token_weights(std::span<const Rollout> batch, const std::string& mode,
+                                          double loss_scale_factor);
+
+}  // namespace espalier

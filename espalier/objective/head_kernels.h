@@ -1,0 +1,29 @@
+// What the fused head does to one row of logits, without torch.
+//
+// z_v = raw_v / temperature, y_v = z_v - max z, s = sum_v exp y_v; log p_v = y_v - log s;
+// entropy = log s - sum_v y_v exp(y_v) / s. Nothing overflows, however large the logits are, and the maximum is taken
+// out before anything is rounded.
+#pragma once
+
+#include <cstdint>
+
+namespace espalier {
+
+struct HeadRowSums {
+  double max_raw = 0;  // max_v raw_v
+  double log_sum = 0;  // log s
+  double entropy = 0;
+};
+
+// Sums are kept in double over runs of 1024 values. One pass over memory.
+HeadRowSums compute_row_sums(const float* raw, std::int64_t vocabulary, double inverse_temperature);
+HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double inverse_temperature);
+
+// Overwrites raw_v with -inverse_temperature * p_v * (grad_logprob + grad_entropy * (log p_v + entropy)): the gradient
+// of raw_v without what the row's targets add. grad_logprob is the sum over the row's edges.
+void compute_row_gradient(float* raw, std::int64_t vocabulary, double inverse_temperature, const HeadRowSums& sums,
+                          double grad_logprob, double grad_entropy);
+void compute_row_gradient(double* raw, std::int64_t vocabulary, double inverse_temperature, const HeadRowSums& sums,
+                          double grad_logprob, double grad_entropy);
+
+}  // namespace espalier

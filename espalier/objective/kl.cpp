@@ -1,0 +1,52 @@
+#include "espalier/objective/kl.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+
+namespace {
+constexpr double kExponentBound = 20;  // verl's bound on the exponent of k3
+constexpr double kValueBound = 10;     // and on its value
+
+KlTerm low_variance_term(double x) {
+  const double exponent = std::clamp(-x, -kExponentBound, kExponentBound);
+  const double value = std::expm1(exponent) - exponent;
+  // Where the exponent is held at its bound, the value is beyond its own.
+  return {std::min(value, kValueBound), value <= kValueBound ? -std::expm1(exponent) : 0.0};
+}
+}  // namespace
+
+KlType parse_kl_type(const std::string& name) {
+  KlType type;
+  std::string base = name;
+  if (!base.empty() && base.back() == '+') {
+    type.straight_through = true;
+    base.pop_back();
+  }
+  if (base == "kl" || base == "k1") type.estimator = KlEstimator::k1;
+  else if (base == "abs") type.estimator = KlEstimator::absolute;
+  else if (base == "mse" || base == "k2") type.estimator = KlEstimator::k2;
+  else if (base == "low_var_kl" || base == "k3") type.estimator = KlEstimator::k3;
+  else
+    throw OptionError({"--kl-loss-type", "kl, k1, abs, mse, k2, low_var_kl or k3, each also with + at its end", name,
+                       "choose one of these"});
+  return type;
+}
+
+KlTerm kl_term(KlType type, double logprob, double ref_logprob) {
+  const double x = logprob - ref_logprob;
+  KlTerm term;
+  switch (type.estimator) {
+    case KlEstimator::k1: term = {x, 1.0}; break;
+    case KlEstimator::absolute: term = {std::abs(x), x > 0 ? 1.0 : x < 0 ? -1.0 : 0.0}; break;
+    case KlEstimator::k2: term = {0.5 * x * x, x}; break;
+    case KlEstimator::k3: term = low_variance_term(x); break;
+  }
+  if (type.straight_through) term.gradient = x;
+  return term;
+}
+
+}  // namespace espalier

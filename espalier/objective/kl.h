@@ -1,0 +1,26 @@
+// Estimators of the KL divergence to the reference policy at one token, with their derivatives.
+// x = logprob - ref. Equations: docs/objectives.md (25) to (29). Meaning of the names: verl 0.9, kl_penalty.
+#pragma once
+
+#include <string>
+
+namespace espalier {
+
+enum class KlEstimator { k1, absolute, k2, k3 };
+
+struct KlType {
+  KlEstimator estimator = KlEstimator::k3;
+  bool straight_through = false;  // "+": this estimator's value with the gradient of k2
+};
+
+// "kl" or "k1", "abs", "mse" or "k2", "low_var_kl" or "k3", each also with "+". Errors: OptionError.
+KlType parse_kl_type(const std::string& name);
+
+struct KlTerm {
+  double value = 0;
+  double gradient = 0;  // d value / d logprob, as torch.autograd gives it (clamps pass the gradient at their bounds)
+};
+
+KlTerm kl_term(KlType type, double logprob, double ref_logprob);
+
+}  // namespace espalier

@@ -1,0 +1,214 @@
+// The objective of a mini-batch, token by token. Equations: docs/objectives.md, (19) is the whole loss.
+// Every sum is kept with its rounding error (Neumaier), so that the order of the tokens does not show in the parts.
+#include "espalier/objective/objective.h"
+
+#include <cmath>
+#include <cstddef>
+
+#include "espalier/base/error.h"
+#include "espalier/objective/denominator.h"
+#include "espalier/objective/kl.h"
+#include "espalier/objective/policy_loss.h"
+#include "espalier/objective/rollout_weights.h"
+
+namespace espalier {
+
+namespace {
+
+class CompensatedSum {
+ public:
+  void add(double x) {
+    const double next = sum_ + x;
+    error_ += std::abs(sum_) >= std::abs(x) ? (sum_ - next) + x : (x - next) + sum_;
+    sum_ = next;
+  }
+  double value() const { return sum_ + error_; }
+
+ private:
+  double sum_ = 0, error_ = 0;
+};
+
+// What of the rollout's own log-probs enters a token's loss as a constant.
+struct RolloutConstants {
+  double mean_log_ratio = 0;   // gspo: of lp - old
+  double sequence_weight = 1;  // --rollout-is sequence
+};
+
+void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
+                    const std::string& option, const char* remedy) {
+  if (rollout.response_ids.empty()) return;
+  if (series.empty())
+    throw InputError({rollout.where, text_of("a field ", field, ", for ", option), "none", remedy});
+  ESPALIER_INTERNAL_EQ(series.size(), rollout.response_ids.size(), rollout.where, " ", field);
+}
+
+}  // namespace
+
+struct Objective::State {
+  std::span<const Rollout> batch;
+  std::span<const std::vector<double>> advantages;
+  PolicySettings policy;
+  KlType kl_type;
+  RolloutCorrection correction = RolloutCorrection::none;
+  double threshold = 0, kl_coefficient = 0, entropy_coefficient = 0;
+  std::vector<double> token_weight;     // [rollouts]
+  std::vector<double> sequence_weight;  // [rollouts], where old log-probs are recorded and --rollout-is is sequence
+  bool needs_whole_rollout = false;
+  std::int64_t batch_loss_tokens = 0;
+
+  CompensatedSum policy_sum, kl_sum, entropy_sum;
+  std::int64_t loss_tokens = 0, clipped_tokens = 0;
+
+  void check_fields(const Options& options) const;
+  void prepare_sequence_weights();
+  RolloutConstants constants_of(std::int32_t rollout, std::span<const double> logprob) const;
+  double token_factor(const Rollout& rollout, std::int32_t position, double old, double sequence_weight) const;
+  TokenGradient add(std::int32_t rollout, std::int32_t position, double logprob, double entropy,
+                    const RolloutConstants& constants);
+};
+
+void Objective::State::check_fields(const Options& options) const {
+  ESPALIER_INTERNAL_EQ(batch.size(), advantages.size());
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Rollout& rollout = batch[i];
+    ESPALIER_INTERNAL_EQ(advantages[i].size(), rollout.response_ids.size(), rollout.where);
+    ESPALIER_INTERNAL_EQ(rollout.loss_mask.size(), rollout.response_ids.size(), rollout.where);
+    if (kl_coefficient != 0)
+      require_series(rollout, rollout.ref_logprobs, "ref_logprobs", text_of("--kl-loss-coef ", options.kl_loss_coef),
+                     "add it (espalier score --as ref_logprobs), or set --kl-loss-coef 0");
+    if (correction != RolloutCorrection::none)
+      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs", "--rollout-is " + options.rollout_is,
+                     "record the sampler's log-probs, or set --rollout-is none");
+    if (!rollout.old_logprobs.empty()) ESPALIER_INTERNAL_EQ(rollout.old_logprobs.size(), rollout.response_ids.size());
+  }
+}
+
+void Objective::State::prepare_sequence_weights() {
+  sequence_weight.assign(batch.size(), 1.0);
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Rollout& rollout = batch[i];
+    if (rollout.old_logprobs.empty()) {
+      needs_whole_rollout |= !rollout.response_ids.empty();  // the weight then holds the current log-probs
+      continue;
+    }
+    double log_ratio = 0;
+    for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t)
+      if (rollout.loss_mask[t]) log_ratio += rollout.old_logprobs[t] - rollout.rollout_logprobs[t];
+    sequence_weight[i] = truncated_weight(log_ratio, threshold);
+  }
+}
+
+RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<const double> logprob) const {
+  const Rollout& rollout = batch[index];
+  const bool has_old = !rollout.old_logprobs.empty();
+  RolloutConstants constants;
+  double tokens = 0, log_ratio = 0, mismatch = 0;
+  for (std::size_t t = 0; t < logprob.size(); ++t) {
+    if (!rollout.loss_mask[t]) continue;
+    tokens += 1;
+    if (has_old) log_ratio += logprob[t] - rollout.old_logprobs[t];
+    else if (correction == RolloutCorrection::sequence) mismatch += logprob[t] - rollout.rollout_logprobs[t];
+  }
+  if (tokens > 0) constants.mean_log_ratio = log_ratio / tokens;
+  if (correction == RolloutCorrection::sequence)
+    constants.sequence_weight = has_old ? sequence_weight[index] : truncated_weight(mismatch, threshold);
+  return constants;
+}
+
+double Objective::State::token_factor(const Rollout& rollout, std::int32_t position, double old,
+                                      double sequence) const {
+  switch (correction) {
+    case RolloutCorrection::token: return truncated_weight(old - rollout.rollout_logprobs[position], threshold);
+    case RolloutCorrection::sequence: return sequence;
+    case RolloutCorrection::none: break;
+  }
+  return 1.0;
+}
+
+TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, double logprob, double entropy,
+                                    const RolloutConstants& constants) {
+  const Rollout& rollout = batch[index];
+  if (!rollout.loss_mask[position]) return {};
+  const double old = rollout.old_logprobs.empty() ? logprob : rollout.old_logprobs[position];
+  const double advantage = advantages[index][position];
+  PolicyTerm policy_part = policy.loss == PolicyLoss::gspo ? gspo_term(policy, constants.mean_log_ratio, advantage)
+                                                           : policy_term(policy, logprob, old, advantage);
+  const double factor = token_factor(rollout, position, old, constants.sequence_weight);
+  const double weight = token_weight[index];
+
+  TokenGradient gradient;
+  policy_sum.add(weight * factor * policy_part.value);
+  gradient.logprob = weight * factor * policy_part.gradient;
+  if (kl_coefficient != 0) {
+    const KlTerm kl = kl_term(kl_type, logprob, rollout.ref_logprobs[position]);
+    kl_sum.add(weight * kl.value);
+    gradient.logprob += kl_coefficient * weight * kl.gradient;
+  }
+  entropy_sum.add(weight * entropy);
+  if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * weight;
+  loss_tokens += 1;
+  clipped_tokens += policy_part.clipped;
+  return gradient;
+}
+
+Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
+                     const Options& options)
+    : state_(std::make_unique<State>()) {
+  State& state = *state_;
+  state.batch = batch;
+  state.advantages = advantages;
+  state.policy = PolicySettings::from(options);
+  state.kl_type = parse_kl_type(options.kl_loss_type);
+  state.correction = parse_rollout_correction(options.rollout_is);
+  state.threshold = options.rollout_is_threshold;
+  state.kl_coefficient = options.kl_loss_coef;
+  state.entropy_coefficient = options.entropy_coeff;
+  state.token_weight = compute_token_weights(batch, resolve_loss_agg_mode(options), options.loss_scale_factor);
+  for (const Rollout& rollout : batch) state.batch_loss_tokens += count_loss_tokens(rollout);
+  state.check_fields(options);
+  state.needs_whole_rollout = state.policy.loss == PolicyLoss::gspo;
+  if (state.correction == RolloutCorrection::sequence) state.prepare_sequence_weights();
+}
+
+Objective::~Objective() = default;
+
+bool Objective::needs_whole_rollout() const { return state_->needs_whole_rollout; }
+bool Objective::uses_entropy_gradient() const { return state_->entropy_coefficient != 0; }
+
+TokenGradient Objective::add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy) {
+  ESPALIER_INTERNAL(!state_->needs_whole_rollout, "add_token where only add_rollout may be used");
+  RolloutConstants constants;
+  if (state_->correction == RolloutCorrection::sequence) constants.sequence_weight = state_->sequence_weight[rollout];
+  return state_->add(rollout, position, logprob, entropy, constants);
+}
+
+void Objective::add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
+                            std::span<double> grad_logprob, std::span<double> grad_entropy) {
+  const std::size_t tokens = state_->batch[rollout].response_ids.size();
+  ESPALIER_INTERNAL(logprob.size() == tokens && entropy.size() == tokens && grad_logprob.size() == tokens &&
+                        grad_entropy.size() == tokens,
+                    "series of ", logprob.size(), ", ", entropy.size(), ", ", grad_logprob.size(), ", ",
+                    grad_entropy.size(), " for ", tokens, " response tokens");
+  const RolloutConstants constants = state_->constants_of(rollout, logprob);
+  for (std::size_t t = 0; t < tokens; ++t) {
+    const TokenGradient gradient =
+        state_->add(rollout, static_cast<std::int32_t>(t), logprob[t], entropy[t], constants);
+    grad_logprob[t] = gradient.logprob;
+    grad_entropy[t] = gradient.entropy;
+  }
+}
+
+LossParts Objective::parts() const {
+  const State& state = *state_;
+  LossParts parts;
+  parts.pg_loss = state.policy_sum.value();
+  parts.kl_loss = state.kl_sum.value();
+  parts.entropy = state.entropy_sum.value();
+  parts.loss = parts.pg_loss - state.entropy_coefficient * parts.entropy + state.kl_coefficient * parts.kl_loss;
+  parts.loss_tokens = state.loss_tokens;
+  if (state.batch_loss_tokens > 0)
+    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.batch_loss_tokens);
+  return parts;
+}
+
+}  // namespace espalier

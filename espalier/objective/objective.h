@@ -1,0 +1,63 @@
+// The loss of a mini-batch as a function of log-probs and entropies, and its derivative.
+//
+//   L = agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)
+//
+// Advantages and every denominator are known before the first wave, so each token (or, for sequence-level losses, each
+// rollout) adds its part on its own, in any order. All arithmetic in double. Formulas: docs/objectives.md; meaning of
+// every name: verl 0.9. An object is used from one thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Advantages over a whole file (or the records of one `step`), before any mini-batch is cut: one per response token.
+// Errors: InputError naming option and line where a needed field is missing.
+std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options);
+
+struct LossParts {
+  double loss = 0, pg_loss = 0, kl_loss = 0, entropy = 0;  // kl_loss and entropy before their coefficients
+  double clip_fraction = 0;                                // of loss tokens
+  std::int64_t loss_tokens = 0;
+};
+
+struct TokenGradient {
+  double logprob = 0;   // dL / d logprob
+  double entropy = 0;   // dL / d entropy
+};
+
+class Objective {
+ public:
+  // `batch`: the rollouts of one mini-batch; `advantages`: theirs, one series each. Both must outlive the object.
+  // Errors: InputError where a field that an option needs is missing (option and line), OptionError for combinations
+  // that have no meaning.
+  Objective(std::span<const Rollout> batch, std::span<const std::vector<double>> advantages, const Options& options);
+  ~Objective();
+
+  // True where a token's derivative depends on other tokens of its rollout (gspo; sequence importance weights where a
+  // rollout has no old log-probs): then only add_rollout may be used.
+  bool needs_whole_rollout() const;
+  // True where some derivative with respect to an entropy is not zero.
+  bool uses_entropy_gradient() const;
+
+  // Adds the token's parts to parts() and returns its derivative. Masked tokens give zeros and add nothing.
+  TokenGradient add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy);
+  // The same for all response tokens of a rollout at once; overwrites grad_logprob and grad_entropy.
+  void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
+                   std::span<double> grad_logprob, std::span<double> grad_entropy);
+
+  // Sums so far, weighted and normalised as the loss is.
+  LossParts parts() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,138 @@
+// Policy losses, KL estimators and importance weights at single points worked out by hand.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "espalier/base/error.h"
+#include "espalier/objective/kl.h"
+#include "espalier/objective/policy_loss.h"
+#include "espalier/objective/rollout_weights.h"
+
+namespace espalier {
+namespace {
+
+constexpr double kOld = -2.0;
+
+// exp(log(r) + kOld - kOld) comes back as r up to the rounding of three operations on numbers up to 3.
+constexpr double kRounding = 1e-14;
+
+PolicyTerm at_ratio(PolicyLoss loss, double ratio, double advantage) {
+  PolicySettings settings;
+  settings.loss = loss;
+  return policy_term(settings, kOld + std::log(ratio), kOld, advantage);
+}
+
+struct Point { double ratio, advantage, value, gradient; bool clipped; };
+
+void expect_points(PolicyLoss loss, std::initializer_list<Point> points) {
+  for (const Point& p : points) {
+    const PolicyTerm term = at_ratio(loss, p.ratio, p.advantage);
+    EXPECT_NEAR(term.value, p.value, kRounding * 100) << p.ratio << " " << p.advantage;
+    EXPECT_NEAR(term.gradient, p.gradient, kRounding * 100) << p.ratio << " " << p.advantage;
+    EXPECT_EQ(term.clipped, p.clipped) << p.ratio << " " << p.advantage;
+  }
+}
+
+TEST(PolicyLoss, VanillaClipsOnTheSideThatHelps) {
+  expect_points(PolicyLoss::vanilla, {{1.5, 1.0, -1.2, 0.0, true},
+                                      {0.5, 1.0, -0.5, -0.5, false},
+                                      {1.1, 2.0, -2.2, -2.2, false},
+                                      {1.5, -1.0, 1.5, 1.5, false},
+                                      {0.5, -1.0, 0.8, 0.0, true},
+                                      {5.0, -1.0, 3.0, 0.0, false},    // dual clip
+                                      {5.0, 1.0, -1.2, 0.0, true},     // never for positive advantages
+                                      {0.5, 0.0, 0.0, 0.0, false}});
+}
+
+TEST(PolicyLoss, VanillaHalvesTheGradientWhereDualClipTies) {
+  PolicySettings settings;
+  settings.dual_clip = 1.0;
+  const PolicyTerm term = policy_term(settings, kOld, kOld, -1.0);
+  EXPECT_EQ(term.value, 1.0);
+  EXPECT_EQ(term.gradient, 0.5);
+}
+
+TEST(PolicyLoss, LogRatiosBeyondTwentyHaveNoGradient) {
+  PolicySettings settings;
+  settings.dual_clip = 1e300;
+  EXPECT_EQ(policy_term(settings, 18.0, -2.0, -1.0).gradient, std::exp(20.0));  // at the bound it still passes
+  EXPECT_EQ(policy_term(settings, 18.5, -2.0, -1.0).gradient, 0.0);
+  EXPECT_EQ(policy_term(settings, 18.5, -2.0, -1.0).value, std::exp(20.0));
+  EXPECT_EQ(policy_term(settings, -900.0, -2.0, 1.0).value, -std::exp(-20.0));
+}
+
+TEST(PolicyLoss, CispoWeighsTheLogProbByTheClippedRatio) {
+  const double lp = kOld + std::log(1.5);
+  expect_points(PolicyLoss::cispo, {{1.5, 1.0, -1.2 * lp, -1.2, true},
+                                    {1.5, -1.0, 1.2 * lp, 1.2, true},
+                                    {0.5, 1.0, -0.8 * (kOld + std::log(0.5)), -0.8, true},
+                                    {1.0, 2.0, -2.0 * kOld, -2.0, false}});
+}
+
+TEST(PolicyLoss, SapoGatesByTheSignOfTheAdvantage) {
+  // At ratio 1 the gate is sigma(0) = 1/2 and its derivative 4 * 1/4.
+  expect_points(PolicyLoss::sapo, {{1.0, 1.0, -2.0, -1.0, false}, {1.0, -1.0, 2.0 / 1.05, 1.0, false}});
+  const double gate = 1 / (1 + std::exp(-1.0));  // ratio 2, temperature 1
+  expect_points(PolicyLoss::sapo, {{2.0, 1.0, -4 * gate, -4 * gate * (1 - gate) * 2, false}});
+}
+
+TEST(PolicyLoss, GpgAndReinforceAreTheLogProbTimesTheAdvantage) {
+  for (PolicyLoss loss : {PolicyLoss::gpg, PolicyLoss::reinforce})
+    expect_points(loss, {{7.0, 3.0, -3.0 * (kOld + std::log(7.0)), -3.0, false}});
+}
+
+TEST(PolicyLoss, GspoClipsTheSequenceRatioWithoutDualClip) {
+  PolicySettings settings;
+  settings.loss = PolicyLoss::gspo;
+  EXPECT_EQ(gspo_term(settings, std::log(1.5), 1.0).value, -1.2);
+  EXPECT_EQ(gspo_term(settings, std::log(1.5), 1.0).gradient, 0.0);
+  EXPECT_NEAR(gspo_term(settings, std::log(5.0), -1.0).value, 5.0, kRounding * 100);
+  EXPECT_NEAR(gspo_term(settings, std::log(5.0), -1.0).gradient, 5.0, kRounding * 100);
+  EXPECT_EQ(gspo_term(settings, 11.0, -1.0).value, std::exp(10.0));
+  EXPECT_EQ(gspo_term(settings, 11.0, -1.0).gradient, 0.0);
+  EXPECT_EQ(gspo_term(settings, 10.0, -1.0).gradient, std::exp(10.0));
+}
+
+TEST(KlEstimators, HaveTheValuesOfTheirFormulas) {
+  const double x = 0.5;  // lp - ref
+  EXPECT_EQ(kl_term(parse_kl_type("kl"), -1.0, -1.5).value, x);
+  EXPECT_EQ(kl_term(parse_kl_type("k1"), -1.0, -1.5).gradient, 1.0);
+  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.5, -1.0).value, x);
+  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.5, -1.0).gradient, -1.0);
+  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.0, -1.0).gradient, 0.0);
+  EXPECT_EQ(kl_term(parse_kl_type("mse"), -1.0, -1.5).value, 0.125);
+  EXPECT_EQ(kl_term(parse_kl_type("k2"), -1.0, -1.5).gradient, x);
+  EXPECT_NEAR(kl_term(parse_kl_type("low_var_kl"), -1.0, -1.5).value, std::exp(-x) + x - 1, 1e-15);
+  EXPECT_NEAR(kl_term(parse_kl_type("k3"), -1.0, -1.5).gradient, 1 - std::exp(-x), 1e-15);
+}
+
+TEST(KlEstimators, LowVarianceStopsAtItsBounds) {
+  const KlTerm far_above = kl_term(parse_kl_type("k3"), -1.0, 4.0);  // e^5 - 6 is above 10
+  EXPECT_EQ(far_above.value, 10.0);
+  EXPECT_EQ(far_above.gradient, 0.0);
+  const KlTerm far_below = kl_term(parse_kl_type("k3"), -1.0, -40.0);  // exponent -39, held at -20
+  EXPECT_EQ(far_below.value, 10.0);
+  EXPECT_EQ(far_below.gradient, 0.0);
+}
+
+TEST(KlEstimators, PlusKeepsTheValueWithTheGradientOfK2) {
+  for (const char* name : {"kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"}) {
+    const KlTerm plain = kl_term(parse_kl_type(name), -1.0, 4.0);
+    const KlTerm plus = kl_term(parse_kl_type(std::string(name) + "+"), -1.0, 4.0);
+    EXPECT_EQ(plus.value, plain.value) << name;
+    EXPECT_EQ(plus.gradient, -5.0) << name;
+  }
+  EXPECT_THROW(parse_kl_type("full"), OptionError);
+  EXPECT_THROW(parse_kl_type("+"), OptionError);
+}
+
+TEST(RolloutWeights, AreTruncatedAboveOnly) {
+  EXPECT_EQ(truncated_weight(0.0, 2.0), 1.0);
+  EXPECT_EQ(truncated_weight(5.0, 2.0), 2.0);
+  EXPECT_EQ(truncated_weight(-3.0, 2.0), std::exp(-3.0));
+  EXPECT_EQ(truncated_weight(-500.0, 2.0), std::exp(-20.0));
+  EXPECT_EQ(truncated_weight(500.0, 1e300), std::exp(20.0));
+}
+
+}  // namespace
+}  // namespace espalier
