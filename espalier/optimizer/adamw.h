@@ -1,0 +1,57 @@
+// AdamW over flat buffers, with float32 masters (float64 in float64 runs), warm-up and global-norm clipping.
+//
+// One update: the gradient's global norm decides the clipping factor, the factor enters the moments, the moments move
+// the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/model/parameters.h"
+#include "espalier/options/options.h"
+
+namespace espalier {
+
+struct AdamWSettings {
+  double lr = 1e-6, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01;
+  bool decay_matrices_only = false;
+  double max_grad_norm = 1.0;     // 0: no clipping
+  std::int64_t warmup_steps = 0;
+
+  static AdamWSettings from(const Options& options);
+};
+
+// The factor that brings a gradient of this norm to at most `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 where
+// max_norm is 0. Source: torch.nn.utils.clip_grad_norm_.
+double clip_factor(double norm, double max_norm);
+
+// Learning rate of step t = 1, 2, ...: lr * min(1, (t-1) / warmup_steps), constant without warm-up. Source: the
+// constant schedule with warm-up of transformers and verl, whose first step has rate 0.
+double learning_rate(const AdamWSettings& settings, std::int64_t step);
+
+class AdamW {
+ public:
+  // `weights`: the model's flat buffer, which step() overwrites. The table must outlive the object.
+  AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings);
+
+  struct Update {
+    double grad_norm = 0, clip_factor = 1, lr = 0;
+  };
+  // One update from a gradient in the table's layout. Errors: InputError where the norm is not finite; nothing has been
+  // changed then.
+  Update step(const at::Tensor& gradient);
+
+  std::int64_t steps_done() const { return steps_done_; }
+  void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
+  // Flat, accumulator dtype, the table's layout. masters() is the weights' own buffer unless they are bfloat16.
+  const at::Tensor& masters() const { return masters_; }
+  const at::Tensor& exp_avg() const { return exp_avg_; }
+  const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
+
+ private:
+  const ParameterTable& table_;
+  AdamWSettings settings_;
+  at::Tensor weights_, masters_, exp_avg_, exp_avg_sq_;
+  std::int64_t steps_done_ = 0;
+};
+
+}  // namespace espalier

@@ -1,0 +1,42 @@
+// One block of a flat buffer, on one thread: what adamw_kernels.cpp spreads over the threads. Compiled once for each
+// instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier {
+
+// The numbers of AdamWStep as they multiply, rounded to T once as torch rounds its scalars.
+template <class T>
+struct AdamWFactors {
+  T grad_scale;
+  T decay;        // 1 - lr weight_decay
+  T lerp_weight;  // 1 - beta1
+  T beta2, one_minus_beta2;
+  T correction2_root;  // sqrt(1 - beta2^t)
+  T eps;
+  T minus_step_size;  // -lr/(1 - beta1^t)
+};
+
+template <class T>
+struct AdamWRanges {
+  double (*sum_of_squares)(std::int64_t count, const T* x);
+  void (*adamw)(std::int64_t count, T* p, const T* grad, T* m, T* v, const AdamWFactors<T>& factors, bfloat16* rounded);
+};
+
+namespace baseline {
+template <class T>
+AdamWRanges<T> adamw_ranges();
+}
+namespace avx2 {
+template <class T>
+AdamWRanges<T> adamw_ranges();
+}
+namespace avx512 {
+template <class T>
+AdamWRanges<T> adamw_ranges();
+}
+
+}  // namespace espalier
