@@ -1,0 +1,204 @@
+// Finding, checking and converting the tensors of a model. Nothing is converted before every name and shape is right.
+#include <algorithm>
+#include <cstring>
+#include <list>
+#include <map>
+#include <unordered_set>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/safetensors.h"
+#include "espalier/model/parameters.h"
+
+namespace espalier {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
+constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kPrefix = "model.";
+
+// All tensors of a model, whatever file they are in.
+struct Tensors {
+  fs::path where;  // named in messages
+  std::list<SafetensorsFile> files;
+  std::map<std::string, const SafetensorsEntry*> by_name;
+};
+
+void open_file(const fs::path& path, Tensors& tensors) {
+  tensors.files.emplace_back(path);
+  for (const SafetensorsEntry& entry : tensors.files.back().entries()) {
+    if (!tensors.by_name.emplace(entry.name, &entry).second)
+      throw InputError({path.string(), "every tensor in one file", "'" + printable(entry.name) + "' in two", ""});
+  }
+}
+
+// { "weight_map": { tensor name: file name in the same directory } }
+void open_shards(const fs::path& index_path, Tensors& tensors) {
+  const Json index = read_json_object(index_path);
+  const std::string where = index_path.string();
+  const auto map = index.find("weight_map");
+  if (map == index.end() || !map->is_object() || map->empty())
+    throw InputError({where, "weight_map with the file of every tensor", "none", "Fetch the model again"});
+
+  std::map<std::string, std::string> file_of;
+  std::unordered_set<std::string> opened;
+  for (const auto& [name, value] : map->items()) {
+    const std::string file = value.is_string() ? value.get<std::string>() : "";
+    if (file.empty() || file == "." || file == ".." || file.find('/') != std::string::npos ||
+        file.find('\0') != std::string::npos)
+      throw InputError({where + ": tensor '" + printable(name) + "'", "the name of a file in the same directory",
+                        "'" + printable(value.is_string() ? file : value.type_name()) + "'", ""});
+    file_of.emplace(name, file);
+    if (!opened.insert(file).second) continue;
+    const fs::path path = index_path.parent_path() / file;
+    if (!fs::exists(path))
+      throw InputError({where, "the weight file '" + printable(file) + "'", "no such file", "Fetch the model again"});
+    open_file(path, tensors);
+  }
+  for (const SafetensorsFile& file : tensors.files)
+    for (const SafetensorsEntry& entry : file.entries()) {
+      const auto listed = file_of.find(entry.name);
+      if (listed == file_of.end() || listed->second != file.path().filename())
+        throw InputError({file.path().string(), "the tensors that the index names",
+                          "'" + printable(entry.name) + "', which it does not", "Fetch the model again"});
+    }
+  for (const auto& [name, file] : file_of)
+    if (tensors.by_name.count(name) == 0)
+      throw InputError(
+          {where, "tensor '" + printable(name) + "' in '" + file + "'", "none there", "Fetch the model again"});
+}
+
+Tensors open_model(const fs::path& directory) {
+  Tensors tensors;
+  tensors.where = directory;
+  if (!fs::is_directory(directory))
+    throw InputError({directory.string(), "a model directory", fs::exists(directory) ? "a file" : "nothing there", ""});
+  const fs::path single = directory / "model.safetensors", index = directory / "model.safetensors.index.json";
+  if (fs::exists(single)) {
+    open_file(single, tensors);
+  } else if (fs::exists(index)) {
+    open_shards(index, tensors);
+  } else if (fs::exists(directory / "pytorch_model.bin") || fs::exists(directory / "pytorch_model.bin.index.json")) {
+    throw UnsupportedError({directory.string(), "weights in model.safetensors", "pickled weights in pytorch_model.bin",
+                            "Load the model with transformers and save it with save_pretrained"});
+  } else {
+    throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
+  }
+  return tensors;
+}
+
+// Names as the table spells them: a bare decoder's tensors get their prefix.
+std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensors) {
+  const bool prefixed = std::any_of(tensors.by_name.begin(), tensors.by_name.end(),
+                                    [](const auto& item) { return item.first.starts_with(kPrefix); });
+  if (prefixed) return tensors.by_name;
+  std::map<std::string, const SafetensorsEntry*> out;
+  for (const auto& [name, entry] : tensors.by_name) out.emplace(name == kHead ? name : kPrefix + name, entry);
+  return out;
+}
+
+bool equal_values(const SafetensorsEntry& a, const SafetensorsEntry& b) {
+  if (a.shape != b.shape || !is_floating(a.type) || !is_floating(b.type)) return false;
+  if (a.type == b.type) return std::memcmp(a.data, b.data, static_cast<std::size_t>(a.bytes)) == 0;
+  std::vector<double> left(static_cast<std::size_t>(a.count)), right(left.size());
+  convert_values(a.type, a.data, DType::float64, left.data(), a.count);
+  convert_values(b.type, b.data, DType::float64, right.data(), b.count);
+  return left == right;
+}
+
+// A tied head is the embedding under another name. Different values mean that the config is wrong: transformers would
+// untie them.
+void resolve_tied_head(std::map<std::string, const SafetensorsEntry*>& names, const fs::path& where) {
+  const auto head = names.find(kHead);
+  if (head == names.end()) return;
+  const auto embedding = names.emplace(kEmbedding, head->second).first;
+  if (embedding->second != head->second && !equal_values(*embedding->second, *head->second))
+    throw InputError({where.string(), "lm_head.weight equal to the embedding, since the head is tied", "other values",
+                      "Set tie_word_embeddings to false in config.json to train the head on its own"});
+  names.erase(head);
+}
+
+std::string first_few(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 4;
+  std::string out;
+  for (std::size_t i = 0; i < std::min(kShown, names.size()); ++i)
+    out += (i == 0 ? "'" : ", '") + printable(names[i]) + "'";
+  if (names.size() > kShown) out += text_of(" and ", names.size() - kShown, " more");
+  return out;
+}
+
+std::string remedy_for(const std::vector<std::string>& missing, const std::vector<std::string>& unexpected) {
+  if (missing == std::vector<std::string>{kHead})
+    return "If the head is the embedding, set tie_word_embeddings to true in config.json";
+  for (const std::string& name : unexpected)
+    if (name.ends_with("_scale") || name.ends_with("_scale_inv") || name.ends_with(".qweight"))
+      return "The model looks quantised; use its original weights";
+  return "Does config.json belong to these weights?";
+}
+
+// The entry of every parameter, in the table's order.
+std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const ParameterTable& table) {
+  auto names = table_names(tensors);
+  if (!table.contains(kHead)) resolve_tied_head(names, tensors.where);
+
+  std::vector<const SafetensorsEntry*> out;
+  std::vector<std::string> missing, unexpected;
+  for (const Parameter& parameter : table.parameters()) {
+    const auto found = names.find(parameter.name);
+    if (found == names.end()) missing.push_back(parameter.name);
+    out.push_back(found == names.end() ? nullptr : found->second);
+  }
+  for (const auto& [name, entry] : names)
+    if (!table.contains(name) && !name.ends_with("rotary_emb.inv_freq")) unexpected.push_back(name);
+  if (!missing.empty() || !unexpected.empty()) {
+    std::string got;
+    if (!missing.empty()) got = text_of(missing.size(), " missing: ", first_few(missing));
+    if (!unexpected.empty())
+      got += text_of(got.empty() ? "" : "; ", unexpected.size(), " unexpected: ", first_few(unexpected));
+    throw InputError({tensors.where.string(), text_of("the ", out.size(), " tensors of the model's config"), got,
+                      remedy_for(missing, unexpected)});
+  }
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const Parameter& parameter = table.parameters()[i];
+    const std::string where = tensors.where.string() + ": tensor '" + parameter.name + "'";
+    if (out[i]->shape != parameter.shape)
+      throw InputError({where, "shape " + shape_text(parameter.shape), shape_text(out[i]->shape),
+                        "Does config.json belong to these weights?"});
+    if (!is_floating(out[i]->type))
+      throw UnsupportedError({where, "F64, F32, F16 or BF16", name_of(out[i]->type),
+                              "Quantised weights cannot be trained; use the original weights"});
+  }
+  return out;
+}
+
+void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void* flat,
+          const ElementProgress& progress) {
+  const std::vector<const SafetensorsEntry*> entries = match(tensors, table);
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const Parameter& parameter = table.parameters()[i];
+    convert_values(entries[i]->type, entries[i]->data, dtype,
+                   static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype), parameter.count);
+    if (progress) progress(parameter.offset + parameter.count, table.size());
+  }
+}
+
+}  // namespace
+
+void load_parameters(const fs::path& directory, const ParameterTable& table, DType dtype, void* flat,
+                     const ElementProgress& progress) {
+  load(open_model(directory), table, dtype, flat, progress);
+}
+
+void load_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, void* flat,
+                        const ElementProgress& progress) {
+  Tensors tensors;
+  tensors.where = file;
+  open_file(file, tensors);
+  load(tensors, table, dtype, flat, progress);
+}
+
+}  // namespace espalier

@@ -1,0 +1,49 @@
+// Weights of a Hugging Face model directory to and from one flat buffer laid out by a ParameterTable.
+//
+// `flat` holds table.size() elements of the stated dtype.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier {
+
+class ParameterTable;
+
+// Called from the loading or writing thread after every tensor: elements done and in all.
+using ElementProgress = std::function<void(std::int64_t done, std::int64_t total)>;
+
+// Overwrites flat with the weights of model.safetensors, or of the shards that model.safetensors.index.json names,
+// converted from F64, F32, F16 or BF16 to dtype. As Hugging Face does: names without the prefix "model." are taken
+// when no name has it; rotary inv_freq buffers are ignored; a head stored beside a tied one must be equal to the
+// embedding, and may stand for it when the embedding is absent.
+// Errors: InputError naming the file and the first few missing, unexpected or misshapen tensors; UnsupportedError for
+// weights in other number formats (quantised models) and for pickled weights.
+void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
+                     const ElementProgress& progress = {});
+
+// The same from one safetensors file of any name, such as a checkpoint of a trace.
+void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
+                        const ElementProgress& progress = {});
+
+struct WriteOptions {
+  std::int64_t shard_bytes = 5'000'000'000;  // a weight file grows no larger, unless one tensor is
+  ElementProgress progress;
+};
+
+// Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as `to`
+// in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
+// no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
+// copied byte for byte.
+// Errors: InputError for an unreadable source, OptionError for a failing output.
+void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
+                           const ParameterTable& table, DType from, const void* flat, DType to,
+                           const WriteOptions& options = {});
+
+// One safetensors file with every parameter as dtype, unconverted; complete or absent.
+void write_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, const void* flat);
+
+}  // namespace espalier

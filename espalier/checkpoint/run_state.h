@@ -1,0 +1,48 @@
+// What exact continuation needs besides the weights, in the folder espalier/ of an output directory:
+//   state.json         position, random state, options, what model and number formats it belongs to
+//   state.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> for every parameter, in the accumulators' dtype
+// Saving and loading move bits, not values.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier {
+
+class ParameterTable;
+struct ModelShape;
+
+struct RunState {
+  std::int64_t step = 0;                // optimizer steps done
+  std::int64_t epoch = 0;               // where the data continues: this epoch,
+  std::int64_t mini_batch = 0;          // this mini-batch of it, not yet trained on
+  std::string random_state;             // printable, as the generator writes itself
+  std::string options = "{}";           // the resolved options, a JSON object
+  std::string extra = "{}";             // whatever else the caller continues from, a JSON object
+  std::string model;                    // fingerprint_of the model's shape
+  DType dtype = DType::float32;         // the run's weights and activations
+  DType accumulators = DType::float32;  // masters and moments: float32 or float64
+};
+
+// Everything of a shape that the meaning of its weights depends on, readable, for comparison.
+std::string fingerprint_of(const ModelShape& shape);
+
+// Writes espalier/state.json and espalier/state.safetensors into an existing directory, usually
+// AtomicDirectory::path(). masters, first and second moments: table.size() elements of state.accumulators each.
+// Errors: OptionError when the output fails.
+void save_run_state(const std::filesystem::path& directory, const RunState& state, const ParameterTable& table,
+                    const void* masters, const void* first_moments, const void* second_moments);
+
+// state.json alone, checked. Errors: InputError with the file and the member that is missing or wrong.
+RunState read_run_state(const std::filesystem::path& directory);
+
+// Checks state.json against the model and the accumulators' dtype, then state.safetensors completely, then overwrites
+// the three buffers. Errors: InputError: no checkpoint, truncated, of another model, number format or version, or two
+// files of different steps.
+RunState load_run_state(const std::filesystem::path& directory, const std::string& model, const ParameterTable& table,
+                        DType accumulators, void* masters, void* first_moments, void* second_moments);
+
+}  // namespace espalier

@@ -1,0 +1,178 @@
+// Writing models and single files of named tensors.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "espalier/base/atomic_file.h"
+#include "espalier/base/error.h"
+#include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/safetensors.h"
+#include "espalier/model/parameters.h"
+
+namespace espalier {
+namespace fs = std::filesystem;
+namespace {
+
+struct Shard {
+  std::size_t begin = 0, end = 0;  // parameters
+};
+
+std::vector<Shard> cut_shards(const ParameterTable& table, DType to, std::int64_t shard_bytes) {
+  std::vector<Shard> shards(1);
+  std::int64_t used = 0;
+  for (const Parameter& parameter : table.parameters()) {
+    const std::int64_t bytes = parameter.count * bytes_of(to);
+    if (used > 0 && used + bytes > shard_bytes) {
+      shards.push_back({shards.back().end, shards.back().end});
+      used = 0;
+    }
+    used += bytes;
+    ++shards.back().end;
+  }
+  return shards;
+}
+
+void append_converted(SafetensorsWriter& writer, DType from, const std::byte* values, DType to, std::int64_t count) {
+  if (from == to) return writer.append(values, count * bytes_of(to));
+  constexpr std::int64_t kPiece = std::int64_t{1} << 20;
+  std::vector<std::byte> piece(static_cast<std::size_t>(std::min(kPiece, count) * bytes_of(to)));
+  for (std::int64_t begin = 0; begin < count; begin += kPiece) {
+    const std::int64_t size = std::min(kPiece, count - begin);
+    convert_values(tensor_type_of(from), values + begin * bytes_of(from), to, piece.data(), size);
+    writer.append(piece.data(), size * bytes_of(to));
+  }
+}
+
+void write_tensors(OutputFile& output, const ParameterTable& table, Shard shard, DType from, const void* flat, DType to,
+                   const ElementProgress& progress) {
+  std::vector<TensorSpec> specs;
+  for (std::size_t i = shard.begin; i < shard.end; ++i)
+    specs.push_back({table.parameters()[i].name, tensor_type_of(to), table.parameters()[i].shape});
+  SafetensorsWriter writer(output, specs);
+  for (std::size_t i = shard.begin; i < shard.end; ++i) {
+    const Parameter& parameter = table.parameters()[i];
+    append_converted(writer, from, static_cast<const std::byte*>(flat) + parameter.offset * bytes_of(from), to,
+                     parameter.count);
+    if (progress) progress(parameter.offset + parameter.count, table.size());
+  }
+  writer.finish();
+}
+
+void write_weights(const fs::path& target, const ParameterTable& table, DType from, const void* flat, DType to,
+                   const WriteOptions& options) {
+  const std::vector<Shard> shards = cut_shards(table, to, options.shard_bytes);
+  Json weight_map = Json::object();
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    std::string name = "model.safetensors";
+    if (shards.size() > 1) {
+      char numbered[64];
+      std::snprintf(numbered, sizeof numbered, "model-%05zu-of-%05zu.safetensors", i + 1, shards.size());
+      name = numbered;
+    }
+    OutputFile output(target / name);
+    write_tensors(output, table, shards[i], from, flat, to, options.progress);
+    output.close_synced();
+    for (std::size_t p = shards[i].begin; p < shards[i].end; ++p) weight_map[table.parameters()[p].name] = name;
+  }
+  if (shards.size() == 1) return;
+  Json index;
+  index["metadata"]["total_size"] = table.size() * bytes_of(to);
+  index["weight_map"] = std::move(weight_map);
+  write_json_file(target / "model.safetensors.index.json", index);
+}
+
+// Weights of any format, their indices, and what belongs to other trainers' optimizers.
+bool is_weight_file(const std::string& name) {
+  for (const char* ending : {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot",
+                             ".index.json", ".npz", ".ckpt"})
+    if (name.ends_with(ending)) return true;
+  return false;
+}
+
+void copy_content(const fs::path& from, const fs::path& to) {
+  const int descriptor = ::open(from.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) throw InputError({from.string(), "a readable file", std::strerror(errno), ""});
+  struct Closer {
+    int number;
+    ~Closer() { ::close(number); }
+  } closer{descriptor};
+  OutputFile output(to);
+  std::vector<char> buffer(std::size_t{1} << 18);
+  for (;;) {
+    const ssize_t got = ::read(descriptor, buffer.data(), buffer.size());
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw InputError({from.string(), "a readable file", std::strerror(errno), ""});
+    if (got == 0) break;
+    output.write(buffer.data(), static_cast<std::size_t>(got));
+  }
+  output.close_synced();
+}
+
+// The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
+// member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
+void write_config(const fs::path& from, const fs::path& to, DType dtype) {
+  Json config = read_json_object(from);
+  bool stated = false, changed = false;
+  for (const char* member : {"dtype", "torch_dtype"}) {
+    const auto found = config.find(member);
+    if (found == config.end() || found->is_null()) continue;
+    stated = true;
+    if (*found == name_of(dtype)) continue;
+    *found = name_of(dtype);
+    changed = true;
+  }
+  if (!stated && dtype != DType::float32) {
+    config["torch_dtype"] = name_of(dtype);
+    changed = true;
+  }
+  if (changed)
+    write_json_file(to, config);
+  else
+    copy_content(from, to);
+}
+
+void copy_other_files(const fs::path& source, const fs::path& target, DType to) {
+  std::error_code failure;
+  std::vector<fs::path> files;
+  for (fs::directory_iterator entry(source, failure), end; !failure && entry != end; entry.increment(failure)) {
+    const std::string name = entry->path().filename().string();
+    std::error_code dangling;
+    if (!name.starts_with('.') && !is_weight_file(name) && entry->is_regular_file(dangling))
+      files.push_back(entry->path());
+  }
+  if (failure) throw InputError({source.string(), "a readable model directory", failure.message(), ""});
+  std::sort(files.begin(), files.end());
+  for (const fs::path& file : files) {
+    if (file.filename() == "config.json")
+      write_config(file, target / "config.json", to);
+    else
+      copy_content(file, target / file.filename());
+  }
+}
+
+}  // namespace
+
+void write_model_directory(const fs::path& target, const fs::path& source, const ParameterTable& table, DType from,
+                           const void* flat, DType to, const WriteOptions& options) {
+  if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
+  std::error_code ignored;
+  ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
+  copy_other_files(source, target, to);
+  write_weights(target, table, from, flat, to, options);
+}
+
+void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {
+  AtomicFile output(file);
+  write_tensors(output.output(), table, {0, table.parameters().size()}, dtype, flat, dtype, {});
+  output.commit();
+}
+
+}  // namespace espalier

@@ -1,0 +1,190 @@
+// Loading models: names, shapes, tied heads, number formats, and recorded models where they are present.
+#include "espalier/base/atomic_file.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/safetensors.h"
+#include "tests/unit/checkpoint/small_model.h"
+
+namespace espalier::test {
+namespace {
+
+// A model file whose tensors come from a table, with changes: rename(name) returning "" drops a tensor.
+template <class Rename>
+void write_model(const std::filesystem::path& path, const ParameterTable& table, const std::vector<float>& values,
+                 Rename rename, const std::vector<std::pair<TensorSpec, std::vector<float>>>& more = {}) {
+  std::vector<TensorSpec> specs;
+  for (const Parameter& parameter : table.parameters())
+    if (const std::string name = rename(parameter.name); !name.empty())
+      specs.push_back({name, TensorType::F32, parameter.shape});
+  for (const auto& item : more) specs.push_back(item.first);
+  OutputFile output(path);
+  SafetensorsWriter writer(output, specs);
+  for (const Parameter& parameter : table.parameters())
+    if (!rename(parameter.name).empty()) writer.append(values.data() + parameter.offset, 4 * parameter.count);
+  for (const auto& item : more) writer.append(item.second.data(), static_cast<std::int64_t>(4 * item.second.size()));
+  writer.finish();
+  output.close_synced();
+}
+
+const auto kSameName = [](const std::string& name) { return name; };
+
+struct LoadModel : ::testing::Test {
+  TemporaryDirectory folder;
+  ModelShape shape = llama_shape();
+
+  std::vector<float> values() const { return exact_values(ParameterTable(shape).size(), 17); }
+  std::vector<float> loaded() const {
+    const ParameterTable table(shape);
+    std::vector<float> out(static_cast<std::size_t>(table.size()), -77.0f);
+    load_parameters(folder.path(), table, DType::float32, out.data());
+    return out;
+  }
+  std::string error() const {
+    return message_of<InputError>([&] { loaded(); });
+  }
+  std::filesystem::path file() const { return folder / "model.safetensors"; }
+};
+
+TEST_F(LoadModel, IgnoresRotaryBuffers) {
+  write_model(file(), ParameterTable(shape), values(), kSameName,
+              {{{"model.layers.0.self_attn.rotary_emb.inv_freq", TensorType::F32, {1}}, {1.0f}}});
+  EXPECT_EQ(loaded(), values());
+}
+
+TEST_F(LoadModel, AddsThePrefixToABareDecoder) {
+  write_model(file(), ParameterTable(shape), values(),
+              [](const std::string& name) { return name.starts_with("model.") ? name.substr(6) : name; });
+  EXPECT_EQ(loaded(), values());
+}
+
+TEST_F(LoadModel, DoesNotMixPrefixedAndBareNames) {
+  write_model(file(), ParameterTable(shape), values(),
+              [](const std::string& name) { return name == "model.norm.weight" ? "norm.weight" : name; });
+  EXPECT_HOLDS(error(), "1 missing: 'model.norm.weight'; 1 unexpected: 'norm.weight'");
+}
+
+TEST_F(LoadModel, AcceptsATiedHeadThatEqualsTheEmbedding) {
+  shape.tied_head = true;
+  const std::vector<float> all = values();
+  write_model(file(), ParameterTable(shape), all, kSameName,
+              {{{"lm_head.weight", TensorType::F32, {11, 8}}, {all.begin(), all.begin() + 88}}});
+  EXPECT_EQ(loaded(), all);
+}
+
+TEST_F(LoadModel, RefusesATiedHeadWithOtherValues) {
+  shape.tied_head = true;
+  write_model(file(), ParameterTable(shape), values(), kSameName,
+              {{{"lm_head.weight", TensorType::F32, {11, 8}}, std::vector<float>(88, 9.0f)}});
+  EXPECT_HOLDS(error(), "Set tie_word_embeddings to false");
+}
+
+TEST_F(LoadModel, TakesTheTiedHeadForAnAbsentEmbedding) {
+  shape.tied_head = true;
+  write_model(file(), ParameterTable(shape), values(),
+              [](const std::string& name) { return name == "model.embed_tokens.weight" ? "lm_head.weight" : name; });
+  EXPECT_EQ(loaded(), values());
+}
+
+TEST_F(LoadModel, NamesAMissingHeadAndItsRemedy) {
+  write_model(file(), ParameterTable(shape), values(),
+              [](const std::string& name) { return name == "lm_head.weight" ? "" : name; });
+  EXPECT_HOLDS(error(), "set tie_word_embeddings to true");
+}
+
+TEST_F(LoadModel, NamesTheFirstMissingAndUnexpectedTensors) {
+  write_model(file(), ParameterTable(shape), values(), [](const std::string& name) {
+    return name.find("layers.1.") == std::string::npos ? name : "model.layers.9." + name.substr(15);
+  });
+  const std::string text = error();
+  EXPECT_HOLDS(text, folder.path().string());
+  EXPECT_HOLDS(text, "9 missing: 'model.layers.1.input_layernorm.weight', ");
+  EXPECT_HOLDS(text, " and 5 more; 9 unexpected: 'model.layers.9.");
+}
+
+TEST_F(LoadModel, NamesBothShapes) {
+  ModelShape other = shape;
+  other.inner = 13;
+  write_model(file(), ParameterTable(other), exact_values(ParameterTable(other).size(), 1), kSameName);
+  const std::string text = error();
+  EXPECT_HOLDS(text, "tensor 'model.layers.0.mlp.gate_proj.weight'");
+  EXPECT_HOLDS(text, "expected shape [12, 8], got [13, 8]");
+}
+
+TEST_F(LoadModel, ConvertsNothingBeforeEverythingIsChecked) {
+  ModelShape other = shape;
+  other.vocabulary = 10;
+  write_model(file(), ParameterTable(shape), values(), kSameName);
+  const ParameterTable table(other);
+  std::vector<float> out(static_cast<std::size_t>(table.size()), -77.0f);
+  EXPECT_THROW(load_parameters(folder.path(), table, DType::float32, out.data()), InputError);
+  EXPECT_EQ(out, std::vector<float>(out.size(), -77.0f));
+}
+
+TEST_F(LoadModel, RefusesWholeNumbersAsUnsupported) {
+  OutputFile output(file());
+  std::vector<TensorSpec> specs;
+  const ParameterTable table(shape);
+  for (const Parameter& parameter : table.parameters())
+    specs.push_back({parameter.name, TensorType::I8, parameter.shape});
+  SafetensorsWriter writer(output, specs);
+  writer.append(values().data(), table.size());
+  output.close_synced();
+  EXPECT_HOLDS(message_of<UnsupportedError>([&] { loaded(); }), "I8");
+}
+
+TEST_F(LoadModel, NamesWhatAnEmptyDirectoryLacks) {
+  EXPECT_HOLDS(error(), "expected model.safetensors or model.safetensors.index.json, got neither");
+  write_text(folder / "pytorch_model.bin", "x");
+  EXPECT_HOLDS(message_of<UnsupportedError>([&] { loaded(); }), "save_pretrained");
+}
+
+TEST_F(LoadModel, ReportsProgressUpToTheEnd) {
+  write_model(file(), ParameterTable(shape), values(), kSameName);
+  const ParameterTable table(shape);
+  std::vector<double> out(static_cast<std::size_t>(table.size()));
+  std::vector<std::int64_t> seen;
+  load_named_tensors(file(), table, DType::float64, out.data(), [&](std::int64_t done, std::int64_t total) {
+    EXPECT_EQ(total, table.size());
+    seen.push_back(done);
+  });
+  EXPECT_EQ(seen.size(), table.parameters().size());
+  EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
+  EXPECT_EQ(seen.back(), table.size());
+}
+
+TEST(RecordedModels, LoadsATrainedLlamaWithATiedHead) {
+  const std::filesystem::path directory = ESPALIER_SOURCE_DIR "/../shared/data/stories260K/hf";
+  if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded model is not there: " << directory;
+  ModelShape shape = llama_shape();
+  shape.layers = 5, shape.hidden = 64, shape.inner = 172, shape.heads = 8, shape.kv_heads = 4, shape.head_dim = 8;
+  shape.vocabulary = 512, shape.tied_head = true;
+  const ParameterTable table(shape);
+  std::vector<float> out(static_cast<std::size_t>(table.size()));
+  load_parameters(directory, table, DType::float32, out.data());
+  // The norm's weights of a trained model are neither 0 nor 1 all over; the file's bytes are the values.
+  const SafetensorsFile file(directory / "model.safetensors");
+  for (const Parameter& parameter : table.parameters())
+    EXPECT_EQ(std::memcmp(out.data() + parameter.offset, file.find(parameter.name)->data,
+                          4 * static_cast<std::size_t>(parameter.count)),
+              0);
+  EXPECT_EQ(table.size() * 4, [&] {
+    std::int64_t sum = 0;
+    for (const auto& e : file.entries()) sum += e.bytes;
+    return sum;
+  }());
+}
+
+TEST(RecordedModels, LoadsTheCheckpointsOfATrace) {
+  const std::filesystem::path directory = ESPALIER_SOURCE_DIR "/../shared/data/trace_grpo20";
+  if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded trace is not there: " << directory;
+  ModelShape shape = llama_shape();
+  shape.layers = 4, shape.hidden = 128, shape.inner = 320, shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 32;
+  shape.vocabulary = 64, shape.tied_head = true, shape.qk_norm = true;
+  const ParameterTable table(shape);
+  std::vector<float> start(static_cast<std::size_t>(table.size())), later(start.size());
+  load_parameters(directory / "model", table, DType::float32, start.data());
+  load_named_tensors(directory / "checkpoints" / "step-000020.safetensors", table, DType::float32, later.data());
+  EXPECT_NE(start, later);
+}
+
+}  // namespace
+}  // namespace espalier::test
