@@ -1,0 +1,46 @@
+#include "espalier/phase/item_rows.h"
+
+#include <algorithm>
+
+namespace espalier {
+namespace {
+
+void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) {
+  for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
+    rows.id.push_back(rollout.token_at(depth));
+    rows.position.push_back(depth);
+    rows.subtree_end.push_back(segment.subtree_end);
+  }
+}
+
+// One output row per (row, temperature) among the edges, which are ordered that way first.
+void add_outputs(ItemRows& out, std::span<const Rollout> batch) {
+  auto temperature_of = [&](const LossEdge& edge) { return batch[edge.rollout].temperature; };
+  std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
+    return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
+  });
+  for (const LossEdge& edge : out.edges) {
+    const double temperature = temperature_of(edge);
+    Rows& rows = out.rows;
+    if (rows.output_row.empty() || rows.output_row.back() != edge.row || out.temperature.back() != temperature) {
+      rows.output_row.push_back(edge.row);
+      rows.output_position.push_back(rows.position[edge.row]);
+      out.temperature.push_back(temperature);
+    }
+    out.head_edges.push_back({static_cast<std::int32_t>(rows.output_row.size()) - 1, edge.target});
+  }
+}
+
+}  // namespace
+
+ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs) {
+  ItemRows out;
+  out.rows.path_rows = item.path_rows;
+  out.rows.in_path = item.kind == ItemKind::trunk;
+  for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
+  out.edges = edges_of(item.set, batch, all_logprobs);
+  add_outputs(out, batch);
+  return out;
+}
+
+}  // namespace espalier

@@ -1,0 +1,11 @@
+// The one schedule: every plan, dense, packed, phased or a tree of trunks, is this recursion (architecture §1).
+#pragma once
+
+#include "espalier/phase/step_run.h"
+
+namespace espalier {
+
+// Runs all items. Adds every parameter's gradient, fills the series, the counters, the seconds and the peaks.
+void run_schedule(StepRun& step, const StepPlan& plan);
+
+}  // namespace espalier
