@@ -1,0 +1,157 @@
+#include "espalier/train/bench.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "espalier/base/error.h"
+#include "espalier/base/random.h"
+#include "espalier/train/machine.h"
+#include "espalier/train/step.h"
+
+namespace espalier {
+namespace {
+
+// Qwen3 in small: large enough that matrix products dominate, small enough for a laptop.
+ModelShape built_in_shape() {
+  ModelShape shape;
+  shape.architecture = "Qwen3ForCausalLM";
+  shape.layers = 8, shape.hidden = 512, shape.inner = 1536;
+  shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 64;
+  shape.vocabulary = 8192, shape.max_positions = 40960;
+  shape.rope_theta = 1e6, shape.tied_head = true, shape.qk_norm = true;
+  return shape;
+}
+
+std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progress) {
+  const DType dtype = parse_dtype(options.dtype);
+  const auto seed = static_cast<std::uint64_t>(options.seed);
+  if (options.model.empty()) return random_model(built_in_shape(), dtype, seed);
+  const std::filesystem::path path = options.model;
+  const bool weights = std::filesystem::exists(path / "model.safetensors") ||
+                       std::filesystem::exists(path / "model.safetensors.index.json");
+  if (weights) return load_model(path, dtype, progress);
+  progress.note("no weights beside config.json: random ones");
+  return random_model(read_model_shape(path), dtype, seed);
+}
+
+struct Split {
+  std::int64_t prefix, suffix;
+};
+
+std::vector<Split> parse_splits(const std::string& text) {
+  std::vector<Split> out;
+  std::string item;
+  std::istringstream items(text);
+  while (std::getline(items, item, ',')) {
+    Split split{};
+    char slash = 0, more = 0;
+    std::istringstream in(item);
+    if (!(in >> split.prefix >> slash >> split.suffix) || slash != '/' || split.prefix < 1 || split.suffix < 1 || in >> more)
+      throw OptionError({"--splits", "prompt/response lengths, as 1024/1024,1707/341", "'" + item + "'", ""});
+    out.push_back(split);
+  }
+  return out;
+}
+
+// A group of n random responses to one random prompt, with advantages that sum to about zero.
+std::vector<Rollout> random_group(const Split& split, std::int64_t n, std::int64_t vocabulary, Random random) {
+  auto ids = [&](std::int64_t count) {
+    std::vector<std::int32_t> out(static_cast<std::size_t>(count));
+    for (auto& id : out) id = static_cast<std::int32_t>(random.integer(0, vocabulary - 1));
+    return out;
+  };
+  const std::vector<std::int32_t> prompt = ids(split.prefix);
+  std::vector<Rollout> group(static_cast<std::size_t>(n));
+  for (Rollout& rollout : group) {
+    rollout.prompt_ids = prompt;
+    rollout.response_ids = ids(split.suffix);
+    rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+    rollout.reward = random.normal();
+    rollout.where = "bench";
+  }
+  return group;
+}
+
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  const std::size_t n = values.size();
+  return n == 0 ? 0 : n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+struct Entrant {
+  const char* schedule;
+  BenchMeasure BenchCell::*measure;
+  std::vector<double> seconds;
+};
+
+BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, Progress& progress) {
+  const MiniBatch batch = data.mini_batch(0);
+  BenchCell cell;
+  Entrant entrants[] = {{"dense", &BenchCell::dense, {}},
+                        {"packed", &BenchCell::packed, {}},
+                        {"phased", &BenchCell::phased, {}},
+                        {"auto", &BenchCell::automatic, {}}};
+  at::Tensor dense;
+  for (std::int64_t run = 0; run < options.repetitions; ++run)
+    for (Entrant& entrant : entrants) {
+      actor.options.schedule = entrant.schedule;
+      GradientReport report = compute_gradient(actor, batch, false);
+      entrant.seconds.push_back(report.seconds.total);
+      BenchMeasure& measure = cell.*entrant.measure;
+      measure.predicted_seconds = report.plan.chosen.seconds;
+      measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
+      measure.peak_bytes = report.peak_bytes.peak();
+      measure.physical_rows = report.plan.physical_rows();
+      measure.flops = report.plan.chosen.flops;
+      cell.ceiling = report.plan.ceiling;
+      if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
+      if (entrant.measure == &BenchCell::dense && run == 0) dense = actor.gradients.flat().clone();
+      const double distance = (actor.gradients.flat() - dense).norm().item<double>();
+      measure.gradient_error = std::max(measure.gradient_error, distance / dense.norm().item<double>());
+      progress.advance_to(0);
+    }
+  for (Entrant& entrant : entrants) (cell.*entrant.measure).seconds = median(entrant.seconds);
+  return cell;
+}
+
+}  // namespace
+
+std::vector<BenchCell> bench(const Options& options, Progress& progress,
+                             const std::function<void(const BenchCell&)>& on_cell) {
+  const auto model = bench_model(options, progress);
+  Actor actor(*model, options, machine_profile(options, progress));
+  std::vector<BenchCell> cells;
+  auto measure = [&](std::vector<Rollout> rollouts, const Split& split, std::int64_t n) {
+    const TrainingData data(std::move(rollouts), options);
+    model->decoder.reserve_positions(data.longest());
+    BenchCell cell = measure_cell(actor, options, data, progress);
+    cell.prefix = split.prefix, cell.suffix = split.suffix, cell.n = n;
+    on_cell(cell);
+    cells.push_back(std::move(cell));
+  };
+  if (!options.rollouts.empty()) {
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape.vocabulary, progress);
+    std::vector<double> prompts, responses;
+    for (const Rollout& rollout : rollouts) {
+      prompts.push_back(rollout.prompt_length());
+      responses.push_back(rollout.response_length());
+    }
+    const auto n = static_cast<std::int64_t>(rollouts.size());
+    measure(std::move(rollouts), {std::llround(median(prompts)), std::llround(median(responses))}, n);
+    return cells;
+  }
+  const std::vector<Split> splits = parse_splits(options.splits);
+  const std::vector<double> sizes = parse_numbers("n", options.n);
+  const Random random(static_cast<std::uint64_t>(options.seed));
+  progress.begin("bench", 0, "cells");
+  for (const Split& split : splits)
+    for (const double n : sizes)
+      measure(random_group(split, std::llround(n), model->shape.vocabulary, random.fork(cells.size())), split, std::llround(n));
+  progress.end();
+  return cells;
+}
+
+}  // namespace espalier

@@ -1,0 +1,40 @@
+// `bench`: dense against packed, phased and auto, on the same rollouts and weights, in one process.
+//
+// Every figure is the median of runs taken in turns (dense, packed, phased, auto, dense, ...), so that a machine whose
+// speed wanders shifts all of them alike. The gradients of the very runs that were timed are compared with dense.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "espalier/observe/progress.h"
+#include "espalier/options/options.h"
+
+namespace espalier {
+
+struct BenchMeasure {
+  double seconds = 0;              // median of a whole gradient: plan, forward, loss, backward; no optimizer
+  double predicted_seconds = 0;
+  std::int64_t peak_bytes = 0, predicted_peak_bytes = 0;
+  std::int64_t physical_rows = 0;
+  double gradient_error = 0;       // relative L2 distance of the whole gradient from dense
+  double flops = 0;
+};
+
+struct BenchCell {
+  std::int64_t prefix = 0, suffix = 0, n = 0;  // prompt and response tokens, responses; medians for --rollouts
+  BenchMeasure dense, packed, phased, automatic;
+  double ceiling = 1;              // FLOPs dense / FLOPs with every shared row once
+  std::string chosen;              // schedule that auto took for the first tree
+
+  double speedup() const { return automatic.seconds > 0 ? dense.seconds / automatic.seconds : 0; }
+  double fraction() const { return speedup() / ceiling; }
+};
+
+// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends.
+std::vector<BenchCell> bench(const Options& options, Progress& progress,
+                             const std::function<void(const BenchCell&)>& on_cell);
+
+}  // namespace espalier

@@ -1,0 +1,157 @@
+#include "espalier/train/machine.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <thread>
+
+#include "espalier/attention/attention.h"
+#include "espalier/base/atomic_file.h"
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/model/dispatch.h"
+
+namespace espalier {
+namespace {
+
+// Least seconds of one call among a few, after one to warm up.
+template <class Work>
+double best_seconds(Work&& work) {
+  work();
+  double best = std::numeric_limits<double>::infinity();
+  const auto start = std::chrono::steady_clock::now();
+  for (int run = 0; run < 20; ++run) {
+    const auto begin = std::chrono::steady_clock::now();
+    work();
+    const auto end = std::chrono::steady_clock::now();
+    best = std::min(best, std::chrono::duration<double>(end - begin).count());
+    if (run >= 2 && end - start > std::chrono::milliseconds(120)) break;
+  }
+  return best;
+}
+
+MachineProfile::Rate matrix_rate(std::int64_t rows, at::ScalarType dtype) {
+  constexpr std::int64_t kWidth = 1024;
+  const auto options = at::TensorOptions().dtype(dtype);
+  const at::Tensor x = at::ones({rows, kWidth}, options), weight = at::ones({kWidth, kWidth}, options);
+  at::Tensor out = at::empty({rows, kWidth}, options);
+  const double seconds = best_seconds([&] { at::mm_out(out, x, weight.t()); });
+  return {rows, 2.0 * static_cast<double>(rows * kWidth * kWidth) / seconds};
+}
+
+double attention_rate(at::ScalarType dtype) {
+  constexpr std::int64_t kRows = 1024, kHeads = 8, kKvHeads = 2, kHeadDim = 64;
+  const auto options = at::TensorOptions().dtype(dtype);
+  const auto sums = at::TensorOptions().dtype(accumulator_type(dtype));
+  const at::Tensor q = at::full({kRows, kHeads * kHeadDim}, 0.01, options), k = at::full({kRows, kKvHeads * kHeadDim}, 0.01, options);
+  const at::Tensor out = at::empty_like(q), grad_q = at::empty_like(q), lse = at::empty({kHeads, kRows}, sums);
+  const at::Tensor grad_k = at::zeros({kRows, kKvHeads * kHeadDim}, sums), grad_v = at::zeros_like(grad_k);
+  attention::Shape shape;
+  shape.query_rows = kRows, shape.path_rows = kRows, shape.heads = kHeads, shape.kv_heads = kKvHeads;
+  shape.head_dim = kHeadDim, shape.scale = 0.125;
+  double seconds = 0;
+  dispatch(dtype, [&]<class T>() {
+    using A = accumulator_t<T>;
+    const attention::Rows<const T> keys{pointer<T>(k), kKvHeads * kHeadDim};
+    const attention::Inputs<T> in{{pointer<T>(q), kHeads * kHeadDim}, {}, {}, keys, keys};
+    const attention::Rows<T> out_rows{pointer<T>(out), kHeads * kHeadDim};
+    const attention::Rows<A> grad_k_rows{pointer<A>(grad_k), kKvHeads * kHeadDim}, grad_v_rows{pointer<A>(grad_v), kKvHeads * kHeadDim};
+    const attention::Gradients<T> grads{{pointer<T>(grad_q), kHeads * kHeadDim}, {}, {}, grad_k_rows, grad_v_rows};
+    seconds = best_seconds([&] { attention::forward<T>(shape, in, out_rows, pointer<A>(lse)); });
+    seconds += best_seconds([&] {
+      attention::backward<T>(shape, in, {out_rows.data, out_rows.stride}, pointer<A>(lse), in.q, grads);
+    });
+  });
+  return 3.5 * 4.0 * kHeads * kHeadDim * kRows * kRows / seconds;
+}
+
+double copy_rate() {
+  const at::Tensor from = at::ones({16 << 20});
+  at::Tensor to = at::empty_like(from);
+  return 2.0 * static_cast<double>(from.nbytes()) / best_seconds([&] { to.copy_(from); });
+}
+
+double call_seconds(at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype);
+  const at::Tensor x = at::ones({1, 8}, options);
+  at::Tensor out = at::empty({1, 8}, options);
+  const at::Tensor weight = at::ones({8, 8}, options);
+  constexpr int kCalls = 200;
+  return best_seconds([&] { for (int i = 0; i < kCalls; ++i) at::mm_out(out, x, weight); }) / kCalls;
+}
+
+// "AMD EPYC ..." without what a file name cannot hold.
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line))
+    if (line.starts_with("model name")) break;
+  std::string name;
+  for (const char c : line.substr(std::min(line.find(':') + 1, line.size())))
+    if (std::isalnum(static_cast<unsigned char>(c))) name += c;
+  return name.empty() ? "cpu" : name;
+}
+
+std::filesystem::path cache_file(DType dtype) {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  const char* home = std::getenv("HOME");
+  std::filesystem::path folder = cache && *cache ? std::filesystem::path(cache)
+                                 : home && *home ? std::filesystem::path(home) / ".cache" : std::filesystem::path();
+  if (folder.empty()) return {};
+  return folder / "espalier" / text_of("machine-1-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
+}
+
+}  // namespace
+
+MachineProfile measure_machine(DType dtype) {
+  const at::ScalarType scalar = scalar_type(dtype);
+  MachineProfile profile;
+  profile.name = cpu_name();
+  profile.source = "measured";
+  profile.dtype = dtype;
+  double best = 0;  // a rate that falls with more rows is noise
+  for (const std::int64_t rows : {1, 4, 16, 64, 256, 1024, 4096}) {
+    MachineProfile::Rate rate = matrix_rate(rows, scalar);
+    best = rate.flops_per_second = std::max(best, rate.flops_per_second);
+    profile.matrix.push_back(rate);
+  }
+  profile.attention_flops_per_second = attention_rate(scalar);
+  profile.bytes_per_second = copy_rate();
+  profile.seconds_per_call = call_seconds(scalar);
+  return profile;
+}
+
+MachineProfile machine_profile(const Options& options, Progress& progress) {
+  const DType dtype = parse_dtype(options.dtype);
+  const std::filesystem::path file = cache_file(dtype);
+  if (std::ifstream in(file); in) {
+    std::stringstream text;
+    text << in.rdbuf();
+    try {
+      return profile_of(Json::parse(text.str()), file.string());
+    } catch (const std::exception&) {
+      progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
+    }
+  }
+  try {
+    if (file.empty()) throw OptionError({"cache", "a home directory", "none", ""});
+    std::filesystem::create_directories(file.parent_path());
+    AtomicFile out(file);
+    progress.note("measuring this machine once, about two seconds");
+    const MachineProfile profile = measure_machine(dtype);
+    out.write(to_json(profile).dump(1) + "\n");
+    out.commit();
+    return profile;
+  } catch (const std::exception&) {
+    return default_profile(options.device, dtype, at::get_num_threads());
+  }
+}
+
+}  // namespace espalier

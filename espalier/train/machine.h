@@ -1,0 +1,19 @@
+// The few constants that the cost model knows of this machine, measured once in about two seconds and cached.
+//
+// The cache lies in $XDG_CACHE_HOME/espalier (~/.cache/espalier), one file for each CPU, dtype and thread count. Plans
+// must be the same in every run, so a machine whose cache cannot be written keeps the built-in constants.
+#pragma once
+
+#include "espalier/observe/progress.h"
+#include "espalier/options/options.h"
+#include "espalier/plan/cost_model.h"
+
+namespace espalier {
+
+// Cached where it was measured before with these threads and dtype; measured and cached otherwise.
+MachineProfile machine_profile(const Options& options, Progress& progress);
+
+// Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs.
+MachineProfile measure_machine(DType dtype);
+
+}  // namespace espalier

@@ -1,0 +1,65 @@
+#include "espalier/train/model_state.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/base/random.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/model/dispatch.h"
+
+namespace espalier {
+namespace {
+
+void refuse_experts(const ModelShape& shape) {
+  if (shape.experts > 0)
+    throw UnsupportedError({"config.json", "a dense model", shape.architecture,
+                            "mixture-of-experts models can be planned but not run yet"});
+}
+
+bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
+bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
+
+template <class T>
+void fill(const Parameter& parameter, double deviation, Random random, T* out) {
+  for (std::int64_t i = 0; i < parameter.count; ++i) {
+    const double value = is_norm(parameter.name) ? 1 : is_bias(parameter.name) ? 0 : deviation * random.normal();
+    if constexpr (std::is_same_v<T, bfloat16>)
+      out[i] = bfloat16(static_cast<float>(value));
+    else
+      out[i] = static_cast<T>(value);
+  }
+}
+
+}  // namespace
+
+ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
+    : shape(model_shape),
+      dtype(model_dtype),
+      table(shape),
+      weights(at::empty({table.size()}, at::TensorOptions().dtype(scalar_type(dtype)))),
+      decoder(shape, view_model(weights, table, shape)) {}
+
+std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
+  const ModelShape shape = read_model_shape(directory);
+  refuse_experts(shape);
+  auto state = std::make_unique<ModelState>(shape, dtype);
+  state->source = directory;
+  progress.begin("weights", state->table.size(), "parameters");
+  load_parameters(directory, state->table, dtype, state->weights.data_ptr(),
+                  [&](std::int64_t done, std::int64_t) { progress.advance_to(done); });
+  progress.end();
+  return state;
+}
+
+std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed) {
+  refuse_experts(shape);
+  auto state = std::make_unique<ModelState>(shape, dtype);
+  const Random random(seed);
+  dispatch(scalar_type(dtype), [&]<class T>() {
+    std::uint64_t stream = 0;
+    for (const Parameter& parameter : state->table.parameters())
+      fill(parameter, shape.initializer_range, random.fork(stream++), pointer<T>(state->weights) + parameter.offset);
+  });
+  return state;
+}
+
+}  // namespace espalier

@@ -1,0 +1,33 @@
+// A model in memory: its shape, where every parameter lies, and the weights themselves.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <filesystem>
+#include <memory>
+
+#include "espalier/model/decoder.h"
+#include "espalier/model/parameters.h"
+#include "espalier/observe/progress.h"
+
+namespace espalier {
+
+struct ModelState {
+  ModelState(const ModelShape& model_shape, DType model_dtype);  // weights uninitialised
+
+  ModelShape shape;
+  DType dtype;
+  ParameterTable table;
+  at::Tensor weights;              // flat, in the table's layout
+  std::filesystem::path source;    // the directory they came from; empty for random weights
+  Decoder decoder;                 // reads `weights`
+};
+
+// Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.
+std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress);
+
+// Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
+// numbers on every machine.
+std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed);
+
+}  // namespace espalier

@@ -1,0 +1,63 @@
+// One optimizer step: records -> prefix trees -> plan -> schedule -> gradients -> AdamW (docs/architecture.md).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "espalier/gradient/gradient_set.h"
+#include "espalier/objective/objective.h"
+#include "espalier/observe/arena.h"
+#include "espalier/optimizer/adamw.h"
+#include "espalier/phase/step_run.h"
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/step_plan.h"
+#include "espalier/train/model_state.h"
+#include "espalier/train/training_data.h"
+
+namespace espalier {
+
+// What steps work on and what outlives them.
+struct Actor {
+  Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile);
+
+  ModelState& model;
+  Options options;
+  MachineProfile machine;
+  GradientSet gradients;
+  Arena arena;
+};
+
+struct StepSeconds {
+  double total = 0, plan = 0, optimizer = 0;
+  PhaseSeconds phases;
+};
+
+struct GradientReport {
+  LossParts loss;
+  StepPlan plan;
+  std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
+  std::vector<RolloutSeries> series;  // per rollout of the mini-batch
+  PhasePeaks peak_bytes;              // measured: everything held, plus the arena's high-water mark in each phase
+  StepSeconds seconds;
+};
+
+struct StepReport {
+  std::int64_t step = 0;  // from 1
+  GradientReport gradient;
+  AdamW::Update update;
+};
+
+// The plan of one mini-batch: its prefix trees, and how the options and the machine say to run them.
+StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
+                   std::span<const Rollout> batch, bool all_logprobs);
+
+// Bytes the arena may grow to: --memory-budget, else what is free.
+std::int64_t arena_limit(const Options& options);
+
+// Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
+GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs);
+
+StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs);
+
+}  // namespace espalier

@@ -1,0 +1,90 @@
+#include "espalier/train/training_data.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "espalier/base/error.h"
+#include "espalier/objective/objective.h"
+#include "espalier/rollout/batch.h"
+#include "espalier/rollout/reader.h"
+
+namespace espalier {
+namespace {
+
+// FNV-1a over 32-bit words.
+class Fingerprint {
+ public:
+  void add(std::uint32_t word) { hash_ = (hash_ ^ word) * 0x100000001b3u; }
+  void add(const std::vector<std::int32_t>& ids) {
+    add(static_cast<std::uint32_t>(ids.size()));
+    for (const std::int32_t id : ids) add(static_cast<std::uint32_t>(id));
+  }
+  std::string text() const { return text_of(std::hex, hash_); }
+
+ private:
+  std::uint64_t hash_ = 0xcbf29ce484222325u;
+};
+
+// Advantages of rollouts that stand together, in the unit they are computed over: one `step`, or everything.
+std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts, const std::vector<std::size_t>& begins,
+                                               const Options& options) {
+  const bool by_step = !rollouts.empty() && rollouts.front().step.has_value();
+  if (!by_step) return compute_advantages(rollouts, options);
+  std::vector<std::vector<double>> out;
+  for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
+    const std::span<const Rollout> records(rollouts.data() + begins[i], begins[i + 1] - begins[i]);
+    std::ranges::move(compute_advantages(records, options), std::back_inserter(out));
+  }
+  return out;
+}
+
+}  // namespace
+
+TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options) {
+  const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
+  rollouts_.reserve(rollouts.size());
+  begins_.push_back(0);
+  for (const auto& batch : batches) {
+    for (const std::int64_t index : batch) rollouts_.push_back(std::move(rollouts[static_cast<std::size_t>(index)]));
+    begins_.push_back(rollouts_.size());
+  }
+  advantages_ = advantages_of(rollouts_, begins_, options);
+}
+
+MiniBatch TrainingData::mini_batch(std::int64_t index) const {
+  const std::size_t begin = begins_.at(static_cast<std::size_t>(index));
+  const std::size_t count = begins_.at(static_cast<std::size_t>(index) + 1) - begin;
+  return {std::span(rollouts_).subspan(begin, count), std::span(advantages_).subspan(begin, count)};
+}
+
+std::int32_t TrainingData::longest() const {
+  std::int32_t longest = 0;
+  for (const Rollout& rollout : rollouts_) longest = std::max(longest, rollout.length());
+  return longest;
+}
+
+std::string TrainingData::fingerprint() const {
+  Fingerprint fingerprint;
+  for (const Rollout& rollout : rollouts_) {
+    fingerprint.add(rollout.prompt_ids);
+    fingerprint.add(rollout.response_ids);
+  }
+  return fingerprint.text();
+}
+
+std::vector<Rollout> read_for_model(const std::string& path, std::int64_t vocabulary, Progress& progress) {
+  ReadOptions options;
+  options.vocabulary = vocabulary;
+  bool begun = false;
+  options.progress = [&](std::int64_t done, std::int64_t total) {
+    if (!begun) progress.begin("reading rollouts", total, "bytes");
+    begun = true;
+    progress.advance_to(done);
+  };
+  RolloutFile file = read_rollouts({path}, options);
+  if (begun) progress.end();
+  for (const std::string& note : file.notes) progress.note(note);
+  return std::move(file.rollouts);
+}
+
+}  // namespace espalier

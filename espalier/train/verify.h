@@ -1,0 +1,52 @@
+// `verify`: the same step dense and shared, compared number by number, measured against what rounding alone does.
+//
+// The floor of a number is the larger of two distances from the dense run: to a dense run that adds in another order
+// (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A shared run may be twice as far from
+// dense as the floor. In float64 it may be 1e-10 of the dense value away, whatever the floor (testing levels:
+// docs/architecture.md, proof).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "espalier/observe/progress.h"
+#include "espalier/options/options.h"
+
+namespace espalier {
+
+// One number or tensor compared: how far shared is from dense, and how far it may be.
+struct Distance {
+  double error = 0, floor = 0, allowed = 0;
+  double ratio() const { return allowed > 0 ? error / allowed : error > 0 ? 1e300 : 0; }
+};
+
+struct ParameterCheck {
+  std::string name;
+  Distance distance;   // relative L2, of the schedule farthest from dense
+  double cosine = 1;   // least over the schedules
+};
+
+struct ScheduleCheck {
+  std::string name;    // "phased, 64 rows a wave, recompute"
+  std::int64_t physical_rows = 0, trunks = 0, waves = 0;
+  double worst_ratio = 0;
+};
+
+struct Verdict {
+  std::int64_t rollouts = 0, logical_rows = 0;
+  std::vector<ParameterCheck> parameters;
+  std::vector<ScheduleCheck> schedules;
+  Distance logprob;             // largest absolute difference over response tokens
+  Distance loss;                // absolute
+  double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
+  Distance optimizer;           // largest absolute difference of a weight after one update; reported, not judged
+
+  bool pass() const;
+  const ParameterCheck& worst() const;
+};
+
+// The first mini-batch of --rollouts. With --schedule auto every schedule is checked, with both trunk states and, where
+// no --token-budget is given, also with waves a third as long as the longest rollout.
+Verdict verify(const Options& options, Progress& progress);
+
+}  // namespace espalier
