@@ -1,0 +1,76 @@
+// `bench`: a row a cell.
+#include "espalier/train/bench.h"
+
+#include <iomanip>
+#include <sstream>
+
+#include "cli/verbs.h"
+#include "espalier/base/error.h"
+#include "espalier/base/units.h"
+
+namespace espalier::cli {
+namespace {
+
+struct Column {
+  const char* name;
+  BenchMeasure BenchCell::*measure;
+};
+constexpr Column kColumns[] = {{"dense", &BenchCell::dense}, {"packed", &BenchCell::packed},
+                               {"phased", &BenchCell::phased}, {"auto", &BenchCell::automatic}};
+
+template <class Member>
+Json by_schedule(const BenchCell& cell, Member member) {
+  Json out;
+  for (const Column& column : kColumns) out[column.name] = cell.*column.measure.*member;
+  return out;
+}
+
+Json cell_json(const BenchCell& cell) {
+  Json out;
+  out["prefix"] = cell.prefix;
+  out["suffix"] = cell.suffix;
+  out["n"] = cell.n;
+  out["seconds"] = by_schedule(cell, &BenchMeasure::seconds);
+  out["speedup"] = cell.speedup();
+  out["ceiling"] = cell.ceiling;
+  out["fraction"] = cell.fraction();
+  out["chosen"] = cell.chosen;
+  out["predicted_seconds"] = by_schedule(cell, &BenchMeasure::predicted_seconds);
+  out["peak_bytes"] = by_schedule(cell, &BenchMeasure::peak_bytes);
+  out["predicted_peak_bytes"] = by_schedule(cell, &BenchMeasure::predicted_peak_bytes);
+  out["flops"] = by_schedule(cell, &BenchMeasure::flops);
+  out["rows"] = by_schedule(cell, &BenchMeasure::physical_rows);
+  out["gradient_error"] = by_schedule(cell, &BenchMeasure::gradient_error);
+  return out;
+}
+
+void print_header(std::ostream& out) {
+  out << "prompt/response    n |   dense s  packed s  phased s    auto s | speed-up  ceiling  reached | "
+         "auto predicted     peak  predicted | gradient error\n";
+}
+
+void print_cell(std::ostream& out, const BenchCell& cell) {
+  const BenchMeasure& automatic = cell.automatic;
+  out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(5) << cell.n << " |" << std::fixed
+      << std::setprecision(3);
+  for (const Column& column : kColumns) out << std::setw(10) << (cell.*column.measure).seconds;
+  out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(9) << cell.ceiling << std::setw(9)
+      << cell.fraction() << " |" << std::setprecision(3) << std::setw(15) << automatic.predicted_seconds << std::setw(10)
+      << format_bytes(automatic.peak_bytes) << std::setw(11) << format_bytes(automatic.predicted_peak_bytes) << " |"
+      << std::scientific << std::setprecision(1) << std::setw(15) << automatic.gradient_error << "  (auto: " << cell.chosen
+      << ")\n" << std::defaultfloat << std::flush;
+}
+
+}  // namespace
+
+int run_bench(Context& context) {
+  context.result["cells"] = Json::array();
+  print_header(context.text);
+  bench(context.options, context.progress, [&](const BenchCell& cell) {
+    print_cell(context.text, cell);
+    context.result["cells"].push_back(cell_json(cell));
+  });
+  return 0;
+}
+
+}  // namespace espalier::cli

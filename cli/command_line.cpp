@@ -1,0 +1,176 @@
+#include "cli/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+
+#include "espalier/base/error.h"
+#include "espalier/options/nearest_name.h"
+#include "espalier/options/option_value.h"
+
+namespace espalier::cli {
+namespace {
+
+std::string underscored(std::string name) {
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
+
+std::string both_spellings(const std::string& name) {
+  std::string dashed = name;
+  std::replace(dashed.begin(), dashed.end(), '_', '-');
+  const std::string field = underscored(name);
+  return "--" + dashed + (field == dashed ? "" : ",--" + field);
+}
+
+bool takes_alias(const Verb& verb, const std::string& alias) {
+  for (const std::string& target : alias_targets(alias))
+    if (find_option(target)->taken_by(verb.letter)) return true;
+  return false;
+}
+
+std::string help_of(const Verb* verb) {
+  return std::string("espalier ") + (verb ? verb->name : "VERB") + " --help lists the options";
+}
+
+const Verb& verb_named(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Verb& verb : verbs()) {
+    if (name == verb.name) return verb;
+    names.push_back(verb.name);
+  }
+  const std::string near = nearest_name(name, names);
+  std::string known;
+  for (const std::string& each : names) known += (known.empty() ? "one of " : ", ") + each;
+  throw OptionError({"verb", known, '"' + name + '"', near.empty() ? "" : "did you mean " + near + "?"});
+}
+
+[[noreturn]] void refuse_option(const Verb& verb, const std::string& word) {
+  const std::string shown = word.substr(0, word.find('='));
+  const std::string name = underscored(shown.substr(std::min(shown.find_first_not_of('-'), shown.size())));
+  std::vector<std::string> names = {"help", "json", "quiet", "config"};
+  for (const OptionRow& row : option_rows()) {
+    if (row.taken_by(verb.letter)) names.push_back(row.name);
+    if (name != row.field) continue;
+    std::string others;
+    for (const Verb& other : verbs())
+      if (row.taken_by(other.letter)) others += (others.empty() ? "" : ", ") + std::string(other.name);
+    throw OptionError({shown, std::string("an option of ") + verb.name, "one of " + others, help_of(&verb)});
+  }
+  std::string asked = name;
+  std::replace(asked.begin(), asked.end(), '_', '-');
+  const std::string near = nearest_name(asked, names);
+  throw OptionError({shown, std::string("an option of ") + verb.name, '"' + shown + '"',
+                     near.empty() ? help_of(&verb) : "did you mean --" + near + "?"});
+}
+
+// What no option took: arguments, and words that look like options but are none. After "--" all are arguments.
+std::vector<std::string> arguments_among(const Verb& verb, const std::vector<std::string>& rest) {
+  std::vector<std::string> arguments;
+  bool only_arguments = false;
+  for (const std::string& word : rest) {
+    if (!only_arguments && word == "--")
+      only_arguments = true;
+    else if (!only_arguments && word.size() > 1 && word[0] == '-')
+      refuse_option(verb, word);
+    else
+      arguments.push_back(word);
+  }
+  return arguments;
+}
+
+void check_arguments(const Verb& verb, const std::vector<std::string>& arguments) {
+  if (arguments.size() >= verb.least && arguments.size() <= verb.most) return;
+  const bool none = verb.most == 0;
+  throw OptionError({verb.name, none ? "options only" : std::string(verb.arguments),
+                     arguments.empty() ? "nothing" : '"' + arguments.back() + '"' + (none ? "" : " last"),
+                     std::string("espalier ") + verb.name + " --help shows the usage"});
+}
+
+// The parser of one verb: an option for each row of the table that the verb takes, and for each of TRL's names.
+class VerbParser {
+ public:
+  VerbParser(const Verb& verb, CommandLine& line) : verb_(verb), line_(line) {
+    app_.set_help_flag();
+    app_.allow_extras();
+    for (const OptionRow& row : option_rows())
+      if (row.taken_by(verb.letter)) add(row.name, row.type == OptionType::flag);
+    for (const std::string& alias : alias_names())
+      if (takes_alias(verb, alias)) add(alias, false);
+    app_.add_flag("-h,--help", line_.help);
+    app_.add_flag("--json", line_.json);
+    app_.add_flag("--quiet", line_.quiet);
+    config_ = app_.add_option("--config", line_.config)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  }
+
+  void parse(std::vector<std::string> words) {
+    std::reverse(words.begin(), words.end());  // CLI11 takes them from the back
+    try {
+      app_.parse(words);
+    } catch (const CLI::ParseError& error) {
+      refuse(error.what());
+    }
+    if (line_.help) return;
+    for (const auto& [name, option] : options_)
+      if (option->count() > 0) line_.settings.push_back({name, value_of(*option), ""});
+    if (config_->count() > 0) value_of(*config_);
+    line_.arguments = arguments_among(verb_, app_.remaining());
+    check_arguments(verb_, line_.arguments);
+  }
+
+ private:
+  void add(const std::string& name, bool flag) {
+    CLI::Option* option = flag ? app_.add_flag(both_spellings(name)) : app_.add_option(both_spellings(name));
+    if (!flag) option->expected(1);
+    options_.emplace_back(name, option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast));
+  }
+
+  // An option followed by another one has lost its value.
+  std::string value_of(const CLI::Option& option) const {
+    const std::string value = option.reduced_results().at(0);
+    if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": it was followed by " + value);
+    return value;
+  }
+
+  // "--lr: 1 required TEXT missing" and the like: CLI11 names the option first.
+  [[noreturn]] void refuse(const std::string& message) const {
+    const std::string name = message.substr(0, message.find(':'));
+    const OptionRow* row = name.size() > 2 ? find_option(name.substr(2)) : nullptr;
+    if (!row) throw OptionError({"command line", "options with their values", message, help_of(&verb_)});
+    throw OptionError({name, description_of(*row), "nothing", help_of(&verb_)});
+  }
+
+  const Verb& verb_;
+  CommandLine& line_;
+  CLI::App app_;
+  CLI::Option* config_ = nullptr;
+  std::vector<std::pair<std::string, CLI::Option*>> options_;
+};
+
+}  // namespace
+
+bool asks_for_json(const std::vector<std::string>& words) {
+  const auto end = std::find(words.begin(), words.end(), "--");
+  return std::find(words.begin(), end, "--json") != end;
+}
+
+void parse_command_line(const std::vector<std::string>& words, CommandLine& line) {
+  if (words.empty()) throw OptionError({"command line", "a verb", "nothing", "espalier --help lists them"});
+  const std::string& first = words.front();
+  if (first == "--help" || first == "-h" || first == "help") {
+    line.help = true;
+    line.json = asks_for_json(words);
+    if (words.size() > 1 && words[1] != "--json") line.verb = &verb_named(words[1]);
+    return;
+  }
+  if (first == "--version") {
+    line.version = true;
+    line.json = asks_for_json(words);
+    return;
+  }
+  if (first.size() > 1 && first[0] == '-')
+    throw OptionError({"command line", "the verb first", '"' + first + '"', "espalier --help lists the verbs"});
+  line.verb = &verb_named(first);
+  VerbParser(*line.verb, line).parse({words.begin() + 1, words.end()});
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,51 @@
+// espalier convert IN OUT: any supported format to the neutral one.
+#include <filesystem>
+
+#include "cli/reading.h"
+#include "cli/verbs.h"
+#include "espalier/base/error.h"
+#include "espalier/base/units.h"
+#include "espalier/rollout/writer.h"
+
+namespace espalier::cli {
+namespace {
+
+// A name that promises another format would mislead whoever finds the file. Pipes and devices promise nothing.
+void check_name(const std::string& path) {
+  const auto ends_in = [&](const std::string& end) {
+    return path.size() >= end.size() && path.compare(path.size() - end.size(), end.size(), end) == 0;
+  };
+  std::error_code error;
+  const auto kind = std::filesystem::status(path, error).type();
+  const bool device = kind == std::filesystem::file_type::character || kind == std::filesystem::file_type::fifo;
+  if (!device && !ends_in(".jsonl") && !ends_in(".jsonl.gz"))
+    throw OptionError({"OUT", "a name that ends in .jsonl or .jsonl.gz", '"' + path + '"', ""});
+}
+
+}  // namespace
+
+int run_convert(Context& context) {
+  const std::string& in = context.arguments[0];
+  const std::string& out = context.arguments[1];
+  check_name(out);
+  const RolloutFile file = read_for(context, {in});
+  RolloutWriter writer(out);
+  context.progress.begin("writing", static_cast<std::int64_t>(file.rollouts.size()), "rollouts");
+  std::int64_t written = 0, tokens = 0;
+  for (const Rollout& rollout : file.rollouts) {
+    writer.write(rollout);
+    tokens += rollout.length();
+    context.progress.advance_to(++written);
+  }
+  writer.finish();
+  context.progress.end();
+  context.result["rollouts"] = written;
+  context.result["tokens"] = tokens;
+  context.result["format"] = file.format;
+  context.result["out"] = out;
+  context.text << format_count(written) << " rollouts, " << format_count(tokens) << " tokens, from " << file.format
+               << " to " << out << '\n';
+  return 0;
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,49 @@
+// espalier inspect ROLLOUTS...
+#include <algorithm>
+
+#include "cli/reading.h"
+#include "cli/verbs.h"
+#include "espalier/base/units.h"
+#include "espalier/grouping/inspection.h"
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/rollout/batch.h"
+
+namespace espalier::cli {
+namespace {
+
+// Tokens computed under another --share than the whole trees that the inspection counts: steps share nothing.
+std::int64_t physical_tokens(const std::vector<Rollout>& rollouts, ShareMode mode) {
+  const bool all_have_steps =
+      std::all_of(rollouts.begin(), rollouts.end(), [](const Rollout& r) { return r.step.has_value(); });
+  std::int64_t tokens = 0;
+  const auto add = [&](std::span<const Rollout> batch) {
+    for (const PrefixTree& tree : build_prefix_trees(batch, mode)) tokens += tree.physical_tokens();
+  };
+  if (!all_have_steps) {
+    add(rollouts);
+    return tokens;
+  }
+  for (const std::vector<std::int64_t>& indices : cut_mini_batches(rollouts, 0)) {
+    std::vector<Rollout> batch;
+    for (const std::int64_t index : indices) batch.push_back(rollouts[static_cast<std::size_t>(index)]);
+    add(batch);
+  }
+  return tokens;
+}
+
+}  // namespace
+
+int run_inspect(Context& context) {
+  const RolloutFile file = read_for(context, context.arguments);
+  Inspection inspection = inspect_rollouts(file.rollouts);
+  if (context.options.share != "auto")
+    inspection.physical_tokens = physical_tokens(file.rollouts, share_mode_of(context.options));
+  context.result.update(inspection_json(inspection));
+  context.result["format"] = file.format;
+  context.result["bytes"] = file.bytes;
+  context.text << "read              " << file.format << ", " << format_bytes(file.bytes) << '\n'
+               << inspection_text(inspection);
+  return 0;
+}
+
+}  // namespace espalier::cli

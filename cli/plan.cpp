@@ -1,0 +1,193 @@
+// espalier plan: what would run for each optimizer step, from config.json and the rollouts' tokens alone.
+#include <algorithm>
+#include <iomanip>
+#include <map>
+#include <sstream>
+
+#include "cli/reading.h"
+#include "cli/verbs.h"
+#include "espalier/base/units.h"
+#include "espalier/plan/planner.h"
+#include "espalier/plan/rank_report.h"
+#include "espalier/rollout/batch.h"
+#include "espalier/train/machine.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr std::size_t kShownSteps = 20;
+
+// The steps of a file as one cost: work and time add up, peaks do not.
+PlanCost sum_of(const std::vector<StepPlan>& plans, PlanCost StepPlan::*member) {
+  PlanCost sum;
+  for (const StepPlan& plan : plans) {
+    const PlanCost& cost = plan.*member;
+    sum.flops += cost.flops;
+    sum.seconds += cost.seconds;
+    sum.bytes.a = std::max(sum.bytes.a, cost.bytes.a);
+    sum.bytes.b = std::max(sum.bytes.b, cost.bytes.b);
+    sum.bytes.c = std::max(sum.bytes.c, cost.bytes.c);
+    sum.fits = sum.fits && cost.fits;
+  }
+  return sum;
+}
+
+std::int64_t total(const std::vector<StepPlan>& plans, std::int64_t StepPlan::*member) {
+  std::int64_t sum = 0;
+  for (const StepPlan& plan : plans) sum += plan.*member;
+  return sum;
+}
+
+struct Column {
+  const char* name;
+  PlanCost StepPlan::*cost;
+};
+constexpr Column kSchedules[] = {{"dense", &StepPlan::dense},
+                                 {"packed", &StepPlan::packed},
+                                 {"phased", &StepPlan::phased},
+                                 {"chosen", &StepPlan::chosen}};
+
+// FLOPs dense over FLOPs with every shared row once, of all steps together.
+double ceiling_of(const std::vector<StepPlan>& plans) {
+  double dense = 0, ideal = 0;
+  for (const StepPlan& plan : plans) {
+    dense += plan.dense.flops;
+    ideal += plan.dense.flops / plan.ceiling;
+  }
+  return ideal > 0 ? dense / ideal : 1;
+}
+
+// The fields of one plan, over all steps; each tree says which step it belongs to.
+Json json_of(const std::vector<StepPlan>& plans) {
+  Json out;
+  out["trees"] = Json::array();
+  Json steps = Json::array();
+  for (std::size_t step = 0; step < plans.size(); ++step) {
+    Json one = to_json(plans[step]);
+    for (Json& tree : one["trees"]) {
+      tree["step"] = step + 1;
+      out["trees"].push_back(std::move(tree));
+    }
+    one.erase("trees");
+    steps.push_back({{"step", step + 1}});
+    steps.back().update(one);
+  }
+  out["steps"] = std::move(steps);
+  out["trunks"] = total(plans, &StepPlan::trunks);
+  out["waves"] = total(plans, &StepPlan::waves);
+  const std::int64_t trunk_rows = total(plans, &StepPlan::trunk_rows), wave_rows = total(plans, &StepPlan::wave_rows);
+  out["rows"] = {{"logical", total(plans, &StepPlan::logical_rows)},
+                 {"physical", trunk_rows + wave_rows},
+                 {"trunk", trunk_rows},
+                 {"wave", wave_rows}};
+  for (const Column& column : kSchedules) {
+    const PlanCost cost = sum_of(plans, column.cost);
+    out["flops"][column.name] = cost.flops;
+    out["predicted"][column.name] = {{"seconds", cost.seconds},
+                                     {"peak_bytes", {{"A", cost.bytes.a}, {"B", cost.bytes.b}, {"C", cost.bytes.c}}},
+                                     {"fits", cost.fits}};
+  }
+  out["ceiling"] = ceiling_of(plans);
+  out["machine"] = plans.empty() ? "" : plans.front().machine;
+  return out;
+}
+
+// "phased 6, dense 2": what was chosen for how many trees.
+std::string schedules_of(const StepPlan& plan) {
+  std::map<std::string, std::int64_t> counts;
+  for (const TreePlan& tree : plan.trees) ++counts[name_of(tree.schedule)];
+  std::string out;
+  for (const auto& [name, count] : counts) {
+    out += (out.empty() ? "" : ", ") + name;
+    if (counts.size() > 1) out += ' ' + format_count(count);
+  }
+  return out;
+}
+
+std::string times(double ratio) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(2) << ratio << " x";
+  return out.str();
+}
+
+void print_steps(std::ostream& out, const std::vector<StepPlan>& plans) {
+  const auto cell = [&](const std::string& text, int width) { out << std::setw(width) << text; };
+  out << "  step   trees   rows dense       to run  trunks   waves   predicted        peak  runs as\n";
+  for (std::size_t step = 0; step < std::min(plans.size(), kShownSteps); ++step) {
+    const StepPlan& plan = plans[step];
+    cell(format_count(static_cast<std::int64_t>(step) + 1), 6);
+    cell(format_count(static_cast<std::int64_t>(plan.trees.size())), 8);
+    cell(format_count(plan.logical_rows), 13);
+    cell(format_count(plan.physical_rows()), 13);
+    cell(format_count(plan.trunks), 8);
+    cell(format_count(plan.waves), 8);
+    cell(format_seconds(plan.chosen.seconds), 12);
+    cell(format_bytes(plan.chosen.bytes.peak()), 12);
+    out << "  " << schedules_of(plan) << '\n';
+  }
+  if (plans.size() > kShownSteps) out << "   ... and " << plans.size() - kShownSteps << " more\n";
+}
+
+void print_costs(std::ostream& out, const std::vector<StepPlan>& plans) {
+  const PlanCost dense = sum_of(plans, &StepPlan::dense);
+  out << "\n            predicted    against dense        peak\n";
+  for (const Column& column : kSchedules) {
+    const PlanCost cost = sum_of(plans, column.cost);
+    out << "  " << std::left << std::setw(8) << column.name << std::right << std::setw(11)
+        << format_seconds(cost.seconds) << std::setw(17) << times(dense.seconds / std::max(cost.seconds, 1e-12))
+        << std::setw(12) << format_bytes(cost.bytes.peak()) << (cost.fits ? "" : "  does not fit the budget") << '\n';
+  }
+  out << "\nAt most " << times(ceiling_of(plans)) << " by arithmetic alone. Machine: "
+      << (plans.empty() ? "" : plans.front().machine.substr(0, plans.front().machine.find(':'))) << '\n';
+}
+
+// --explain: each step in full, as long as a person may want to read that.
+void print_explanations(std::ostream& out, const std::vector<StepPlan>& plans) {
+  constexpr std::size_t kExplained = 3;
+  for (std::size_t step = 0; step < std::min(plans.size(), kExplained); ++step) {
+    if (plans.size() > 1) out << "\nStep " << step + 1 << "\n";
+    out << '\n' << explain(plans[step]);
+  }
+  if (plans.size() > kExplained) out << "\n(the first " << kExplained << " of " << plans.size() << " steps)\n";
+}
+
+void report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape, DType dtype,
+                  const MachineProfile& profile) {
+  const ParallelDegrees degrees = degrees_of(context.options);
+  if (degrees.ranks() == 1 && degrees.ep == 1) return;
+  const auto longest = std::max_element(plans.begin(), plans.end(), [](const StepPlan& a, const StepPlan& b) {
+    return a.chosen.seconds < b.chosen.seconds;
+  });
+  if (longest == plans.end()) return;
+  const RankReport report = rank_report(*longest, shape, dtype, degrees, profile);
+  context.result["rank"] = to_json(report);
+  context.text << "\nOne process of the layout, in step " << longest - plans.begin() + 1 << ":\n" << explain(report);
+}
+
+}  // namespace
+
+int run_plan(Context& context) {
+  const Options& options = context.options;
+  const ModelShape shape = read_model_shape(options.model);
+  const PlanOptions plan_options = plan_options_of(options);
+  RolloutFile file = read_for(context, {options.rollouts}, shape.vocabulary);
+  const MachineProfile profile = machine_profile(options, context.progress);
+  std::vector<StepPlan> plans;
+  const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
+  context.progress.begin("planning", static_cast<std::int64_t>(mini_batches.size()), "steps");
+  for (const std::vector<std::int64_t>& indices : mini_batches) {
+    std::vector<Rollout> batch;
+    for (const std::int64_t index : indices) batch.push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
+    plans.push_back(make_plan(batch, build_prefix_trees(batch, share_mode_of(options)), shape, plan_options, profile));
+    context.progress.advance_to(static_cast<std::int64_t>(plans.size()));
+  }
+  context.progress.end();
+  context.result.update(json_of(plans));
+  print_steps(context.text, plans);
+  print_costs(context.text, plans);
+  if (options.explain) print_explanations(context.text, plans);
+  report_ranks(context, plans, shape, plan_options.dtype, profile);
+  return 0;
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,199 @@
+#include "cli/program.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <iostream>
+#include <new>
+
+#include "cli/command_line.h"
+#include "cli/interrupt.h"
+#include "cli/threads.h"
+#include "cli/usage.h"
+#include "espalier/base/error.h"
+#include "espalier/observe/memory.h"
+#include "espalier/observe/processors.h"
+#include "espalier/observe/progress_text.h"
+#include "espalier/observe/timer.h"
+#include "espalier/options/config_file.h"
+#include "espalier/options/option_help.h"
+#include "espalier/options/options_json.h"
+
+namespace espalier::cli {
+namespace {
+
+// What is known of the run so far; an error may come before most of it.
+struct Run {
+  CommandLine line;
+  Options options;
+  Timer timer;
+};
+
+ProgressText::Output standard_error() {
+  ProgressText::Output output;
+  output.write = [](std::string_view text) { std::fwrite(text.data(), 1, text.size(), stderr); };
+  output.seconds = Timer::steady_seconds;
+  output.terminal = isatty(STDERR_FILENO) != 0;
+  winsize size{};
+  if (output.terminal && ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) output.width = size.ws_col;
+  return output;
+}
+
+void check_required(const Verb& verb, const Options& options) {
+  for (const std::string& required : verb.required) {
+    bool given = false;
+    std::string names;
+    for (std::size_t begin = 0; begin <= required.size();) {
+      const std::size_t end = std::min(required.find('|', begin), required.size());
+      const std::string name = required.substr(begin, end - begin);
+      given = given || !option_text(options, name).empty();
+      names += (names.empty() ? "--" : " or --") + name;
+      begin = end + 1;
+    }
+    if (!given)
+      throw OptionError({verb.name, names, "nothing like it on the command line or in --config",
+                         std::string("espalier ") + verb.name + " --help lists the options"});
+  }
+}
+
+void check_device(const Options& options) {
+  if (options.device == "cuda")
+    throw DeviceError({"--device", "a device this program was built for (cpu)", "cuda",
+                       "the CUDA library is not part of this build; leave --device out"});
+}
+
+// Planning needs no processes: it may ask about layouts that this machine could never run.
+void check_parallel(const Verb& verb, const Options& options) {
+  if (verb.letter == 'p') return;
+  for (const char* name : {"tp", "ep", "cp", "pp", "dp"}) {
+    const OptionRow& row = *find_option(name);
+    const std::string degree = option_text(options, name);
+    if (row.taken_by(verb.letter) && degree != "1")
+      throw UnsupportedError(
+          {std::string("--") + name, "1", degree,
+           std::string("espalier ") + verb.name + " runs in one process; espalier plan takes any degree"});
+  }
+}
+
+void resolve_options(Run& run, Progress& progress) {
+  const Verb& verb = *run.line.verb;
+  std::vector<std::string> notes, names;
+  for (const VerbName& known : verb_names()) names.push_back(known.name);
+  if (!run.line.config.empty())
+    apply_settings(run.options, read_config(run.line.config, verb.name, verb.letter, names), notes);
+  apply_settings(run.options, run.line.settings, notes);
+  for (const std::string& note : notes) progress.note("note: " + note);
+  validate(run.options);
+  if (run.options.threads == 0) run.options.threads = usable_threads();
+  check_required(verb, run.options);
+  check_device(run.options);
+  check_parallel(verb, run.options);
+}
+
+// The fields that every object has, before those of the verb or of the error.
+Json common_fields(const Run& run) {
+  Json json;
+  json["espalier"] = ESPALIER_VERSION;
+  json["verb"] = run.line.verb ? Json(run.line.verb->name) : Json(nullptr);
+  json["device"] = run.options.device;
+  json["dtype"] = run.options.dtype;
+  json["threads"] = run.options.threads > 0 ? run.options.threads : usable_threads();
+  json["options"] = options_to_json(run.options, run.line.verb ? run.line.verb->letter : '\0');
+  json["seconds"] = run.timer.total();
+  json["peak_bytes"] = peak_resident_bytes();
+  return json;
+}
+
+void print_json(const Json& json) {
+  // Paths may hold bytes that are no UTF-8; JSON may not.
+  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
+}
+
+void print_help(const CommandLine& line) {
+  const std::string text = line.help ? (line.verb ? verb_usage(*line.verb) : program_usage())
+                                     : std::string("espalier ") + ESPALIER_VERSION + '\n';
+  if (!line.json)
+    std::cout << text;
+  else if (line.help)
+    print_json({{"espalier", ESPALIER_VERSION}, {"help", text}});
+  else
+    print_json({{"espalier", ESPALIER_VERSION}});
+}
+
+int run_verb(Run& run) {
+  ProgressText shown(standard_error());
+  NoProgress hidden;
+  InterruptibleProgress progress(run.line.quiet ? static_cast<Progress&>(hidden) : shown);
+  resolve_options(run, progress);
+  use_threads(static_cast<int>(run.options.threads));
+  std::ostream nowhere(nullptr);
+  Context context{run.options, run.line.arguments, progress, run.line.json ? nowhere : std::cout};
+  int code = 0;
+  try {
+    code = run.line.verb->run(context);
+  } catch (...) {
+    progress.end();  // takes the bar away before the message is printed
+    throw;
+  }
+  if (run.line.json) {
+    Json json = common_fields(run);
+    json.update(context.result);
+    print_json(json);
+  }
+  return code;
+}
+
+// Two or three lines for a person, or the object for a program.
+int report(const Run& run, bool as_json, const char* kind, int code, const ErrorText& text) {
+  if (as_json) {
+    Json json = common_fields(run);
+    json["error"] = {
+        {"kind", kind}, {"where", text.where}, {"expected", text.expected}, {"got", text.got}, {"remedy", text.remedy}};
+    json["exit_code"] = code;
+    print_json(json);
+    std::cout.flush();
+    return code;
+  }
+  std::string out = std::string("espalier") + (run.line.verb ? std::string(" ") + run.line.verb->name : "") + ": " +
+                    kind + " error" + (text.where.empty() ? "" : " at " + text.where) + '\n';
+  out += "  " + (text.expected.empty() ? text.got : "expected " + text.expected + ", got " + text.got) + '\n';
+  if (!text.remedy.empty()) out += "  " + text.remedy + '\n';
+  std::cout.flush();
+  std::cerr << out;
+  return code;
+}
+
+int run_words(Run& run, const std::vector<std::string>& words) {
+  parse_command_line(words, run.line);
+  int code = 0;
+  if (run.line.help || run.line.version)
+    print_help(run.line);
+  else
+    code = run_verb(run);
+  if (!std::cout.flush())
+    throw OptionError({"stdout", "the result to be written", "a refusal of the system", "is the disk full?"});
+  return code;
+}
+
+}  // namespace
+
+int run_program(const std::vector<std::string>& words) {
+  constexpr int kInternal = 70;
+  const char* kReport = "please report this with the command line";
+  Run run;
+  const bool as_json = asks_for_json(words);
+  try {
+    return run_words(run, words);
+  } catch (const Error& error) {
+    return report(run, as_json, error.kind(), error.exit_code(), error.text());
+  } catch (const Interrupted& interrupted) {
+    return report(run, as_json, "interrupt", interrupted.exit_code(), {"", "", "stopped by a signal", ""});
+  } catch (const std::bad_alloc&) {
+    return report(run, as_json, "internal", kInternal, {"", "", "out of memory", kReport});
+  } catch (const std::exception& error) {
+    return report(run, as_json, "internal", kInternal, {"", "", error.what(), kReport});
+  }
+}
+
+}  // namespace espalier::cli

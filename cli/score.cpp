@@ -1,0 +1,21 @@
+// `score`: writes log-probs beside the records.
+#include "espalier/train/score.h"
+
+#include "cli/verbs.h"
+#include "espalier/base/units.h"
+
+namespace espalier::cli {
+
+int run_score(Context& context) {
+  const ScoreReport report = score(context.options, context.progress);
+  context.result["rollouts"] = report.rollouts;
+  context.result["tokens"] = report.tokens;
+  context.result["rows"] = {{"logical", report.logical_rows}, {"physical", report.physical_rows}};
+  context.result["scoring_seconds"] = report.seconds;
+  context.text << format_count(report.rollouts) << " rollouts, " << format_count(report.tokens) << " log-probs from "
+               << format_count(report.physical_rows) << " rows (dense: " << format_count(report.logical_rows) << ") in "
+               << format_seconds(report.seconds) << "\nwritten: " << context.options.out << "\n";
+  return 0;
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,24 @@
+#include <limits>
+
+#include "cli/verbs.h"
+
+namespace espalier::cli {
+
+const std::vector<Verb>& verbs() {
+  constexpr const char* kOutputs = "out|gradients|logprobs";
+  constexpr std::size_t kAny = std::numeric_limits<std::size_t>::max();
+  // clang-format off
+  static const std::vector<Verb> table = {
+      {'i', "inspect", "ROLLOUTS...", 1, kAny, {}, "sizes, what sharing could save, every anomaly", run_inspect},
+      {'c', "convert", "IN OUT", 2, 2, {}, "any supported format to the neutral one (.jsonl, .jsonl.gz)", run_convert},
+      {'p', "plan", "", 0, 0, {"model", "rollouts"}, "the schedule that would run, its time and memory", run_plan},
+      {'t', "train", "", 0, 0, {"model", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
+      {'s', "score", "", 0, 0, {"model", "rollouts", "out"}, "log-probs of recorded rollouts, forward only", run_score},
+      {'v', "verify", "", 0, 0, {"model", "rollouts"}, "the same step dense and shared: is it the same?", run_verify},
+      {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},
+  };
+  // clang-format on
+  return table;
+}
+
+}  // namespace espalier::cli

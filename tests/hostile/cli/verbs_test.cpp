@@ -1,0 +1,218 @@
+// inspect, convert and plan from outside: their JSON, their text, and what they leave on the disk.
+#include <gtest/gtest.h>
+
+#include "espalier/base/json.h"
+#include "tests/hostile/cli/program_run.h"
+
+namespace espalier::testing {
+namespace {
+
+// Two groups of two, prompts of four and two tokens: 4+2, 4+3, 2+1, 2+2 tokens; once each, where shared: 4+2+3 + 2+1+1,
+// for the last response begins with the third.
+constexpr const char* kRollouts =
+    "{\"prompt_ids\":[1,2,3,4],\"response_ids\":[5,6],\"group\":\"a\",\"reward\":1}\n"
+    "{\"prompt_ids\":[1,2,3,4],\"response_ids\":[7,8,9],\"group\":\"a\",\"reward\":0}\n"
+    "{\"prompt_ids\":[10,11],\"response_ids\":[5],\"group\":\"b\",\"reward\":1}\n"
+    "{\"prompt_ids\":[10,11],\"response_ids\":[5,6],\"group\":\"b\",\"reward\":0,\"meta\":{\"k\":[1,2]}}\n";
+constexpr int kLogical = 20, kPhysical = 13, kPromptsOnce = 14;
+
+constexpr const char* kModel =
+    "{\"architectures\":[\"Qwen3ForCausalLM\"],\"model_type\":\"qwen3\",\"hidden_size\":32,\"num_hidden_layers\":2,"
+    "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":8,\"intermediate_size\":64,\"vocab_size\":64,"
+    "\"max_position_embeddings\":128,\"rms_norm_eps\":1e-6,\"rope_theta\":10000.0,\"hidden_act\":\"silu\","
+    "\"tie_word_embeddings\":true}";
+
+Json json_of(const Outcome& outcome) {
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const Json json = Json::parse(outcome.out, nullptr, false);
+  EXPECT_TRUE(json.is_object()) << outcome.out;
+  return json;
+}
+
+TEST(Inspect, CountsTokensAndGroups) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  const Json json = json_of(run(folder.path(), {"inspect", "--json", "r.jsonl"}));
+  EXPECT_EQ(json["verb"], "inspect");
+  EXPECT_EQ(json["rollouts"], 4);
+  EXPECT_EQ(json["groups"], 2);
+  EXPECT_EQ(json["tokens"]["logical"], kLogical);
+  EXPECT_EQ(json["tokens"]["physical"], kPhysical);
+  EXPECT_EQ(json["n"]["p50"], 2);
+  for (const char* name : {"p50", "p95"}) EXPECT_TRUE(json["prefix_share"].contains(name));
+  EXPECT_TRUE(json["anomalies"].is_array());
+  EXPECT_GT(json["peak_bytes"], 0);
+  EXPECT_GT(json["threads"], 0);
+}
+
+TEST(Inspect, CountsAsShareSays) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  const auto physical = [&](const char* share) {
+    return json_of(run(folder.path(), {"inspect", "--json", "--share", share, "r.jsonl"}))["tokens"]["physical"];
+  };
+  EXPECT_EQ(physical("auto"), kPhysical);
+  EXPECT_EQ(physical("prompt"), kPromptsOnce);
+  EXPECT_EQ(physical("off"), kLogical);
+}
+
+TEST(Inspect, TextGoesToStandardOutputAndNotesToStandardError) {
+  const Folder folder;
+  folder.put("r.jsonl", std::string(kRollouts) + "{\"prompt_ids\":[1],\"response_ids\":[2],\"strange\":1}\n");
+  const Outcome loud = run(folder.path(), {"inspect", "r.jsonl"});
+  EXPECT_EQ(loud.code, 0);
+  EXPECT_NE(loud.out.find("rollouts"), loud.out.npos);
+  EXPECT_NE(loud.err.find("strange"), loud.err.npos);
+  const Outcome quiet = run(folder.path(), {"inspect", "--quiet", "r.jsonl"});
+  EXPECT_EQ(quiet.err, "");
+  EXPECT_EQ(quiet.out, loud.out);
+}
+
+TEST(Inspect, AnErrorNamesFileAndLine) {
+  const Folder folder;
+  folder.put("r.jsonl", std::string(kRollouts) + "{\"prompt_ids\":[1],\"response_ids\":[2],\"loss_mask\":[1,1]}\n");
+  const Outcome outcome = run(folder.path(), {"inspect", "r.jsonl"});
+  EXPECT_EQ(outcome.code, 3);
+  EXPECT_NE(outcome.err.find("r.jsonl:5"), outcome.err.npos) << outcome.err;
+  EXPECT_NE(outcome.err.find("loss_mask"), outcome.err.npos) << outcome.err;
+}
+
+TEST(Json, APathThatIsNoUtf8StillGivesJson) {
+  const Folder folder;
+  folder.put("\xff.jsonl", kRollouts);
+  EXPECT_EQ(json_of(run(folder.path(), {"inspect", "--json", "\xff.jsonl"}))["rollouts"], 4);
+  const Outcome missing = run(folder.path(), {"inspect", "--json", "\xff\xfe"});
+  EXPECT_EQ(missing.code, 3);
+  EXPECT_TRUE(Json::accept(missing.out)) << missing.out;
+}
+
+TEST(Config, TheCommandLineWins) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("c.toml", "seed = 3\nlr = 1e-3\nthreads = 1\n[inspect]\nshare = \"off\"\n");
+  const Json json = json_of(run(folder.path(), {"inspect", "--json", "--config", "c.toml", "--seed", "4", "r.jsonl"}));
+  EXPECT_EQ(json["options"]["seed"], 4);
+  EXPECT_EQ(json["options"]["share"], "off");
+  EXPECT_EQ(json["options"]["threads"], 1);
+  EXPECT_FALSE(json["options"].contains("lr"));
+}
+
+TEST(Config, AnUnknownKeyIsRefusedWithFileAndLine) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("c.toml", "seed = 3\nsede = 3\n");
+  const Outcome outcome = run(folder.path(), {"inspect", "--config", "c.toml", "r.jsonl"});
+  EXPECT_EQ(outcome.code, 2);
+  EXPECT_NE(outcome.err.find("c.toml:2"), outcome.err.npos) << outcome.err;
+  EXPECT_NE(outcome.err.find("did you mean seed?"), outcome.err.npos) << outcome.err;
+}
+
+TEST(Options, TakeUnderscoresAndEqualSigns) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Json json = json_of(run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts=r.jsonl",
+                                                "--mini_batch_size", "2", "--token_budget=64"}));
+  EXPECT_EQ(json["options"]["mini_batch_size"], 2);
+  EXPECT_EQ(json["options"]["token_budget"], 64);
+}
+
+TEST(Convert, WritesWhatReadsBackTheSame) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  const Json first = json_of(run(folder.path(), {"convert", "--json", "r.jsonl", "a.jsonl.gz"}));
+  EXPECT_EQ(first["rollouts"], 4);
+  EXPECT_EQ(json_of(run(folder.path(), {"convert", "--json", "a.jsonl.gz", "b.jsonl"}))["tokens"], kLogical);
+  EXPECT_EQ(run(folder.path(), {"convert", "r.jsonl", "c.jsonl"}).code, 0);
+  EXPECT_EQ(folder.read("b.jsonl"), folder.read("c.jsonl"));
+  EXPECT_NE(folder.read("c.jsonl").find("\"k\""), std::string::npos);  // meta is carried through
+}
+
+TEST(Convert, ABadInputLeavesTheOutputAsItWas) {
+  const Folder folder;
+  folder.put("bad.jsonl", std::string(kRollouts) + "{\"prompt_ids\":[1],\"respo");
+  EXPECT_EQ(run(folder.path(), {"convert", "bad.jsonl", "new.jsonl"}).code, 3);
+  folder.put("old.jsonl", "precious");
+  EXPECT_EQ(run(folder.path(), {"convert", "bad.jsonl", "old.jsonl"}).code, 3);
+  EXPECT_EQ(folder.read("old.jsonl"), "precious");
+  EXPECT_EQ(folder.names(), (std::vector<std::string>{"bad.jsonl", "old.jsonl"}));
+}
+
+TEST(Convert, AnOutputThatCannotBeWrittenIsWrongUsage) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  EXPECT_EQ(run(folder.path(), {"convert", "r.jsonl", "no/such/folder/b.jsonl"}).code, 2);
+  EXPECT_EQ(run(folder.path(), {"convert", "r.jsonl", "/dev/full"}).code, 2);
+  EXPECT_EQ(folder.names(), (std::vector<std::string>{"r.jsonl"}));
+}
+
+TEST(Plan, NeedsNoWeightsAndPredictsEverySchedule) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Json json = json_of(run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl"}));
+  for (const char* schedule : {"dense", "packed", "phased", "chosen"}) {
+    EXPECT_GT(json["flops"][schedule], 0) << schedule;
+    EXPECT_GT(json["predicted"][schedule]["seconds"], 0) << schedule;
+    for (const char* phase : {"A", "B", "C"}) EXPECT_TRUE(json["predicted"][schedule]["peak_bytes"].contains(phase));
+  }
+  EXPECT_EQ(json["rows"]["logical"], kLogical);
+  EXPECT_GE(json["ceiling"], 1);
+  std::int64_t logical = 0;
+  for (const Json& tree : json["trees"]) {
+    for (const char* name : {"schedule", "trunks", "waves", "rows", "reason"}) EXPECT_TRUE(tree.contains(name)) << name;
+    logical += tree["rows"]["logical"].get<std::int64_t>();
+  }
+  EXPECT_EQ(logical, kLogical);
+}
+
+TEST(Plan, AStepForEachMiniBatch) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Json json = json_of(
+      run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl", "--mini-batch-size", "2"}));
+  ASSERT_EQ(json["steps"].size(), 2u);
+  EXPECT_EQ(json["steps"][0]["rows"]["logical"], 13);
+  EXPECT_EQ(json["steps"][1]["rows"]["logical"], 7);
+  EXPECT_EQ(json["rows"]["logical"], kLogical);
+}
+
+TEST(Plan, TakesDegreesThatThisMachineCouldNeverRun) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Json json = json_of(
+      run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl", "--tp", "2", "--dp", "512"}));
+  EXPECT_EQ(json["rank"]["ranks"], 1024);
+}
+
+TEST(Plan, ATextForAPerson) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Outcome plain = run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl"});
+  const Outcome explained = run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl", "--explain"});
+  EXPECT_EQ(plain.code, 0);
+  EXPECT_NE(plain.out.find("dense"), plain.out.npos);
+  EXPECT_GT(explained.out.size(), plain.out.size());
+}
+
+TEST(Plan, ABudgetThatCannotHoldTheModelIsExitCode5) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const Outcome outcome =
+      run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl", "--memory-budget", "1KiB"});
+  EXPECT_EQ(outcome.code, 5) << outcome.err;
+}
+
+TEST(Plan, ATokenBeyondTheVocabularyIsABadInput) {
+  const Folder folder;
+  folder.put("r.jsonl", "{\"prompt_ids\":[1],\"response_ids\":[64]}\n");
+  folder.put("m/config.json", kModel);
+  EXPECT_EQ(run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl"}).code, 3);
+}
+
+}  // namespace
+}  // namespace espalier::testing
