@@ -1,0 +1,55 @@
+// What ran, counted: the prompt once, every contribution, and the bytes that were predicted.
+#include <gtest/gtest.h>
+
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+Case one_group(std::int64_t prompt, std::int64_t response, std::int64_t n) {
+  Case c;
+  c.rollouts.groups = 1;
+  c.rollouts.group_size = {n, n};
+  c.rollouts.prompt_length = {prompt, prompt};
+  c.rollouts.response_length = {response, response};
+  c.options.share = "prompt";
+  return c;
+}
+
+TEST(Counters, ThePromptIsForwardedOnceForAnyNumberOfWaves) {
+  const std::int64_t prompt = 30, response = 6, n = 8;
+  for (const std::int64_t waves : {1, 2, 4, 8}) {
+    Case c = one_group(prompt, response, n);
+    c.options.schedule = "phased";
+    c.options.token_budget = std::max<std::int64_t>(prompt, 1 + response * n / waves);
+    if (waves == 8) c.options.token_budget = 1 + response;
+    const Outcome run = run_case(c);
+    const GradientReport& r = run.report;
+    EXPECT_EQ(r.plan.logical_rows, n * (prompt + response));
+    // The trunk leaves its last token to the waves, each of which starts with it.
+    EXPECT_EQ(r.trunk_rows, prompt - 1);
+    EXPECT_EQ(r.wave_rows, n * response + r.plan.waves);
+    EXPECT_EQ(r.trunk_rows + r.wave_rows, r.plan.physical_rows());
+  }
+}
+
+TEST(Counters, DenseForwardsEveryRowOfEveryRollout) {
+  Case c = one_group(30, 6, 8);
+  c.options.schedule = "dense";
+  const Outcome run = run_case(c);
+  EXPECT_EQ(run.report.wave_rows, 8 * 36);
+  EXPECT_EQ(run.report.trunk_rows, 0);
+  EXPECT_EQ(run.report.trunk_forwards, 0);
+}
+
+// Two runs of the same step give the same bits, whatever the plan.
+TEST(Counters, TheSameStepGivesTheSameBits) {
+  for (const Plan& plan : all_plans({0, 9})) {
+    Case c = with(one_group(20, 7, 5), plan);
+    for (const DType dtype : {DType::float32, DType::float64})
+      EXPECT_TRUE(run_case(c, dtype).gradient.equal(run_case(c, dtype).gradient)) << plan.name;
+  }
+}
+
+}  // namespace
+}  // namespace espalier::testing

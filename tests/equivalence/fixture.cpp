@@ -1,0 +1,129 @@
+#include "tests/equivalence/fixture.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "espalier/base/random.h"
+#include "espalier/model/dispatch.h"
+
+namespace espalier::testing {
+
+ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
+  ModelShape shape;
+  shape.layers = 3, shape.hidden = 24, shape.inner = 40;
+  shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;
+  shape.vocabulary = vocabulary, shape.max_positions = 256, shape.rms_norm_eps = 1e-6;
+  if (family == "llama") {
+    shape.architecture = "LlamaForCausalLM";
+    shape.has_rope_scaling = true;
+    shape.rope_scaling = {8, 1, 4, 16};
+  } else if (family == "llama-bias") {
+    shape.architecture = "LlamaForCausalLM";
+    shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.tied_head = true;
+    shape.kv_heads = 1;
+  } else if (family == "qwen2") {
+    shape.architecture = "Qwen2ForCausalLM";
+    shape.qkv_bias = true;
+    shape.kv_heads = 4;
+  } else {
+    shape.architecture = "Qwen3ForCausalLM";
+    shape.qk_norm = shape.tied_head = true;
+    shape.head_dim = 16;
+  }
+  return shape;
+}
+
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed) {
+  ModelShape shape = tiny_shape(family);
+  shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
+  auto exact = random_model(shape, DType::float64, seed);
+  Random random(seed, 99);
+  for (const Parameter& p : exact->table.parameters())
+    if (p.shape.size() == 1)
+      for (std::int64_t i = 0; i < p.count; ++i) pointer<double>(exact->weights)[p.offset + i] += 0.3 * random.normal();
+  if (dtype == DType::float64) return exact;
+  auto model = std::make_unique<ModelState>(shape, dtype);
+  model->weights.copy_(exact->weights);
+  return model;
+}
+
+Options test_options() {
+  Options options;
+  options.memory_budget = "1GiB";
+  return options;
+}
+
+namespace {
+
+struct Prepared {
+  std::unique_ptr<ModelState> model;
+  TrainingData data;
+};
+
+Prepared prepare(const Case& c, DType dtype) {
+  auto model = tiny_model(c.family, dtype, c.seed);
+  TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
+  model->decoder.reserve_positions(data.longest());
+  return {std::move(model), std::move(data)};
+}
+
+}  // namespace
+
+Outcome run_case(const Case& c, DType dtype) {
+  Prepared prepared = prepare(c, dtype);
+  Options options = c.options;
+  options.dtype = name_of(dtype);
+  Actor actor(*prepared.model, options, default_profile("cpu", dtype, 2));
+  Outcome run;
+  run.report = compute_gradient(actor, prepared.data.mini_batch(0), true);
+  run.gradient = actor.gradients.flat().to(at::kDouble, false, true);
+  run.loss = run.report.loss.loss;
+  return run;
+}
+
+OracleResult run_oracle(const Case& c, DType dtype) {
+  const Prepared prepared = prepare(c, dtype);
+  const MiniBatch batch = prepared.data.mini_batch(0);
+  OracleResult result = oracle(prepared.model->shape, prepared.model->table, prepared.model->weights, batch.rollouts,
+                               batch.advantages, c.options);
+  result.gradient = result.gradient.to(at::kDouble);
+  return result;
+}
+
+Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {
+  const ParameterTable table(tiny_shape(c.family));
+  Worst worst;
+  // A parameter whose true gradient vanishes is compared with what rounding leaves of the whole gradient.
+  const double smallest = 1e-16 * reference.norm().item<double>();
+  for (const Parameter& p : table.parameters()) {
+    const at::Tensor a = gradient.narrow(0, p.offset, p.count), b = reference.narrow(0, p.offset, p.count);
+    const double norm = std::max(b.norm().item<double>(), smallest);
+    const double difference = (a - b).norm().item<double>();
+    const double error = difference == 0 ? 0 : difference / norm;
+    if (!(error <= worst.error)) worst = {p.name, error};
+  }
+  return worst;
+}
+
+std::vector<Plan> all_plans(const std::vector<std::int64_t>& budgets) {
+  std::vector<Plan> plans;
+  for (const std::int64_t budget : budgets) {
+    const std::string rows = ", budget " + std::to_string(budget);
+    plans.push_back({"dense" + rows, "dense", budget, "auto"});
+    plans.push_back({"packed" + rows, "packed", budget, "auto"});
+    plans.push_back({"phased, keep" + rows, "phased", budget, "keep"});
+    plans.push_back({"phased, recompute" + rows, "phased", budget, "recompute"});
+    plans.push_back({"auto" + rows, "auto", budget, "auto"});
+  }
+  return plans;
+}
+
+Case with(Case c, const Plan& plan) {
+  c.options.schedule = plan.schedule;
+  c.options.token_budget = plan.budget;
+  c.options.trunk_state = plan.trunk_state;
+  return c;
+}
+
+}  // namespace espalier::testing

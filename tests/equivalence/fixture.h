@@ -1,0 +1,58 @@
+// Tiny models of every family with random weights, and one gradient of a batch under given options.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "espalier/train/step.h"
+#include "tests/support/make_rollouts.h"
+#include "tests/support/oracle.h"
+
+namespace espalier::testing {
+
+// "llama" (rope scaling, untied), "llama-bias" (all biases, tied), "qwen2" (q, k, v biases, untied), "qwen3" (QK-norm,
+// tied, head size that is not width / heads).
+ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
+
+// Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed);
+
+// Options whose machine profile and arena are those of a test.
+Options test_options();
+
+struct Case {
+  std::string family = "qwen3";
+  Options options = test_options();
+  RolloutOptions rollouts;
+  std::uint64_t seed = 1;
+};
+
+struct Outcome {
+  GradientReport report;
+  at::Tensor gradient;  // flat, float64
+  double loss = 0;
+};
+
+// One gradient; the model is made anew from the case's seed.
+Outcome run_case(const Case& c, DType dtype = DType::float64);
+OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
+
+// |a - b| / |b| of the whole vector, and the worst over the table's parameters with its name.
+struct Worst {
+  std::string parameter;
+  double error = 0;
+};
+Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference);
+
+// Every combination of schedule, wave budget and trunk state, by name and as options.
+struct Plan {
+  std::string name;
+  std::string schedule;
+  std::int64_t budget;
+  std::string trunk_state;
+};
+std::vector<Plan> all_plans(const std::vector<std::int64_t>& budgets);
+Case with(Case c, const Plan& plan);
+
+}  // namespace espalier::testing

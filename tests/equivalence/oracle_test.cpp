@@ -1,0 +1,42 @@
+// The oracle itself: its gradient against central differences of its loss, so that agreement with it means something.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "espalier/base/random.h"
+#include "espalier/model/dispatch.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
+  for (const char* family : {"llama", "llama-bias", "qwen2", "qwen3"}) {
+    const auto model = tiny_model(family, DType::float64, 5);
+    RolloutOptions rollout_options;
+    rollout_options.groups = 2;
+    rollout_options.policy = PolicyAge::near_old;
+    Options options = test_options();
+    options.kl_loss_coef = 0.1, options.entropy_coeff = 0.01;
+    const TrainingData data(make_rollouts(rollout_options, 5), options);
+    const MiniBatch batch = data.mini_batch(0);
+    auto loss_at = [&](const at::Tensor& weights) {
+      return oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, options).loss;
+    };
+    const at::Tensor gradient =
+        oracle(model->shape, model->table, model->weights, batch.rollouts, batch.advantages, options).gradient;
+    Random random(7);
+    for (const Parameter& p : model->table.parameters()) {
+      // Along a random direction: central differences err by h^2 f''' / 6 + 1e-16 f / h, about 1e-9 for h = 1e-5.
+      constexpr double kStep = 1e-5;
+      at::Tensor direction = at::zeros_like(model->weights);
+      for (std::int64_t i = 0; i < p.count; ++i) pointer<double>(direction)[p.offset + i] = random.normal();
+      direction /= direction.norm();
+      const double slope =
+          (loss_at(model->weights + kStep * direction) - loss_at(model->weights - kStep * direction)) / (2 * kStep);
+      EXPECT_NEAR(at::dot(gradient, direction).item<double>(), slope, 1e-7) << family << " " << p.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace espalier::testing

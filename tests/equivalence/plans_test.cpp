@@ -1,0 +1,147 @@
+// Every plan of a step gives the gradient, the loss and the log-probs of torch autograd on a plain forward.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+// Required of every gradient in float64 (relative L2, each parameter).
+constexpr double kFloat64 = 1e-10;
+
+void expect_series_near(const Outcome& run, const OracleResult& expected) {
+  for (std::size_t i = 0; i < expected.logprobs.size(); ++i) {
+    const RolloutSeries& series = run.report.series[i];
+    ASSERT_EQ(series.logprob.size(), expected.logprobs[i].size());
+    for (std::size_t t = 0; t < series.logprob.size(); ++t) {
+      // A log-prob is a sum of O(M) rounded terms of size O(10): 1e-11 is 1e4 units in the last place of 10.
+      ASSERT_NEAR(series.logprob[t], expected.logprobs[i][t], 1e-11) << "rollout " << i << ", token " << t;
+      ASSERT_NEAR(series.entropy[t], expected.entropies[i][t], 1e-11) << "rollout " << i << ", token " << t;
+    }
+  }
+}
+
+void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets) {
+  const OracleResult expected = run_oracle(c);
+  for (const Plan& plan : all_plans(budgets)) {
+    SCOPED_TRACE(plan.name + ", " + c.family + ", " + c.options.policy_loss + ", seed " + std::to_string(c.seed));
+    const Outcome run = run_case(with(c, plan));
+    validate(run.report.plan, TrainingData(make_rollouts(c.rollouts, c.seed), c.options).mini_batch(0).rollouts);
+    const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
+    EXPECT_LE(worst.error, kFloat64) << worst.parameter;
+    EXPECT_NEAR(run.loss, expected.loss, kFloat64 * std::max(1.0, std::abs(expected.loss)));
+    expect_series_near(run, expected);
+  }
+}
+
+RolloutOptions ragged() {
+  RolloutOptions options;
+  options.groups = 3;
+  options.group_size = {1, 4};
+  options.prompt_length = {1, 14};
+  options.response_length = {1, 10};
+  options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.1;
+  options.continues = 0.2, options.mask_gap = 0.3, options.fully_masked = 0.1;
+  options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.policy = PolicyAge::far;
+  return options;
+}
+
+class Families : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(Families, EveryPlanEqualsAutograd) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged();
+  for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
+}
+INSTANTIATE_TEST_SUITE_P(Models, Families, ::testing::Values("llama", "llama-bias", "qwen2", "qwen3"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::erase(name, '-');
+                           return name;
+                         });
+
+struct Loss {
+  const char* policy_loss;
+  const char* loss_agg_mode;
+  const char* rollout_is;
+  double kl, entropy;
+};
+
+class Losses : public ::testing::TestWithParam<Loss> {};
+
+TEST_P(Losses, EveryPlanEqualsAutograd) {
+  Case c;
+  const Loss& loss = GetParam();
+  c.options.policy_loss = loss.policy_loss;
+  c.options.loss_agg_mode = loss.loss_agg_mode;
+  c.options.rollout_is = loss.rollout_is;
+  c.options.kl_loss_coef = loss.kl;
+  c.options.entropy_coeff = loss.entropy;
+  c.rollouts = ragged();
+  c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;
+  for (c.seed = 11; c.seed <= 12; ++c.seed) expect_all_plans(c, {0, 1, 9});
+}
+INSTANTIATE_TEST_SUITE_P(Objectives, Losses,
+                         ::testing::Values(Loss{"vanilla", "token-mean", "token", 0.1, 0.01},
+                                           Loss{"vanilla", "seq-mean-token-sum-norm", "sequence", 0, 0},
+                                           Loss{"gspo", "", "none", 0.05, 0.02},
+                                           Loss{"gspo", "token-mean", "sequence", 0.05, 0.02},
+                                           Loss{"cispo", "seq-mean-token-sum", "token", 0, 0.01},
+                                           Loss{"sapo", "", "none", 0.1, 0}, Loss{"gpg", "token-sum", "none", 0, 0},
+                                           Loss{"reinforce", "seq-mean-token-mean", "sequence", 0.01, 0}));
+
+// The generator's own choice of everything; a failing seed is printed by SCOPED_TRACE.
+TEST(Generated, EveryPlanEqualsAutograd) {
+  const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3"};
+  for (std::uint64_t seed = 100; seed < 124; ++seed) {
+    Case c;
+    c.seed = seed;
+    c.family = families[seed % 4];
+    c.rollouts = any_options(seed, 12);
+    c.rollouts.vocabulary = 50;
+    c.rollouts.rewards = true;
+    expect_all_plans(c, {0, static_cast<std::int64_t>(1 + seed % 13)});
+  }
+}
+
+// In float32 a plan may be twice as far from the float64 truth as the dense plan is.
+TEST(Float32, EveryPlanIsAsExactAsDense) {
+  Case c;
+  c.rollouts = ragged();
+  for (c.seed = 21; c.seed <= 24; ++c.seed) {
+    const at::Tensor truth = run_oracle(c).gradient;
+    Case dense = with(c, {"dense", "dense", 0, "auto"});
+    const at::Tensor dense_gradient = run_case(dense, DType::float32).gradient;
+    const ParameterTable table(tiny_shape(c.family));
+    for (const Plan& plan : all_plans({0, 1, 7})) {
+      SCOPED_TRACE(plan.name + ", seed " + std::to_string(c.seed));
+      const at::Tensor gradient = run_case(with(c, plan), DType::float32).gradient;
+      const double error = (gradient - truth).norm().item<double>(), floor = (dense_gradient - truth).norm().item<double>();
+      EXPECT_GT(floor, 0);
+      EXPECT_LE(error, 2 * floor);
+    }
+  }
+}
+
+TEST(Bfloat16, PhasedIsAsExactAsDense) {
+  Case c;
+  c.rollouts = ragged();
+  c.rollouts.policy = PolicyAge::none;  // ratios of 1: clipping cannot flip on rounded log-probs
+  for (c.seed = 31; c.seed <= 33; ++c.seed) {
+    const at::Tensor truth = run_oracle(c).gradient;
+    const at::Tensor dense = run_case(with(c, {"", "dense", 0, "auto"}), DType::bfloat16).gradient;
+    const double floor = (dense - truth).norm().item<double>();
+    for (const char* state : {"keep", "recompute"}) {
+      const at::Tensor phased = run_case(with(c, {"", "phased", 9, state}), DType::bfloat16).gradient;
+      EXPECT_LE((phased - truth).norm().item<double>(), 2 * floor) << state << ", seed " << c.seed;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace espalier::testing
