@@ -1,0 +1,123 @@
+// Rates of shared-prefix attention beside ATen's CPU flash kernel on the same pairs and a matrix product of the run.
+//
+// The three are measured in turn, round after round, and medians are compared: a shared machine slows all alike.
+// ATen computes what one of its calls can: the whole causal square, or per segment a rectangle over the path and a
+// causal square, without the merge of the two (which it would also need). With OMP_NUM_THREADS=1 processor time is
+// taken instead of wall time, which makes a busy machine usable.
+#include <ATen/ATen.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <omp.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "espalier/attention/attention.h"
+
+namespace {
+
+namespace attention = espalier::attention;
+
+struct Case {
+  const char* name;
+  std::int64_t path, segments, segment_rows;
+};
+
+double now() {
+  timespec t;
+  clock_gettime(omp_get_max_threads() == 1 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+double seconds_of(const auto& body) {
+  const double start = now();
+  body();
+  return now() - start;
+}
+double median(std::vector<double> x) {
+  std::sort(x.begin(), x.end());
+  return x[x.size() / 2];
+}
+
+void run(const Case& c, std::int64_t D, int rounds) {
+  constexpr std::int64_t H = 8, J = 2;
+  const std::int64_t T = c.segments * c.segment_rows, P = c.path;
+  const double scale = 1 / std::sqrt(static_cast<double>(D));
+  const at::Tensor q = at::randn({T, H, D}), grad = at::randn({T, H, D});
+  const at::Tensor k = at::randn({T, J, D}), v = at::randn({T, J, D});
+  const at::Tensor pk = at::randn({P, J, D}), pv = at::randn({P, J, D});
+  at::Tensor out = at::empty_like(q), lse = at::empty({H, T}), gq = at::empty_like(q);
+  at::Tensor gk = at::zeros_like(k), gv = at::zeros_like(v), gpk = at::zeros_like(pk), gpv = at::zeros_like(pv);
+  std::vector<std::int32_t> ends(T);
+  for (std::int64_t j = 0; j < T; ++j) ends[j] = static_cast<std::int32_t>((j / c.segment_rows + 1) * c.segment_rows);
+  attention::Shape shape{T, T, P, H, J, D, scale, nullptr, ends.data()};
+  const auto rows = [](const at::Tensor& t) {
+    return attention::Rows<const float>{t.const_data_ptr<float>(), t.stride(0)};
+  };
+  const auto into = [](at::Tensor& t) { return attention::Rows<float>{t.data_ptr<float>(), t.stride(0)}; };
+  const attention::Inputs<float> in{rows(q), rows(k), rows(v), rows(pk), rows(pv)};
+  const attention::Gradients<float> grads{into(gq), into(gk), into(gv), into(gpk), into(gpv)};
+
+  const auto batch = [](const at::Tensor& t, std::int64_t from, std::int64_t n) {
+    return t.narrow(0, from, n).transpose(0, 1).unsqueeze(0);
+  };
+  struct Call {
+    at::Tensor q, k, v, grad, out, lse;
+    bool causal;
+  };
+  std::vector<Call> calls;
+  for (std::int64_t s = 0; s < c.segments; ++s) {
+    const std::int64_t n = c.segment_rows, from = s * n;
+    if (P) calls.push_back({batch(q, from, n), batch(pk, 0, P), batch(pv, 0, P), batch(grad, from, n), {}, {}, false});
+    calls.push_back({batch(q, from, n), batch(k, from, n), batch(v, from, n), batch(grad, from, n), {}, {}, true});
+  }
+  const double own_pairs = 0.5 * static_cast<double>(c.segments * c.segment_rows * (c.segment_rows + 1));
+  const double pairs = static_cast<double>(H) * (static_cast<double>(T * P) + own_pairs);
+  const std::int64_t M = 1536;
+  const at::Tensor a = at::randn({M, M}), b = at::randn({M, M});
+  at::Tensor ab = at::empty({M, M});
+  std::vector<double> mm, own_f, own_b, aten_f, aten_b;
+  for (int r = 0; r < rounds; ++r) {
+    mm.push_back(seconds_of([&] { at::mm_out(ab, a, b); }));
+    float* l = lse.data_ptr<float>();
+    own_f.push_back(seconds_of([&] { attention::forward<float>(shape, in, into(out), l); }));
+    aten_f.push_back(seconds_of([&] {
+      for (Call& call : calls)
+        std::tie(call.out, call.lse) =
+            at::_scaled_dot_product_flash_attention_for_cpu(call.q, call.k, call.v, 0, call.causal, {}, scale);
+    }));
+    mm.push_back(seconds_of([&] { at::mm_out(ab, a, b); }));
+    own_b.push_back(
+        seconds_of([&] { attention::backward<float>(shape, in, rows(out), l, rows(grad), grads); }));
+    aten_b.push_back(seconds_of([&] {
+      for (Call& call : calls)
+        at::_scaled_dot_product_flash_attention_for_cpu_backward(call.grad, call.q, call.k, call.v, call.out, call.lse,
+                                                                 0, call.causal, {}, scale);
+    }));
+  }
+  const double size = static_cast<double>(D), product = 2.0 * M * M * M / median(mm);
+  const double forward = 4 * pairs * size / median(own_f), backward = 10 * pairs * size / median(own_b);
+  std::printf("%-15s D=%-3ld mm %4.0f GFLOP/s", c.name, static_cast<long>(D), product / 1e9);
+  std::printf(" | forward %4.0f = %.2f of mm, %.2f x ATen", forward / 1e9, forward / product,
+              median(aten_f) / median(own_f));
+  std::printf(" | backward %4.0f = %.2f of mm, %.2f x ATen\n", backward / 1e9, backward / product,
+              median(aten_b) / median(own_b));
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::stoi(argv[1]) : 7;
+  at::manual_seed(1);
+  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n", attention::instruction_set(),
+              omp_get_max_threads(), rounds);
+  for (const std::int64_t D : {64, 128})
+    for (const Case& c : {Case{"causal 2048", 0, 1, 2048}, Case{"1024 + 4 x 256", 1024, 4, 256},
+                          Case{"4096 + 512", 4096, 1, 512}})
+      run(c, D, rounds);
+}

@@ -1,0 +1,128 @@
+"""espalier against plain PyTorch on the same model and rollouts: the runs alternate, so that both see the same machine.
+
+    python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 3] [--baselines transformers_dense,...]
+
+Every round runs each baseline of bench/baselines/ and `espalier train` with each schedule, in turn, one process each, one
+warm-up update and one timed update in it. Prints medians and ratios; appends one JSON line a cell to bench/results/.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE / "baselines"))
+
+import workload  # noqa: E402
+
+CELLS = "341/1707/8,1024/1024/8,1365/683/8,1707/341/8"
+
+
+def run_json(command):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\nended with {done.returncode}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout)
+
+
+def time_baseline(name, model, rollouts, threads):
+    found = run_json([sys.executable, HERE / f"baselines/{name}.py", "--model", model, "--rollouts", rollouts, "--threads", threads])
+    return found["updates"][0]["seconds"], found["updates"][0]["loss"], found["peak_bytes"]
+
+
+def time_espalier(schedule, model, rollouts, threads, folder):
+    found = run_json([ROOT / "build/espalier", "train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", "--epochs", 2,
+                      "--schedule", schedule, "--threads", threads, "--json", "--quiet"])
+    return found["steps"][1]["seconds"], found["steps"][1]["loss"], found["peak_bytes"]
+
+
+def step_flops(prompt, response, n, shared, shape=workload.SHAPE):
+    """FLOPs of one update: 6 a weight and row in matrices, 4 H D (1 + 2.5) a visible pair; the last token is no input."""
+    m, f, d = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    h, j = shape["num_attention_heads"], shape["num_key_value_heads"]
+    layer = m * d * (2 * h + 2 * j) + 3 * m * f
+    trunk, own = prompt - 1, response  # a response's rows start with the last prompt token
+    rows = (trunk if shared else n * trunk) + n * own
+    pairs = (1 if shared else n) * trunk * (trunk + 1) / 2 + n * (own * trunk + own * (own + 1) / 2)
+    per_layer = 6 * layer * rows + 14 * h * d * pairs
+    return shape["num_hidden_layers"] * per_layer + 6 * m * shape["vocab_size"] * n * own
+
+
+def machine():
+    model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"cpu": model[0] if model else platform.processor(), "cores": os.cpu_count(), "system": platform.platform(), "commit": commit,
+            "torch": workload.torch.__version__, "transformers": workload.transformers.__version__, "python": platform.python_version()}
+
+
+def spread(values):
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+
+
+def measure_cell(cell, options, model, folder):
+    prompt, response, n = cell
+    rollouts = workload.write_rollouts(folder / "rollouts.jsonl", prompt, response, n, seed=options.seed)
+    runners = {name: lambda name=name: time_baseline(name, model, rollouts, options.threads) for name in options.baselines}
+    for schedule in options.schedules:
+        runners[f"espalier {schedule}"] = lambda s=schedule: time_espalier(s, model, rollouts, options.threads, folder)
+    totals, losses, peaks = {}, {}, {}
+    for number in range(options.rounds):
+        # Every second round backwards: a slow drift of the machine then favours nobody.
+        for name in list(runners) if number % 2 == 0 else reversed(list(runners)):
+            seconds, loss, peak = runners[name]()
+            totals.setdefault(name, []).append(seconds["total"])
+            losses[name], peaks[name] = loss, peak
+            print(f"  round {number + 1}/{options.rounds} {name}: {seconds['total']:.2f} s", file=sys.stderr, flush=True)
+    ceiling = step_flops(prompt, response, n, False) / step_flops(prompt, response, n, True)
+    return {"prompt": prompt, "response": response, "n": n, "seconds": {name: spread(values) for name, values in totals.items()},
+            "loss": losses, "peak_bytes": peaks, "ceiling": ceiling}
+
+
+def print_cell(row):
+    medians = {name: value["median"] for name, value in row["seconds"].items()}
+    reference = medians.get("transformers_dense") or next(iter(medians.values()))
+    own = medians.get("espalier dense")
+    print(f"\nprompt {row['prompt']}, response {row['response']}, n {row['n']}: FLOP ceiling {row['ceiling']:.2f}")
+    print(f"  {'':24}{'seconds':>10}{'spread':>16}{'x baseline':>12}{'x own dense':>13}{'of ceiling':>12}")
+    for name, value in row["seconds"].items():
+        own_ratio = own / value["median"] if own else float("nan")
+        extent = f"{value['min']:.2f}-{value['max']:.2f}"
+        print(f"  {name:24}{value['median']:10.2f}{extent:>16}{reference / value['median']:12.2f}{own_ratio:13.2f}"
+              f"{own_ratio / row['ceiling']:12.2f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=CELLS, help="prompt/response/n, comma separated")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--baselines", type=lambda text: text.split(","), default=["transformers_dense"])
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=["dense", "phased", "auto"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=HERE / "results/compare_dense.jsonl")
+    options = parser.parse_args()
+    if not (ROOT / "build/espalier").is_file():
+        sys.exit("build/espalier is not there: run make first")
+    header = {"machine": machine(), "threads": options.threads, "shape": workload.SHAPE, "date": time.strftime("%Y-%m-%d"),
+              "command": " ".join(["bench/compare_dense.py", *sys.argv[1:]])}
+    with tempfile.TemporaryDirectory(prefix="espalier-bench-") as name:
+        folder = Path(name)
+        model = workload.write_model(folder / "model", seed=options.seed)
+        for text in options.cells.split(","):
+            row = measure_cell(tuple(int(number) for number in text.split("/")), options, model, folder)
+            print_cell(row)
+            options.results.parent.mkdir(parents=True, exist_ok=True)
+            with open(options.results, "a") as out:
+                out.write(json.dumps({**header, **row}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Finds the program, makes models once a session, and runs commands. Without torch and transformers nothing here can run, which is one skip with that reason."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT.parent / "shared/data"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def program():
+    named = os.environ.get("ESPALIER_BINARY")
+    path = Path(named or ROOT / "build/espalier")
+    if not path.is_file():
+        if named:  # whoever names the program wants it tested
+            pytest.fail(f"ESPALIER_BINARY names {path}, which does not exist")
+        pytest.skip("the program is not built: no build/espalier (make builds it)")
+    return path
+
+
+class Outcome:
+    def __init__(self, done):
+        self.status, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
+
+    @property
+    def json(self):
+        return json.loads(self.stdout)
+
+    def __repr__(self):
+        return f"exit {self.status}\n--- stdout\n{self.stdout[-3000:]}\n--- stderr\n{self.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="session")
+def espalier(program):
+    """espalier("train", "--model", ...) -> Outcome; the program must end with `expect` (None: any status)."""
+
+    def run(*arguments, expect=0, **settings):
+        command = [str(program), *map(str, arguments)]
+        outcome = Outcome(subprocess.run(command, capture_output=True, text=True, timeout=300, **settings))
+        assert expect is None or outcome.status == expect, f"{' '.join(command)}\nwanted exit {expect}, got {outcome!r}"
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """model_of(family) -> directory of a random model of that family, made once."""
+    made = {}
+
+    def find(family):
+        if family not in made:
+            from make_model import make_model
+            made[family] = make_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def stories():
+    directory = DATA / "stories260K"
+    if not directory.is_dir():
+        pytest.skip("../shared/data/stories260K is absent")
+    return directory

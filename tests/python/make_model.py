@@ -1,0 +1,108 @@
+"""Small random Hugging Face model directories and rollout files for the Python tests.
+
+    python tests/python/make_model.py FAMILY DIRECTORY      (families: the keys of FAMILIES)
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCABULARY = 97
+
+# Every family once with each head form, single and sharded files, biases, QK-norm, rope scaling.
+FAMILIES = {
+    # Llama 3.1's scaling, with an original context so short that all three of its frequency bands occur.
+    "llama3_tied": dict(
+        kind="Llama", tied=True, sharded=False,
+        config=dict(num_key_value_heads=2, head_dim=16, rope_parameters=dict(
+            rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=64))),
+    "llama_untied": dict(kind="Llama", tied=False, sharded=False, config=dict(num_key_value_heads=4, head_dim=8)),
+    "qwen2_untied": dict(kind="Qwen2", tied=False, sharded=False, config=dict(num_key_value_heads=1)),
+    "qwen3_sharded": dict(kind="Qwen3", tied=False, sharded=True, config=dict(num_key_value_heads=2, head_dim=24)),
+    "qwen3_tied": dict(kind="Qwen3", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16)),
+}
+
+
+def make_model(family, directory, seed=1):
+    """Writes a random model of the family. Weights are larger than a fresh initialisation's, so that attention is not
+    uniform and every gradient is far from zero; norm weights and biases are random too."""
+    row = FAMILIES[family]
+    settings = dict(
+        hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=row["tied"], bos_token_id=1, eos_token_id=2,
+        pad_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    config = getattr(transformers, row["kind"] + "Config")(**{**settings, **row["config"]})
+    model = getattr(transformers, row["kind"] + "ForCausalLM")(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.copy_(0.4 * noise)
+            else:
+                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+    shards = dict(max_shard_size="40KB") if row["sharded"] else {}
+    model.save_pretrained(directory, safe_serialization=True, **shards)
+    if row["sharded"] and not (Path(directory) / "model.safetensors.index.json").exists():
+        raise RuntimeError("the model was meant to be saved in several files")
+    return Path(directory)
+
+
+def make_rollouts(seed, groups=4, vocabulary=VOCABULARY, longest_prompt=40, longest_response=14):
+    """Records without log-probs: ragged groups in mixed order, a group of one, mask gaps, an empty response, a one-token
+    prompt, two equal responses, prompts that share a start, a fully masked response, two temperatures."""
+    random_source = random.Random(seed)
+    tokens = lambda count: [random_source.randrange(vocabulary) for _ in range(count)]
+    start = tokens(longest_prompt // 2)
+    records = []
+    for group in range(groups):
+        prompt = tokens(1) if group == 0 else (start if group % 2 else []) + tokens(random_source.randint(3, longest_prompt // 2))
+        count = 1 if group == 1 else random_source.randint(3, 5)
+        for sample in range(count):
+            response = tokens(random_source.randint(1, longest_response))
+            if group == 2 and sample == 1:
+                response = list(records[-1]["response_ids"])
+            mask = [1] * len(response)
+            if group == 3 and sample == 0:
+                response, mask = [], []
+            elif group == 3 and sample == 1:
+                mask = [0] * len(response)
+            elif len(response) > 4 and sample % 2:
+                mask[1:3] = [0, 0]
+            if mask and any(mask):
+                mask[-1] = 1
+            records.append({
+                "group": f"g{group}", "prompt_ids": prompt, "response_ids": response, "loss_mask": mask,
+                "reward": round(random_source.uniform(-1, 2), 3), "temperature": 1.0 if group % 2 else 0.7})
+    random_source.shuffle(records)
+    return records
+
+
+def add_series(records, logprobs, seed, spread=0.5):
+    """Adds old, reference and rollout log-probs: the model's own plus noise wide enough that the ratio clip, the dual
+    clip and the importance truncation are all active."""
+    random_source = random.Random(seed)
+    for record, own in zip(records, logprobs, strict=True):
+        for name, width in (("old_logprobs", spread), ("ref_logprobs", spread), ("rollout_logprobs", 2 * spread)):
+            record[name] = [min(0.0, value + random_source.gauss(0, width)) for value in own]
+    return records
+
+
+def write_records(records, path):
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return Path(path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in FAMILIES:
+        sys.exit(__doc__)
+    make_model(sys.argv[1], sys.argv[2])

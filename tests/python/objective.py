@@ -1,0 +1,173 @@
+"""Advantages and the loss of a mini-batch in plain torch code, one rollout at a time: the meaning of every option, written
+from the formulas and independent of the engine. All arithmetic in the dtype of the log-probs that are passed in."""
+
+import math
+
+import torch
+
+DEFAULTS = {
+    "adv-estimator": "grpo", "policy-loss": "vanilla", "clip-ratio-low": 0.2, "clip-ratio-high": 0.2, "clip-ratio-c": 3.0,
+    "loss-agg-mode": None, "loss-scale-factor": 0.0, "kl-loss-coef": 0.0, "kl-loss-type": "low_var_kl",
+    "entropy-coeff": 0.0, "rollout-is": "none", "rollout-is-threshold": 2.0, "gamma": 1.0,
+}
+SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
+
+
+def resolve(options):
+    unknown = set(options) - set(DEFAULTS)
+    if unknown:
+        raise KeyError(f"not an option of the objective: {sorted(unknown)}")
+    resolved = {**DEFAULTS, **options}
+    if resolved["loss-agg-mode"] is None:
+        sequence = resolved["policy-loss"] in ("gspo", "sapo")
+        resolved["loss-agg-mode"] = "seq-mean-token-mean" if sequence else "token-mean"
+    return resolved
+
+
+def group_of(record):
+    return ("named", str(record["group"])) if "group" in record else ("prompt", tuple(record["prompt_ids"]))
+
+
+def whiten(series, masks):
+    """(x - mean) / sqrt(variance + 1e-8) over the loss tokens of all series, variance with Bessel's correction."""
+    values = [x for xs, mask in zip(series, masks) for x, m in zip(xs, mask) if m]
+    mean = sum(values) / len(values)
+    variance = sum((x - mean) ** 2 for x in values) / (len(values) - 1)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in xs] for xs in series]
+
+
+def advantages(records, options):
+    """One advantage per response token, over the whole file."""
+    estimator, gamma = options["adv-estimator"], options["gamma"]
+    if estimator == "given" or any("advantage" in r for r in records):
+        given = [r["advantage"] for r in records]
+        return [a if isinstance(a, list) else [a] * len(r["response_ids"]) for a, r in zip(given, records)]
+
+    members = {}
+    for index, record in enumerate(records):
+        members.setdefault(group_of(record), []).append(index)
+    scalar = [0.0] * len(records)
+    for indices in members.values():
+        rewards = [records[i]["reward"] for i in indices]
+        n = len(rewards)
+        mean = sum(rewards) / n if n > 1 else 0.0
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1)) if n > 1 else 1.0
+        for i, reward in zip(indices, rewards):
+            if estimator == "grpo":
+                scalar[i] = (reward - mean) / (deviation + 1e-6)
+            elif estimator in ("dr_grpo", "reinforce_plus_plus_baseline"):
+                scalar[i] = reward - mean
+            elif estimator == "rloo":
+                scalar[i] = n / (n - 1) * (reward - mean) if n > 1 else reward
+
+    masks = [r["loss_mask"] for r in records]
+    if estimator == "reinforce_plus_plus":
+        series = []
+        for record in records:
+            length = len(record["response_ids"])
+            returns, running = [0.0] * length, 0.0
+            for t in reversed(range(length)):
+                if t == length - 1:
+                    running = record["reward"]
+                elif record["loss_mask"][t]:
+                    running *= gamma
+                returns[t] = running
+            series.append(returns)
+        return whiten(series, masks)
+    series = [[a] * len(r["response_ids"]) for a, r in zip(scalar, records)]
+    return whiten(series, masks) if estimator == "reinforce_plus_plus_baseline" else series
+
+
+def policy_loss(logprob, old, advantage, mask, options):
+    """Per-token loss to minimise."""
+    kind = options["policy-loss"]
+    low, high = 1 - options["clip-ratio-low"], 1 + options["clip-ratio-high"]
+    ratio = torch.exp(torch.clamp(logprob - old, -20.0, 20.0))
+    if kind == "vanilla":
+        clipped = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, low, high))
+        dual = torch.minimum(clipped, -advantage * options["clip-ratio-c"])
+        return torch.where(advantage < 0, dual, clipped)
+    if kind == "gspo":
+        mean = ((logprob - old) * mask).sum() / mask.sum().clamp(min=1)
+        ratio = torch.exp(torch.clamp(logprob - logprob.detach() + mean.detach(), max=10.0))
+        return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, low, high))
+    if kind == "cispo":
+        return -torch.clamp(ratio, low, high).detach() * advantage * logprob
+    if kind == "sapo":
+        tau = torch.where(advantage > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE).to(logprob.dtype)
+        return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    if kind in ("gpg", "reinforce"):
+        return -advantage * logprob
+    raise ValueError(kind)
+
+
+def importance_weight(old, rollout, mask, options):
+    kind = options["rollout-is"]
+    if kind == "none":
+        return torch.ones_like(old)
+    log_weight = (old - rollout).detach()
+    if kind == "sequence":
+        log_weight = (log_weight * mask).sum().expand_as(old)
+    return torch.exp(torch.clamp(log_weight, -20.0, 20.0)).clamp(max=options["rollout-is-threshold"])
+
+
+def kl_penalty(logprob, reference, kind):
+    x = logprob - reference
+    straight_through, kind = kind.endswith("+"), kind.rstrip("+")
+    if kind in ("kl", "k1"):
+        value = x
+    elif kind == "abs":
+        value = x.abs()
+    elif kind in ("mse", "k2"):
+        value = 0.5 * x * x
+    elif kind in ("low_var_kl", "k3"):
+        negative = torch.clamp(-x, -20.0, 20.0)
+        value = torch.clamp(torch.exp(negative) - negative - 1, -10.0, 10.0)
+    else:
+        raise ValueError(kind)
+    if straight_through:
+        square = 0.5 * x * x
+        value = square - square.detach() + value.detach()
+    return value
+
+
+def aggregate(series, masks, lengths, options):
+    mode = options["loss-agg-mode"]
+    sums = [(value * mask).sum() for value, mask in zip(series, masks)]
+    tokens = sum(float(mask.sum()) for mask in masks)
+    total = sum(sums)
+    if mode == "token-sum":
+        return total
+    if mode == "token-mean":
+        return total / tokens if tokens else total * 0
+    if mode == "seq-mean-token-sum":
+        return total / len(series)
+    if mode == "seq-mean-token-sum-norm":
+        return total / len(series) / (options["loss-scale-factor"] or max(lengths))
+    if mode == "seq-mean-token-mean":
+        return sum(s / (mask.sum() + 1e-8) for s, mask in zip(sums, masks)) / len(series)
+    raise ValueError(mode)
+
+
+def loss(records, logprobs, entropies, advantage_series, options):
+    """The scalar loss of a mini-batch as a function of its log-probs and entropies (lists of 1-D tensors)."""
+    policy, penalty, masks, lengths = [], [], [], []
+    for record, logprob, advantage in zip(records, logprobs, advantage_series, strict=True):
+        series = lambda name: torch.tensor(record[name], dtype=logprob.dtype)
+        mask = series("loss_mask")
+        old = series("old_logprobs") if "old_logprobs" in record else logprob.detach()
+        token_advantage = torch.tensor(advantage, dtype=logprob.dtype)
+        value = policy_loss(logprob, old, token_advantage, mask, options)
+        if options["rollout-is"] != "none":
+            value = value * importance_weight(old, series("rollout_logprobs"), mask, options)
+        policy.append(value)
+        if options["kl-loss-coef"]:
+            penalty.append(kl_penalty(logprob, series("ref_logprobs"), options["kl-loss-type"]))
+        masks.append(mask)
+        lengths.append(len(record["response_ids"]))
+    parts = {"pg_loss": aggregate(policy, masks, lengths, options), "entropy": aggregate(entropies, masks, lengths, options)}
+    total = parts["pg_loss"] - options["entropy-coeff"] * parts["entropy"]
+    if options["kl-loss-coef"]:
+        parts["kl_loss"] = aggregate(penalty, masks, lengths, options)
+        total = total + options["kl-loss-coef"] * parts["kl_loss"]
+    return total, parts

@@ -1,0 +1,145 @@
+"""A plain dense trainer on Hugging Face transformers: one rollout a forward, nothing shared, torch autograd, AdamW.
+
+In float64 everything is float64: transformers itself computes rotary tables, norms and the softmax of attention in float32,
+so those three are replaced here by their float64 formulas. In float32 the model runs as transformers ships it.
+"""
+
+import math
+
+import torch
+import transformers
+
+import objective
+
+
+class Rotary(torch.nn.Module):
+    """cos and sin of position * frequency in float64, with Llama 3's frequency bands where the config asks for them."""
+
+    def __init__(self, config):
+        super().__init__()
+        rope = config.rope_parameters
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+        frequency = rope["rope_theta"] ** -exponents
+        if rope["rope_type"] == "llama3":
+            frequency = torch.stack([self.scaled(f, rope) for f in frequency])
+        elif rope["rope_type"] != "default":
+            raise ValueError(rope["rope_type"])
+        self.register_buffer("frequency", frequency, persistent=False)
+
+    @staticmethod
+    def scaled(frequency, rope):
+        wavelength = 2 * math.pi / frequency
+        context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+        if wavelength < context / high:
+            return frequency
+        if wavelength > context / low:
+            return frequency / rope["factor"]
+        smooth = (context / wavelength - low) / (high - low)
+        return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
+
+    def forward(self, hidden, position_ids):
+        angles = position_ids[..., None].double() * self.frequency
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def attention64(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+    """softmax(scaling q k^T) v with a causal mask, all in the dtype of its inputs. query [1, H, T, D], key [1, J, T, D]."""
+    repeat, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * scaling
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    weights = torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register("espalier_oracle_float64", attention64)
+
+
+def norm64(module, hidden):
+    return module.weight * hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def load_model(directory, dtype):
+    """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    if dtype == torch.float64:
+        model.config._attn_implementation = "espalier_oracle_float64"
+        model.model.rotary_emb = Rotary(model.config)
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = norm64.__get__(module)
+    return model
+
+
+def response_logprobs(model, record):
+    """Log-probs of the response tokens and entropies of their distributions, both [R]."""
+    prompt, response = record["prompt_ids"], record["response_ids"]
+    if not response:
+        empty = torch.zeros(0, dtype=model.dtype)
+        return empty, empty
+    ids = torch.tensor([prompt + response])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1]
+    log_softmax = torch.log_softmax(logits / record.get("temperature", 1.0), dim=-1)
+    logprob = log_softmax.gather(1, torch.tensor(response)[:, None])[:, 0]
+    return logprob, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def score(model, records):
+    with torch.no_grad():
+        pairs = [response_logprobs(model, record) for record in records]
+    return [p[0].tolist() for p in pairs], [p[1].tolist() for p in pairs]
+
+
+def gradients(model, records, advantage_series, options):
+    """(loss, its parts, {name: gradient}, log-probs, entropies) of one mini-batch; tied weights stand once."""
+    model.zero_grad(set_to_none=True)
+    pairs = [response_logprobs(model, record) for record in records]
+    logprobs, entropies = [p[0] for p in pairs], [p[1] for p in pairs]
+    loss, parts = objective.loss(records, logprobs, entropies, advantage_series, options)
+    if loss.requires_grad:
+        loss.backward()
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    series = [x.detach().tolist() for x in logprobs], [x.detach().tolist() for x in entropies]
+    return float(loss.detach()), {k: float(v.detach()) for k, v in parts.items()}, found, *series
+
+
+def mini_batches(records, size):
+    """Indices of the records of each optimizer step: by `step`, else whole groups in order of first appearance."""
+    if all("step" in r for r in records):
+        return [[i for i, r in enumerate(records) if r["step"] == step] for step in sorted({r["step"] for r in records})]
+    groups = {}
+    for index, record in enumerate(records):
+        groups.setdefault(objective.group_of(record), []).append(index)
+    batches = [[]]
+    for indices in groups.values():
+        if size and batches[-1] and len(batches[-1]) + len(indices) > size:
+            batches.append([])
+        batches[-1] += indices
+    return [sorted(batch) for batch in batches]
+
+
+def train(model, records, options, *, lr, epochs=1, mini_batch_size=0, max_grad_norm=1.0, betas=(0.9, 0.999), eps=1e-8,
+          weight_decay=0.01, warmup_steps=0, decay_matrices_only=False):
+    """Runs the update in place with torch.optim.AdamW. Returns one (loss, gradient norm, gradients) per step."""
+    named = list(model.named_parameters())
+    plain = [p for _, p in named if decay_matrices_only and p.dim() < 2]
+    decayed = [p for _, p in named if not (decay_matrices_only and p.dim() < 2)]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}],
+                                  lr=lr, betas=betas, eps=eps)
+    everything = objective.advantages(records, options)
+    history = []
+    for _ in range(epochs):
+        for indices in mini_batches(records, mini_batch_size):
+            batch, series = [records[i] for i in indices], [everything[i] for i in indices]
+            loss, _, found, *_ = gradients(model, batch, series, options)
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
+            factor = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+            for name, parameter in named:
+                parameter.grad = found[name] * factor
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (len(history) + 1) / warmup_steps) if warmup_steps else lr
+            optimizer.step()
+            history.append((loss, norm, found))
+    return history

@@ -1,0 +1,260 @@
+"""Exit codes, messages, JSON purity, and what a failed run leaves behind."""
+
+import json
+import shutil
+
+import pytest
+
+from make_model import make_rollouts, write_records
+
+SEED = 41
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    return write_records(make_rollouts(SEED), tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
+
+
+def train(espalier, model, rollouts, folder, *extra, **keywords):
+    return espalier("train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", *extra, **keywords)
+
+
+def assert_refused(outcome, folder, *words):
+    """The message names what it must, nothing is written, and no stack trace or internal error shows."""
+    for word in words:
+        assert word in outcome.stderr, f"{word!r} is not in: {outcome!r}"
+    assert not (folder / "out").exists(), "a failed run left something at --out"
+    leftovers = [p.name for p in folder.iterdir() if p.name.startswith(("out", ".out"))]
+    assert not leftovers, leftovers
+    for trace in ("terminate called", "Exception raised from", "backtrace", "#0 "):
+        assert trace not in outcome.stderr
+
+
+# -- help and JSON ----------------------------------------------------------------------------------------------------
+
+def test_help_of_the_program_names_every_verb(espalier):
+    text = espalier("--help").stdout
+    for verb in ("inspect", "convert", "plan", "train", "score", "verify", "bench"):
+        assert verb in text
+
+
+@pytest.mark.parametrize("verb", ["inspect", "convert", "plan", "train", "score", "verify", "bench"])
+def test_every_verb_has_help_with_defaults(verb, espalier):
+    text = espalier(verb, "--help").stdout
+    assert "--threads" in text and "--json" in text and "--config" in text
+
+
+def test_json_is_the_only_thing_on_stdout(espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--json")
+    summary = outcome.json
+    for field in ("espalier", "verb", "device", "dtype", "threads", "options", "seconds", "peak_bytes", "steps"):
+        assert field in summary, field
+    assert summary["verb"] == "train" and summary["dtype"] == "float32"
+    step = summary["steps"][0]
+    for field in ("step", "loss", "pg_loss", "kl_loss", "entropy", "clip_fraction", "grad_norm", "lr", "schedule", "rows",
+                  "trunk_forwards", "seconds", "peak_bytes", "predicted"):
+        assert field in step, field
+    assert {"total", "plan", "trunk_forward", "waves", "trunk_backward", "optimizer"} <= set(step["seconds"])
+    assert {"A", "B", "C"} <= set(step["peak_bytes"])
+
+
+def test_inspect_and_plan_print_one_json_object(espalier, model_of, rollouts):
+    found = espalier("inspect", rollouts, "--json").json
+    assert found["rollouts"] == len(make_rollouts(SEED)) and found["groups"] == 4
+    assert found["tokens"]["physical"] < found["tokens"]["logical"]
+    planned = espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--json").json
+    assert planned["trees"] and planned["flops"]["phased"] < planned["flops"]["dense"]
+
+
+def test_an_error_is_one_json_object_too(espalier, model_of, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), tmp_path / "absent.jsonl", tmp_path, "--json", expect=3)
+    assert {"kind", "where", "expected", "got", "remedy"} <= set(outcome.json["error"])
+
+
+def test_quiet_runs_say_nothing_on_stderr(espalier, model_of, rollouts, tmp_path):
+    assert train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--quiet").stderr == ""
+
+
+# -- 2: wrong usage ---------------------------------------------------------------------------------------------------
+
+def test_an_unknown_verb_is_wrong_usage(espalier):
+    assert "trian" in espalier("trian", expect=2).stderr
+
+
+@pytest.mark.parametrize("extra, word", [
+    (["--polici-loss", "gspo"], "polici-loss"), (["--lr", "abc"], "lr"), (["--lr", "-1"], "lr"), (["--lr", "nan"], "lr"),
+    (["--policy-loss", "ppo3"], "policy-loss"), (["--clip-ratio-c", "0.5"], "clip-ratio-c"), (["--betas", "0.9"], "betas"),
+    (["--betas", "0.9,1.5"], "betas"), (["--memory-budget", "12 parsecs"], "memory-budget"), (["--token-budget", "-3"], "token-budget"),
+    (["--policy-loss", "sapo", "--loss-agg-mode", "token-mean"], "sapo")])
+def test_a_wrong_option_is_named(extra, word, espalier, model_of, rollouts, tmp_path):
+    assert_refused(train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, *extra, expect=2), tmp_path, word)
+
+
+def test_a_missing_option_is_named(espalier, model_of, rollouts):
+    assert "--rollouts" in espalier("train", "--model", model_of("qwen3_tied"), "--out", "x", expect=2).stderr
+    assert "--model" in espalier("train", "--rollouts", rollouts, "--out", "x", expect=2).stderr
+
+
+def test_the_command_line_wins_over_the_configuration_file(espalier, model_of, rollouts, tmp_path):
+    (tmp_path / "run.toml").write_text("lr = 0.5\nclip-ratio-high = 0.28\n")
+    summary = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--config", tmp_path / "run.toml", "--lr", 0.25, "--json").json
+    assert summary["options"]["lr"] == 0.25
+    assert summary["options"].get("clip-ratio-high", summary["options"].get("clip_ratio_high")) == 0.28
+
+
+def test_an_unknown_name_in_the_configuration_file_is_wrong_usage(espalier, model_of, rollouts, tmp_path):
+    (tmp_path / "run.toml").write_text("learning-rat = 0.5\n")
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--config", tmp_path / "run.toml", expect=2)
+    assert_refused(outcome, tmp_path, "learning-rat")
+
+
+def test_an_absent_configuration_file_is_bad_input(espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--config", tmp_path / "absent.toml", expect=3)
+    assert_refused(outcome, tmp_path, "absent.toml")
+
+
+# -- 3: bad input -----------------------------------------------------------------------------------------------------
+
+def broken(record_index, change):
+    records = make_rollouts(SEED)
+    change(records[record_index])
+    return "".join(json.dumps(r) + "\n" for r in records)
+
+
+def set_field(name, value):
+    return lambda record: record.__setitem__(name, value)
+
+
+BAD_ROLLOUTS = {
+    "not_json": ("\n".join(line[1:] if i == 2 else line for i, line in enumerate(broken(0, lambda r: None).split("\n"))), ":3"),
+    "token_out_of_vocabulary": (broken(4, set_field("prompt_ids", [5, 97])), ":5"),
+    "negative_token": (broken(4, set_field("response_ids", [-1])), ":5"),
+    "huge_token": (broken(4, set_field("prompt_ids", [2 ** 40])), ":5"),
+    "fractional_token": (broken(4, set_field("prompt_ids", [1.5])), ":5"),
+    "empty_prompt": (broken(0, set_field("prompt_ids", [])), ":1"),
+    "wrong_mask_length": (broken(3, set_field("loss_mask", [1] * 99)), ":4"),
+    "mask_of_two": (broken(3, lambda r: r.__setitem__("loss_mask", [2] * max(1, len(r["response_ids"])))), ":4"),
+    "reward_is_nan": (broken(5, set_field("reward", float("nan"))), ":6"),
+    "reward_is_text": (broken(5, set_field("reward", "good")), ":6"),
+    "wrong_series_length": (broken(5, set_field("old_logprobs", [-1.0] * 77)), ":6"),
+    "temperature_of_zero": (broken(5, set_field("temperature", 0)), ":6"),
+    "no_prompt_field": (broken(1, lambda r: r.pop("prompt_ids")), ":2"),
+    "an_array": (broken(0, lambda r: None) + "[1, 2]\n", ":"),
+    "deep_nesting": (broken(0, set_field("meta", None)).replace("null", "[" * 3000 + "]" * 3000, 1), ":1"),
+    "empty_file": ("", "rollouts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROLLOUTS)
+def test_a_bad_rollout_file_is_refused_with_its_line(case, espalier, model_of, tmp_path):
+    text, where = BAD_ROLLOUTS[case]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(text)
+    assert_refused(train(espalier, model_of("qwen3_tied"), path, tmp_path, expect=3), tmp_path, where)
+
+
+@pytest.mark.parametrize("extra, series", [
+    (["--kl-loss-coef", "0.1"], "ref_logprobs"), (["--rollout-is", "token"], "rollout_logprobs")])
+def test_an_option_that_needs_a_missing_series_names_both(extra, series, espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, *extra, expect=3)
+    assert_refused(outcome, tmp_path, series, extra[0].lstrip("-"), "rollouts.jsonl:")
+
+
+def copied(model_of, folder):
+    target = folder / "model"
+    shutil.copytree(model_of("qwen3_tied"), target)
+    return target
+
+
+def truncate(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def absurd_header(model):
+    path = model / "model.safetensors"
+    path.write_bytes((2 ** 62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def flip_header(model):
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[9] ^= 0x20
+    path.write_bytes(data)
+
+
+def change_config(name, value):
+    def change(model):
+        config = json.loads((model / "config.json").read_text())
+        config[name] = value
+        (model / "config.json").write_text(json.dumps(config))
+    return change
+
+
+BAD_MODELS = {
+    "no_config": lambda model: (model / "config.json").unlink(), "no_weights": lambda model: (model / "model.safetensors").unlink(),
+    "truncated_weights": truncate, "absurd_header": absurd_header, "flipped_bit_in_the_header": flip_header,
+    "config_is_not_json": lambda model: (model / "config.json").write_text("{"),
+    "shape_differs_from_config": change_config("intermediate_size", 96),
+    "heads_do_not_divide": change_config("num_key_value_heads", 3),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_a_bad_model_directory_is_refused(case, espalier, model_of, rollouts, tmp_path):
+    model = copied(model_of, tmp_path)
+    BAD_MODELS[case](model)
+    assert_refused(train(espalier, model, rollouts, tmp_path, expect=3), tmp_path, "model")
+
+
+def test_an_existing_output_survives_a_failed_run(espalier, model_of, rollouts, tmp_path):
+    train(espalier, model_of("qwen3_tied"), rollouts, tmp_path)
+    before = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    train(espalier, model_of("qwen3_tied"), tmp_path / "bad.jsonl", tmp_path, expect=3)
+    after = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert before == after
+
+
+# -- 4, 5, 8 ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, value, word", [
+    ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"), ("attention_dropout", 0.1, "dropout"),
+    ("hidden_act", "gelu_new", "gelu_new")])
+def test_what_is_not_supported_is_named(name, value, word, espalier, model_of, rollouts, tmp_path):
+    model = copied(model_of, tmp_path)
+    change_config(name, value)(model)
+    assert_refused(train(espalier, model, rollouts, tmp_path, expect=4), tmp_path, word)
+
+
+def test_a_budget_that_cannot_hold_the_weights_is_refused(espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--memory-budget", "10KiB", expect=5)
+    assert_refused(outcome, tmp_path, "memory-budget")
+
+
+def test_a_device_that_is_absent_is_refused(espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--device", "cuda", expect=8)
+    assert_refused(outcome, tmp_path, "cuda")
+
+
+def test_verify_passes_and_says_so(espalier, model_of, rollouts):
+    summary = espalier("verify", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--dtype", "float64", "--json").json
+    assert summary["verdict"] == "pass" and summary["parameters"]
+    assert max(parameter["error"] for parameter in summary["parameters"]) <= 1e-10
+
+
+def test_inspect_reports_anomalies(espalier, tmp_path):
+    records = make_rollouts(SEED)
+    found = espalier("inspect", write_records(records, tmp_path / "rollouts.jsonl"), "--json").json
+    text = json.dumps(found["anomalies"])
+    assert "empty" in text and "mask" in text
+
+
+def test_convert_keeps_every_record(espalier, tmp_path):
+    records = make_rollouts(SEED)
+    path, out = write_records(records, tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    espalier("convert", path, out)
+    for before, after in zip(records, map(json.loads, out.read_text().splitlines()), strict=True):
+        assert after["prompt_ids"] == before["prompt_ids"] and after["response_ids"] == before["response_ids"]
+        assert after.get("reward") == before["reward"] and after.get("group") == before["group"]
+        assert after.get("loss_mask", [1] * len(before["response_ids"])) == before["loss_mask"]
