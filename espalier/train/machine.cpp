@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <sstream>
 #include <thread>
 
@@ -53,23 +54,27 @@ double attention_rate(at::ScalarType dtype) {
   const at::Tensor q = at::full({kRows, kHeads * kHeadDim}, 0.01, options), k = at::full({kRows, kKvHeads * kHeadDim}, 0.01, options);
   const at::Tensor out = at::empty_like(q), grad_q = at::empty_like(q), lse = at::empty({kHeads, kRows}, sums);
   const at::Tensor grad_k = at::zeros({kRows, kKvHeads * kHeadDim}, sums), grad_v = at::zeros_like(grad_k);
+  const std::vector<std::int32_t> subtree_end(kRows, kRows);
   attention::Shape shape;
-  shape.query_rows = kRows, shape.path_rows = kRows, shape.heads = kHeads, shape.kv_heads = kKvHeads;
+  shape.query_rows = shape.own_rows = shape.path_rows = kRows, shape.heads = kHeads, shape.kv_heads = kKvHeads;
+  shape.subtree_end = subtree_end.data();
   shape.head_dim = kHeadDim, shape.scale = 0.125;
   double seconds = 0;
   dispatch(dtype, [&]<class T>() {
     using A = accumulator_t<T>;
     const attention::Rows<const T> keys{pointer<T>(k), kKvHeads * kHeadDim};
-    const attention::Inputs<T> in{{pointer<T>(q), kHeads * kHeadDim}, {}, {}, keys, keys};
+    const attention::Inputs<T> in{{pointer<T>(q), kHeads * kHeadDim}, keys, keys, keys, keys};
     const attention::Rows<T> out_rows{pointer<T>(out), kHeads * kHeadDim};
     const attention::Rows<A> grad_k_rows{pointer<A>(grad_k), kKvHeads * kHeadDim}, grad_v_rows{pointer<A>(grad_v), kKvHeads * kHeadDim};
-    const attention::Gradients<T> grads{{pointer<T>(grad_q), kHeads * kHeadDim}, {}, {}, grad_k_rows, grad_v_rows};
+    const attention::Gradients<T> grads{
+        {pointer<T>(grad_q), kHeads * kHeadDim}, grad_k_rows, grad_v_rows, grad_k_rows, grad_v_rows};
     seconds = best_seconds([&] { attention::forward<T>(shape, in, out_rows, pointer<A>(lse)); });
     seconds += best_seconds([&] {
       attention::backward<T>(shape, in, {out_rows.data, out_rows.stride}, pointer<A>(lse), in.q, grads);
     });
   });
-  return 3.5 * 4.0 * kHeads * kHeadDim * kRows * kRows / seconds;
+  constexpr double kPairs = kRows * kRows + kRows * (kRows + 1) / 2.0;
+  return 3.5 * 4.0 * kHeads * kHeadDim * kPairs / seconds;
 }
 
 double copy_rate() {
@@ -108,6 +113,18 @@ std::filesystem::path cache_file(DType dtype) {
   return folder / "espalier" / text_of("machine-1-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
 }
 
+// Null where it cannot be written.
+std::unique_ptr<AtomicFile> open_cache(const std::filesystem::path& file) {
+  std::error_code failed;
+  if (file.empty()) return nullptr;
+  std::filesystem::create_directories(file.parent_path(), failed);
+  try {
+    return failed ? nullptr : std::make_unique<AtomicFile>(file);
+  } catch (const OptionError&) {
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 MachineProfile measure_machine(DType dtype) {
@@ -140,18 +157,13 @@ MachineProfile machine_profile(const Options& options, Progress& progress) {
       progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
     }
   }
-  try {
-    if (file.empty()) throw OptionError({"cache", "a home directory", "none", ""});
-    std::filesystem::create_directories(file.parent_path());
-    AtomicFile out(file);
-    progress.note("measuring this machine once, about two seconds");
-    const MachineProfile profile = measure_machine(dtype);
-    out.write(to_json(profile).dump(1) + "\n");
-    out.commit();
-    return profile;
-  } catch (const std::exception&) {
-    return default_profile(options.device, dtype, at::get_num_threads());
-  }
+  const std::unique_ptr<AtomicFile> out = open_cache(file);
+  if (!out) return default_profile(options.device, dtype, at::get_num_threads());
+  progress.note("measuring this machine once, about two seconds");
+  const MachineProfile profile = measure_machine(dtype);
+  out->write(to_json(profile).dump(1) + "\n");
+  out->commit();
+  return profile;
 }
 
 }  // namespace espalier
