@@ -1,3 +1,5 @@
+// The table of verbs: short letter, name, arguments, options it must have, one line of help, the function.
+
 #include <limits>
 
 #include "cli/verbs.h"
@@ -5,16 +7,17 @@
 namespace espalier::cli {
 
 const std::vector<Verb>& verbs() {
-  constexpr const char* kOutputs = "out|gradients|logprobs";
+  constexpr const char* kOutputs = "out|gradients|logprobs|record";
   constexpr std::size_t kAny = std::numeric_limits<std::size_t>::max();
   // clang-format off
   static const std::vector<Verb> table = {
       {'i', "inspect", "ROLLOUTS...", 1, kAny, {}, "sizes, what sharing could save, every anomaly", run_inspect},
       {'c', "convert", "IN OUT", 2, 2, {}, "any supported format to the neutral one (.jsonl, .jsonl.gz)", run_convert},
       {'p', "plan", "", 0, 0, {"model", "rollouts"}, "the schedule that would run, its time and memory", run_plan},
-      {'t', "train", "", 0, 0, {"model", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
+      {'t', "train", "", 0, 0, {"model|resume", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
       {'s', "score", "", 0, 0, {"model", "rollouts", "out"}, "log-probs of recorded rollouts, forward only", run_score},
       {'v', "verify", "", 0, 0, {"model", "rollouts"}, "the same step dense and shared: is it the same?", run_verify},
+      {'r', "replay", "TRACE_DIR", 1, 1, {}, "run a recorded trace again and compare with its checkpoints", run_replay},
       {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},
   };
   // clang-format on

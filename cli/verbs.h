@@ -28,6 +28,7 @@ int run_train(Context& context);
 int run_score(Context& context);
 int run_verify(Context& context);
 int run_bench(Context& context);
+int run_replay(Context& context);
 
 struct Verb {
   char letter;  // the letter of the option table

@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/base/mutation.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/run_state.h"
@@ -12,6 +13,7 @@
 #include "espalier/options/options_json.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/series_file.h"
+#include "espalier/train/trace.h"
 
 namespace espalier {
 namespace {
@@ -45,6 +47,8 @@ class Training {
     if (position_ >= end)
       throw OptionError({"--steps", text_of("more than the ", position_, " steps that were done on these rollouts"),
                          text_of(end), "raise --steps or --epochs, or give other --rollouts"});
+    if (!options_.record.empty())
+      recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
     progress_.begin("training", end - position_, "steps");
     for (std::int64_t first = position_; position_ < end; ++position_) {
       const bool last = position_ + 1 == end;
@@ -53,6 +57,7 @@ class Training {
       StepReport report = run_step(actor_, optimizer_, data_.mini_batch(index), all_logprobs);
       progress_.advance_to(position_ + 1 - first);
       on_step(report);
+      if (recorder_) recorder_->add(report, data_.mini_batch(index), optimizer_.masters(), last);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
     }
     progress_.end();
@@ -65,13 +70,14 @@ class Training {
       write_named_tensors(options_.gradients, model_->table, accumulator_of(model_->dtype),
                           actor_.gradients.flat().data_ptr());
     if (!options_.logprobs.empty()) write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
+    if (recorder_) recorder_->finish();
     if (!out) return;
     progress_.begin("saving", 0, "bytes");
     const DType saved = options_.save_dtype == "source" ? model_->shape.stored_dtype : parse_dtype(options_.save_dtype);
     write_model_directory(out->path(), model_->source, model_->table, accumulator_of(model_->dtype),
                           optimizer_.masters().data_ptr(), saved);
-    save_run_state(out->path(), state(), model_->table, optimizer_.masters().data_ptr(), optimizer_.exp_avg().data_ptr(),
-                   optimizer_.exp_avg_sq().data_ptr());
+    save_run_state(out->path(), state(), model_->table, optimizer_.masters().data_ptr(),
+                   optimizer_.exp_avg().data_ptr(), optimizer_.exp_avg_sq().data_ptr());
     out->commit();
     progress_.end();
   }
@@ -80,13 +86,18 @@ class Training {
   // Masters, moments and position of a former run. The position holds for the same rollouts only; on others the
   // optimizer continues and the data starts at its beginning.
   void resume() {
-    const RunState former =
-        load_run_state(options_.resume, fingerprint_of(model_->shape), model_->table, accumulator_of(model_->dtype),
-                       optimizer_.masters().data_ptr(), optimizer_.exp_avg().data_ptr(), optimizer_.exp_avg_sq().data_ptr());
-    optimizer_.set_steps_done(former.step);
+    at::Tensor first = optimizer_.exp_avg(), second = optimizer_.exp_avg_sq();
+    if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
+    const RunState former = load_run_state(options_.resume, fingerprint_of(model_->shape), model_->table,
+                                           accumulator_of(model_->dtype), optimizer_.masters().data_ptr(),
+                                           first.data_ptr(), second.data_ptr());
+    if (ESPALIER_MUTATION(masters_rounded_after_resume))
+      optimizer_.masters().copy_(optimizer_.masters().to(at::kBFloat16));
+    if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer_.set_steps_done(former.step);
     if (model_->dtype == DType::bfloat16) model_->weights.copy_(optimizer_.masters());
     const Json extra = Json::parse(former.extra);
-    if (extra.value("rollouts", "") == data_.fingerprint())
+    const bool same = extra.value("rollouts", "") == data_.fingerprint();
+    if (same && !ESPALIER_MUTATION(position_lost_after_resume))
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
     else
       progress_.note("--resume: other rollouts than before, so they are read from their beginning");
@@ -112,6 +123,7 @@ class Training {
   TrainingData data_;
   Actor actor_;
   AdamW optimizer_;
+  std::optional<TraceRecorder> recorder_;
   std::int64_t position_ = 0;  // mini-batches of this data that were trained on, over all epochs
   std::vector<RolloutSeries> last_;
   std::int64_t last_index_ = 0;
@@ -121,6 +133,7 @@ class Training {
 
 void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step) {
   if (!options.out.empty()) check_output_directory(options.out);
+  if (!options.record.empty()) check_output_directory(options.record);
   Training training(options, progress);
   training.run(on_step);
   training.write();

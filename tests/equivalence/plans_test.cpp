@@ -121,7 +121,8 @@ TEST(Float32, EveryPlanIsAsExactAsDense) {
     for (const Plan& plan : all_plans({0, 1, 7})) {
       SCOPED_TRACE(plan.name + ", seed " + std::to_string(c.seed));
       const at::Tensor gradient = run_case(with(c, plan), DType::float32).gradient;
-      const double error = (gradient - truth).norm().item<double>(), floor = (dense_gradient - truth).norm().item<double>();
+      const double error = (gradient - truth).norm().item<double>(),
+                   floor = (dense_gradient - truth).norm().item<double>();
       EXPECT_GT(floor, 0);
       EXPECT_LE(error, 2 * floor);
     }

@@ -1,0 +1,149 @@
+"""The grid of `espalier bench` as JSON lines, a table and a picture.
+
+    python bench/grid.py run [--splits ...] [--n ...] [--repetitions R]   measures; appends to bench/results/grid.jsonl
+    python bench/grid.py report                                           writes docs/performance.md and docs/speed.svg
+
+The report takes the newest measurement of every cell and baseline from bench/results/*.jsonl; nothing in it is typed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
+SCHEDULES = ("dense", "packed", "phased", "auto")
+
+
+def machine():
+    names = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "commit": commit.stdout.strip()}
+
+
+def run(options):
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for split in options.splits.split(","):
+        for n in options.n.split(","):
+            command = ["build/espalier", "bench", "--splits", split, "--n", n, "--repetitions", options.repetitions]
+            done = subprocess.run([*command, "--json", "--quiet"], cwd=ROOT, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout)
+            cell = found["cells"][0]
+            row = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "command": " ".join(command),
+                   "espalier": found["espalier"], "threads": found["threads"], "dtype": found["dtype"], **cell}
+            with open(RESULTS / "grid.jsonl", "a") as out:
+                out.write(json.dumps(row) + "\n")
+            print(f"{split} n={n}: {cell['speedup']:.2f}x of {cell['ceiling']:.2f}", flush=True)
+
+
+def newest(path, key):
+    rows = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[key(row)] = row
+    return [rows[k] for k in sorted(rows)]
+
+
+def gibibytes(value):
+    return f"{value / 2**30:.2f}"
+
+
+def grid_table(rows):
+    out = ["| prompt/response | N | dense s | packed s | phased s | auto s | speed-up | ceiling | reached | phased reached |"
+           " auto predicted s | peak GiB: dense, auto, predicted | gradient error |", "| --- |" + " ---: |" * 12]
+    for row in rows:
+        seconds, dense = row["seconds"], row["seconds"]["dense"]
+        peaks = ", ".join([gibibytes(row["peak_bytes"]["dense"]), gibibytes(row["peak_bytes"]["auto"]),
+                           gibibytes(row["predicted_peak_bytes"]["auto"])])
+        out.append(f"| {row['prefix']}/{row['suffix']} | {row['n']} | "
+                   + " | ".join(f"{seconds[s]:.2f}" for s in SCHEDULES)
+                   + f" | {row['speedup']:.2f} | {row['ceiling']:.2f} | {row['fraction']:.2f} | "
+                   + f"{dense / seconds['phased'] / row['ceiling']:.2f} | {row['predicted_seconds']['auto']:.2f} | {peaks} | "
+                   + f"{max(row['gradient_error'].values()):.1e} |")
+    return out
+
+
+def baseline_table(rows):
+    names = sorted({name for row in rows for name in row["seconds"]}, key=lambda n: (n.startswith("espalier"), n))
+    out = ["| prompt/response | N | " + " | ".join(names) + " | own dense against transformers | auto against the best other |",
+           "| --- |" + " ---: |" * (len(names) + 3)]
+    for row in rows:
+        median = {name: value["median"] for name, value in row["seconds"].items()}
+        others = [value for name, value in median.items() if not name.startswith("espalier")]
+        ratio = median.get("transformers_dense", 0) / median["espalier dense"] if "espalier dense" in median else 0
+        best = min(others) / median["espalier auto"] if others and "espalier auto" in median else 0
+        out.append(f"| {row['prompt']}/{row['response']} | {row['n']} | "
+                   + " | ".join(f"{median[n]:.2f}" if n in median else "" for n in names)
+                   + f" | {ratio:.2f} | {best:.2f} |")
+    return out
+
+
+def picture(rows):
+    """Speed-up over the prompt's share of a rollout, a line for every N, ceilings dashed above it."""
+    width, height, left, bottom, top = 640, 360, 56, 48, 24
+    sizes = sorted({row["n"] for row in rows})
+    most = max(max(row["ceiling"], row["speedup"]) for row in rows) * 1.08
+    x = lambda share: left + share * (width - left - 96)
+    y = lambda ratio: height - bottom - (ratio - 0) / most * (height - bottom - top)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+             f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+             f'<text x="{left}" y="16" fill="#222">speed-up of auto over dense; dashed: FLOP ceiling</text>']
+    for ratio in range(0, int(most) + 1):
+        parts.append(f'<path d="M{left} {y(ratio):.1f}H{x(1):.1f}" stroke="#e4e4e4"/>'
+                     f'<text x="{left - 8}" y="{y(ratio) + 4:.1f}" text-anchor="end" fill="#666">{ratio}x</text>')
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        parts.append(f'<text x="{x(share):.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#666">{share:.0%}</text>')
+    parts.append(f'<text x="{x(0.5):.1f}" y="{height - 10}" text-anchor="middle" fill="#222">prompt share of a rollout</text>')
+    for index, n in enumerate(sizes):
+        cells = sorted((r for r in rows if r["n"] == n), key=lambda r: r["prefix"] / (r["prefix"] + r["suffix"]))
+        colour = f"hsl({210 - 170 * index / max(1, len(sizes) - 1):.0f} 65% 42%)"
+        for field, dash in (("ceiling", ' stroke-dasharray="4 4"'), ("speedup", "")):
+            points = [(x(r["prefix"] / (r["prefix"] + r["suffix"])), y(r[field])) for r in cells]
+            path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+            parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+            if not dash:
+                parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in points]
+        parts.append(f'<text x="{points[-1][0] + 10:.1f}" y="{points[-1][1] + 4:.1f}" fill="{colour}">N = {n}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def report():
+    grid = newest(RESULTS / "grid.jsonl", lambda r: (r["n"], r["prefix"]))
+    against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
+    lines = ["# Performance", "", "Written by `python bench/grid.py report` from `bench/results/`; every figure was measured by the",
+             "command beside it. CPU machines differ and wander: read ratios, not seconds.", ""]
+    if grid:
+        m = grid[-1]["machine"]
+        lines += ["## Schedules against each other", "",
+                  f"`bench/grid.py run` on {m['cpu']}, {grid[-1]['threads']} threads, {grid[-1]['dtype']}, commit {m['commit']}, "
+                  f"{grid[-1]['date']}: hidden 512, 8 layers, 8/2 heads of 64, inner 1536, vocabulary 8192, random weights. Seconds of one",
+                  "whole gradient (plan, forward, loss, backward), medians of runs in turns. Reached: speed-up over the FLOP ceiling.",
+                  "", *grid_table(grid), "", "![speed-up over prompt share](speed.svg)", ""]
+        (ROOT / "docs/speed.svg").write_text(picture(grid))
+    if against:
+        m = against[-1]["machine"]
+        lines += ["## Against plain PyTorch", "",
+                  f"`{against[-1]['command']}` on {m['cpu']}, {against[-1]['threads']} threads, torch {m['torch']}, transformers "
+                  f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, runs alternating.",
+                  "", *baseline_table(against), ""]
+    (ROOT / "docs/performance.md").write_text("\n".join(lines))
+    print(ROOT / "docs/performance.md")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--splits", default="341/1707,1024/1024,1365/683,1707/341")
+    parser.add_argument("--n", default="2,8")
+    parser.add_argument("--repetitions", default="3")
+    options = parser.parse_args()
+    run(options) if options.what == "run" else report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+#include "espalier/replay/replay.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/base/error.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/train/machine.h"
+#include "espalier/train/trace.h"
+
+namespace espalier {
+namespace {
+
+// The recorded options with what may differ between a run and its replay taken from the command line.
+Options replay_options(const Trace& trace, const Options& given) {
+  Options options = trace.options;
+  options.threads = given.threads, options.device = given.device;
+  options.schedule = given.schedule, options.share = given.share, options.trunk_state = given.trunk_state;
+  options.token_budget = given.token_budget, options.memory_budget = given.memory_budget;
+  if (given.dtype != Options().dtype) options.dtype = given.dtype;
+  return options;
+}
+
+at::Tensor recorded_weights(const std::filesystem::path& file, const ParameterTable& table) {
+  at::Tensor flat = at::empty({table.size()}, at::kDouble);
+  load_named_tensors(file, table, DType::float64, flat.data_ptr());
+  return flat;
+}
+
+CheckpointDifference compare(std::int64_t step, const at::Tensor& ours, const at::Tensor& theirs,
+                             const at::Tensor& initial) {
+  const at::Tensor difference = ours - theirs, absolute = difference.abs();
+  CheckpointDifference out;
+  out.step = step;
+  out.max_abs = absolute.max().item<double>();
+  out.mean_abs = absolute.mean().item<double>();
+  out.rms = difference.square().mean().sqrt().item<double>();
+  out.movement_rel_l2 = difference.norm().item<double>() / (theirs - initial).norm().item<double>();
+  return out;
+}
+
+}  // namespace
+
+ReplayReport replay(const std::filesystem::path& directory, const Options& given, Progress& progress,
+                    const std::function<void(const CheckpointDifference&)>& on_checkpoint) {
+  const Trace trace = read_trace(directory);
+  const Options options = replay_options(trace, given);
+  const auto model = load_model(trace.model, parse_dtype(options.dtype), progress);
+  const TrainingData data(read_for_model(trace.rollouts.string(), model->shape.vocabulary, progress), options);
+  const auto steps = static_cast<std::int64_t>(trace.steps.size());
+  if (data.mini_batches() != steps)
+    throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
+                      text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
+  model->decoder.reserve_positions(data.longest());
+  Actor actor(*model, options, machine_profile(options, progress));
+  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+  const at::Tensor initial = optimizer.masters().to(at::kDouble, false, true);
+
+  ReplayReport report;
+  auto checkpoint = trace.checkpoints.begin();
+  progress.begin("replaying", steps, "steps");
+  for (std::int64_t i = 0; i < steps; ++i) {
+    const StepReport step = run_step(actor, optimizer, data.mini_batch(i), false);
+    const Trace::Step& recorded = trace.steps[static_cast<std::size_t>(i)];
+    report.steps.push_back(
+        {recorded.step, step.gradient.loss.loss, step.update.grad_norm, recorded.loss, recorded.grad_norm});
+    for (; checkpoint != trace.checkpoints.end() && checkpoint->step <= recorded.step; ++checkpoint) {
+      const at::Tensor theirs = recorded_weights(checkpoint->file, model->table);
+      report.checkpoints.push_back(compare(checkpoint->step, optimizer.masters().to(at::kDouble), theirs, initial));
+      on_checkpoint(report.checkpoints.back());
+    }
+    progress.advance_to(i + 1);
+  }
+  progress.end();
+  return report;
+}
+
+}  // namespace espalier

@@ -1,0 +1,123 @@
+#include "espalier/train/trace.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/model/dispatch.h"
+#include "espalier/options/options_json.h"
+
+namespace espalier {
+namespace {
+
+DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+[[noreturn]] void refuse(const std::string& where, const std::string& expected, const std::string& got) {
+  throw InputError({where, expected, got, "a trace is what `train --record` writes"});
+}
+
+// A file or folder named by a member, inside the trace.
+std::filesystem::path path_member(const std::filesystem::path& directory, const Json& json, const char* member,
+                                  const std::string& where) {
+  const auto found = json.find(member);
+  if (found == json.end() || !found->is_string()) refuse(where, text_of("\"", member, "\", a path"), "none");
+  const std::filesystem::path relative = found->get<std::string>();
+  if (relative.is_absolute() || relative.string().find("..") != std::string::npos)
+    refuse(where, "a path inside the trace", relative.string());
+  if (!std::filesystem::exists(directory / relative)) refuse((directory / relative).string(), "a file", "nothing");
+  return directory / relative;
+}
+
+std::int64_t step_member(const Json& json, const std::string& where) {
+  if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer() || json["step"] < 1)
+    refuse(where, "\"step\", a number from 1", json.dump().substr(0, 80));
+  return json["step"].get<std::int64_t>();
+}
+
+std::optional<double> number_member(const Json& json, const char* member) {
+  const auto found = json.find(member);
+  return found != json.end() && found->is_number() ? std::optional(found->get<double>()) : std::nullopt;
+}
+
+const Json& array_member(const Json& json, const char* member, const std::string& where) {
+  const auto found = json.find(member);
+  if (found == json.end() || !found->is_array()) refuse(where, text_of("\"", member, "\", an array"), "none");
+  return *found;
+}
+
+}  // namespace
+
+Trace read_trace(const std::filesystem::path& directory) {
+  const std::filesystem::path file = directory / "trace.json";
+  const std::string where = file.string();
+  const Json json = read_json_object(file);
+  Trace trace;
+  trace.model = path_member(directory, json, "model", where);
+  trace.rollouts = path_member(directory, json, "rollouts", where);
+  try {
+    trace.options = options_from_json(json.value("options", Json::object()), where);
+    trace.options.dtype = name_of(parse_dtype(json.value("dtype", "float32")));
+  } catch (const OptionError& error) {
+    throw InputError(error.text());
+  }
+  for (const Json& step : array_member(json, "steps", where))
+    trace.steps.push_back({step_member(step, where), number_member(step, "loss"), number_member(step, "grad_norm")});
+  for (const Json& checkpoint : array_member(json, "checkpoints", where))
+    trace.checkpoints.push_back({step_member(checkpoint, where), path_member(directory, checkpoint, "file", where)});
+  std::ranges::sort(trace.steps, {}, &Trace::Step::step);
+  std::ranges::sort(trace.checkpoints, {}, &Trace::Checkpoint::step);
+  return trace;
+}
+
+TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
+                             const at::Tensor& masters, const Options& options)
+    : directory_(directory),
+      every_(every),
+      model_(model),
+      options_(options),
+      rollouts_((directory_.path() / "rollouts.jsonl.gz").string()),
+      steps_(Json::array()),
+      checkpoints_(Json::array()) {
+  const DType sums = accumulator_of(model.dtype);
+  write_model_directory(directory_.path() / "model", model.source, model.table, sums, masters.data_ptr(), sums);
+  std::filesystem::create_directory(directory_.path() / "checkpoints");
+}
+
+void TraceRecorder::add(const StepReport& report, const MiniBatch& batch, const at::Tensor& masters, bool last) {
+  const std::int64_t step = static_cast<std::int64_t>(steps_.size()) + 1;
+  steps_.push_back({{"step", step},
+                    {"loss", report.gradient.loss.loss},
+                    {"grad_norm", report.update.grad_norm},
+                    {"lr", report.update.lr},
+                    {"rollouts", batch.rollouts.size()}});
+  for (std::size_t i = 0; i < batch.rollouts.size(); ++i) {
+    Rollout rollout = batch.rollouts[i];
+    rollout.step = step;
+    rollout.advantages = batch.advantages[i];
+    rollouts_.write(rollout);
+  }
+  if (step % every_ != 0 && !last) return;
+  char name[64];
+  std::snprintf(name, sizeof name, "checkpoints/step-%06lld.safetensors", static_cast<long long>(step));
+  write_named_tensors(directory_.path() / name, model_.table, accumulator_of(model_.dtype), masters.data_ptr());
+  checkpoints_.push_back({{"step", step}, {"file", name}});
+}
+
+void TraceRecorder::finish() {
+  rollouts_.finish();
+  Json json{{"format", "trace"}, {"version", 1}};
+  json["recorder"] = "espalier train --record";
+  json["dtype"] = name_of(model_.dtype);
+  json["model"] = "model";
+  json["rollouts"] = "rollouts.jsonl.gz";
+  json["options"] = options_to_json(options_, 't');
+  json["steps"] = steps_;
+  json["checkpoints"] = checkpoints_;
+  write_json_file(directory_.path() / "trace.json", json);
+  directory_.commit();
+}
+
+}  // namespace espalier

@@ -1,0 +1,64 @@
+// A trace: a directory with everything that a run's updates depend on, so that anybody can run them again.
+//
+//   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
+//   rollouts.jsonl.gz records with `step` (other names as trace.json says)
+//   model/            the initial weights
+//   checkpoints/      step-000010.safetensors: the weights after step 10, Hugging Face names
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/base/json.h"
+#include "espalier/checkpoint/atomic_output.h"
+#include "espalier/options/options.h"
+#include "espalier/rollout/writer.h"
+#include "espalier/train/step.h"
+
+namespace espalier {
+
+struct Trace {
+  struct Step {
+    std::int64_t step = 0;
+    std::optional<double> loss, grad_norm;
+  };
+  struct Checkpoint {
+    std::int64_t step = 0;
+    std::filesystem::path file;
+  };
+
+  std::filesystem::path model, rollouts;
+  Options options;                      // of the recorded run
+  std::vector<Step> steps;              // ascending
+  std::vector<Checkpoint> checkpoints;  // ascending
+};
+
+// Errors: InputError with the file and the member that is missing or wrong.
+Trace read_trace(const std::filesystem::path& directory);
+
+// Writes one while a run goes on; nothing is visible before finish().
+class TraceRecorder {
+ public:
+  // `every`: steps between checkpoints. Copies the initial weights. Errors: OptionError.
+  TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
+                const at::Tensor& masters, const Options& options);
+
+  // After a step: its records, with the advantages that were used, and a checkpoint where one is due (always after the
+  // `last`).
+  void add(const StepReport& report, const MiniBatch& batch, const at::Tensor& masters, bool last);
+  void finish();
+
+ private:
+  AtomicDirectory directory_;
+  std::int64_t every_;
+  const ModelState& model_;
+  Options options_;
+  RolloutWriter rollouts_;
+  Json steps_, checkpoints_;
+};
+
+}  // namespace espalier
