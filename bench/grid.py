@@ -58,13 +58,13 @@ def grid_table(rows):
            " auto predicted s | peak GiB: dense, auto, predicted | gradient error |", "| --- |" + " ---: |" * 12]
     for row in rows:
         seconds, dense = row["seconds"], row["seconds"]["dense"]
-        peaks = ", ".join([gibibytes(row["peak_bytes"]["dense"]), gibibytes(row["peak_bytes"]["auto"]),
-                           gibibytes(row["predicted_peak_bytes"]["auto"])])
+        peaks = ", ".join([gibibytes(row["schedules"]["peak_bytes"]["dense"]), gibibytes(row["peak_bytes"]),
+                           gibibytes(row["predicted_peak_bytes"])])
         out.append(f"| {row['prefix']}/{row['suffix']} | {row['n']} | "
                    + " | ".join(f"{seconds[s]:.2f}" for s in SCHEDULES)
                    + f" | {row['speedup']:.2f} | {row['ceiling']:.2f} | {row['fraction']:.2f} | "
-                   + f"{dense / seconds['phased'] / row['ceiling']:.2f} | {row['predicted_seconds']['auto']:.2f} | {peaks} | "
-                   + f"{max(row['gradient_error'].values()):.1e} |")
+                   + f"{dense / seconds['phased'] / row['ceiling']:.2f} | {row['predicted_seconds']:.2f} | {peaks} | "
+                   + f"{max(row['schedules']['gradient_error'].values()):.1e} |")
     return out
 
 

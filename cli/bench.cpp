@@ -4,6 +4,7 @@
 #include <iomanip>
 #include <sstream>
 
+#include "cli/profile_text.h"
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
@@ -15,8 +16,10 @@ struct Column {
   const char* name;
   BenchMeasure BenchCell::*measure;
 };
-constexpr Column kColumns[] = {{"dense", &BenchCell::dense}, {"packed", &BenchCell::packed},
-                               {"phased", &BenchCell::phased}, {"auto", &BenchCell::automatic}};
+constexpr Column kColumns[] = {{"dense", &BenchCell::dense},
+                               {"packed", &BenchCell::packed},
+                               {"phased", &BenchCell::phased},
+                               {"auto", &BenchCell::automatic}};
 
 template <class Member>
 Json by_schedule(const BenchCell& cell, Member member) {
@@ -25,6 +28,7 @@ Json by_schedule(const BenchCell& cell, Member member) {
   return out;
 }
 
+// The scalars are those of auto; every schedule's own figures stand under "schedules".
 Json cell_json(const BenchCell& cell) {
   Json out;
   out["prefix"] = cell.prefix;
@@ -35,12 +39,16 @@ Json cell_json(const BenchCell& cell) {
   out["ceiling"] = cell.ceiling;
   out["fraction"] = cell.fraction();
   out["chosen"] = cell.chosen;
-  out["predicted_seconds"] = by_schedule(cell, &BenchMeasure::predicted_seconds);
-  out["peak_bytes"] = by_schedule(cell, &BenchMeasure::peak_bytes);
-  out["predicted_peak_bytes"] = by_schedule(cell, &BenchMeasure::predicted_peak_bytes);
-  out["flops"] = by_schedule(cell, &BenchMeasure::flops);
-  out["rows"] = by_schedule(cell, &BenchMeasure::physical_rows);
-  out["gradient_error"] = by_schedule(cell, &BenchMeasure::gradient_error);
+  out["predicted_seconds"] = cell.automatic.predicted_seconds;
+  out["peak_bytes"] = cell.automatic.peak_bytes;
+  out["predicted_peak_bytes"] = cell.automatic.predicted_peak_bytes;
+  out["gradient_error"] = cell.automatic.gradient_error;
+  out["schedules"] = {{"predicted_seconds", by_schedule(cell, &BenchMeasure::predicted_seconds)},
+                      {"peak_bytes", by_schedule(cell, &BenchMeasure::peak_bytes)},
+                      {"predicted_peak_bytes", by_schedule(cell, &BenchMeasure::predicted_peak_bytes)},
+                      {"flops", by_schedule(cell, &BenchMeasure::flops)},
+                      {"rows", by_schedule(cell, &BenchMeasure::physical_rows)},
+                      {"gradient_error", by_schedule(cell, &BenchMeasure::gradient_error)}};
   return out;
 }
 
@@ -55,10 +63,11 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
       << std::setprecision(3);
   for (const Column& column : kColumns) out << std::setw(10) << (cell.*column.measure).seconds;
   out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(9) << cell.ceiling << std::setw(9)
-      << cell.fraction() << " |" << std::setprecision(3) << std::setw(15) << automatic.predicted_seconds << std::setw(10)
-      << format_bytes(automatic.peak_bytes) << std::setw(11) << format_bytes(automatic.predicted_peak_bytes) << " |"
-      << std::scientific << std::setprecision(1) << std::setw(15) << automatic.gradient_error << "  (auto: " << cell.chosen
-      << ")\n" << std::defaultfloat << std::flush;
+      << cell.fraction() << " |" << std::setprecision(3) << std::setw(15) << automatic.predicted_seconds
+      << std::setw(10) << format_bytes(automatic.peak_bytes) << std::setw(11)
+      << format_bytes(automatic.predicted_peak_bytes) << " |" << std::scientific << std::setprecision(1)
+      << std::setw(15) << automatic.gradient_error << "  (auto: " << cell.chosen << ")\n"
+      << std::defaultfloat << std::flush;
 }
 
 }  // namespace
@@ -68,6 +77,11 @@ int run_bench(Context& context) {
   print_header(context.text);
   bench(context.options, context.progress, [&](const BenchCell& cell) {
     print_cell(context.text, cell);
+    for (const Column& column : kColumns)
+      if (const auto& profile = (cell.*column.measure).profile) {
+        context.text << column.name << '\n';
+        print_profile(context.text, *profile);
+      }
     context.result["cells"].push_back(cell_json(cell));
   });
   return 0;
