@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "espalier/attention/attention.h"
+#include "espalier/base/instruction_set.h"
 
 namespace {
 
@@ -91,8 +92,7 @@ void run(const Case& c, std::int64_t D, int rounds) {
             at::_scaled_dot_product_flash_attention_for_cpu(call.q, call.k, call.v, 0, call.causal, {}, scale);
     }));
     mm.push_back(seconds_of([&] { at::mm_out(ab, a, b); }));
-    own_b.push_back(
-        seconds_of([&] { attention::backward<float>(shape, in, rows(out), l, rows(grad), grads); }));
+    own_b.push_back(seconds_of([&] { attention::backward<float>(shape, in, rows(out), l, rows(grad), grads); }));
     aten_b.push_back(seconds_of([&] {
       for (Call& call : calls)
         at::_scaled_dot_product_flash_attention_for_cpu_backward(call.grad, call.q, call.k, call.v, call.out, call.lse,
@@ -114,10 +114,10 @@ void run(const Case& c, std::int64_t D, int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::stoi(argv[1]) : 7;
   at::manual_seed(1);
-  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n", attention::instruction_set(),
+  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n", espalier::name_of(espalier::instruction_set()),
               omp_get_max_threads(), rounds);
   for (const std::int64_t D : {64, 128})
-    for (const Case& c : {Case{"causal 2048", 0, 1, 2048}, Case{"1024 + 4 x 256", 1024, 4, 256},
-                          Case{"4096 + 512", 4096, 1, 512}})
+    for (const Case& c :
+         {Case{"causal 2048", 0, 1, 2048}, Case{"1024 + 4 x 256", 1024, 4, 256}, Case{"4096 + 512", 4096, 1, 512}})
       run(c, D, rounds);
 }

@@ -17,7 +17,8 @@
 namespace espalier::attention {
 
 // Rows of one operand: data + row * stride.
-template <class T> struct Rows {
+template <class T>
+struct Rows {
   T* data = nullptr;
   std::int64_t stride = 0;
 };
@@ -30,9 +31,10 @@ struct Shape {
   const std::int32_t* subtree_end = nullptr;  // [T], one per own row
 };
 
-template <class T> struct Inputs {
-  Rows<const T> q;             // [Q, H, D]
-  Rows<const T> own_k, own_v;  // [T, J, D]
+template <class T>
+struct Inputs {
+  Rows<const T> q;               // [Q, H, D]
+  Rows<const T> own_k, own_v;    // [T, J, D]
   Rows<const T> path_k, path_v;  // [P, J, D]
 };
 
@@ -40,10 +42,11 @@ template <class T> struct Inputs {
 template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
 
-template <class T> struct Gradients {
-  Rows<T> q;                                   // [Q, H, D], overwritten
-  Rows<accumulator_t<T>> own_k, own_v;         // [T, J, D], added to
-  Rows<accumulator_t<T>> path_k, path_v;       // [P, J, D], added to
+template <class T>
+struct Gradients {
+  Rows<T> q;                              // [Q, H, D], overwritten
+  Rows<accumulator_t<T>> own_k, own_v;    // [T, J, D], added to
+  Rows<accumulator_t<T>> path_k, path_v;  // [P, J, D], added to
 };
 
 // With dO = grad_out and the out and lse that forward gave:
@@ -59,8 +62,5 @@ void reference_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, acc
 template <class T>
 void reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
                         Rows<const T> grad_out, const Gradients<T>& grads);
-
-// "avx512", "avx2" or "baseline": the instruction set that forward and backward use on this machine.
-const char* instruction_set();
 
 }  // namespace espalier::attention

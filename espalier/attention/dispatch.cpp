@@ -4,20 +4,22 @@
 // 256, backward at most about 32 MB plus below 1 MB a thread (one panel per head where even that exceeds 32 MB).
 #include <omp.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <new>
 
 #include "espalier/attention/cpu/kernels.h"
 #include "espalier/base/error.h"
+#include "espalier/base/instruction_set.h"
 
 namespace espalier {
 
 // Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set.
-#define ESPALIER_DECLARE_SET(set)                                               \
-  namespace set {                                                               \
-  template <class T> void add_forward(attention::cpu::Kernels<T>& kernels);     \
-  template <class T> void add_backward(attention::cpu::Kernels<T>& kernels);    \
+#define ESPALIER_DECLARE_SET(set)                         \
+  namespace set {                                         \
+  template <class T>                                      \
+  void add_forward(attention::cpu::Kernels<T>& kernels);  \
+  template <class T>                                      \
+  void add_backward(attention::cpu::Kernels<T>& kernels); \
   }
 ESPALIER_DECLARE_SET(baseline)
 ESPALIER_DECLARE_SET(avx2)
@@ -28,17 +30,19 @@ namespace attention {
 namespace cpu {
 namespace {
 
-std::atomic<int>& chosen() {
-  static std::atomic<int> set{static_cast<int>(detect())};
-  return set;
-}
-
-template <class T> Kernels<T> kernels() {
+template <class T>
+Kernels<T> kernels() {
   Kernels<T> k{};
-  switch (static_cast<InstructionSet>(chosen().load(std::memory_order_relaxed))) {
-    case InstructionSet::avx512: avx512::add_forward(k), avx512::add_backward(k); break;
-    case InstructionSet::avx2: avx2::add_forward(k), avx2::add_backward(k); break;
-    case InstructionSet::baseline: baseline::add_forward(k), baseline::add_backward(k); break;
+  switch (instruction_set()) {
+    case InstructionSet::avx512:
+      avx512::add_forward(k), avx512::add_backward(k);
+      break;
+    case InstructionSet::avx2:
+      avx2::add_forward(k), avx2::add_backward(k);
+      break;
+    case InstructionSet::baseline:
+      baseline::add_forward(k), baseline::add_backward(k);
+      break;
   }
   return k;
 }
@@ -73,28 +77,6 @@ Scratch& scratch() {
 }
 
 }  // namespace
-
-bool runs_here(InstructionSet set) {
-  switch (set) {
-    case InstructionSet::avx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-    case InstructionSet::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    case InstructionSet::baseline:
-      return true;
-  }
-  return false;
-}
-InstructionSet detect() {
-  for (const InstructionSet set : {InstructionSet::avx512, InstructionSet::avx2})
-    if (runs_here(set)) return set;
-  return InstructionSet::baseline;
-}
-void force(InstructionSet set) {
-  ESPALIER_INTERNAL(runs_here(set), "this CPU lacks the instruction set");
-  chosen().store(static_cast<int>(set), std::memory_order_relaxed);
-}
 
 }  // namespace cpu
 
@@ -132,19 +114,10 @@ void backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const 
   k.backward(shape, in, out, lse_HQ, grad_out, grads, memory, threads);
 }
 
-const char* instruction_set() {
-  switch (static_cast<cpu::InstructionSet>(cpu::chosen().load(std::memory_order_relaxed))) {
-    case cpu::InstructionSet::avx512: return "avx512";
-    case cpu::InstructionSet::avx2: return "avx2";
-    case cpu::InstructionSet::baseline: break;
-  }
-  return "baseline";
-}
-
-#define ESPALIER_INSTANTIATE(T)                                                                       \
-  template void forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);               \
-  template void backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*,   \
-                            Rows<const T>, const Gradients<T>&)
+#define ESPALIER_INSTANTIATE(T)                                                                                    \
+  template void forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);                            \
+  template void backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, Rows<const T>, \
+                            const Gradients<T>&)
 ESPALIER_INSTANTIATE(float);
 ESPALIER_INSTANTIATE(double);
 ESPALIER_INSTANTIATE(bfloat16);

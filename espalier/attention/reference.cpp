@@ -25,19 +25,24 @@ std::vector<Seen> seen_by(const Shape& shape, std::int64_t query) {
   return keys;
 }
 
-template <class X, class Y> double dot(const X* x, const Y* y, std::int64_t n) {
+template <class X, class Y>
+double dot(const X* x, const Y* y, std::int64_t n) {
   double sum = 0;
   for (std::int64_t d = 0; d < n; ++d) sum += static_cast<double>(x[d]) * static_cast<double>(y[d]);
   return sum;
 }
 
 // Head `head` of one row.
-template <class T> T* at(Rows<T> rows, std::int64_t row, std::int64_t head, const Shape& shape) {
+template <class T>
+T* at(Rows<T> rows, std::int64_t row, std::int64_t head, const Shape& shape) {
   return rows.data + row * rows.stride + head * shape.head_dim;
 }
-template <class T> T round_to(double x) {
-  if constexpr (std::is_same_v<T, bfloat16>) return bfloat16(static_cast<float>(x));
-  else return static_cast<T>(x);
+template <class T>
+T round_to(double x) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    return bfloat16(static_cast<float>(x));
+  else
+    return static_cast<T>(x);
 }
 
 // One query row and head: scores[j] for each seen key.
@@ -118,9 +123,9 @@ void reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> o
   }
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                 \
-  template void reference_forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);               \
-  template void reference_backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*,   \
+#define ESPALIER_INSTANTIATE(T)                                                                               \
+  template void reference_forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);             \
+  template void reference_backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, \
                                       Rows<const T>, const Gradients<T>&)
 ESPALIER_INSTANTIATE(float);
 ESPALIER_INSTANTIATE(double);

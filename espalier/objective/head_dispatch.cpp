@@ -1,18 +1,18 @@
 // Picks the instruction set of the head's row kernels at run time.
 #include "espalier/objective/head_kernels.h"
 
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 
 namespace espalier {
 
-#define ESPALIER_HEAD_KERNELS(set)                                                                                  \
-  namespace set {                                                                                                   \
-  HeadRowSums row_sums_float(const float* raw, std::int64_t n, double inverse);                                     \
-  HeadRowSums row_sums_double(const double* raw, std::int64_t n, double inverse);                                   \
-  void row_gradient_float(float* raw, std::int64_t n, double inverse, const HeadRowSums& sums, double grad_logprob, \
-                          double grad_entropy);                                                                     \
-  void row_gradient_double(double* raw, std::int64_t n, double inverse, const HeadRowSums& sums,                    \
-                           double grad_logprob, double grad_entropy);                                               \
+#define ESPALIER_HEAD_KERNELS(set)                                                                                    \
+  namespace set {                                                                                                     \
+  HeadRowSums row_sums_float(const float* raw, std::int64_t n, double inverse);                                       \
+  HeadRowSums row_sums_double(const double* raw, std::int64_t n, double inverse);                                     \
+  void row_gradient_float(float* raw, std::int64_t n, double inverse, const HeadRowSums& sums, double grad_logprob,   \
+                          double grad_entropy);                                                                       \
+  void row_gradient_double(double* raw, std::int64_t n, double inverse, const HeadRowSums& sums, double grad_logprob, \
+                           double grad_entropy);                                                                      \
   }
 ESPALIER_HEAD_KERNELS(baseline)
 ESPALIER_HEAD_KERNELS(avx2)
@@ -24,10 +24,13 @@ namespace {
 // The one of three functions that the chosen instruction set runs.
 template <class Function>
 Function choose(Function baseline, Function avx2, Function avx512) {
-  switch (rows::instruction_set()) {
-    case rows::InstructionSet::avx512: return avx512;
-    case rows::InstructionSet::avx2: return avx2;
-    case rows::InstructionSet::baseline: break;
+  switch (instruction_set()) {
+    case InstructionSet::avx512:
+      return avx512;
+    case InstructionSet::avx2:
+      return avx2;
+    case InstructionSet::baseline:
+      break;
   }
   return baseline;
 }

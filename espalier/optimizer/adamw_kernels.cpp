@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/optimizer/adamw_ranges.h"
 
 namespace espalier {
@@ -19,7 +19,7 @@ constexpr std::int64_t kParallelFrom = 4 * kBlock;
 
 template <class T>
 AdamWRanges<T> ranges() {
-  return rows::call_for_set(baseline::adamw_ranges<T>, avx2::adamw_ranges<T>, avx512::adamw_ranges<T>);
+  return call_for_set(baseline::adamw_ranges<T>, avx2::adamw_ranges<T>, avx512::adamw_ranges<T>);
 }
 
 template <class T>

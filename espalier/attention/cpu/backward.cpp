@@ -25,7 +25,8 @@ struct Cut {
   std::int64_t panels = 0;             // panels of one head in a stretch
   std::int64_t block = 0, blocks = 0;  // keys of a block, blocks of all keys
 };
-template <class A> Cut cut_of(const Shape& shape, int threads) {
+template <class A>
+Cut cut_of(const Shape& shape, int threads) {
   Cut c;
   c.group = shape.heads / shape.kv_heads;
   c.padded = whole_vectors<A>(shape.head_dim);
@@ -45,14 +46,16 @@ template <class A> Cut cut_of(const Shape& shape, int threads) {
 }
 
 // Of one panel, packed once per stretch and read by all units.
-template <class A> struct Packed {
+template <class A>
+struct Packed {
   A *queries_t, *grads_t;  // [D][W]: Q^T (signed as the scale) and dO^T
   A *queries, *grads;      // [W][padded]: Q and dO
   A *lse, *dots;           // [W]: lse and D_i
   IntegerVector<A>* rows;  // own rows of its lanes
 };
 
-template <class A> struct Shared {
+template <class A>
+struct Shared {
   A *queries_t, *grads_t, *queries, *grads, *lse, *dots, *partial;
   IntegerVector<A>* rows;
   std::int64_t* bounds;  // [parts + 1] blocks
@@ -72,15 +75,21 @@ template <class A> struct Shared {
   // Panel `index` of head `head`.
   Packed<A> panel(const Shape& shape, const Cut& c, std::int64_t head, std::int64_t index) const {
     const std::int64_t n = head * c.panels + index, wide = n * kPanel<A>;
-    return {queries_t + wide * shape.head_dim, grads_t + wide * shape.head_dim, queries + wide * c.padded,
-            grads + wide * c.padded, lse + wide, dots + wide, rows + n * kTileVectors};
+    return {queries_t + wide * shape.head_dim,
+            grads_t + wide * shape.head_dim,
+            queries + wide * c.padded,
+            grads + wide * c.padded,
+            lse + wide,
+            dots + wide,
+            rows + n * kTileVectors};
   }
   A* partial_of(const Shape& shape, const Cut& c, std::int64_t head, std::int64_t part, std::int64_t index) const {
     return partial + ((head * c.parts + part) * c.panels + index) * shape.head_dim * kPanel<A>;
   }
 };
 
-template <class A> struct Private {
+template <class A>
+struct Private {
   A *keys, *values, *grad_keys, *grad_values, *scores, *slopes;
 
   Private(Carver& carver, const Shape& shape, const Cut& c) {
@@ -138,8 +147,8 @@ __attribute__((noinline)) void softmax_slopes(const KeyBlock& block, const Visib
 }
 
 template <class A>
-void panel_step(const Shape& shape, const Cut& c, const PanelPlace<A>& p, const Packed<A>& panel,
-                const KeyBlock& block, const Visible& seen, const Private<A>& z, A* grad_queries_t) {
+void panel_step(const Shape& shape, const Cut& c, const PanelPlace<A>& p, const Packed<A>& panel, const KeyBlock& block,
+                const Visible& seen, const Private<A>& z, A* grad_queries_t) {
   const std::int64_t D = shape.head_dim, n = seen.end - seen.first;
   const A *keys = z.keys + seen.first * D, *values = z.values + seen.first * D;
   with_vectors(p.vectors, [&](auto count) {
@@ -147,8 +156,10 @@ void panel_step(const Shape& shape, const Cut& c, const PanelPlace<A>& p, const 
     scores<vectors, false>(n, D, keys, panel.queries_t, z.scores, static_cast<A*>(nullptr));
     scores<vectors, false>(n, D, values, panel.grads_t, z.slopes, static_cast<A*>(nullptr));
     const A scale = magnitude<A>(shape.scale);
-    if (seen.masked) softmax_slopes<vectors, true>(block, seen, panel, scale, z.scores, z.slopes);
-    else softmax_slopes<vectors, false>(block, seen, panel, scale, z.scores, z.slopes);
+    if (seen.masked)
+      softmax_slopes<vectors, true>(block, seen, panel, scale, z.scores, z.slopes);
+    else
+      softmax_slopes<vectors, false>(block, seen, panel, scale, z.scores, z.slopes);
     weighted<vectors, false>(n, D, keys, z.slopes, grad_queries_t, static_cast<const A*>(nullptr));
   });
   outer(n, p.count, z.scores, panel.grads, z.grad_values + seen.first * c.padded, c.padded);
@@ -204,8 +215,8 @@ void run_unit(const Shape& shape, const Cut& c, const Inputs<T>& in, const Gradi
     if (!packed) continue;
     add_rows<A>(block.count, D, z.grad_keys, c.padded, static_cast<A>(shape.scale),
                 grad_k.data + block.begin * grad_k.stride + head * D, grad_k.stride);
-    add_rows<A>(block.count, D, z.grad_values, c.padded, A(1),
-                grad_v.data + block.begin * grad_v.stride + head * D, grad_v.stride);
+    add_rows<A>(block.count, D, z.grad_values, c.padded, A(1), grad_v.data + block.begin * grad_v.stride + head * D,
+                grad_v.stride);
   }
 }
 
@@ -250,12 +261,14 @@ void finish(const Shape& shape, const Cut& c, const Stretch& stretch, std::int64
   unpack_panel<T>(shape, total, factor, head, p, grad_q);
 }
 
-template <class A> std::size_t private_bytes(const Shape& shape, const Cut& c) {
+template <class A>
+std::size_t private_bytes(const Shape& shape, const Cut& c) {
   Carver carver(nullptr);
   Private<A>(carver, shape, c);
   return carver.used();
 }
-template <class T> std::size_t backward_scratch(const Shape& shape, int threads) {
+template <class T>
+std::size_t backward_scratch(const Shape& shape, int threads) {
   using A = accumulator_t<T>;
   const Cut c = cut_of<A>(shape, threads);
   Carver carver(nullptr);
@@ -285,8 +298,8 @@ void run_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, co
 #pragma omp for schedule(dynamic, 1)
       for (std::int64_t n = 0; n < shape.kv_heads * stretch.panels; ++n) {
         const std::int64_t head = n / stretch.panels, index = n % stretch.panels;
-        pack<T>(shape, c, in, out, lse_HQ, grad_out, head,
-                panel_at<A>(shape, begin + index * kPanel<A>, stretch.end), shared.panel(shape, c, head, index));
+        pack<T>(shape, c, in, out, lse_HQ, grad_out, head, panel_at<A>(shape, begin + index * kPanel<A>, stretch.end),
+                shared.panel(shape, c, head, index));
       }
 #pragma omp for schedule(dynamic, 1)
       for (std::int64_t unit = 0; unit < shape.kv_heads * c.parts; ++unit)
@@ -300,8 +313,10 @@ void run_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, co
 
 }  // namespace
 
-template <class T> void add_backward(attention::cpu::Kernels<T>& kernels);
-template <class T> void add_backward(attention::cpu::Kernels<T>& kernels) {
+template <class T>
+void add_backward(attention::cpu::Kernels<T>& kernels);
+template <class T>
+void add_backward(attention::cpu::Kernels<T>& kernels) {
   kernels.backward_scratch = backward_scratch<T>;
   kernels.backward = run_backward<T>;
 }

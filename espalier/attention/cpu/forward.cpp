@@ -15,14 +15,16 @@ namespace {
 
 // Lanes of one task: queries and sums of a task stay near the core beside a key block; small problems are cut
 // into at least four tasks a thread.
-template <class A> std::int64_t task_panels(const Shape& shape, int threads) {
+template <class A>
+std::int64_t task_panels(const Shape& shape, int threads) {
   const std::int64_t lanes = shape.query_rows * (shape.heads / shape.kv_heads);
   const std::int64_t near = 262144 / static_cast<std::int64_t>(sizeof(A)) / shape.head_dim / kPanel<A>;
   const std::int64_t fair = ceil_div(lanes * shape.kv_heads, 4 * threads * kPanel<A>);
   return greater(1, lesser(greater(near, 2), fair));
 }
 
-template <class A> struct Scratch {
+template <class A>
+struct Scratch {
   A *queries, *sums, *top, *total, *keys, *values, *scores;
   IntegerVector<A>* rows;
 
@@ -40,10 +42,12 @@ template <class A> struct Scratch {
 };
 
 // The maximum before the first score: finite, so that differences with it and multiples of it stay numbers.
-template <class A> inline constexpr A kBelowAll = sizeof(A) == 4 ? A(-1e30f) : A(-1e300);
+template <class A>
+inline constexpr A kBelowAll = sizeof(A) == 4 ? A(-1e30f) : A(-1e300);
 
 // a * b rounded on its own, never fused with what follows.
-template <class V, class A> ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
+template <class V, class A>
+ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
   V product = a * b;
   asm("" : "+x"(product));
   return product;
@@ -170,7 +174,8 @@ void forward_task(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumula
   for (std::int64_t i = 0; i < panels; ++i) finish_panel<T>(shape, place(i), head, i, z, out, lse_HQ);
 }
 
-template <class T> std::size_t forward_scratch(const Shape& shape, int threads) {
+template <class T>
+std::size_t forward_scratch(const Shape& shape, int threads) {
   Carver carver(nullptr);
   Scratch<accumulator_t<T>>(carver, shape, task_panels<accumulator_t<T>>(shape, threads));
   return carver.used() * static_cast<std::size_t>(threads);
@@ -182,8 +187,8 @@ void run_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulat
   using A = accumulator_t<T>;
   const std::int64_t panels = task_panels<A>(shape, threads), step = panels * kPanel<A>;
   const std::int64_t lanes = shape.query_rows * (shape.heads / shape.kv_heads);
-  const std::int64_t stretches = ceil_div(lanes, step), each = static_cast<std::int64_t>(
-      forward_scratch<T>(shape, threads)) / threads;
+  const std::int64_t stretches = ceil_div(lanes, step),
+                     each = static_cast<std::int64_t>(forward_scratch<T>(shape, threads)) / threads;
 #pragma omp parallel num_threads(threads)
   {
     Carver carver(static_cast<char*>(scratch) + omp_get_thread_num() * each);
@@ -199,8 +204,10 @@ void run_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulat
 
 }  // namespace
 
-template <class T> void add_forward(attention::cpu::Kernels<T>& kernels);
-template <class T> void add_forward(attention::cpu::Kernels<T>& kernels) {
+template <class T>
+void add_forward(attention::cpu::Kernels<T>& kernels);
+template <class T>
+void add_forward(attention::cpu::Kernels<T>& kernels) {
   kernels.forward_scratch = forward_scratch<T>;
   kernels.forward = run_forward<T>;
 }

@@ -11,7 +11,8 @@ namespace espalier::attention::cpu {
 
 inline constexpr std::size_t kScratchAlignment = 256;
 
-template <class T> struct Kernels {
+template <class T>
+struct Kernels {
   // Bytes of scratch for this shape and number of threads.
   std::size_t (*forward_scratch)(const Shape& shape, int threads);
   std::size_t (*backward_scratch)(const Shape& shape, int threads);
@@ -21,13 +22,5 @@ template <class T> struct Kernels {
   void (*backward)(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
                    Rows<const T> grad_out, const Gradients<T>& grads, void* scratch, int threads);
 };
-
-enum class InstructionSet { baseline, avx2, avx512 };
-
-// The best set that this CPU runs.
-InstructionSet detect();
-bool runs_here(InstructionSet set);
-// Makes forward and backward of attention.h use this set until the next call (tests).
-void force(InstructionSet set);
 
 }  // namespace espalier::attention::cpu

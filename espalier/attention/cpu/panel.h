@@ -17,19 +17,25 @@ using attention::Shape;
 ESPALIER_SIMD_INLINE std::int64_t lesser(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 ESPALIER_SIMD_INLINE std::int64_t greater(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 ESPALIER_SIMD_INLINE std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-template <class A> ESPALIER_SIMD_INLINE std::int64_t whole_vectors(std::int64_t n) {
+template <class A>
+ESPALIER_SIMD_INLINE std::int64_t whole_vectors(std::int64_t n) {
   return ceil_div(n, kLanes<A>) * kLanes<A>;
 }
 
 // Scores are formed with +-Q, exactly, and multiplied by |scale| inside the exponent: a maximum of S stays one of
 // scale S.
-template <class A> ESPALIER_SIMD_INLINE A sign(double scale) { return scale < 0 ? A(-1) : A(1); }
-template <class A> ESPALIER_SIMD_INLINE A magnitude(double scale) {
+template <class A>
+ESPALIER_SIMD_INLINE A sign(double scale) {
+  return scale < 0 ? A(-1) : A(1);
+}
+template <class A>
+ESPALIER_SIMD_INLINE A magnitude(double scale) {
   return static_cast<A>(scale < 0 ? -scale : scale);
 }
 
 // Keys that meet a panel at once: their block of scores and of values stays in the cache next to the core.
-template <class A> ESPALIER_SIMD_INLINE std::int64_t key_block(std::int64_t head_dim) {
+template <class A>
+ESPALIER_SIMD_INLINE std::int64_t key_block(std::int64_t head_dim) {
   const std::int64_t keys = 65536 / static_cast<std::int64_t>(sizeof(A)) / head_dim;
   return keys >= 120 ? 120 : keys <= 48 ? 48 : keys / 12 * 12;
 }
@@ -38,7 +44,8 @@ template <class A> ESPALIER_SIMD_INLINE std::int64_t key_block(std::int64_t head
 class Carver {
  public:
   explicit Carver(void* base) : at_(static_cast<char*>(base)) {}
-  template <class A> ESPALIER_SIMD_INLINE A* take(std::int64_t count) {
+  template <class A>
+  ESPALIER_SIMD_INLINE A* take(std::int64_t count) {
     A* piece = reinterpret_cast<A*>(at_ + used_);
     used_ += (static_cast<std::size_t>(count) * sizeof(A) + 255) / 256 * 256;
     return piece;
@@ -51,7 +58,8 @@ class Carver {
 };
 
 // Rows of one panel: lanes [first, first + count) of key/value head `head`.
-template <class A> struct PanelPlace {
+template <class A>
+struct PanelPlace {
   std::int64_t first = 0;
   int count = 0;
   int vectors = 0;
@@ -71,7 +79,8 @@ ESPALIER_SIMD_INLINE PanelPlace<A> panel_at(const Shape& shape, std::int64_t fir
   p.row_max = own_row(shape, (first + p.count - 1) / group);
   return p;
 }
-template <class A, class I> ESPALIER_SIMD_INLINE void lane_rows(const Shape& shape, const PanelPlace<A>& p, I* rows) {
+template <class A, class I>
+ESPALIER_SIMD_INLINE void lane_rows(const Shape& shape, const PanelPlace<A>& p, I* rows) {
   const std::int64_t group = shape.heads / shape.kv_heads;
   for (int lane = 0; lane < kPanel<A>; ++lane)
     rows[lane] = lane < p.count ? own_row(shape, (p.first + lane) / group) : p.row_max;
@@ -124,7 +133,8 @@ ESPALIER_SIMD_INLINE Visible visible(const KeyBlock& block, std::int32_t row_min
   return v;
 }
 // Lanes that see own key j: j <= row < end.
-template <class I> ESPALIER_SIMD_INLINE I sees(I rows, std::int64_t key, std::int32_t end) {
+template <class I>
+ESPALIER_SIMD_INLINE I sees(I rows, std::int64_t key, std::int32_t end) {
   using S = decltype(rows[0] + rows[0]);
   return (rows >= static_cast<S>(key)) & (rows < static_cast<S>(end));
 }
@@ -134,13 +144,16 @@ template <class T>
 ESPALIER_SIMD_INLINE void copy_row(const T* from, std::int64_t head_dim, accumulator_t<T>* to, std::int64_t stride) {
   for_lanes<T>(head_dim, [&](std::int64_t d, int count) {
     const Vector<T> v = load_some(from + d, count);
-    if (d + kLanes<T> <= stride) store(to + d, v);
-    else store_partial(to + d, v, count);
+    if (d + kLanes<T> <= stride)
+      store(to + d, v);
+    else
+      store_partial(to + d, v, count);
   });
 }
 
 // Transposes a square of kLanes x kLanes by rounds of interleaving row i with row i + kLanes / 2.
-template <class A> ESPALIER_SIMD_INLINE void transpose(Vector<A> (&x)[kLanes<A>]) {
+template <class A>
+ESPALIER_SIMD_INLINE void transpose(Vector<A> (&x)[kLanes<A>]) {
   constexpr int n = kLanes<A>;
   IntegerVector<A> low{}, high{};
   for (int i = 0; i < n; ++i) {
@@ -178,8 +191,8 @@ void pack_panel(const Shape& shape, Rows<const T> rows, std::int64_t head, const
       Vector<A> square[n];
       for (int r = 0; r < n; ++r) {
         const int lane = v * n + r;
-        square[r] = lane < p.count ? load_some(lane_row(shape, rows, head, p.first + lane) + d, count) * factor
-                                   : Vector<A>{};
+        square[r] =
+            lane < p.count ? load_some(lane_row(shape, rows, head, p.first + lane) + d, count) * factor : Vector<A>{};
       }
       transpose<A>(square);
       for (int r = 0; r < count; ++r) store(to + (d + r) * kPanel<A> + v * n, square[r]);

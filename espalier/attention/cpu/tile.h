@@ -18,14 +18,17 @@ inline constexpr int kTileRows = 6, kTileVectors = 4;  // 24 of 32 registers
 #else
 inline constexpr int kTileRows = 6, kTileVectors = 2;  // 12 of 16 registers
 #endif
-template <class A> inline constexpr int kPanel = kTileVectors * kLanes<A>;
+template <class A>
+inline constexpr int kPanel = kTileVectors* kLanes<A>;
 
-template <int n> struct Int {
+template <int n>
+struct Int {
   static constexpr int value = n;
 };
 
 // body(Int<rows>, first row): tiles of kTileRows rows, then of 4, 2 and 1.
-template <class Body> ESPALIER_SIMD_INLINE void for_tiles(std::int64_t n, Body&& body) {
+template <class Body>
+ESPALIER_SIMD_INLINE void for_tiles(std::int64_t n, Body&& body) {
   std::int64_t r = 0;
   for (; r + kTileRows <= n; r += kTileRows) body(Int<kTileRows>{}, r);
   if (n - r >= 4) body(Int<4>{}, r), r += 4;
@@ -34,7 +37,8 @@ template <class Body> ESPALIER_SIMD_INLINE void for_tiles(std::int64_t n, Body&&
 }
 
 // body(Int<vectors>) for a number known at run time, 1 to kTileVectors.
-template <class Body> ESPALIER_SIMD_INLINE void with_vectors(int vectors, Body&& body) {
+template <class Body>
+ESPALIER_SIMD_INLINE void with_vectors(int vectors, Body&& body) {
   if (vectors == kTileVectors) return body(Int<kTileVectors>{});
   if constexpr (kTileVectors > 3) {
     if (vectors == 3) return body(Int<3>{});

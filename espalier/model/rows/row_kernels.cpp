@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/model/rows/row_ranges.h"
 
 namespace espalier::rows {

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 
 namespace espalier {
 namespace {
@@ -19,16 +19,16 @@ constexpr std::int64_t kSteps = 10;
 
 template <class Body>
 void for_each_set(int threads, Body body) {
-  const rows::InstructionSet before = rows::instruction_set();
+  const InstructionSet before = instruction_set();
   const int threads_before = omp_get_max_threads();
   omp_set_num_threads(threads);
-  for (rows::InstructionSet set : rows::kInstructionSets) {
-    if (!rows::processor_has(set)) continue;
-    rows::force_instruction_set(set);
-    SCOPED_TRACE(rows::name_of(set));
+  for (InstructionSet set : kInstructionSets) {
+    if (!processor_has(set)) continue;
+    force_instruction_set(set);
+    SCOPED_TRACE(name_of(set));
     body();
   }
-  rows::force_instruction_set(before);
+  force_instruction_set(before);
   omp_set_num_threads(threads_before);
 }
 
@@ -170,7 +170,7 @@ TEST(AdamW, RoundsEachOperationInTheOrderOfTorch) {
       for_each_set(threads, [&] {
         State<float> s = initial;
         adamw<float>(count, s.p.data(), grad.data(), s.m.data(), s.v.data(), o, nullptr);
-        const State<float>& expected = rows::instruction_set() == rows::InstructionSet::baseline ? apart : fused;
+        const State<float>& expected = instruction_set() == InstructionSet::baseline ? apart : fused;
         EXPECT_EQ(s.p, expected.p);
         EXPECT_EQ(s.m, expected.m);
         EXPECT_EQ(s.v, expected.v);

@@ -10,28 +10,24 @@
 
 #include <gtest/gtest.h>
 
-#include "espalier/attention/cpu/kernels.h"
+#include "espalier/base/instruction_set.h"
 #include "tests/unit/attention/plain_attention.h"
 
 namespace espalier::attention_test {
 namespace {
 
-using attention::cpu::InstructionSet;
-
-const char* name_of(InstructionSet set) {
-  return set == InstructionSet::avx512 ? "avx512" : set == InstructionSet::avx2 ? "avx2" : "baseline";
-}
 std::vector<InstructionSet> sets() {
   std::vector<InstructionSet> all;
-  for (const InstructionSet s : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512})
-    if (attention::cpu::runs_here(s)) all.push_back(s);
+  for (const InstructionSet s : kInstructionSets)
+    if (processor_has(s)) all.push_back(s);
   return all;
 }
 // Restores the choice of set and threads.
 struct Restore {
   int threads = omp_get_max_threads();
+  InstructionSet set = instruction_set();
   ~Restore() {
-    attention::cpu::force(attention::cpu::detect());
+    force_instruction_set(set);
     omp_set_num_threads(threads);
   }
 };
@@ -50,8 +46,8 @@ Results<double> run(const Problem& p, Code code, const std::vector<double>& give
       path_k(p.path_k, narrow, 2 * gap), path_v(p.path_v, narrow, gap), grad_out(p.grad_out, wide, gap);
   const attention::Inputs<T> in{q.const_rows(), own_k.const_rows(), own_v.const_rows(), path_k.const_rows(),
                                 path_v.const_rows()};
-  attention::Shape shape{p.queries(), p.size.own, p.size.path, p.size.heads, p.size.kv_heads, D, p.scale, nullptr,
-                         p.subtree_end.data()};
+  attention::Shape shape{p.queries(), p.size.own, p.size.path, p.size.heads,        p.size.kv_heads,
+                         D,           p.scale,    nullptr,     p.subtree_end.data()};
   if (p.pass_query_row) shape.query_row = p.query_row.data();
   const std::vector<double> stale(p.q.size(), -7);
   Operand<T> out(stale, wide, gap), grad_q(stale, wide, gap);
@@ -88,13 +84,15 @@ Results<double> run(const Problem& p, Code code, const std::vector<double>& give
   return r;
 }
 
-template <class N> void hold(const Problem& p, Results<N>& r) {
+template <class N>
+void hold(const Problem& p, Results<N>& r) {
   r.own_k.assign(p.own_k.size(), N(kHeld)), r.own_v.assign(p.own_v.size(), N(kHeld));
   r.path_k.assign(p.path_k.size(), N(kHeld)), r.path_v.assign(p.path_v.size(), N(kHeld));
 }
 
 // What the problem's results are (wide), what plain code in the type under test makes of them (narrow).
-template <class T> struct Expected {
+template <class T>
+struct Expected {
   using A = accumulator_t<T>;
   using Wide = std::conditional_t<std::is_same_v<T, double>, long double, double>;
   Results<Wide> wide, magnitude;
@@ -122,7 +120,8 @@ template <class T> struct Expected {
   }
 };
 
-template <class V, class W> double distance(const V& x, const W& y) {
+template <class V, class W>
+double distance(const V& x, const W& y) {
   long double sum = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const long double d = static_cast<long double>(x[i]) - static_cast<long double>(y[i]);
@@ -140,30 +139,38 @@ void expect_close(const Problem& p, const Expected<T>& want, const Results<doubl
     const auto& m = want.magnitude.*(part(want.magnitude));
     const double error = distance(g, w), size = distance(w, std::vector<double>(w.size()));
     const double floor = unit * distance(m, std::vector<double>(m.size())) + rounding * size;
-    EXPECT_LE(error, 2 * distance(n, w) + floor)
-        << label << ", " << what << ": plain error " << distance(n, w) << ", floor " << floor << ", size " << size
-        << ", " << p;
+    EXPECT_LE(error, 2 * distance(n, w) + floor) << label << ", " << what << ": plain error " << distance(n, w)
+                                                 << ", floor " << floor << ", size " << size << ", " << p;
   };
-  compare("out", []<class R>(const R&) { return &R::out; }, stored);
-  compare("lse", []<class R>(const R&) { return &R::lse; }, unit);
-  compare("grad q", []<class R>(const R&) { return &R::q; }, stored);
-  compare("grad own k", []<class R>(const R&) { return &R::own_k; }, unit);
-  compare("grad own v", []<class R>(const R&) { return &R::own_v; }, unit);
-  compare("grad path k", []<class R>(const R&) { return &R::path_k; }, unit);
-  compare("grad path v", []<class R>(const R&) { return &R::path_v; }, unit);
+  compare(
+      "out", []<class R>(const R&) { return &R::out; }, stored);
+  compare(
+      "lse", []<class R>(const R&) { return &R::lse; }, unit);
+  compare(
+      "grad q", []<class R>(const R&) { return &R::q; }, stored);
+  compare(
+      "grad own k", []<class R>(const R&) { return &R::own_k; }, unit);
+  compare(
+      "grad own v", []<class R>(const R&) { return &R::own_v; }, unit);
+  compare(
+      "grad path k", []<class R>(const R&) { return &R::path_k; }, unit);
+  compare(
+      "grad path v", []<class R>(const R&) { return &R::path_v; }, unit);
 }
 
-template <class T> void expect_fast_is_right(const Problem& p) {
+template <class T>
+void expect_fast_is_right(const Problem& p) {
   const Restore restore;
   const Expected<T> want(p);
   for (const InstructionSet set : sets()) {
-    attention::cpu::force(set);
+    force_instruction_set(set);
     omp_set_num_threads(1 + static_cast<int>(p.seed % 5));
     expect_close(p, want, run<T>(p, Code::fast, want.given_out, want.given_lse), name_of(set));
   }
 }
 
-template <class T> class AttentionOf : public testing::Test {};
+template <class T>
+class AttentionOf : public testing::Test {};
 using Numbers = testing::Types<double, float, bfloat16>;
 TYPED_TEST_SUITE(AttentionOf, Numbers);
 
@@ -231,7 +238,7 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
   std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
   for (const InstructionSet set : sets())
     for (const int threads : {1, 2, 5}) {
-      attention::cpu::force(set);
+      force_instruction_set(set);
       omp_set_num_threads(threads);
       const Results<double> first = run<TypeParam>(p, Code::fast, out, lse);
       const Results<double> again = run<TypeParam>(p, Code::fast, out, lse);
@@ -285,10 +292,6 @@ TEST(Attention, OneKeyMoreIsNoticed) {
   ++*last;
   const Results<double> got = run<double>(wrong, Code::fast, want.given_out, want.given_lse);
   EXPECT_GT(distance(got.out, want.wide.out), 1e-6);
-}
-
-TEST(Attention, NamesItsInstructionSet) {
-  EXPECT_STREQ(attention::instruction_set(), name_of(attention::cpu::detect()));
 }
 
 }  // namespace

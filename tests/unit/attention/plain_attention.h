@@ -33,8 +33,8 @@ struct Problem {
 };
 
 inline std::ostream& operator<<(std::ostream& to, const Problem& p) {
-  return to << "seed " << p.seed << ": T=" << p.size.own << " Q=" << p.queries() << " P=" << p.size.path << " H="
-            << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim;
+  return to << "seed " << p.seed << ": T=" << p.size.own << " Q=" << p.queries() << " P=" << p.size.path
+            << " H=" << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim;
 }
 
 // Segments in depth-first order: each one's subtree ends where its last descendant ends.
@@ -53,9 +53,12 @@ inline std::vector<std::int32_t> random_tree(int rows, std::mt19937_64& random, 
   return ends;
 }
 
-template <class T> double rounded(double x) {
-  if constexpr (std::is_same_v<T, bfloat16>) return static_cast<double>(bfloat16(static_cast<float>(x)));
-  else return static_cast<double>(static_cast<T>(x));
+template <class T>
+double rounded(double x) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    return static_cast<double>(bfloat16(static_cast<float>(x)));
+  else
+    return static_cast<double>(static_cast<T>(x));
 }
 
 enum class Rows { all, some_repeated };
@@ -89,12 +92,14 @@ Problem random_problem(std::uint64_t seed, Sizes size, Rows which, double magnit
 }
 
 // Results, laid out as the problem's operands; lse [H, Q].
-template <class N> struct Results {
+template <class N>
+struct Results {
   std::vector<N> out, lse, q, own_k, own_v, path_k, path_v;
 };
 
 // Attention with every number and sum of type N: scores, softmax and products row by row.
-template <class N> class Plain {
+template <class N>
+class Plain {
  public:
   explicit Plain(const Problem& p) : p_(p), D_(p.size.head_dim) {}
 
@@ -171,12 +176,14 @@ template <class N> class Plain {
   int keys() const { return p_.size.path + p_.size.own; }
   static bool visible(int, N score) { return score != -std::numeric_limits<N>::infinity(); }
   std::size_t row(int i, int h) const { return (static_cast<std::size_t>(i) * p_.size.heads + h) * D_; }
-  template <class V> auto& value(V& path, V& own, int j, int h, int d) const {
+  template <class V>
+  auto& value(V& path, V& own, int j, int h, int d) const {
     const int kv = h / (p_.size.heads / p_.size.kv_heads);
     const auto at = [&](int r) { return (static_cast<std::size_t>(r) * p_.size.kv_heads + kv) * D_ + d; };
     return j < p_.size.path ? path[at(j)] : own[at(j - p_.size.path)];
   }
-  template <class Body> void each_row(const Body& body) const {
+  template <class Body>
+  void each_row(const Body& body) const {
     std::vector<N> s(keys());
     for (int i = 0; i < p_.queries(); ++i)
       for (int h = 0; h < p_.size.heads; ++h) {
@@ -195,7 +202,8 @@ template <class N> class Plain {
 };
 
 // An operand in memory: rows further apart than they are wide, and a guard value wherever no row stands.
-template <class T> class Operand {
+template <class T>
+class Operand {
  public:
   static constexpr double kGuard = 1280;  // exact in every type
   Operand(const std::vector<double>& values, int width, int gap) : width_(width), stride_(width + gap) {
@@ -217,8 +225,10 @@ template <class T> class Operand {
 
  private:
   static T round(double x) {
-    if constexpr (std::is_same_v<T, bfloat16>) return bfloat16(static_cast<float>(x));
-    else return static_cast<T>(x);
+    if constexpr (std::is_same_v<T, bfloat16>)
+      return bfloat16(static_cast<float>(x));
+    else
+      return static_cast<T>(x);
   }
   T& at(std::size_t i) { return data_[32 + i / width_ * stride_ + i % width_]; }
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/objective/head_kernels.h"
 
@@ -41,7 +41,9 @@ Case make_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary
   return made;
 }
 
-struct Reference { std::vector<double> logprob, entropy; };
+struct Reference {
+  std::vector<double> logprob, entropy;
+};
 
 // In `dtype`, with nothing of the code under test: the whole logits, log_softmax, sums.
 Reference plain_head(const Case& made, at::ScalarType dtype) {
@@ -115,7 +117,7 @@ TEST(FusedHead, HugeLogitsNeitherOverflowNorLoseTheirDifferences) {
 }
 
 TEST(FusedHead, EveryInstructionSetGivesTheSameRow) {
-  const rows::InstructionSet before = rows::instruction_set();
+  const InstructionSet before = instruction_set();
   for (std::int64_t n : {1, 3, 16, 17, 1024, 1031, 5000}) {
     at::manual_seed(3);
     const at::Tensor raw = at::randn({n}, at::kDouble) * 4;
@@ -124,21 +126,21 @@ TEST(FusedHead, EveryInstructionSetGivesTheSameRow) {
       return HeadRowSums{raw.max().item<double>(), at::logsumexp((raw - raw.max()) / 0.8, {0}).item<double>(),
                          -(log_p.exp() * log_p).sum().item<double>()};
     }();
-    for (rows::InstructionSet set : rows::kInstructionSets) {
-      if (!rows::processor_has(set)) continue;
-      rows::force_instruction_set(set);
+    for (InstructionSet set : kInstructionSets) {
+      if (!processor_has(set)) continue;
+      force_instruction_set(set);
       const HeadRowSums got = compute_row_sums(raw.const_data_ptr<double>(), n, 1 / 0.8);
-      EXPECT_EQ(got.max_raw, exact.max_raw) << n << rows::name_of(set);
-      EXPECT_NEAR(got.log_sum, exact.log_sum, 1e-13) << n << rows::name_of(set);
-      EXPECT_NEAR(got.entropy, exact.entropy, 1e-13) << n << rows::name_of(set);
+      EXPECT_EQ(got.max_raw, exact.max_raw) << n << name_of(set);
+      EXPECT_NEAR(got.log_sum, exact.log_sum, 1e-13) << n << name_of(set);
+      EXPECT_NEAR(got.entropy, exact.entropy, 1e-13) << n << name_of(set);
       const at::Tensor raw_float = raw.to(at::kFloat);
       const HeadRowSums single = compute_row_sums(raw_float.const_data_ptr<float>(), n, 1 / 0.8);
       // Inputs rounded to 2^-24 relative (numbers up to 16), terms rounded once more.
-      EXPECT_NEAR(single.log_sum, exact.log_sum, 4e-6) << n << rows::name_of(set);
-      EXPECT_NEAR(single.entropy, exact.entropy, 1e-5) << n << rows::name_of(set);
+      EXPECT_NEAR(single.log_sum, exact.log_sum, 4e-6) << n << name_of(set);
+      EXPECT_NEAR(single.entropy, exact.entropy, 1e-5) << n << name_of(set);
     }
   }
-  rows::force_instruction_set(before);
+  force_instruction_set(before);
 }
 
 TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
@@ -156,8 +158,8 @@ TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
       EXPECT_EQ(arena.high_water() - before, announced) << dtype << " " << outputs;
       EXPECT_EQ(arena.in_use(), before);
       arena.reset_high_water();
-      head_forward_backward(made.problem(), [](std::int64_t, double, double) { return HeadEdgeGradient{}; }, series,
-                            series, out, arena);
+      head_forward_backward(
+          made.problem(), [](std::int64_t, double, double) { return HeadEdgeGradient{}; }, series, series, out, arena);
       EXPECT_EQ(arena.high_water() - before, announced) << dtype << " " << outputs;
       arena.reset_high_water();
       head_forward(made.problem(), series, series, arena);

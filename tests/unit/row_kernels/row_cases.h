@@ -19,7 +19,7 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/model/row_kernels.h"
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 
 namespace espalier {
 
@@ -125,16 +125,16 @@ template <class T, class P, class E>
 // Runs body once per instruction set of this processor, on `threads` threads.
 template <class Body>
 void for_each_set(Body body, int threads = 3) {
-  const rows::InstructionSet before = rows::instruction_set();
+  const InstructionSet before = instruction_set();
   const int threads_before = omp_get_max_threads();
   omp_set_num_threads(threads);
-  for (rows::InstructionSet set : rows::kInstructionSets) {
-    if (!rows::processor_has(set)) continue;
-    rows::force_instruction_set(set);
-    SCOPED_TRACE(rows::name_of(set));
+  for (InstructionSet set : kInstructionSets) {
+    if (!processor_has(set)) continue;
+    force_instruction_set(set);
+    SCOPED_TRACE(name_of(set));
     body();
   }
-  rows::force_instruction_set(before);
+  force_instruction_set(before);
   omp_set_num_threads(threads_before);
 }
 

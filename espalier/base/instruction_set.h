@@ -3,7 +3,7 @@
 // Asked once; tests may hold the choice to a narrower set.
 #pragma once
 
-namespace espalier::rows {
+namespace espalier {
 
 enum class InstructionSet { baseline, avx2, avx512 };
 inline constexpr InstructionSet kInstructionSets[] = {InstructionSet::baseline, InstructionSet::avx2,
@@ -32,4 +32,4 @@ Table call_for_set(Table (*baseline)(), Table (*avx2)(), Table (*avx512)()) {
   return baseline();
 }
 
-}  // namespace espalier::rows
+}  // namespace espalier

@@ -1,10 +1,10 @@
-#include "espalier/model/rows/instruction_set.h"
+#include "espalier/base/instruction_set.h"
 
 #include <atomic>
 
 #include "espalier/base/error.h"
 
-namespace espalier::rows {
+namespace espalier {
 
 bool processor_has(InstructionSet set) {
   switch (set) {
@@ -49,4 +49,4 @@ void force_instruction_set(InstructionSet set) {
   chosen().store(set, std::memory_order_relaxed);
 }
 
-}  // namespace espalier::rows
+}  // namespace espalier
