@@ -16,18 +16,28 @@ Json verdict_json(const Verdict& verdict) {
   Json out;
   out["verdict"] = verdict.pass() ? "pass" : "fail";
   const ParameterCheck& worst = verdict.worst();
-  out["worst"] = {{"parameter", worst.name}, {"error", worst.distance.error}, {"floor", worst.distance.floor},
-                  {"allowed", worst.distance.allowed}, {"ratio", worst.distance.ratio()}};
+  out["worst"] = {{"parameter", worst.name},
+                  {"error", worst.distance.error},
+                  {"floor", worst.distance.floor},
+                  {"allowed", worst.distance.allowed},
+                  {"ratio", worst.distance.ratio()}};
   out["parameters"] = Json::array();
   for (const ParameterCheck& p : verdict.parameters)
-    out["parameters"].push_back({{"name", p.name}, {"error", p.distance.error}, {"floor", p.distance.floor},
-                                 {"allowed", p.distance.allowed}, {"cosine", p.cosine}});
-  out["logprob"] = {{"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed}};
+    out["parameters"].push_back({{"name", p.name},
+                                 {"error", p.distance.error},
+                                 {"floor", p.distance.floor},
+                                 {"allowed", p.distance.allowed},
+                                 {"cosine", p.cosine}});
+  out["logprob"] = {
+      {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
   out["optimizer"] = {{"max_abs", verdict.optimizer.error}, {"floor", verdict.optimizer.floor}};
   out["schedules"] = Json::array();
   for (const ScheduleCheck& s : verdict.schedules)
-    out["schedules"].push_back({{"name", s.name}, {"rows", s.physical_rows}, {"trunks", s.trunks}, {"waves", s.waves},
+    out["schedules"].push_back({{"name", s.name},
+                                {"rows", s.physical_rows},
+                                {"trunks", s.trunks},
+                                {"waves", s.waves},
                                 {"worst_ratio", s.worst_ratio}});
   out["rows"] = {{"logical", verdict.logical_rows}};
   return out;
@@ -36,7 +46,8 @@ Json verdict_json(const Verdict& verdict) {
 void print_row(std::ostream& out, const std::string& name, const Distance& d) {
   out << "  " << std::left << std::setw(46) << name << std::right << std::scientific << std::setprecision(2)
       << std::setw(12) << d.error << std::setw(12) << d.floor << std::setw(12) << d.allowed << std::fixed
-      << std::setw(9) << d.ratio() << (d.ratio() <= 1 ? "" : "   FAIL") << "\n" << std::defaultfloat;
+      << std::setw(9) << d.ratio() << (d.ratio() <= 1 ? "" : "   FAIL") << "\n"
+      << std::defaultfloat;
 }
 
 void print(std::ostream& out, const Verdict& verdict) {
@@ -45,9 +56,11 @@ void print(std::ostream& out, const Verdict& verdict) {
   for (const ScheduleCheck& s : verdict.schedules)
     out << "  " << std::left << std::setw(36) << s.name << std::right << std::setw(11) << format_count(s.physical_rows)
         << " rows" << std::setw(6) << s.trunks << " trunks" << std::setw(6) << s.waves << " waves   worst "
-        << std::fixed << std::setprecision(3) << s.worst_ratio << " of what is allowed\n" << std::defaultfloat;
+        << std::fixed << std::setprecision(3) << s.worst_ratio << " of what is allowed\n"
+        << std::defaultfloat;
   out << "\n  " << std::left << std::setw(46) << "farthest from dense" << std::right << std::setw(12) << "error"
-      << std::setw(12) << "floor" << std::setw(12) << "allowed" << std::setw(9) << "ratio" << "\n";
+      << std::setw(12) << "floor" << std::setw(12) << "allowed" << std::setw(9) << "ratio"
+      << "\n";
   std::vector<ParameterCheck> sorted = verdict.parameters;
   std::ranges::sort(sorted, std::greater<>(), [](const ParameterCheck& p) { return p.distance.ratio(); });
   sorted.resize(std::min<std::size_t>(sorted.size(), 5));
@@ -55,7 +68,8 @@ void print(std::ostream& out, const Verdict& verdict) {
   print_row(out, "log-probs (absolute)", verdict.logprob);
   print_row(out, "loss (absolute)", verdict.loss);
   out << "  weights after one optimizer step differ by at most " << std::scientific << std::setprecision(2)
-      << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n\n" << std::defaultfloat;
+      << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n\n"
+      << std::defaultfloat;
   out << (verdict.pass() ? "PASS: shared and dense are the same step.\n"
                          : "FAIL: shared and dense differ by more than rounding.\n");
 }

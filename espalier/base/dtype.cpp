@@ -6,18 +6,24 @@ namespace espalier {
 
 std::int64_t bytes_of(DType dtype) {
   switch (dtype) {
-    case DType::float64: return 8;
-    case DType::float32: return 4;
-    case DType::bfloat16: return 2;
+    case DType::float64:
+      return 8;
+    case DType::float32:
+      return 4;
+    case DType::bfloat16:
+      return 2;
   }
   return 0;
 }
 
 const char* name_of(DType dtype) {
   switch (dtype) {
-    case DType::float64: return "float64";
-    case DType::float32: return "float32";
-    case DType::bfloat16: return "bfloat16";
+    case DType::float64:
+      return "float64";
+    case DType::float32:
+      return "float32";
+    case DType::bfloat16:
+      return "bfloat16";
   }
   return "";
 }

@@ -26,8 +26,15 @@ struct bfloat16 {
 };
 
 // The type sums are kept in: float for float and bfloat16, double for double.
-template <class T> struct accumulator { using type = float; };
-template <> struct accumulator<double> { using type = double; };
-template <class T> using accumulator_t = typename accumulator<T>::type;
+template <class T>
+struct accumulator {
+  using type = float;
+};
+template <>
+struct accumulator<double> {
+  using type = double;
+};
+template <class T>
+using accumulator_t = typename accumulator<T>::type;
 
 }  // namespace espalier

@@ -6,8 +6,10 @@ namespace {
 std::string sentence(const ErrorText& text) {
   std::string out = text.where;
   if (!out.empty()) out += ": ";
-  if (!text.expected.empty()) out += "expected " + text.expected + ", got " + text.got;
-  else out += text.got;
+  if (!text.expected.empty())
+    out += "expected " + text.expected + ", got " + text.got;
+  else
+    out += text.got;
   if (!text.remedy.empty()) out += ". " + text.remedy;
   return out;
 }

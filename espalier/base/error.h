@@ -32,9 +32,9 @@ class Error : public std::runtime_error {
   ErrorText text_;
 };
 
-#define ESPALIER_ERROR_CLASS(Name, kind, code)                       \
-  class Name : public Error {                                        \
-   public:                                                           \
+#define ESPALIER_ERROR_CLASS(Name, kind, code)                            \
+  class Name : public Error {                                             \
+   public:                                                                \
     explicit Name(ErrorText text) : Error(kind, code, std::move(text)) {} \
   }
 
@@ -44,8 +44,8 @@ ESPALIER_ERROR_CLASS(UnsupportedError, "unsupported", 4);    // valid, but not s
 ESPALIER_ERROR_CLASS(MemoryBudgetError, "memory", 5);        // cannot fit the memory budget
 ESPALIER_ERROR_CLASS(VerificationError, "verification", 6);  // shared and dense differ
 ESPALIER_ERROR_CLASS(CommunicationError, "communication", 7);
-ESPALIER_ERROR_CLASS(DeviceError, "device", 8);              // no such device or backend
-ESPALIER_ERROR_CLASS(InternalError, "internal", 70);         // a defect of Espalier
+ESPALIER_ERROR_CLASS(DeviceError, "device", 8);       // no such device or backend
+ESPALIER_ERROR_CLASS(InternalError, "internal", 70);  // a defect of Espalier
 
 #undef ESPALIER_ERROR_CLASS
 
@@ -60,10 +60,10 @@ std::string text_of(const Parts&... parts) {
 }  // namespace espalier
 
 // A condition that only a defect of Espalier can break: adds the place in the source and, for _EQ, both values.
-#define ESPALIER_INTERNAL(condition, ...)                                                                    \
-  do {                                                                                                       \
-    if (!(condition)) [[unlikely]]                                                                           \
-      throw ::espalier::InternalError({::espalier::text_of(__FILE__, ":", __LINE__), #condition,             \
+#define ESPALIER_INTERNAL(condition, ...)                                                                          \
+  do {                                                                                                             \
+    if (!(condition)) [[unlikely]]                                                                                 \
+      throw ::espalier::InternalError({::espalier::text_of(__FILE__, ":", __LINE__), #condition,                   \
                                        ::espalier::text_of("" __VA_OPT__(, ) __VA_ARGS__), "please report this"}); \
   } while (false)
 

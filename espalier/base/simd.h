@@ -23,28 +23,35 @@
 
 namespace espalier::ESPALIER_SIMD {
 
-template <class T> struct VectorType;
-template <> struct VectorType<float> {
+template <class T>
+struct VectorType;
+template <>
+struct VectorType<float> {
   typedef float type __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
   typedef std::int32_t integer __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
   typedef std::uint32_t bits __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
 };
-template <> struct VectorType<double> {
+template <>
+struct VectorType<double> {
   typedef double type __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
   typedef std::int64_t integer __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
   typedef std::uint64_t bits __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
 };
 
 // The vector in which values of T are computed: floats for float and bfloat16, doubles for double.
-template <class T> using Vector = typename VectorType<accumulator_t<T>>::type;
-template <class T> using IntegerVector = typename VectorType<accumulator_t<T>>::integer;  // also what comparisons give
+template <class T>
+using Vector = typename VectorType<accumulator_t<T>>::type;
+template <class T>
+using IntegerVector = typename VectorType<accumulator_t<T>>::integer;  // also what comparisons give
 using FloatVector = Vector<float>;
 using DoubleVector = Vector<double>;
 
 // Values of T that one Vector<T> holds.
-template <class T> inline constexpr int kLanes = ESPALIER_SIMD_BYTES / static_cast<int>(sizeof(accumulator_t<T>));
+template <class T>
+inline constexpr int kLanes = ESPALIER_SIMD_BYTES / static_cast<int>(sizeof(accumulator_t<T>));
 
-template <class To, class From> ESPALIER_SIMD_INLINE To reinterpret(From from) {
+template <class To, class From>
+ESPALIER_SIMD_INLINE To reinterpret(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   __builtin_memcpy(&to, &from, sizeof(to));
@@ -95,7 +102,8 @@ ESPALIER_SIMD_INLINE void store(bfloat16* to, FloatVector v) {
 }
 
 // The first `count` values, the other lanes 0.
-template <class T> ESPALIER_SIMD_INLINE Vector<T> load_partial(const T* from, int count) {
+template <class T>
+ESPALIER_SIMD_INLINE Vector<T> load_partial(const T* from, int count) {
 #if ESPALIER_SIMD_BYTES == 64
   if constexpr (sizeof(T) == 4) {
     return reinterpret<Vector<T>>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1u), from));
@@ -110,7 +118,8 @@ template <class T> ESPALIER_SIMD_INLINE Vector<T> load_partial(const T* from, in
     return load(values);
   }
 }
-template <class T> ESPALIER_SIMD_INLINE void store_partial(T* to, Vector<T> v, int count) {
+template <class T>
+ESPALIER_SIMD_INLINE void store_partial(T* to, Vector<T> v, int count) {
 #if ESPALIER_SIMD_BYTES == 64
   if constexpr (sizeof(T) == 4) {
     _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1u), reinterpret<__m512>(v));
@@ -128,17 +137,22 @@ template <class T> ESPALIER_SIMD_INLINE void store_partial(T* to, Vector<T> v, i
 // Calls body(index, count) for [0, n) in steps of kLanes<T>; count is below kLanes<T> in the last call only.
 //   for_lanes<float>(n, [&](std::int64_t i, int count) { store_some(y + i, exp(load_some(x + i, count)), count); });
 // load_some and store_some take the full form where count fills the vector.
-template <class T, class Body> ESPALIER_SIMD_INLINE void for_lanes(std::int64_t n, Body&& body) {
+template <class T, class Body>
+ESPALIER_SIMD_INLINE void for_lanes(std::int64_t n, Body&& body) {
   std::int64_t i = 0;
   for (; i + kLanes<T> <= n; i += kLanes<T>) body(i, kLanes<T>);
   if (i < n) body(i, static_cast<int>(n - i));
 }
-template <class T> ESPALIER_SIMD_INLINE Vector<T> load_some(const T* from, int count) {
+template <class T>
+ESPALIER_SIMD_INLINE Vector<T> load_some(const T* from, int count) {
   return count == kLanes<T> ? load(from) : load_partial(from, count);
 }
-template <class T> ESPALIER_SIMD_INLINE void store_some(T* to, Vector<T> v, int count) {
-  if (count == kLanes<T>) store(to, v);
-  else store_partial(to, v, count);
+template <class T>
+ESPALIER_SIMD_INLINE void store_some(T* to, Vector<T> v, int count) {
+  if (count == kLanes<T>)
+    store(to, v);
+  else
+    store_partial(to, v, count);
 }
 
 // ---- arithmetic ----
@@ -189,10 +203,14 @@ ESPALIER_SIMD_INLINE DoubleVector lane_numbers(double) {
 }
 
 namespace detail {
-template <class S, int bytes> struct Narrower { typedef S type __attribute__((vector_size(bytes))); };
+template <class S, int bytes>
+struct Narrower {
+  typedef S type __attribute__((vector_size(bytes)));
+};
 
 // Folds the upper half of the lanes onto the lower half until one is left.
-template <class V, class Fold> ESPALIER_SIMD_INLINE auto fold_lanes(V v, Fold fold) {
+template <class V, class Fold>
+ESPALIER_SIMD_INLINE auto fold_lanes(V v, Fold fold) {
   using S = decltype(v[0] + v[0]);
   if constexpr (sizeof(V) == 2 * sizeof(S)) {
     return fold(S(v[0]), S(v[1]));
@@ -209,10 +227,16 @@ template <class V, class Fold> ESPALIER_SIMD_INLINE auto fold_lanes(V v, Fold fo
   }
 }
 struct Add {
-  template <class A> ESPALIER_SIMD_INLINE A operator()(A a, A b) const { return a + b; }
+  template <class A>
+  ESPALIER_SIMD_INLINE A operator()(A a, A b) const {
+    return a + b;
+  }
 };
 struct Larger {
-  template <class A> ESPALIER_SIMD_INLINE A operator()(A a, A b) const { return a > b ? a : b; }
+  template <class A>
+  ESPALIER_SIMD_INLINE A operator()(A a, A b) const {
+    return a > b ? a : b;
+  }
 };
 }  // namespace detail
 
@@ -342,7 +366,8 @@ ESPALIER_SIMD_INLINE DoubleVector exp_nonpositive(DoubleVector x) {
 
 namespace detail {
 // log(2^k * (1 + f)), s = f / (2 + f): log(1 + f) = f - f^2/2 + s (f^2/2 + R(s^2)), R the series of 2 atanh(s)/s - 2.
-template <class V> ESPALIER_SIMD_INLINE V log_parts(V k, V f, V series, V s, double ln2_high, double ln2_low) {
+template <class V>
+ESPALIER_SIMD_INLINE V log_parts(V k, V f, V series, V s, double ln2_high, double ln2_low) {
   using S = decltype(f[0] + f[0]);
   const V half_square = f * f * static_cast<S>(0.5);
   return k * static_cast<S>(ln2_high) -

@@ -5,7 +5,8 @@
 namespace espalier {
 
 GradientSet::GradientSet(const ParameterTable& table, const ModelShape& shape, at::ScalarType accumulator)
-    : flat_(at::zeros({table.size()}, at::TensorOptions().dtype(accumulator))), views_(view_model(flat_, table, shape)) {}
+    : flat_(at::zeros({table.size()}, at::TensorOptions().dtype(accumulator))),
+      views_(view_model(flat_, table, shape)) {}
 
 void GradientSet::zero() { flat_.zero_(); }
 

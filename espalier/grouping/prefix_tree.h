@@ -23,23 +23,23 @@ enum class ShareMode {
 ShareMode share_mode_of(const Options& options);  // --share
 
 struct PrefixNode {
-  std::int32_t parent = -1;       // -1: a root
-  std::int32_t begin = 0, end = 0;  // depths of its tokens
-  std::int32_t rollout = 0;       // one rollout below; its tokens [begin, end) are the node's
+  std::int32_t parent = -1;                   // -1: a root
+  std::int32_t begin = 0, end = 0;            // depths of its tokens
+  std::int32_t rollout = 0;                   // one rollout below; its tokens [begin, end) are the node's
   std::int32_t leaf_begin = 0, leaf_end = 0;  // rollouts below: leaf_order[leaf_begin, leaf_end)
-  std::vector<std::int32_t> children;          // node indices, depth-first order
-  std::vector<std::int32_t> ends_here;         // rollouts whose last token is the node's last
+  std::vector<std::int32_t> children;         // node indices, depth-first order
+  std::vector<std::int32_t> ends_here;        // rollouts whose last token is the node's last
 
   std::int32_t length() const { return end - begin; }
   std::int32_t multiplicity() const { return leaf_end - leaf_begin; }
 };
 
 struct PrefixTree {
-  std::vector<PrefixNode> nodes;           // parents before children, depth-first; nodes[0] is the root
-  std::vector<std::int32_t> leaf_order;    // rollouts (indices into the batch), depth-first
+  std::vector<PrefixNode> nodes;         // parents before children, depth-first; nodes[0] is the root
+  std::vector<std::int32_t> leaf_order;  // rollouts (indices into the batch), depth-first
 
-  std::int64_t physical_tokens() const;    // sum of node lengths
-  std::int64_t logical_tokens() const;     // sum of node length x multiplicity
+  std::int64_t physical_tokens() const;  // sum of node lengths
+  std::int64_t logical_tokens() const;   // sum of node length x multiplicity
 };
 
 // The forest of a batch; trees in order of their first rollout, children in order of their first rollout.

@@ -47,9 +47,12 @@ std::vector<double> compute_token_weights(std::span<const Rollout> batch, const 
   weights.reserve(batch.size());
   for (const Rollout& rollout : batch) {
     double weight = 1;  // token-sum
-    if (mode == "token-mean") weight = loss_tokens > 0 ? 1.0 / static_cast<double>(loss_tokens) : 0.0;
-    else if (mode == "seq-mean-token-sum") weight = 1.0 / rollouts;
-    else if (mode == "seq-mean-token-sum-norm") weight = 1.0 / rollouts / scale;
+    if (mode == "token-mean")
+      weight = loss_tokens > 0 ? 1.0 / static_cast<double>(loss_tokens) : 0.0;
+    else if (mode == "seq-mean-token-sum")
+      weight = 1.0 / rollouts;
+    else if (mode == "seq-mean-token-sum-norm")
+      weight = 1.0 / rollouts / scale;
     else if (mode == "seq-mean-token-mean")
       weight = 1.0 / rollouts / (static_cast<double>(count_loss_tokens(rollout)) + kTokenMeanEpsilon);
     weights.push_back(weight);

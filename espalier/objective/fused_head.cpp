@@ -52,13 +52,15 @@ class HeadPass {
  private:
   void check() const;
   void compute_logits();
-  template <class T> void compute_sums();
-  template <class T> void visit_edges(const EdgeGradientFunction& gradient, std::span<double> logprob,
-                                      std::span<double> entropy);
-  template <class T> void compute_logit_gradients();
+  template <class T>
+  void compute_sums();
+  template <class T>
+  void visit_edges(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
+  template <class T>
+  void compute_logit_gradients();
   void add_gradients();
-  template <class T> void run_block(const EdgeGradientFunction& gradient, std::span<double> logprob,
-                                    std::span<double> entropy);
+  template <class T>
+  void run_block(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
 
   const HeadProblem& problem_;
   const HeadGradients* out_;
@@ -187,8 +189,10 @@ void HeadPass::add_gradients() {
       const std::int64_t count = std::min(extent_.vocabulary_run, vocabulary_ - begin);
       const at::Tensor weights = weight_run_.narrow(0, 0, count).copy_(problem_.weight_VM.narrow(0, begin, count));
       const at::Tensor columns = block_logits_.narrow(1, begin, count);
-      if (begin == 0) at::mm_out(sum, columns, weights);
-      else sum.addmm_(columns, weights);
+      if (begin == 0)
+        at::mm_out(sum, columns, weights);
+      else
+        sum.addmm_(columns, weights);
     }
     grad_hidden.copy_(sum);
   }
@@ -215,8 +219,10 @@ void HeadPass::run(const EdgeGradientFunction& gradient, std::span<double> logpr
       edge_begin_.push_back(edge);
     }
     compute_logits();
-    if (logits_.scalar_type() == at::kDouble) run_block<double>(gradient, logprob, entropy);
-    else run_block<float>(gradient, logprob, entropy);
+    if (logits_.scalar_type() == at::kDouble)
+      run_block<double>(gradient, logprob, entropy);
+    else
+      run_block<float>(gradient, logprob, entropy);
   }
 }
 

@@ -24,30 +24,33 @@ struct HeadEdge {
 };
 
 struct HeadProblem {
-  at::Tensor hidden_OM;                  // float64, float32 or bfloat16, contiguous
-  at::Tensor weight_VM;                  // same dtype
-  std::span<const double> temperature;   // [O]
-  std::span<const HeadEdge> edges;       // [E]
+  at::Tensor hidden_OM;                 // float64, float32 or bfloat16, contiguous
+  at::Tensor weight_VM;                 // same dtype
+  std::span<const double> temperature;  // [O]
+  std::span<const HeadEdge> edges;      // [E]
 };
 
 struct HeadGradients {
-  at::Tensor grad_hidden_OM;             // same dtype as hidden, overwritten
-  at::Tensor grad_weight_VM;             // accumulator dtype, added to
+  at::Tensor grad_hidden_OM;  // same dtype as hidden, overwritten
+  at::Tensor grad_weight_VM;  // accumulator dtype, added to
 };
 
 // Given an edge and its log-prob and entropy, returns dL/dlogprob and dL/dentropy.
-struct HeadEdgeGradient { double logprob = 0, entropy = 0; };
+struct HeadEdgeGradient {
+  double logprob = 0, entropy = 0;
+};
 using EdgeGradientFunction = std::function<HeadEdgeGradient(std::int64_t edge, double logprob, double entropy)>;
 
 // Bytes of arena the three functions take at most, for O rows: the logits block and its companions.
-std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width, at::ScalarType dtype);
+std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
+                                at::ScalarType dtype);
 
 // Overwrites logprob [E] and entropy [E] (of the edge's row).
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena);
 
 // Recomputes the logits; grad_logprob and grad_entropy are [E].
-void head_backward(const HeadProblem& problem, std::span<const double> grad_logprob, std::span<const double> grad_entropy,
-                   const HeadGradients& out, Arena& arena);
+void head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
+                   std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena);
 
 // Both in one pass over the logits, for objectives whose derivative needs one token only. `gradient` is called once per
 // edge, in order, from one thread.

@@ -37,8 +37,7 @@ struct RolloutConstants {
 void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
                     const std::string& option, const char* remedy) {
   if (rollout.response_ids.empty()) return;
-  if (series.empty())
-    throw InputError({rollout.where, text_of("a field ", field, ", for ", option), "none", remedy});
+  if (series.empty()) throw InputError({rollout.where, text_of("a field ", field, ", for ", option), "none", remedy});
   ESPALIER_INTERNAL_EQ(series.size(), rollout.response_ids.size(), rollout.where, " ", field);
 }
 
@@ -106,8 +105,10 @@ RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<co
   for (std::size_t t = 0; t < logprob.size(); ++t) {
     if (!rollout.loss_mask[t]) continue;
     tokens += 1;
-    if (has_old) log_ratio += logprob[t] - rollout.old_logprobs[t];
-    else if (correction == RolloutCorrection::sequence) mismatch += logprob[t] - rollout.rollout_logprobs[t];
+    if (has_old)
+      log_ratio += logprob[t] - rollout.old_logprobs[t];
+    else if (correction == RolloutCorrection::sequence)
+      mismatch += logprob[t] - rollout.rollout_logprobs[t];
   }
   if (tokens > 0) constants.mean_log_ratio = log_ratio / tokens;
   if (correction == RolloutCorrection::sequence)
@@ -118,9 +119,12 @@ RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<co
 double Objective::State::token_factor(const Rollout& rollout, std::int32_t position, double old,
                                       double sequence) const {
   switch (correction) {
-    case RolloutCorrection::token: return truncated_weight(old - rollout.rollout_logprobs[position], threshold);
-    case RolloutCorrection::sequence: return sequence;
-    case RolloutCorrection::none: break;
+    case RolloutCorrection::token:
+      return truncated_weight(old - rollout.rollout_logprobs[position], threshold);
+    case RolloutCorrection::sequence:
+      return sequence;
+    case RolloutCorrection::none:
+      break;
   }
   return 1.0;
 }

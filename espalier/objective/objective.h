@@ -28,8 +28,8 @@ struct LossParts {
 };
 
 struct TokenGradient {
-  double logprob = 0;   // dL / d logprob
-  double entropy = 0;   // dL / d entropy
+  double logprob = 0;  // dL / d logprob
+  double entropy = 0;  // dL / d entropy
 };
 
 class Objective {

@@ -69,9 +69,14 @@ PolicyTerm policy_term(const PolicySettings& settings, double logprob, double ol
       const double weight = std::clamp(ratio, settings.ratio_low, settings.ratio_high);
       return {-weight * advantage * logprob, -weight * advantage, weight != ratio};
     }
-    case PolicyLoss::vanilla: term = vanilla_term(settings, ratio, advantage); break;
-    case PolicyLoss::sapo: term = sapo_term(ratio, advantage); break;
-    case PolicyLoss::gspo: ESPALIER_INTERNAL(false, "gspo needs the mean log-ratio of its rollout");
+    case PolicyLoss::vanilla:
+      term = vanilla_term(settings, ratio, advantage);
+      break;
+    case PolicyLoss::sapo:
+      term = sapo_term(ratio, advantage);
+      break;
+    case PolicyLoss::gspo:
+      ESPALIER_INTERNAL(false, "gspo needs the mean log-ratio of its rollout");
   }
   term.gradient *= ratio_gradient;
   return term;

@@ -14,7 +14,7 @@ namespace espalier {
 struct AdamWSettings {
   double lr = 1e-6, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01;
   bool decay_matrices_only = false;
-  double max_grad_norm = 1.0;     // 0: no clipping
+  double max_grad_norm = 1.0;  // 0: no clipping
   std::int64_t warmup_steps = 0;
 
   static AdamWSettings from(const Options& options);

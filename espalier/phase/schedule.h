@@ -1,4 +1,4 @@
-// The one schedule: every plan, dense, packed, phased or a tree of trunks, is this recursion (architecture §1).
+// The one schedule: every plan, dense, packed, phased or a tree of trunks, is this recursion (docs/architecture.md).
 #pragma once
 
 #include "espalier/phase/step_run.h"

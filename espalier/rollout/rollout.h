@@ -13,18 +13,18 @@
 namespace espalier {
 
 struct Rollout {
-  std::vector<std::int32_t> prompt_ids;     // at least one
-  std::vector<std::int32_t> response_ids;   // may be empty
-  std::vector<std::uint8_t> loss_mask;      // one 0/1 per response token, always filled
-  std::vector<double> advantages;           // as given, one per response token; empty: from the reward
+  std::vector<std::int32_t> prompt_ids;    // at least one
+  std::vector<std::int32_t> response_ids;  // may be empty
+  std::vector<std::uint8_t> loss_mask;     // one 0/1 per response token, always filled
+  std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
   double temperature = 1.0;
   std::optional<std::int64_t> step;
-  std::string group;                        // JSON text of the record's group; empty: none given
-  std::string carried;                      // JSON object text of id, meta and unknown fields; empty: none
-  std::int64_t index = 0;                   // place in the input, over all files, from 0
-  std::string where;                        // "rollouts.jsonl:17"
+  std::string group;       // JSON text of the record's group; empty: none given
+  std::string carried;     // JSON object text of id, meta and unknown fields; empty: none
+  std::int64_t index = 0;  // place in the input, over all files, from 0
+  std::string where;       // "rollouts.jsonl:17"
 
   std::int32_t prompt_length() const { return static_cast<std::int32_t>(prompt_ids.size()); }
   std::int32_t response_length() const { return static_cast<std::int32_t>(response_ids.size()); }

@@ -18,9 +18,9 @@ struct ModelState {
   ModelShape shape;
   DType dtype;
   ParameterTable table;
-  at::Tensor weights;              // flat, in the table's layout
-  std::filesystem::path source;    // the directory they came from; empty for random weights
-  Decoder decoder;                 // reads `weights`
+  at::Tensor weights;            // flat, in the table's layout
+  std::filesystem::path source;  // the directory they came from; empty for random weights
+  Decoder decoder;               // reads `weights`
 };
 
 // Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.

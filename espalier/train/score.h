@@ -9,9 +9,9 @@
 namespace espalier {
 
 struct ScoreReport {
-  std::int64_t rollouts = 0, tokens = 0;             // tokens: of responses, one log-prob each
+  std::int64_t rollouts = 0, tokens = 0;  // tokens: of responses, one log-prob each
   std::int64_t logical_rows = 0, physical_rows = 0;
-  double seconds = 0;                                // of the forward passes
+  double seconds = 0;  // of the forward passes
 };
 
 // Writes the records of --rollouts to --out, in input order, with the field that --as names.

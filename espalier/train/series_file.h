@@ -1,4 +1,5 @@
-// Log-probs and entropies of rollouts as JSON Lines, in input order: {"index": i, "logprobs": [...], "entropies": [...]}.
+// Log-probs and entropies of rollouts as JSON Lines, in input order: {"index": i, "logprobs": [...], "entropies":
+// [...]}.
 #pragma once
 
 #include <span>

@@ -19,8 +19,8 @@ constexpr double kFloorMultiple = 2;
 
 // What one run gives, copied out of the actor, in double and in the order of the file.
 struct Outcome {
-  at::Tensor gradient;                         // flat
-  std::vector<std::vector<double>> logprobs;   // by position in the mini-batch
+  at::Tensor gradient;                        // flat
+  std::vector<std::vector<double>> logprobs;  // by position in the mini-batch
   double loss = 0;
   StepPlan plan;
 };
@@ -103,7 +103,8 @@ class Verification {
     verdict_.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
     verdict_.logical_rows = dense_.plan.logical_rows;
     verdict_.loss_dense = verdict_.loss_shared = dense_.loss;
-    for (const Parameter& parameter : actor.model.table.parameters()) verdict_.parameters.push_back({parameter.name, {}, 1});
+    for (const Parameter& parameter : actor.model.table.parameters())
+      verdict_.parameters.push_back({parameter.name, {}, 1});
     raise_floors(run_reversed(actor, batch, options_));
   }
 
@@ -111,8 +112,9 @@ class Verification {
   void raise_floors(const Outcome& other) {
     const auto& parameters = actor_.model.table.parameters();
     for (std::size_t p = 0; p < parameters.size(); ++p)
-      raise(verdict_.parameters[p].distance, relative_distance(slice(other.gradient, parameters[p]),
-                                                               slice(dense_.gradient, parameters[p]), smallest_norm_),
+      raise(verdict_.parameters[p].distance,
+            relative_distance(slice(other.gradient, parameters[p]), slice(dense_.gradient, parameters[p]),
+                              smallest_norm_),
             kFloat64Relative);
     raise(verdict_.logprob, largest_difference(other.logprobs, dense_.logprobs), kFloat64Relative);
     raise(verdict_.loss, std::abs(other.loss - dense_.loss), kFloat64Relative * std::max(1.0, std::abs(dense_.loss)));
@@ -157,8 +159,9 @@ class Verification {
     return (weights_after(gradient) - weights_after(dense_.gradient)).abs().max().item<double>();
   }
   at::Tensor weights_after(const at::Tensor& gradient) const {
-    const at::Tensor weights = actor_.gradients.flat().dtype() == at::kDouble ? actor_.model.weights.to(at::kDouble, false, true)
-                                                                              : actor_.model.weights.to(at::kFloat, false, true);
+    const at::Tensor weights = actor_.gradients.flat().dtype() == at::kDouble
+                                   ? actor_.model.weights.to(at::kDouble, false, true)
+                                   : actor_.model.weights.to(at::kFloat, false, true);
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
     AdamW(actor_.model.table, weights, settings).step(gradient.to(weights.scalar_type()));
@@ -185,9 +188,7 @@ Outcome float64_outcome(const Options& options, const MiniBatch& batch, std::int
 
 }  // namespace
 
-bool Verdict::pass() const {
-  return worst().distance.ratio() <= 1 && logprob.ratio() <= 1 && loss.ratio() <= 1;
-}
+bool Verdict::pass() const { return worst().distance.ratio() <= 1 && logprob.ratio() <= 1 && loss.ratio() <= 1; }
 
 const ParameterCheck& Verdict::worst() const {
   return *std::ranges::max_element(parameters, {}, [](const ParameterCheck& p) { return p.distance.ratio(); });

@@ -22,12 +22,12 @@ struct Distance {
 
 struct ParameterCheck {
   std::string name;
-  Distance distance;   // relative L2, of the schedule farthest from dense
-  double cosine = 1;   // least over the schedules
+  Distance distance;  // relative L2, of the schedule farthest from dense
+  double cosine = 1;  // least over the schedules
 };
 
 struct ScheduleCheck {
-  std::string name;    // "phased, 64 rows a wave, recompute"
+  std::string name;  // "phased, 64 rows a wave, recompute"
   std::int64_t physical_rows = 0, trunks = 0, waves = 0;
   double worst_ratio = 0;
 };
@@ -36,10 +36,10 @@ struct Verdict {
   std::int64_t rollouts = 0, logical_rows = 0;
   std::vector<ParameterCheck> parameters;
   std::vector<ScheduleCheck> schedules;
-  Distance logprob;             // largest absolute difference over response tokens
-  Distance loss;                // absolute
+  Distance logprob;                        // largest absolute difference over response tokens
+  Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
-  Distance optimizer;           // largest absolute difference of a weight after one update; reported, not judged
+  Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged
 
   bool pass() const;
   const ParameterCheck& worst() const;

@@ -172,7 +172,8 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
                             totals, options);
     if (options.entropy_coeff != 0) loss = loss - options.entropy_coeff * aggregate(entropy, mask, totals, options);
     if (options.kl_loss_coef != 0)
-      loss = loss + options.kl_loss_coef * aggregate(kl_to_reference(lp, series(r.ref_logprobs, lp)), mask, totals, options);
+      loss = loss +
+             options.kl_loss_coef * aggregate(kl_to_reference(lp, series(r.ref_logprobs, lp)), mask, totals, options);
     out.loss += loss.item<double>();
     loss.backward();
   }

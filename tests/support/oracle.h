@@ -16,7 +16,7 @@ namespace espalier::testing {
 
 struct OracleResult {
   double loss = 0;
-  at::Tensor gradient;                          // flat, in the table's layout, dtype of the weights
+  at::Tensor gradient;  // flat, in the table's layout, dtype of the weights
   std::vector<std::vector<double>> logprobs, entropies;
 };
 

@@ -75,7 +75,9 @@ Gradients fused_gradients(const Case& made, bool one_pass) {
     std::vector<double> logprob(made.edges.size()), entropy(made.edges.size());
     head_forward_backward(
         made.problem(),
-        [&](std::int64_t e, double, double) { return HeadEdgeGradient{made.grad_logprob[e], made.grad_entropy[e]}; },
+        [&](std::int64_t e, double, double) {
+          return HeadEdgeGradient{made.grad_logprob[e], made.grad_entropy[e]};
+        },
         logprob, entropy, out, arena);
   } else {
     head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);

@@ -44,8 +44,8 @@ Case make_case(std::uint64_t seed, bool kinks, bool absent_old, bool constant_ad
       const double spread = t % 2 ? 0.2 : 2.5;
       rollout.response_ids.push_back(t);
       rollout.loss_mask.push_back(i == 4 ? 0 : random() % 4 != 0);
-      rollout.old_logprobs.push_back(
-          lp - (kinks ? pick({0, 20, -20, 20.5, -20.5, 0.1, 1, -1}) : spread * normal(random)));
+      rollout.old_logprobs.push_back(lp -
+                                     (kinks ? pick({0, 20, -20, 20.5, -20.5, 0.1, 1, -1}) : spread * normal(random)));
       rollout.ref_logprobs.push_back(lp - (kinks ? pick({0, 20, -20, 25, 1, -1, -2.5}) : spread * normal(random)));
       rollout.rollout_logprobs.push_back(lp + 0.5 * normal(random));
       made.logprobs.back().push_back(lp);

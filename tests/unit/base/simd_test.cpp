@@ -10,9 +10,15 @@
 #include "tests/unit/base/simd_under_test.h"
 
 namespace espalier {
-namespace baseline { simd_test::Set set_under_test(); }
-namespace avx2 { simd_test::Set set_under_test(); }
-namespace avx512 { simd_test::Set set_under_test(); }
+namespace baseline {
+simd_test::Set set_under_test();
+}
+namespace avx2 {
+simd_test::Set set_under_test();
+}
+namespace avx512 {
+simd_test::Set set_under_test();
+}
 namespace {
 
 using simd_test::Function;
@@ -31,7 +37,8 @@ std::vector<Named> sets() {
 }
 
 // Distance of `got` from the exact value in units of the last place of T at that value.
-template <class T> double ulps(T got, long double exact) {
+template <class T>
+double ulps(T got, long double exact) {
   const T nearest = static_cast<T>(exact);
   if (std::isinf(nearest) || nearest == 0) return got == nearest ? 0 : 1e9;
   const T next = std::nextafter(std::fabs(nearest), std::numeric_limits<T>::infinity());
@@ -39,10 +46,13 @@ template <class T> double ulps(T got, long double exact) {
   return static_cast<double>(std::fabs(static_cast<long double>(got) - exact) / unit);
 }
 
-template <class T> std::vector<T> mapped(const Named& s, Function f, const std::vector<T>& x) {
+template <class T>
+std::vector<T> mapped(const Named& s, Function f, const std::vector<T>& x) {
   std::vector<T> y(x.size() + 1, T(-7));
-  if constexpr (sizeof(T) == 4) s.set.map_float(f, x.data(), y.data(), static_cast<std::int64_t>(x.size()));
-  else s.set.map_double(f, x.data(), y.data(), static_cast<std::int64_t>(x.size()));
+  if constexpr (sizeof(T) == 4)
+    s.set.map_float(f, x.data(), y.data(), static_cast<std::int64_t>(x.size()));
+  else
+    s.set.map_double(f, x.data(), y.data(), static_cast<std::int64_t>(x.size()));
   EXPECT_EQ(y.back(), T(-7)) << s.name << " wrote behind the last value";
   y.pop_back();
   return y;
@@ -62,7 +72,8 @@ void expect_accurate(Function f, const std::vector<T>& x, F exact, double limit,
   }
 }
 
-template <class T> std::vector<T> spread(double low, double high, std::uint64_t seed, int n = 100003) {
+template <class T>
+std::vector<T> spread(double low, double high, std::uint64_t seed, int n = 100003) {
   std::mt19937_64 random(seed);
   std::uniform_real_distribution<double> uniform(low, high);
   std::vector<T> x(n);
@@ -70,7 +81,8 @@ template <class T> std::vector<T> spread(double low, double high, std::uint64_t 
   return x;
 }
 
-template <class T> class SimdOf : public testing::Test {};
+template <class T>
+class SimdOf : public testing::Test {};
 using Numbers = testing::Types<float, double>;
 TYPED_TEST_SUITE(SimdOf, Numbers);
 
@@ -156,15 +168,19 @@ TYPED_TEST(SimdOf, SumAndMaximumMeetEveryLane) {
       std::vector<T> x(n);
       for (int i = 0; i < n; ++i) x[i] = T(i + 1);  // small integers: exact in any order
       const T want = T(n * (n + 1) / 2);
-      if constexpr (sizeof(T) == 4) EXPECT_EQ(s.set.sum_float(x.data(), n), want) << s.name;
-      else EXPECT_EQ(s.set.sum_double(x.data(), n), want) << s.name;
+      if constexpr (sizeof(T) == 4)
+        EXPECT_EQ(s.set.sum_float(x.data(), n), want) << s.name;
+      else
+        EXPECT_EQ(s.set.sum_double(x.data(), n), want) << s.name;
     }
     const int lanes = s.set.lanes_float * 4 / static_cast<int>(sizeof(T));
     for (int top = 0; top < lanes; ++top) {
       std::vector<T> x(lanes, T(-5));
       x[top] = T(-2);
-      if constexpr (sizeof(T) == 4) EXPECT_EQ(s.set.max_float(x.data()), T(-2)) << s.name;
-      else EXPECT_EQ(s.set.max_double(x.data()), T(-2)) << s.name;
+      if constexpr (sizeof(T) == 4)
+        EXPECT_EQ(s.set.max_float(x.data()), T(-2)) << s.name;
+      else
+        EXPECT_EQ(s.set.max_double(x.data()), T(-2)) << s.name;
     }
   }
 }

@@ -1,30 +1,42 @@
 // The functions of base/simd.h over arrays, compiled once per instruction set for simd_test.cpp.
-#include "espalier/base/simd.h"
 #include "tests/unit/base/simd_under_test.h"
+#include "espalier/base/simd.h"
 
 namespace espalier::ESPALIER_SIMD {
 namespace {
 
-template <class T, class F> void apply(const T* x, T* y, std::int64_t n, F f) {
+template <class T, class F>
+void apply(const T* x, T* y, std::int64_t n, F f) {
   for_lanes<T>(n, [&](std::int64_t i, int count) { store_some(y + i, f(load_some(x + i, count)), count); });
 }
-template <class T> void map(simd_test::Function function, const T* x, T* y, std::int64_t n) {
+template <class T>
+void map(simd_test::Function function, const T* x, T* y, std::int64_t n) {
   using simd_test::Function;
   switch (function) {
-    case Function::exp: return apply(x, y, n, [](auto v) { return exp(v); });
-    case Function::exp2: return apply(x, y, n, [](auto v) { return exp2(v); });
-    case Function::exp_nonpositive: return apply(x, y, n, [](auto v) { return exp_nonpositive(v); });
-    case Function::log: return apply(x, y, n, [](auto v) { return log(v); });
-    case Function::sqrt: return apply(x, y, n, [](auto v) { return sqrt(v); });
-    case Function::abs: return apply(x, y, n, [](auto v) { return abs(v); });
+    case Function::exp:
+      return apply(x, y, n, [](auto v) { return exp(v); });
+    case Function::exp2:
+      return apply(x, y, n, [](auto v) { return exp2(v); });
+    case Function::exp_nonpositive:
+      return apply(x, y, n, [](auto v) { return exp_nonpositive(v); });
+    case Function::log:
+      return apply(x, y, n, [](auto v) { return log(v); });
+    case Function::sqrt:
+      return apply(x, y, n, [](auto v) { return sqrt(v); });
+    case Function::abs:
+      return apply(x, y, n, [](auto v) { return abs(v); });
   }
 }
-template <class T> T reduce_sum(const T* x, std::int64_t n) {
+template <class T>
+T reduce_sum(const T* x, std::int64_t n) {
   Vector<T> total{};
   for_lanes<T>(n, [&](std::int64_t i, int count) { total += load_some(x + i, count); });
   return sum(total);
 }
-template <class T> T reduce_max(const T* x) { return max_of(load(x)); }
+template <class T>
+T reduce_max(const T* x) {
+  return max_of(load(x));
+}
 
 }  // namespace
 

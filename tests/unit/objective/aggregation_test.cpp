@@ -95,8 +95,8 @@ TEST(Aggregation, MaskedTokensAddNothingWhateverTheyHold) {
 }
 
 TEST(Aggregation, NoLossTokensGiveZeroLossAndZeroGradient) {
-  for (const char* mode : {"token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
-                           "seq-mean-token-mean"}) {
+  for (const char* mode :
+       {"token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"}) {
     Example example;
     example.options.loss_agg_mode = mode;
     for (Rollout& rollout : example.batch) std::fill(rollout.loss_mask.begin(), rollout.loss_mask.end(), 0);

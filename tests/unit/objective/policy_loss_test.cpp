@@ -22,7 +22,10 @@ PolicyTerm at_ratio(PolicyLoss loss, double ratio, double advantage) {
   return policy_term(settings, kOld + std::log(ratio), kOld, advantage);
 }
 
-struct Point { double ratio, advantage, value, gradient; bool clipped; };
+struct Point {
+  double ratio, advantage, value, gradient;
+  bool clipped;
+};
 
 void expect_points(PolicyLoss loss, std::initializer_list<Point> points) {
   for (const Point& p : points) {
@@ -39,8 +42,8 @@ TEST(PolicyLoss, VanillaClipsOnTheSideThatHelps) {
                                       {1.1, 2.0, -2.2, -2.2, false},
                                       {1.5, -1.0, 1.5, 1.5, false},
                                       {0.5, -1.0, 0.8, 0.0, true},
-                                      {5.0, -1.0, 3.0, 0.0, false},    // dual clip
-                                      {5.0, 1.0, -1.2, 0.0, true},     // never for positive advantages
+                                      {5.0, -1.0, 3.0, 0.0, false},  // dual clip
+                                      {5.0, 1.0, -1.2, 0.0, true},   // never for positive advantages
                                       {0.5, 0.0, 0.0, 0.0, false}});
 }
 

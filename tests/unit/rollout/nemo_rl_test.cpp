@@ -1,3 +1,5 @@
+// Reading NeMo-RL's train_data_step*.jsonl: fields, where prompt and response part, what is refused.
+
 #include <gtest/gtest.h>
 
 #include "espalier/rollout/batch.h"

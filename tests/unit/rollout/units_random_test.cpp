@@ -1,3 +1,5 @@
+// Byte sizes with units and the random numbers of espalier/base.
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
