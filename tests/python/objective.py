@@ -94,7 +94,9 @@ def policy_loss(logprob, old, advantage, mask, options):
     if kind == "cispo":
         return -torch.clamp(ratio, low, high).detach() * advantage * logprob
     if kind == "sapo":
-        tau = torch.where(advantage > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE).to(logprob.dtype)
+        # Tensors, because torch.where of two numbers rounds them to float32 first.
+        positive, negative = (torch.tensor(x, dtype=logprob.dtype) for x in (SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE))
+        tau = torch.where(advantage > 0, positive, negative)
         return -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     if kind in ("gpg", "reinforce"):
         return -advantage * logprob

@@ -139,7 +139,8 @@ def train(model, records, options, *, lr, epochs=1, mini_batch_size=0, max_grad_
             for name, parameter in named:
                 parameter.grad = found[name] * factor
             for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (len(history) + 1) / warmup_steps) if warmup_steps else lr
+                # as transformers' get_constant_schedule_with_warmup: the first step has rate 0
+                group["lr"] = lr * min(1.0, len(history) / warmup_steps) if warmup_steps else lr
             optimizer.step()
             history.append((loss, norm, found))
     return history

@@ -44,8 +44,9 @@ def test_records_are_carried_through_unchanged(espalier, model_of, tmp_path):
     for before, after in zip(records, scored, strict=True):
         added = after.pop("ref_logprobs")
         assert len(added) == len(before["response_ids"])
+        defaults = {"temperature": 1.0, "loss_mask": [1] * len(before["response_ids"])}
         for name in before:
-            assert after.get(name) == before[name] or (name == "temperature" and before[name] == 1.0), name
+            assert after.get(name, defaults.get(name)) == before[name], name
 
 
 def test_a_gzip_file_is_read_like_the_plain_one(espalier, model_of, tmp_path):
