@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/model/row_kernels.h"
 
@@ -10,13 +11,13 @@ namespace espalier {
 Decoder::Decoder(const ModelShape& shape, ModelViews weights) : shape_(shape), weights_(std::move(weights)) {}
 
 void Decoder::reserve_positions(std::int64_t positions) {
-  if (positions > rotary_.positions())
-    rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
+  if (positions > rotary_.positions()) rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
 }
 
 LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena) const {
-  return {shape_, weights_.layers[static_cast<std::size_t>(layer)], rotary_, rows, path, layer,
-          layer + 1 == shape_.layers, arena};
+  return {
+      shape_, weights_.layers[static_cast<std::size_t>(layer)], rotary_, rows, path, layer, layer + 1 == shape_.layers,
+      arena};
 }
 
 DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena) const {
@@ -30,7 +31,8 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
   const std::int64_t kept_from = arena.in_use();
   at::Tensor stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
   dispatch(dtype(), [&]<class T>() {
-    rows::gather<T>(rows.rows(), shape_.hidden, pointer<T>(weights_.embedding_VM), rows.id.data(), pointer<T>(stream_TM));
+    rows::gather<T>(rows.rows(), shape_.hidden, pointer<T>(weights_.embedding_VM), rows.id.data(),
+                    pointer<T>(stream_TM));
   });
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(rows, path, layer, arena);
@@ -77,13 +79,16 @@ void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, cons
     {
       const ArenaScope layer_scope(arena);
       if (saved.keep == Keep::streams) {
+        if (ESPALIER_MUTATION(recompute_with_stale_input)) kept.stream_in_TM = saved.layers.front().stream_in_TM;
         kept = take_layer_saved(c, kept.stream_in_TM);
         layer_forward(c, kept, at::Tensor());
       }
-      layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream, grads.layers[static_cast<std::size_t>(layer)]);
+      layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream,
+                     grads.layers[static_cast<std::size_t>(layer)]);
     }
     if (c.last) grad_stream = widened;
   }
+  if (ESPALIER_MUTATION(embedding_repeat_lost)) grads.embedding_VM.index_fill_(0, at::tensor(rows.id, at::kLong), 0);
   dispatch(dtype(), [&]<class T>() {
     rows::scatter_add<T, accumulator_t<T>>(rows.rows(), shape_.hidden, pointer<T>(grad_stream), rows.id.data(),
                                            pointer<accumulator_t<T>>(grads.embedding_VM));

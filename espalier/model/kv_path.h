@@ -1,9 +1,9 @@
 // Keys and values of the open trunks, end to end, and the gradients that everything below adds to them.
 //
-// Shapes: P rows of the open trunks, J key/value heads, D head size. A stack: a trunk's rows are pushed when its forward
-// begins and popped after its backward. Gradients are kept in float32 (float64 in float64 runs), so that any number of
-// waves adds up without loss (mathematics §2). Every trunk knows how many contributions the plan promises; reading a
-// trunk's gradient before the last one, or adding after, is an error, not a wrong number.
+// Shapes: P rows of the open trunks, J key/value heads, D head size. A stack: a trunk's rows are pushed when its
+// forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64 runs), so that any
+// number of waves adds up without loss (mathematics, section 2). Every trunk knows how many contributions the plan
+// promises; reading a trunk's gradient before the last one, or adding after, is an error, not a wrong number.
 #pragma once
 
 #include <ATen/core/Tensor.h>

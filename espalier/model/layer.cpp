@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "espalier/attention/attention.h"
+#include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/model/products.h"
 #include "espalier/model/row_kernels.h"
@@ -17,8 +18,8 @@ struct Sizes {
 };
 
 Sizes sizes_of(const LayerContext& c) {
-  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden, c.shape.inner,
-          c.shape.heads * c.shape.head_dim, c.shape.kv_heads * c.shape.head_dim};
+  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden,
+          c.shape.inner, c.shape.heads * c.shape.head_dim,          c.shape.kv_heads * c.shape.head_dim};
 }
 
 at::ScalarType dtype_of(const LayerContext& c) { return c.weights.q_weight.scalar_type(); }
@@ -40,10 +41,11 @@ void norm_again(const at::Tensor& stream, const at::Tensor& weight, const at::Te
 
 void norm_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& grad_y,
                    const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
+  const at::Tensor into = ESPALIER_MUTATION(norm_weight_gradient_forgotten) ? grad_weight.clone() : grad_weight;
   dispatch(stream.scalar_type(), [&]<class T>() {
     rows::rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
                                pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
-                               pointer<accumulator_t<T>>(grad_weight));
+                               pointer<accumulator_t<T>>(into));
   });
 }
 
@@ -59,7 +61,8 @@ at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM) {
 
 void scatter_continuing(const LayerContext& c, const at::Tensor& x_RM, const at::Tensor& into_TM) {
   dispatch(x_RM.scalar_type(), [&]<class T>() {
-    rows::scatter_add<T, T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_RM), c.rows.output_row.data(), pointer<T>(into_TM));
+    rows::scatter_add<T, T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_RM), c.rows.output_row.data(),
+                            pointer<T>(into_TM));
   });
 }
 
@@ -67,7 +70,8 @@ const std::int32_t* continuing_positions(const LayerContext& c) {
   return c.last ? c.rows.output_position.data() : c.rows.position.data();
 }
 
-rows::HeadShape head_shape(const LayerContext& c, std::int64_t rows, std::int64_t heads, const std::int32_t* positions) {
+rows::HeadShape head_shape(const LayerContext& c, std::int64_t rows, std::int64_t heads,
+                           const std::int32_t* positions) {
   return {rows, heads, c.shape.head_dim, c.shape.rms_norm_eps, positions};
 }
 
@@ -104,6 +108,7 @@ Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool writ
       rows::convert<T, T>(s.rows, s.kv_width, pointer<T>(saved.kv_TW) + s.kv_width, 2 * s.kv_width, pointer<T>(out.v),
                           s.kv_width);
   });
+  if (ESPALIER_MUTATION(gqa_head_mixup)) out.q.copy_(out.q.roll(c.shape.head_dim, 1));
   return out;
 }
 
@@ -113,6 +118,7 @@ attention::Shape attention_shape(const LayerContext& c) {
   shape.query_rows = s.continuing;
   shape.own_rows = s.rows;
   shape.path_rows = c.rows.path_rows;
+  if (ESPALIER_MUTATION(path_cut_short) && shape.path_rows > 0) --shape.path_rows;
   shape.heads = c.shape.heads;
   shape.kv_heads = c.shape.kv_heads;
   shape.head_dim = c.shape.head_dim;
@@ -133,11 +139,12 @@ struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
 };
 
-ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_attended_RW,
-                                       const LayerViews& grads) {
+ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& saved,
+                                       const at::Tensor& grad_attended_RW, const LayerViews& grads) {
   const Sizes s = sizes_of(c);
   const at::ScalarType dtype = dtype_of(c);
-  ProjectionGradients out{c.arena.take({s.continuing, s.q_width}, dtype), c.arena.take({s.rows, 2 * s.kv_width}, dtype)};
+  ProjectionGradients out{c.arena.take({s.continuing, s.q_width}, dtype),
+                          c.arena.take({s.rows, 2 * s.kv_width}, dtype)};
   const ArenaScope scope(c.arena);
   const Operands operands = make_operands(c, saved, false);
   const at::Tensor grad_q_RW = c.arena.take({s.continuing, s.q_width}, dtype);
@@ -149,7 +156,9 @@ ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& 
     own.grad_k = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
     own.grad_v = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
   }
-  const KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
+  KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
+  if (c.rows.path_rows * s.continuing > 0 && ESPALIER_MUTATION(wave_gradient_lost)) path.grad_k = path.grad_k.clone();
+  if (c.rows.path_rows > 0 && ESPALIER_MUTATION(unmerged_lse)) saved.lse_HR.sub_(0.01);
   dispatch(dtype, [&]<class T>() {
     using A = accumulator_t<T>;
     attention::Gradients<T> grad;
@@ -175,6 +184,7 @@ ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& 
     rows::convert<A, T>(s.rows, s.kv_width, pointer<A>(own.grad_v), s.kv_width, pointer<T>(out.kv_TW) + s.kv_width,
                         2 * s.kv_width);
   });
+  if (c.rows.path_rows > 0 && ESPALIER_MUTATION(contribution_uncounted)) return out;
   c.path.count_contribution(c.layer, c.rows.path_rows);
   return out;
 }
@@ -226,8 +236,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
     norm_forward(c, saved.stream_in_TM, c.weights.attention_norm_M, normed_TM, saved.norm_rstd_T);
     linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
-    if (s.continuing > 0)
-      linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
+    if (s.continuing > 0) linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
   }
   {
     const ArenaScope operands_scope(c.arena);
@@ -268,9 +277,10 @@ void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
     mlp_backward(c, saved, grad_stream_RM, grads);
     add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena);
     linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, false);
-    if (c.last) scatter_continuing(c, grad_stream_RM, grad_in_TM);
+    if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost)) scatter_continuing(c, grad_stream_RM, grad_in_TM);
   }
   const ProjectionGradients grad = attention_backward(c, saved, grad_attended_RW, grads);
+  if (ESPALIER_MUTATION(last_layer_rows_forgotten) && s.continuing == 0) grad.kv_TW.zero_();
   const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
   norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
   add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, c.arena);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
+#include "espalier/base/mutation.h"
 
 namespace espalier {
 
@@ -26,10 +27,14 @@ KlType parse_kl_type(const std::string& name) {
     type.straight_through = true;
     base.pop_back();
   }
-  if (base == "kl" || base == "k1") type.estimator = KlEstimator::k1;
-  else if (base == "abs") type.estimator = KlEstimator::absolute;
-  else if (base == "mse" || base == "k2") type.estimator = KlEstimator::k2;
-  else if (base == "low_var_kl" || base == "k3") type.estimator = KlEstimator::k3;
+  if (base == "kl" || base == "k1")
+    type.estimator = KlEstimator::k1;
+  else if (base == "abs")
+    type.estimator = KlEstimator::absolute;
+  else if (base == "mse" || base == "k2")
+    type.estimator = KlEstimator::k2;
+  else if (base == "low_var_kl" || base == "k3")
+    type.estimator = KlEstimator::k3;
   else
     throw OptionError({"--kl-loss-type", "kl, k1, abs, mse, k2, low_var_kl or k3, each also with + at its end", name,
                        "choose one of these"});
@@ -37,13 +42,21 @@ KlType parse_kl_type(const std::string& name) {
 }
 
 KlTerm kl_term(KlType type, double logprob, double ref_logprob) {
-  const double x = logprob - ref_logprob;
+  const double x = ESPALIER_MUTATION(kl_sign) ? ref_logprob - logprob : logprob - ref_logprob;
   KlTerm term;
   switch (type.estimator) {
-    case KlEstimator::k1: term = {x, 1.0}; break;
-    case KlEstimator::absolute: term = {std::abs(x), x > 0 ? 1.0 : x < 0 ? -1.0 : 0.0}; break;
-    case KlEstimator::k2: term = {0.5 * x * x, x}; break;
-    case KlEstimator::k3: term = low_variance_term(x); break;
+    case KlEstimator::k1:
+      term = {x, 1.0};
+      break;
+    case KlEstimator::absolute:
+      term = {std::abs(x), x > 0 ? 1.0 : x < 0 ? -1.0 : 0.0};
+      break;
+    case KlEstimator::k2:
+      term = {0.5 * x * x, x};
+      break;
+    case KlEstimator::k3:
+      term = low_variance_term(x);
+      break;
   }
   if (type.straight_through) term.gradient = x;
   return term;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/optimizer/adamw_kernels.h"
 
@@ -25,8 +26,14 @@ void dispatch_accumulator(const at::Tensor& flat, Body&& body) {
 AdamWSettings AdamWSettings::from(const Options& options) {
   const std::vector<double> betas = parse_numbers("betas", options.betas);
   if (betas.size() != 2) throw OptionError({"--betas", "two numbers, as 0.9,0.999", "'" + options.betas + "'", ""});
-  return {options.lr,           betas[0], betas[1], options.eps, options.weight_decay, options.decay_matrices_only,
-          options.max_grad_norm, options.warmup_steps};
+  return {options.lr,
+          betas[0],
+          betas[1],
+          options.eps,
+          options.weight_decay,
+          options.decay_matrices_only,
+          options.max_grad_norm,
+          options.warmup_steps};
 }
 
 double clip_factor(double norm, double max_norm) {
@@ -53,16 +60,25 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
     update.grad_norm = std::sqrt(sum_of_squares(gradient.numel(), pointer<A>(gradient)));
   });
   if (!std::isfinite(update.grad_norm))
-    throw InputError({text_of("optimizer step ", steps_done_ + 1), "a finite gradient", text_of("norm ", update.grad_norm),
+    throw InputError({text_of("optimizer step ", steps_done_ + 1), "a finite gradient",
+                      text_of("norm ", update.grad_norm),
                       "the weights are unchanged; check rewards, log-probs and weights for extreme values"});
   update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);
+  if (ESPALIER_MUTATION(clip_factor_ignored)) update.clip_factor = 1;
   update.lr = learning_rate(settings_, ++steps_done_);
+  const std::int64_t t = ESPALIER_MUTATION(bias_correction_off_by_one) ? steps_done_ + 1 : steps_done_;
   dispatch_accumulator(masters_, [&]<class A>() {
     bfloat16* rounded = weights_.scalar_type() == at::kBFloat16 ? pointer<bfloat16>(weights_) : nullptr;
     for (const Parameter& parameter : table_.parameters()) {
-      const bool decays = !settings_.decay_matrices_only || parameter.shape.size() >= 2;
-      const AdamWStep step{update.lr,      settings_.beta1,    settings_.beta2, settings_.eps,
-                           decays ? settings_.weight_decay : 0, update.clip_factor, steps_done_};
+      bool decays = !settings_.decay_matrices_only || parameter.shape.size() >= 2;
+      if (ESPALIER_MUTATION(decay_of_everything)) decays = true;
+      const AdamWStep step{update.lr,
+                           settings_.beta1,
+                           settings_.beta2,
+                           settings_.eps,
+                           decays ? settings_.weight_decay : 0,
+                           update.clip_factor,
+                           t};
       const std::int64_t at = parameter.offset;
       adamw(parameter.count, pointer<A>(masters_) + at, pointer<A>(gradient) + at, pointer<A>(exp_avg_) + at,
             pointer<A>(exp_avg_sq_) + at, step, rounded ? rounded + at : nullptr);

@@ -2,20 +2,24 @@
 
 #include <algorithm>
 
+#include "espalier/base/mutation.h"
+
 namespace espalier {
 namespace {
 
 void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) {
   for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
     rows.id.push_back(rollout.token_at(depth));
-    rows.position.push_back(depth);
+    rows.position.push_back(ESPALIER_MUTATION(positions_restarted) ? depth - rows.path_rows : depth);
     rows.subtree_end.push_back(segment.subtree_end);
   }
 }
 
 // One output row per (row, temperature) among the edges, which are ordered that way first.
 void add_outputs(ItemRows& out, std::span<const Rollout> batch) {
-  auto temperature_of = [&](const LossEdge& edge) { return batch[edge.rollout].temperature; };
+  auto temperature_of = [&](const LossEdge& edge) {
+    return ESPALIER_MUTATION(temperature_ignored) ? 1.0 : batch[edge.rollout].temperature;
+  };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
     return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
   });
@@ -38,7 +42,11 @@ ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bo
   out.rows.path_rows = item.path_rows;
   out.rows.in_path = item.kind == ItemKind::trunk;
   for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
+  if (ESPALIER_MUTATION(mask_leak))
+    for (auto& end : out.rows.subtree_end) end = std::min(end + 1, item.set.rows);
   out.edges = edges_of(item.set, batch, all_logprobs);
+  if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !out.edges.empty())
+    out.edges.push_back(out.edges.front());
   add_outputs(out, batch);
   return out;
 }

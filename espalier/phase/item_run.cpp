@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "espalier/base/mutation.h"
+
 namespace espalier {
 namespace {
 
@@ -50,8 +52,11 @@ void ItemRun::score_with_gradient() {
     series_of(edge).logprob[edge.position] = lp;
     series_of(edge).entropy[edge.position] = h;
     const TokenGradient token = step_.objective->add_token(edge.rollout, edge.position, lp, h);
+    if (ESPALIER_MUTATION(per_wave_denominator))
+      return {token.logprob * step_.batch.size() / item_.set.rollouts.size(), token.entropy};
     return {token.logprob, token.entropy};
   };
+  if (ESPALIER_MUTATION(tied_head_gradient_overwritten)) step_.gradients->views().head_VM.zero_();
   head_forward_backward(head_problem(), gradient, logprob, entropy, {grad_normed_OM_, step_.gradients->views().head_VM},
                         step_.arena);
 }

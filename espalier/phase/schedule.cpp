@@ -4,6 +4,7 @@
 #include <chrono>
 #include <limits>
 
+#include "espalier/base/mutation.h"
 #include "espalier/phase/item_run.h"
 
 namespace espalier {
@@ -43,7 +44,8 @@ void run_trunk(StepRun& step, const PlanItem& item) {
   step.path.push(item.set.rows, items_below(item));
   book(step, step.seconds.trunk_forward, step.arena_bytes.a, [&] { trunk.forward(); });  // phase A
   ++step.trunk_forwards;
-  run_items(step, item.below);                                                           // phase B
+  if (ESPALIER_MUTATION(contributions_read_early) && step.trains()) trunk.backward();
+  run_items(step, item.below);                                                                                // phase B
   if (step.trains()) book(step, step.seconds.trunk_backward, step.arena_bytes.c, [&] { trunk.backward(); });  // phase C
   step.path.pop();
 }

@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "espalier/base/mutation.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/model/dispatch.h"
@@ -45,7 +46,7 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_l
   report.seconds.plan = seconds_since(begin);
 
   Objective objective(batch.rollouts, batch.advantages, actor.options);
-  actor.gradients.zero();
+  if (!ESPALIER_MUTATION(gradients_not_zeroed)) actor.gradients.zero();
   const ArenaScope scope(actor.arena);
   KvPath path(actor.model.shape, report.plan.max_path_rows, actor.model.decoder.dtype(), true, actor.arena);
   StepRun run{actor.model.decoder, batch.rollouts, path, actor.arena, &objective, &actor.gradients, all_logprobs};

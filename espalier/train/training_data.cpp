@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "espalier/base/error.h"
+#include "espalier/base/mutation.h"
 #include "espalier/objective/objective.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/reader.h"
@@ -26,10 +27,10 @@ class Fingerprint {
 };
 
 // Advantages of rollouts that stand together, in the unit they are computed over: one `step`, or everything.
-std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts, const std::vector<std::size_t>& begins,
-                                               const Options& options) {
+std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
+                                               const std::vector<std::size_t>& begins, const Options& options) {
   const bool by_step = !rollouts.empty() && rollouts.front().step.has_value();
-  if (!by_step) return compute_advantages(rollouts, options);
+  if (!by_step && !ESPALIER_MUTATION(advantages_from_minibatch)) return compute_advantages(rollouts, options);
   std::vector<std::vector<double>> out;
   for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
     const std::span<const Rollout> records(rollouts.data() + begins[i], begins[i + 1] - begins[i]);

@@ -1,0 +1,221 @@
+#include "tests/mutation/battery.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <stdlib.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+
+#include "espalier/base/error.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/train/verify.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Tolerances: tests/equivalence/plans_test.cpp.
+constexpr double kGradient = 1e-10, kSeries = 1e-11;
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    std::string name = (fs::temp_directory_path() / "espalier-mutation-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary folder");
+    path_ = name;
+  }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+// A case, its plans, and what autograd says.
+struct Reference {
+  Case c;
+  std::vector<Plan> plans;
+  OracleResult expected;
+  std::vector<Rollout> rollouts;
+};
+
+RolloutOptions ragged() {
+  RolloutOptions options;
+  options.groups = 3;
+  options.group_size = {3, 4};
+  options.prompt_length = {1, 12};
+  options.response_length = {1, 9};
+  options.shared_start = 0.4, options.equal_response = 0.15, options.empty_response = 0.05;
+  options.continues = 0.2, options.mask_gap = 0.3, options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.policy = PolicyAge::near_old;
+  return options;
+}
+
+Reference token_loss() {
+  Reference r;
+  r.c.family = "qwen3", r.c.seed = 41;
+  r.c.options.kl_loss_coef = 0.1, r.c.options.entropy_coeff = 0.01, r.c.options.rollout_is = "token";
+  r.c.rollouts = ragged();
+  r.c.rollouts.temperature_low = 0.7, r.c.rollouts.temperature_high = 1.3;
+  r.plans = {{"dense", "dense", 0, "auto"},
+             {"packed, 7 rows a wave", "packed", 7, "auto"},
+             {"phased, keep", "phased", 0, "keep"},
+             {"phased, keep, 7 rows a wave", "phased", 7, "keep"},
+             {"phased, recompute, 7 rows a wave", "phased", 7, "recompute"},
+             {"phased, keep, 2 rows a wave", "phased", 2, "keep"}};
+  return r;
+}
+
+Reference sequence_loss() {
+  Reference r;
+  r.c.family = "llama", r.c.seed = 42;
+  r.c.options.policy_loss = "gspo", r.c.options.entropy_coeff = 0.02;
+  r.c.rollouts = ragged();
+  r.plans = {{"packed", "packed", 0, "auto"},
+             {"phased, keep, 5 rows a wave", "phased", 5, "keep"},
+             {"phased, recompute", "phased", 0, "recompute"}};
+  return r;
+}
+
+Reference with_reference(Reference r) {
+  r.expected = run_oracle(r.c);
+  const TrainingData data(make_rollouts(r.c.rollouts, r.c.seed), r.c.options);
+  const auto batch = data.mini_batch(0).rollouts;
+  r.rollouts.assign(batch.begin(), batch.end());
+  return r;
+}
+
+double farthest(const std::vector<std::vector<double>>& expected, const std::vector<RolloutSeries>& series,
+                std::vector<double> RolloutSeries::*member) {
+  double largest = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i)
+    for (std::size_t t = 0; t < expected[i].size(); ++t) {
+      const double difference = std::abs((series.at(i).*member).at(t) - expected[i][t]);
+      if (!(difference <= largest)) largest = std::isnan(difference) ? HUGE_VAL : difference;
+    }
+  return largest;
+}
+
+void check_plan(const Reference& reference, const Plan& plan, Findings& findings) {
+  const Outcome run = run_case(with(reference.c, plan));
+  try {
+    validate(run.report.plan, reference.rollouts);
+  } catch (const InternalError& error) {
+    findings.add("plan", text_of(plan.name, ": ", error.what()));
+  }
+  const OracleResult& expected = reference.expected;
+  const double logprob = farthest(expected.logprobs, run.report.series, &RolloutSeries::logprob);
+  const double entropy = farthest(expected.entropies, run.report.series, &RolloutSeries::entropy);
+  if (!(std::max(logprob, entropy) <= kSeries))
+    findings.add("log-probs", text_of(plan.name, ": off by ", logprob, ", entropies by ", entropy));
+  const double loss = std::abs(run.loss - expected.loss);
+  if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss))))
+    findings.add("loss", text_of(plan.name, ": off by ", loss));
+  const Worst worst = worst_parameter(reference.c, run.gradient, expected.gradient);
+  if (!(worst.error <= kGradient))
+    findings.add("gradients", text_of(plan.name, ": ", worst.parameter, " off by ", worst.error));
+}
+
+void check_repetition(const Reference& reference, Findings& findings) {
+  const auto model = tiny_model(reference.c.family, DType::float64, reference.c.seed);
+  const TrainingData data(make_rollouts(reference.c.rollouts, reference.c.seed), reference.c.options);
+  model->decoder.reserve_positions(data.longest());
+  Actor actor(*model, with(reference.c, reference.plans.back()).options, default_profile("cpu", DType::float64, 1));
+  compute_gradient(actor, data.mini_batch(0), false);
+  const at::Tensor first = actor.gradients.flat().clone();
+  compute_gradient(actor, data.mini_batch(0), false);
+  if (!actor.gradients.flat().equal(first)) findings.add("repetition", "the second gradient differs from the first");
+}
+
+void check_verify(const fs::path& folder, const std::string& policy_loss, Findings& findings) {
+  Options options = test_options();
+  options.model = folder / "model", options.rollouts = folder / "rollouts.jsonl";
+  options.dtype = "float64", options.policy_loss = policy_loss;
+  if (policy_loss == "gspo") options.schedule = "phased", options.token_budget = 7;
+  NoProgress progress;
+  const Verdict verdict = verify(options, progress);
+  if (verdict.pass()) return;
+  findings.add("verify", text_of(verdict.worst().name, " is ", verdict.worst().distance.error,
+                                 " from dense, log-probs ", verdict.logprob.error, ", loss ", verdict.loss.error));
+}
+
+void write_model(const fs::path& folder) {
+  fs::create_directories(folder);
+  const auto model = tiny_model("qwen3", DType::float32, 43);
+  const ModelShape& s = model->shape;
+  std::ofstream(folder / "config.json") << text_of(
+      "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", \"hidden_size\": ", s.hidden,
+      ", \"num_hidden_layers\": ", s.layers, ", \"num_attention_heads\": ", s.heads,
+      ", \"num_key_value_heads\": ", s.kv_heads, ", \"head_dim\": ", s.head_dim, ", \"intermediate_size\": ", s.inner,
+      ", \"vocab_size\": ", s.vocabulary, ", \"max_position_embeddings\": ", s.max_positions,
+      ", \"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, \"tie_word_embeddings\": true}");
+  write_named_tensors(folder / "model.safetensors", model->table, DType::float32, model->weights.data_ptr());
+}
+
+RolloutOptions rollouts_of_verify() {
+  RolloutOptions options = ragged();
+  options.groups = 2;
+  options.policy = PolicyAge::none;  // ratios of 1: no token is cut off by clipping
+  return options;
+}
+
+}  // namespace
+
+void Findings::add(const std::string& check, const std::string& what) {
+  if (!by(check)) all_.push_back({check, what});
+}
+
+bool Findings::by(const std::string& check) const {
+  for (const Finding& finding : all_)
+    if (finding.check == check) return true;
+  return false;
+}
+
+struct Battery::Prepared {
+  TemporaryFolder folder;
+  std::vector<Reference> references;
+};
+
+Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
+  at::set_num_threads(1);  // the cases are small
+  // The machine's profile is neither measured nor kept: plans must be the same everywhere.
+  ::setenv("XDG_CACHE_HOME", "/dev/null", 1);
+  prepared_->references.push_back(with_reference(token_loss()));
+  prepared_->references.push_back(with_reference(sequence_loss()));
+  const fs::path& folder = prepared_->folder.path();
+  write_model(folder / "model");
+  write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(), 44));
+}
+
+Battery::~Battery() = default;
+
+Findings Battery::run(const std::function<void()>& begin_check) const {
+  Findings findings;
+  const auto check = [&](const std::string& name, const std::function<void()>& work) {
+    begin_check();
+    try {
+      work();
+    } catch (const std::exception& error) {
+      findings.add(name, error.what());
+    }
+  };
+  for (const Reference& reference : prepared_->references)
+    for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
+  check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
+  const fs::path& folder = prepared_->folder.path();
+  for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });
+  check("adamw", [&] { check_adamw(findings); });
+  check("mini-batches", [&] { check_mini_batches(findings); });
+  check("resume", [&] { check_resume(folder.string(), findings); });
+  return findings;
+}
+
+}  // namespace espalier::testing
