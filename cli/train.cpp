@@ -1,8 +1,9 @@
-// `train`: a line a step for a person, contract §10 for a program.
+// `train`: a line a step for a person, one JSON object for a program.
 #include "espalier/train/trainer.h"
 
 #include <iomanip>
 
+#include "cli/profile_text.h"
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
 
@@ -33,25 +34,32 @@ Json step_json(const StepReport& step) {
   out["grad_norm"] = step.update.grad_norm;
   out["lr"] = step.update.lr;
   out["schedule"] = schedule_of(g.plan);
-  out["rows"] = {{"logical", g.plan.logical_rows}, {"physical", g.trunk_rows + g.wave_rows},
-                 {"trunk", g.trunk_rows}, {"wave", g.wave_rows}};
+  out["rows"] = {{"logical", g.plan.logical_rows},
+                 {"physical", g.trunk_rows + g.wave_rows},
+                 {"trunk", g.trunk_rows},
+                 {"wave", g.wave_rows}};
   out["trunk_forwards"] = g.trunk_forwards;
   out["waves"] = g.plan.waves;
-  out["seconds"] = {{"total", g.seconds.total}, {"plan", g.seconds.plan},
-                    {"trunk_forward", g.seconds.phases.trunk_forward}, {"waves", g.seconds.phases.waves},
-                    {"trunk_backward", g.seconds.phases.trunk_backward}, {"optimizer", g.seconds.optimizer}};
+  out["seconds"] = {{"total", g.seconds.total},
+                    {"plan", g.seconds.plan},
+                    {"trunk_forward", g.seconds.phases.trunk_forward},
+                    {"waves", g.seconds.phases.waves},
+                    {"trunk_backward", g.seconds.phases.trunk_backward},
+                    {"optimizer", g.seconds.optimizer}};
   out["peak_bytes"] = peaks_json(g.peak_bytes);
+  out["arena_bytes"] = peaks_json(g.arena_bytes);
   out["predicted"] = {{"seconds", g.plan.chosen.seconds}, {"peak_bytes", peaks_json(g.plan.chosen.bytes)}};
+  if (g.profile) out["profile"] = profile_json(*g.profile);
   return out;
 }
 
 void print_step(std::ostream& out, const StepReport& step) {
   const GradientReport& g = step.gradient;
-  out << "step " << step.step << "  loss " << std::setprecision(5) << g.loss.loss << "  grad norm " << step.update.grad_norm
-      << "  lr " << step.update.lr << "  clipped " << format_percent(g.loss.clip_fraction) << "  rows "
-      << format_count(g.trunk_rows + g.wave_rows) << " of " << format_count(g.plan.logical_rows) << " ("
+  out << "step " << step.step << "  loss " << std::setprecision(5) << g.loss.loss << "  grad norm "
+      << step.update.grad_norm << "  lr " << step.update.lr << "  clipped " << format_percent(g.loss.clip_fraction)
+      << "  rows " << format_count(g.trunk_rows + g.wave_rows) << " of " << format_count(g.plan.logical_rows) << " ("
       << schedule_of(g.plan) << ")  " << format_seconds(g.seconds.total) << "  peak "
-      << format_bytes(g.peak_bytes.peak()) << "\n";
+      << format_bytes(g.peak_bytes.peak()) << std::endl;  // seen at once, also through a pipe
 }
 
 }  // namespace
@@ -59,7 +67,9 @@ void print_step(std::ostream& out, const StepReport& step) {
 int run_train(Context& context) {
   context.result["steps"] = Json::array();
   train(context.options, context.progress, [&](const StepReport& step) {
+    context.progress.end();  // takes the bar away; the next report draws it again
     print_step(context.text, step);
+    if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
     context.result["steps"].push_back(step_json(step));
   });
   if (!context.options.out.empty()) context.text << "written: " << context.options.out << "\n";

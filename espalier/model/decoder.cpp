@@ -14,13 +14,20 @@ void Decoder::reserve_positions(std::int64_t positions) {
   if (positions > rotary_.positions()) rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
 }
 
-LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena) const {
-  return {
-      shape_, weights_.layers[static_cast<std::size_t>(layer)], rotary_, rows, path, layer, layer + 1 == shape_.layers,
-      arena};
+LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const {
+  return {shape_,
+          weights_.layers[static_cast<std::size_t>(layer)],
+          rotary_,
+          rows,
+          path,
+          layer,
+          layer + 1 == shape_.layers,
+          arena,
+          timer};
 }
 
-DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena) const {
+DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
+  const TimedPart timed(timer, part::kRows);
   DecoderSaved out;
   out.keep = keep;
   if (rows.outputs() > 0) {
@@ -35,7 +42,7 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
                     pointer<T>(stream_TM));
   });
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
-    const LayerContext c = context(rows, path, layer, arena);
+    const LayerContext c = context(rows, path, layer, arena, timer);
     at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
     if (keep != Keep::nothing && !c.last) next = arena.take(stream_TM.sizes(), dtype());
     const std::int64_t mark = arena.in_use();
@@ -60,7 +67,8 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
 }
 
 void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                       ModelViews& grads, Arena& arena) const {
+                       ModelViews& grads, Arena& arena, Timer* timer) const {
+  const TimedPart timed(timer, part::kRows);
   const ArenaScope scope(arena);
   at::Tensor grad_stream = arena.take({rows.outputs(), shape_.hidden}, dtype()).zero_();
   if (rows.outputs() > 0)
@@ -71,7 +79,7 @@ void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, cons
                                  pointer<accumulator_t<T>>(grads.final_norm_M));
     });
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    const LayerContext c = context(rows, path, layer, arena);
+    const LayerContext c = context(rows, path, layer, arena, timer);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
     // The last block widens the gradient from output rows to all rows: that tensor must outlive its scratch.
     at::Tensor widened;

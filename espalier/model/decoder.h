@@ -1,7 +1,7 @@
 // The whole decoder, from token ids to the normalised hidden rows that the head reads, and back.
 //
-// Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks and waves: what differs is
-// in `Rows` and in what is kept for the backward.
+// Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks and waves: what differs
+// is in `Rows` and in what is kept for the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,20 +38,21 @@ class Decoder {
   void reserve_positions(std::int64_t positions);
 
   // Runs the rows over the path. The result holds normed_OM, the input of the head. Everything in it is taken from the
-  // arena and stays valid until the caller releases it.
-  DecoderSaved forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena) const;
+  // arena and stays valid until the caller releases it. Times of its parts are booked where there is a timer.
+  DecoderSaved forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr) const;
 
-  // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this set's
-  // part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter here.
-  void backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
-                Arena& arena) const;
+  // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
+  // set's part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter
+  // here.
+  void backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
 
   const ModelShape& shape() const { return shape_; }
   const ModelViews& weights() const { return weights_; }
   at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
 
  private:
-  LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena) const;
+  LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
 
   ModelShape shape_;
   ModelViews weights_;

@@ -167,10 +167,12 @@ ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& 
     grad.own_v = {pointer<A>(own.grad_v), s.kv_width};
     grad.path_k = {pointer<A>(path.grad_k), s.kv_width};
     grad.path_v = {pointer<A>(path.grad_v), s.kv_width};
-    if (s.continuing > 0)
+    if (s.continuing > 0) {
+      const TimedPart timed(c.timer, part::kAttention);
       attention::backward<T>(attention_shape(c), attention_inputs<T>(operands, path),
                              {pointer<T>(saved.attended_RW), s.q_width}, pointer<A>(saved.lse_HR),
                              {pointer<T>(grad_attended_RW), s.q_width}, grad);
+    }
     const A* cos = pointer<A>(c.rotary.cos);
     const A* sin = pointer<A>(c.rotary.sin);
     rows::norm_rotate_backward<T, T>(head_shape(c, s.continuing, c.shape.heads, continuing_positions(c)),
@@ -195,16 +197,16 @@ void mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& gr
   const at::ScalarType dtype = dtype_of(c);
   const ArenaScope scope(c.arena);
   const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);  // first holds its own gradient
-  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false);
+  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false, c.timer);
   dispatch(dtype, [&]<class T>() {
     rows::swiglu_backward<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
                              pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
   });
-  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena);
+  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena, c.timer);
   const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
   norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
-  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena);
-  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false);
+  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena, c.timer);
+  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false, c.timer);
   norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
                 grads.mlp_norm_M);
 }
@@ -235,13 +237,15 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     const ArenaScope projection(c.arena);
     const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
     norm_forward(c, saved.stream_in_TM, c.weights.attention_norm_M, normed_TM, saved.norm_rstd_T);
-    linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
-    if (s.continuing > 0) linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
+    linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias, c.timer);
+    if (s.continuing > 0)
+      linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias, c.timer);
   }
   {
     const ArenaScope operands_scope(c.arena);
     const Operands operands = make_operands(c, saved, true);
     if (s.continuing == 0) return;
+    const TimedPart timed(c.timer, part::kAttention);
     dispatch(dtype, [&]<class T>() {
       attention::forward<T>(attention_shape(c), attention_inputs<T>(operands, c.path.path(c.layer, c.rows.path_rows)),
                             {pointer<T>(saved.attended_RW), s.q_width}, pointer<accumulator_t<T>>(saved.lse_HR));
@@ -250,20 +254,20 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   {
     const ArenaScope residual(c.arena);
     linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW, c.weights.output_weight,
-                c.weights.output_bias);
+                c.weights.output_bias, c.timer);
   }
   {
     const ArenaScope mlp(c.arena);
     const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
     norm_forward(c, saved.stream_mid_RM, c.weights.mlp_norm_M, normed_RM, saved.mlp_rstd_R);
-    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias);
+    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias, c.timer);
   }
   if (!stream_out_RM.defined()) return;
   const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);
   dispatch(dtype, [&]<class T>() {
     rows::swiglu<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
   });
-  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias);
+  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias, c.timer);
 }
 
 void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
@@ -275,27 +279,27 @@ void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
   const at::Tensor grad_attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
   if (s.continuing > 0) {
     mlp_backward(c, saved, grad_stream_RM, grads);
-    add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena);
-    linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, false);
+    add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena, c.timer);
+    linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, false, c.timer);
     if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost)) scatter_continuing(c, grad_stream_RM, grad_in_TM);
   }
   const ProjectionGradients grad = attention_backward(c, saved, grad_attended_RW, grads);
   if (ESPALIER_MUTATION(last_layer_rows_forgotten) && s.continuing == 0) grad.kv_TW.zero_();
   const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
   norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
-  add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, c.arena);
+  add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, c.arena, c.timer);
   if (s.continuing > 0) {
     const ArenaScope gathered(c.arena);
-    add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM), c.arena);
+    add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM), c.arena, c.timer);
   }
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
-  linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, false);
+  linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, false, c.timer);
   if (c.last && s.continuing > 0) {
     const at::Tensor part_RM = c.arena.take({s.continuing, s.width}, dtype);
-    linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, false);
+    linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, false, c.timer);
     scatter_continuing(c, part_RM, grad_normed_TM);
   } else if (!c.last) {
-    linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, true);
+    linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, true, c.timer);
   }
   norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
                 grads.attention_norm_M);

@@ -14,14 +14,15 @@
 #include "espalier/model/rotary.h"
 #include "espalier/model/rows.h"
 #include "espalier/observe/arena.h"
+#include "espalier/observe/timer.h"
 
 namespace espalier {
 
 // What the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
 struct LayerSaved {
   at::Tensor stream_in_TM;
-  at::Tensor norm_rstd_T, kv_TW;            // [T, 2*J*D] before norm and rotation
-  at::Tensor q_RW, attended_RW, lse_HR;     // [R, H*D], q before norm and rotation
+  at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
+  at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
   at::Tensor stream_mid_RM, mlp_rstd_R, gate_up_RW;
 };
 
@@ -34,6 +35,7 @@ struct LayerContext {
   std::int64_t layer;
   bool last;  // only output rows continue
   Arena& arena;
+  Timer* timer = nullptr;  // where matrix products and attention book their time; may be null
 };
 
 // Takes all members but stream_in from the arena.

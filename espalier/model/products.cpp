@@ -17,21 +17,25 @@ void add_bias_in_place(const at::Tensor& out_RN, const at::Tensor& bias_N) {
 
 }  // namespace
 
-void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const at::Tensor& weight_NK, const at::Tensor& bias_N) {
+void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const at::Tensor& weight_NK, const at::Tensor& bias_N,
+            Timer* timer) {
+  const TimedPart timed(timer, part::kProducts);
   at::Tensor out = out_RN;
   at::mm_out(out, x_RK, weight_NK.t());
   add_bias_in_place(out, bias_N);
 }
 
-void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK, const at::Tensor& weight_NK,
-                 const at::Tensor& bias_N) {
+void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
+                 const at::Tensor& weight_NK, const at::Tensor& bias_N, Timer* timer) {
+  const TimedPart timed(timer, part::kProducts);
   at::Tensor out = out_RN;
   at::addmm_out(out, base_RN, x_RK, weight_NK.t());
   add_bias_in_place(out, bias_N);
 }
 
 void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
-                       bool accumulate) {
+                       bool accumulate, Timer* timer) {
+  const TimedPart timed(timer, part::kProducts);
   at::Tensor grad_x = grad_x_RK;
   if (accumulate)
     at::addmm_out(grad_x, grad_x, grad_RN, weight_NK);
@@ -40,7 +44,8 @@ void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, c
 }
 
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
-                            const at::Tensor& x_RK, Arena& arena) {
+                            const at::Tensor& x_RK, Arena& arena, Timer* timer) {
+  const TimedPart timed(timer, part::kProducts);
   at::Tensor grad_weight = grad_weight_NK;
   if (grad_weight.scalar_type() == grad_RN.scalar_type()) {
     at::addmm_out(grad_weight, grad_weight, grad_RN.t(), x_RK);

@@ -35,16 +35,27 @@ class Timer {
   std::vector<std::size_t> open_;
 };
 
-// Counts the time of a block to a part of a timer.
+// Counts the time of a block to a part of a timer; nothing where there is no timer.
 class [[nodiscard]] TimedPart {
  public:
-  TimedPart(Timer& timer, std::string_view name) : timer_(timer) { timer_.enter(name); }
-  ~TimedPart() { timer_.leave(); }
+  TimedPart(Timer& timer, std::string_view name) : TimedPart(&timer, name) {}
+  TimedPart(Timer* timer, std::string_view name) : timer_(timer) {
+    if (timer_) timer_->enter(name);
+  }
+  ~TimedPart() {
+    if (timer_) timer_->leave();
+  }
   TimedPart(const TimedPart&) = delete;
   TimedPart& operator=(const TimedPart&) = delete;
 
  private:
-  Timer& timer_;
+  Timer* timer_;
 };
+
+// The parts of an optimizer step.
+namespace part {
+inline constexpr std::string_view kPlan = "plan", kProducts = "matrix products", kAttention = "attention",
+                                  kRows = "norms, rotations, activations", kHead = "head", kOptimizer = "optimizer";
+}
 
 }  // namespace espalier

@@ -26,7 +26,8 @@ HeadProblem ItemRun::head_problem() const {
 void ItemRun::forward() {
   if (step_.trains())
     grad_normed_OM_ = step_.arena.take({rows_.rows.outputs(), step_.decoder.shape().hidden}, step_.decoder.dtype());
-  saved_ = step_.decoder.forward(rows_.rows, step_.path, what_to_keep(step_, item_), step_.arena);
+  saved_ = step_.decoder.forward(rows_.rows, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
+  const TimedPart timed(step_.timer, part::kHead);
   if (step_.trains() && !step_.objective->needs_whole_rollout())
     score_with_gradient();
   else
@@ -72,6 +73,7 @@ void ItemRun::finish_rollouts() {
 
 void ItemRun::backward() {
   if (step_.objective->needs_whole_rollout() && !rows_.edges.empty()) {
+    const TimedPart timed(step_.timer, part::kHead);
     std::vector<double> grad_logprob, grad_entropy;
     for (const LossEdge& edge : rows_.edges) {
       grad_logprob.push_back(series_of(edge).grad_logprob.at(static_cast<std::size_t>(edge.position)));
@@ -80,7 +82,8 @@ void ItemRun::backward() {
     head_backward(head_problem(), grad_logprob, grad_entropy, {grad_normed_OM_, step_.gradients->views().head_VM},
                   step_.arena);
   }
-  step_.decoder.backward(rows_.rows, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena);
+  step_.decoder.backward(rows_.rows, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
+                         step_.timer);
 }
 
 }  // namespace espalier

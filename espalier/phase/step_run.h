@@ -38,7 +38,8 @@ struct StepRun {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item, for progress; may be empty
   PhaseSeconds seconds = {};
-  PhasePeaks arena_bytes = {};           // high-water mark of the arena in each phase
+  PhasePeaks arena_bytes = {};  // high-water mark of the arena in each phase
+  Timer* timer = nullptr;       // books the parts of a step; may be null
 
   bool trains() const { return objective != nullptr; }
 };

@@ -116,8 +116,8 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   return profile;
 }
 
-CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype)
-    : shape_(shape), profile_(profile) {
+CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind)
+    : shape_(shape), profile_(profile), kind_(kind) {
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
   const double inner = shape.experts > 0 ? static_cast<double>(shape.experts_per_token * shape.expert_inner)
                                          : static_cast<double>(shape.inner);
@@ -125,6 +125,8 @@ CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DTy
   // copies v; SwiGLU reads two and writes one.
   bytes_per_row_ = b * static_cast<double>(shape.layers) *
                    (8.0 * shape.hidden + 2.0 * static_cast<double>(shape.qkv_width()) + 3.0 * inner);
+  // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
+  logit_bytes_ = 8 * a * static_cast<double>(shape.vocabulary) * (kind.gradients ? 1 : 0.5);
   const double head = static_cast<double>(shape.vocabulary * shape.hidden);
   gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - head * (shape.tied_head ? 1 : 2));
   head_gradient_bytes_ = 2 * a * head;
@@ -136,20 +138,23 @@ double CostModel::variable_seconds(const Flops& flops, const Work& work, std::in
   double seconds = flops.layers / profile_.matrix_flops_per_second(rows) +
                    flops.attention / profile_.attention_flops_per_second +
                    passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
+  seconds += static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second;
   if (work.outputs > 0) seconds += flops.head / profile_.matrix_flops_per_second(static_cast<std::int64_t>(head_rows));
   return seconds;
 }
 
-double CostModel::seconds(const Work& work, bool trunk, bool recompute) const {
-  const bool again = trunk && recompute;
-  const double bytes = gradient_bytes_ + (work.outputs > 0 ? head_gradient_bytes_ : 0);
-  const double calls = static_cast<double>(shape_.layers) * kCallsPerLayer * (again ? 4 : 3);
-  return variable_seconds(step_flops(shape_, work, trunk, recompute), work, work.rows, again ? 4 : 3) +
+double CostModel::seconds(const Work& work, bool recompute) const {
+  const int passes = !kind_.gradients ? 1 : recompute ? 4 : 3;
+  double bytes = 0;
+  if (kind_.gradients) bytes = gradient_bytes_ + (work.outputs > 0 ? head_gradient_bytes_ : 0);
+  const double calls = static_cast<double>(shape_.layers) * kCallsPerLayer * passes;
+  return variable_seconds(step_flops(shape_, work, kind_, recompute), work, work.rows, passes) +
          bytes / profile_.bytes_per_second + calls * profile_.seconds_per_call;
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  return variable_seconds(step_flops(shape_, work, false, false), work, std::max(full_rows, work.rows), 3);
+  return variable_seconds(step_flops(shape_, work, kind_, false), work, std::max(full_rows, work.rows),
+                          kind_.gradients ? 3 : 1);
 }
 
 }  // namespace espalier

@@ -45,13 +45,11 @@ MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
  public:
-  CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype);
+  CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
-  // forward + backward [+ recompute] of one set of rows.
-  double seconds(const Work& work, bool trunk, bool recompute) const;
-  double flops(const Work& work, bool trunk, bool recompute) const {
-    return step_flops(shape_, work, trunk, recompute).total();
-  }
+  // All that a step runs for one set of rows: forward, backward, for a trunk perhaps the forward again.
+  double seconds(const Work& work, bool recompute) const;
+  double flops(const Work& work, bool recompute) const { return step_flops(shape_, work, kind_, recompute).total(); }
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
@@ -60,7 +58,9 @@ class CostModel {
 
   ModelShape shape_;
   MachineProfile profile_;
+  StepKind kind_;
   double bytes_per_row_ = 0;   // memory-bound traffic of one row and pass through all layers
+  double logit_bytes_ = 0;     // and of the logits of one output row
   double gradient_bytes_ = 0;  // every item reads and writes the accumulators of the layers' weights once
   double head_gradient_bytes_ = 0;
 };

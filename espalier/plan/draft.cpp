@@ -80,8 +80,9 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, const ActivationBytes& bytes,
               PeakWalk& walk, DraftCost& cost) {
   const bool trunk = draft.kind == ItemKind::trunk, keep = draft.state == TrunkState::keep;
-  cost.flops += model.flops(draft.work, trunk, !keep);
-  cost.seconds += model.seconds(draft.work, trunk, !keep);
+  cost.flops += model.flops(draft.work, trunk && !keep);
+  cost.seconds += model.seconds(draft.work, trunk && !keep);
+  cost.max_rows = std::max(cost.max_rows, draft.work.rows);
   if (!trunk) return walk.wave(draft.work, held);
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
   const std::int64_t open = walk.open_trunk(draft.work, keep, held);
@@ -100,8 +101,8 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
   item.kind = draft.kind;
   item.state = trunk ? draft.state : TrunkState::keep;
   item.path_rows = draft.path_rows;
-  item.flops = model.flops(draft.work, trunk, item.state == TrunkState::recompute);
-  item.seconds = model.seconds(draft.work, trunk, item.state == TrunkState::recompute);
+  item.flops = model.flops(draft.work, item.state == TrunkState::recompute);
+  item.seconds = model.seconds(draft.work, item.state == TrunkState::recompute);
   item.finished = finished_in(draft, forest, edges);
   RowSet& set = item.set;
   set.rows = static_cast<std::int32_t>(draft.work.rows);

@@ -41,6 +41,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft);
 struct DraftCost {
   double flops = 0, seconds = 0;
   std::int32_t max_path_rows = 0;
+  std::int64_t max_rows = 0;  // of one set
 };
 // Adds the item and everything below it to `cost` and to the walk.
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, const ActivationBytes& bytes,

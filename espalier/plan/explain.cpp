@@ -5,7 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/plan/byte_size.h"
+#include "espalier/base/units.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -85,7 +85,7 @@ std::string costs_table(const StepPlan& plan) {
   std::string out =
       pad("", -10) + pad("work", 16) + pad("time", 14) + pad("A", 12) + pad("B", 12) + pad("C", 12) + "\n";
   const auto line = [&](const char* name, const PlanCost& cost) {
-    const auto bytes = [](std::int64_t value) { return value ? bytes_text(value) : std::string("-"); };
+    const auto bytes = [](std::int64_t value) { return value ? format_bytes(value) : std::string("-"); };
     out += pad(name, -10) + pad(flops_text(cost.flops), 16) + pad(seconds_text(cost.seconds), 14) +
            pad(bytes(cost.bytes.a), 12) + pad(bytes(cost.bytes.b), 12) + pad(bytes(cost.bytes.c), 12) +
            (cost.fits ? "" : "  does not fit") + "\n";
@@ -181,7 +181,7 @@ std::string explain(const StepPlan& plan) {
                    "% full on average; longest open path ", count_text(plan.max_path_rows), " rows\n");
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
-  if (plan.memory_budget > 0) out += text_of("Memory budget ", bytes_text(plan.memory_budget), "\n");
+  if (plan.memory_budget > 0) out += text_of("Memory budget ", format_bytes(plan.memory_budget), "\n");
   out += "\nPredicted; A, B, C: peak bytes of trunk forwards, waves, trunk backwards\n" + costs_table(plan) + "\n";
   out += picture(plan);
   return out + "\nMachine: " + plan.machine + "\n";

@@ -58,12 +58,13 @@ Flops recompute_flops(const ModelShape& shape, const Work& work) {
   return flops;
 }
 
-Flops step_flops(const ModelShape& shape, const Work& work, bool trunk, bool recompute) {
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute) {
   Flops flops = forward_flops(shape, work);
+  if (!kind.gradients) return flops;
   const double head = flops.head;
   flops += backward_flops(shape, work);
-  if (trunk) flops.head += head;
-  if (trunk && recompute) flops += recompute_flops(shape, work);
+  if (kind.whole_rollout) flops.head += head;
+  if (recompute) flops += recompute_flops(shape, work);
   return flops;
 }
 

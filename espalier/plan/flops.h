@@ -24,6 +24,13 @@ struct Work {
   bool operator==(const Work&) const = default;
 };
 
+// What a step of this kind runs and holds.
+struct StepKind {
+  bool gradients = true;       // false: forward only
+  bool optimizer = true;       // moments, and masters in bfloat16, are held
+  bool whole_rollout = false;  // the objective's derivative needs whole rollouts: the head runs again in the backward
+};
+
 // Rows at depths [begin, end), all of them with or without edges.
 Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs);
 
@@ -45,9 +52,10 @@ Flops backward_flops(const ModelShape& shape, const Work& work);
 // The second forward of a trunk whose activations were dropped: the layers, not the head.
 Flops recompute_flops(const ModelShape& shape, const Work& work);
 
-// forward + backward [+ recompute]. A trunk's head is run twice forwards: its log-probs are needed long before their
-// gradients, and logits are not kept.
-Flops step_flops(const ModelShape& shape, const Work& work, bool trunk, bool recompute);
+// All that a step of this kind runs: forward, and with gradients backward [+ recompute]. Where the objective needs
+// whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and logits are not
+// kept.
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute);
 
 // FLOPs dense / FLOPs shared of a group of n responses on one prompt, counted as the published ceilings are: every
 // layer whole for every row, backward twice the forward (attention too), the dense head on every row and the shared

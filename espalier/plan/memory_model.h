@@ -1,9 +1,9 @@
 // Bytes of a step by phase, from the shape alone: what the decoder takes from its arena, and what is always held.
 //
 // Every number of bytes the planner uses comes from ActivationBytes; the walk over a plan (PeakWalk) adds them up with
-// the stack discipline of the schedule. Each tensor is rounded up to 64 bytes. b: bytes of the run's dtype; a: of its
-// accumulator (4; 8 in float64 runs).
-// T rows, O output rows, P path rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers.
+// the stack discipline of the schedule. Each tensor is rounded up to 64 bytes, as the arena does. b: bytes of the run's
+// dtype; a: of its accumulator (4; 8 in float64 runs). T rows, O output rows, P path rows, H query heads, J key/value
+// heads, D head size, M width, F inner width, L layers.
 #pragma once
 
 #include <cstdint>
@@ -18,40 +18,53 @@ namespace espalier {
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
+// Follows the takes and releases of model/decoder.cpp, model/layer.cpp, model/kv_path.cpp, objective/fused_head.cpp and
+// phase/item_run.cpp in their order. A change of what those take from the arena is a change here; a test compares the
+// two to the byte.
 class ActivationBytes {
  public:
-  ActivationBytes(const ModelShape& shape, DType dtype);
+  ActivationBytes(const ModelShape& shape, DType dtype, const StepKind& kind = {});
 
-  // Held through the step: weights, gradients, masters (bfloat16 only), two moments, and the process itself.
+  // Held through the step: weights and the process itself; gradients, masters (bfloat16 only) and two moments where the
+  // kind of step has them.
   std::int64_t constant() const;
-  // K, V and their accumulators for every layer, allocated once for the longest path.
+  // Buffers of the matrix library and of attention outside the arena, for sets of at most so many rows. Measured.
+  std::int64_t scratch(std::int64_t rows) const;
+  // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   std::int64_t path(std::int64_t path_rows) const;
 
-  // What a forward leaves for the backward: all layers and the final norm. `keep` false: the layers' inputs alone.
-  std::int64_t saved(std::int64_t rows, std::int64_t outputs, bool keep) const;
-  // The part of it that belongs to one layer.
-  std::int64_t saved_full_layer(std::int64_t rows, std::int64_t layer) const;
-  std::int64_t saved_last_layer(std::int64_t rows, std::int64_t outputs) const;
+  // What an item holds between its forward and the end of its backward. `keep` false: of the layers their inputs alone.
+  std::int64_t saved(const Work& work, bool keep) const;
+  // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
+  // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
+  std::int64_t forward_peak(const Work& work, bool keep, bool wave) const;
+  std::int64_t backward_peak(const Work& work, bool keep, bool wave) const;
 
-  // Most that lives besides the saved state while a layer runs.
-  std::int64_t forward_scratch(std::int64_t rows) const;
-  std::int64_t backward_scratch(std::int64_t rows, bool wave) const;
-  std::int64_t last_backward_scratch(std::int64_t rows, std::int64_t outputs, bool wave) const;
-  std::int64_t head_scratch(std::int64_t outputs) const;
-
-  std::int64_t layers() const { return shape_.layers; }
+  bool gradients() const { return kind_.gradients; }
 
  private:
+  // Rows of one layer: all of them, and those that continue past keys and values.
+  struct LayerRows {
+    std::int64_t all, continuing;
+    bool last;
+  };
+
   std::int64_t tensor(std::int64_t rows, std::int64_t width, std::int64_t size) const {
     return (rows * width * size + 63) / 64 * 64;
   }
-  std::int64_t inner(std::int64_t layer) const;  // F, or k x expert inner width
-  std::int64_t widest_inner() const;
-  std::int64_t saved_outputs(std::int64_t outputs) const;  // final stream, normed, rstd
+  std::int64_t stream(std::int64_t rows) const { return tensor(rows, shape_.hidden, b_); }
+  std::int64_t layer_saved(const LayerRows& rows) const;  // without the layer's input
+  std::int64_t layer_forward(const LayerRows& rows, bool wave, bool with_output) const;
+  std::int64_t layer_backward(const LayerRows& rows, bool wave) const;
+  std::int64_t rounded_product(std::int64_t outputs, std::int64_t inputs) const;
+  std::int64_t head_outputs(std::int64_t outputs) const;
+  std::int64_t head(std::int64_t outputs, bool with_gradient) const;
 
   ModelShape shape_;
+  StepKind kind_;
   std::int64_t b_, a_;
-  std::int64_t full_inner_sum_ = 0;  // over the full layers
+  std::int64_t q_width_, kv_width_;  // H D, J D
+  std::int64_t inner_ = 0;           // F; the widest, where layers differ
 };
 
 // Peaks of the phases of one item and everything below it, when `held` bytes of enclosing state are open. Constant and
@@ -69,9 +82,6 @@ class PeakWalk {
   PhasePeaks peaks(std::int64_t base) const;
 
  private:
-  std::int64_t forward_peak(const Work& work, std::int64_t saved) const;
-  std::int64_t backward_peak(const Work& work, bool wave) const;
-
   const ActivationBytes& bytes_;
   std::int64_t a_ = -1, b_ = -1, c_ = -1;
 };

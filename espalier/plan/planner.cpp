@@ -5,11 +5,13 @@
 #include <set>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/byte_size.h"
+#include "espalier/base/units.h"
 #include "espalier/plan/layout.h"
 
 namespace espalier {
 namespace {
+
+constexpr std::int64_t kLargestWave = 16384;  // rows
 
 enum class Family { adaptive, packed, phased, dense };
 
@@ -27,8 +29,8 @@ class Search {
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
         edges_(batch, options.all_logprobs),
-        model_(shape, profile, options.dtype),
-        bytes_(shape, options.dtype),
+        model_(shape, profile, options.dtype, options.kind),
+        bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()) {
     std::vector<std::int32_t> place(batch.size());
     forest_.reserve(trees.size());
@@ -49,6 +51,10 @@ class Search {
  private:
   Candidate build(Family family, const LayoutOptions& layout) const;
   void evaluate(Candidate& candidate) const;
+  // Held besides what a walk over the items finds.
+  std::int64_t base_bytes(const DraftCost& cost) const {
+    return bytes_.constant() + bytes_.scratch(cost.max_rows) + bytes_.path(cost.max_path_rows);
+  }
   void keep_what_fits(Candidate& candidate) const;
   // At one budget: kept trunks, and recomputed ones where those do not fit.
   Candidate at_budget(Family family, std::int64_t budget, bool soft) const;
@@ -94,7 +100,7 @@ void Search::evaluate(Candidate& candidate) const {
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, walk, cost);
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
-  candidate.cost.bytes = walk.peaks(bytes_.constant() + bytes_.path(cost.max_path_rows));
+  candidate.cost.bytes = walk.peaks(base_bytes(cost));
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
 }
 
@@ -103,7 +109,7 @@ void Search::keep_what_fits(Candidate& candidate) const {
   DraftCost all;
   PeakWalk ignored(bytes_);
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, ignored, all);
-  const std::int64_t base = bytes_.constant() + bytes_.path(all.max_path_rows);
+  const std::int64_t base = base_bytes(all);
   for (Draft& item : candidate.layout.items) {
     if (item.kind != ItemKind::trunk) continue;
     set_state(item, TrunkState::keep);
@@ -130,10 +136,10 @@ Candidate Search::best(Family family) const {
   if (options_.token_budget > 0) return at_budget(family, options_.token_budget, false);
   const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
   Candidate best = at_budget(family, smallest, true);
-  for (std::int64_t budget = 2 * smallest; budget <= 8192 && best.cost.fits; budget *= 2) {
+  for (std::int64_t budget = 2 * smallest; budget <= kLargestWave && best.cost.fits; budget *= 2) {
     Candidate larger = at_budget(family, budget, true);
     // A larger wave must earn its memory.
-    if (larger.cost.fits && larger.cost.seconds < 0.99 * best.cost.seconds) best = std::move(larger);
+    if (larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds) best = std::move(larger);
   }
   if (best.cost.fits || bytes_.constant() > options_.memory_budget) return best;
   for (std::int64_t budget = 4 * smallest; budget >= 32 && longest_ / budget < 1000; budget /= 2) {
@@ -149,13 +155,13 @@ double Search::dense_flops() const {
   double sum = 0;
   for (const TreeIndex& tree : forest_)
     for (std::int32_t leaf = 0; leaf < tree.leaves(); ++leaf)
-      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), false, false);
+      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), false);
   return sum;
 }
 
 double Search::ideal_flops() const {
   double sum = 0;
-  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), false, false);
+  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), false);
   return sum;
 }
 
@@ -250,17 +256,17 @@ Family family_of(Schedule schedule) {
 
 [[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, std::int64_t constant) {
   const std::int64_t needed = candidate.cost.bytes.peak();
-  std::string remedy = text_of("Raise --memory-budget to ", bytes_text(needed), " (", needed, " bytes)");
+  std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
   if (constant < options.memory_budget) {
     if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
     if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto or recompute";
     if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
   } else {
-    remedy += text_of("; weights, gradients and optimizer state alone are ", bytes_text(constant));
+    remedy += text_of("; weights, gradients and optimizer state alone are ", format_bytes(constant));
   }
   if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
-  throw MemoryBudgetError({"--memory-budget", text_of("at least ", bytes_text(needed), " for this step"),
-                           text_of(bytes_text(options.memory_budget)), remedy});
+  throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
+                           text_of(format_bytes(options.memory_budget)), remedy});
 }
 
 }  // namespace
@@ -293,8 +299,11 @@ PlanOptions plan_options_of(const Options& options) {
   if (options.token_budget < 0)
     throw OptionError({"--token-budget", "a number of rows, or 0", text_of(options.token_budget), ""});
   out.token_budget = options.token_budget;
-  out.memory_budget = parse_bytes("--memory-budget", options.memory_budget);
+  if (!options.memory_budget.empty()) out.memory_budget = parse_bytes(options.memory_budget, "--memory-budget");
+  if (!options.memory_budget.empty() && out.memory_budget == 0)
+    throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out for all that is free"});
   out.dtype = parse_dtype(options.dtype);
+  out.kind.whole_rollout = options.policy_loss == "gspo";
   if (options.trunk_state == "offload")
     throw UnsupportedError(
         {"--trunk-state", "auto, keep or recompute", "'offload'", "recompute needs the least memory"});

@@ -22,6 +22,7 @@ struct PlanOptions {
   std::optional<TrunkState> trunk_state;  // none: kept unless that does not fit
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
+  StepKind kind;
 };
 
 // Errors: OptionError for values it cannot read; UnsupportedError for --trunk-state offload.
@@ -30,7 +31,7 @@ Schedule parse_schedule(const std::string& name);
 
 // `trees` hold every rollout of the batch exactly once. `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
-// Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 8,192 rows), or
+// Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows), or
 // what fits the memory budget. Time: O(rollouts + nodes) per schedule and budget tried.
 // Errors: MemoryBudgetError (how much is needed at least, what would lower it), OptionError (a budget that cuts a path
 // into thousands of trunks).

@@ -7,7 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/plan/byte_size.h"
+#include "espalier/base/units.h"
 #include "espalier/plan/memory_model.h"
 
 namespace espalier {
@@ -51,8 +51,8 @@ class RankWalk {
     const RowSet& set = item.set;
     const Work work{share(set.rows, cp_), share(set.pairs, cp_), share(set.outputs, cp_), share(set.output_pairs, cp_)};
     const bool trunk = item.kind == ItemKind::trunk, keep = item.state == TrunkState::keep;
-    double seconds = model_.seconds(work, trunk, !keep);
-    flops_ += model_.flops(work, trunk, !keep);
+    double seconds = model_.seconds(work, trunk && !keep);
+    flops_ += model_.flops(work, trunk && !keep);
     if (!trunk) {
       walk_.wave(work, held);
       return seconds;
@@ -64,8 +64,8 @@ class RankWalk {
   }
 
   double take_flops() { return std::exchange(flops_, 0.0); }
-  PhasePeaks peaks(std::int64_t path_rows) const {
-    return walk_.peaks(bytes_.constant() + bytes_.path(share(path_rows, cp_)));
+  PhasePeaks peaks(std::int64_t path_rows, std::int64_t max_rows) const {
+    return walk_.peaks(bytes_.constant() + bytes_.scratch(share(max_rows, cp_)) + bytes_.path(share(path_rows, cp_)));
   }
 
  private:
@@ -106,7 +106,7 @@ RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtyp
   report.parameters = rank.parameters();
   report.cost.seconds = busiest.first;
   report.cost.flops = busiest.second;
-  report.cost.bytes = walk.peaks(plan.max_path_rows);
+  report.cost.bytes = walk.peaks(plan.max_path_rows, plan.max_rows);
   report.cost.fits = plan.memory_budget == 0 || report.cost.bytes.peak() <= plan.memory_budget;
   report.balance = busiest.first > 0 ? total / static_cast<double>(degrees.dp) / busiest.first : 1;
   const double pieces = static_cast<double>(plan.trunks + plan.waves) / static_cast<double>(degrees.dp);
@@ -137,9 +137,9 @@ Json to_json(const RankReport& report) {
 std::string explain(const RankReport& report) {
   const ParallelDegrees& d = report.degrees;
   return text_of("One rank of ", d.ranks(), " (tp ", d.tp, ", pp ", d.pp, ", dp ", d.dp, ", cp ", d.cp, ", ep ", d.ep,
-                 "): ", report.parameters, " parameters, peak ", bytes_text(report.cost.bytes.peak()), " (A ",
-                 bytes_text(report.cost.bytes.a), ", B ", bytes_text(report.cost.bytes.b), ", C ",
-                 bytes_text(report.cost.bytes.c), "), ", report.cost.seconds, " s without communication, balance ",
+                 "): ", report.parameters, " parameters, peak ", format_bytes(report.cost.bytes.peak()), " (A ",
+                 format_bytes(report.cost.bytes.a), ", B ", format_bytes(report.cost.bytes.b), ", C ",
+                 format_bytes(report.cost.bytes.c), "), ", report.cost.seconds, " s without communication, balance ",
                  static_cast<int>(100 * report.balance + 0.5), "%, pipeline bubble ",
                  static_cast<int>(100 * report.bubble + 0.5), "%\n");
 }

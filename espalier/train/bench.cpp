@@ -103,9 +103,11 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       BenchMeasure& measure = cell.*entrant.measure;
       measure.predicted_seconds = report.plan.chosen.seconds;
       measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
-      measure.peak_bytes = report.peak_bytes.peak();
+      // What is kept to compare gradients with is no part of the step.
+      measure.peak_bytes = report.peak_bytes.peak() - (dense.defined() ? static_cast<std::int64_t>(dense.nbytes()) : 0);
       measure.physical_rows = report.plan.physical_rows();
       measure.flops = report.plan.chosen.flops;
+      measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
       if (entrant.measure == &BenchCell::dense && run == 0) dense = actor.gradients.flat().clone();

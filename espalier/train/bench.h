@@ -6,28 +6,31 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/train/step_profile.h"
 
 namespace espalier {
 
 struct BenchMeasure {
-  double seconds = 0;              // median of a whole gradient: plan, forward, loss, backward; no optimizer
+  double seconds = 0;  // median of a whole gradient: plan, forward, loss, backward; no optimizer
   double predicted_seconds = 0;
   std::int64_t peak_bytes = 0, predicted_peak_bytes = 0;
   std::int64_t physical_rows = 0;
-  double gradient_error = 0;       // relative L2 distance of the whole gradient from dense
+  double gradient_error = 0;  // relative L2 distance of the whole gradient from dense
   double flops = 0;
+  std::optional<StepProfile> profile;  // of the last run, with --profile
 };
 
 struct BenchCell {
   std::int64_t prefix = 0, suffix = 0, n = 0;  // prompt and response tokens, responses; medians for --rollouts
   BenchMeasure dense, packed, phased, automatic;
-  double ceiling = 1;              // FLOPs dense / FLOPs with every shared row once
-  std::string chosen;              // schedule that auto took for the first tree
+  double ceiling = 1;  // FLOPs dense / FLOPs with every shared row once
+  std::string chosen;  // schedule that auto took for the first tree
 
   double speedup() const { return automatic.seconds > 0 ? dense.seconds / automatic.seconds : 0; }
   double fraction() const { return speedup() / ceiling; }

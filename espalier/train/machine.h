@@ -1,4 +1,4 @@
-// The few constants that the cost model knows of this machine, measured once in about two seconds and cached.
+// The few constants that the cost model knows of this machine, measured once in a few seconds and cached.
 //
 // The cache lies in $XDG_CACHE_HOME/espalier (~/.cache/espalier), one file for each CPU, dtype and thread count. Plans
 // must be the same in every run, so a machine whose cache cannot be written keeps the built-in constants.
@@ -13,7 +13,8 @@ namespace espalier {
 // Cached where it was measured before with these threads and dtype; measured and cached otherwise.
 MachineProfile machine_profile(const Options& options, Progress& progress);
 
-// Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs.
+// Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs in
+// three rounds.
 MachineProfile measure_machine(DType dtype);
 
 }  // namespace espalier

@@ -32,7 +32,8 @@ ScoreReport score(const Options& options, Progress& progress) {
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
 
   const auto begin = std::chrono::steady_clock::now();
-  const StepPlan plan = plan_step(model->shape, options, machine_profile(options, progress), rollouts, true);
+  const StepPlan plan = plan_step(model->shape, options, machine_profile(options, progress), rollouts, true,
+                                  {.gradients = false, .optimizer = false});
   Arena arena(arena_limit(options));
   KvPath path(model->shape, plan.max_path_rows, model->decoder.dtype(), false, arena);
   StepRun run{model->decoder, rollouts, path, arena, nullptr, nullptr, true};

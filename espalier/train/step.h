@@ -1,7 +1,9 @@
 // One optimizer step: records -> prefix trees -> plan -> schedule -> gradients -> AdamW (docs/architecture.md).
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,7 @@
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/train/model_state.h"
+#include "espalier/train/step_profile.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -26,6 +29,8 @@ struct Actor {
   MachineProfile machine;
   GradientSet gradients;
   Arena arena;
+  bool has_optimizer = false;                       // its state is held beside all this; run_step says so
+  std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
 };
 
 struct StepSeconds {
@@ -39,7 +44,9 @@ struct GradientReport {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   std::vector<RolloutSeries> series;  // per rollout of the mini-batch
   PhasePeaks peak_bytes;              // measured: everything held, plus the arena's high-water mark in each phase
+  PhasePeaks arena_bytes;             // measured: the high-water marks alone
   StepSeconds seconds;
+  std::optional<StepProfile> profile;  // with --profile
 };
 
 struct StepReport {
@@ -50,7 +57,7 @@ struct StepReport {
 
 // The plan of one mini-batch: its prefix trees, and how the options and the machine say to run them.
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> batch, bool all_logprobs);
+                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind);
 
 // Bytes the arena may grow to: --memory-budget, else what is free.
 std::int64_t arena_limit(const Options& options);

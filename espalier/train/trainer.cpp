@@ -1,7 +1,9 @@
 #include "espalier/train/trainer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
@@ -10,6 +12,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/model/dispatch.h"
+#include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/series_file.h"
@@ -27,6 +30,12 @@ std::string source_of(const Options& options) {
   throw OptionError({"--model", "a Hugging Face model directory", "nothing", "give --model DIR"});
 }
 
+std::int64_t tokens_of(const MiniBatch& batch) {
+  std::int64_t tokens = 0;
+  for (const Rollout& rollout : batch.rollouts) tokens += rollout.length();
+  return tokens;
+}
+
 // Everything of a run between reading and writing.
 class Training {
  public:
@@ -34,7 +43,7 @@ class Training {
       : options_(options),
         progress_(progress),
         model_(load_model(source_of(options), parse_dtype(options.dtype), progress)),
-        data_(read_for_model(options.rollouts, model_->shape.vocabulary, progress), options),
+        data_(read(progress)),
         actor_(*model_, options, machine_profile(options, progress)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options)) {
     model_->decoder.reserve_positions(data_.longest());
@@ -49,15 +58,24 @@ class Training {
                          text_of(end), "raise --steps or --epochs, or give other --rollouts"});
     if (!options_.record.empty())
       recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
-    progress_.begin("training", end - position_, "steps");
-    for (std::int64_t first = position_; position_ < end; ++position_) {
+    std::int64_t all_tokens = 0, tokens_done = 0;
+    for (std::int64_t at = position_; at < end; ++at)
+      all_tokens += tokens_of(data_.mini_batch(at % data_.mini_batches()));
+    progress_.begin("training", all_tokens, "tokens");
+    for (; position_ < end; ++position_) {
       const bool last = position_ + 1 == end;
       const std::int64_t index = position_ % data_.mini_batches();
       const bool all_logprobs = last && !options_.logprobs.empty();
-      StepReport report = run_step(actor_, optimizer_, data_.mini_batch(index), all_logprobs);
-      progress_.advance_to(position_ + 1 - first);
+      const MiniBatch batch = data_.mini_batch(index);
+      const std::int64_t tokens = tokens_of(batch);
+      actor_.on_share = [&](double share) {
+        progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
+      };
+      StepReport report = run_step(actor_, optimizer_, batch, all_logprobs);
+      progress_.advance_to(tokens_done += tokens);
+      if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report);
-      if (recorder_) recorder_->add(report, data_.mini_batch(index), optimizer_.masters(), last);
+      if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
     }
     progress_.end();
@@ -83,14 +101,21 @@ class Training {
   }
 
  private:
+  TrainingData read(Progress& progress) {
+    const Timer timer;
+    TrainingData data(read_for_model(options_.rollouts, model_->shape.vocabulary, progress), options_);
+    read_seconds_ = timer.total();
+    return data;
+  }
+
   // Masters, moments and position of a former run. The position holds for the same rollouts only; on others the
   // optimizer continues and the data starts at its beginning.
   void resume() {
     at::Tensor first = optimizer_.exp_avg(), second = optimizer_.exp_avg_sq();
     if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
-    const RunState former = load_run_state(options_.resume, fingerprint_of(model_->shape), model_->table,
-                                           accumulator_of(model_->dtype), optimizer_.masters().data_ptr(),
-                                           first.data_ptr(), second.data_ptr());
+    const RunState former =
+        load_run_state(options_.resume, fingerprint_of(model_->shape), model_->table, accumulator_of(model_->dtype),
+                       optimizer_.masters().data_ptr(), first.data_ptr(), second.data_ptr());
     if (ESPALIER_MUTATION(masters_rounded_after_resume))
       optimizer_.masters().copy_(optimizer_.masters().to(at::kBFloat16));
     if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer_.set_steps_done(former.step);
@@ -120,6 +145,7 @@ class Training {
   Options options_;
   Progress& progress_;
   std::unique_ptr<ModelState> model_;
+  double read_seconds_ = 0;  // of the rollouts
   TrainingData data_;
   Actor actor_;
   AdamW optimizer_;

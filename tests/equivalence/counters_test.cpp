@@ -42,6 +42,25 @@ TEST(Counters, DenseForwardsEveryRowOfEveryRollout) {
   EXPECT_EQ(run.report.trunk_forwards, 0);
 }
 
+// Every moment belongs to one part, and the rest is small beside them.
+TEST(Counters, AProfileAddsUpToTheStep) {
+  Case c = one_group(30, 6, 8);
+  c.options.profile = true;
+  for (const Plan& plan : all_plans({0, 9})) {
+    const GradientReport report = run_case(with(c, plan)).report;
+    ASSERT_TRUE(report.profile.has_value());
+    double sum = 0;
+    for (const auto& [name, seconds] : report.profile->seconds) {
+      EXPECT_GE(seconds, 0) << name;
+      sum += seconds;
+    }
+    EXPECT_NEAR(sum, report.seconds.total, 1e-12);  // rounding of a handful of additions
+    EXPECT_GT(report.profile->product_flops_per_second, 0);
+  }
+  c.options.profile = false;
+  EXPECT_FALSE(run_case(c).report.profile.has_value());
+}
+
 // Two runs of the same step give the same bits, whatever the plan.
 TEST(Counters, TheSameStepGivesTheSameBits) {
   for (const Plan& plan : all_plans({0, 9})) {

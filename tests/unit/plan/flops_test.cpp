@@ -41,9 +41,12 @@ TEST(Flops, EqualTheCountByHand) {
     EXPECT_DOUBLE_EQ(backward.layers, 2 * forward.layers);
     EXPECT_DOUBLE_EQ(backward.head, 2 * forward.head);
     EXPECT_DOUBLE_EQ(backward.attention, 2.5 * forward.attention);
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, false, false).total(), forward.total() + backward.total());
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, true, true).total() - step_flops(shape, work, true, false).total(),
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, false).total(), forward.total() + backward.total());
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, true).total() - step_flops(shape, work, {}, false).total(),
                      forward.layers + forward.attention);
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.gradients = false}, false).total(), forward.total());
+    // A loss of whole rollouts needs log-probs before any gradient: the head's logits are made twice.
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.whole_rollout = true}, false).head, 4 * forward.head);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/plan/byte_size.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/plan/rank_report.h"
 #include "tests/unit/plan/shapes.h"
@@ -23,10 +22,18 @@ TEST(MemoryModel, KeysAndValuesOfAPrefixTokenAreThePublishedBytes) {
 
 TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
   const ModelShape shape = testing::tiny_shape();
-  const std::int64_t n = shape.parameters(), process = 120 << 20;
-  EXPECT_EQ(ActivationBytes(shape, DType::float32).constant(), process + 4 * n + 4 * n + 8 * n);
-  EXPECT_EQ(ActivationBytes(shape, DType::float64).constant(), process + 8 * n + 8 * n + 16 * n);
-  EXPECT_EQ(ActivationBytes(shape, DType::bfloat16).constant(), process + 2 * n + 4 * n + 4 * n + 8 * n);
+  const std::int64_t n = shape.parameters();
+  const auto per_parameter = [&](DType dtype, const StepKind& kind) {
+    ModelShape none = shape;  // the process itself, from a model without parameters
+    none.vocabulary = none.layers = none.hidden = 0;
+    none.expert_layer.clear();
+    return (ActivationBytes(shape, dtype, kind).constant() - ActivationBytes(none, dtype, kind).constant()) / n;
+  };
+  EXPECT_EQ(per_parameter(DType::float32, {}), 4 + 4 + 8);
+  EXPECT_EQ(per_parameter(DType::float64, {}), 8 + 8 + 16);
+  EXPECT_EQ(per_parameter(DType::bfloat16, {}), 2 + 4 + 4 + 8);
+  EXPECT_EQ(per_parameter(DType::bfloat16, {.gradients = true, .optimizer = false}), 2 + 4);
+  EXPECT_EQ(per_parameter(DType::float32, {.gradients = false, .optimizer = false}), 4);
 }
 
 TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
@@ -34,10 +41,11 @@ TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
   const ModelShape s = testing::tiny_shape();
   const ActivationBytes bytes(s, DType::float32);
   const std::int64_t T = 64, M = 64, HD = 64, JD = 32, F = 96, H = 4;
-  const std::int64_t layer = T * 4 * (2 * M + 2 * HD + 2 * JD + 2 * F + H + 2);
-  EXPECT_EQ(bytes.saved(T, T, true), 3 * layer + T * 4 * (2 * M + 1));
-  EXPECT_EQ(bytes.saved(T, 0, false), 3 * T * M * 4);
-  EXPECT_EQ(bytes.saved_full_layer(1, 0), 256 * 2 + 512 + 256 + 64 + 768 + 64 * 2);  // rounding up to 64
+  const std::int64_t layer = T * 4 * (2 * M + 2 * HD + 2 * JD + 2 * F + H + 2), outputs = T * 4 * (3 * M + 1);
+  const Work all{T, 0, T, 0}, none{T, 0, 0, 0};
+  EXPECT_EQ(bytes.saved(all, true), 3 * layer + outputs);
+  EXPECT_EQ(bytes.saved(none, false), 3 * T * M * 4);
+  EXPECT_EQ(ActivationBytes(s, DType::float32, {.gradients = false}).saved(all, true), T * 4 * (2 * M + 1));
 }
 
 TEST(MemoryModel, WalkFollowsTheStack) {
@@ -46,28 +54,26 @@ TEST(MemoryModel, WalkFollowsTheStack) {
   PeakWalk keep(bytes), drop(bytes), alone(bytes);
   for (auto [walk, kept] : {std::pair(&keep, true), std::pair(&drop, false)}) {
     const std::int64_t open = walk->open_trunk(trunk, kept, 0);
-    EXPECT_EQ(open, bytes.saved(640, 0, kept));
+    EXPECT_EQ(open, bytes.saved(trunk, kept));
     walk->wave(small, open);
     walk->close_trunk(trunk, kept, 0);
   }
   alone.wave(small, 0);
-  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(640, 0, true));
-  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(640, 0, false));
+  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, true));
+  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, false));
   EXPECT_LT(drop.peaks(0).a, keep.peaks(0).a);
   EXPECT_EQ(alone.peaks(1000).a, 0);
   EXPECT_EQ(alone.peaks(1000).b - alone.peaks(0).b, 1000);
 }
 
-TEST(MemoryModel, WaveScratchIsTheLargestOfItsMoments) {
-  const ActivationBytes bytes(testing::tiny_shape(), DType::float32);
+TEST(MemoryModel, ForwardOnlyHoldsOneLayerAtATime) {
   const Work wave = work_of_depths(0, 256, true);
-  PeakWalk walk(bytes);
-  walk.wave(wave, 0);
-  const std::int64_t saved = bytes.saved(256, 256, true);
-  EXPECT_GE(walk.peaks(0).b, saved + bytes.head_scratch(256));
-  EXPECT_GE(walk.peaks(0).b, saved + bytes.last_backward_scratch(256, 256, true));
-  EXPECT_GE(walk.peaks(0).b, saved - bytes.saved_last_layer(256, 256) + bytes.backward_scratch(256, true));
-  EXPECT_LE(walk.peaks(0).b, saved + bytes.head_scratch(256) + bytes.backward_scratch(256, true));
+  ModelShape deep = testing::tiny_shape();
+  deep.layers = 30;
+  deep.expert_layer.assign(30, 0);
+  const StepKind score{.gradients = false, .optimizer = false};
+  const ActivationBytes shallow(testing::tiny_shape(), DType::float32, score), bytes(deep, DType::float32, score);
+  EXPECT_EQ(shallow.forward_peak(wave, true, true), bytes.forward_peak(wave, true, true));
 }
 
 TEST(CostModel, SmallSetsRunAtALowerRate) {
@@ -75,7 +81,7 @@ TEST(CostModel, SmallSetsRunAtALowerRate) {
   const CostModel model(testing::llama_3_8b(), profile, DType::float32);
   double before = 1e300;
   for (std::int64_t rows : {1, 8, 64, 512, 4096}) {
-    const double per_row = model.seconds(work_of_depths(0, rows, false), false, false) / static_cast<double>(rows);
+    const double per_row = model.seconds(work_of_depths(0, rows, false), false) / static_cast<double>(rows);
     EXPECT_LT(per_row, before * 1.05) << rows;  // attention per row grows with the depth
     before = per_row;
   }
@@ -88,7 +94,7 @@ TEST(CostModel, MoreRowsNeverTakeLess) {
     const CostModel model(testing::tiny_shape(), default_profile(device, DType::float32, 2), DType::float32);
     double before = 0;
     for (std::int64_t rows = 1; rows < 6000; ++rows) {
-      const double seconds = model.seconds(work_of_depths(0, rows, true), false, false);
+      const double seconds = model.seconds(work_of_depths(0, rows, true), false);
       ASSERT_GE(seconds, before) << device << " " << rows;
       before = seconds;
     }
@@ -98,8 +104,8 @@ TEST(CostModel, MoreRowsNeverTakeLess) {
 TEST(CostModel, RecomputeCostsAForwardMore) {
   const CostModel model(testing::tiny_shape(), testing::test_profile(), DType::float32);
   const Work work = work_of_depths(0, 500, false);
-  EXPECT_GT(model.seconds(work, true, true), 1.2 * model.seconds(work, true, false));
-  EXPECT_LT(model.seconds(work, true, true), 1.5 * model.seconds(work, true, false));
+  EXPECT_GT(model.seconds(work, true), 1.2 * model.seconds(work, false));
+  EXPECT_LT(model.seconds(work, true), 1.5 * model.seconds(work, false));
 }
 
 TEST(MachineProfile, SurvivesJson) {
@@ -118,18 +124,6 @@ TEST(MachineProfile, SurvivesJson) {
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
   broken["matrix"][1]["rows"] = -5;
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
-}
-
-TEST(ByteSize, ReadsUnitsAndRefusesTheRest) {
-  EXPECT_EQ(parse_bytes("--memory-budget", ""), 0);
-  EXPECT_EQ(parse_bytes("--memory-budget", "123"), 123);
-  EXPECT_EQ(parse_bytes("--memory-budget", "8GiB"), std::int64_t{8} << 30);
-  EXPECT_EQ(parse_bytes("--memory-budget", "1.5 gib"), std::int64_t{3} << 29);
-  EXPECT_EQ(parse_bytes("--memory-budget", "2 MB"), 2000000);
-  for (const char* bad : {"GiB", "-1", "0", "8XB", "8GiBB", "nan", "1e40", "0x10"})
-    EXPECT_THROW(parse_bytes("--memory-budget", bad), OptionError) << bad;
-  EXPECT_EQ(bytes_text(12), "12 B");
-  EXPECT_EQ(bytes_text(3 << 29), "1.50 GiB");
 }
 
 TEST(RankReport, SharesWeightsAndRows) {

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "espalier/base/error.h"
+#include "espalier/plan/memory_model.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/plan/shapes.h"
 
@@ -296,7 +297,7 @@ TEST(Planner, DenseFlopsAreThoseOfTheRolloutsOneByOne) {
       if (t >= 0 && t < rollout.response_length() && rollout.loss_mask[t])
         work.outputs += 1, work.output_pairs += d + 1;
     }
-    expected += step_flops(shape, work, false, false).total();
+    expected += step_flops(shape, work, {}, false).total();
   }
   EXPECT_NEAR(planned(batch, with(Schedule::dense, 1000)).chosen.flops / expected, 1, 1e-12);
 }
@@ -309,7 +310,7 @@ TEST(Planner, StaysWithinTheMemoryBudget) {
   EXPECT_EQ(planned(batch, options).chosen.seconds, free.chosen.seconds);
   std::int64_t last = free.chosen.bytes.peak();
   int fitted = 0;
-  const std::int64_t constant = 125 << 20;
+  const std::int64_t constant = ActivationBytes(testing::tiny_shape(), DType::float32).constant();
   for (int part = 95; part > 0; part -= 5) {
     options.memory_budget = constant + (free.chosen.bytes.peak() - constant) * part / 100;
     try {

@@ -1,0 +1,33 @@
+#include "cli/profile_text.h"
+
+#include <iomanip>
+
+#include "espalier/base/units.h"
+
+namespace espalier::cli {
+
+Json profile_json(const StepProfile& profile) {
+  Json out;
+  for (const auto& [name, seconds] : profile.seconds) out["seconds"][name] = seconds;
+  out["read_seconds"] = profile.read;
+  out["product_flops_per_second"] = profile.product_flops_per_second;
+  out["measured_flops_per_second"] = profile.measured_flops_per_second;
+  out["product_rate_share"] = profile.product_rate_share();
+  return out;
+}
+
+void print_profile(std::ostream& out, const StepProfile& profile) {
+  if (profile.read > 0)
+    out << "  read, before the step           " << std::setw(10) << format_seconds(profile.read) << '\n';
+  double total = 0;
+  for (const auto& part : profile.seconds) total += part.second;
+  for (const auto& [name, seconds] : profile.seconds) {
+    out << "  " << std::left << std::setw(32) << name << std::right << std::setw(10) << format_seconds(seconds)
+        << std::setw(9) << format_percent(total > 0 ? seconds / total : 0);
+    if (name == "matrix products")
+      out << "  at " << format_percent(profile.product_rate_share()) << " of the measured rate";
+    out << '\n';
+  }
+}
+
+}  // namespace espalier::cli

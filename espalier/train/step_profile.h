@@ -1,0 +1,22 @@
+// Where the seconds of a step went (--profile).
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace espalier {
+
+// Parts that never overlap and add up to the step; what no part claims is "other".
+struct StepProfile {
+  std::vector<std::pair<std::string, double>> seconds;
+  double read = 0;                       // seconds of reading the rollouts, before the first step; 0 in later ones
+  double product_flops_per_second = 0;   // of the layers' matrix products
+  double measured_flops_per_second = 0;  // of the best matrix product that the machine's profile knows
+
+  double product_rate_share() const {
+    return measured_flops_per_second > 0 ? product_flops_per_second / measured_flops_per_second : 0;
+  }
+};
+
+}  // namespace espalier

@@ -1,0 +1,64 @@
+// What the planner says a step takes from the arena, phase by phase, against what it took: to the byte.
+#include <gtest/gtest.h>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/memory_model.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+void expect_predicted(const Case& c, DType dtype) {
+  const GradientReport report = run_case(c, dtype).report;
+  const ModelShape shape = tiny_shape(c.family);
+  const StepKind kind{true, false, c.options.policy_loss == "gspo"};
+  const ActivationBytes bytes(shape, dtype, kind);
+  const std::int64_t constant = bytes.constant() + bytes.scratch(report.plan.max_rows);
+  const PhasePeaks &predicted = report.plan.chosen.bytes, &taken = report.arena_bytes;
+  for (const auto& [name, phase] : {std::pair("A", &PhasePeaks::a), {"B", &PhasePeaks::b}, {"C", &PhasePeaks::c}}) {
+    const std::int64_t expected = predicted.*phase == 0 ? 0 : predicted.*phase - constant;
+    EXPECT_EQ(taken.*phase, expected) << "phase " << name;
+  }
+}
+
+// One temperature: where rollouts of several meet in one row, that row has an output for each.
+Case drawn(std::uint64_t seed) {
+  Case c;
+  c.seed = seed;
+  c.rollouts = any_options(seed);
+  c.rollouts.temperature_low = c.rollouts.temperature_high = 1;
+  c.rollouts.rewards = true, c.rollouts.token_advantages = false;
+  const char* families[] = {"qwen3", "llama", "llama-bias", "qwen2"};
+  c.family = families[seed % 4];
+  return c;
+}
+
+TEST(Memory, TheArenaTakesWhatWasPredictedOnEveryPlan) {
+  for (std::uint64_t seed = 1; seed <= 8; ++seed)
+    for (const Plan& plan : all_plans({0, 4, 17}))
+      for (const DType dtype : {DType::float32, DType::float64}) {
+        SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
+        expect_predicted(with(drawn(seed), plan), dtype);
+      }
+}
+
+TEST(Memory, LossesOfWholeRolloutsKeepTheHeadForTheBackward) {
+  for (std::uint64_t seed = 1; seed <= 4; ++seed)
+    for (const Plan& plan : all_plans({0, 9})) {
+      SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name));
+      Case c = with(drawn(seed), plan);
+      c.options.policy_loss = "gspo";
+      expect_predicted(c, DType::float32);
+    }
+}
+
+TEST(Memory, Bfloat16RoundsWeightGradientsInATensorOfTheirOwn) {
+  for (std::uint64_t seed = 1; seed <= 3; ++seed)
+    for (const Plan& plan : all_plans({0, 9})) {
+      SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name));
+      expect_predicted(with(drawn(seed), plan), DType::bfloat16);
+    }
+}
+
+}  // namespace
+}  // namespace espalier::testing
