@@ -1,6 +1,7 @@
 """Exit codes, messages, JSON purity, and what a failed run leaves behind."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -73,6 +74,13 @@ def test_an_error_is_one_json_object_too(espalier, model_of, tmp_path):
 
 def test_quiet_runs_say_nothing_on_stderr(espalier, model_of, rollouts, tmp_path):
     assert train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--quiet").stderr == ""
+
+
+@pytest.mark.parametrize("given, used", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(given, used, espalier):
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    outcome = espalier("--version", env={**environment, **given, "OMP_DISPLAY_ENV": "true"})
+    assert f"OMP_WAIT_POLICY = '{used}'" in outcome.stderr
 
 
 # -- 2: wrong usage ---------------------------------------------------------------------------------------------------
