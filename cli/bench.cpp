@@ -74,8 +74,9 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
 
 int run_bench(Context& context) {
   context.result["cells"] = Json::array();
-  print_header(context.text);
   bench(context.options, context.progress, [&](const BenchCell& cell) {
+    context.progress.end();  // takes the bar away; the next report draws it again
+    if (context.result["cells"].empty()) print_header(context.text);  // not before an error
     print_cell(context.text, cell);
     for (const Column& column : kColumns)
       if (const auto& profile = (cell.*column.measure).profile) {

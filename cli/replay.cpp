@@ -49,9 +49,14 @@ void print_steps(std::ostream& out, const ReplayReport& report) {
 }  // namespace
 
 int run_replay(Context& context) {
-  context.text << "weights against the record   max |d|    mean |d|         rms   movement (relative)\n";
-  const ReplayReport report = replay(context.arguments.front(), context.options, context.progress,
-                                     [&](const CheckpointDifference& c) { print_checkpoint(context.text, c); });
+  bool begun = false;
+  auto print = [&](const CheckpointDifference& c) {
+    context.progress.end();  // takes the bar away; the next report draws it again
+    if (!begun) context.text << "weights against the record   max |d|    mean |d|         rms   movement (relative)\n";
+    begun = true;
+    print_checkpoint(context.text, c);
+  };
+  const ReplayReport report = replay(context.arguments.front(), context.options, context.progress, print);
   print_steps(context.text, report);
   context.result.update(report_json(report));
   return 0;

@@ -6,8 +6,9 @@
 
 namespace espalier {
 
-// One task at a time: begin, any number of advance_to, end. Calls come from one thread. advance_to may throw to stop
-// the work (the program does so on an interrupt), so callers must be safe to unwind there.
+// One task at a time: begin, any number of advance_to, end. After end, which only clears the screen for other text,
+// advance_to may go on with the same task. Calls come from one thread. advance_to may throw to stop the work (the
+// program does so on an interrupt), so callers must be safe to unwind there.
 class Progress {
  public:
   virtual ~Progress() = default;

@@ -9,6 +9,7 @@ namespace espalier {
 namespace {
 
 constexpr double kBarSeconds = 0.1;
+constexpr double kFirstEstimate = 0.001;  // of the work must be done before its rate says how long the rest takes
 constexpr const char* kEraseLine = "\r\x1b[K";
 
 std::string quantity(double amount, const std::string& unit) {
@@ -61,15 +62,17 @@ std::string ProgressText::line(double now) const {
   const double rate = elapsed > 0 ? static_cast<double>(done_) / elapsed : 0;
   const double share = total_ > 0 ? std::min(1.0, static_cast<double>(done_) / static_cast<double>(total_)) : 0;
   const bool bytes = unit_ == "bytes";
+  const bool estimates = total_ <= 0 || share >= kFirstEstimate;
   std::string text = quantity(static_cast<double>(done_), unit_);
   if (total_ > 0) text += " of " + quantity(static_cast<double>(total_), unit_);
   if (!bytes) text += ' ' + unit_;
   // Below three a second whole numbers say too little: the time of one is clearer.
   if (rate >= 3 || bytes)
     text += ", " + quantity(rate, unit_) + " a second";
-  else if (rate > 0)
+  else if (rate > 0 && estimates)
     text += ", " + format_seconds(1 / rate) + " each";
-  if (total_ > 0 && rate > 0) text += ", " + format_seconds(static_cast<double>(total_ - done_) / rate) + " left";
+  if (done_ < total_ && rate > 0 && estimates)
+    text += ", " + format_seconds(static_cast<double>(total_ - done_) / rate) + " left";
   if (total_ <= 0) return task_ + "  " + text;
   const std::string percent = std::to_string(static_cast<int>(100 * share)) + " %";
   if (!output_.terminal) return task_ + ' ' + percent + ": " + text;

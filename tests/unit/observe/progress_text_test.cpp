@@ -79,6 +79,20 @@ TEST(ProgressText, SaysHowLongOneTakesWhereTheyAreSlow) {
   EXPECT_EQ(watched.written.at(0), "training 50 %: 2 of 4 steps, 10 s each, 20 s left\n");
 }
 
+TEST(ProgressText, EstimatesNothingFromTheFirstFewOfMany) {
+  Watched watched(false);
+  watched.progress.begin("weights", 260032, "parameters");
+  watched.advance(6, 7);
+  EXPECT_EQ(watched.written.at(0), "weights 0 %: 7 of 260,032 parameters\n");
+}
+
+TEST(ProgressText, NothingIsLeftAtTheEnd) {
+  Watched watched(false);
+  watched.progress.begin("training", 2, "steps");
+  watched.advance(12, 2);
+  EXPECT_EQ(watched.written.at(0), "training 100 %: 2 of 2 steps, 6 s each\n");
+}
+
 TEST(ProgressText, ANoteStandsOnItsOwnLine) {
   Watched watched(true);
   watched.progress.begin("reading", 10, "rollouts");
