@@ -128,7 +128,7 @@ def print_failures(output):
     """Of a GoogleTest log only what stands between RUN and FAILED; otherwise its end."""
     blocks = re.findall(r"^\[ RUN      \].*?\n(?:(?!\[ RUN).*\n)*?\[  FAILED  \] .* ms\)$", output, re.M)
     text = "\n".join(blocks) if blocks else output[-6000:]
-    print("\n".join("    " + line for line in text.splitlines()[:400]), flush=True)
+    print("\n".join("    " + line[:500] for line in text.splitlines()[:400]), flush=True)
 
 
 def run_python(build, only, reports):

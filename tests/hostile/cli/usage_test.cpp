@@ -39,7 +39,7 @@ const std::vector<Wrong>& wrong_usage() {
   static const std::vector<Wrong> cases = {
       {{}, 2, "expected a verb"},
       {{"inspct", "x"}, 2, "did you mean inspect?"},
-      {{"replay", "x"}, 2, "one of inspect"},
+      {{"grpo", "x"}, 2, "one of inspect"},
       {{""}, 2, "one of inspect"},
       {{"--jason", "inspect"}, 2, "the verb first"},
       {{"train", "--shedule", "auto"}, 2, "did you mean --schedule?"},
@@ -122,7 +122,7 @@ TEST(Help, OfTheProgramNamesEveryVerbAndOnlyThose) {
   EXPECT_EQ(outcome.code, 0);
   for (const auto& [letter, name] : verb_names())
     EXPECT_NE(outcome.out.find(std::string("\n  ") + name + ' '), outcome.out.npos);
-  for (const char* absent : {"replay", "grpo", "generate"})
+  for (const char* absent : {"grpo", "generate"})
     EXPECT_EQ(outcome.out.find(absent), outcome.out.npos) << absent;
 }
 

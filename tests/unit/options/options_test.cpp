@@ -33,7 +33,7 @@ TEST(OptionTable, FieldIsTheNameWithUnderscoresAndNoNameStandsTwice) {
 TEST(OptionTable, EveryOptionIsTakenByAVerb) {
   for (const OptionRow& row : option_rows()) {
     const std::string verbs = row.verbs;
-    EXPECT_TRUE(verbs == "*" || (!verbs.empty() && verbs.find_first_not_of("icptsvb") == verbs.npos)) << row.name;
+    EXPECT_TRUE(verbs == "*" || (!verbs.empty() && verbs.find_first_not_of("icptsvrb") == verbs.npos)) << row.name;
   }
 }
 
