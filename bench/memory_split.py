@@ -50,7 +50,7 @@ def train(program, model, rollouts, *options):
         raise SystemExit(f"{' '.join(command)}\n{found.get('error', done.stderr)}")
     step = found["steps"][0]
     return {"process": found["peak_bytes"], "ledger": step["arena_bytes"], "step": step["peak_bytes"],
-            "predicted": step["predicted"]["peak_bytes"], "seconds": step["seconds"]["total"]}
+            "predicted": step["predicted"]["peak_bytes"]}
 
 
 def main():

@@ -1,4 +1,4 @@
-// Where the seconds of a step went (--profile).
+// Where the seconds of a step went (--profile), and how fast its matrix products were.
 #pragma once
 
 #include <string>
