@@ -54,7 +54,7 @@ Json cell_json(const BenchCell& cell) {
 
 void print_header(std::ostream& out) {
   out << "prompt/response    n |   dense s  packed s  phased s    auto s | speed-up  ceiling  reached | "
-         "auto predicted     peak  predicted | gradient error\n";
+         "auto predicted        peak   predicted | gradient error\n";
 }
 
 void print_cell(std::ostream& out, const BenchCell& cell) {
@@ -64,7 +64,7 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
   for (const Column& column : kColumns) out << std::setw(10) << (cell.*column.measure).seconds;
   out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(9) << cell.ceiling << std::setw(9)
       << cell.fraction() << " |" << std::setprecision(3) << std::setw(15) << automatic.predicted_seconds
-      << std::setw(10) << format_bytes(automatic.peak_bytes) << std::setw(11)
+      << std::setw(12) << format_bytes(automatic.peak_bytes) << std::setw(12)
       << format_bytes(automatic.predicted_peak_bytes) << " |" << std::scientific << std::setprecision(1)
       << std::setw(15) << automatic.gradient_error << "  (auto: " << cell.chosen << ")\n"
       << std::defaultfloat << std::flush;

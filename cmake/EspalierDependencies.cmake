@@ -2,6 +2,9 @@
 
 find_package(EspalierTorch 2.11 QUIET)
 find_package(OpenMP QUIET COMPONENTS CXX)
+if(TARGET OpenMP::OpenMP_CXX)  # by its flag alone: the library's path would start a warning about torch's own copy
+  set_target_properties(OpenMP::OpenMP_CXX PROPERTIES INTERFACE_LINK_LIBRARIES "" INTERFACE_LINK_OPTIONS -fopenmp)
+endif()
 find_package(ZLIB QUIET)
 find_package(simdjson QUIET)
 find_path(ESPALIER_JSON_INCLUDE nlohmann/json.hpp)

@@ -49,7 +49,8 @@ std::vector<Split> parse_splits(const std::string& text) {
     Split split{};
     char slash = 0, more = 0;
     std::istringstream in(item);
-    if (!(in >> split.prefix >> slash >> split.suffix) || slash != '/' || split.prefix < 1 || split.suffix < 1 || in >> more)
+    if (!(in >> split.prefix >> slash >> split.suffix) || slash != '/' || split.prefix < 1 || split.suffix < 1 ||
+        in >> more)
       throw OptionError({"--splits", "prompt/response lengths, as 1024/1024,1707/341", "'" + item + "'", ""});
     out.push_back(split);
   }
@@ -95,6 +96,8 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
                         {"phased", &BenchCell::phased, {}},
                         {"auto", &BenchCell::automatic, {}}};
   at::Tensor dense;
+  std::int64_t runs = 0;
+  progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(entrants)), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
     for (Entrant& entrant : entrants) {
       actor.options.schedule = entrant.schedule;
@@ -113,7 +116,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       if (entrant.measure == &BenchCell::dense && run == 0) dense = actor.gradients.flat().clone();
       const double distance = (actor.gradients.flat() - dense).norm().item<double>();
       measure.gradient_error = std::max(measure.gradient_error, distance / dense.norm().item<double>());
-      progress.advance_to(0);
+      progress.advance_to(++runs);
     }
   for (Entrant& entrant : entrants) (cell.*entrant.measure).seconds = median(entrant.seconds);
   return cell;
@@ -148,11 +151,10 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
   const std::vector<Split> splits = parse_splits(options.splits);
   const std::vector<double> sizes = parse_numbers("n", options.n);
   const Random random(static_cast<std::uint64_t>(options.seed));
-  progress.begin("bench", 0, "cells");
   for (const Split& split : splits)
     for (const double n : sizes)
-      measure(random_group(split, std::llround(n), model->shape.vocabulary, random.fork(cells.size())), split, std::llround(n));
-  progress.end();
+      measure(random_group(split, std::llround(n), model->shape.vocabulary, random.fork(cells.size())), split,
+              std::llround(n));
   return cells;
 }
 

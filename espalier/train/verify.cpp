@@ -201,10 +201,11 @@ class Verification {
 };
 
 // The same step in float64, dense.
-Outcome float64_outcome(const Options& options, const MiniBatch& batch, std::int32_t longest, Progress& progress) {
+Outcome float64_outcome(const Options& options, const MiniBatch& batch, std::int32_t longest) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
-  const auto model = load_model(options.model, DType::float64, progress);
+  NoProgress silent;  // a run of the task that is shown
+  const auto model = load_model(options.model, DType::float64, silent);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, default_profile(options.device, DType::float64, at::get_num_threads()));
   return run(actor, batch, exact);
@@ -228,8 +229,7 @@ Verdict verify(const Options& options, Progress& progress) {
 
   progress.begin("verifying", static_cast<std::int64_t>(variants.size()) + 1, "runs");
   Verification verification(actor, batch, options);
-  if (model->dtype != DType::float64)
-    verification.raise_floors(float64_outcome(options, batch, data.longest(), progress));
+  if (model->dtype != DType::float64) verification.raise_floors(float64_outcome(options, batch, data.longest()));
   for (std::size_t i = 0; i < variants.size(); ++i) {
     progress.advance_to(static_cast<std::int64_t>(i) + 1);
     verification.check(variants[i]);
