@@ -1,5 +1,3 @@
-// The program: signals first, then the verb (cli/program.h).
-
 #include "cli/interrupt.h"
 #include "cli/program.h"
 

@@ -14,16 +14,13 @@ void Decoder::reserve_positions(std::int64_t positions) {
   if (positions > rotary_.positions()) rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
 }
 
+bool Decoder::last_block_is_narrow(const Rows& rows) const {
+  return rows.accounting == nullptr || !has_experts(shape_, shape_.layers - 1);
+}
+
 LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const {
-  return {shape_,
-          weights_.layers[static_cast<std::size_t>(layer)],
-          rotary_,
-          rows,
-          path,
-          layer,
-          layer + 1 == shape_.layers,
-          arena,
-          timer};
+  return {shape_, weights_.layers[static_cast<std::size_t>(layer)],         rotary_, rows, path,
+          layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer};
 }
 
 DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
@@ -56,6 +53,11 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
     if (keep != Keep::nothing) out.layers.push_back(std::move(saved));
     stream_TM = next;
   }
+  if (!last_block_is_narrow(rows) && rows.outputs() > 0)
+    dispatch(dtype(), [&]<class T>() {
+      rows::gather<T>(rows.outputs(), shape_.hidden, pointer<T>(stream_TM), rows.output_row.data(),
+                      pointer<T>(out.final_stream_OM));
+    });
   if (keep == Keep::nothing) arena.release_to(kept_from);
   if (rows.outputs() > 0)
     dispatch(dtype(), [&]<class T>() {
@@ -78,6 +80,14 @@ void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, cons
                                  pointer<T>(grad_normed_OM), pointer<T>(grad_stream),
                                  pointer<accumulator_t<T>>(grads.final_norm_M));
     });
+  if (!last_block_is_narrow(rows)) {
+    const at::Tensor grad_stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype()).zero_();
+    dispatch(dtype(), [&]<class T>() {
+      rows::scatter_add<T, T>(rows.outputs(), shape_.hidden, pointer<T>(grad_stream), rows.output_row.data(),
+                              pointer<T>(grad_stream_TM));
+    });
+    grad_stream = grad_stream_TM;
+  }
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];

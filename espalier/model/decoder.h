@@ -52,6 +52,8 @@ class Decoder {
   at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
 
  private:
+  // False where the last block runs all rows, because its router counts them.
+  bool last_block_is_narrow(const Rows& rows) const;
   LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
 
   ModelShape shape_;

@@ -7,47 +7,24 @@
 #include "espalier/attention/attention.h"
 #include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
+#include "espalier/model/mlp.h"
 #include "espalier/model/products.h"
 #include "espalier/model/row_kernels.h"
+#include "espalier/model/stream_norm.h"
 
 namespace espalier {
 namespace {
 
 struct Sizes {
-  std::int64_t rows, continuing, width, inner, q_width, kv_width;  // T, R, M, F, H*D, J*D
+  std::int64_t rows, continuing, width, q_width, kv_width;  // T, R, M, H*D, J*D
 };
 
 Sizes sizes_of(const LayerContext& c) {
-  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden,
-          c.shape.inner, c.shape.heads * c.shape.head_dim,          c.shape.kv_heads * c.shape.head_dim};
+  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden, c.shape.heads * c.shape.head_dim,
+          c.shape.kv_heads * c.shape.head_dim};
 }
 
 at::ScalarType dtype_of(const LayerContext& c) { return c.weights.q_weight.scalar_type(); }
-
-void norm_forward(const LayerContext& c, const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& y,
-                  const at::Tensor& rstd) {
-  dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::add_rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), nullptr, pointer<T>(weight),
-                          c.shape.rms_norm_eps, pointer<T>(y), pointer<accumulator_t<T>>(rstd));
-  });
-}
-
-void norm_again(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& y) {
-  dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::rms_norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
-                            pointer<accumulator_t<T>>(rstd), pointer<T>(y));
-  });
-}
-
-void norm_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& grad_y,
-                   const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
-  const at::Tensor into = ESPALIER_MUTATION(norm_weight_gradient_forgotten) ? grad_weight.clone() : grad_weight;
-  dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
-                               pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
-                               pointer<accumulator_t<T>>(into));
-  });
-}
 
 // x_R = x_T at the output rows; x itself in blocks where all rows continue.
 at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM) {
@@ -191,26 +168,6 @@ ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& 
   return out;
 }
 
-// z = y + mlp(y): turns dL/dz into dL/dy, in place.
-void mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM, const LayerViews& grads) {
-  const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c);
-  const ArenaScope scope(c.arena);
-  const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);  // first holds its own gradient
-  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false, c.timer);
-  dispatch(dtype, [&]<class T>() {
-    rows::swiglu_backward<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
-                             pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
-  });
-  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena, c.timer);
-  const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
-  norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
-  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena, c.timer);
-  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false, c.timer);
-  norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
-                grads.mlp_norm_M);
-}
-
 }  // namespace
 
 LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_TM) {
@@ -224,8 +181,7 @@ LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_T
   saved.attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
   saved.lse_HR = c.arena.take({c.shape.heads, s.continuing}, sums);
   saved.stream_mid_RM = c.arena.take({s.continuing, s.width}, dtype);
-  saved.mlp_rstd_R = c.arena.take({s.continuing}, sums);
-  saved.gate_up_RW = c.arena.take({s.continuing, 2 * s.inner}, dtype);
+  take_mlp_saved(c, saved, s.continuing);
   return saved;
 }
 
@@ -236,7 +192,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   {
     const ArenaScope projection(c.arena);
     const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
-    norm_forward(c, saved.stream_in_TM, c.weights.attention_norm_M, normed_TM, saved.norm_rstd_T);
+    norm_forward(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
     linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias, c.timer);
     if (s.continuing > 0)
       linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias, c.timer);
@@ -256,18 +212,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW, c.weights.output_weight,
                 c.weights.output_bias, c.timer);
   }
-  {
-    const ArenaScope mlp(c.arena);
-    const at::Tensor normed_RM = c.arena.take({s.continuing, s.width}, dtype);
-    norm_forward(c, saved.stream_mid_RM, c.weights.mlp_norm_M, normed_RM, saved.mlp_rstd_R);
-    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias, c.timer);
-  }
-  if (!stream_out_RM.defined()) return;
-  const at::Tensor act_RF = c.arena.take({s.continuing, s.inner}, dtype);
-  dispatch(dtype, [&]<class T>() {
-    rows::swiglu<T>(s.continuing, s.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
-  });
-  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias, c.timer);
+  mlp_forward(c, saved, stream_out_RM);
 }
 
 void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,

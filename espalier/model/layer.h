@@ -1,10 +1,10 @@
 // One decoder block: forward, and its backward written by hand.
 //
 //   n = norm(x);  q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = n Wv^T
-//   y = x + attention(q, k, v, path) Wo^T;  z = y + (silu(g) u) Wd^T  with  [g u] = norm(y) Wgu^T
+//   y = x + attention(q, k, v, path) Wo^T;  z = y + mlp(norm(y))  (mlp.h: dense or experts)
 //
 // Shapes: T rows, R rows that continue past the keys and values (all, or in the last block those with an output), M
-// width, H query heads, J key/value heads, D head size, F inner width.
+// width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,9 @@ struct LayerSaved {
   at::Tensor stream_in_TM;
   at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
   at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
-  at::Tensor stream_mid_RM, mlp_rstd_R, gate_up_RW;
+  at::Tensor stream_mid_RM, mlp_rstd_R;
+  at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
+  at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
 
 struct LayerContext {

@@ -27,12 +27,36 @@ class Viewer {
     return flat_.narrow(0, a.offset, a.count + b.count).view(shape);
   }
 
+  // Gapless parameters from the first to the last named, seen as one tensor.
+  at::Tensor range(const std::string& first, const std::string& last, at::IntArrayRef shape) const {
+    const Parameter &a = table_.at(first), &b = table_.at(last);
+    const at::Tensor values = flat_.narrow(0, a.offset, b.offset + b.count - a.offset);
+    ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(shape), first, " to ", last);
+    return values.view(shape);
+  }
+
  private:
   const at::Tensor& flat_;
   const ParameterTable& table_;
 };
 
-LayerViews view_layer(const Viewer& viewer, const std::string& layer) {
+void view_dense_mlp(const Viewer& viewer, const std::string& mlp, LayerViews& views) {
+  views.gate_up_weight = viewer.pair(mlp + "gate_proj.weight", mlp + "up_proj.weight");
+  views.gate_up_bias = viewer.pair(mlp + "gate_proj.bias", mlp + "up_proj.bias");
+  views.down_weight = viewer.one(mlp + "down_proj.weight");
+  views.down_bias = viewer.if_present(mlp + "down_proj.bias");
+}
+
+void view_experts(const Viewer& viewer, const ModelShape& shape, const std::string& mlp, LayerViews& views) {
+  const std::int64_t E = shape.experts, M = shape.hidden, F = shape.expert_inner;
+  const std::string first = mlp + "experts.0.", last = mlp + "experts." + std::to_string(E - 1) + ".";
+  views.router_weight = viewer.one(mlp + "gate.weight");
+  views.expert_gate_up_EWM = viewer.range(first + "gate_proj.weight", last + "up_proj.weight", {E, 2 * F, M});
+  views.expert_down_EMF = viewer.range(first + "down_proj.weight", last + "down_proj.weight", {E, M, F});
+}
+
+LayerViews view_layer(const Viewer& viewer, const ModelShape& shape, std::int64_t index) {
+  const std::string layer = "model.layers." + std::to_string(index) + ".";
   const std::string attention = layer + "self_attn.", mlp = layer + "mlp.";
   LayerViews views;
   views.attention_norm_M = viewer.one(layer + "input_layernorm.weight");
@@ -45,10 +69,7 @@ LayerViews view_layer(const Viewer& viewer, const std::string& layer) {
   views.output_weight = viewer.one(attention + "o_proj.weight");
   views.output_bias = viewer.if_present(attention + "o_proj.bias");
   views.mlp_norm_M = viewer.one(layer + "post_attention_layernorm.weight");
-  views.gate_up_weight = viewer.pair(mlp + "gate_proj.weight", mlp + "up_proj.weight");
-  views.gate_up_bias = viewer.pair(mlp + "gate_proj.bias", mlp + "up_proj.bias");
-  views.down_weight = viewer.one(mlp + "down_proj.weight");
-  views.down_bias = viewer.if_present(mlp + "down_proj.bias");
+  has_experts(shape, index) ? view_experts(viewer, shape, mlp, views) : view_dense_mlp(viewer, mlp, views);
   return views;
 }
 
@@ -59,8 +80,7 @@ ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const
   const Viewer viewer(flat, table);
   ModelViews views;
   views.embedding_VM = viewer.one("model.embed_tokens.weight");
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    views.layers.push_back(view_layer(viewer, "model.layers." + std::to_string(layer) + "."));
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) views.layers.push_back(view_layer(viewer, shape, layer));
   views.final_norm_M = viewer.one("model.norm.weight");
   views.head_VM = shape.tied_head ? views.embedding_VM : viewer.one("lm_head.weight");
   return views;

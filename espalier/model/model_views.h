@@ -1,7 +1,8 @@
-// A flat buffer seen as a model: one tensor view per matrix a product reads. Weights and their gradients share the form.
+// A flat buffer seen as a model: one tensor view per matrix a product reads. Weights and their gradients share the
+// form.
 //
-// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width. Absent parts (biases,
-// QK-norm) are undefined tensors.
+// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts. Absent parts
+// (biases, QK-norm, the dense MLP of an expert layer and the experts of a dense one) are undefined tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,13 +15,15 @@ namespace espalier {
 
 struct LayerViews {
   at::Tensor attention_norm_M;
-  at::Tensor q_weight, q_bias;            // [H*D, M], [H*D]
-  at::Tensor kv_weight, kv_bias;          // [2*J*D, M], keys then values
+  at::Tensor q_weight, q_bias;    // [H*D, M], [H*D]
+  at::Tensor kv_weight, kv_bias;  // [2*J*D, M], keys then values
   at::Tensor q_norm_D, k_norm_D;
   at::Tensor output_weight, output_bias;  // [M, H*D]
   at::Tensor mlp_norm_M;
-  at::Tensor gate_up_weight, gate_up_bias;  // [2*F, M], gate then up
-  at::Tensor down_weight, down_bias;        // [M, F]
+  at::Tensor gate_up_weight, gate_up_bias;         // [2*F, M], gate then up
+  at::Tensor down_weight, down_bias;               // [M, F]
+  at::Tensor router_weight;                        // [E, M]
+  at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
 };
 
 struct ModelViews {

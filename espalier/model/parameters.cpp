@@ -1,5 +1,5 @@
 // The order of parameters in the flat buffer. A family is a set of flags of ModelShape: Llama 3 (no flag, or biases),
-// Qwen2 (qkv_bias), Qwen3 (qk_norm).
+// Qwen2 (qkv_bias), Qwen3 (qk_norm), Qwen3-MoE (qk_norm, experts).
 // M hidden, F inner, H query heads, J key/value heads, D head size, V vocabulary; matrices are [out, in].
 #include "espalier/model/parameters.h"
 
@@ -43,23 +43,35 @@ void append_dense_mlp(const ModelShape& shape, const std::string& prefix, Entrie
   if (shape.mlp_bias) out.push_back({prefix + "down_proj.bias", {M}});
 }
 
-// What one layer holds; a layer of experts replaces append_dense_mlp.
+// E experts with inner width F of their own: the router, gate and up of every expert, down of every expert.
+void append_experts(const ModelShape& shape, const std::string& prefix, Entries& out) {
+  const std::int64_t M = shape.hidden, E = shape.experts, F = shape.expert_inner;
+  const auto expert = [&](std::int64_t e) { return prefix + "experts." + std::to_string(e) + "."; };
+  out.push_back({prefix + "gate.weight", {E, M}});
+  for (std::int64_t e = 0; e < E; ++e) {
+    out.push_back({expert(e) + "gate_proj.weight", {F, M}});
+    out.push_back({expert(e) + "up_proj.weight", {F, M}});
+  }
+  for (std::int64_t e = 0; e < E; ++e) out.push_back({expert(e) + "down_proj.weight", {M, F}});
+}
+
 Entries layer_entries(const ModelShape& shape, std::int64_t layer) {
   const std::string prefix = "model.layers." + std::to_string(layer) + ".";
-  const bool has_experts =
-      shape.experts > 0 && (shape.expert_layer.empty() || shape.expert_layer.at(static_cast<std::size_t>(layer)) != 0);
-  if (has_experts)
-    throw UnsupportedError({"layer " + std::to_string(layer), "a dense MLP", "a mixture of experts",
-                            "Train a dense model of the Llama, Qwen2 or Qwen3 family"});
   Entries out;
   out.push_back({prefix + "input_layernorm.weight", {shape.hidden}});
   append_attention(shape, prefix + "self_attn.", out);
   out.push_back({prefix + "post_attention_layernorm.weight", {shape.hidden}});
-  append_dense_mlp(shape, prefix + "mlp.", out);
+  has_experts(shape, layer) ? append_experts(shape, prefix + "mlp.", out)
+                            : append_dense_mlp(shape, prefix + "mlp.", out);
   return out;
 }
 
 }  // namespace
+
+bool has_experts(const ModelShape& shape, std::int64_t layer) {
+  return shape.experts > 0 &&
+         (shape.expert_layer.empty() || shape.expert_layer.at(static_cast<std::size_t>(layer)) != 0);
+}
 
 ParameterTable::ParameterTable(const ModelShape& shape) {
   add("model.embed_tokens.weight", {shape.vocabulary, shape.hidden});

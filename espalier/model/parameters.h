@@ -1,8 +1,8 @@
 // Where every parameter of a model lies in one flat buffer, under its Hugging Face name.
 //
 // Weights, gradients, float32 masters and both moments use the same table. Matrices that one product reads together
-// (q, k, v; gate, up) are neighbours, so that a single view covers them. A tied head is `model.embed_tokens.weight`
-// alone.
+// (q, k, v; gate, up) are neighbours, so that a single view covers them; so are gate and up of all experts of a layer,
+// and then down of all of them. A tied head is `model.embed_tokens.weight` alone.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,9 @@ struct Parameter {
   std::int64_t offset = 0;  // elements
   std::int64_t count = 0;
 };
+
+// Whether the MLP of a layer is a mixture of experts.
+bool has_experts(const ModelShape& shape, std::int64_t layer);
 
 class ParameterTable {
  public:

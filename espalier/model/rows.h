@@ -7,16 +7,23 @@
 #include <cstdint>
 #include <vector>
 
+#include "espalier/moe/load_accounting.h"
+
 namespace espalier {
 
 struct Rows {
-  std::vector<std::int32_t> id;           // [T]
-  std::vector<std::int32_t> position;     // [T], depth along the path
-  std::vector<std::int32_t> subtree_end;  // [T]
-  std::vector<std::int32_t> output_row;   // [O], ascending; a row occurs once per temperature asked of it
+  std::vector<std::int32_t> id;               // [T]
+  std::vector<std::int32_t> position;         // [T], depth along the path
+  std::vector<std::int32_t> subtree_end;      // [T]
+  std::vector<std::int32_t> output_row;       // [O], ascending; a row occurs once per temperature asked of it
   std::vector<std::int32_t> output_position;  // [O]
-  std::int64_t path_rows = 0;             // P
-  bool in_path = false;                   // keys and values go to the top of the path (a trunk)
+  std::int64_t path_rows = 0;                 // P
+  bool in_path = false;                       // keys and values go to the top of the path (a trunk)
+
+  // Router losses and loads of expert layers; null: none. Then every row runs a last block of experts, not only those
+  // with an output, and `owners` covers all rows in order.
+  moe::LoadAccounting* accounting = nullptr;
+  std::vector<moe::RowOwners> owners;
 
   std::int64_t rows() const { return static_cast<std::int64_t>(id.size()); }
   std::int64_t outputs() const { return static_cast<std::int64_t>(output_row.size()); }

@@ -9,12 +9,6 @@
 namespace espalier {
 namespace {
 
-void refuse_experts(const ModelShape& shape) {
-  if (shape.experts > 0)
-    throw UnsupportedError({"config.json", "a dense model", shape.architecture,
-                            "mixture-of-experts models can be planned but not run yet"});
-}
-
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
 
@@ -40,7 +34,6 @@ ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
   const ModelShape shape = read_model_shape(directory);
-  refuse_experts(shape);
   auto state = std::make_unique<ModelState>(shape, dtype);
   state->source = directory;
   progress.begin("weights", state->table.size(), "parameters");
@@ -51,7 +44,6 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
 }
 
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed) {
-  refuse_experts(shape);
   auto state = std::make_unique<ModelState>(shape, dtype);
   const Random random(seed);
   dispatch(scalar_type(dtype), [&]<class T>() {

@@ -1,0 +1,76 @@
+// The dense MLP: z = y + (silu(g) u) Wd^T with [g u] = norm(y) Wgu^T; and the choice between it and experts.
+// R rows, M width, F inner width.
+#include "espalier/model/mlp.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/model/dispatch.h"
+#include "espalier/model/expert_mlp.h"
+#include "espalier/model/products.h"
+#include "espalier/model/row_kernels.h"
+#include "espalier/model/stream_norm.h"
+
+namespace espalier {
+namespace {
+
+bool has_experts(const LayerContext& c) { return c.weights.router_weight.defined(); }
+
+at::Tensor take_like(const LayerContext& c, const LayerSaved& saved, std::int64_t width) {
+  return c.arena.take({saved.stream_mid_RM.size(0), width}, saved.stream_mid_RM.scalar_type());
+}
+
+void dense_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
+  {
+    const ArenaScope scope(c.arena);
+    const at::Tensor normed_RM = take_like(c, saved, c.shape.hidden);
+    norm_forward(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
+    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias, c.timer);
+  }
+  if (!stream_out_RM.defined()) return;
+  const ArenaScope scope(c.arena);
+  const at::Tensor act_RF = take_like(c, saved, c.shape.inner);
+  dispatch(act_RF.scalar_type(), [&]<class T>() {
+    rows::swiglu<T>(act_RF.size(0), c.shape.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
+  });
+  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias, c.timer);
+}
+
+void dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                    const LayerViews& grads) {
+  const ArenaScope scope(c.arena);
+  const at::Tensor act_RF = take_like(c, saved, c.shape.inner);  // first holds its own gradient
+  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false, c.timer);
+  dispatch(act_RF.scalar_type(), [&]<class T>() {
+    rows::swiglu_backward<T>(act_RF.size(0), c.shape.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
+                             pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
+  });
+  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena, c.timer);
+  const at::Tensor normed_RM = take_like(c, saved, c.shape.hidden);
+  norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
+  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena, c.timer);
+  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false, c.timer);
+  norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
+                grads.mlp_norm_M);
+}
+
+}  // namespace
+
+void take_mlp_saved(const LayerContext& c, LayerSaved& saved, std::int64_t rows) {
+  const at::ScalarType dtype = saved.stream_mid_RM.scalar_type();
+  saved.mlp_rstd_R = c.arena.take({rows}, accumulator_type(dtype));
+  if (has_experts(c))
+    take_expert_mlp_saved(c, saved, rows);
+  else
+    saved.gate_up_RW = c.arena.take({rows, 2 * c.shape.inner}, dtype);
+}
+
+void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
+  has_experts(c) ? expert_mlp_forward(c, saved, stream_out_RM) : dense_forward(c, saved, stream_out_RM);
+}
+
+void mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM, const LayerViews& grads) {
+  has_experts(c) ? expert_mlp_backward(c, saved, grad_stream_RM, grads)
+                 : dense_backward(c, saved, grad_stream_RM, grads);
+}
+
+}  // namespace espalier

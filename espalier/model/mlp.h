@@ -1,0 +1,21 @@
+// The second half of a block: z = y + mlp(norm(y)), dense or a mixture of experts, whichever the layer's weights are.
+//
+// Shapes: R rows that continue, M width. Interfaces as layer.h: forward overwrites, backward adds to `grads`.
+#pragma once
+
+#include "espalier/model/layer.h"
+
+namespace espalier {
+
+// Takes the members of `saved` that this half fills, for R rows.
+void take_mlp_saved(const LayerContext& context, LayerSaved& saved, std::int64_t rows);
+
+// From saved.stream_mid. Overwrites stream_out [R, M], which may be stream_mid; where it is undefined only `saved` is
+// filled again.
+void mlp_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
+
+// Turns dL/dz into dL/dy, in place. Consumes `saved`.
+void mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                  const LayerViews& grads);
+
+}  // namespace espalier

@@ -1,0 +1,90 @@
+#include "espalier/moe/load_accounting.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "espalier/base/error.h"
+
+namespace espalier::moe {
+
+LoadAccounting::LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths,
+                               RouterLosses losses)
+    : layers_(layers),
+      shape_(shape),
+      lengths_(std::move(lengths)),
+      tokens_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0})),
+      losses_(losses),
+      of_batch_(static_cast<std::size_t>(layers * shape.experts)) {
+  if (losses_.aux_coef != 0 && losses_.scope == AuxScope::rollout)
+    of_rollout_.resize(lengths_.size() * of_batch_.size());
+}
+
+std::int64_t* LoadAccounting::counts_of(std::int64_t layer, std::int64_t rollout) {
+  return of_rollout_.data() + (rollout * layers_ + layer) * shape_.experts;
+}
+const std::int64_t* LoadAccounting::counts_of(std::int64_t layer, std::int64_t rollout) const {
+  return of_rollout_.data() + (rollout * layers_ + layer) * shape_.experts;
+}
+
+std::span<const std::int64_t> LoadAccounting::load(std::int64_t layer) const {
+  return std::span(of_batch_).subspan(static_cast<std::size_t>(layer * shape_.experts),
+                                      static_cast<std::size_t>(shape_.experts));
+}
+
+void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK) {
+  if (!counting_) return;
+  std::vector<std::int64_t> chosen(static_cast<std::size_t>(shape_.experts));
+  for (const RowOwners& rows : owners) {
+    std::fill(chosen.begin(), chosen.end(), 0);
+    for (std::int64_t s = rows.begin * shape_.chosen; s < rows.end * shape_.chosen; ++s)
+      ++chosen[static_cast<std::size_t>(choice_RK[s])];
+    const auto multiplicity = static_cast<std::int64_t>(rows.rollouts.size());
+    std::int64_t* batch = of_batch_.data() + layer * shape_.experts;
+    for (std::size_t e = 0; e < chosen.size(); ++e) batch[e] += multiplicity * chosen[e];
+    if (of_rollout_.empty()) continue;
+    for (const std::int32_t rollout : rows.rollouts) {
+      std::int64_t* counts = counts_of(layer, rollout);
+      for (std::size_t e = 0; e < chosen.size(); ++e) counts[e] += chosen[e];
+    }
+  }
+}
+
+// probability_e += factor f_e / T
+void LoadAccounting::add_share(const std::int64_t* counts, std::int64_t tokens, double factor,
+                               double* probability_E) const {
+  const std::int64_t E = shape_.experts;
+  ESPALIER_INTERNAL_EQ(std::accumulate(counts, counts + E, std::int64_t{0}), shape_.chosen * tokens,
+                       "choices counted before a backward that needs all of them");
+  const double scale = factor / (static_cast<double>(shape_.chosen * tokens) * static_cast<double>(tokens));
+  for (std::int64_t e = 0; e < E; ++e) probability_E[e] += scale * static_cast<double>(counts[e]);
+}
+
+void LoadAccounting::add_owner_terms(std::int64_t layer, const RowOwners& owners, double* probability_E) const {
+  const double weight = losses_.aux_coef * static_cast<double>(shape_.experts);
+  if (losses_.scope == AuxScope::minibatch) {
+    add_share(load(layer).data(), tokens_, weight * static_cast<double>(owners.rollouts.size()), probability_E);
+    return;
+  }
+  for (const std::int32_t rollout : owners.rollouts)
+    add_share(counts_of(layer, rollout), lengths_[static_cast<std::size_t>(rollout)],
+              weight / static_cast<double>(lengths_.size()), probability_E);
+}
+
+LoadAccounting::Penalty LoadAccounting::penalty(std::int64_t layer, std::span<const RowOwners> owners) const {
+  Penalty out;
+  if (losses_.aux_coef != 0) out.probability_GE.resize(owners.size() * static_cast<std::size_t>(shape_.experts));
+  for (std::size_t g = 0; g < owners.size(); ++g) {
+    out.group_R.resize(static_cast<std::size_t>(owners[g].end), static_cast<std::int32_t>(g));
+    if (losses_.aux_coef != 0)
+      add_owner_terms(layer, owners[g], out.probability_GE.data() + g * static_cast<std::size_t>(shape_.experts));
+    if (losses_.z_coef != 0)
+      out.z_G.push_back(losses_.z_coef * static_cast<double>(owners[g].rollouts.size()) / static_cast<double>(tokens_));
+  }
+  return out;
+}
+
+RouterPenalty LoadAccounting::Penalty::view() const {
+  return {group_R.data(), probability_GE.empty() ? nullptr : probability_GE.data(), z_G.empty() ? nullptr : z_G.data()};
+}
+
+}  // namespace espalier::moe
