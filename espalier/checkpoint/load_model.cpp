@@ -26,6 +26,7 @@ struct Tensors {
   fs::path where;  // named in messages
   std::list<SafetensorsFile> files;
   std::map<std::string, const SafetensorsEntry*> by_name;
+  std::list<SafetensorsEntry> parts;  // of fused tensors, under the names they have on their own
 };
 
 void open_file(const fs::path& path, Tensors& tensors) {
@@ -72,6 +73,48 @@ void open_shards(const fs::path& index_path, Tensors& tensors) {
           {where, "tensor '" + printable(name) + "' in '" + file + "'", "none there", "Fetch the model again"});
 }
 
+// The slice [index] of the first dimension, or half of it where there are two.
+SafetensorsEntry part_of(const SafetensorsEntry& whole, std::string name, std::int64_t index, std::int64_t half,
+                         std::int64_t halves) {
+  SafetensorsEntry part = whole;
+  part.name = std::move(name);
+  part.shape = {whole.shape[1] / halves, whole.shape[2]};
+  part.count = part.shape[0] * part.shape[1];
+  part.bytes = part.count * bytes_of(whole.type);
+  part.data = whole.data + (index * halves + half) * part.bytes;
+  return part;
+}
+
+// Recent transformers may store the experts of a layer as two tensors, experts.gate_up_proj [E, 2F, M] (gate, then up)
+// and experts.down_proj [E, M, F]: they are read as their slices.
+void split_fused_experts(Tensors& tensors) {
+  std::vector<const SafetensorsEntry*> fused;
+  for (const auto& [name, entry] : tensors.by_name)
+    if ((name.ends_with(".experts.gate_up_proj") || name.ends_with(".experts.down_proj")) && entry->shape.size() == 3)
+      fused.push_back(entry);
+  for (const SafetensorsEntry* entry : fused) {
+    const std::string experts = entry->name.substr(0, entry->name.rfind('.') + 1);
+    const bool down = entry->name.ends_with(".down_proj");
+    if (!down && entry->shape[1] % 2 != 0) continue;  // reported as unexpected
+    tensors.by_name.erase(entry->name);
+    for (std::int64_t e = 0; e < entry->shape[0]; ++e) {
+      const std::string expert = experts + std::to_string(e) + ".";
+      const auto add = [&](const std::string& name, std::int64_t half, std::int64_t halves) {
+        tensors.parts.push_back(part_of(*entry, expert + name + ".weight", e, half, halves));
+        if (!tensors.by_name.emplace(tensors.parts.back().name, &tensors.parts.back()).second)
+          throw InputError({tensors.where.string(), "every expert once",
+                            "'" + printable(tensors.parts.back().name) + "' fused and on its own", ""});
+      };
+      if (down) {
+        add("down_proj", 0, 1);
+      } else {
+        add("gate_proj", 0, 2);
+        add("up_proj", 1, 2);
+      }
+    }
+  }
+}
+
 Tensors open_model(const fs::path& directory) {
   Tensors tensors;
   tensors.where = directory;
@@ -88,6 +131,7 @@ Tensors open_model(const fs::path& directory) {
   } else {
     throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
   }
+  split_fused_experts(tensors);
   return tensors;
 }
 

@@ -171,8 +171,37 @@ void read_rope(const Members& config, ModelShape& shape) {
     members.fail("high_freq_factor", "above low_freq_factor");
 }
 
+// Routing that looks at more than one token, or that is random, cannot be shared; other routers are not Qwen3-MoE's.
+void refuse_routing(const Members& config) {
+  const auto refuse = [&](const char* name, const char* supported) {
+    config.refuse(text_of(name, " = ", shown(config.at(name))), supported);
+  };
+  const auto set = [&](const char* name) {
+    return config.has(name) && config.at(name) != Json(false) && config.at(name) != Json(0) &&
+           config.at(name) != Json(0.0);
+  };
+  for (const char* name : {"router_jitter_noise", "input_jitter_noise", "jitter_noise", "router_noise",
+                           "router_noise_std", "moe_input_jitter_eps"})
+    if (set(name)) refuse(name, "a router without noise (a shared row must be routed the same in every rollout)");
+  for (const char* name : {"expert_capacity", "capacity_factor", "moe_capacity_factor", "expert_capacity_factor",
+                           "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"})
+    if (set(name)) refuse(name, "experts without a capacity: no token is dropped for what other tokens chose");
+  for (const char* name : {"expert_choice", "use_expert_choice", "balanced_routing"})
+    if (set(name)) refuse(name, "tokens that choose experts, each on its own");
+  if (config.has("moe_router_load_balancing_type") && config.at("moe_router_load_balancing_type") == Json("sinkhorn"))
+    refuse("moe_router_load_balancing_type", "tokens that choose experts, each on its own");
+  for (const char* name : {"shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"})
+    if (set(name)) refuse(name, "layers without shared experts");
+  for (const char* name : {"scoring_func", "moe_router_score_function"})
+    if (config.has(name) && config.at(name) != Json("softmax")) refuse(name, "softmax over all experts");
+  for (const char* name : {"n_group", "topk_group", "routed_scaling_factor"})
+    if (config.has(name) && config.at(name) != Json(1) && config.at(name) != Json(1.0))
+      refuse(name, "the top-k over all experts, without groups or scaling");
+}
+
 void read_experts(const Members& config, ModelShape& shape) {
-  shape.experts = config.integer("num_experts", 1, 65536);
+  // Recent transformers save num_experts under the other name.
+  shape.experts = config.integer(config.has("num_experts") ? "num_experts" : "num_local_experts", 1, 65536);
   shape.experts_per_token = config.integer("num_experts_per_tok", 1, shape.experts);
   shape.expert_inner = config.integer("moe_intermediate_size", 1, 1 << 24);
   shape.norm_topk_prob = config.flag("norm_topk_prob", false);
@@ -234,7 +263,10 @@ ModelShape model_shape_of(const Json& json, const std::string& where) {
   shape.stored_dtype = read_dtype(config);
   shape.expert_layer.assign(shape.layers, 0);
   read_rope(config, shape);
-  if (family.experts) read_experts(config, shape);
+  if (family.experts) {
+    refuse_routing(config);
+    read_experts(config, shape);
+  }
 
   refuse_dropout(config);
   refuse_sliding_window(config, shape);

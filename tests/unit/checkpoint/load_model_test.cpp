@@ -50,6 +50,32 @@ TEST_F(LoadModel, IgnoresRotaryBuffers) {
   EXPECT_EQ(loaded(), values());
 }
 
+// experts.gate_up_proj [E, 2F, M] and experts.down_proj [E, M, F] are the table's own ranges.
+TEST_F(LoadModel, ReadsFusedExpertsAsTheirSlices) {
+  shape = moe_shape();
+  const ParameterTable table(shape);
+  const std::string layer = "model.layers.1.mlp.experts.";
+  const std::vector<float> all = values();
+  const auto slice = [&](const std::string& first, std::int64_t count) {
+    const auto begin = all.begin() + table.at(layer + first).offset;
+    return std::vector<float>(begin, begin + count);
+  };
+  const auto without_experts = [](const std::string& name) {
+    return name.find(".experts.") == std::string::npos ? name : std::string();
+  };
+  write_model(file(), table, all, without_experts,
+              {{{layer + "gate_up_proj", TensorType::F32, {3, 8, 8}}, slice("0.gate_proj.weight", 3 * 8 * 8)},
+               {{layer + "down_proj", TensorType::F32, {3, 8, 4}}, slice("0.down_proj.weight", 3 * 8 * 4)}});
+  EXPECT_EQ(loaded(), all);
+  write_model(file(), table, all, without_experts,
+              {{{layer + "gate_up_proj", TensorType::F32, {2, 8, 8}}, slice("0.gate_proj.weight", 2 * 8 * 8)},
+               {{layer + "down_proj", TensorType::F32, {3, 8, 4}}, slice("0.down_proj.weight", 3 * 8 * 4)}});
+  EXPECT_HOLDS(error(), "experts.2.gate_proj.weight");
+  write_model(file(), table, all, kSameName,
+              {{{layer + "down_proj", TensorType::F32, {3, 8, 4}}, slice("0.down_proj.weight", 3 * 8 * 4)}});
+  EXPECT_HOLDS(error(), "fused and on its own");
+}
+
 TEST_F(LoadModel, AddsThePrefixToABareDecoder) {
   write_model(file(), ParameterTable(shape), values(),
               [](const std::string& name) { return name.starts_with("model.") ? name.substr(6) : name; });

@@ -67,6 +67,24 @@ TEST(ParameterTable, FollowsTheFlagsOfAFamily) {
   EXPECT_EQ(ParameterTable(shape).size(), untied - shape.vocabulary * shape.hidden);
 }
 
+TEST(ParameterTable, NamesExpertsAsHuggingFaceDoesAndPlacesThemTogether) {
+  const ParameterTable table(moe_shape());
+  EXPECT_TRUE(table.contains("model.layers.0.mlp.gate_proj.weight"));
+  EXPECT_FALSE(table.contains("model.layers.1.mlp.gate_proj.weight"));
+  EXPECT_EQ(table.at("model.layers.1.mlp.gate.weight").shape, (std::vector<std::int64_t>{3, 8}));
+  std::string before = "gate.weight";
+  for (const char* name : {"experts.0.gate_proj.weight", "experts.0.up_proj.weight", "experts.1.gate_proj.weight",
+                           "experts.1.up_proj.weight", "experts.2.gate_proj.weight", "experts.2.up_proj.weight",
+                           "experts.0.down_proj.weight", "experts.1.down_proj.weight", "experts.2.down_proj.weight"}) {
+    const Parameter &a = table.at("model.layers.1.mlp." + before),
+                    &b = table.at(std::string("model.layers.1.mlp.") + name);
+    EXPECT_EQ(a.offset + a.count, b.offset) << name;
+    before = name;
+  }
+  EXPECT_EQ(table.at("model.layers.1.mlp.experts.2.up_proj.weight").shape, (std::vector<std::int64_t>{4, 8}));
+  EXPECT_EQ(table.at("model.layers.1.mlp.experts.2.down_proj.weight").shape, (std::vector<std::int64_t>{8, 4}));
+}
+
 TEST(ParameterTable, RefusesAnUnknownName) {
   EXPECT_THROW(ParameterTable(llama_shape()).at("model.nothing"), InternalError);
 }

@@ -66,6 +66,15 @@ inline ModelShape llama_shape() {
   return shape;
 }
 
+// Experts in the second layer only.
+inline ModelShape moe_shape() {
+  ModelShape shape = llama_shape();
+  shape.architecture = "Qwen3MoeForCausalLM";
+  shape.experts = 3, shape.experts_per_token = 2, shape.expert_inner = 4;
+  shape.expert_layer = {0, 1};
+  return shape;
+}
+
 // Every bit pattern may occur: NaN with payload, infinities, subnormals.
 inline std::vector<std::byte> random_bytes(std::size_t count, std::uint64_t seed) {
   std::vector<std::byte> out(count);

@@ -104,6 +104,13 @@ TEST(ModelShape, ReadsRopeParametersOfEitherForm) {
   EXPECT_EQ(model_shape_of(nested, "").rope_scaling.factor, 8);
 }
 
+TEST(ModelShape, ReadsTheNumberOfExpertsUnderEitherName) {
+  Json config = qwen3_moe_config();
+  config.erase("num_experts");
+  config["num_local_experts"] = 64;
+  EXPECT_EQ(model_shape_of(config, "").experts, 64);
+}
+
 TEST(ModelShape, PlacesExpertLayers) {
   Json config = qwen3_moe_config();
   config["decoder_sparse_step"] = 2;
@@ -130,6 +137,12 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
   refused(llama_config(), "quantization_config", Json::object(), "quantization_config");
   refused(llama_config(), "torch_dtype", "float8_e4m3fn", "float8_e4m3fn");
   refused(qwen3_config(), "partial_rotary_factor", 0.5, "partial_rotary_factor");
+  for (const char* member :
+       {"router_jitter_noise", "input_jitter_noise", "expert_capacity", "capacity_factor", "moe_capacity_factor",
+        "expert_choice", "shared_expert_intermediate_size", "routed_scaling_factor", "n_group"})
+    refused(qwen3_moe_config(), member, 2, member);
+  refused(qwen3_moe_config(), "scoring_func", "sigmoid", "scoring_func");
+  refused(qwen3_moe_config(), "moe_router_load_balancing_type", "sinkhorn", "moe_router_load_balancing_type");
   Json sliding = qwen2_config();
   sliding["use_sliding_window"] = true;
   sliding["sliding_window"] = 4096;
