@@ -1,3 +1,5 @@
+// The program: signals first, then the verb (cli/program.h).
+
 #include "cli/interrupt.h"
 #include "cli/program.h"
 

@@ -27,8 +27,8 @@ Json step_json(const StepReport& step) {
   out["pg_loss"] = g.loss.pg_loss;
   out["kl_loss"] = g.loss.kl_loss;
   out["entropy"] = g.loss.entropy;
-  out["aux_loss"] = 0.0;
-  out["z_loss"] = 0.0;
+  out["aux_loss"] = g.router.aux_loss;
+  out["z_loss"] = g.router.z_loss;
   out["clip_fraction"] = g.loss.clip_fraction;
   out["loss_tokens"] = g.loss.loss_tokens;
   out["grad_norm"] = step.update.grad_norm;
@@ -39,12 +39,11 @@ Json step_json(const StepReport& step) {
                  {"trunk", g.trunk_rows},
                  {"wave", g.wave_rows}};
   out["trunk_forwards"] = g.trunk_forwards;
+  if (!g.router.load.empty()) out["router"] = {{"counting_pass", g.router.counting_pass}, {"load", g.router.load}};
   out["waves"] = g.plan.waves;
-  out["seconds"] = {{"total", g.seconds.total},
-                    {"plan", g.seconds.plan},
-                    {"trunk_forward", g.seconds.phases.trunk_forward},
-                    {"waves", g.seconds.phases.waves},
-                    {"trunk_backward", g.seconds.phases.trunk_backward},
+  out["seconds"] = {{"total", g.seconds.total},        {"plan", g.seconds.plan},
+                    {"counting", g.seconds.counting},  {"trunk_forward", g.seconds.phases.trunk_forward},
+                    {"waves", g.seconds.phases.waves}, {"trunk_backward", g.seconds.phases.trunk_backward},
                     {"optimizer", g.seconds.optimizer}};
   out["peak_bytes"] = peaks_json(g.peak_bytes);
   out["arena_bytes"] = peaks_json(g.arena_bytes);

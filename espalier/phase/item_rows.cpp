@@ -35,15 +35,28 @@ void add_outputs(ItemRows& out, std::span<const Rollout> batch) {
   }
 }
 
+// The rollouts of every segment's rows.
+void add_owners(Rows& rows, const RowSet& set, moe::LoadAccounting& accounting) {
+  rows.accounting = &accounting;
+  for (const RowSegment& segment : set.segments) {
+    const auto owners =
+        std::span<const std::int32_t>(set.rollouts)
+            .subspan(static_cast<std::size_t>(segment.first), static_cast<std::size_t>(segment.last - segment.first));
+    rows.owners.push_back({segment.row, segment.row + segment.end - segment.begin, owners});
+  }
+}
+
 }  // namespace
 
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs) {
+ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs,
+                        moe::LoadAccounting* accounting) {
   ItemRows out;
   out.rows.path_rows = item.path_rows;
   out.rows.in_path = item.kind == ItemKind::trunk;
   for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
   if (ESPALIER_MUTATION(mask_leak))
     for (auto& end : out.rows.subtree_end) end = std::min(end + 1, item.set.rows);
+  if (accounting != nullptr) add_owners(out.rows, item.set, *accounting);
   out.edges = edges_of(item.set, batch, all_logprobs);
   if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !out.edges.empty())
     out.edges.push_back(out.edges.front());

@@ -21,6 +21,8 @@ struct ItemRows {
   std::vector<LossEdge> edges;       // [E], in the same order
 };
 
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs);
+// `accounting` may be null. The item must outlive the result: rows.owners point into it.
+ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs,
+                        moe::LoadAccounting* accounting);
 
 }  // namespace espalier

@@ -15,7 +15,7 @@ Keep what_to_keep(const StepRun& step, const PlanItem& item) {
 }  // namespace
 
 ItemRun::ItemRun(StepRun& step, const PlanItem& item)
-    : step_(step), item_(item), rows_(make_item_rows(item, step.batch, step.all_logprobs)) {
+    : step_(step), item_(item), rows_(make_item_rows(item, step.batch, step.all_logprobs, step.accounting)) {
   (item.kind == ItemKind::trunk ? step.trunk_rows : step.wave_rows) += rows_.rows.rows();
 }
 
@@ -27,6 +27,7 @@ void ItemRun::forward() {
   if (step_.trains())
     grad_normed_OM_ = step_.arena.take({rows_.rows.outputs(), step_.decoder.shape().hidden}, step_.decoder.dtype());
   saved_ = step_.decoder.forward(rows_.rows, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
+  if (step_.counts_only) return;
   const TimedPart timed(step_.timer, part::kHead);
   if (step_.trains() && !step_.objective->needs_whole_rollout())
     score_with_gradient();

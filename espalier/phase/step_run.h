@@ -30,9 +30,11 @@ struct StepRun {
   std::span<const Rollout> batch;
   KvPath& path;
   Arena& arena;
-  Objective* objective = nullptr;    // null: forward only
-  GradientSet* gradients = nullptr;  // null: forward only
-  bool all_logprobs = false;         // masked tokens too
+  Objective* objective = nullptr;             // null: forward only
+  GradientSet* gradients = nullptr;           // null: forward only
+  bool all_logprobs = false;                  // masked tokens too
+  moe::LoadAccounting* accounting = nullptr;  // router losses; null: none
+  bool counts_only = false;                   // forward only, for the routers' choices: no log-probs
 
   std::vector<RolloutSeries> series = {};  // one per rollout of the batch
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;

@@ -1,7 +1,9 @@
 #include "espalier/train/step.h"
 
 #include <algorithm>
+#include <optional>
 
+#include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
@@ -40,6 +42,50 @@ StepProfile profile_of(const Timer& timer, const GradientReport& report, const A
   return profile;
 }
 
+moe::RouterLosses router_losses_of(const Options& options) {
+  const bool whole = options.router_aux_loss_scope == "minibatch";
+  return {options.router_aux_loss_coef, options.router_z_loss_coef,
+          whole ? moe::AuxScope::minibatch : moe::AuxScope::rollout};
+}
+
+moe::RouterShape router_shape_of(const ModelShape& shape) {
+  return {0, shape.experts, shape.experts_per_token, shape.norm_topk_prob};
+}
+
+// The accounting of a mini-batch's routers; none where no router loss is on.
+std::optional<moe::LoadAccounting> accounting_of(const Actor& actor, std::span<const Rollout> batch) {
+  const moe::RouterLosses losses = router_losses_of(actor.options);
+  if (!losses.any()) return std::nullopt;
+  if (actor.model.shape.experts == 0)
+    throw OptionError({losses.aux_coef != 0 ? "--router-aux-loss-coef" : "--router-z-loss-coef", "a model with routers",
+                       actor.model.shape.architecture, "leave the option out for dense models"});
+  std::vector<std::int64_t> lengths;
+  for (const Rollout& rollout : batch) lengths.push_back(rollout.length());
+  return moe::LoadAccounting(actor.model.shape.layers, router_shape_of(actor.model.shape), std::move(lengths), losses);
+}
+
+// One forward of the plan for the choices of its routers alone.
+void count_choices(Actor& actor, std::span<const Rollout> batch, const StepPlan& plan,
+                   moe::LoadAccounting& accounting) {
+  const ArenaScope scope(actor.arena);
+  KvPath path(actor.model.shape, plan.max_path_rows, actor.model.decoder.dtype(), false, actor.arena);
+  StepRun run{actor.model.decoder, batch, path, actor.arena};
+  run.accounting = &accounting, run.counts_only = true;
+  run_schedule(run, plan);
+  accounting.finish_counting();
+}
+
+RouterReport report_of(const moe::LoadAccounting& accounting, const ModelShape& shape) {
+  RouterReport report{accounting.aux_loss(), accounting.z_loss(), accounting.needs_counting_pass(), {}};
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    report.load.emplace_back();
+    if (!has_experts(shape, layer)) continue;
+    const auto load = accounting.load(layer);
+    report.load.back().assign(load.begin(), load.end());
+  }
+  return report;
+}
+
 }  // namespace
 
 Actor::Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile)
@@ -72,10 +118,17 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_l
     const TimedPart timed(timer, part::kPlan);
     report.plan = plan_step(actor.model.shape, actor.options, actor.machine, batch.rollouts, all_logprobs, kind);
   }
+  std::optional<moe::LoadAccounting> accounting = accounting_of(actor, batch.rollouts);
+  if (accounting && accounting->needs_counting_pass()) {
+    const Timer counting;
+    count_choices(actor, batch.rollouts, report.plan, *accounting);
+    report.seconds.counting = counting.total();
+  }
   if (!ESPALIER_MUTATION(gradients_not_zeroed)) actor.gradients.zero();
   const ArenaScope scope(actor.arena);
   KvPath path(actor.model.shape, report.plan.max_path_rows, actor.model.decoder.dtype(), true, actor.arena);
   StepRun run{actor.model.decoder, batch.rollouts, path, actor.arena, &objective, &actor.gradients, all_logprobs};
+  if (accounting) run.accounting = &*accounting;
   if (actor.options.profile) run.timer = &timer;
   if (actor.on_share) {
     const auto all_rows = static_cast<double>(std::max<std::int64_t>(1, report.plan.physical_rows()));
@@ -84,6 +137,10 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_l
   run_schedule(run, report.plan);
 
   report.loss = objective.parts();
+  if (accounting) {
+    report.router = report_of(*accounting, actor.model.shape);
+    report.loss.loss += accounting->weighted_loss();
+  }
   report.trunk_rows = run.trunk_rows, report.wave_rows = run.wave_rows, report.trunk_forwards = run.trunk_forwards;
   report.series = std::move(run.series);
   report.seconds.phases = run.seconds;

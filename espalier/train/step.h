@@ -34,12 +34,20 @@ struct Actor {
 };
 
 struct StepSeconds {
-  double total = 0, plan = 0, optimizer = 0;
+  double total = 0, plan = 0, counting = 0, optimizer = 0;
   PhaseSeconds phases;
 };
 
+// Losses and loads of the routers, where a router loss is on; a shared token counts once per rollout.
+struct RouterReport {
+  double aux_loss = 0, z_loss = 0;              // before their coefficients, layers summed
+  bool counting_pass = false;                   // a forward pass counted the choices first
+  std::vector<std::vector<std::int64_t>> load;  // choices of every expert, by layer; empty: a dense layer
+};
+
 struct GradientReport {
-  LossParts loss;
+  LossParts loss;  // loss: with the router losses
+  RouterReport router;
   StepPlan plan;
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   std::vector<RolloutSeries> series;  // per rollout of the mini-batch
