@@ -8,6 +8,21 @@
 #include "espalier/model/dispatch.h"
 
 namespace espalier::testing {
+namespace {
+
+// "qwen3-moe": 8 experts, 2 a token, renormalised, in every layer. Others vary one thing.
+void add_experts(ModelShape& shape, const std::string& family) {
+  shape.experts = 8, shape.experts_per_token = 2, shape.expert_inner = 12;
+  shape.norm_topk_prob = true;
+  shape.expert_layer = {1, 1, 1};
+  if (family == "qwen3-moe-plain") shape.norm_topk_prob = false;
+  if (family == "qwen3-moe-sparse") shape.expert_layer = {0, 1, 0};  // decoder_sparse_step 2: a dense last layer
+  if (family == "qwen3-moe-one") shape.experts = 2, shape.experts_per_token = 1, shape.norm_topk_prob = false;
+  if (family == "qwen3-moe-all") shape.experts = shape.experts_per_token = 4;
+  if (family == "qwen3-moe-many") shape.experts = 16, shape.experts_per_token = 4;
+}
+
+}  // namespace
 
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   ModelShape shape;
@@ -26,6 +41,10 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.architecture = "Qwen2ForCausalLM";
     shape.qkv_bias = true;
     shape.kv_heads = 4;
+  } else if (family.starts_with("qwen3-moe")) {
+    shape.architecture = "Qwen3MoeForCausalLM";
+    shape.qk_norm = true;
+    add_experts(shape, family);
   } else {
     shape.architecture = "Qwen3ForCausalLM";
     shape.qk_norm = shape.tied_head = true;
@@ -42,6 +61,9 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   for (const Parameter& p : exact->table.parameters())
     if (p.shape.size() == 1)
       for (std::int64_t i = 0; i < p.count; ++i) pointer<double>(exact->weights)[p.offset + i] += 0.3 * random.normal();
+  for (const Parameter& p : exact->table.parameters())
+    if (family == "qwen3-moe-ties" && p.name.ends_with("mlp.gate.weight"))
+      exact->weights.narrow(0, p.offset, p.count).zero_();
   if (dtype == DType::float64) return exact;
   auto model = std::make_unique<ModelState>(shape, dtype);
   model->weights.copy_(exact->weights);

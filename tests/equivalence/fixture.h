@@ -12,7 +12,10 @@
 namespace espalier::testing {
 
 // "llama" (rope scaling, untied), "llama-bias" (all biases, tied), "qwen2" (q, k, v biases, untied), "qwen3" (QK-norm,
-// tied, head size that is not width / heads).
+// tied, head size that is not width / heads), "qwen3-moe" (QK-norm, untied, 8 experts, 2 a token, in every layer) and
+// its variants "-plain" (weights not renormalised), "-sparse" (experts in every second layer), "-one" (one of 2),
+// "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses experts 0 and 1, nobody the
+// others).
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.

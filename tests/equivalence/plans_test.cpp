@@ -58,7 +58,10 @@ TEST_P(Families, EveryPlanEqualsAutograd) {
   c.rollouts = ragged();
   for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
 }
-INSTANTIATE_TEST_SUITE_P(Models, Families, ::testing::Values("llama", "llama-bias", "qwen2", "qwen3"),
+INSTANTIATE_TEST_SUITE_P(Models, Families,
+                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
+                                           "qwen3-moe-sparse", "qwen3-moe-one", "qwen3-moe-all", "qwen3-moe-many",
+                                           "qwen3-moe-ties"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::erase(name, '-');
@@ -97,11 +100,11 @@ INSTANTIATE_TEST_SUITE_P(Objectives, Losses,
 
 // The generator's own choice of everything; a failing seed is printed by SCOPED_TRACE.
 TEST(Generated, EveryPlanEqualsAutograd) {
-  const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3"};
+  const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"};
   for (std::uint64_t seed = 100; seed < 124; ++seed) {
     Case c;
     c.seed = seed;
-    c.family = families[seed % 4];
+    c.family = families[seed % 5];
     c.rollouts = any_options(seed, 12);
     c.rollouts.vocabulary = 50;
     c.rollouts.rewards = true;

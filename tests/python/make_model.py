@@ -24,6 +24,12 @@ FAMILIES = {
     "llama_untied": dict(kind="Llama", tied=False, sharded=False, config=dict(num_key_value_heads=4, head_dim=8)),
     "qwen2_untied": dict(kind="Qwen2", tied=False, sharded=False, config=dict(num_key_value_heads=1)),
     "qwen3_sharded": dict(kind="Qwen3", tied=False, sharded=True, config=dict(num_key_value_heads=2, head_dim=24)),
+    "qwen3_moe": dict(kind="Qwen3Moe", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)),
+    # Experts in every second layer, weights not renormalised, several files.
+    "qwen3_moe_sparse": dict(kind="Qwen3Moe", tied=True, sharded=True, config=dict(
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=False,
+        decoder_sparse_step=2)),
     "qwen3_tied": dict(kind="Qwen3", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16)),
 }
 

@@ -1,7 +1,7 @@
 """A plain dense trainer on Hugging Face transformers: one rollout a forward, nothing shared, torch autograd, AdamW.
 
-In float64 everything is float64: transformers itself computes rotary tables, norms and the softmax of attention in float32,
-so those three are replaced here by their float64 formulas. In float32 the model runs as transformers ships it.
+In float64 everything is float64: transformers itself computes rotary tables, norms and the softmax of attention and of routers
+in float32, so those are replaced here by their float64 formulas. In float32 the model runs as transformers ships it.
 """
 
 import math
@@ -61,15 +61,41 @@ def norm64(module, hidden):
     return module.weight * hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
+def router64(module, hidden):
+    """Softmax over all experts, the largest of them, their shares where the config says so."""
+    hidden = hidden.reshape(-1, module.hidden_dim)
+    logits = hidden @ module.weight.T
+    weights, chosen = torch.topk(torch.softmax(logits, dim=-1), module.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, chosen
+
+
+def by_expert(tensors):
+    """{name: tensor} with the stacked experts of transformers' modules under the names of their files."""
+    out = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            out[name] = tensor
+            continue
+        for expert, values in enumerate(tensor):
+            parts = {"gate_proj": values.chunk(2)[0], "up_proj": values.chunk(2)[1]} if kind == "gate_up_proj" else {kind: values}
+            out.update({f"{stem}.{expert}.{part}.weight": value.contiguous() for part, value in parts.items()})
+    return out
+
+
 def load_model(directory, dtype):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
     if dtype == torch.float64:
         model.config._attn_implementation = "espalier_oracle_float64"
         model.model.rotary_emb = Rotary(model.config)
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = norm64.__get__(module)
+            if type(module).__name__.endswith("TopKRouter"):
+                module.forward = router64.__get__(module)
     return model
 
 
@@ -100,7 +126,7 @@ def gradients(model, records, advantage_series, options):
     loss, parts = objective.loss(records, logprobs, entropies, advantage_series, options)
     if loss.requires_grad:
         loss.backward()
-    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    found = by_expert({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
     series = [x.detach().tolist() for x in logprobs], [x.detach().tolist() for x in entropies]
     return float(loss.detach()), {k: float(v.detach()) for k, v in parts.items()}, found, *series
 
@@ -137,7 +163,7 @@ def train(model, records, options, *, lr, epochs=1, mini_batch_size=0, max_grad_
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
             factor = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
             for name, parameter in named:
-                parameter.grad = found[name] * factor
+                parameter.grad = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) * factor
             for group in optimizer.param_groups:
                 # as transformers' get_constant_schedule_with_warmup: the first step has rate 0
                 group["lr"] = lr * min(1.0, len(history) / warmup_steps) if warmup_steps else lr

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from comparison import Trained
 from make_model import FAMILIES, make_rollouts, write_records
@@ -44,6 +44,20 @@ def test_a_learning_rate_of_zero_gives_the_same_model_back(family, espalier, mod
         assert new.dtype == torch.float32 and torch.equal(old, new), name
     ids = torch.tensor([[5, 17, 40, 3, 8]])
     assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
+
+
+def test_fused_experts_are_the_same_model(espalier, model_of, rollouts, tmp_path):
+    """Recent transformers may save all experts of a layer as one tensor: read as the same weights."""
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    stacked = {name: p.detach().contiguous() for name, p in load(model_of("qwen3_moe")).named_parameters()}
+    assert any(name.endswith(".experts.gate_up_proj") for name in stacked)
+    save_file(stacked, fused / "model.safetensors")
+    (fused / "config.json").write_text((model_of("qwen3_moe") / "config.json").read_text())
+    runs = [Trained(espalier, directory, rollouts, tmp_path / name)
+            for name, directory in (("a", model_of("qwen3_moe")), ("b", fused))]
+    for name, gradient in runs[0].gradients.items():
+        assert torch.equal(gradient, runs[1].gradients[name]), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,8 +52,41 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return at::cat({a * cos - b * sin, b * cos + a * sin}, 2);
 }
 
+Tensor swiglu(const Tensor& x, const Weights& w, const std::string& mlp) {
+  const Tensor gate = affine(x, w[mlp + "gate_proj.weight"], w.bias(mlp + "gate_proj.bias"));
+  const Tensor up = affine(x, w[mlp + "up_proj.weight"], w.bias(mlp + "up_proj.bias"));
+  return affine(gate * gate.sigmoid() * up, w[mlp + "down_proj.weight"], w.bias(mlp + "down_proj.bias"));
+}
+
+// What a rollout's pass through one router leaves for the router losses.
+struct Routing {
+  std::int64_t layer;
+  Tensor probability;  // [n, E]
+  Tensor log_sum_exp;  // [n]
+  Tensor chosen;       // [n, E], 1 where the token goes
+};
+
+// Every expert runs on every token; the weights of those not chosen are zero.
+Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const std::string& mlp,
+               std::vector<Routing>& routings) {
+  const Tensor logits = at::matmul(x, w[mlp + "gate.weight"].t());
+  const Tensor probability = logits.softmax(-1);
+  // A stable sort: ties go to the lower expert.
+  const Tensor order = std::get<1>(at::sort(probability.detach(), /*stable=*/true, -1, /*descending=*/true));
+  const Tensor best = order.slice(1, 0, shape.experts_per_token);
+  const Tensor chosen = at::zeros_like(probability.detach()).scatter_(1, best, 1.0);
+  Tensor weight = probability * chosen;
+  if (shape.norm_topk_prob) weight = weight / weight.sum(-1, true);
+  Tensor out = at::zeros_like(x);
+  for (std::int64_t e = 0; e < shape.experts; ++e)
+    out = out + weight.slice(1, e, e + 1) * swiglu(x, w, mlp + "experts." + std::to_string(e) + ".");
+  routings.push_back({layer, probability, logits.logsumexp(-1), chosen});
+  return out;
+}
+
 // log-softmax over the vocabulary of every row, [n, V].
-Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollout& rollout) {
+Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollout& rollout,
+                         std::vector<Routing>& routings) {
   const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
   std::vector<std::int64_t> ids;
   for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
@@ -78,9 +111,8 @@ Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollou
     const Tensor attended = at::matmul(scores.masked_fill(hidden_keys, -INFINITY).softmax(-1), v);
     x = x + affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
     const Tensor m = norm(x, w[p + "post_attention_layernorm.weight"], shape.rms_norm_eps);
-    const Tensor gate = affine(m, w[p + "mlp.gate_proj.weight"], w.bias(p + "mlp.gate_proj.bias"));
-    const Tensor up = affine(m, w[p + "mlp.up_proj.weight"], w.bias(p + "mlp.up_proj.bias"));
-    x = x + affine(gate * gate.sigmoid() * up, w[p + "mlp.down_proj.weight"], w.bias(p + "mlp.down_proj.bias"));
+    const bool sparse = w.by_name.count(p + "mlp.gate.weight") != 0;
+    x = x + (sparse ? experts(shape, w, m, l, p + "mlp.", routings) : swiglu(m, w, p + "mlp."));
   }
   x = norm(x, w["model.norm.weight"], shape.rms_norm_eps);
   const Tensor& head = shape.tied_head ? w["model.embed_tokens.weight"] : w["lm_head.weight"];
@@ -137,6 +169,55 @@ Tensor aggregate(const Tensor& loss, const Tensor& mask, const Totals& totals, c
   return sum / totals.rollouts / (o.loss_scale_factor > 0 ? o.loss_scale_factor : totals.longest);
 }
 
+// coef E sum_e f_e P_e of the tokens of some rollouts, layers summed.
+Tensor balance(const ModelShape& shape, const std::vector<std::vector<Routing>>& rollouts) {
+  Tensor total = at::zeros({}, rollouts[0][0].probability.options());
+  for (std::size_t l = 0; l < rollouts[0].size(); ++l) {
+    std::vector<Tensor> probability, chosen;
+    for (const auto& layers : rollouts) {
+      probability.push_back(layers[l].probability);
+      chosen.push_back(layers[l].chosen);
+    }
+    const Tensor share = at::cat(chosen).mean(0) / static_cast<double>(shape.experts_per_token);
+    total = total + static_cast<double>(shape.experts) * (share * at::cat(probability).mean(0)).sum();
+  }
+  return total;
+}
+
+// Every rollout on its own, all its tokens; adds the gradients of the router losses to the leaves.
+void add_router_losses(const ModelShape& shape, const Weights& w, std::span<const Rollout> batch,
+                       const Options& options, OracleResult& out) {
+  std::vector<std::vector<Routing>> rollouts;
+  for (const Rollout& rollout : batch) {
+    rollouts.emplace_back();
+    log_probabilities(shape, w, rollout, rollouts.back());
+  }
+  Tensor aux = at::zeros({}, rollouts[0][0].probability.options()), z = at::zeros_like(aux);
+  if (options.router_aux_loss_scope == "minibatch")
+    aux = balance(shape, rollouts);
+  else
+    for (const auto& layers : rollouts) aux = aux + balance(shape, {layers}) / static_cast<double>(batch.size());
+  std::int64_t tokens = 0;
+  out.load.assign(static_cast<std::size_t>(shape.layers), {});
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    tokens += batch[i].length();
+    for (const Routing& routing : rollouts[i]) {
+      z = z + routing.log_sum_exp.pow(2).sum();
+      auto& load = out.load[static_cast<std::size_t>(routing.layer)];
+      load.resize(static_cast<std::size_t>(shape.experts));
+      const Tensor counts = routing.chosen.sum(0);
+      for (std::int64_t e = 0; e < shape.experts; ++e)
+        load[static_cast<std::size_t>(e)] += static_cast<std::int64_t>(counts[e].item<double>());
+    }
+  }
+  z = z / static_cast<double>(tokens);
+  const Tensor loss = options.router_aux_loss_coef * aux + options.router_z_loss_coef * z;
+  if (options.router_aux_loss_coef != 0) out.aux_loss = aux.item<double>();
+  if (options.router_z_loss_coef != 0) out.z_loss = z.item<double>();
+  out.loss += loss.item<double>();
+  loss.backward();
+}
+
 }  // namespace
 
 OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
@@ -157,7 +238,8 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
     out.logprobs.emplace_back();
     out.entropies.emplace_back();
     if (r.response_length() == 0) continue;
-    const Tensor all = log_probabilities(shape, w, r).slice(0, r.prompt_length() - 1, r.length() - 1);
+    std::vector<Routing> unused;
+    const Tensor all = log_probabilities(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1);
     std::vector<std::int64_t> targets(r.response_ids.begin(), r.response_ids.end());
     const Tensor lp = all.gather(1, at::tensor(targets, at::kLong).unsqueeze(1)).squeeze(1);
     const Tensor entropy = -(all.exp() * all).sum(1);
@@ -177,6 +259,8 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
     out.loss += loss.item<double>();
     loss.backward();
   }
+  if (options.router_aux_loss_coef != 0 || options.router_z_loss_coef != 0)
+    add_router_losses(shape, w, batch, options, out);
   out.gradient = at::zeros_like(weights);
   for (const Parameter& p : table.parameters())
     if (const Tensor& g = w[p.name].grad(); g.defined()) out.gradient.narrow(0, p.offset, p.count).copy_(g.flatten());

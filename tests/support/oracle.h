@@ -15,9 +15,12 @@
 namespace espalier::testing {
 
 struct OracleResult {
-  double loss = 0;
-  at::Tensor gradient;  // flat, in the table's layout, dtype of the weights
+  double loss = 0;                  // with the router losses
+  double aux_loss = 0, z_loss = 0;  // before their coefficients
+  at::Tensor gradient;              // flat, in the table's layout, dtype of the weights
   std::vector<std::vector<double>> logprobs, entropies;
+  std::vector<std::vector<std::int64_t>>
+      load;  // tokens of all rollouts that each expert got, by layer; router losses only
 };
 
 // `weights`: flat, float64 or float32. The whole batch is one mini-batch.
