@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/model/products.h"
 #include "espalier/model/row_kernels.h"
@@ -120,7 +121,8 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   norm_forward(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   route(c, saved, normed_RM);
   const auto* choice = pointer<std::int32_t>(saved.router_choice_RK);
-  if (whole && c.rows.accounting) c.rows.accounting->add_choices(c.layer, c.rows.owners, choice);
+  if ((whole || ESPALIER_MUTATION(recompute_counts_again)) && c.rows.accounting)
+    c.rows.accounting->add_choices(c.layer, c.rows.owners, choice);
   const moe::ExpertRows experts = moe::sort_by_expert(router_shape(c, saved), choice);
   at::Tensor sum_RM;
   if (whole) sum_RM = c.arena.take(normed_RM.sizes(), accumulator_type(dtype)).zero_();

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "espalier/base/error.h"
+#include "espalier/base/mutation.h"
 
 namespace espalier::moe {
 
@@ -61,24 +62,27 @@ void LoadAccounting::add_share(const std::int64_t* counts, std::int64_t tokens, 
 
 void LoadAccounting::add_owner_terms(std::int64_t layer, const RowOwners& owners, double* probability_E) const {
   const double weight = losses_.aux_coef * static_cast<double>(shape_.experts);
+  const double rollouts = ESPALIER_MUTATION(router_scope_denominator) ? static_cast<double>(owners.rollouts.size())
+                                                                      : static_cast<double>(lengths_.size());
   if (losses_.scope == AuxScope::minibatch) {
     add_share(load(layer).data(), tokens_, weight * static_cast<double>(owners.rollouts.size()), probability_E);
     return;
   }
   for (const std::int32_t rollout : owners.rollouts)
-    add_share(counts_of(layer, rollout), lengths_[static_cast<std::size_t>(rollout)],
-              weight / static_cast<double>(lengths_.size()), probability_E);
+    add_share(counts_of(layer, rollout), lengths_[static_cast<std::size_t>(rollout)], weight / rollouts, probability_E);
 }
 
 LoadAccounting::Penalty LoadAccounting::penalty(std::int64_t layer, std::span<const RowOwners> owners) const {
   Penalty out;
+  const bool one = ESPALIER_MUTATION(router_multiplicity_ignored);
   if (losses_.aux_coef != 0) out.probability_GE.resize(owners.size() * static_cast<std::size_t>(shape_.experts));
   for (std::size_t g = 0; g < owners.size(); ++g) {
     out.group_R.resize(static_cast<std::size_t>(owners[g].end), static_cast<std::int32_t>(g));
     if (losses_.aux_coef != 0)
       add_owner_terms(layer, owners[g], out.probability_GE.data() + g * static_cast<std::size_t>(shape_.experts));
     if (losses_.z_coef != 0)
-      out.z_G.push_back(losses_.z_coef * static_cast<double>(owners[g].rollouts.size()) / static_cast<double>(tokens_));
+      out.z_G.push_back(losses_.z_coef * static_cast<double>(one ? 1 : owners[g].rollouts.size()) /
+                        static_cast<double>(tokens_));
   }
   return out;
 }

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+#include "espalier/base/mutation.h"
+
 namespace espalier::moe {
 namespace {
 
@@ -31,7 +33,7 @@ void take_largest(std::int64_t experts, std::int64_t chosen, A* score, std::int3
   for (std::int64_t j = 0; j < chosen; ++j) {
     std::int64_t best = 0;
     for (std::int64_t e = 1; e < experts; ++e)
-      if (score[e] > score[best]) best = e;
+      if (score[e] > score[best] || (ESPALIER_MUTATION(top_k_tie_flip) && score[e] == score[best])) best = e;
     choice[j] = static_cast<std::int32_t>(best);
     score[best] = -1;
   }

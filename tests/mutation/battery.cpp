@@ -85,6 +85,16 @@ Reference sequence_loss() {
   return r;
 }
 
+Reference routers(const std::string& family, const std::string& scope) {
+  Reference r;
+  r.c.family = family, r.c.seed = 45;
+  r.c.options.router_aux_loss_coef = 0.5, r.c.options.router_aux_loss_scope = scope;
+  r.c.options.router_z_loss_coef = 0.2;
+  r.c.rollouts = ragged();
+  r.plans = {{"packed", "packed", 0, "auto"}, {"phased, recompute, 7 rows a wave", "phased", 7, "recompute"}};
+  return r;
+}
+
 Reference with_reference(Reference r) {
   r.expected = run_oracle(r.c);
   const TrainingData data(make_rollouts(r.c.rollouts, r.c.seed), r.c.options);
@@ -190,6 +200,8 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   ::setenv("XDG_CACHE_HOME", "/dev/null", 1);
   prepared_->references.push_back(with_reference(token_loss()));
   prepared_->references.push_back(with_reference(sequence_loss()));
+  prepared_->references.push_back(with_reference(routers("qwen3-moe", "rollout")));
+  prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model");
   write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(), 44));
