@@ -114,8 +114,8 @@ void run(const Case& c, std::int64_t D, int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::stoi(argv[1]) : 7;
   at::manual_seed(1);
-  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n", espalier::name_of(espalier::instruction_set()),
-              omp_get_max_threads(), rounds);
+  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n",
+              espalier::name_of(espalier::instruction_set()), omp_get_max_threads(), rounds);
   for (const std::int64_t D : {64, 128})
     for (const Case& c :
          {Case{"causal 2048", 0, 1, 2048}, Case{"1024 + 4 x 256", 1024, 4, 256}, Case{"4096 + 512", 4096, 1, 512}})

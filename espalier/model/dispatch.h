@@ -17,10 +17,14 @@ inline at::ScalarType accumulator_type(at::ScalarType dtype) { return dtype == a
 template <class Body>
 void dispatch(at::ScalarType dtype, Body&& body) {
   switch (dtype) {
-    case at::kDouble: return body.template operator()<double>();
-    case at::kFloat: return body.template operator()<float>();
-    case at::kBFloat16: return body.template operator()<bfloat16>();
-    default: ESPALIER_INTERNAL(false, "dtype ", c10::toString(dtype));
+    case at::kDouble:
+      return body.template operator()<double>();
+    case at::kFloat:
+      return body.template operator()<float>();
+    case at::kBFloat16:
+      return body.template operator()<bfloat16>();
+    default:
+      ESPALIER_INTERNAL(false, "dtype ", c10::toString(dtype));
   }
 }
 

@@ -31,8 +31,8 @@ void rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, c
                        const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight);
 
 // Heads of `in` (head h of row r at in + r*in_stride + h*D), normalised over D when norm_weight [D] is given (QK-norm),
-// then rotated by the row's position:  (a, b) -> (a cos - b sin, b cos + a sin) on halves, tables cos/sin [positions, D/2].
-// Overwrites out.
+// then rotated by the row's position:  (a, b) -> (a cos - b sin, b cos + a sin) on halves, tables cos/sin [positions,
+// D/2]. Overwrites out.
 struct HeadShape {
   std::int64_t rows = 0, heads = 0, head_dim = 0;
   double eps = 1e-6;
@@ -56,7 +56,8 @@ void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
 // Overwrites grad_gate_up [rows, 2F], which may be gate_up itself; also overwrites act (as swiglu) where it is given.
 // act may be grad_act itself.
 template <class T>
-void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up, T* act);
+void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
+                     T* act);
 
 // x_r = table[id_r]. Overwrites x [rows, width].
 template <class T>
@@ -69,11 +70,13 @@ void scatter_add(std::int64_t rows, std::int64_t width, const In* x, const std::
 template <class T>
 void add_bias(std::int64_t rows, std::int64_t width, const T* bias, T* y);
 template <class T>
-void add_column_sums(std::int64_t rows, std::int64_t width, const T* grad_y, std::int64_t stride, accumulator_t<T>* grad_bias);
+void add_column_sums(std::int64_t rows, std::int64_t width, const T* grad_y, std::int64_t stride,
+                     accumulator_t<T>* grad_bias);
 
 // out_r = in_r, another type or stride. Overwrites out [rows, width].
 template <class In, class Out>
-void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out, std::int64_t out_stride);
+void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out,
+             std::int64_t out_stride);
 // into_i += x_i over a flat range.
 template <class In, class Out>
 void add(std::int64_t count, const In* x, Out* into);

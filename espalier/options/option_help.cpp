@@ -84,7 +84,7 @@ std::string option_help(char verb, std::size_t width) {
 }
 
 const std::vector<VerbName>& verb_names() {
-  static const std::vector<VerbName> names = {{'i', "inspect"}, {'c', "convert"}, {'p', "plan"}, {'t', "train"},
+  static const std::vector<VerbName> names = {{'i', "inspect"}, {'c', "convert"}, {'p', "plan"},  {'t', "train"},
                                               {'s', "score"},   {'v', "verify"},  {'b', "bench"}, {'r', "replay"}};
   return names;
 }

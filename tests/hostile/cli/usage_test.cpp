@@ -122,8 +122,7 @@ TEST(Help, OfTheProgramNamesEveryVerbAndOnlyThose) {
   EXPECT_EQ(outcome.code, 0);
   for (const auto& [letter, name] : verb_names())
     EXPECT_NE(outcome.out.find(std::string("\n  ") + name + ' '), outcome.out.npos);
-  for (const char* absent : {"grpo", "generate"})
-    EXPECT_EQ(outcome.out.find(absent), outcome.out.npos) << absent;
+  for (const char* absent : {"grpo", "generate"}) EXPECT_EQ(outcome.out.find(absent), outcome.out.npos) << absent;
 }
 
 TEST(Version, IsOneLine) {

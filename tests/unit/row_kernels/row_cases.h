@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "espalier/base/dtype.h"
-#include "espalier/model/row_kernels.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/model/row_kernels.h"
 
 namespace espalier {
 
