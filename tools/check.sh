@@ -11,7 +11,7 @@ step() {
   if "$@"; then echo "check: $name fine"; else echo "check: $name FAILED"; status=1; fi
 }
 
-sources() { find espalier cli tests python examples bench tools -name '*.cpp' -o -name '*.h' 2>/dev/null | sort; }
+sources() { git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' | sort; }
 
 format() {
   local version
