@@ -86,6 +86,10 @@ struct TreePlan {
 struct PhasePeaks {
   std::int64_t a = 0, b = 0, c = 0;  // bytes: trunk forwards, waves, trunk backwards; 0 where there is no trunk
   std::int64_t peak() const { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
+  // With `held` bytes beside them in every phase that ran.
+  PhasePeaks above(std::int64_t held) const {
+    return {a == 0 ? 0 : held + a, b == 0 ? 0 : held + b, c == 0 ? 0 : held + c};
+  }
 };
 
 struct PlanCost {

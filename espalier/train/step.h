@@ -15,6 +15,7 @@
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/train/model_state.h"
+#include "espalier/train/router_step.h"
 #include "espalier/train/step_profile.h"
 #include "espalier/train/training_data.h"
 
@@ -38,13 +39,6 @@ struct StepSeconds {
   PhaseSeconds phases;
 };
 
-// Losses and loads of the routers, where a router loss is on; a shared token counts once per rollout.
-struct RouterReport {
-  double aux_loss = 0, z_loss = 0;              // before their coefficients, layers summed
-  bool counting_pass = false;                   // a forward pass counted the choices first
-  std::vector<std::vector<std::int64_t>> load;  // choices of every expert, by layer; empty: a dense layer
-};
-
 struct GradientReport {
   LossParts loss;  // loss: with the router losses
   RouterReport router;
@@ -62,13 +56,6 @@ struct StepReport {
   GradientReport gradient;
   AdamW::Update update;
 };
-
-// The plan of one mini-batch: its prefix trees, and how the options and the machine say to run them.
-StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind);
-
-// Bytes the arena may grow to: --memory-budget, else what is free.
-std::int64_t arena_limit(const Options& options);
 
 // Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
 GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs);

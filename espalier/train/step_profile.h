@@ -5,6 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "espalier/observe/timer.h"
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/step_plan.h"
+
 namespace espalier {
 
 // Parts that never overlap and add up to the step; what no part claims is "other".
@@ -18,5 +22,9 @@ struct StepProfile {
     return measured_flops_per_second > 0 ? product_flops_per_second / measured_flops_per_second : 0;
   }
 };
+
+// The profile of a step that took `total` seconds, from the parts that its timer booked.
+StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape,
+                       const MachineProfile& machine);
 
 }  // namespace espalier
