@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "base options observe parallel rollout grouping plan attention moe model offload objective gradient phase "
-    "optimizer checkpoint train generate replay"
+    "optimizer checkpoint train generate replay report loop"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "grouping", "plan"}

@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "espalier/base/error.h"
-#include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 
 namespace espalier {
@@ -46,9 +46,7 @@ void check_known(const std::string& name, const std::string& place, const std::v
   if (find_option(name) || is_alias(name)) return;
   std::vector<std::string> names = verbs;
   for (const OptionRow& row : option_rows()) names.push_back(row.name);
-  std::string dashed = name;
-  std::replace(dashed.begin(), dashed.end(), '_', '-');
-  const std::string near = nearest_name(dashed, names);
+  const std::string near = nearest_option(name, names);
   throw OptionError({place, "the name of an option or of a verb", '"' + name + '"',
                      near.empty() ? "docs/options.md lists them" : "did you mean " + near + "?"});
 }

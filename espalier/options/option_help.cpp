@@ -84,8 +84,9 @@ std::string option_help(char verb, std::size_t width) {
 }
 
 const std::vector<VerbName>& verb_names() {
-  static const std::vector<VerbName> names = {{'i', "inspect"}, {'c', "convert"}, {'p', "plan"},  {'t', "train"},
-                                              {'s', "score"},   {'v', "verify"},  {'b', "bench"}, {'r', "replay"}};
+  static const std::vector<VerbName> names = {{'i', "inspect"},  {'c', "convert"}, {'p', "plan"},  {'t', "train"},
+                                              {'s', "score"},    {'v', "verify"},  {'b', "bench"}, {'r', "replay"},
+                                              {'g', "generate"}, {'l', "grpo"},    {'o', "report"}};
   return names;
 }
 

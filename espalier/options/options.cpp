@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "espalier/base/error.h"
-#include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 
 namespace espalier {
@@ -43,7 +43,7 @@ const OptionRow& row_of(const std::string& name, const std::string& where) {
   for (const OptionRow& row : option_rows()) names.push_back(row.name);
   std::string asked = name;
   std::replace(asked.begin(), asked.end(), '_', '-');
-  const std::string near = nearest_name(asked, names);
+  const std::string near = nearest_option(asked, names);
   throw OptionError({where + "--" + asked, "the name of an option", '"' + asked + '"',
                      near.empty() ? "espalier VERB --help lists them" : "did you mean --" + near + "?"});
 }
