@@ -6,16 +6,6 @@
 
 namespace espalier::cli {
 
-Json profile_json(const StepProfile& profile) {
-  Json out;
-  for (const auto& [name, seconds] : profile.seconds) out["seconds"][name] = seconds;
-  out["read_seconds"] = profile.read;
-  out["product_flops_per_second"] = profile.product_flops_per_second;
-  out["measured_flops_per_second"] = profile.measured_flops_per_second;
-  out["product_rate_share"] = profile.product_rate_share();
-  return out;
-}
-
 void print_profile(std::ostream& out, const StepProfile& profile) {
   if (profile.read > 0)
     out << "  read, before the step           " << std::setw(10) << format_seconds(profile.read) << '\n';
