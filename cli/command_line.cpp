@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 
 namespace espalier::cli {
@@ -56,9 +57,7 @@ const Verb& verb_named(const std::string& name) {
       if (row.taken_by(other.letter)) others += (others.empty() ? "" : ", ") + std::string(other.name);
     throw OptionError({shown, std::string("an option of ") + verb.name, "one of " + others, help_of(&verb)});
   }
-  std::string asked = name;
-  std::replace(asked.begin(), asked.end(), '_', '-');
-  const std::string near = nearest_name(asked, names);
+  const std::string near = nearest_option(name, names);
   throw OptionError({shown, std::string("an option of ") + verb.name, '"' + shown + '"',
                      near.empty() ? help_of(&verb) : "did you mean --" + near + "?"});
 }

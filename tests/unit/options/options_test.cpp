@@ -4,6 +4,7 @@
 #include <set>
 
 #include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 #include "espalier/options/options_json.h"
 #include "tests/unit/options/thrown_error.h"
@@ -33,7 +34,7 @@ TEST(OptionTable, FieldIsTheNameWithUnderscoresAndNoNameStandsTwice) {
 TEST(OptionTable, EveryOptionIsTakenByAVerb) {
   for (const OptionRow& row : option_rows()) {
     const std::string verbs = row.verbs;
-    EXPECT_TRUE(verbs == "*" || (!verbs.empty() && verbs.find_first_not_of("icptsvrb") == verbs.npos)) << row.name;
+    EXPECT_TRUE(verbs == "*" || (!verbs.empty() && verbs.find_first_not_of("icptsvrbglo") == verbs.npos)) << row.name;
   }
 }
 
@@ -170,6 +171,26 @@ TEST(NearestName, CountsASwapAsOneEditAndGivesUpWhenFar) {
   EXPECT_EQ(nearest_name("pm", {"mp", "tpx"}), "mp");
   EXPECT_EQ(nearest_name("zebra", {"model", "rollouts"}), "");
   EXPECT_EQ(nearest_name("x", {"n"}), "");
+}
+
+TEST(NearestOption, KnowsTheWordsOfOtherTrainers) {
+  std::vector<std::string> names = {"help", "config"};
+  for (const OptionRow& row : option_rows()) names.push_back(row.name);
+  EXPECT_EQ(nearest_option("lerning-rate", names), "lr");
+  EXPECT_EQ(nearest_option("learning_rate", names), "lr");
+  EXPECT_EQ(nearest_option("batch-size", names), "mini-batch-size");
+  EXPECT_EQ(nearest_option("num_train_epochs", names), "epochs");
+  EXPECT_EQ(nearest_option("max-setps", names), "steps");
+  EXPECT_EQ(nearest_option("output-dir", names), "out");
+  EXPECT_EQ(nearest_option("kl_coef", names), "kl-loss-coef");
+  EXPECT_EQ(nearest_option("eps-clip", names), "clip-ratio-low");
+  EXPECT_EQ(nearest_option("sehdule", names), "schedule");
+  EXPECT_EQ(nearest_option("zebra", names), "");
+}
+
+TEST(NearestOption, NamesNoOptionThatIsNotOffered) {
+  EXPECT_EQ(nearest_option("learning-rate", {"model", "threads"}), "");
+  EXPECT_EQ(nearest_option("model-path", {"model", "threads"}), "model");
 }
 
 TEST(OptionsJson, GoesThereAndBackExactly) {

@@ -1,0 +1,14 @@
+// The option that an unknown name most likely meant: a typing error, or the word that another trainer has for it.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace espalier {
+
+// The one of `options` (names with '-') whose name, or whose name elsewhere ("learning-rate" for lr), is nearest to
+// `name` by the rule of nearest_name; "" where none is near. '_' counts as '-'.
+std::string nearest_option(std::string_view name, const std::vector<std::string>& options);
+
+}  // namespace espalier
