@@ -127,6 +127,7 @@ void check_value(const OptionRow& row, const std::string& value, const std::stri
     case OptionType::flag:
       return void(parse_flag(value, where));
     case OptionType::list:
+      if (value.empty() && !row.default_text.empty()) throw OptionError({where, description_of(row), "nothing", ""});
       for (double number : parse_numbers(where, value)) check_interval(row, number, value, where);
       return;
     case OptionType::text:
@@ -141,6 +142,7 @@ void check_value(const OptionRow& row, const std::string& value, const std::stri
 
 std::vector<double> parse_numbers(const std::string& option, const std::string& text) {
   std::vector<double> numbers;
+  if (text.empty()) return numbers;
   for (std::size_t begin = 0; begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     const std::size_t first = std::min(text.find_first_not_of(' ', begin), end);

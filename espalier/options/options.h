@@ -54,7 +54,7 @@ std::string option_text(const Options& options, const std::string& name);
 // Rules between options, which no single row can state. Errors: OptionError.
 void validate(const Options& options);
 
-// "0.9,0.999" -> {0.9, 0.999}. Errors: OptionError.
+// "0.9,0.999" -> {0.9, 0.999}; nothing -> no numbers. Errors: OptionError.
 std::vector<double> parse_numbers(const std::string& option, const std::string& text);
 
 }  // namespace espalier
