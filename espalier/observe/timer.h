@@ -55,7 +55,8 @@ class [[nodiscard]] TimedPart {
 // The parts of an optimizer step.
 namespace part {
 inline constexpr std::string_view kPlan = "plan", kProducts = "matrix products", kAttention = "attention",
-                                  kRows = "norms, rotations, activations", kHead = "head", kOptimizer = "optimizer";
+                                  kRows = "norms, rotations, activations", kHead = "head", kOptimizer = "optimizer",
+                                  kCounting = "counting pass";
 }
 
 }  // namespace espalier

@@ -1,0 +1,23 @@
+// The names that the fields of metrics.jsonl have in TensorBoard: verl's where it has one, so that runs of both lie in
+// one chart.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <span>
+
+#include "espalier/observe/event_file.h"
+
+namespace espalier {
+
+struct MetricTag {
+  const char* kind;   // of the line: "step", "evaluation", "warm_start"
+  const char* field;  // JSON pointer into the line
+  const char* tag;
+};
+std::span<const MetricTag> metric_tags();
+
+// Adds every number of the table that `line` (an object with "kind" and "step") holds. Fields that are absent or no
+// numbers are passed over. Errors: OptionError of the file.
+void add_scalars(EventFile& events, const nlohmann::ordered_json& line);
+
+}  // namespace espalier
