@@ -61,9 +61,9 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
   if (keep == Keep::nothing) arena.release_to(kept_from);
   if (rows.outputs() > 0)
     dispatch(dtype(), [&]<class T>() {
-      rows::add_rms_norm<T>(rows.outputs(), shape_.hidden, pointer<T>(out.final_stream_OM), nullptr,
-                            pointer<T>(weights_.final_norm_M), shape_.rms_norm_eps, pointer<T>(out.normed_OM),
-                            pointer<accumulator_t<T>>(out.final_rstd_O));
+      rows::rms_norm<T>(rows.outputs(), shape_.hidden, pointer<T>(out.final_stream_OM),
+                        pointer<T>(weights_.final_norm_M), shape_.rms_norm_eps, pointer<T>(out.normed_OM),
+                        pointer<accumulator_t<T>>(out.final_rstd_O));
     });
   return out;
 }

@@ -12,12 +12,12 @@
 
 namespace espalier::rows {
 
-// stream += delta (skipped where delta is null);  rstd_r = 1/sqrt(mean_m stream_rm^2 + eps);
-// y_rm = weight_m * (stream_rm * rstd_r). Overwrites y [rows, width] and rstd [rows]; all contiguous.
-// bfloat16: the product with rstd is rounded before the product with weight.
+// rstd_r = 1/sqrt(mean_m stream_rm^2 + eps);  y_rm = weight_m * (stream_rm * rstd_r).
+// Overwrites y [rows, width] and rstd [rows]; all contiguous. bfloat16: the product with rstd is rounded before the
+// product with weight.
 template <class T>
-void add_rms_norm(std::int64_t rows, std::int64_t width, T* stream, const T* delta, const T* weight, double eps, T* y,
-                  accumulator_t<T>* rstd);
+void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+              accumulator_t<T>* rstd);
 
 // Recomputes y from stream and rstd.
 template <class T>

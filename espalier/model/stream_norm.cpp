@@ -11,8 +11,8 @@ namespace espalier {
 void norm_forward(const at::Tensor& stream, const at::Tensor& weight, double eps, const at::Tensor& y,
                   const at::Tensor& rstd) {
   dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::add_rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), nullptr, pointer<T>(weight), eps,
-                          pointer<T>(y), pointer<accumulator_t<T>>(rstd));
+    rows::rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight), eps, pointer<T>(y),
+                      pointer<accumulator_t<T>>(rstd));
   });
 }
 

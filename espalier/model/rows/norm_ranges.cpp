@@ -20,25 +20,20 @@ void write_normalized(std::int64_t width, const T* x, const T* weight, accumulat
 }
 
 template <class T>
-void add_rms_norm(RowRange rows, std::int64_t width, T* stream, const T* delta, const T* weight, accumulator_t<T> eps,
-                  T* y, accumulator_t<T>* rstd) {
+accumulator_t<T> root_mean_inverse(std::int64_t width, const T* x, accumulator_t<T> eps) {
+  const accumulator_t<T> squares = sum_over<T>(width, [&](std::int64_t i, int count) {
+    const Vector<T> value = load_some(x + i, count);
+    return value * value;
+  });
+  return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
+}
+
+template <class T>
+void rms_norm(RowRange rows, std::int64_t width, const T* stream, const T* weight, accumulator_t<T> eps, T* y,
+              accumulator_t<T>* rstd) {
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
-    T* const x = stream + r * width;
-    accumulator_t<T> squares;
-    if (delta != nullptr) {
-      const T* const d = delta + r * width;
-      squares = sum_over<T>(width, [&](std::int64_t i, int count) {
-        const Vector<T> value = rounded<T>(load_some(x + i, count) + load_some(d + i, count));
-        store_some(x + i, value, count);
-        return value * value;
-      });
-    } else {
-      squares = sum_over<T>(width, [&](std::int64_t i, int count) {
-        const Vector<T> value = load_some(x + i, count);
-        return value * value;
-      });
-    }
-    rstd[r] = inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
+    const T* const x = stream + r * width;
+    rstd[r] = root_mean_inverse(width, x, eps);
     write_normalized(width, x, weight, rstd[r], y + r * width);
   }
 }
@@ -88,15 +83,6 @@ ESPALIER_SIMD_INLINE Pair<T> load_angles(const accumulator_t<T>* cos, const accu
   return {rounded<T>(load_some(cos + i, count)), rounded<T>(load_some(sin + i, count))};
 }
 
-template <class T>
-accumulator_t<T> head_rstd(std::int64_t head_dim, const T* x, double eps) {
-  const accumulator_t<T> squares = sum_over<T>(head_dim, [&](std::int64_t i, int count) {
-    const Vector<T> value = load_some(x + i, count);
-    return value * value;
-  });
-  return inverse_root(squares / static_cast<accumulator_t<T>>(head_dim) + static_cast<accumulator_t<T>>(eps));
-}
-
 template <class T, bool kNorm>
 void norm_rotate_rows(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
                       const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out,
@@ -109,7 +95,7 @@ void norm_rotate_rows(RowRange rows, const rows::HeadShape& shape, const T* in, 
       const T* const x = in + r * in_stride + h * shape.head_dim;
       T* const y = out + r * out_stride + h * shape.head_dim;
       accumulator_t<T> rstd = 1;
-      if constexpr (kNorm) rstd = head_rstd(shape.head_dim, x, shape.eps);
+      if constexpr (kNorm) rstd = root_mean_inverse(shape.head_dim, x, static_cast<accumulator_t<T>>(shape.eps));
       for_lanes<T>(half, [&](std::int64_t i, int count) {
         Pair<T> v = load_pair<T, T>(x, half, i, count);
         if constexpr (kNorm) {
@@ -151,7 +137,7 @@ void head_backward(std::int64_t head_dim, double eps, const T* x, const T* norm_
       store_some(grad_in + half + i, g.b, count);
     });
   } else {
-    const A rstd = head_rstd(head_dim, x, eps);
+    const A rstd = root_mean_inverse(head_dim, x, static_cast<A>(eps));
     const A dot = sum_over<T>(half, [&](std::int64_t i, int count) {
       const Pair<T> g = rotated_back(i, count), v = load_pair<T, T>(x, half, i, count);
       const Pair<T> w = load_pair<T, T>(norm_weight, half, i, count);
@@ -195,7 +181,7 @@ void norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const T* 
 
 template <class T>
 NormRanges<T> norm_ranges() {
-  return {add_rms_norm<T>, rms_norm_again<T>, rms_norm_backward<T>, norm_rotate<T>};
+  return {rms_norm<T>, rms_norm_again<T>, rms_norm_backward<T>, norm_rotate<T>};
 }
 template NormRanges<float> norm_ranges<float>();
 template NormRanges<double> norm_ranges<double>();

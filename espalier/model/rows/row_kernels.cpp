@@ -78,12 +78,11 @@ void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t element
 }  // namespace
 
 template <class T>
-void add_rms_norm(std::int64_t rows, std::int64_t width, T* stream, const T* delta, const T* weight, double eps, T* y,
-                  accumulator_t<T>* rstd) {
-  const auto kernel = norm<T>().add_rms_norm;
-  share(rows, 1, rows * width, [&](RowRange range) {
-    kernel(range, width, stream, delta, weight, static_cast<accumulator_t<T>>(eps), y, rstd);
-  });
+void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+              accumulator_t<T>* rstd) {
+  const auto kernel = norm<T>().rms_norm;
+  share(rows, 1, rows * width,
+        [&](RowRange range) { kernel(range, width, stream, weight, static_cast<accumulator_t<T>>(eps), y, rstd); });
 }
 
 template <class T>
@@ -191,7 +190,7 @@ void add(std::int64_t count, const In* x, Out* into) {
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                                      \
-  template void add_rms_norm(std::int64_t, std::int64_t, T*, const T*, const T*, double, T*, accumulator_t<T>*);     \
+  template void rms_norm(std::int64_t, std::int64_t, const T*, const T*, double, T*, accumulator_t<T>*);             \
   template void rms_norm_again(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, T*);         \
   template void rms_norm_backward(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, const T*, \
                                   T*, accumulator_t<T>*);                                                            \

@@ -19,8 +19,7 @@ struct RowRange {
 template <class T>
 struct NormRanges {
   using A = accumulator_t<T>;
-  void (*add_rms_norm)(RowRange rows, std::int64_t width, T* stream, const T* delta, const T* weight, A eps, T* y,
-                       A* rstd);
+  void (*rms_norm)(RowRange rows, std::int64_t width, const T* stream, const T* weight, A eps, T* y, A* rstd);
   void (*rms_norm_again)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd, T* y);
   void (*rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd,
                             const T* grad_y, T* grad_stream, A* sums);
