@@ -34,8 +34,17 @@ for folder in (spec.submodule_search_locations or []) if spec else []:
 ' 2>/dev/null || true
 }
 
+# The Python package (python/espalier) is on the path of .venv through this file; a Python of the user's own is left as
+# it is and takes PYTHONPATH.
+package_link=espalier.pth
+package_linked() {
+  case "$1" in
+    "$PWD"/.venv/*) [ "$(cat .venv/lib/python3*/site-packages/$package_link 2>/dev/null)" = "$PWD/python" ] ;;
+  esac
+}
+
 if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$(stamp)" ] && [ -f "$python_file" ] &&
-  [ -n "$(torch_folder "$(cat "$python_file")")" ]; then
+  [ -n "$(torch_folder "$(cat "$python_file")")" ] && package_linked "$(cat "$python_file")"; then
   exit 0
 fi
 
@@ -200,6 +209,14 @@ if [ "$mode" = tests ]; then
       ;;
   esac
 fi
+
+case "$python" in
+  "$PWD"/.venv/*)
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    printf '%s\n' "$PWD/python" >"$site/$package_link"
+    ;;
+  *) log "for import espalier in $python:  export PYTHONPATH=$PWD/python" ;;
+esac
 
 mkdir -p build/setup
 printf '%s\n' "$python" >"$python_file"

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared/data"
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python")]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

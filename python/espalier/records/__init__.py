@@ -1,0 +1,165 @@
+"""Rollouts that other systems recorded, as neutral records (docs/rollout_format.md). Nothing that a file holds is executed.
+
+    from espalier import records
+    for record in records.read("dump.pt"): ...
+    records.convert("dump.pkl", "rollouts.jsonl.gz")
+
+    python -m espalier.records dump.pt > rollouts.jsonl
+
+Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders; a folder of dumps
+of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
+"""
+
+import gzip
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from . import art, pickles, safetensors_files, slime, torch_files, trl, verl
+from .errors import RecordError, UnsupportedRecords
+
+__all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
+
+ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors")
+_FORMATS = (slime, verl, trl)
+_TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
+_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches and ART folders (docs/rollout_format.md)"
+
+
+def read(path):
+    """Yields the neutral records of a file or folder, each a dict. Errors: RecordError."""
+    yield from Reading(path).records()
+
+
+def convert(path, out):
+    """Writes the records of `path` to `out` (.jsonl or .jsonl.gz), which appears complete or not at all. Their number."""
+    out, count = Path(out), 0
+    if not out.name.endswith((".jsonl", ".jsonl.gz")):
+        raise RecordError(str(out), "a name that ends in .jsonl or .jsonl.gz", out.name)
+    handle, partial = tempfile.mkstemp(dir=out.absolute().parent, prefix=f".{out.name}.")
+    try:
+        with os.fdopen(handle, "wb") as raw:
+            stream = gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) if out.suffix == ".gz" else raw
+            for record in read(path):
+                stream.write(line_of(record).encode("ascii"))
+                count += 1
+            if stream is not raw:
+                stream.close()
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)
+        os.replace(partial, out)
+    except BaseException:
+        os.unlink(partial)
+        raise
+    return count
+
+
+def line_of(record):
+    return json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+class Reading:
+    """One file or folder. `format` and `notes` are complete once all records were taken."""
+
+    def __init__(self, path):
+        self.path, self.format, self.notes = str(path), "", []
+
+    def records(self):
+        try:
+            if not os.path.isdir(self.path):
+                yield from self._files([self.path])
+            elif art.matches(self.path):
+                self.format = art.NAME
+                yield from art.records(self.path, self.notes)
+            else:
+                yield from self._files(dumps_of(self.path))
+        except RecordError as error:
+            raise error.at(self.path) from None
+        except OSError as error:
+            raise RecordError(error.filename or self.path, "a readable file", error.strerror or str(error)) from None
+
+    def _files(self, paths):
+        kind, contents, empty = None, [], True
+        for path in paths:
+            with open(path, "rb") as file:
+                content = _content(file, path)
+                found = _format_of(content, path)
+                if kind not in (None, found):
+                    raise UnsupportedRecords(path, f"a {kind.NAME} like the other files", f"a {found.NAME}", "Read them one by one")
+                kind, self.format = found, found.NAME
+                if found is slime:
+                    contents.append((path, _loaded(content)))
+                    continue
+                for record in found.records([(path, content, step_of_name(path))], self.notes):
+                    empty = False
+                    yield record
+        if kind is slime:
+            for record in slime.records(contents, self.notes):
+                empty = False
+                yield record
+        if empty:
+            raise RecordError(self.path, "at least one rollout", "none", "Was it written completely?")
+        self.notes = list(dict.fromkeys(self.notes))
+
+
+def step_of_name(path):
+    """12 of "batch_step_12.pkl" and "global_step12.pt"; None where the name has no step."""
+    found = re.search(r"step[_-]?(\d+)", Path(path).name, re.IGNORECASE)
+    return int(found.group(1)) if found else None
+
+
+def dumps_of(folder):
+    """The dumps of a folder, by step and then by name with numbers as numbers."""
+    def order(name):
+        step = step_of_name(name)
+        return step is None, step or 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+    names = [name for name in os.listdir(folder) if name.lower().endswith(ENDINGS)]
+    if not names:
+        raise UnsupportedRecords(folder, "a folder of dumps", f"no file that ends in {', '.join(ENDINGS)}", _REMEDY)
+    return [os.path.join(folder, name) for name in sorted(names, key=order)]
+
+
+def _content(file, path):
+    start = file.read(32)
+    file.seek(0)
+    if torch_files.is_zip(start):
+        return torch_files.load_zip(file, path)
+    if torch_files.is_legacy(start):
+        return torch_files.load_legacy(file, path)
+    if start.startswith(pickles.PROTOCOL_STARTS):
+        return pickles.load(file, path)
+    if path.lower().endswith(".safetensors") and start[8:9] == b"{":
+        return safetensors_files.load(file, os.path.getsize(path), path)
+    if not start:
+        raise RecordError(path, "at least one rollout", "an empty file", "Was it written completely?")
+    raise UnsupportedRecords(path, "a file of torch.save, a pickle or safetensors", "other bytes", _REMEDY)
+
+
+def _format_of(content, path):
+    for kind in _FORMATS:
+        if kind.matches(content):
+            return kind
+    names = sorted(str(name) for name in content) if isinstance(content, dict) else []
+    if _TEXT_FIELDS & set(names):
+        raise UnsupportedRecords(path, "token ids", f"text only: fields {', '.join(names)[:120]}",
+                                 "Text does not tell which tokens were sampled: record token ids")
+    got = f"fields {', '.join(names)[:120]}" if names else f"a {getattr(content, 'name', '') or type(content).__name__}"
+    raise UnsupportedRecords(path, "rollouts with token ids", got, _REMEDY)
+
+
+def _loaded(content):
+    """Reads all storages of a value, so that its file may be closed."""
+    stack = [content]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(v for v in value if not isinstance(v, (int, float, str)))
+        elif hasattr(value, "flat"):
+            value.flat()
+    return content

@@ -1,0 +1,23 @@
+"""What is wrong with a file, in the four parts of every message of Espalier, with the program's exit code."""
+
+
+class RecordError(Exception):
+    """Where it happened ("dump.pt: sample 3: tokens"), what was expected, what was found, and what to do about it."""
+
+    exit_code = 3  # bad input
+
+    def __init__(self, where, expected, got, remedy=""):
+        super().__init__(f"{where}: expected {expected}, got {got}" + (f". {remedy}" if remedy else ""))
+        self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
+
+    def at(self, where):
+        """The same error with `where` before its place, unless it stands there already."""
+        if self.where.startswith(where):
+            return self
+        return type(self)(f"{where}: {self.where}", self.expected, self.got, self.remedy)
+
+
+class UnsupportedRecords(RecordError):
+    """A file that is what it claims to be, of a kind that is not read here."""
+
+    exit_code = 4

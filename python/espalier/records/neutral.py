@@ -1,0 +1,89 @@
+"""The neutral record (docs/rollout_format.md), made from what a format holds and checked while it is made."""
+
+import math
+
+from .errors import RecordError
+from .tensors import Tensor, as_list
+
+
+class Place:
+    """A sample of a file, for messages."""
+
+    def __init__(self, path, index):
+        self.path, self.index = path, index
+
+    def wrong(self, field, expected, got, remedy=""):
+        return RecordError(f"{self.path}: sample {self.index}: {field}", expected, got, remedy)
+
+
+def token_ids(place, field, values):
+    ids = as_list(values)
+    for at, token in enumerate(ids):
+        if type(token) is not int or token < 0:
+            raise place.wrong(f"{field}[{at}]", "a token id, an integer of at least 0", repr(token)[:40])
+    return ids
+
+
+def zero_or_one(place, field, values):
+    mask = as_list(values)
+    for at, value in enumerate(mask):
+        if value not in (0, 1):
+            raise place.wrong(f"{field}[{at}]", "0 or 1", repr(value)[:40], "A mask keeps or drops a token's loss; it is no weight")
+    return [int(value) for value in mask]
+
+
+def span_of_ones(place, field, mask, padding):
+    """The range of ones in a mask that has zeros on one side only: `padding` "left" or "right"."""
+    count = sum(mask)
+    begin = len(mask) - count if padding == "left" else 0
+    if any(value != 1 for value in mask[begin : begin + count]):
+        raise place.wrong(field, f"ones without gaps and padding at the {padding} only", "a 0 between ones, or padding elsewhere")
+    return begin, begin + count
+
+
+def number(place, field, value):
+    if isinstance(value, Tensor):
+        value = value.tolist()
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise place.wrong(field, "a finite number", repr(value)[:40])
+    return value
+
+
+def series(place, field, values, loss_mask):
+    """One number for each response token, or None where `values` is None. Where the mask is 0 a writer may leave anything;
+    what is not finite there becomes 0."""
+    if values is None:
+        return None
+    numbers = as_list(values)
+    if len(numbers) != len(loss_mask):
+        raise place.wrong(field, f"{len(loss_mask)} entries, one per response token", str(len(numbers)))
+    for at, (value, counts) in enumerate(zip(numbers, loss_mask)):
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            continue
+        if counts:
+            raise place.wrong(f"{field}[{at}]", "a finite number where the token has loss", repr(value)[:40])
+        numbers[at] = 0.0
+    return numbers
+
+
+def record(place, prompt_ids, response_ids, loss_mask, **fields):
+    """The record. Of `fields`, those that are None are left out."""
+    prompt = token_ids(place, "prompt", prompt_ids)
+    response = token_ids(place, "response", response_ids)
+    if not prompt:
+        raise place.wrong("prompt", "at least one token", "none")
+    mask = zero_or_one(place, "loss mask", loss_mask)
+    if len(mask) != len(response):
+        raise place.wrong("loss mask", f"{len(response)} entries, one per response token", str(len(mask)))
+    out = {"prompt_ids": prompt, "response_ids": response, "loss_mask": mask}
+    out.update((name, value) for name, value in fields.items() if value is not None)
+    return out
+
+
+def plain_scalars(values):
+    """Of a mapping, what is a text, a number or a truth value: small things worth carrying in `meta`. None: nothing."""
+    kept = {name: value for name, value in values.items()
+            if isinstance(value, (str, bool, int)) or isinstance(value, float) and math.isfinite(value)}
+    return kept or None

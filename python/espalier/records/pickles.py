@@ -1,0 +1,313 @@
+"""Pickles read as data. Nothing that a file names is imported, looked up or called.
+
+A pickle is a small program whose only power is to name globals and call them. Here every name is looked up in a closed
+list, and what the list holds are classes of this file: a few that decode numbers, and holders that keep what they were
+given. Any other name ends the reading with that name, before anything is made with it. So the worst a file can do is to
+hold values that are refused later.
+"""
+
+import io
+import pickle
+
+from .errors import RecordError
+from .tensors import DTYPES, Storage, Tensor, bytes_per_number, numbers_of
+
+PROTOCOL_STARTS = tuple(b"\x80" + bytes([version]) for version in (2, 3, 4, 5))
+
+
+class Inert:
+    """What stands for a global of a pickle. Its instances keep the arguments and the state they were given."""
+
+    name = ""
+
+    def __new__(cls, *args, **kwargs):
+        held = object.__new__(cls)
+        held.args, held.state = args, None
+        return held
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+def _wrong(name, args):
+    return RecordError(name, "the arguments its writers give it", ", ".join(type(a).__name__ for a in args) or "none")
+
+
+class InertDict(dict):
+    """A dict of some class; what its constructor was given beyond items, and its state, are dropped."""
+
+    def __new__(cls, *args, **kwargs):
+        return dict.__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        for items in args:
+            if isinstance(items, (dict, list, tuple)):
+                self.update(items)
+
+    def __setstate__(self, state):
+        pass
+
+
+class _Set(Inert):
+    def __new__(cls, items=()):
+        return frozenset(items) if isinstance(items, (list, tuple)) else frozenset()
+
+
+class _Bytes(Inert):
+    def __new__(cls, *args):
+        if len(args) > 1 or any(not isinstance(a, bytes) for a in args):
+            raise _wrong("bytearray", args)
+        return b"".join(args)
+
+
+class _Encode(Inert):
+    """_codecs.encode(text, "latin1"): how protocol 2 writes bytes."""
+
+    def __new__(cls, *args):
+        if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
+            raise _wrong("_codecs.encode", args)
+        return args[0].encode("latin1")
+
+
+class _Size(Inert):
+    def __new__(cls, size=()):
+        return tuple(size) if isinstance(size, (list, tuple)) else ()
+
+
+class _Text(Inert):
+    """torch.device("cpu"), a memory layout: the text itself."""
+
+    def __new__(cls, *args):
+        return ":".join(str(a) for a in args)
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+
+
+class DTypeName(Inert):
+    """torch.float32 and the like: the class itself is the value."""
+
+    dtype = None
+
+
+class StorageType(Inert):
+    dtype = None  # None: bytes without a type
+
+
+class _RebuildTensor(Inert):
+    """_rebuild_tensor_v2(storage, offset, size, stride, ...); v3 has the dtype as its seventh argument."""
+
+    def __new__(cls, storage=None, offset=0, size=(), stride=(), *rest):
+        args = (storage, offset, size, stride, *rest)
+        dtype = getattr(storage, "dtype", None)
+        if len(rest) > 2 and isinstance(rest[2], type) and issubclass(rest[2], DTypeName):
+            dtype = rest[2].dtype
+        if not isinstance(storage, Storage) or dtype is None or not all(isinstance(a, (list, tuple)) for a in (size, stride)):
+            raise _wrong("torch tensor", args)
+        return Tensor(storage, dtype, size, stride, offset)
+
+
+class _RebuildParameter(Inert):
+    def __new__(cls, data=None, *rest):
+        if not isinstance(data, Tensor):
+            raise _wrong("torch parameter", (data, *rest))
+        return data
+
+
+class _RebuildFromType(Inert):
+    """_rebuild_from_type_v2(function, type, arguments, state): a tensor of a subclass, or with attributes."""
+
+    def __new__(cls, function=None, kind=None, args=(), state=None):
+        if function not in (_RebuildTensor, _RebuildParameter) or not isinstance(args, tuple):
+            raise _wrong("torch tensor", (function, kind, args, state))
+        return function(*args)
+
+
+# ---- NumPy ----------------------------------------------------------------------------------------------------------
+
+_NUMPY_DTYPES = {
+    "f8": "float64", "f4": "float32", "f2": "float16", "i8": "int64", "i4": "int32", "i2": "int16", "i1": "int8",
+    "u8": "uint64", "u4": "uint32", "u2": "uint16", "u1": "uint8", "b1": "bool",
+}
+
+
+class _NumpyType(Inert):
+    """numpy.dtype("i8", False, True) with a state whose second entry is the byte order."""
+
+    def __new__(cls, code="", *rest):
+        held = Inert.__new__(cls, code)
+        held.code, held.order = (code, "|") if isinstance(code, str) else ("", "|")
+        return held
+
+    def __setstate__(self, state):
+        if isinstance(state, tuple) and len(state) > 1:
+            self.order = state[1]
+
+    def decode(self, data, count):
+        kind, width = self.code[:1], self.code[1:]
+        if self.order == ">" and self.code not in ("u1", "i1", "b1"):
+            raise RecordError("NumPy array", "little-endian numbers", "big-endian ones", "Write it again on this machine")
+        if self.code in _NUMPY_DTYPES:
+            return numbers_of(data, _NUMPY_DTYPES[self.code])
+        if kind in ("U", "S") and width.isdigit():
+            step = int(width) * (4 if kind == "U" else 1)
+            texts = [data[i * step : (i + 1) * step].decode("utf-32-le" if kind == "U" else "latin1") for i in range(count)]
+            return [text.rstrip("\0") for text in texts]
+        raise RecordError("NumPy array", "integers, floats, booleans, texts or objects", f"dtype {self.code!r}")
+
+    def dtype(self):
+        return _NUMPY_DTYPES.get(self.code, self.code)
+
+
+def _count(shape):
+    if not isinstance(shape, tuple) or any(type(size) is not int or size < 0 for size in shape):
+        raise RecordError("NumPy array", "a shape of whole numbers", repr(shape)[:80])
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class NumpyArray(Tensor):
+    """_reconstruct(...), empty until its state comes: (version, shape, dtype, columns first, bytes or list of objects)."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args):
+        return object.__new__(cls)
+
+    def __init__(self, *args):
+        super().__init__(None, "bool", (0,))
+
+    def __setstate__(self, state):
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise _wrong("NumPy array", (state,))
+        _, shape, kind, columns_first, data = state
+        self._fill(shape, kind, data, columns_first is True)
+
+    def _fill(self, shape, kind, data, columns_first):
+        count = _count(shape)
+        if not isinstance(kind, _NumpyType) or not isinstance(data, (list, bytes, bytearray)):
+            raise _wrong("NumPy array", (shape, kind, data))
+        strides = None
+        if columns_first:
+            strides = [_count(shape[:i]) for i in range(len(shape))]
+        super().__init__(None, kind.dtype(), shape, strides)
+        self._flat = data if isinstance(data, list) else kind.decode(data, count)
+        self._check(len(self._flat))
+
+
+class _NumpyFromBuffer(Inert):
+    """_frombuffer(bytes, dtype, shape, order): how protocol 5 writes an array."""
+
+    def __new__(cls, data=b"", kind=None, shape=(), order="C", *rest):
+        if order not in ("C", "F") or rest not in ((), (None,)):
+            raise _wrong("NumPy array", (data, kind, shape, order, *rest))
+        array = NumpyArray()
+        array._fill(shape, kind, data, order == "F")
+        return array
+
+
+class _NumpyScalar(Inert):
+    def __new__(cls, kind=None, data=b"", *rest):
+        if not isinstance(kind, _NumpyType) or not isinstance(data, bytes):
+            raise _wrong("NumPy scalar", (kind, data))
+        return kind.decode(data, 1)[0]
+
+
+# ---- the closed list ------------------------------------------------------------------------------------------------
+
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+}
+# Classes of the writers: holders, told apart by name.
+HELD = (
+    ("verl.protocol", "DataProto"),
+    ("tensordict._td", "TensorDict"), ("tensordict.tensordict", "TensorDict"), ("tensordict", "TensorDict"),
+    ("tensordict._reductions", "_make_td"), ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"),
+    ("slime.utils.types", "Sample"), ("slime.utils.types", "Sample.Status"), ("slime.utils.types", "Sample.SpecInfo"),
+    ("slime.utils.types", "Sample.PrefixCacheInfo"),
+)
+
+
+def _closed_list():
+    names = {
+        ("collections", "OrderedDict"): InertDict, ("collections", "defaultdict"): InertDict,
+        ("tensordict.utils", "_StringOnlyDict"): InertDict, ("_codecs", "encode"): _Encode,
+        ("torch", "Size"): _Size, ("torch", "device"): _Text, ("torch.serialization", "_get_layout"): _Text,
+        ("torch._utils", "_rebuild_tensor"): _RebuildTensor, ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor, ("torch._utils", "_rebuild_parameter"): _RebuildParameter,
+        ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
+        ("torch", "Tensor"): Inert, ("torch.nn.parameter", "Parameter"): Inert,
+        ("torch.storage", "UntypedStorage"): StorageType, ("torch", "UntypedStorage"): StorageType,
+        ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): Inert,
+    }
+    for kind, dtype in _STORAGES.items():
+        names["torch", kind + "Storage"] = type(kind + "Storage", (StorageType,), {"dtype": dtype})
+    for dtype in DTYPES:
+        names["torch", dtype] = type(dtype, (DTypeName,), {"dtype": dtype})
+    for numpy in ("numpy.core", "numpy._core"):
+        names[numpy + ".multiarray", "_reconstruct"] = NumpyArray
+        names[numpy + ".multiarray", "scalar"] = _NumpyScalar
+        names[numpy + ".numeric", "_frombuffer"] = _NumpyFromBuffer
+    for builtins in ("builtins", "__builtin__"):  # protocol 2 has Python 2's name
+        names[builtins, "set"] = names[builtins, "frozenset"] = _Set
+        names[builtins, "bytearray"] = names[builtins, "bytes"] = _Bytes
+        for kind in ("list", "dict", "int", "float", "str"):  # the factory of a defaultdict
+            names[builtins, kind] = Inert
+    for module, name in HELD:
+        names[module, name] = type(name.rpartition(".")[2], (Inert,), {"name": name})
+    return names
+
+
+_NAMES = _closed_list()
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, stream, where, storage):
+        super().__init__(stream)
+        self._where, self._storage = where, storage
+
+    def find_class(self, module, name):
+        try:
+            return _NAMES[module, name]
+        except KeyError:
+            raise RecordError(
+                self._where, "tensors, arrays, lists, dicts, texts and numbers only", f"a call of {module}.{name}",
+                "Nothing of this file was executed. A file that names functions is not read; write plain tensors") from None
+
+    def persistent_load(self, key):
+        if self._storage is None:
+            raise RecordError(self._where, "a pickle that holds its own data", "a reference to something outside")
+        return self._storage(key)
+
+
+def load(stream, where, storage=None):
+    """The first pickle of a stream, as data. `storage`: gives the Storage of torch's key of one, a tuple."""
+    try:
+        return _Reader(stream, where, storage).load()
+    except RecordError as error:
+        raise error.at(where) from None
+    except Exception as error:  # whatever a damaged pickle makes the reader stumble over
+        raise RecordError(where, "a complete pickle", f"{type(error).__name__}: {error}",
+                          "It was cut short, damaged, or made to mislead; copy or write it again") from None
+
+
+def load_bytes(data, where, storage=None):
+    return load(io.BytesIO(data), where, storage)
+
+
+def storage_key(key, where):
+    """(dtype or None, key, numbers or bytes) of torch's ("storage", type, key, place, count, ...)."""
+    shaped = isinstance(key, tuple) and len(key) >= 5 and key[0] == "storage" and isinstance(key[2], str)
+    if not shaped or not isinstance(key[1], type) or not issubclass(key[1], StorageType) or type(key[4]) is not int:
+        raise RecordError(where, "torch's references to storages", "another reference")
+    return key[1].dtype, key[2], key[4]
+
+
+def storage_bytes(dtype, count):
+    return count * (bytes_per_number(dtype) if dtype else 1)

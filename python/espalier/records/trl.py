@@ -1,0 +1,77 @@
+"""The batch of TRL's GRPOTrainer as users save it: a dict of tensors in a .pt or .safetensors file.
+
+  prompt_ids, prompt_mask [B, P] padded at the left; completion_ids, completion_mask [B, C] padded at the right
+  advantages [B] or [B, C]; old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, tool_mask [B, C]
+
+TRL's dict names neither temperature nor group: the temperature is taken as 1, equal prompts form a group.
+"""
+
+from .errors import RecordError, UnsupportedRecords
+from .neutral import Place, number, record, series, span_of_ones, zero_or_one
+from .tensors import Tensor
+
+NAME = "TRL batch"
+_SERIES = {"old_logprobs": "old_per_token_logps", "ref_logprobs": "ref_per_token_logps",
+           "rollout_logprobs": "sampling_per_token_logps"}
+_NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+_NOT_TEXT = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes")
+
+
+def matches(content):
+    return isinstance(content, dict) and {"prompt_ids", "completion_ids"} <= content.keys()
+
+
+def records(contents, notes):
+    for path, content, step in contents:
+        yield from _records(path, content, step, notes)
+
+
+def _records(path, content, step, notes):
+    for name in _NEEDED:
+        if not isinstance(content.get(name), Tensor) or len(content[name].shape) != 2:
+            raise RecordError(f"{path}: {name}", "a tensor [samples, tokens]", "none of that form")
+    media = [name for name in _NOT_TEXT if content.get(name) is not None]
+    if media:
+        raise UnsupportedRecords(f"{path}: {media[0]}", "tokens only", "images")
+    rows = {name: values for name, values in content.items() if isinstance(values, Tensor) and values.shape}
+    count = content["completion_ids"].shape[0]
+    for name in (*_NEEDED, *_SERIES.values(), "advantages", "tool_mask"):
+        if name in rows and len(rows[name]) != count:
+            raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", str(len(rows[name])))
+    notes.append("TRL batch: the temperature is not in it and taken as 1; equal prompts form a group")
+    empty = 0
+    for index in range(count):
+        out = _record(Place(path, index), {name: values[index] for name, values in rows.items() if len(values) == count}, step)
+        empty += not out["response_ids"]
+        yield out
+    if empty:
+        notes.append(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
+
+
+def _record(place, row, step):
+    prompt_mask = zero_or_one(place, "prompt_mask", row["prompt_mask"])
+    mask = zero_or_one(place, "completion_mask", row["completion_mask"])
+    prompt, completion = row["prompt_ids"].tolist(), row["completion_ids"].tolist()
+    for name, ids, kept in (("prompt_mask", prompt, prompt_mask), ("completion_mask", completion, mask)):
+        if len(ids) != len(kept):
+            raise place.wrong(name, f"{len(ids)} entries, one per token", str(len(kept)))
+    begin, _ = span_of_ones(place, "prompt_mask", prompt_mask, "left")
+    _, end = span_of_ones(place, "completion_mask", mask, "right")
+
+    def part(name):
+        if name not in row:
+            return None
+        values = row[name].tolist()
+        if len(values) != len(completion):
+            raise place.wrong(name, f"{len(completion)} entries, one per completion token with padding", str(len(values)))
+        return values[:end]
+
+    tools = part("tool_mask")
+    loss_mask = [1] * end if tools is None else zero_or_one(place, "tool_mask", tools)
+    advantage = row.get("advantages")
+    if isinstance(advantage, Tensor) and len(advantage) != 1:
+        advantage = series(place, "advantages", part("advantages"), loss_mask)
+    elif advantage is not None:
+        advantage = number(place, "advantages", advantage)
+    parts = {name: series(place, field, part(field), loss_mask) for name, field in _SERIES.items()}
+    return record(place, prompt[begin:], completion[:end], loss_mask, step=step, advantage=advantage, **parts)
