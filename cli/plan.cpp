@@ -62,6 +62,7 @@ Json json_of(const std::vector<StepPlan>& plans) {
   Json out;
   out["trees"] = Json::array();
   Json steps = Json::array();
+  double used_budgets = 0;
   for (std::size_t step = 0; step < plans.size(); ++step) {
     Json one = to_json(plans[step]);
     for (Json& tree : one["trees"]) {
@@ -69,12 +70,15 @@ Json json_of(const std::vector<StepPlan>& plans) {
       out["trees"].push_back(std::move(tree));
     }
     one.erase("trees");
+    used_budgets += one["fill"].get<double>() * static_cast<double>(plans[step].waves);
     steps.push_back({{"step", step + 1}});
     steps.back().update(one);
   }
   out["steps"] = std::move(steps);
   out["trunks"] = total(plans, &StepPlan::trunks);
-  out["waves"] = total(plans, &StepPlan::waves);
+  const std::int64_t waves = total(plans, &StepPlan::waves);
+  out["waves"] = waves;
+  out["fill"] = waves > 0 ? used_budgets / static_cast<double>(waves) : 0;  // mean over waves of rows / budget
   const std::int64_t trunk_rows = total(plans, &StepPlan::trunk_rows), wave_rows = total(plans, &StepPlan::wave_rows);
   out["rows"] = {{"logical", total(plans, &StepPlan::logical_rows)},
                  {"physical", trunk_rows + wave_rows},

@@ -44,17 +44,17 @@ std::string flops_text(double flops) {
   return number_text("%.2f MFLOP", flops / 1e6);
 }
 
-std::int32_t largest_wave(const std::vector<PlanItem>& items) {
-  std::int32_t most = 0;
+// Sum over waves of the part of the budget that their rows use: 1 for what cannot be divided and passes it.
+double used_budgets(const std::vector<PlanItem>& items, std::int64_t budget) {
+  double sum = 0;
   for (const PlanItem& item : items)
-    most = std::max(most, item.kind == ItemKind::wave ? item.set.rows : largest_wave(item.below));
-  return most;
+    sum += item.kind == ItemKind::wave ? std::min(1.0, static_cast<double>(item.set.rows) / static_cast<double>(budget))
+                                       : used_budgets(item.below, budget);
+  return sum;
 }
 
-// Mean rows of a wave over the most a wave may hold.
-double wave_fill(const StepPlan& plan) {
-  const std::int64_t most = std::max<std::int64_t>(plan.token_budget, largest_wave(plan.items));
-  return plan.waves == 0 ? 0 : static_cast<double>(plan.wave_rows) / static_cast<double>(plan.waves * most);
+double mean_fill(const StepPlan& plan) {
+  return plan.waves == 0 ? 0 : used_budgets(plan.items, plan.token_budget) / static_cast<double>(plan.waves);
 }
 
 bool alike(const TreePlan& a, const TreePlan& b) {
@@ -177,7 +177,7 @@ std::string explain(const StepPlan& plan) {
   if (plan.waves > 0)
     out += text_of("Budget of ", count_text(plan.token_budget), " rows a wave (",
                    plan.budget_given ? "as asked for" : "chosen; what cannot be divided may pass it", "), largest set ",
-                   count_text(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * wave_fill(plan)),
+                   count_text(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * mean_fill(plan)),
                    "% full on average; longest open path ", count_text(plan.max_path_rows), " rows\n");
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
@@ -205,7 +205,7 @@ Json to_json(const StepPlan& plan) {
             {"trunk", plan.trunk_rows},
             {"wave", plan.wave_rows}}},
           {"token_budget", plan.token_budget},
-          {"wave_fill", wave_fill(plan)},
+          {"fill", mean_fill(plan)},
           {"max_path_rows", plan.max_path_rows},
           {"flops",
            {{"dense", plan.dense.flops},
