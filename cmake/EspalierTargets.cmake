@@ -45,22 +45,37 @@ function(espalier_use_torch target)
   target_precompile_headers(${target} REUSE_FROM espalier_pch)
 endfunction()
 
-# espalier_simd_sources(TARGET FILES...): compiles each torch-free file once per instruction set, with
-# ESPALIER_SIMD naming the set (a namespace) and ESPALIER_SIMD_BYTES its vector width. The folder's dispatch file
-# picks one of the three at run time.
+set(ESPALIER_AVX512_FLAGS -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512)
+# One version of one file: ESPALIER_SIMD names it (a namespace), ESPALIER_SIMD_BYTES is its vector width.
+function(espalier_simd_version target file set bytes)
+  get_filename_component(stem "${file}" NAME_WE)
+  set(object ${target}_${stem}_${set})
+  add_library(${object} OBJECT "${file}")
+  target_compile_definitions(${object} PRIVATE ESPALIER_SIMD=${set} ESPALIER_SIMD_BYTES=${bytes})
+  target_compile_options(${object} PRIVATE -O3 -ffp-contract=fast ${ARGN})
+  target_include_directories(${object} PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(${object} PRIVATE OpenMP::OpenMP_CXX)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
+endfunction()
+
+# espalier_simd_sources(TARGET FILES...): compiles each torch-free file once per instruction set. The folder's dispatch
+# file picks one of the three at run time.
 function(espalier_simd_sources target)
   foreach(file ${ARGN})
-    get_filename_component(stem "${file}" NAME_WE)
-    foreach(set "baseline|16|" "avx2|32|-mavx2;-mfma;-mf16c" "avx512|64|-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mfma;-mprefer-vector-width=512")
-      string(REGEX MATCH "^([^|]*)\\|([^|]*)\\|(.*)$" _ "${set}")
-      set(object ${target}_${stem}_${CMAKE_MATCH_1})
-      add_library(${object} OBJECT "${file}")
-      target_compile_definitions(${object} PRIVATE ESPALIER_SIMD=${CMAKE_MATCH_1} ESPALIER_SIMD_BYTES=${CMAKE_MATCH_2})
-      target_compile_options(${object} PRIVATE -O3 -ffp-contract=fast ${CMAKE_MATCH_3})
-      target_include_directories(${object} PRIVATE "${PROJECT_SOURCE_DIR}")
-      target_link_libraries(${object} PRIVATE OpenMP::OpenMP_CXX)
-      target_sources(${target} PRIVATE $<TARGET_OBJECTS:${object}>)
-    endforeach()
+    espalier_simd_version(${target} ${file} baseline 16)
+    espalier_simd_version(${target} ${file} avx2 32 -mavx2 -mfma -mf16c)
+    espalier_simd_version(${target} ${file} avx512 64 ${ESPALIER_AVX512_FLAGS})
+  endforeach()
+endfunction()
+
+# espalier_bfloat16_sources(TARGET FILES...): three versions more, which multiply bfloat16 as it is (Bfloat16Products
+# of base/instruction_set.h); ESPALIER_BFLOAT16_DOT, _TILES or _EMULATED_TILES says how.
+function(espalier_bfloat16_sources target)
+  set(flags ${ESPALIER_AVX512_FLAGS} -mavx512bf16)
+  foreach(file ${ARGN})
+    espalier_simd_version(${target} ${file} avx512_dot 64 ${flags} -DESPALIER_BFLOAT16_DOT)
+    espalier_simd_version(${target} ${file} avx512_emulated_tiles 64 ${flags} -DESPALIER_BFLOAT16_EMULATED_TILES)
+    espalier_simd_version(${target} ${file} avx512_tiles 64 ${flags} -mamx-tile -mamx-bf16 -DESPALIER_BFLOAT16_TILES)
   endforeach()
 endfunction()
 

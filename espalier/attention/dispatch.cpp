@@ -1,11 +1,12 @@
-// forward and backward of attention.h: checks, the choice of instruction set, and the memory the kernels work in.
+// forward and backward of attention.h: checks, the choice of instructions, and the memory the kernels work in.
 //
-// Scratch is kept per calling thread and grows to the largest call: forward below 1 MB a thread at head sizes up to
-// 256, backward at most about 32 MB plus below 1 MB a thread (one panel per head where even that exceeds 32 MB).
+// Scratch is kept per calling thread and grows to the largest call: forward below 2 MB a thread at head sizes up to
+// 256, backward at most about 32 MB plus below 2 MB a thread (one panel per head where even that exceeds 32 MB).
 #include <omp.h>
 
 #include <cstdlib>
 #include <new>
+#include <type_traits>
 
 #include "espalier/attention/cpu/kernels.h"
 #include "espalier/base/error.h"
@@ -13,7 +14,7 @@
 
 namespace espalier {
 
-// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set.
+// Defined in cpu/forward.cpp and cpu/backward.cpp, once per instruction set; the last three for bfloat16 only.
 #define ESPALIER_DECLARE_SET(set)                         \
   namespace set {                                         \
   template <class T>                                      \
@@ -24,6 +25,9 @@ namespace espalier {
 ESPALIER_DECLARE_SET(baseline)
 ESPALIER_DECLARE_SET(avx2)
 ESPALIER_DECLARE_SET(avx512)
+ESPALIER_DECLARE_SET(avx512_dot)
+ESPALIER_DECLARE_SET(avx512_emulated_tiles)
+ESPALIER_DECLARE_SET(avx512_tiles)
 #undef ESPALIER_DECLARE_SET
 
 namespace attention {
@@ -33,6 +37,21 @@ namespace {
 template <class T>
 Kernels<T> kernels() {
   Kernels<T> k{};
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    switch (bfloat16_products()) {
+      case Bfloat16Products::tiles:
+        avx512_tiles::add_forward(k), avx512_tiles::add_backward(k);
+        return k;
+      case Bfloat16Products::emulated_tiles:
+        avx512_emulated_tiles::add_forward(k), avx512_emulated_tiles::add_backward(k);
+        return k;
+      case Bfloat16Products::dot:
+        avx512_dot::add_forward(k), avx512_dot::add_backward(k);
+        return k;
+      case Bfloat16Products::converted:
+        break;
+    }
+  }
   switch (instruction_set()) {
     case InstructionSet::avx512:
       avx512::add_forward(k), avx512::add_backward(k);

@@ -1,5 +1,8 @@
 #include "espalier/base/instruction_set.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 
 #include "espalier/base/error.h"
@@ -33,11 +36,57 @@ const char* name_of(InstructionSet set) {
 
 namespace {
 
+// Linux keeps the state of tiles only for processes that asked for it (arch_prctl, ARCH_REQ_XCOMP_PERM); the
+// permission is the process's, for threads of before and after.
+bool system_grants_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
+}  // namespace
+
+bool processor_has(Bfloat16Products products) {
+  const bool dot = processor_has(InstructionSet::avx512) && __builtin_cpu_supports("avx512bf16");
+  switch (products) {
+    case Bfloat16Products::converted:
+      return true;
+    case Bfloat16Products::dot:
+    case Bfloat16Products::emulated_tiles:
+      return dot;
+    case Bfloat16Products::tiles:
+      return dot && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && system_grants_tiles();
+  }
+  return false;
+}
+
+const char* name_of(Bfloat16Products products) {
+  switch (products) {
+    case Bfloat16Products::converted:
+      return "converted";
+    case Bfloat16Products::dot:
+      return "dot";
+    case Bfloat16Products::emulated_tiles:
+      return "emulated tiles";
+    case Bfloat16Products::tiles:
+      return "tiles";
+  }
+  return "";
+}
+
+namespace {
+
 std::atomic<InstructionSet>& chosen() {
   static std::atomic<InstructionSet> set = processor_has(InstructionSet::avx512) ? InstructionSet::avx512
                                            : processor_has(InstructionSet::avx2) ? InstructionSet::avx2
                                                                                  : InstructionSet::baseline;
   return set;
+}
+std::atomic<Bfloat16Products>& chosen_products() {
+  static std::atomic<Bfloat16Products> products = processor_has(Bfloat16Products::tiles) ? Bfloat16Products::tiles
+                                                  : processor_has(Bfloat16Products::dot) ? Bfloat16Products::dot
+                                                                                         : Bfloat16Products::converted;
+  return products;
 }
 
 }  // namespace
@@ -47,6 +96,16 @@ InstructionSet instruction_set() { return chosen().load(std::memory_order_relaxe
 void force_instruction_set(InstructionSet set) {
   ESPALIER_INTERNAL(processor_has(set), "this processor has no ", name_of(set));
   chosen().store(set, std::memory_order_relaxed);
+}
+
+Bfloat16Products bfloat16_products() {
+  return instruction_set() == InstructionSet::avx512 ? chosen_products().load(std::memory_order_relaxed)
+                                                     : Bfloat16Products::converted;
+}
+
+void force_bfloat16_products(Bfloat16Products products) {
+  ESPALIER_INTERNAL(processor_has(products), "this processor has no ", name_of(products), " for bfloat16");
+  chosen_products().store(products, std::memory_order_relaxed);
 }
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-// Which of the three compiled versions of a kernel runs: the widest that this processor has.
+// Which of the compiled versions of a kernel runs: the widest that this processor has.
 //
 // Asked once; tests may hold the choice to a narrower set.
 #pragma once
@@ -31,5 +31,21 @@ Table call_for_set(Table (*baseline)(), Table (*avx2)(), Table (*avx512)()) {
   }
   return baseline();
 }
+
+// How kernels multiply bfloat16 where the set in use is avx512; always with float32 sums.
+//   converted: as float32 numbers; dot: by the AVX512_BF16 instructions; tiles: by those of AMX_BF16;
+//   emulated_tiles: as tiles, the AMX instructions written out in C++ (slow: for tests).
+enum class Bfloat16Products { converted, dot, emulated_tiles, tiles };
+inline constexpr Bfloat16Products kBfloat16Products[] = {Bfloat16Products::converted, Bfloat16Products::dot,
+                                                         Bfloat16Products::emulated_tiles, Bfloat16Products::tiles};
+
+// tiles: also asks the system, once, to let this process use them.
+bool processor_has(Bfloat16Products products);
+const char* name_of(Bfloat16Products products);
+
+// tiles, else dot, else converted, by what the processor has, or what was forced; converted below avx512.
+Bfloat16Products bfloat16_products();
+// For tests, as force_instruction_set.
+void force_bfloat16_products(Bfloat16Products products);
 
 }  // namespace espalier

@@ -58,8 +58,8 @@ ESPALIER_SIMD_INLINE To reinterpret(From from) {
   return to;
 }
 
-ESPALIER_SIMD_INLINE FloatVector broadcast(float x) { return FloatVector{} + x; }
-ESPALIER_SIMD_INLINE DoubleVector broadcast(double x) { return DoubleVector{} + x; }
+ESPALIER_SIMD_INLINE FloatVector broadcast(float x) { return x - FloatVector{}; }
+ESPALIER_SIMD_INLINE DoubleVector broadcast(double x) { return x - DoubleVector{}; }
 
 // ---- memory: any alignment; the partial forms touch exactly `count` values, 0 <= count <= kLanes ----
 

@@ -1,11 +1,14 @@
-// Shared-prefix attention on a CPU: fast against plain, for every instruction set this CPU has.
+// Shared-prefix attention on a CPU: fast against plain, for every choice of instructions this CPU has.
 //
 // One rule for all number types: the error of the fast code against a wider type (long double for float64, float64
 // for the others) is at most twice that of the plain code in the same type, plus a floor for cases where the plain
-// code is exact by luck: one rounding of each term the result is a sum of, and one of the result as stored.
+// code is exact by luck: one rounding of each term the result is a sum of, and one of the result as stored. Where
+// bfloat16 multiplies as it is, the plain code rounds its weights and slopes to bfloat16 too, and sums in float32.
 #include <omp.h>
 
 #include <limits>
+#include <map>
+#include <sstream>
 #include <type_traits>
 
 #include <gtest/gtest.h>
@@ -16,18 +19,42 @@
 namespace espalier::attention_test {
 namespace {
 
-std::vector<InstructionSet> sets() {
-  std::vector<InstructionSet> all;
-  for (const InstructionSet s : kInstructionSets)
-    if (processor_has(s)) all.push_back(s);
+// A choice of instructions.
+struct Level {
+  InstructionSet set;
+  Bfloat16Products products;
+
+  void force() const {
+    force_instruction_set(set);
+    force_bfloat16_products(products);
+  }
+  Factors factors() const {
+    return products == Bfloat16Products::converted ? Factors::as_summed : Factors::as_bfloat16;
+  }
+};
+std::ostream& operator<<(std::ostream& to, const Level& l) {
+  return to << name_of(l.set) << ", " << name_of(l.products);
+}
+// All that this CPU has and that make a difference for T.
+template <class T>
+std::vector<Level> levels() {
+  std::vector<Level> all;
+  for (const InstructionSet set : kInstructionSets)
+    for (const Bfloat16Products products : kBfloat16Products) {
+      const bool matters = std::is_same_v<T, bfloat16> && set == InstructionSet::avx512;
+      if (!processor_has(set) || !processor_has(products)) continue;
+      if (matters || products == Bfloat16Products::converted) all.push_back({set, products});
+    }
   return all;
 }
-// Restores the choice of set and threads.
+// Restores the choice of instructions and threads.
 struct Restore {
   int threads = omp_get_max_threads();
   InstructionSet set = instruction_set();
+  Bfloat16Products products = bfloat16_products();
   ~Restore() {
     force_instruction_set(set);
+    force_bfloat16_products(products);
     omp_set_num_threads(threads);
   }
 };
@@ -98,10 +125,11 @@ struct Expected {
   Results<Wide> wide, magnitude;
   Results<A> narrow;
   std::vector<double> given_out, given_lse;
+  double factor_unit = 0;  // of one rounding of each factor, in a problem too small for such roundings to average
 
-  explicit Expected(const Problem& p) {
+  explicit Expected(const Problem& p, Factors factors = Factors::as_summed) {
     Plain<Wide> exact(p);
-    Plain<A> plain(p);
+    Plain<A> plain(p, factors);
     exact.forward(wide);
     plain.forward(narrow);
     // Backward's inputs: the plain results as they would be stored.
@@ -117,6 +145,7 @@ struct Expected {
     for (A& x : narrow.q) x = static_cast<A>(rounded<T>(x));
     from.out = wide.out, from.lse = wide.lse;
     wide = from;
+    if (factors == Factors::as_bfloat16 && p.pairs() < 256) factor_unit = 1.0 / 512;
   }
 };
 
@@ -134,18 +163,19 @@ template <class T>
 void expect_close(const Problem& p, const Expected<T>& want, const Results<double>& got, const std::string& label) {
   const double unit = std::numeric_limits<accumulator_t<T>>::epsilon() / 2;
   const double stored = std::is_same_v<T, bfloat16> ? 1.0 / 512 : unit;  // rounding of out and grad q
-  const auto compare = [&](const char* what, auto part, double rounding) {
+  const auto compare = [&](const char* what, auto part, double rounding, bool of_factors = true) {
     const auto &g = got.*(part(got)), &w = want.wide.*(part(want.wide)), &n = want.narrow.*(part(want.narrow));
     const auto& m = want.magnitude.*(part(want.magnitude));
     const double error = distance(g, w), size = distance(w, std::vector<double>(w.size()));
-    const double floor = unit * distance(m, std::vector<double>(m.size())) + rounding * size;
+    const double term = of_factors ? std::max(unit, want.factor_unit) : unit;
+    const double floor = term * distance(m, std::vector<double>(m.size())) + rounding * size;
     EXPECT_LE(error, 2 * distance(n, w) + floor) << label << ", " << what << ": plain error " << distance(n, w)
                                                  << ", floor " << floor << ", size " << size << ", " << p;
   };
   compare(
       "out", []<class R>(const R&) { return &R::out; }, stored);
   compare(
-      "lse", []<class R>(const R&) { return &R::lse; }, unit);
+      "lse", []<class R>(const R&) { return &R::lse; }, unit, false);
   compare(
       "grad q", []<class R>(const R&) { return &R::q; }, stored);
   compare(
@@ -161,11 +191,12 @@ void expect_close(const Problem& p, const Expected<T>& want, const Results<doubl
 template <class T>
 void expect_fast_is_right(const Problem& p) {
   const Restore restore;
-  const Expected<T> want(p);
-  for (const InstructionSet set : sets()) {
-    force_instruction_set(set);
+  std::map<Factors, Expected<T>> want;
+  for (const Level& level : levels<T>()) {
+    const Expected<T>& here = want.try_emplace(level.factors(), p, level.factors()).first->second;
+    level.force();
     omp_set_num_threads(1 + static_cast<int>(p.seed % 5));
-    expect_close(p, want, run<T>(p, Code::fast, want.given_out, want.given_lse), name_of(set));
+    expect_close(p, here, run<T>(p, Code::fast, here.given_out, here.given_lse), (std::stringstream() << level).str());
   }
 }
 
@@ -236,9 +267,9 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
   const Restore restore;
   const Problem p = random_problem<TypeParam>(11, {150, 140, 4, 2, 64}, Rows::some_repeated);
   std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
-  for (const InstructionSet set : sets())
+  for (const Level& level : levels<TypeParam>())
     for (const int threads : {1, 2, 5}) {
-      force_instruction_set(set);
+      level.force();
       omp_set_num_threads(threads);
       const Results<double> first = run<TypeParam>(p, Code::fast, out, lse);
       const Results<double> again = run<TypeParam>(p, Code::fast, out, lse);

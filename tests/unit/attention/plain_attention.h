@@ -30,6 +30,12 @@ struct Problem {
 
   int queries() const { return static_cast<int>(query_row.size()); }
   bool sees(int query, int own) const { return own <= query_row[query] && query_row[query] < subtree_end[own]; }
+  int pairs() const {
+    int n = queries() * size.path;
+    for (int i = 0; i < queries(); ++i)
+      for (int j = 0; j < size.own; ++j) n += sees(i, j);
+    return n;
+  }
 };
 
 inline std::ostream& operator<<(std::ostream& to, const Problem& p) {
@@ -97,11 +103,14 @@ struct Results {
   std::vector<N> out, lse, q, own_k, own_v, path_k, path_v;
 };
 
-// Attention with every number and sum of type N: scores, softmax and products row by row.
+// Attention with every number and sum of type N: scores, softmax and products row by row. Factors::as_bfloat16: the
+// weights P and slopes dS are rounded to bfloat16 before they multiply, as code that multiplies bfloat16 has to.
+enum class Factors { as_summed, as_bfloat16 };
 template <class N>
 class Plain {
  public:
-  explicit Plain(const Problem& p) : p_(p), D_(p.size.head_dim) {}
+  explicit Plain(const Problem& p, Factors factors = Factors::as_summed)
+      : p_(p), D_(p.size.head_dim), factors_(factors) {}
 
   void forward(Results<N>& r) const {
     r.out.assign(p_.q.size(), N(0));
@@ -114,7 +123,7 @@ class Plain {
       for (int d = 0; d < D_; ++d) {
         N sum = 0;
         for (int j = 0; j < keys(); ++j)
-          if (visible(i, s[j])) sum += std::exp(s[j] - top) * N(value(p_.path_v, p_.own_v, j, h, d));
+          if (visible(i, s[j])) sum += factor(std::exp(s[j] - top)) * N(value(p_.path_v, p_.own_v, j, h, d));
         r.out[row(i, h) + d] = sum / total;
       }
     });
@@ -162,11 +171,11 @@ class Plain {
         const N weight = std::exp(s[j] - r.lse[static_cast<std::size_t>(h) * p_.queries() + i]);
         N slope = 0;
         for (int d = 0; d < D_; ++d) slope += N(p_.grad_out[row(i, h) + d]) * N(value(p_.path_v, p_.own_v, j, h, d));
-        slope = weight * (slope - dots) * N(p_.scale);
+        slope = factor(weight * (slope - dots)) * N(p_.scale);
         for (int d = 0; d < D_; ++d) {
           r.q[row(i, h) + d] += slope * N(value(p_.path_k, p_.own_k, j, h, d));
           value(r.path_k, r.own_k, j, h, d) += slope * N(p_.q[row(i, h) + d]);
-          value(r.path_v, r.own_v, j, h, d) += weight * N(p_.grad_out[row(i, h) + d]);
+          value(r.path_v, r.own_v, j, h, d) += factor(weight) * N(p_.grad_out[row(i, h) + d]);
         }
       }
     });
@@ -197,8 +206,11 @@ class Plain {
       }
   }
 
+  N factor(N x) const { return factors_ == Factors::as_bfloat16 ? N(rounded<bfloat16>(static_cast<double>(x))) : x; }
+
   const Problem& p_;
   int D_;
+  Factors factors_;
 };
 
 // An operand in memory: rows further apart than they are wide, and a guard value wherever no row stands.
