@@ -188,7 +188,7 @@ ESPALIER_SIMD_INLINE Visible visible(const Shape& shape, const KeyBlock& block, 
   while (v.first < v.end && block.ends[v.first] <= row_min) ++v.first;
   while (v.first < v.end && block.ends[v.end - 1] <= row_min) --v.end;
   if (v.first >= v.end) return Visible{};
-  v.masked |= v.first % key_step != 0 || block.begin + v.end - 1 > row_min;
+  v.masked |= block.begin + v.end - 1 > row_min;
   v.first -= v.first % key_step;
   for (std::int64_t j = v.first; j < v.end; ++j) v.masked |= block.ends[j] <= row_max;
   return v;

@@ -241,6 +241,41 @@ TYPED_TEST(AttentionOf, IsRightForLargeScores) {
   }
 }
 
+TYPED_TEST(AttentionOf, IsRightForOneQueryPerSlot) {
+  expect_fast_is_right<TypeParam>(slots_problem<TypeParam>(31, {40 * 9, 30, 4, 2, 16}, 9, 100));
+  expect_fast_is_right<TypeParam>(slots_problem<TypeParam>(32, {12 * 70, 0, 8, 1, 40}, 70, 3));
+  expect_fast_is_right<TypeParam>(slots_problem<TypeParam>(33, {3 * 300, 140, 3, 3, 64}, 300, 100));
+  expect_fast_is_right<TypeParam>(slots_problem<TypeParam>(34, {5 * 130, 10, 2, 1, 128}, 130, 2));
+}
+
+// Rows of a slot without a query stand in blocks that nobody sees: numbers that are none must not matter there. Slots
+// of 400 keys hold such blocks whole, blocks being of 48 to 128 keys.
+TYPED_TEST(AttentionOf, BlocksThatNobodySeesAreNotRead) {
+  const Restore restore;
+  Problem p = slots_problem<TypeParam>(35, {3 * 400, 20, 2, 1, 16}, 400, 100);
+  p.query_row = {350, 1100};
+  p.q.resize(2 * 2 * 16), p.grad_out.resize(2 * 2 * 16);
+  for (std::vector<double>* x : {&p.own_k, &p.own_v})
+    for (std::size_t i = 528 * 16; i < 672 * 16; ++i) (*x)[i] = std::numeric_limits<double>::quiet_NaN();
+  for (const Level& level : levels<TypeParam>())
+    for (const int threads : {1, 3}) {
+      level.force();
+      omp_set_num_threads(threads);
+      const Results<double> r = run<TypeParam>(p, Code::fast, std::vector<double>(p.q.size(), 0.25), {5, 5, 5, 5});
+      for (const auto* x : {&r.out, &r.lse, &r.q, &r.own_k, &r.own_v, &r.path_k, &r.path_v})
+        EXPECT_TRUE(std::all_of(x->begin(), x->end(), [](double v) { return std::isfinite(v); })) << level;
+    }
+}
+
+// Few queries over many keys: the keys are cut among the threads (from 1024 keys on) and merged.
+TYPED_TEST(AttentionOf, IsRightForFewQueriesOverALongPath) {
+  for (const std::uint64_t seed : {40, 41, 42, 43, 44, 45, 46}) {  // 1 to 5 threads
+    const int own = 1 + static_cast<int>(seed % 3);
+    expect_fast_is_right<TypeParam>(random_problem<TypeParam>(seed, {own, 2100, 2, 1, 16}, Rows::all));
+  }
+  expect_fast_is_right<TypeParam>(slots_problem<TypeParam>(48, {2 * 700, 900, 2, 1, 24}, 700, 100));
+}
+
 TYPED_TEST(AttentionOf, CopesWithNothing) {
   for (const Sizes s : {Sizes{1, 0, 1, 1, 8}, Sizes{1, 1, 8, 1, 64}, Sizes{3, 0, 2, 2, 1}})
     expect_fast_is_right<TypeParam>(random_problem<TypeParam>(3, s, Rows::all));
@@ -265,22 +300,24 @@ TYPED_TEST(AttentionOf, ReferenceIsRight) {
 
 TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
   const Restore restore;
-  const Problem p = random_problem<TypeParam>(11, {150, 140, 4, 2, 64}, Rows::some_repeated);
-  std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
-  for (const Level& level : levels<TypeParam>())
-    for (const int threads : {1, 2, 5}) {
-      level.force();
-      omp_set_num_threads(threads);
-      const Results<double> first = run<TypeParam>(p, Code::fast, out, lse);
-      const Results<double> again = run<TypeParam>(p, Code::fast, out, lse);
-      EXPECT_EQ(first.out, again.out);
-      EXPECT_EQ(first.lse, again.lse);
-      EXPECT_EQ(first.q, again.q);
-      EXPECT_EQ(first.own_k, again.own_k);
-      EXPECT_EQ(first.own_v, again.own_v);
-      EXPECT_EQ(first.path_k, again.path_k);
-      EXPECT_EQ(first.path_v, again.path_v);
-    }
+  const Problem both[] = {random_problem<TypeParam>(11, {150, 140, 4, 2, 64}, Rows::some_repeated),
+                          random_problem<TypeParam>(12, {2, 3000, 4, 1, 32}, Rows::all)};  // keys cut among threads
+  for (const Problem& p : both)
+    for (const Level& level : levels<TypeParam>())
+      for (const int threads : {1, 2, 5}) {
+        const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
+        level.force();
+        omp_set_num_threads(threads);
+        const Results<double> first = run<TypeParam>(p, Code::fast, out, lse);
+        const Results<double> again = run<TypeParam>(p, Code::fast, out, lse);
+        EXPECT_EQ(first.out, again.out);
+        EXPECT_EQ(first.lse, again.lse);
+        EXPECT_EQ(first.q, again.q);
+        EXPECT_EQ(first.own_k, again.own_k);
+        EXPECT_EQ(first.own_v, again.own_v);
+        EXPECT_EQ(first.path_k, again.path_k);
+        EXPECT_EQ(first.path_v, again.path_v);
+      }
 }
 
 // d/dx of L = sum w o out, by central differences: truncation h^2/6 L''' and rounding 1e-16 L / h are both near 1e-11

@@ -69,21 +69,12 @@ double rounded(double x) {
 
 enum class Rows { all, some_repeated };
 
+// Operands of a problem whose rows and tree are set.
 template <class T>
-Problem random_problem(std::uint64_t seed, Sizes size, Rows which, double magnitude = 1, bool causal = false) {
-  std::mt19937_64 random(seed);
+void fill_operands(Problem& p, std::mt19937_64& random, double magnitude = 1) {
   std::normal_distribution<double> normal;
-  Problem p;
-  p.seed = seed;
-  p.size = size;
+  const Sizes& size = p.size;
   p.scale = 1 / std::sqrt(static_cast<double>(size.head_dim));
-  p.subtree_end = causal ? std::vector<std::int32_t>(size.own, size.own)
-                         : random_tree(size.own, random, 1 + static_cast<int>(random() % 90));
-  p.pass_query_row = which == Rows::some_repeated;
-  for (int row = 0; row < size.own; ++row) {
-    const int times = which == Rows::all ? 1 : static_cast<int>(random() % 4) - 1;
-    for (int n = 0; n < times; ++n) p.query_row.push_back(row);
-  }
   const auto fill = [&](std::vector<double>& x, int rows, int heads, double by) {
     x.resize(static_cast<std::size_t>(rows) * heads * size.head_dim);
     for (double& v : x) v = rounded<T>(by * normal(random));
@@ -94,6 +85,37 @@ Problem random_problem(std::uint64_t seed, Sizes size, Rows which, double magnit
   fill(p.path_k, size.path, size.kv_heads, 1);
   fill(p.path_v, size.path, size.kv_heads, 1);
   fill(p.grad_out, p.queries(), size.heads, 1);
+}
+
+template <class T>
+Problem random_problem(std::uint64_t seed, Sizes size, Rows which, double magnitude = 1, bool causal = false) {
+  std::mt19937_64 random(seed);
+  Problem p;
+  p.seed = seed;
+  p.size = size;
+  p.subtree_end = causal ? std::vector<std::int32_t>(size.own, size.own)
+                         : random_tree(size.own, random, 1 + static_cast<int>(random() % 90));
+  p.pass_query_row = which == Rows::some_repeated;
+  for (int row = 0; row < size.own; ++row) {
+    const int times = which == Rows::all ? 1 : static_cast<int>(random() % 4) - 1;
+    for (int n = 0; n < times; ++n) p.query_row.push_back(row);
+  }
+  fill_operands<T>(p, random, magnitude);
+  return p;
+}
+
+// As generation asks: `length` own rows a slot, one query at a random place of each slot but every `idle`th.
+template <class T>
+Problem slots_problem(std::uint64_t seed, Sizes size, int length, int idle) {
+  std::mt19937_64 random(seed);
+  Problem p;
+  p.seed = seed;
+  p.size = size;
+  for (int row = 0; row < size.own; ++row) p.subtree_end.push_back((row / length + 1) * length);
+  for (int slot = 0; slot < size.own / length; ++slot)
+    if (slot % idle != idle - 1)
+      p.query_row.push_back(slot * length + static_cast<int>(random() % static_cast<unsigned>(length)));
+  fill_operands<T>(p, random);
   return p;
 }
 
