@@ -126,6 +126,7 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
       Rollout& copy = part.emplace_back();
       copy.prompt_ids = rollout.prompt_ids;
       copy.response_ids = rollout.response_ids;
+      copy.routes = rollout.routes;
     }
     return tokens_of(build_prefix_trees(part, ShareMode::whole_trees));
   };
@@ -169,6 +170,7 @@ void count_series(std::span<const Rollout> rollouts, Inspection& out) {
   count("rollout_logprobs", [](const Rollout& r) { return !r.rollout_logprobs.empty(); });
   count("values", [](const Rollout& r) { return !r.values.empty(); });
   count("returns", [](const Rollout& r) { return !r.returns.empty(); });
+  count("routed_experts", [](const Rollout& r) { return r.routes.tokens > 0; });
 }
 
 }  // namespace

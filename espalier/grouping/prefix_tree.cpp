@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "espalier/base/error.h"
+#include "espalier/grouping/token_identity.h"
 #include "espalier/rollout/token_hash.h"
 
 namespace espalier {
@@ -32,30 +33,6 @@ std::int32_t first_difference(const std::int32_t* a, const std::int32_t* b, std:
   while (at + 8 <= n && (words(at) | words(at + 2) | words(at + 4) | words(at + 6)) == 0) at += 8;
   while (at < n && a[at] == b[at]) ++at;
   return at;
-}
-
-struct Run {
-  const std::int32_t* tokens;
-  std::int32_t length;
-};
-
-// The tokens from `depth` that lie end to end in memory: the rest of the prompt, or of the response.
-Run run_at(const Rollout& rollout, std::int32_t depth) {
-  const std::int32_t prompt = rollout.prompt_length();
-  if (depth < prompt) return {rollout.prompt_ids.data() + depth, prompt - depth};
-  return {rollout.response_ids.data() + (depth - prompt), rollout.length() - depth};
-}
-
-// The first depth in [from, to) where a and b differ, `to` if none does. Both are at least `to` long.
-std::int32_t agree_until(const Rollout& a, const Rollout& b, std::int32_t from, std::int32_t to) {
-  while (from < to) {
-    const Run x = run_at(a, from), y = run_at(b, from);
-    const std::int32_t n = std::min({x.length, y.length, to - from});
-    const std::int32_t equal = first_difference(x.tokens, y.tokens, n);
-    from += equal;
-    if (equal < n) break;
-  }
-  return from;
 }
 
 // (node, token) -> the child of the node that begins with the token. Open addressing; entries are never removed.
@@ -91,16 +68,15 @@ struct GrowingNode {
 
 class Forest {
  public:
-  explicit Forest(std::span<const Rollout> batch) : batch_(batch), table_(2 * batch.size()) {
+  explicit Forest(std::span<const Rollout> batch) : batch_(batch), tokens_(batch), table_(2 * batch.size()) {
     nodes_.reserve(2 * batch.size());  // each insertion adds a leaf, or splits a node, or both
   }
 
   void insert(std::int32_t index) {
-    const Rollout& rollout = batch_[static_cast<std::size_t>(index)];
-    const std::int32_t length = rollout.length();
+    const std::int32_t length = batch_[static_cast<std::size_t>(index)].length();
     std::int32_t parent = kNone, depth = 0;
     while (true) {
-      std::int32_t& child = table_.child(parent, rollout.token_at(depth));
+      std::int32_t& child = table_.child(parent, tokens_.at(index, depth));
       if (child == kNone) {
         child = add_node(parent, depth, length, index);
         nodes_[at(child)].node.ends_here.push_back(index);
@@ -108,12 +84,12 @@ class Forest {
       }
       std::int32_t current = child;
       const std::int32_t end = nodes_[at(current)].node.end;
-      const Rollout& first_below = batch_[static_cast<std::size_t>(nodes_[at(current)].node.rollout)];
-      depth = agree_until(rollout, first_below, depth, std::min(end, length));
+      const std::int32_t first_below = nodes_[at(current)].node.rollout;
+      depth = agree_until(index, first_below, depth, std::min(end, length));
       if (depth < end) {
         child = split(current, depth);
         const std::int32_t upper = child;
-        table_.child(upper, first_below.token_at(depth)) = current;
+        table_.child(upper, tokens_.at(first_below, depth)) = current;
         current = upper;
       }
       if (depth == length) {
@@ -131,6 +107,19 @@ class Forest {
   }
 
  private:
+  // The first depth in [from, to) where rollouts a and b differ, `to` if none does. Both are at least `to` long.
+  std::int32_t agree_until(std::int32_t a, std::int32_t b, std::int32_t from, std::int32_t to) const {
+    while (from < to) {
+      const auto x = tokens_.run_at(a, from), y = tokens_.run_at(b, from);
+      const auto n = static_cast<std::int32_t>(
+          std::min({x.size(), y.size(), static_cast<std::size_t>(to) - static_cast<std::size_t>(from)}));
+      const std::int32_t equal = first_difference(x.data(), y.data(), n);
+      from += equal;
+      if (equal < n) break;
+    }
+    return from;
+  }
+
   static std::size_t at(std::int32_t node) { return static_cast<std::size_t>(node); }
   std::vector<std::int32_t>& siblings_below(std::int32_t parent) {
     return parent == kNone ? roots_ : nodes_[at(parent)].node.children;
@@ -196,6 +185,7 @@ class Forest {
   }
 
   std::span<const Rollout> batch_;
+  TokenIdentity tokens_;
   ChildTable table_;
   std::vector<GrowingNode> nodes_;
   std::vector<std::int32_t> roots_;
@@ -247,7 +237,7 @@ struct PromptHash {
   std::size_t operator()(const Rollout* rollout) const { return hash_of_tokens(rollout->prompt_ids); }
 };
 struct PromptEqual {
-  bool operator()(const Rollout* a, const Rollout* b) const { return a->prompt_ids == b->prompt_ids; }
+  bool operator()(const Rollout* a, const Rollout* b) const { return same_prompt(*a, *b); }
 };
 
 std::vector<PrefixTree> prompt_trees(std::span<const Rollout> batch) {

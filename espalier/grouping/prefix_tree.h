@@ -1,4 +1,4 @@
-// Prefix trees: what two rollouts have in common stands once. Built from token identity alone.
+// Prefix trees: what two rollouts have in common stands once. Built from token identity alone (token_identity.h).
 //
 // A node is a run of consecutive tokens, depth range [begin, end) of every rollout below it; a root-to-node path is a
 // rollout's prompt + response. Several rollouts may end at one node (equal rollouts, or one a prefix of another), and a

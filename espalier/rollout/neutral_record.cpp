@@ -4,6 +4,7 @@
 
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/record_format.h"
+#include "espalier/rollout/recorded_routes.h"
 
 namespace espalier {
 namespace {
@@ -36,6 +37,11 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
   constexpr std::size_t kLongest = (std::size_t{1} << 31) - 1;  // depths are 32-bit
   if (rollout.prompt_ids.size() + rollout.response_ids.size() > kLongest)
     throw place.wrong("response_ids", "fewer than 2^31 tokens in all", "more");
+  const std::int32_t recorded = rollout.routes.tokens, tokens = rollout.length();
+  if (recorded > 0 && recorded != tokens && recorded != tokens - 1)
+    throw place.wrong("routed_experts",
+                      text_of(tokens, " or ", tokens - 1, " entries, one per token of prompt and response"),
+                      text_of(recorded));
   if (seen.mask)
     check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
   else
@@ -68,7 +74,7 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
     const auto* const series =
         std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });
     const bool known = series != std::end(kSeries) || key == "group" || key == "loss_mask" || key == "reward" ||
-                       key == "advantage" || key == "temperature" || key == "step";
+                       key == "advantage" || key == "temperature" || key == "step" || key == "routed_experts";
     if (!known) {
       reader.unknown_fields.try_emplace(std::string(key), place.where());
       return add_carried(rollout.carried, key, read_raw(value, place, key));
@@ -84,6 +90,8 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       seen.mask = true;
     } else if (key == "reward") {
       rollout.reward = read_number(value, place, key);
+    } else if (key == "routed_experts") {
+      read_routes(value, place, key, rollout.routes);
     } else if (key == "step") {
       rollout.step = read_integer(value, place, key);
     } else if (key == "temperature") {

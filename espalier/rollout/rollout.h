@@ -7,10 +7,21 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 namespace espalier {
+
+// Experts that the inference engine chose, to be chosen again in training. A token without a record is routed freely:
+// the last one, which engines do not run, and those whose first id is kFree.
+struct RecordedRoutes {
+  static constexpr std::uint16_t kFree = 0xffff;
+
+  std::int32_t tokens = 0;              // depths [0, tokens) are recorded; 0: nothing is
+  std::int32_t layers = 0, chosen = 0;  // expert layers in order; experts of each, ascending
+  std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
+};
 
 struct Rollout {
   std::vector<std::int32_t> prompt_ids;    // at least one
@@ -19,6 +30,7 @@ struct Rollout {
   std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
+  RecordedRoutes routes;
   double temperature = 1.0;
   std::optional<std::int64_t> step;
   std::string group;       // JSON text of the record's group; empty: none given
@@ -31,6 +43,13 @@ struct Rollout {
   std::int32_t length() const { return prompt_length() + response_length(); }
   std::int32_t token_at(std::int32_t depth) const {
     return depth < prompt_length() ? prompt_ids[depth] : response_ids[depth - prompt_length()];
+  }
+  // The recorded experts of a token, [routes.layers, routes.chosen]; empty where it is routed freely.
+  std::span<const std::uint16_t> route_at(std::int32_t depth) const {
+    if (depth >= routes.tokens) return {};
+    const auto width = static_cast<std::size_t>(routes.layers) * static_cast<std::size_t>(routes.chosen);
+    const auto route = std::span(routes.ids).subspan(static_cast<std::size_t>(depth) * width, width);
+    return route.front() == RecordedRoutes::kFree ? std::span<const std::uint16_t>{} : route;
   }
 };
 

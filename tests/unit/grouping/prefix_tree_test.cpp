@@ -227,5 +227,32 @@ TEST(PrefixTree, AWideForkIsFoundByHash) {
   EXPECT_EQ(forest[0].physical_tokens(), 3 + 3 * kWide);
 }
 
+// [tokens, 1 layer, 1 expert]
+Rollout routed(Ids prompt, Ids response, std::vector<std::uint16_t> experts) {
+  Rollout out = rollout(std::move(prompt), std::move(response));
+  out.routes = {static_cast<std::int32_t>(experts.size()), 1, 1, std::move(experts)};
+  return out;
+}
+
+TEST(PrefixTree, TokensWithOtherRecordedExpertsAreOtherTokens) {
+  constexpr std::uint16_t kFree = RecordedRoutes::kFree;
+  const Rollout base = routed({1, 2, 3}, {4, 5}, {7, 8, 9, 1});
+  EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 6}, {7, 8, 9, 1})}), "0-4(4-5{0} 4-5{1})");
+  EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 5}, {7, 8, 6, 1})}), "0-2(2-5{0} 2-5{1})");  // the third prompt token
+  EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 5}, {6, 8, 9, 1})}), "0-5{0} | 0-5{1}");
+  // A token without a record is another one than with one; two without are the same.
+  EXPECT_EQ(built({base, rollout({1, 2, 3}, {4, 5})}), "0-5{0} | 0-5{1}");
+  EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 5}, {7, kFree, 9, 1})}), "0-1(1-5{0} 1-5{1})");
+  EXPECT_EQ(built({routed({1, 2}, {4}, {kFree, 8}), routed({1, 2}, {5}, {kFree, 8})}), "0-2(2-3{0} 2-3{1})");
+  // The last token of a rollout has no record; where another goes on it may.
+  EXPECT_EQ(built({base, routed({1, 2, 3}, {4}, {7, 8, 9})}), "0-3(3-5{0} 3-4{1})");
+}
+
+TEST(PrefixTree, EqualPromptsWithOtherRecordsAreNotSharedAsPrompts) {
+  const std::vector<Rollout> batch = {routed({1, 2}, {4}, {7, 8}), routed({1, 2}, {5}, {7, 8}),
+                                      routed({1, 2}, {6}, {7, 9}), rollout({1, 2}, {6})};
+  EXPECT_EQ(built(batch, ShareMode::prompts), "0-2(2-3{0} 2-3{1}) | 0-3{2} | 0-3{3}");
+}
+
 }  // namespace
 }  // namespace espalier

@@ -1,0 +1,112 @@
+#include "espalier/rollout/recorded_routes.h"
+
+#include <algorithm>
+
+#include "espalier/rollout/json_text.h"
+
+namespace espalier {
+namespace {
+
+namespace ondemand = simdjson::ondemand;
+
+// Reads one field; `at` names the element that an error is about.
+class RouteReader {
+ public:
+  RouteReader(const RecordPlace& place, std::string_view field, RecordedRoutes& out)
+      : place_(place), field_(field), out_(out) {}
+
+  void read(JsonValue value) {
+    for_each(value, std::string(field_), "a list of tokens", [&](JsonValue& token, std::int32_t t) {
+      ++out_.tokens;
+      if (is_null(token)) return add_free();
+      read_token(token, text_of(field_, "[", t, "]"));
+    });
+    if (out_.ids.empty()) out_ = {};  // no token has a record
+  }
+
+ private:
+  template <class Visit>
+  void for_each(JsonValue value, const std::string& at, const char* expected, const Visit& visit) {
+    ondemand::array list;
+    if (value.get_array().get(list)) throw place_.wrong(at, expected, "something else");
+    std::int32_t index = 0;
+    for (auto element : list) {
+      JsonValue item;
+      if (element.get(item)) throw place_.wrong(at, expected, "a list that is not JSON");
+      visit(item, index++);
+    }
+  }
+
+  std::size_t width() const { return static_cast<std::size_t>(out_.layers) * static_cast<std::size_t>(out_.chosen); }
+
+  // Before the first record nobody knows how wide one is.
+  void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedRoutes::kFree); }
+
+  void read_token(JsonValue token, const std::string& at) {
+    std::int32_t layers = 0;
+    token_.clear();
+    for_each(token, at, "a list of layers, or null", [&](JsonValue& layer, std::int32_t l) {
+      ++layers;
+      read_layer(layer, text_of(at, "[", l, "]"));
+    });
+    if (out_.ids.empty()) {
+      if (token_.empty()) throw place_.wrong(at, "at least one layer", "an empty list");
+      out_.layers = layers;
+      out_.ids.assign(static_cast<std::size_t>(out_.tokens - 1) * width(), RecordedRoutes::kFree);
+    }
+    if (layers != out_.layers)
+      throw place_.wrong(at, text_of(out_.layers, " layers, as in the tokens before"), text_of(layers));
+    out_.ids.insert(out_.ids.end(), token_.begin(), token_.end());
+  }
+
+  void read_layer(JsonValue layer, const std::string& at) {
+    const auto begin = static_cast<std::ptrdiff_t>(token_.size());
+    for_each(layer, at, "a list of experts", [&](JsonValue& item, std::int32_t) {
+      std::int64_t expert = -1;
+      if (item.get_int64().get(expert) || expert < 0 || expert >= RecordedRoutes::kFree)
+        throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedRoutes::kFree, ")"),
+                           expert < 0 ? "something else" : text_of(expert));
+      token_.push_back(static_cast<std::uint16_t>(expert));
+    });
+    const auto chosen = static_cast<std::int32_t>(token_.size() - static_cast<std::size_t>(begin));
+    if (out_.chosen == 0) out_.chosen = chosen;
+    if (chosen == 0 || chosen != out_.chosen)
+      throw place_.wrong(at, out_.chosen == 0 ? "at least one expert" : text_of(out_.chosen, " experts, as before"),
+                         text_of(chosen));
+    std::sort(token_.begin() + begin, token_.end());
+  }
+
+  const RecordPlace& place_;
+  std::string_view field_;
+  RecordedRoutes& out_;
+  std::vector<std::uint16_t> token_;  // [layers, chosen] of the token being read
+};
+
+}  // namespace
+
+void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out) {
+  out = {};
+  RouteReader(place, field, out).read(value);
+}
+
+std::string routes_json(const RecordedRoutes& routes) {
+  std::string out = "[";
+  const std::uint16_t* id = routes.ids.data();
+  for (std::int32_t t = 0; t < routes.tokens; ++t) {
+    out += t > 0 ? "," : "";
+    if (*id == RecordedRoutes::kFree) {
+      out += "null";
+      id += routes.layers * routes.chosen;
+      continue;
+    }
+    for (std::int32_t l = 0; l < routes.layers; ++l)
+      for (std::int32_t j = 0; j < routes.chosen; ++j) {
+        out += j > 0 ? "," : l > 0 ? "],[" : "[[";
+        append_number(out, static_cast<std::int64_t>(*id++));
+      }
+    out += "]]";
+  }
+  return out + "]";
+}
+
+}  // namespace espalier

@@ -1,0 +1,20 @@
+// The field `routed_experts` of a neutral record: [tokens][layers][k] expert numbers that the inference engine chose
+// for prompt and response, in order. The last token may be missing, since engines do not run it; null stands for a
+// token without a record.
+#pragma once
+
+#include <string>
+
+#include "espalier/rollout/record_fields.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Overwrites `out`; the experts of a layer are sorted, as they are a set. Errors: InputError for anything but a list of
+// lists of lists of equal sizes, and for experts outside [0, 65535).
+void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out);
+
+// The field's value as JSON.
+std::string routes_json(const RecordedRoutes& routes);
+
+}  // namespace espalier
