@@ -36,6 +36,7 @@ class Decoder {
 
   // Makes rotary tables for positions below `positions`; must cover every row.
   void reserve_positions(std::int64_t positions);
+  std::int64_t positions() const { return rotary_.positions(); }
 
   // Runs the rows over the path. The result holds normed_OM, the input of the head. Everything in it is taken from the
   // arena and stays valid until the caller releases it. Times of its parts are booked where there is a timer.

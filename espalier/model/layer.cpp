@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "espalier/attention/attention.h"
 #include "espalier/base/mutation.h"
@@ -111,6 +112,65 @@ attention::Inputs<T> attention_inputs(const Operands& operands, const KvPath::La
   return {rows(operands.q), rows(operands.k), rows(operands.v), rows(path.k), rows(path.v)};
 }
 
+// Copies the keys and values of rows that belong to groups to where their groups keep them.
+void append_to_groups(const LayerContext& c, const Operands& operands) {
+  const auto size = static_cast<std::int64_t>(operands.k.element_size());
+  const auto width = static_cast<std::size_t>(sizes_of(c).kv_width * size);
+  const auto row_of = [&](const at::Tensor& x, std::int64_t row) {
+    return static_cast<char*>(x.data_ptr()) + row * x.stride(0) * size;
+  };
+  std::int64_t row = 0;
+  for (const RowGroup& group : c.rows.groups) {
+    const KvPath::Layer own = group.own->path(c.layer, static_cast<std::int64_t>(group.subtree_end.size()));
+    for (const std::int32_t at : group.own_row) {
+      std::memcpy(row_of(own.k, at), row_of(operands.k, row), width);
+      std::memcpy(row_of(own.v, at), row_of(operands.v, row), width);
+      ++row;
+    }
+  }
+}
+
+// Attention of rows that belong to groups, one call for each group that has queries.
+void attend_in_groups(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
+  const Sizes s = sizes_of(c);
+  std::int64_t first_row = 0, first_query = 0;
+  std::vector<std::int32_t> query_row;
+  for (const RowGroup& group : c.rows.groups) {
+    const auto rows = static_cast<std::int64_t>(group.own_row.size());
+    query_row.clear();
+    if (!c.last) query_row = group.own_row;
+    for (std::int64_t o = first_query; c.last && o < c.rows.outputs() && c.rows.output_row[o] < first_row + rows; ++o)
+      query_row.push_back(group.own_row[c.rows.output_row[o] - first_row]);
+    const auto queries = static_cast<std::int64_t>(query_row.size());
+    attention::Shape shape = attention_shape(c);
+    shape.query_rows = queries;
+    shape.query_row = query_row.data();
+    shape.own_rows = static_cast<std::int64_t>(group.subtree_end.size());
+    shape.subtree_end = group.subtree_end.data();
+    shape.path_rows = group.path_rows;
+    const KvPath::Layer own = group.own->path(c.layer, shape.own_rows);
+    const Operands read{operands.q.narrow(0, first_query, queries), own.k, own.v};
+    dispatch(dtype_of(c), [&]<class T>() {
+      attention::forward<T>(shape, attention_inputs<T>(read, group.path->path(c.layer, group.path_rows)),
+                            {pointer<T>(saved.attended_RW) + first_query * s.q_width, s.q_width},
+                            pointer<accumulator_t<T>>(saved.lse_HR) + first_query * c.shape.heads);
+    });
+    first_row += rows;
+    first_query += queries;
+  }
+}
+
+// Overwrites saved.attended and saved.lse. With groups lse is scratch: each group's part in its own order.
+void attend(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
+  const TimedPart timed(c.timer, part::kAttention);
+  if (!c.rows.groups.empty()) return attend_in_groups(c, operands, saved);
+  dispatch(dtype_of(c), [&]<class T>() {
+    attention::forward<T>(attention_shape(c), attention_inputs<T>(operands, c.path.path(c.layer, c.rows.path_rows)),
+                          {pointer<T>(saved.attended_RW), sizes_of(c).q_width},
+                          pointer<accumulator_t<T>>(saved.lse_HR));
+  });
+}
+
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
 struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
@@ -200,12 +260,9 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   {
     const ArenaScope operands_scope(c.arena);
     const Operands operands = make_operands(c, saved, true);
+    if (!c.rows.groups.empty()) append_to_groups(c, operands);
     if (s.continuing == 0) return;
-    const TimedPart timed(c.timer, part::kAttention);
-    dispatch(dtype, [&]<class T>() {
-      attention::forward<T>(attention_shape(c), attention_inputs<T>(operands, c.path.path(c.layer, c.rows.path_rows)),
-                            {pointer<T>(saved.attended_RW), s.q_width}, pointer<accumulator_t<T>>(saved.lse_HR));
-    });
+    attend(c, operands, saved);
   }
   {
     const ArenaScope residual(c.arena);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "espalier/model/row_group.h"
 #include "espalier/moe/load_accounting.h"
 
 namespace espalier {
@@ -20,8 +21,14 @@ struct Rows {
   std::int64_t path_rows = 0;                 // P
   bool in_path = false;                       // keys and values go to the top of the path (a trunk)
 
-  // Router losses and loads of expert layers; null: none. Then every row runs a last block of experts, not only those
-  // with an output, and `owners` covers all rows in order.
+  // Recorded experts of each row, [expert layers, k]; null: routed freely. Empty: nothing is recorded.
+  std::vector<const std::uint16_t*> route;
+
+  // Where not empty, every row belongs to one group, groups in order, and is kept and attends as its group says;
+  // subtree_end is then empty and path_rows 0.
+  std::vector<RowGroup> groups;
+
+  // Router losses and loads of expert layers; null: none. `owners` covers all rows in order.
   moe::LoadAccounting* accounting = nullptr;
   std::vector<moe::RowOwners> owners;
 

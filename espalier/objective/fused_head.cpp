@@ -48,6 +48,8 @@ class HeadPass {
   // Every block in turn. `logprob` and `entropy` are overwritten where not empty; `gradient` is asked where there are
   // gradients to write.
   void run(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
+  // The logits of every block in turn, nothing else.
+  void run_logits(const LogitsFunction& visit);
 
  private:
   void check() const;
@@ -153,7 +155,7 @@ void HeadPass::visit_edges(const EdgeGradientFunction& gradient, std::span<doubl
     const double inverse = 1.0 / problem_.temperature[first_row_ + row];
     for (std::size_t e = edge_begin_[row]; e < edge_begin_[row + 1]; ++e) {
       const double raw = static_cast<double>(logits[row * vocabulary_ + problem_.edges[e].target]);
-      const double value = (raw - sums_[row].max_raw) * inverse - sums_[row].log_sum;
+      const double value = token_logprob(raw, inverse, sums_[row]);
       if (!logprob.empty()) logprob[e] = value;
       if (!entropy.empty()) entropy[e] = sums_[row].entropy;
       if (out_) edge_gradient_.push_back(gradient(static_cast<std::int64_t>(e), value, sums_[row].entropy));
@@ -226,6 +228,14 @@ void HeadPass::run(const EdgeGradientFunction& gradient, std::span<double> logpr
   }
 }
 
+void HeadPass::run_logits(const LogitsFunction& visit) {
+  for (first_row_ = 0; first_row_ < outputs_; first_row_ += extent_.rows) {
+    rows_ = std::min(extent_.rows, outputs_ - first_row_);
+    compute_logits();
+    visit(first_row_, block_logits_);
+  }
+}
+
 void check_series(const HeadProblem& problem, std::span<const double> logprob, std::span<const double> entropy) {
   ESPALIER_INTERNAL_EQ(logprob.size(), problem.edges.size());
   ESPALIER_INTERNAL_EQ(entropy.size(), problem.edges.size());
@@ -245,6 +255,13 @@ std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, s
   std::int64_t total = taken(extent.rows, vocabulary);
   if (dtype == at::kBFloat16) total += taken(extent.vocabulary_run, width) + 2 * taken(extent.rows, width);
   return total;
+}
+
+void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
+                     Arena& arena) {
+  const ArenaScope scope(arena);
+  const std::vector<double> unused(static_cast<std::size_t>(hidden_OM.size(0)), 1.0);
+  HeadPass({hidden_OM, weight_VM, unused, {}}, nullptr, arena).run_logits(visit);
 }
 
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {

@@ -15,6 +15,11 @@ struct HeadRowSums {
   double entropy = 0;
 };
 
+// log p of the token whose logit is raw.
+inline double token_logprob(double raw, double inverse_temperature, const HeadRowSums& sums) {
+  return (raw - sums.max_raw) * inverse_temperature - sums.log_sum;
+}
+
 // Sums are kept in double over runs of 1024 values. One pass over memory.
 HeadRowSums compute_row_sums(const float* raw, std::int64_t vocabulary, double inverse_temperature);
 HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double inverse_temperature);

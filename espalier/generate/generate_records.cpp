@@ -1,0 +1,112 @@
+#include "espalier/generate/generate_records.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/base/units.h"
+#include "espalier/checkpoint/json_file.h"
+#include "espalier/generate/prompts_file.h"
+#include "espalier/plan/memory_model.h"
+#include "espalier/rollout/writer.h"
+#include "espalier/train/model_state.h"
+#include "espalier/train/planning.h"
+
+namespace espalier {
+namespace {
+
+// eos_token_id of one file; false where it has none.
+bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out) {
+  if (!std::filesystem::exists(file)) return false;
+  const Json config = read_json_object(file);
+  const auto eos = config.find("eos_token_id");
+  if (eos == config.end() || eos->is_null()) return false;
+  for (const Json& id : eos->is_array() ? *eos : Json::array({*eos})) {
+    if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<std::int32_t>::max())
+      throw InputError({file.string() + ": eos_token_id", "a token id or a list of them", eos->dump(),
+                        "or say with --stop-ids what ends a response"});
+    out.push_back(id.get<std::int32_t>());
+  }
+  return true;
+}
+
+}  // namespace
+
+SamplingSettings sampling_settings(const Options& options) {
+  const std::vector<double> n = parse_numbers("--n", options.n);
+  if (n.size() != 1 || n.front() != std::floor(n.front()) || n.front() < 1)
+    throw OptionError({"--n", "one whole number, at least 1", '"' + options.n + '"', ""});
+  SamplingSettings settings;
+  settings.n = static_cast<std::int64_t>(n.front());
+  settings.temperature = options.temperature;
+  settings.top_p = options.top_p;
+  settings.top_k = options.top_k;
+  settings.max_response_length = options.max_response_length;
+  settings.max_num_seqs = options.max_num_seqs;
+  settings.token_budget = options.token_budget;
+  settings.seed = static_cast<std::uint64_t>(options.seed);
+  return settings;
+}
+
+std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary) {
+  std::vector<std::int32_t> ids;
+  if (options.stop_ids.empty()) {
+    const std::filesystem::path model = options.model;
+    if (!read_eos(model / "generation_config.json", ids)) read_eos(model / "config.json", ids);
+    return ids;
+  }
+  for (const double id : parse_numbers("--stop-ids", options.stop_ids)) {
+    if (id != std::floor(id) || id < 0 || id >= static_cast<double>(vocabulary))
+      throw OptionError({"--stop-ids", text_of("token ids in [0, ", vocabulary, ")"), text_of(id), ""});
+    ids.push_back(static_cast<std::int32_t>(id));
+  }
+  return ids;
+}
+
+void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings) {
+  constexpr std::int64_t kPromptRows = 1024, kFewestRows = 16, kDecoded = 1024;
+  const std::int64_t limit = arena_limit(options);
+  const ActivationBytes bytes(shape, parse_dtype(options.dtype), {.gradients = false, .optimizer = false});
+  const auto activations = [&](std::int64_t rows) {
+    const Work work{.rows = rows, .outputs = rows};
+    return bytes.forward_peak(work, false, true) + bytes.scratch(rows);
+  };
+  if (settings.token_budget == 0) {
+    settings.token_budget = kPromptRows;
+    while (settings.token_budget > kFewestRows && activations(settings.token_budget) > limit / 4)
+      settings.token_budget /= 2;
+  }
+  std::int64_t decoded = settings.max_num_seqs > 0 ? settings.max_num_seqs : kDecoded;
+  if (settings.max_num_seqs == 0)
+    while (decoded > 1 && activations(decoded) > limit / 4) decoded /= 2;
+  const std::int64_t most = std::max(activations(settings.token_budget), activations(decoded));
+  if (settings.max_num_seqs == 0) settings.max_num_seqs = decoded;
+  if (settings.kv_limit_bytes == 0) settings.kv_limit_bytes = std::max<std::int64_t>(1, limit - most);
+}
+
+GenerateReport generate_records(const Options& options, Progress& progress) {
+  if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
+  SamplingSettings settings = sampling_settings(options);
+  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  settings.stop_ids = stop_ids(options, model->shape.vocabulary);
+  const PromptFile file = read_prompts(options.prompts, model->shape.vocabulary, progress);
+  for (const std::string& note : file.notes) progress.note(note);
+  if (settings.stop_ids.empty())
+    progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");
+  RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
+  plan_memory(model->shape, options, settings);
+  model->decoder.reserve_positions(positions_needed(model->shape, file.prompts, settings));
+
+  Arena arena(arena_limit(options));
+  GenerateReport report;
+  for (const Rollout& rollout : generate(model->decoder, file.prompts, settings, arena, progress, &report))
+    writer.write(rollout);
+  writer.finish();
+  return report;
+}
+
+}  // namespace espalier

@@ -1,0 +1,70 @@
+#include "espalier/generate/prompt_group.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <numeric>
+
+namespace espalier {
+namespace {
+
+// What the group takes: a row of width M, and K and V of every layer in two stores.
+std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
+                         std::int64_t response_rows) {
+  const auto taken = [&](std::int64_t count) {
+    constexpr std::int64_t kAlignment = 64;  // the arena's
+    return (count * static_cast<std::int64_t>(c10::elementSize(dtype)) + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  const std::int64_t width = shape.kv_heads * shape.head_dim;
+  return taken(shape.hidden) + 2 * shape.layers * (taken(prompt_rows * width) + taken(response_rows * width));
+}
+
+void move_rows(const at::Tensor& rows_PJD, const RowPacking::Move& move) {
+  auto* const data = static_cast<char*>(rows_PJD.data_ptr());
+  const std::int64_t row_bytes = rows_PJD.stride(0) * static_cast<std::int64_t>(rows_PJD.element_size());
+  std::memmove(data + move.to * row_bytes, data + move.from * row_bytes,
+               static_cast<std::size_t>(move.count * row_bytes));
+}
+
+}  // namespace
+
+PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
+                         std::int64_t responses, std::int64_t longest)
+    : layers_(shape.layers),
+      prompt_rows_(prompt_rows),
+      packing_(responses, longest),
+      memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity())),
+      last_hidden_M_(memory_.take({shape.hidden}, dtype)),
+      prompt_(shape, prompt_rows, dtype, false, memory_),
+      responses_(shape, packing_.capacity(), dtype, false, memory_),
+      prompt_end_(static_cast<std::size_t>(prompt_rows), static_cast<std::int32_t>(prompt_rows)) {}
+
+RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const {
+  RowGroup group;
+  group.own_row.resize(static_cast<std::size_t>(end - begin));
+  std::iota(group.own_row.begin(), group.own_row.end(), static_cast<std::int32_t>(begin));
+  group.subtree_end = std::span(prompt_end_).first(static_cast<std::size_t>(end));
+  group.own = group.path = &prompt_;
+  return group;
+}
+
+RowGroup PromptGroup::append_step() {
+  packing_.make_room(moves_);
+  for (std::int64_t layer = 0; layer < layers_ && !moves_.empty(); ++layer) {
+    const KvPath::Layer own = responses_.path(layer, packing_.capacity());
+    for (const RowPacking::Move& move : moves_) {
+      move_rows(own.k, move);
+      move_rows(own.v, move);
+    }
+  }
+  packing_.grow();
+  RowGroup group;
+  for (const RowPacking::Run& run : packing_.runs()) group.own_row.push_back(run.begin + run.count - 1);
+  group.subtree_end = packing_.subtree_end();
+  group.own = &responses_;
+  group.path = &prompt_;
+  group.path_rows = prompt_rows_;
+  return group;
+}
+
+}  // namespace espalier

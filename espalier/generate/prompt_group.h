@@ -1,0 +1,49 @@
+// The keys and values of one prompt, held once, and of the responses that continue it, close together behind it.
+//
+// P prompt rows, M width. Memory is the group's own, so that groups come and go in any order; pages are touched as rows
+// are written.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <vector>
+
+#include "espalier/generate/row_packing.h"
+#include "espalier/model/kv_path.h"
+#include "espalier/model/rows.h"
+
+namespace espalier {
+
+class PromptGroup {
+ public:
+  // At most `responses` at a time, each keeping at most `longest` rows (its last token has none).
+  PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows, std::int64_t responses,
+              std::int64_t longest);
+
+  std::int64_t prompt_rows() const { return prompt_rows_; }
+  std::int64_t held_rows() const { return prompt_rows_ + packing_.touched(); }  // whose memory has been touched
+
+  // Prompt rows [begin, end) as a set of rows appends them.
+  RowGroup append_prompt(std::int64_t begin, std::int64_t end) const;
+  // The normalised hidden row of the last prompt token, [M]: whoever computes the prompt fills it.
+  const at::Tensor& last_hidden_M() const { return last_hidden_M_; }
+
+  void add(std::int64_t response) { packing_.add(response); }
+  void remove(std::int64_t response) { packing_.remove(response); }
+  // Responses that have rows, in the order of those rows.
+  std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
+  // One more row of every response; valid until the next change.
+  RowGroup append_step();
+
+ private:
+  std::int64_t layers_, prompt_rows_;
+  RowPacking packing_;
+  Arena memory_;
+  at::Tensor last_hidden_M_;
+  KvPath prompt_, responses_;
+  std::vector<std::int32_t> prompt_end_;  // [P], all P
+  std::vector<RowPacking::Move> moves_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,47 @@
+// Where the rows of growing sequences lie in one buffer: each a run of rows with some room behind it.
+//
+// Rows without use cost attention as much as rows with, so runs stand close together. Room is made for several rows at
+// once, and only then are runs moved: every sequence grows by a row a step, so a step moves little on average.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace espalier {
+
+class RowPacking {
+ public:
+  struct Run {
+    std::int64_t owner = 0;
+    std::int32_t begin = 0, count = 0, end = 0;  // rows [begin, begin + count) are used, those up to `end` are room
+  };
+  struct Move {
+    std::int64_t from, to, count;
+  };
+
+  // At most `runs` runs at a time of at most `longest` rows each; capacity() rows in all.
+  RowPacking(std::int64_t runs, std::int64_t longest) : runs_at_most_(runs), longest_(longest) {}
+
+  std::int64_t capacity() const { return runs_at_most_ * longest_; }
+  std::int64_t rows() const { return static_cast<std::int64_t>(subtree_end_.size()); }  // up to the last run's end
+  std::int64_t touched() const { return touched_; }                                     // the most rows() has been
+  std::span<const Run> runs() const { return runs_; }                                   // ascending
+  std::span<const std::int32_t> subtree_end() const { return subtree_end_; }            // as attention reads it
+
+  void add(std::int64_t owner);  // an empty run behind the others, without room
+  void remove(std::int64_t owner);
+
+  // Room for one more row in every run. Overwrites `moves` with copies to be made in order (ranges may overlap).
+  void make_room(std::vector<Move>& moves);
+  // One more row in every run: afterwards run i's newest row is runs()[i].begin + runs()[i].count - 1.
+  void grow();
+
+ private:
+  std::int64_t runs_at_most_, longest_;
+  std::vector<Run> runs_;
+  std::vector<std::int32_t> subtree_end_;
+  std::int64_t touched_ = 0;
+};
+
+}  // namespace espalier

@@ -1,0 +1,426 @@
+#include "espalier/generate/sampler.h"
+
+#include <ATen/ATen.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <memory>
+#include <numeric>
+
+#include "espalier/base/dtype.h"
+#include "espalier/base/error.h"
+#include "espalier/base/random.h"
+#include "espalier/base/units.h"
+#include "espalier/generate/prompt_group.h"
+#include "espalier/generate/token_choice.h"
+#include "espalier/model/dispatch.h"
+#include "espalier/objective/fused_head.h"
+#include "espalier/observe/memory.h"
+#include "espalier/observe/timer.h"
+#include "espalier/plan/memory_model.h"
+#include "espalier/rollout/record_format.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::int64_t kMostAtOnce = 1024;  // more rows a step make no product faster
+constexpr std::int64_t kPromptRows = 1024;
+
+DType dtype_of(at::ScalarType type) {
+  return type == at::kDouble ? DType::float64 : type == at::kFloat ? DType::float32 : DType::bfloat16;
+}
+
+// Tokens that a response to this prompt may have.
+std::int64_t longest_response(const ModelShape& shape, const Prompt& prompt, const SamplingSettings& settings) {
+  return std::min(settings.max_response_length, shape.max_positions - static_cast<std::int64_t>(prompt.ids.size()));
+}
+
+void check_settings(const SamplingSettings& s) {
+  const auto require = [](bool fine, const char* option, const char* expected, double got) {
+    if (!fine) throw OptionError({option, expected, text_of(got), ""});
+  };
+  require(s.n >= 1, "--n", "at least 1", static_cast<double>(s.n));
+  require(s.temperature >= 0 && std::isfinite(s.temperature), "--temperature", "a number, at least 0", s.temperature);
+  require(s.top_p > 0 && s.top_p <= 1, "--top-p", "a number in (0, 1]", s.top_p);
+  require(s.max_response_length >= 1, "--max-response-length", "at least 1",
+          static_cast<double>(s.max_response_length));
+}
+
+void check_prompt(const ModelShape& shape, const Prompt& prompt) {
+  if (prompt.ids.empty()) throw InputError({prompt.where + ": prompt_ids", "at least one token", "an empty list", ""});
+  if (static_cast<std::int64_t>(prompt.ids.size()) >= shape.max_positions)
+    throw InputError({prompt.where + ": prompt_ids",
+                      text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
+                      text_of(prompt.ids.size()), "shorten the prompt"});
+  for (const std::int32_t id : prompt.ids)
+    if (id < 0 || id >= shape.vocabulary)
+      throw InputError({prompt.where + ": prompt_ids", text_of("token ids in [0, ", shape.vocabulary, ")"), text_of(id),
+                        "Was this prompt made with another tokenizer or model?"});
+}
+
+// A distinct prompt and every response to it.
+struct Family {
+  std::span<const std::int32_t> prompt;
+  std::string where;
+  std::vector<std::int64_t> responses;   // indices into the results
+  std::int64_t longest = 0, places = 0;  // tokens of a response; responses that may be live at once
+  std::size_t admitted = 0, finished = 0;
+  std::unique_ptr<PromptGroup> group;  // while some are live
+
+  std::int64_t prompt_rows() const { return static_cast<std::int64_t>(prompt.size()); }
+  std::int64_t live() const { return static_cast<std::int64_t>(admitted - finished); }
+};
+
+struct Response {
+  Family* family;
+  Random random;
+};
+
+class Generation {
+ public:
+  Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings, Arena& arena,
+             Progress& progress);
+  std::vector<Rollout> run(GenerateReport& report);
+
+ private:
+  // Responses whose next token hangs on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
+  struct Asked {
+    std::vector<std::int64_t> response;
+    std::vector<std::size_t> begin{0};
+  };
+
+  void make_families(std::span<const Prompt> prompts);
+  void make_results(std::span<const Prompt> prompts);
+  void admit();
+  void open(Family& family);
+  void compute_prompts(std::span<Family* const> opened);
+  void compute_prompt_rows(Rows& rows, std::vector<Family*>& ends);
+  void step();
+  Rows rows_of_step(Asked& asked);
+  at::Tensor hidden_of_step(const Rows& rows, Asked& asked);
+  void choose(const at::Tensor& hidden_OM, const Asked& asked, std::vector<TokenChoice>& choices);
+  template <class A>
+  void choose_block(std::int64_t first_row, const at::Tensor& logits_BV, const Asked& asked,
+                    std::vector<TokenChoice>& choices);
+  void accept(std::int64_t response, const TokenChoice& choice);
+  void finish(std::int64_t response, const char* reason);
+  void count_held();
+  std::int64_t response_bytes(const Family& family) const { return (family.longest - 1) * kv_bytes_; }
+  std::int64_t prompt_bytes(const Family& family) const { return family.prompt_rows() * kv_bytes_; }
+
+  const Decoder& decoder_;
+  const SamplingSettings& settings_;
+  const ChoiceRule rule_;
+  Arena& arena_;
+  Progress& progress_;
+  KvPath no_path_;
+  std::int64_t kv_bytes_;  // of one row
+  std::int64_t kv_limit_, most_at_once_;
+
+  std::vector<std::unique_ptr<Family>> families_;
+  std::vector<Response> responses_;
+  std::vector<Rollout> results_;
+  std::vector<Family*> open_;
+  std::vector<std::int64_t> fresh_;  // admitted, without a token yet, family by family
+  std::size_t next_family_ = 0;
+  std::int64_t live_ = 0, promised_bytes_ = 0;
+  std::int64_t done_ = 0;  // of the progress: rows of prompts and tokens of responses, each at its longest
+  std::vector<ChoiceScratch> scratch_;
+  GenerateReport report_;
+};
+
+Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
+                       Arena& arena, Progress& progress)
+    : decoder_(decoder),
+      settings_(settings),
+      rule_{settings.temperature, settings.top_k, settings.top_p},
+      arena_(arena),
+      progress_(progress),
+      no_path_(decoder.shape(), 0, decoder.dtype(), false, arena),
+      kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
+      kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : available_bytes() / 2),
+      most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostAtOnce),
+      scratch_(static_cast<std::size_t>(omp_get_max_threads())) {
+  check_settings(settings);
+  for (const Prompt& prompt : prompts) check_prompt(decoder.shape(), prompt);
+  ESPALIER_INTERNAL(positions_needed(decoder.shape(), prompts, settings) <= decoder.positions(), "rotary tables of ",
+                    decoder.positions(), " positions");
+  make_results(prompts);
+  make_families(prompts);
+}
+
+void Generation::make_results(std::span<const Prompt> prompts) {
+  results_.reserve(prompts.size() * static_cast<std::size_t>(settings_.n));
+  for (std::size_t p = 0; p < prompts.size(); ++p)
+    for (std::int64_t r = 0; r < settings_.n; ++r) {
+      Rollout rollout;
+      rollout.prompt_ids = prompts[p].ids;
+      rollout.group = prompts[p].group.empty() ? std::to_string(p) : prompts[p].group;
+      rollout.carried = prompts[p].carried;
+      rollout.temperature = settings_.temperature > 0 ? settings_.temperature : 1;
+      rollout.index = static_cast<std::int64_t>(results_.size());
+      rollout.where = prompts[p].where;
+      results_.push_back(std::move(rollout));
+    }
+}
+
+void Generation::make_families(std::span<const Prompt> prompts) {
+  std::map<std::vector<std::int32_t>, Family*> known;
+  const auto add = [&](const Prompt& prompt) {
+    families_.push_back(std::make_unique<Family>());
+    Family& family = *families_.back();
+    family.prompt = prompt.ids;
+    family.where = prompt.where;
+    family.longest = longest_response(decoder_.shape(), prompt, settings_);
+    return &family;
+  };
+  const Random random(settings_.seed);
+  responses_.reserve(results_.size());
+  for (std::size_t p = 0; p < prompts.size(); ++p) {
+    for (std::int64_t r = 0; r < settings_.n; ++r) {
+      Family*& family = known[prompts[p].ids];
+      if (!family || !settings_.share_prompts) family = add(prompts[p]);
+      family->responses.push_back(static_cast<std::int64_t>(responses_.size()));
+      responses_.push_back({family, random.fork(p).fork(static_cast<std::uint64_t>(r))});
+    }
+  }
+  for (const auto& family : families_) {
+    const std::int64_t rows = std::max<std::int64_t>(1, family->longest - 1);
+    family->places = std::min({static_cast<std::int64_t>(family->responses.size()), most_at_once_,
+                               std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_)),
+                               std::numeric_limits<std::int32_t>::max() / rows});
+  }
+}
+
+std::vector<Rollout> Generation::run(GenerateReport& report) {
+  std::int64_t total = 0;
+  for (const auto& family : families_)
+    total += family->prompt_rows() + family->longest * static_cast<std::int64_t>(family->responses.size());
+  progress_.begin("generating", total, "tokens");
+  const Timer timer;
+  while (next_family_ < families_.size() || live_ > 0) {
+    admit();
+    step();
+  }
+  progress_.end();
+  report_.seconds_decode = timer.total() - report_.seconds_prompt;
+  report_.responses = static_cast<std::int64_t>(results_.size());
+  report_.prompts = report_.responses / settings_.n;
+  for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
+  report = report_;
+  return std::move(results_);
+}
+
+// Gives places to waiting responses, in order, while there is memory for their longest.
+void Generation::admit() {
+  std::vector<Family*> opened;
+  while (next_family_ < families_.size() && live_ < most_at_once_) {
+    Family& family = *families_[next_family_];
+    const std::int64_t bytes = response_bytes(family) + (family.group ? 0 : prompt_bytes(family));
+    if (family.live() == family.places) break;
+    if (promised_bytes_ + bytes > kv_limit_) {
+      if (live_ > 0) break;
+      throw MemoryBudgetError({family.where,
+                               text_of("keys and values of one response within ", format_bytes(kv_limit_)),
+                               text_of(format_bytes(bytes), " for ", family.prompt_rows(), " prompt tokens and ",
+                                       family.longest, " of the response"),
+                               "lower --max-response-length or raise --memory-budget"});
+    }
+    if (!family.group) {
+      open(family);
+      opened.push_back(&family);
+    }
+    fresh_.push_back(family.responses[family.admitted]);
+    if (++family.admitted == family.responses.size()) ++next_family_;
+    promised_bytes_ += bytes;
+    ++live_;
+  }
+  compute_prompts(opened);
+}
+
+void Generation::open(Family& family) {
+  family.group = std::make_unique<PromptGroup>(decoder_.shape(), decoder_.dtype(), family.prompt_rows(), family.places,
+                                               family.longest - 1);
+  open_.push_back(&family);
+}
+
+// Prompts end to end in sets of rows; a long one is cut over several sets.
+void Generation::compute_prompts(std::span<Family* const> opened) {
+  const Timer timer;
+  const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kPromptRows;
+  Rows rows;
+  std::vector<Family*> ends;  // whose last row is among the rows
+  for (Family* family : opened) {
+    for (std::int64_t begin = 0; begin < family->prompt_rows();) {
+      const std::int64_t end = std::min(family->prompt_rows(), begin + budget - rows.rows());
+      rows.groups.push_back(family->group->append_prompt(begin, end));
+      for (; begin < end; ++begin) {
+        rows.id.push_back(family->prompt[static_cast<std::size_t>(begin)]);
+        rows.position.push_back(static_cast<std::int32_t>(begin));
+      }
+      if (end == family->prompt_rows()) {
+        rows.output_row.push_back(static_cast<std::int32_t>(rows.rows() - 1));
+        rows.output_position.push_back(rows.position.back());
+        ends.push_back(family);
+      }
+      if (rows.rows() == budget) compute_prompt_rows(rows, ends);
+    }
+  }
+  compute_prompt_rows(rows, ends);
+  report_.seconds_prompt += timer.total();
+}
+
+void Generation::compute_prompt_rows(Rows& rows, std::vector<Family*>& ends) {
+  if (rows.rows() == 0) return;
+  const ArenaScope scope(arena_);
+  const DecoderSaved saved = decoder_.forward(rows, no_path_, Keep::nothing, arena_);
+  for (std::size_t i = 0; i < ends.size(); ++i)
+    ends[i]->group->last_hidden_M().copy_(saved.normed_OM[static_cast<std::int64_t>(i)]);
+  report_.prompt_rows_physical += rows.rows();
+  progress_.advance_to(done_ += rows.rows());
+  rows = Rows();
+  ends.clear();
+}
+
+// One token more for every live response.
+void Generation::step() {
+  const ArenaScope scope(arena_);
+  Asked asked;
+  const Rows rows = rows_of_step(asked);
+  const at::Tensor hidden_OM = hidden_of_step(rows, asked);
+  std::vector<TokenChoice> choices(asked.response.size());
+  choose(hidden_OM, asked, choices);
+  count_held();
+  for (std::size_t i = 0; i < choices.size(); ++i) accept(asked.response[i], choices[i]);
+  std::erase_if(open_, [](const Family* family) { return family->group == nullptr; });
+  ++report_.decode_steps;
+  progress_.advance_to(done_);
+}
+
+// The newest token of every response that has one.
+Rows Generation::rows_of_step(Asked& asked) {
+  Rows rows;
+  for (Family* family : open_) {
+    if (family->group->responses().empty()) continue;
+    rows.groups.push_back(family->group->append_step());
+    for (const RowPacking::Run& run : family->group->responses()) {
+      rows.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
+      rows.position.push_back(static_cast<std::int32_t>(family->prompt_rows() + run.count - 1));
+      asked.response.push_back(run.owner);
+      asked.begin.push_back(asked.response.size());
+    }
+  }
+  rows.output_row.resize(rows.id.size());
+  std::iota(rows.output_row.begin(), rows.output_row.end(), 0);
+  rows.output_position = rows.position;
+  return rows;
+}
+
+// Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token.
+at::Tensor Generation::hidden_of_step(const Rows& rows, Asked& asked) {
+  std::vector<at::Tensor> parts;
+  if (rows.rows() > 0) parts.push_back(decoder_.forward(rows, no_path_, Keep::nothing, arena_).normed_OM);
+  const Family* last = nullptr;
+  for (const std::int64_t response : fresh_) {
+    Family* family = responses_[static_cast<std::size_t>(response)].family;
+    if (family != last) {
+      parts.push_back(family->group->last_hidden_M().unsqueeze(0));
+      asked.begin.push_back(asked.begin.back());
+    }
+    asked.response.push_back(response);
+    ++asked.begin.back();
+    last = family;
+  }
+  fresh_.clear();
+  if (parts.size() == 1) return parts.front();
+  at::Tensor hidden_OM =
+      arena_.take({static_cast<std::int64_t>(asked.begin.size()) - 1, decoder_.shape().hidden}, decoder_.dtype());
+  return at::cat_out(hidden_OM, parts);
+}
+
+void Generation::choose(const at::Tensor& hidden_OM, const Asked& asked, std::vector<TokenChoice>& choices) {
+  const auto visit = [&](std::int64_t first_row, const at::Tensor& logits_BV) {
+    if (logits_BV.scalar_type() == at::kDouble)
+      choose_block<double>(first_row, logits_BV, asked, choices);
+    else
+      choose_block<float>(first_row, logits_BV, asked, choices);
+  };
+  for_each_logits(hidden_OM, decoder_.weights().head_VM, visit, arena_);
+}
+
+template <class A>
+void Generation::choose_block(std::int64_t first_row, const at::Tensor& logits_BV, const Asked& asked,
+                              std::vector<TokenChoice>& choices) {
+  const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
+  const A* logits = logits_BV.const_data_ptr<A>();
+#pragma omp parallel for schedule(dynamic, 1) if (rows * vocabulary > (1 << 15))
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const A* raw = logits + row * vocabulary;
+    const HeadRowSums sums = compute_row_sums(raw, vocabulary, rule_.inverse_temperature());
+    for (std::size_t i = asked.begin[first_row + row]; i < asked.begin[first_row + row + 1]; ++i)
+      choices[i] = choose_token(std::span<const A>(raw, static_cast<std::size_t>(vocabulary)), sums, rule_,
+                                responses_[asked.response[i]].random.uniform(), scratch_[omp_get_thread_num()]);
+  }
+}
+
+void Generation::accept(std::int64_t index, const TokenChoice& choice) {
+  Rollout& rollout = results_[static_cast<std::size_t>(index)];
+  Family& family = *responses_[static_cast<std::size_t>(index)].family;
+  if (!std::isfinite(choice.logprob))
+    throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits", text_of(choice.logprob),
+                      "are the weights damaged, or too large for --dtype?"});
+  rollout.response_ids.push_back(choice.token);
+  rollout.rollout_logprobs.push_back(choice.logprob);
+  ++report_.response_tokens;
+  ++done_;
+  if (std::ranges::find(settings_.stop_ids, choice.token) != settings_.stop_ids.end()) return finish(index, "stop");
+  if (rollout.response_length() == family.longest) return finish(index, "length");
+  if (rollout.response_length() == 1) family.group->add(index);
+}
+
+void Generation::finish(std::int64_t index, const char* reason) {
+  Rollout& rollout = results_[static_cast<std::size_t>(index)];
+  Family& family = *responses_[static_cast<std::size_t>(index)].family;
+  rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+  add_carried(rollout.carried, "finish_reason", text_of('"', reason, '"'));
+  done_ += family.longest - rollout.response_length();
+  if (rollout.response_length() > 1) family.group->remove(index);
+  promised_bytes_ -= response_bytes(family);
+  --live_;
+  if (++family.finished < family.responses.size()) return;
+  promised_bytes_ -= prompt_bytes(family);
+  family.group.reset();
+}
+
+void Generation::count_held() {
+  std::int64_t shared = 0, unshared = 0;
+  for (const Family* family : open_) {
+    shared += family->group->held_rows();
+    unshared += family->group->held_rows() + family->prompt_rows() * (family->live() - 1);
+  }
+  report_.kv_bytes = std::max(report_.kv_bytes, shared * kv_bytes_);
+  report_.kv_bytes_unshared = std::max(report_.kv_bytes_unshared, unshared * kv_bytes_);
+}
+
+}  // namespace
+
+std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
+                              const SamplingSettings& settings) {
+  std::int64_t longest = 0;
+  for (const Prompt& prompt : prompts)
+    longest =
+        std::max(longest, static_cast<std::int64_t>(prompt.ids.size()) + longest_response(shape, prompt, settings));
+  return longest;
+}
+
+std::vector<Rollout> generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
+                              Arena& arena, Progress& progress, GenerateReport* report) {
+  const ArenaScope scope(arena);
+  GenerateReport unread;
+  return Generation(decoder, prompts, settings, arena, progress).run(report ? *report : unread);
+}
+
+}  // namespace espalier

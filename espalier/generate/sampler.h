@@ -1,0 +1,69 @@
+// Batched sampling: n responses to each prompt, the prompt's keys and values computed once and read by all of them.
+//
+// Every step runs one row for each live response of all prompts, so that weights are read once a step; attention runs
+// once a prompt, over the prompt's rows (the path) and the rows of its responses (own), by the contract that training
+// uses (attention/attention.h). A response that ends frees its place for the next one at once. Equal prompts are one
+// prompt.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/model/decoder.h"
+#include "espalier/observe/arena.h"
+#include "espalier/observe/progress.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+struct SamplingSettings {
+  std::int64_t n = 1;      // responses to a prompt
+  double temperature = 1;  // 0: always the likeliest token, the lowest id of several
+  double top_p = 1;
+  std::int64_t top_k = 0;                  // below 1: all
+  std::int64_t max_response_length = 256;  // tokens; shorter where the model's positions end first
+  std::vector<std::int32_t> stop_ids;      // a response ends with the first of them
+  std::int64_t max_num_seqs = 0;           // responses decoded at once; 0: what kv_limit_bytes holds, at most 1024
+  std::int64_t token_budget = 0;           // prompt rows computed at once; 0: 1024
+  std::int64_t kv_limit_bytes = 0;         // of keys and values held at once; 0: half of the memory that is free
+  std::uint64_t seed = 0;
+  bool share_prompts = true;  // false: the prompt is computed and held for every response (the comparison)
+};
+
+struct Prompt {
+  std::vector<std::int32_t> ids;  // at least one
+  std::string group, carried;     // JSON text, as in rollout.h
+  std::string where;              // "prompts.jsonl:3"; for messages
+};
+
+struct GenerateReport {
+  std::int64_t prompts = 0, responses = 0;
+  std::int64_t prompt_rows_logical = 0, prompt_rows_physical = 0;  // one prompt per response; what was computed
+  std::int64_t response_tokens = 0, decode_steps = 0;
+  double seconds_prompt = 0, seconds_decode = 0;
+  std::int64_t kv_bytes = 0;           // most keys and values held at once
+  std::int64_t kv_bytes_unshared = 0;  // the same, had each response held its prompt
+};
+
+// Positions that generate() needs the decoder's rotary tables to cover (Decoder::reserve_positions).
+std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
+                              const SamplingSettings& settings);
+
+// Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
+// rollout_logprobs, temperature, group (the prompt's own, else its ordinal), carried (the prompt's, and
+// "finish_reason": "stop" or "length"), index, where (the prompt's).
+//
+// rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p: what
+// training computes again. At temperature 0 they are those of temperature 1, which is then also the record's.
+// Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on how many are
+// decoded at once, on threads or on sharing, but where floating-point rounding decides between two tokens.
+// Activations come from `arena`; keys and values have memory of their own.
+// Errors: OptionError for settings out of range; InputError for prompts that are empty, longer than the model's
+// positions or hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not even one
+// response fits.
+std::vector<Rollout> generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
+                              Arena& arena, Progress& progress, GenerateReport* report = nullptr);
+
+}  // namespace espalier

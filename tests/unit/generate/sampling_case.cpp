@@ -1,0 +1,66 @@
+#include "tests/unit/generate/sampling_case.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/base/random.h"
+
+namespace espalier::testing {
+
+std::vector<Prompt> make_prompts(const std::vector<std::int64_t>& lengths, std::int64_t vocabulary,
+                                 std::uint64_t seed) {
+  Random random(seed);
+  std::vector<Prompt> prompts;
+  for (const std::int64_t length : lengths) {
+    Prompt prompt;
+    for (std::int64_t i = 0; i < length; ++i)
+      prompt.ids.push_back(static_cast<std::int32_t>(random.integer(0, vocabulary - 1)));
+    prompt.where = "made.jsonl:" + std::to_string(prompts.size() + 1);
+    prompts.push_back(prompt);
+  }
+  if (prompts.size() > 1 && lengths.back() == lengths.front()) prompts.back().ids = prompts.front().ids;
+  return prompts;
+}
+
+Sampled sample(ModelState& model, const std::vector<Prompt>& prompts, const SamplingSettings& settings) {
+  model.decoder.reserve_positions(positions_needed(model.shape, prompts, settings));
+  Arena arena(std::int64_t{1} << 30);
+  NoProgress progress;
+  Sampled sampled;
+  sampled.rollouts = generate(model.decoder, prompts, settings, arena, progress, &sampled.report);
+  return sampled;
+}
+
+at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& ids) {
+  Arena arena(std::int64_t{1} << 30);
+  KvPath path(model.shape, 0, model.decoder.dtype(), false, arena);
+  model.decoder.reserve_positions(static_cast<std::int64_t>(ids.size()));
+  Rows rows;
+  rows.id = ids;
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) rows.position.push_back(i);
+  rows.subtree_end.assign(ids.size(), static_cast<std::int32_t>(ids.size()));
+  rows.output_row = rows.output_position = rows.position;
+  const DecoderSaved saved = model.decoder.forward(rows, path, Keep::nothing, arena);
+  if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
+    return at::mm(saved.normed_OM.to(at::kFloat), model.decoder.weights().head_VM.to(at::kFloat).t());
+  return at::mm(saved.normed_OM, model.decoder.weights().head_VM.t());
+}
+
+std::vector<double> dense_logprobs(ModelState& model, const Rollout& rollout) {
+  std::vector<std::int32_t> ids = rollout.prompt_ids;
+  ids.insert(ids.end(), rollout.response_ids.begin(), rollout.response_ids.end());
+  const at::Tensor logprob =
+      at::log_softmax(dense_logits_TV(model, ids).to(at::kDouble) / rollout.temperature, -1).contiguous();
+  std::vector<double> out;
+  for (std::int64_t i = 0; i < rollout.response_length(); ++i)
+    out.push_back(
+        logprob[rollout.prompt_length() + i - 1][rollout.response_ids[static_cast<std::size_t>(i)]].item<double>());
+  return out;
+}
+
+std::unique_ptr<ModelState> in_float64(const ModelState& model) {
+  auto exact = std::make_unique<ModelState>(model.shape, DType::float64);
+  exact->weights.copy_(model.weights);
+  return exact;
+}
+
+}  // namespace espalier::testing
