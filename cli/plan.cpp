@@ -9,6 +9,7 @@
 #include "espalier/base/units.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_report.h"
+#include "espalier/plan/route_fit.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/train/machine.h"
 
@@ -175,6 +176,7 @@ int run_plan(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   const PlanOptions plan_options = plan_options_of(options);
   RolloutFile file = read_for(context, {options.rollouts}, shape.vocabulary);
+  fit_routes(file.rollouts, shape);
   const MachineProfile profile = machine_profile(options, context.progress);
   std::vector<StepPlan> plans;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "espalier/base/mutation.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/model/products.h"
@@ -49,26 +51,50 @@ void round_sum(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Te
   });
 }
 
+// The recorded experts of this layer for each continuing row; empty where nothing is recorded.
+std::vector<const std::uint16_t*> recorded_experts(const LayerContext& c, std::int64_t rows) {
+  if (c.rows.route.empty()) return {};
+  const auto& kinds = c.shape.expert_layer;
+  const std::int64_t before = std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
+  std::vector<const std::uint16_t*> recorded(static_cast<std::size_t>(rows));
+  for (std::size_t r = 0; r < recorded.size(); ++r) {
+    const std::uint16_t* route = c.rows.route[c.last ? static_cast<std::size_t>(c.rows.output_row[r]) : r];
+    if (route != nullptr) recorded[r] = route + before * c.shape.experts_per_token;
+  }
+  return recorded;
+}
+
 void route(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM) {
   linear(saved.router_logits_RE, normed_RM, c.weights.router_weight, at::Tensor(), c.timer);
+  const std::vector<const std::uint16_t*> recorded = recorded_experts(c, normed_RM.size(0));
   dispatch(normed_RM.scalar_type(), [&]<class T>() {
     moe::choose_experts<T>(router_shape(c, saved), pointer<T>(saved.router_logits_RE),
-                           pointer<std::int32_t>(saved.router_choice_RK),
+                           recorded.empty() ? nullptr : recorded.data(), pointer<std::int32_t>(saved.router_choice_RK),
                            pointer<accumulator_t<T>>(saved.router_weight_RK));
   });
 }
 
+// Scratch of the products of one expert, taken once for all of them: each may have as many rows as there are.
+struct ExpertScratch {
+  ExpertScratch(const LayerContext& c, const at::Tensor& stream_RM, bool with_act, bool with_gradient) {
+    const std::int64_t R = stream_RM.size(0), F = c.shape.expert_inner;
+    rows_RM = c.arena.take(stream_RM.sizes(), stream_RM.scalar_type());
+    if (with_act) act_RF = c.arena.take({R, F}, stream_RM.scalar_type());
+    if (with_gradient) grad_gate_up_RW = c.arena.take({R, 2 * F}, stream_RM.scalar_type());
+  }
+  at::Tensor rows_RM, act_RF, grad_gate_up_RW;
+};
+
 // Adds the gradients of one expert's weights, its part of dL/dn to grad_normed_RM (accumulator dtype), and overwrites
 // dL/dw at its slots.
 void one_expert_backward(const LayerContext& c, const LayerSaved& saved, const Expert& expert, std::int64_t e,
-                         const at::Tensor& grad_stream_RM, const at::Tensor& normed_RM,
+                         const ExpertScratch& scratch, const at::Tensor& grad_stream_RM, const at::Tensor& normed_RM,
                          const at::Tensor& grad_weight_RK, const at::Tensor& grad_normed_RM, const LayerViews& grads) {
-  const ArenaScope scope(c.arena);
   const at::ScalarType dtype = normed_RM.scalar_type();
   const std::int64_t N = expert.range.count, F = c.shape.expert_inner;
-  const at::Tensor rows_NM = c.arena.take({N, c.shape.hidden}, dtype);  // dL/dz, then n, then dL/dn
-  const at::Tensor act_NF = c.arena.take({N, F}, dtype);                // first holds its own gradient
-  const at::Tensor grad_gate_up_NW = c.arena.take({N, 2 * F}, dtype);
+  const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // dL/dz, then n, then dL/dn
+  const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);    // first holds its own gradient
+  const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
   gather_rows(expert, grad_stream_RM, rows_NM);
   linear_grad_input(act_NF, rows_NM, c.weights.expert_down_EMF.select(0, e), false, c.timer);
   dispatch(dtype, [&]<class T>() {
@@ -91,15 +117,16 @@ void router_backward(const LayerContext& c, const LayerSaved& saved, const at::T
                      const at::Tensor& grad_logits_RE) {
   moe::LoadAccounting* accounting = c.rows.accounting;
   moe::LoadAccounting::Penalty penalty;
-  if (accounting) penalty = accounting->penalty(c.layer, c.rows.owners);
+  const bool penalised = accounting && accounting->has_losses();
+  if (penalised) penalty = accounting->penalty(c.layer, c.rows.owners);
   moe::PenaltySums sums;
   dispatch(grad_logits_RE.scalar_type(), [&]<class T>() {
     sums = moe::router_backward<T>(router_shape(c, saved), pointer<T>(saved.router_logits_RE),
                                    pointer<std::int32_t>(saved.router_choice_RK),
                                    pointer<accumulator_t<T>>(grad_weight_RK),
-                                   accounting ? penalty.view() : moe::RouterPenalty{}, pointer<T>(grad_logits_RE));
+                                   penalised ? penalty.view() : moe::RouterPenalty{}, pointer<T>(grad_logits_RE));
   });
-  if (accounting) accounting->add(sums);
+  if (penalised) accounting->add(sums);
 }
 
 }  // namespace
@@ -121,22 +148,24 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   norm_forward(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   route(c, saved, normed_RM);
   const auto* choice = pointer<std::int32_t>(saved.router_choice_RK);
-  if ((whole || ESPALIER_MUTATION(recompute_counts_again)) && c.rows.accounting)
+  // A narrow last block sees output rows alone: their choices are not those of all tokens.
+  if ((whole || ESPALIER_MUTATION(recompute_counts_again)) && c.rows.accounting && !c.last)
     c.rows.accounting->add_choices(c.layer, c.rows.owners, choice);
   const moe::ExpertRows experts = moe::sort_by_expert(router_shape(c, saved), choice);
   at::Tensor sum_RM;
   if (whole) sum_RM = c.arena.take(normed_RM.sizes(), accumulator_type(dtype)).zero_();
+  const ExpertScratch scratch(c, normed_RM, whole, false);
   for (std::int64_t e = 0; e < c.shape.experts; ++e) {
     const Expert expert = expert_of(experts, saved, e);
-    if (expert.range.count == 0) continue;
-    const ArenaScope expert_scope(c.arena);
-    const at::Tensor rows_NM = c.arena.take({expert.range.count, c.shape.hidden}, dtype);  // n, then the result
+    const std::int64_t N = expert.range.count;
+    if (N == 0) continue;
+    const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // n, then the result
     gather_rows(expert, normed_RM, rows_NM);
     linear(expert.gate_up_NW, rows_NM, c.weights.expert_gate_up_EWM.select(0, e), at::Tensor(), c.timer);
     if (!whole) continue;
-    const at::Tensor act_NF = c.arena.take({expert.range.count, c.shape.expert_inner}, dtype);
+    const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
     dispatch(dtype, [&]<class T>() {
-      rows::swiglu<T>(expert.range.count, c.shape.expert_inner, pointer<T>(expert.gate_up_NW), pointer<T>(act_NF));
+      rows::swiglu<T>(N, c.shape.expert_inner, pointer<T>(expert.gate_up_NW), pointer<T>(act_NF));
     });
     linear(rows_NM, act_NF, c.weights.expert_down_EMF.select(0, e), at::Tensor(), c.timer);
     add_rows(expert, rows_NM, saved.router_weight_RK, sum_RM);
@@ -154,10 +183,15 @@ void expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Ten
   const at::Tensor grad_normed_sum_RM = c.arena.take(grad_stream_RM.sizes(), sums).zero_();
   const moe::ExpertRows experts =
       moe::sort_by_expert(router_shape(c, saved), pointer<std::int32_t>(saved.router_choice_RK));
-  for (std::int64_t e = 0; e < c.shape.experts; ++e) {
-    const Expert expert = expert_of(experts, saved, e);
-    if (expert.range.count > 0)
-      one_expert_backward(c, saved, expert, e, grad_stream_RM, normed_RM, grad_weight_RK, grad_normed_sum_RM, grads);
+  {
+    const ArenaScope products(c.arena);
+    const ExpertScratch scratch(c, normed_RM, true, true);
+    for (std::int64_t e = 0; e < c.shape.experts; ++e) {
+      const Expert expert = expert_of(experts, saved, e);
+      if (expert.range.count > 0)
+        one_expert_backward(c, saved, expert, e, scratch, grad_stream_RM, normed_RM, grad_weight_RK, grad_normed_sum_RM,
+                            grads);
+    }
   }
   const at::Tensor grad_logits_RE = c.arena.take(saved.router_logits_RE.sizes(), dtype);
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);

@@ -9,14 +9,15 @@
 namespace espalier::moe {
 
 LoadAccounting::LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths,
-                               RouterLosses losses)
+                               RouterLosses losses, bool keep_rollouts)
     : layers_(layers),
       shape_(shape),
       lengths_(std::move(lengths)),
       tokens_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0})),
       losses_(losses),
+      keep_rollouts_(keep_rollouts),
       of_batch_(static_cast<std::size_t>(layers * shape.experts)) {
-  if (losses_.aux_coef != 0 && losses_.scope == AuxScope::rollout)
+  if (keep_rollouts_ || (losses_.aux_coef != 0 && losses_.scope == AuxScope::rollout))
     of_rollout_.resize(lengths_.size() * of_batch_.size());
 }
 
@@ -48,6 +49,21 @@ void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> 
       for (std::size_t e = 0; e < chosen.size(); ++e) counts[e] += chosen[e];
     }
   }
+}
+
+void LoadAccounting::take_counts(const LoadAccounting& counted, std::span<const std::int64_t> of) {
+  ESPALIER_INTERNAL(counted.keep_rollouts_ && counted.layers_ == layers_ && of.size() == lengths_.size());
+  ESPALIER_INTERNAL_EQ(counted.shape_.experts, shape_.experts);
+  ESPALIER_INTERNAL_EQ(counted.shape_.chosen, shape_.chosen);
+  const auto width = static_cast<std::size_t>(layers_ * shape_.experts);
+  std::fill(of_batch_.begin(), of_batch_.end(), 0);
+  for (std::size_t i = 0; i < of.size(); ++i) {
+    ESPALIER_INTERNAL_EQ(counted.lengths_.at(static_cast<std::size_t>(of[i])), lengths_[i]);
+    const auto counts = std::span(counted.of_rollout_).subspan(static_cast<std::size_t>(of[i]) * width, width);
+    for (std::size_t c = 0; c < width; ++c) of_batch_[c] += counts[c];
+    if (!of_rollout_.empty()) std::ranges::copy(counts, of_rollout_.begin() + static_cast<std::ptrdiff_t>(i * width));
+  }
+  counting_ = false;
 }
 
 // probability_e += factor f_e / T

@@ -36,13 +36,22 @@ struct RowOwners {
 
 class LoadAccounting {
  public:
-  // `lengths`: prompt + response of every rollout of the mini-batch. `shape.rows` is not read.
-  LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths, RouterLosses losses);
+  // `lengths`: prompt + response of every rollout of the mini-batch. `shape.rows` is not read. `keep_rollouts`: counts
+  // of each rollout are kept, whatever the losses need; then other accountings can take them.
+  LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths, RouterLosses losses,
+                 bool keep_rollouts = false);
 
+  // Whether every row must run a last block of experts, not only those with an output. Where it need not, that layer
+  // is not counted, since its router sees output rows alone.
+  bool needs_all_rows() const { return losses_.any() || keep_rollouts_; }
+  bool has_losses() const { return losses_.any(); }
   // Scope minibatch: the counts of all rows are needed before the first backward.
-  bool needs_counting_pass() const { return losses_.aux_coef != 0 && losses_.scope == AuxScope::minibatch; }
-  // After the counting pass: rows that are forwarded again are not counted again.
+  bool needs_counts_first() const { return losses_.aux_coef != 0 && losses_.scope == AuxScope::minibatch; }
+  // After a counting pass: rows that are forwarded again are not counted again.
   void finish_counting() { counting_ = false; }
+  // In place of a counting pass: rollout i of this mini-batch is rollout `of[i]` of `counted`, which kept rollouts and
+  // counted all of them at the same weights. Errors: InternalError where shapes or lengths differ.
+  void take_counts(const LoadAccounting& counted, std::span<const std::int64_t> of);
 
   // Adds the choices of a set's rows, once for each owner. Called once per row and layer.
   void add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK);
@@ -78,8 +87,9 @@ class LoadAccounting {
   std::vector<std::int64_t> lengths_;
   std::int64_t tokens_ = 0;  // T of the mini-batch
   RouterLosses losses_;
+  bool keep_rollouts_;
   bool counting_ = true;
-  std::vector<std::int64_t> of_rollout_;  // [N, layers, E]; scope rollout with the auxiliary loss only
+  std::vector<std::int64_t> of_rollout_;  // [N, layers, E]; where kept, or scope rollout with the auxiliary loss
   std::vector<std::int64_t> of_batch_;    // [layers, E]
   PenaltySums sums_;
 };

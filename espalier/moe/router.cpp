@@ -77,8 +77,8 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
 }  // namespace
 
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, std::int32_t* choice_RK,
-                    accumulator_t<T>* weight_RK) {
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uint16_t* const* recorded_R,
+                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
 #pragma omp parallel if (shape.rows * E > 16384)
@@ -89,8 +89,12 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, std::int32_t* 
       std::int32_t* choice = choice_RK + r * k;
       A* weight = weight_RK + r * k;
       softmax(E, logits_RE + r * E, p.data());
-      std::copy(p.begin(), p.end(), score.begin());
-      take_largest(E, k, score.data(), choice);
+      if (recorded_R != nullptr && recorded_R[r] != nullptr && !ESPALIER_MUTATION(recorded_route_ignored)) {
+        std::copy(recorded_R[r], recorded_R[r] + k, choice);
+      } else {
+        std::copy(p.begin(), p.end(), score.begin());
+        take_largest(E, k, score.data(), choice);
+      }
       A sum = 0;
       for (std::int64_t j = 0; j < k; ++j) sum += p[static_cast<std::size_t>(choice[j])];
       for (std::int64_t j = 0; j < k; ++j) {
@@ -125,7 +129,8 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                                       \
-  template void choose_experts<T>(const RouterShape&, const T*, std::int32_t*, accumulator_t<T>*);                    \
+  template void choose_experts<T>(const RouterShape&, const T*, const std::uint16_t* const*, std::int32_t*,           \
+                                  accumulator_t<T>*);                                                                 \
   template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*, \
                                           const RouterPenalty&, T*);
 ESPALIER_INSTANTIATE(double)

@@ -19,9 +19,11 @@ struct RouterShape {
   bool renormalise = false;
 };
 
-// Overwrites choice [R, k] (by falling probability) and weight [R, k].
+// Overwrites choice [R, k] (by falling probability) and weight [R, k]. Where recorded [R] is given, a row whose pointer
+// is not null takes its S from there (k distinct experts) instead of the k largest; all else stays the same.
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uint16_t* const* recorded_R,
+                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
 
 // Null pointers: no such penalty.
 struct RouterPenalty {

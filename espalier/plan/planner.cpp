@@ -12,6 +12,7 @@ namespace espalier {
 namespace {
 
 constexpr std::int64_t kLargestWave = 16384;  // rows
+constexpr std::int64_t kMostExpertShare = 4;  // times that many where a row goes to few of many experts
 
 enum class Family { adaptive, packed, phased, dense };
 
@@ -32,6 +33,8 @@ class Search {
         model_(shape, profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()) {
+    if (shape.experts > 0)
+      largest_wave_ *= std::clamp<std::int64_t>(shape.experts / shape.experts_per_token, 1, kMostExpertShare);
     std::vector<std::int32_t> place(batch.size());
     forest_.reserve(trees.size());
     for (const PrefixTree& tree : trees) forest_.emplace_back(tree, edges_, place);
@@ -63,7 +66,7 @@ class Search {
   EdgeIndex edges_;
   CostModel model_;
   ActivationBytes bytes_;
-  std::int64_t large_rows_;
+  std::int64_t large_rows_, largest_wave_ = kLargestWave;
   std::int32_t longest_ = 0;
   Forest forest_;
 };
@@ -136,7 +139,7 @@ Candidate Search::best(Family family) const {
   if (options_.token_budget > 0) return at_budget(family, options_.token_budget, false);
   const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
   Candidate best = at_budget(family, smallest, true);
-  for (std::int64_t budget = 2 * smallest; budget <= kLargestWave && best.cost.fits; budget *= 2) {
+  for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && best.cost.fits; budget *= 2) {
     Candidate larger = at_budget(family, budget, true);
     // A larger wave must earn its memory.
     if (larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds) best = std::move(larger);
@@ -304,6 +307,8 @@ PlanOptions plan_options_of(const Options& options) {
     throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out for all that is free"});
   out.dtype = parse_dtype(options.dtype);
   out.kind.whole_rollout = options.policy_loss == "gspo";
+  out.kind.all_routed = options.router_aux_loss_coef != 0 || options.router_z_loss_coef != 0;
+  out.kind.counting_pass = options.router_aux_loss_coef != 0 && options.router_aux_loss_scope == "minibatch";
   if (options.trunk_state == "offload")
     throw UnsupportedError(
         {"--trunk-state", "auto, keep or recompute", "'offload'", "recompute needs the least memory"});

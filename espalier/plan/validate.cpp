@@ -128,7 +128,8 @@ class Validator {
         fail(where, "rollout ", r, " has rows up to ", covered_[r], ", not ", segment.begin);
       if (segment.end > batch_[r].length()) fail(where, "rollout ", r, " is shorter than ", segment.end);
       for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
-        if (batch_[r].token_at(depth) != batch_[segment.rollout].token_at(depth))
+        if (batch_[r].token_at(depth) != batch_[segment.rollout].token_at(depth) ||
+            !std::ranges::equal(batch_[r].route_at(depth), batch_[segment.rollout].route_at(depth)))
           fail(where, "rollout ", r, " has another token at depth ", depth);
       covered_[r] = segment.end;
     }

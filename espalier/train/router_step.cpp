@@ -1,10 +1,9 @@
 #include "espalier/train/router_step.h"
 
-#include <utility>
+#include <unordered_map>
 
 #include "espalier/base/error.h"
 #include "espalier/model/parameters.h"
-#include "espalier/observe/timer.h"
 #include "espalier/phase/schedule.h"
 
 namespace espalier {
@@ -20,44 +19,70 @@ moe::RouterShape router_shape_of(const ModelShape& shape) {
   return {0, shape.experts, shape.experts_per_token, shape.norm_topk_prob};
 }
 
+std::vector<std::int64_t> lengths_of(std::span<const Rollout> rollouts) {
+  std::vector<std::int64_t> lengths;
+  for (const Rollout& rollout : rollouts) lengths.push_back(rollout.length());
+  return lengths;
+}
+
+// Where each rollout of the batch stands among those counted; shorter than the batch if one is missing.
+std::vector<std::int64_t> places_in(const std::vector<std::int64_t>& counted, std::span<const Rollout> batch) {
+  std::unordered_map<std::int64_t, std::int64_t> place_of;
+  for (const std::int64_t index : counted) place_of.try_emplace(index, static_cast<std::int64_t>(place_of.size()));
+  if (place_of.size() != counted.size()) return {};  // indices that say nothing
+  std::vector<std::int64_t> places;
+  for (const Rollout& rollout : batch)
+    if (const auto place = place_of.find(rollout.index); place != place_of.end()) places.push_back(place->second);
+  return places;
+}
+
 }  // namespace
 
-RouterStep::RouterStep(const Decoder& decoder, std::span<const Rollout> batch, const Options& options)
-    : decoder_(decoder), batch_(batch) {
+ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> rollouts)
+    : counts(model.shape.layers, router_shape_of(model.shape), lengths_of(rollouts), {}, true), updates(model.updates) {
+  for (const Rollout& rollout : rollouts) index.push_back(rollout.index);
+}
+
+RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
+                       const ScoredChoices* scored)
+    : decoder_(model.decoder), batch_(batch) {
   const moe::RouterLosses losses = router_losses_of(options);
-  if (!losses.any()) return;
-  const ModelShape& shape = decoder.shape();
-  if (shape.experts == 0)
+  const ModelShape& shape = model.shape;
+  if (shape.experts == 0) {
+    if (!losses.any()) return;
     throw OptionError({losses.aux_coef != 0 ? "--router-aux-loss-coef" : "--router-z-loss-coef", "a model with routers",
                        shape.architecture, "leave the option out for dense models"});
-  std::vector<std::int64_t> lengths;
-  for (const Rollout& rollout : batch) lengths.push_back(rollout.length());
-  accounting_.emplace(shape.layers, router_shape_of(shape), std::move(lengths), losses);
+  }
+  accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(batch), losses);
+  if (!accounting_->needs_counts_first() || scored == nullptr || scored->updates != model.updates) return;
+  const std::vector<std::int64_t> places = places_in(scored->index, batch);
+  if (places.size() != batch.size()) return;
+  accounting_->take_counts(scored->counts, places);
+  took_counts_ = true;
 }
 
 void RouterStep::count_choices(const StepPlan& plan, Arena& arena) {
-  if (!accounting_ || !accounting_->needs_counting_pass()) return;
-  const Timer timer;
+  if (!needs_counting_pass()) return;
   const ArenaScope scope(arena);
   KvPath path(decoder_.shape(), plan.max_path_rows, decoder_.dtype(), false, arena);
   StepRun run{decoder_, batch_, path, arena};
-  run.accounting = &*accounting_, run.counts_only = true;
+  run.accounting = &*accounting_;
   run_schedule(run, plan);
   accounting_->finish_counting();
-  counting_seconds_ = timer.total();
 }
 
 RouterReport RouterStep::report() const {
   if (!accounting_) return {};
-  RouterReport report{accounting_->aux_loss(),
-                      accounting_->z_loss(),
-                      accounting_->weighted_loss(),
-                      counting_seconds_,
-                      accounting_->needs_counting_pass(),
-                      {}};
-  for (std::int64_t layer = 0; layer < decoder_.shape().layers; ++layer) {
+  RouterReport report;
+  report.aux_loss = accounting_->aux_loss();
+  report.z_loss = accounting_->z_loss();
+  report.weighted_loss = accounting_->weighted_loss();
+  report.counts = took_counts_ ? "score pass" : accounting_->needs_counts_first() ? "counting pass" : "update pass";
+  const ModelShape& shape = decoder_.shape();
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     report.load.emplace_back();
-    if (!has_experts(decoder_.shape(), layer)) continue;
+    const bool counted = layer + 1 < shape.layers || accounting_->needs_all_rows();
+    if (!has_experts(shape, layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());
   }

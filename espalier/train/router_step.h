@@ -4,31 +4,49 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
-#include "espalier/model/decoder.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/observe/arena.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/train/model_state.h"
 
 namespace espalier {
 
-// Losses and loads of the routers, where a router loss is on; a shared token counts once per rollout.
+// Choices counted while rollouts were scored, for a loss over a mini-batch of them at the same weights.
+struct ScoredChoices {
+  // Nothing counted yet. `model` must have experts.
+  ScoredChoices(const ModelState& model, std::span<const Rollout> rollouts);
+
+  moe::LoadAccounting counts;
+  std::vector<std::int64_t> index;  // Rollout::index of each rollout counted
+  std::int64_t updates;             // ModelState::updates of the weights
+};
+
+// Losses and loads of the routers of a model with experts; a shared token counts once per rollout.
 struct RouterReport {
-  double aux_loss = 0, z_loss = 0;              // before their coefficients, layers summed
-  double weighted_loss = 0;                     // what they add to the step's loss
-  double counting_seconds = 0;                  // of the counting pass
-  bool counting_pass = false;                   // a forward pass counted the choices first
-  std::vector<std::vector<std::int64_t>> load;  // choices of every expert, by layer; empty: a dense layer
+  double aux_loss = 0, z_loss = 0;  // before their coefficients, layers summed
+  double weighted_loss = 0;         // what they add to the step's loss
+  std::string_view counts;          // "update pass", "counting pass", "score pass"; empty: no experts
+  // Choices of every expert, by layer. Empty: a dense layer, or, without a router loss, a last layer: it runs only rows
+  // that predict something, and counting the others would cost their pass through it.
+  std::vector<std::vector<std::int64_t>> load;
 };
 
 class RouterStep {
  public:
-  // Without a router loss in the options it has no accounting and does nothing. Errors: OptionError for a router loss
-  // of a model without routers.
-  RouterStep(const Decoder& decoder, std::span<const Rollout> batch, const Options& options);
+  // Does nothing for models without experts. `scored` (may be null) is used where a loss needs counts before any
+  // backward, the weights have not changed since, and every rollout of the batch was counted. Errors: OptionError for a
+  // router loss of a model without routers.
+  RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
+             const ScoredChoices* scored = nullptr);
+
+  // What this makes of the step.
+  bool all_routed() const { return accounting_ && accounting_->needs_all_rows(); }
+  bool needs_counting_pass() const { return accounting_ && accounting_->needs_counts_first() && !took_counts_; }
 
   // One forward of the plan for the routers' choices alone, where a loss needs them before any backward.
   void count_choices(const StepPlan& plan, Arena& arena);
@@ -40,7 +58,7 @@ class RouterStep {
   const Decoder& decoder_;
   std::span<const Rollout> batch_;
   std::optional<moe::LoadAccounting> accounting_;
-  double counting_seconds_ = 0;
+  bool took_counts_ = false;
 };
 
 }  // namespace espalier

@@ -5,29 +5,32 @@
 namespace espalier {
 namespace {
 
-double layer_product_flops(const std::vector<PlanItem>& items, const ModelShape& shape) {
+double layer_product_flops(const std::vector<PlanItem>& items, const ModelShape& shape, const StepKind& kind) {
   double flops = 0;
   for (const PlanItem& item : items) {
     const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    flops += step_flops(shape, work, {}, item.state == TrunkState::recompute).layers;
-    flops += layer_product_flops(item.below, shape);
+    const Flops of_item = step_flops(shape, work, kind, item.state == TrunkState::recompute);
+    flops += of_item.layers + of_item.experts + layer_product_flops(item.below, shape, kind);
   }
   return flops;
 }
 
 }  // namespace
 
-StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape,
+StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape, StepKind kind,
                        const MachineProfile& machine) {
   StepProfile profile;
   double rest = total;
-  for (const std::string_view name : {part::kPlan, part::kProducts, part::kAttention, part::kRows, part::kHead}) {
+  for (const std::string_view name :
+       {part::kPlan, part::kCounting, part::kProducts, part::kAttention, part::kRows, part::kHead}) {
+    if (name == part::kCounting && !kind.counting_pass) continue;
     profile.seconds.emplace_back(name, timer.seconds(name));
     rest -= timer.seconds(name);
   }
   profile.seconds.emplace_back("other", rest);
   const double products = timer.seconds(part::kProducts);
-  if (products > 0) profile.product_flops_per_second = layer_product_flops(plan.items, shape) / products;
+  kind.counting_pass = false;  // its products are in its own part
+  if (products > 0) profile.product_flops_per_second = layer_product_flops(plan.items, shape, kind) / products;
   for (const MachineProfile::Rate& rate : machine.matrix)
     profile.measured_flops_per_second = std::max(profile.measured_flops_per_second, rate.flops_per_second);
   return profile;

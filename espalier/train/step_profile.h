@@ -24,7 +24,7 @@ struct StepProfile {
 };
 
 // The profile of a step that took `total` seconds, from the parts that its timer booked.
-StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape,
+StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape, StepKind kind,
                        const MachineProfile& machine);
 
 }  // namespace espalier

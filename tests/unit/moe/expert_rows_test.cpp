@@ -20,7 +20,7 @@ TEST(ExpertRows, HoldEverySlotOnceByExpertAndRow) {
     logits[static_cast<std::size_t>(r * shape.experts + 4)] = -100;  // nobody's
   std::vector<std::int32_t> choice(static_cast<std::size_t>(shape.rows * shape.chosen));
   std::vector<double> weight(choice.size());
-  choose_experts<double>(shape, logits.data(), choice.data(), weight.data());
+  choose_experts<double>(shape, logits.data(), nullptr, choice.data(), weight.data());
   const ExpertRows experts = sort_by_expert(shape, choice.data());
   ASSERT_EQ(experts.begin.size(), 7u);
   EXPECT_EQ(experts.begin[4], experts.begin[5]);

@@ -49,7 +49,7 @@ TEST(LoadAccounting, ScopeRolloutSumsTheSharesOfARowsRollouts) {
 
 TEST(LoadAccounting, ScopeMinibatchWeighsByMultiplicity) {
   LoadAccounting accounting(1, kShape, {3, 4}, {0.1, 0.7, AuxScope::minibatch});
-  EXPECT_TRUE(accounting.needs_counting_pass());
+  EXPECT_TRUE(accounting.needs_counts_first());
   accounting.add_choices(0, all_rows(), kChoice.data());
   accounting.finish_counting();
   accounting.add_choices(0, all_rows(), kChoice.data());  // the second forward is not counted
@@ -75,6 +75,27 @@ TEST(LoadAccounting, ReportsLossesBeforeTheirCoefficients) {
   EXPECT_EQ(accounting.aux_loss(), 4);
   EXPECT_EQ(accounting.z_loss(), 12);
   EXPECT_EQ(accounting.weighted_loss(), 5);
+}
+
+TEST(LoadAccounting, CountsOfAScorePassServeTheMiniBatchesOfIts) {
+  LoadAccounting scored(1, kShape, {3, 4}, {}, true);
+  EXPECT_TRUE(scored.needs_all_rows());
+  EXPECT_FALSE(scored.has_losses());
+  scored.add_choices(0, all_rows(), kChoice.data());
+  LoadAccounting second(1, kShape, {4}, {0.1, 0, AuxScope::minibatch});
+  const std::int64_t place[] = {1};
+  second.take_counts(scored, place);
+  second.add_choices(0, own_rows(), kChoice.data());  // the update's own forward is not counted
+  const auto load = second.load(0);
+  EXPECT_EQ(std::vector<std::int64_t>(load.begin(), load.end()), (std::vector<std::int64_t>{1, 2, 1}));
+  LoadAccounting other(1, kShape, {5}, {0.1, 0, AuxScope::minibatch});
+  EXPECT_THROW(other.take_counts(scored, place), InternalError);
+}
+
+TEST(LoadAccounting, WithoutALossOnlyRowsThatPredictRunALastLayer) {
+  const LoadAccounting accounting(1, kShape, {3, 4}, {});
+  EXPECT_FALSE(accounting.needs_all_rows());
+  EXPECT_FALSE(accounting.needs_counts_first());
 }
 
 }  // namespace

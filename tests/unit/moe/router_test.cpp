@@ -25,7 +25,7 @@ Choice<T> choose(const RouterShape& shape, const std::vector<T>& logits) {
   Choice<T> out;
   out.experts.resize(static_cast<std::size_t>(shape.rows * shape.chosen));
   out.weight.resize(out.experts.size());
-  choose_experts<T>(shape, logits.data(), out.experts.data(), out.weight.data());
+  choose_experts<T>(shape, logits.data(), nullptr, out.experts.data(), out.weight.data());
   return out;
 }
 
@@ -63,6 +63,23 @@ TEST(Router, WeightsAreProbabilitiesOrTheirShares) {
   EXPECT_NEAR(plain.weight[1], 0.3, 1e-15);
   EXPECT_NEAR(shares.weight[0], 4.0 / 7, 1e-15);
   EXPECT_NEAR(shares.weight[1], 3.0 / 7, 1e-15);
+}
+
+TEST(Router, RecordedExpertsAreTakenWithTheirOwnProbabilities) {
+  const RouterShape plain{2, 4, 2, false}, shares{2, 4, 2, true};
+  const std::vector<double> logits{std::log(1.0), std::log(4.0), std::log(3.0), std::log(2.0), 0, 0, 1, 0};
+  const std::uint16_t experts[] = {0, 3};
+  const std::uint16_t* const recorded[] = {experts, nullptr};  // the second row is free
+  for (const RouterShape& shape : {plain, shares}) {
+    std::vector<std::int32_t> choice(4);
+    std::vector<double> weight(4);
+    choose_experts<double>(shape, logits.data(), recorded, choice.data(), weight.data());
+    EXPECT_EQ(choice, (std::vector<std::int32_t>{0, 3, 2, 0}));
+    EXPECT_NEAR(weight[0], shape.renormalise ? 1.0 / 3 : 0.1, 1e-15);
+    EXPECT_NEAR(weight[1], shape.renormalise ? 2.0 / 3 : 0.2, 1e-15);
+    const Choice<> free = choose({1, 4, 2, shape.renormalise}, {0, 0, 1, 0});
+    EXPECT_EQ(weight[2], free.weight[0]);
+  }
 }
 
 TEST(Router, LargeLogitsDoNotOverflow) {

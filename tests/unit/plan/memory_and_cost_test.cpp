@@ -90,15 +90,47 @@ TEST(CostModel, SmallSetsRunAtALowerRate) {
 }
 
 TEST(CostModel, MoreRowsNeverTakeLess) {
-  for (const char* device : {"cpu", "cuda"}) {
-    const CostModel model(testing::tiny_shape(), default_profile(device, DType::float32, 2), DType::float32);
-    double before = 0;
-    for (std::int64_t rows = 1; rows < 6000; ++rows) {
-      const double seconds = model.seconds(work_of_depths(0, rows, true), false);
-      ASSERT_GE(seconds, before) << device << " " << rows;
-      before = seconds;
+  for (const ModelShape& shape : {testing::tiny_shape(), testing::qwen3_30b_a3b()})
+    for (const char* device : {"cpu", "cuda"}) {
+      const CostModel model(shape, default_profile(device, DType::float32, 2), DType::float32);
+      double before = 0;
+      for (std::int64_t rows = 1; rows < 6000; ++rows) {
+        const double seconds = model.seconds(work_of_depths(0, rows, true), false);
+        ASSERT_GE(seconds, before) << device << " " << rows;
+        before = seconds;
+      }
     }
-  }
+}
+
+// Nothing costs but matrix products: 1,024 rows at 8 of 128 experts give each expert 64 of them.
+TEST(CostModel, ExpertProductsRunAtTheRateOfOneExpertsRows) {
+  const ModelShape shape = testing::qwen3_30b_a3b();
+  MachineProfile profile = testing::test_profile();
+  profile.matrix = {{1, 1e9}, {64, 3e10}, {256, 6e10}, {1024, 9e10}};
+  profile.attention_flops_per_second = profile.bytes_per_second = 1e40;
+  profile.seconds_per_call = 1e-40;
+  const StepKind forward{.gradients = false};
+  const Work work{1024, 0, 0, 0};
+  const Flops flops = forward_flops(shape, work);
+  EXPECT_GT(flops.experts, flops.layers);
+  EXPECT_NEAR(CostModel(shape, profile, DType::float32, forward).seconds(work, false),
+              flops.layers / 9e10 + flops.experts / 3e10, 1e-9 * flops.experts / 3e10);
+}
+
+// The same width without experts reaches the machine's rate with a quarter of the rows.
+TEST(CostModel, WavesOfExpertModelsAreLarger) {
+  ModelShape experts = testing::qwen3_30b_a3b(), dense = experts;
+  dense.inner = experts.experts_per_token * experts.expert_inner;  // the same FLOPs a row
+  dense.experts = dense.experts_per_token = dense.expert_inner = 0;
+  dense.expert_layer.assign(48, 0);
+  const std::vector<Rollout> batch = group_of(2000, 1000, 64);
+  const auto rows_of = [&](const ModelShape& shape) {
+    const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
+    PlanOptions options;
+    options.dtype = DType::bfloat16;
+    return make_plan(batch, build_prefix_trees(batch, ShareMode::whole_trees), shape, options, profile).max_rows;
+  };
+  EXPECT_GE(rows_of(experts), 2 * rows_of(dense));
 }
 
 TEST(CostModel, RecomputeCostsAForwardMore) {
@@ -108,13 +140,29 @@ TEST(CostModel, RecomputeCostsAForwardMore) {
   EXPECT_LT(model.seconds(work, true), 1.5 * model.seconds(work, false));
 }
 
+TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
+  MachineProfile profile = testing::test_profile();
+  const ModelShape shape = testing::llama_3_8b();
+  const Work work = work_of_depths(100, 900, true);
+  const CostModel plain(shape, profile, DType::float32);
+  const CostParts parts = plain.parts(work, true);
+  for (const double part : {parts.products, parts.attention, parts.rows, parts.head}) EXPECT_GT(part, 0);
+  EXPECT_DOUBLE_EQ(plain.seconds(work, true), parts.products + parts.attention + parts.rows + parts.head);
+  profile.fit = {2, 3, 5, 7};
+  EXPECT_DOUBLE_EQ(CostModel(shape, profile, DType::float32).seconds(work, true),
+                   2 * parts.products + 3 * parts.attention + 5 * parts.rows + 7 * parts.head);
+}
+
 TEST(MachineProfile, SurvivesJson) {
-  const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
+  MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
+  profile.fit = {1.25, 0.75, 1.5, 1.125};
+  profile.fitted_steps = 20;
+  EXPECT_NE(profile.line().find("fitted to 20 steps"), std::string::npos);
   const MachineProfile again = profile_of(to_json(profile), "profile.json");
   EXPECT_EQ(to_json(again), to_json(profile));
   EXPECT_EQ(again.line(), profile.line());
   for (const char* member :
-       {"name", "dtype", "matrix", "attention_flops_per_second", "bytes_per_second", "seconds_per_call"}) {
+       {"name", "dtype", "matrix", "attention_flops_per_second", "bytes_per_second", "seconds_per_call", "fit"}) {
     Json broken = to_json(profile);
     broken.erase(member);
     EXPECT_THROW(profile_of(broken, "profile.json"), InputError) << member;

@@ -22,6 +22,12 @@ ModelShape shape_of(std::int64_t layers, std::int64_t hidden, std::int64_t inner
   return shape;
 }
 
+ModelShape with_experts(ModelShape shape, std::int64_t experts, std::int64_t chosen, std::int64_t inner) {
+  shape.experts = experts, shape.experts_per_token = chosen, shape.expert_inner = inner;
+  shape.expert_layer.assign(static_cast<std::size_t>(shape.layers), 1);
+  return shape;
+}
+
 // 1 .. 128 responses a prompt, prompts of 0 .. 99 % of a rollout, ragged; every third workload branches in turns.
 std::vector<Rollout> workload(Random& random) {
   std::vector<Rollout> batch;
@@ -54,11 +60,16 @@ std::vector<Rollout> workload(Random& random) {
 }
 
 TEST(Regret, AutoIsWithinTwoPercentOfTheBestFixedPlanAndNeverAboveDense) {
-  const ModelShape shapes[] = {shape_of(2, 64, 172, 8, 4, 8, 512), shape_of(4, 128, 384, 4, 2, 32, 4096),
-                               shape_of(8, 512, 1536, 8, 2, 64, 8192), shape_of(28, 1024, 3072, 16, 8, 128, 151936),
-                               testing::llama_3_8b()};
+  const ModelShape shapes[] = {shape_of(2, 64, 172, 8, 4, 8, 512),
+                               shape_of(4, 128, 384, 4, 2, 32, 4096),
+                               shape_of(8, 512, 1536, 8, 2, 64, 8192),
+                               shape_of(28, 1024, 3072, 16, 8, 128, 151936),
+                               testing::llama_3_8b(),
+                               with_experts(shape_of(4, 128, 384, 4, 2, 32, 4096), 8, 2, 192),
+                               with_experts(shape_of(8, 512, 1536, 8, 2, 64, 8192), 128, 8, 192),
+                               testing::qwen3_30b_a3b()};
   double worst = 0;
-  for (std::uint64_t seed = 0; seed < 240; ++seed) {
+  for (std::uint64_t seed = 0; seed < 384; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     Random random(seed);
     const std::vector<Rollout> batch = workload(random);
@@ -75,7 +86,8 @@ TEST(Regret, AutoIsWithinTwoPercentOfTheBestFixedPlanAndNeverAboveDense) {
     double best = HUGE_VAL;
     std::string winner;
     for (const Schedule schedule : {Schedule::dense, Schedule::packed, Schedule::phased})
-      for (const std::int64_t budget : {0, 512, 1024, 2048, 4096, 8192, 16384}) {
+      for (const std::int64_t budget : {0, 512, 1024, 2048, 4096, 8192, 16384, 65536}) {
+        if (budget > 16384 && shape.experts == 0) continue;
         options.schedule = schedule, options.token_budget = budget;
         const double seconds = make_plan(batch, trees, shape, options, profile).chosen.seconds;
         if (seconds >= best) continue;

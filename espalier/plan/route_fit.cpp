@@ -1,0 +1,84 @@
+#include "espalier/plan/route_fit.h"
+
+#include <algorithm>
+
+#include "espalier/base/error.h"
+#include "espalier/grouping/prefix_tree.h"
+
+namespace espalier {
+namespace {
+
+[[noreturn]] void refuse(const Rollout& rollout, const std::string& expected, const std::string& got) {
+  throw InputError({rollout.where + ": routed_experts", expected, got,
+                    "Was this rollout made with another model? Without the field tokens are routed freely"});
+}
+
+// Keeps the layers with experts of records that hold all layers.
+void drop_dense_layers(RecordedRoutes& routes, const ModelShape& shape, std::int64_t expert_layers) {
+  std::vector<std::uint16_t> kept;
+  const auto chosen = static_cast<std::size_t>(routes.chosen), layers = static_cast<std::size_t>(routes.layers);
+  kept.reserve(static_cast<std::size_t>(routes.tokens) * static_cast<std::size_t>(expert_layers) * chosen);
+  for (std::size_t i = 0; i < routes.ids.size() / chosen; ++i)
+    if (shape.expert_layer[i % layers])
+      kept.insert(kept.end(), routes.ids.begin() + static_cast<std::ptrdiff_t>(i * chosen),
+                  routes.ids.begin() + static_cast<std::ptrdiff_t>((i + 1) * chosen));
+  routes.ids = std::move(kept);
+  routes.layers = static_cast<std::int32_t>(expert_layers);
+}
+
+std::int64_t prompt_tokens(const std::vector<PrefixTree>& trees, std::span<const Rollout> rollouts) {
+  std::int64_t sum = 0;
+  for (const PrefixTree& tree : trees)
+    for (const PrefixNode& node : tree.nodes) {
+      const std::int32_t prompt = rollouts[static_cast<std::size_t>(node.rollout)].prompt_length();
+      sum += std::max(0, std::min(node.end, prompt) - node.begin);
+    }
+  return sum;
+}
+
+}  // namespace
+
+void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape) {
+  const std::int64_t expert_layers = std::count(shape.expert_layer.begin(), shape.expert_layer.end(), std::uint8_t{1});
+  for (Rollout& rollout : rollouts) {
+    RecordedRoutes& routes = rollout.routes;
+    if (routes.tokens == 0) continue;
+    if (shape.experts == 0) refuse(rollout, "none, as the model has no experts", "some");
+    if (routes.layers != expert_layers && routes.layers != shape.layers)
+      refuse(rollout,
+             expert_layers == shape.layers
+                 ? text_of(shape.layers, " layers a token")
+                 : text_of(expert_layers, " layers a token (those with experts) or ", shape.layers, " (all)"),
+             text_of(routes.layers));
+    if (routes.chosen != shape.experts_per_token)
+      refuse(rollout, text_of(shape.experts_per_token, " experts a token and layer"), text_of(routes.chosen));
+    if (routes.layers != expert_layers) drop_dense_layers(routes, shape, expert_layers);
+    for (auto layer = routes.ids.begin(); layer != routes.ids.end(); layer += routes.chosen) {
+      if (*layer == RecordedRoutes::kFree) continue;
+      const auto end = layer + routes.chosen;  // ascending
+      if (*(end - 1) >= shape.experts)
+        refuse(rollout, text_of("experts in [0, ", shape.experts, ")"), text_of(*(end - 1)));
+      if (const auto twice = std::adjacent_find(layer, end); twice != end)
+        refuse(rollout, "distinct experts of a token and layer", text_of(*twice, " twice"));
+    }
+  }
+}
+
+std::string routes_note(std::span<const Rollout> rollouts) {
+  const auto recorded = std::count_if(rollouts.begin(), rollouts.end(), [](auto& r) { return r.routes.tokens > 0; });
+  if (recorded == 0) return {};
+  std::vector<Rollout> without(rollouts.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    without[i].prompt_ids = rollouts[i].prompt_ids;
+    without[i].response_ids = rollouts[i].response_ids;
+  }
+  const std::int64_t parted = prompt_tokens(build_prefix_trees(rollouts, ShareMode::whole_trees), rollouts) -
+                              prompt_tokens(build_prefix_trees(without, ShareMode::whole_trees), without);
+  std::string note = text_of("routed_experts of ", recorded, " of ", rollouts.size(), " rollouts are chosen again");
+  if (parted > 0)
+    note += text_of("; they differ between rollouts on ", parted,
+                    " prompt tokens, which are not shared: a prefix ends where recorded experts differ");
+  return note;
+}
+
+}  // namespace espalier
