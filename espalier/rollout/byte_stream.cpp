@@ -140,9 +140,7 @@ std::unique_ptr<ByteStream> open_file_bytes(const std::string& path, std::int64_
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) throw InputError({path, "a readable file", std::strerror(errno), ""});
   if (S_ISDIR(status.st_mode))
-    throw InputError(
-        {path, "a file of rollouts", "a directory",
-         "Name the files in it, such as DIR/*.jsonl; ART's packed folders are read by the Python package"});
+    throw InputError({path, "a file of rollouts", "a directory", "Name the files in it, such as DIR/*.jsonl"});
   total_bytes = S_ISREG(status.st_mode) ? static_cast<std::int64_t>(status.st_size) : 0;
   return stream;
 }

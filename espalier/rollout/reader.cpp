@@ -5,14 +5,23 @@
 #include <filesystem>
 
 #include "espalier/rollout/line_reader.h"
+#include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_format.h"
+#include "espalier/rollout/record_source.h"
 
 namespace espalier {
 namespace {
 
 constexpr std::string_view kKnownFields[] = {
-    "prompt_ids",       "response_ids", "group",   "loss_mask",   "reward", "advantage", "old_logprobs", "ref_logprobs",
-    "rollout_logprobs", "values",       "returns", "temperature", "step",   "id",        "meta"};
+    "prompt_ids", "response_ids", "group",        "loss_mask",      "reward",
+    "advantage",  "old_logprobs", "ref_logprobs", "routed_experts", "rollout_logprobs",
+    "values",     "returns",      "temperature",  "step",           "id",
+    "meta"};
+
+constexpr const char* kNemoNote =
+    "NeMo-RL train data: a prompt ends before the first token with loss, equal prompts form a group, temperature is "
+    "taken "
+    "as 1";
 
 // Edits (insert, delete, replace) that turn a into b.
 std::size_t edit_distance(std::string_view a, std::string_view b) {
@@ -52,22 +61,44 @@ class FileSetReader {
 
   // Appends the records of one file; `total` bytes of all files, for the progress.
   void read(std::unique_ptr<ByteStream> stream, const std::string& name, std::int64_t total) {
+    stream = unpacked(std::move(stream), name);
+    read_lines(*stream, name, total, false);
+  }
+
+  // Appends the records of a file or folder that Python reads.
+  void read_by_python(const std::string& path) {
+    PythonRecords stream(path, [&] {
+      if (options_.progress) options_.progress(out_.bytes, 0);
+    });
+    read_lines(stream, path, 0, true);
+    note_format(stream.format());
+    out_.notes.insert(out_.notes.end(), stream.notes().begin(), stream.notes().end());
+  }
+
+  void finish() {
+    for (const auto& [field, where] : reader_.unknown_fields) out_.notes.push_back(unknown_field_note(field, where));
+  }
+
+ private:
+  void read_lines(ByteStream& stream, const std::string& name, std::int64_t total, bool by_python) {
     const std::int64_t bytes_before = out_.bytes;
     const std::size_t rollouts_before = out_.rollouts.size();
-    stream = unpacked(std::move(stream), name);
     const auto refilled = [&](std::int64_t done) {
       out_.bytes = bytes_before + done;
       if (options_.progress) options_.progress(out_.bytes, total);
     };
-    LineReader lines(*stream, name, refilled, block_bytes(total));
+    LineReader lines(stream, name, refilled, block_bytes(total));
     const std::optional<std::int64_t> step = step_of_nemo_rl_name(name);
     std::optional<RecordFormat> format;
+    if (by_python) format = RecordFormat::neutral;
     for (Line line; lines.next(line);) {
       const RecordPlace place{name, line.number, line.ends_file};
       if (!format) {
-        refuse_other_file_types(name, line.text);
+        refuse_binary(name, line.text);
         format = detect_format(reader_, line.text, place);
-        note_format(*format);
+        note_format(name_of(*format));
+        if (*format == RecordFormat::nemo_rl && !nemo_noted_) out_.notes.push_back(kNemoNote);
+        nemo_noted_ = nemo_noted_ || *format == RecordFormat::nemo_rl;
       }
       Rollout rollout = *format == RecordFormat::neutral ? read_neutral_record(reader_, line.text, place)
                                                          : read_nemo_rl_record(reader_, line.text, place, step);
@@ -80,24 +111,14 @@ class FileSetReader {
                         "Was it written completely?"});
   }
 
-  void finish() {
-    for (const auto& [field, where] : reader_.unknown_fields) out_.notes.push_back(unknown_field_note(field, where));
-  }
-
- private:
-  void note_format(RecordFormat format) {
-    const std::string name = name_of(format);
-    if (out_.format.find(name) != std::string::npos) return;
-    out_.format += (out_.format.empty() ? "" : " and ") + name;
-    if (format == RecordFormat::nemo_rl)
-      out_.notes.push_back(
-          "NeMo-RL train data: a prompt ends before the first token with loss, equal prompts form a "
-          "group, temperature is taken as 1");
+  void note_format(const std::string& name) {
+    if (out_.format.find(name) == std::string::npos) out_.format += (out_.format.empty() ? "" : " and ") + name;
   }
 
   RolloutFile& out_;
   const ReadOptions& options_;
   RecordReader reader_;
+  bool nemo_noted_ = false;
 };
 
 }  // namespace
@@ -106,16 +127,16 @@ RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptio
   if (paths.empty()) throw OptionError({"rollouts", "at least one file", "none", ""});
   RolloutFile out;
   FileSetReader files(out, options);
+  const std::vector<RecordSource> sources = record_sources(paths);  // also: all are there before the first is read
   std::int64_t total = 0;
-  for (const std::string& path : paths) {  // also: a missing last file is told before the first is read
+  bool known = true;
+  for (const RecordSource& source : sources) total += source.bytes, known = known && !source.by_python;
+  for (const RecordSource& source : sources) {
     std::int64_t bytes = 0;
-    open_file_bytes(path, bytes);
-    refuse_other_file_types(path, {});
-    total += bytes;
-  }
-  for (const std::string& path : paths) {
-    std::int64_t bytes = 0;
-    files.read(open_file_bytes(path, bytes), path, total);
+    if (source.by_python)
+      files.read_by_python(source.path);
+    else
+      files.read(open_file_bytes(source.path, bytes), source.path, known ? total : 0);
   }
   files.finish();
   return out;

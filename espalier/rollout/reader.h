@@ -1,8 +1,9 @@
 // Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain or gzip, told apart by what
-// they hold. Files are read in blocks; every value is checked, and one bad value refuses the whole read.
+// they hold; a folder of the latter; and through the Python package what python_records.h says. Files are read in
+// blocks; every value is checked, and one bad value refuses the whole read.
 //
 // Errors: InputError with "file:line", the field, what was expected and found, for anything that breaks the record
-// format; UnsupportedError for formats that are known but not read here (text-only dumps, pickle, Parquet).
+// format; UnsupportedError for formats that are known and not read (text-only dumps, Parquet).
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,10 @@ struct ReadOptions {
 };
 
 struct RolloutFile {
-  std::vector<Rollout> rollouts;   // in input order, over all files
-  std::string format;              // "neutral JSON Lines", "NeMo-RL train data", or both
+  std::vector<Rollout> rollouts;  // in input order, over all files
+  std::string format;             // "neutral JSON Lines", "NeMo-RL train data", "slime debug dump" ..., joined by "and"
   std::vector<std::string> notes;  // each unknown field once, and what a format left open
-  std::int64_t bytes = 0;          // of the files as they lie on disk
+  std::int64_t bytes = 0;          // of the files as they lie on disk; of the records' text where Python read them
 };
 
 RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptions& options = {});

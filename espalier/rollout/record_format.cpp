@@ -1,6 +1,5 @@
 #include "espalier/rollout/record_format.h"
 
-#include <algorithm>
 #include <array>
 #include <set>
 
@@ -8,8 +7,6 @@
 
 namespace espalier {
 namespace {
-
-constexpr const char* kPython = "Read by the Python package: espalier.convert(...) writes the neutral format from it";
 
 struct TextDump {
   std::array<std::string_view, 2> fields;  // a record with these and without token ids is such a dump
@@ -27,32 +24,10 @@ constexpr std::array<TextDump, 8> kTextDumps = {{
     {{"question", "answer"}, "a data set of questions and answers"},
 }};
 
-bool ends_with_any(std::string_view name, std::initializer_list<std::string_view> endings) {
-  return std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return name.ends_with(ending); });
-}
-
 }  // namespace
 
 const char* name_of(RecordFormat format) {
   return format == RecordFormat::neutral ? "neutral JSON Lines" : "NeMo-RL train data";
-}
-
-void refuse_other_file_types(const std::string& path, std::string_view first_line) {
-  std::string lower = path;
-  for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  const char* found = nullptr;
-  if (ends_with_any(lower, {".pkl", ".pickle"}) || first_line.starts_with("\x80\x02") ||
-      first_line.starts_with("\x80\x03") || first_line.starts_with("\x80\x04") || first_line.starts_with("\x80\x05"))
-    found = "a pickle file";
-  else if (ends_with_any(lower, {".pt", ".pth"}) || first_line.starts_with("PK\x03\x04"))
-    found = "a torch file";
-  else if (ends_with_any(lower, {".parquet"}) || first_line.starts_with("PAR1"))
-    found = "a Parquet file";
-  else if (ends_with_any(lower, {".safetensors"}))
-    found = "a safetensors file";
-  else if (ends_with_any(lower, {".npy", ".npz", ".arrow", ".msgpack"}))
-    found = "a binary file";
-  if (found != nullptr) throw UnsupportedError({path, "JSON Lines (.jsonl, .jsonl.gz)", found, kPython});
 }
 
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place) {

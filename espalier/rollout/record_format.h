@@ -1,4 +1,4 @@
-// Which format a file holds, from its name and its first record, and the two record readers.
+// Which format a file of lines holds, from its first record, and the two record readers.
 #pragma once
 
 #include <map>
@@ -20,9 +20,6 @@ struct RecordReader {
   std::int64_t vocabulary = 0;                        // 0: not checked
   std::map<std::string, std::string> unknown_fields;  // name -> where it first stood
 };
-
-// UnsupportedError for file types that the Python package reads: by name ending or by the first bytes.
-void refuse_other_file_types(const std::string& path, std::string_view first_line);
 
 // From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);

@@ -173,6 +173,42 @@ TEST(Reader, RefusesSeriesOfAnotherLength) {
                      "2 entries, one per response token, got ");
 }
 
+TEST(Reader, ReadsRecordedExperts) {
+  const Rollout all = read_one(with(R"("routed_experts":[[[5,1],[0,2]],[[3,4],[7,6]],[[0,1],[2,3]]])"));
+  EXPECT_EQ(all.routes.tokens, 3);
+  EXPECT_EQ(all.routes.layers, 2);
+  EXPECT_EQ(all.routes.chosen, 2);
+  const auto second = all.route_at(1);
+  EXPECT_EQ(std::vector<std::uint16_t>(second.begin(), second.end()), (std::vector<std::uint16_t>{3, 4, 6, 7}));
+  // Engines do not run the last token; null: a token without a record, also before the first one.
+  const Rollout some = read_one(with(R"("routed_experts":[null,[[3,4],[7,6]]])"));
+  EXPECT_EQ(some.routes.tokens, 2);
+  EXPECT_TRUE(some.route_at(0).empty());
+  EXPECT_EQ(some.route_at(1).size(), 4u);
+  EXPECT_TRUE(some.route_at(2).empty());
+  for (const char* none : {"null", "[]", "[null,null]"})
+    EXPECT_EQ(read_one(with(std::string(R"("routed_experts":)") + none)).routes.tokens, 0) << none;
+}
+
+TEST(Reader, RefusesRecordedExpertsOfAnotherShape) {
+  const auto refused = [](const std::string& value, const std::string& where, const std::string& words) {
+    expect_refused(with(R"("routed_experts":)" + value), "f:1: routed_experts" + where, words);
+  };
+  refused("[[[1]]]", "", "3 or 2 entries");
+  refused("[[[1]],[[1]],[[1]],[[1]]]", "", "3 or 2 entries");
+  refused("[[[1],[2]],[[1]]]", "[1]", "2 layers");
+  refused("[[[1,2]],[[1]]]", "[1][0]", "2 experts");
+  refused("[[[1,2],[3]],[[1,2],[3,4]]]", "[0][1]", "2 experts");
+  refused("[[[]],[[]]]", "[0][0]", "at least one expert");
+  refused("[[],[]]", "[0]", "at least one layer");
+  refused("[[[1]],[[-1]]]", "[1][0]", "integers in [0, 65535)");
+  refused("[[[1]],[[65535]]]", "[1][0]", "65535");
+  refused("[[[1]],[[1.5]]]", "[1][0]", "integers");
+  refused("[[1],[1]]", "[0][0]", "a list of experts");
+  refused("[1,2]", "[0]", "a list of layers");
+  refused("7", "", "a list of tokens");
+}
+
 TEST(Reader, RefusesWhatIsNoFiniteNumber) {
   for (const char* bad : {"NaN", "nan", "Infinity", "-Infinity", "1e999", "-1e400", "null", ".5", "1.", "--1", "1e"}) {
     expect_refused(with(R"("old_logprobs":[-1,)" + std::string(bad) + "]"), "f:1: old_logprobs[1]",
@@ -234,11 +270,12 @@ TEST(Reader, RefusesTextDumpsByTheNameOfTheirWriter) {
   refuse(R"({"input":"q","output":"a"})", "Record token ids");
 }
 
-TEST(Reader, LeavesPickleParquetAndTensorsToPython) {
+TEST(Reader, RefusesTypesThatAreNeverRead) {
   const TemporaryFolder folder;
-  for (const char* name : {"a.pt", "a.PKL", "a.parquet", "a.safetensors", "a.npz"})
-    expect_error<UnsupportedError>([&] { read_rollouts({folder.file(name, "x")}); }, name,
-                                   "Read by the Python package");
+  for (const char* name : {"a.Parquet", "a.npz"})
+    expect_error<UnsupportedError>([&] { read_rollouts({folder.file(name, "x")}); }, name, "Write neutral JSON Lines");
+  expect_error<UnsupportedError>([&] { parse_rollouts("PAR1", "f"); }, "f", "a Parquet file");
+  // What Python reads must have a path.
   expect_error<UnsupportedError>([&] { parse_rollouts("PK\x03\x04 zip", "f"); }, "f", "a torch file");
   expect_error<UnsupportedError>([&] { parse_rollouts("\x80\x04\x95 pickle", "f"); }, "f", "a pickle file");
 }

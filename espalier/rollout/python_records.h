@@ -1,0 +1,51 @@
+// Records that the Python package reads: `python -m espalier.records PATH` runs as a child, and the neutral JSON Lines
+// it prints are the stream. No shell and no temporary file; the child never outlives the stream.
+//
+// The Python is ESPALIER_PYTHON, else the one of the build, else python3 on the PATH. The source tree's package comes
+// first on PYTHONPATH where the tree still exists.
+#pragma once
+
+#include <sys/types.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "espalier/rollout/byte_stream.h"
+
+namespace espalier {
+
+class PythonRecords : public ByteStream {
+ public:
+  // Starts the child. `waiting` runs a few times a second while nothing comes; it may throw.
+  // Errors: UnsupportedError where the Python cannot be started.
+  PythonRecords(std::string path, std::function<void()> waiting);
+  PythonRecords(const PythonRecords&) = delete;
+  PythonRecords& operator=(const PythonRecords&) = delete;
+  ~PythonRecords() override;
+
+  // Errors: the child's own (InputError or UnsupportedError with its place and remedy), told at the end of its output;
+  // UnsupportedError with its last words where it died of something else.
+  std::size_t read(char* out, std::size_t capacity) override;
+  std::int64_t consumed_bytes() const override { return consumed_; }  // of the text
+
+  // Known once read() has given 0.
+  const std::string& format() const { return format_; }
+  const std::vector<std::string>& notes() const { return notes_; }
+
+ private:
+  bool wait_for_output();  // true: stdout has bytes or has ended
+  void take_errors();
+  void finish();
+
+  std::string path_, python_;
+  std::function<void()> waiting_;
+  pid_t child_ = -1;  // -1: none, or waited for
+  int out_ = -1, err_ = -1;
+  std::string said_;  // the end of its stderr
+  std::int64_t consumed_ = 0;
+  std::string format_;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,107 @@
+#include "espalier/rollout/record_source.h"
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <optional>
+#include <utility>
+
+#include "espalier/base/error.h"
+#include "espalier/rollout/byte_stream.h"
+#include "espalier/rollout/record_format.h"
+
+namespace espalier {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kByPath = "Save it as a file and give its path: it is read by the Python package";
+constexpr const char* kNeverRead =
+    "Write neutral JSON Lines from it (docs/rollout_format.md); tables of completions hold text and no token ids";
+
+std::string lower_case(std::string text) {
+  for (char& c : text) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  return text;
+}
+
+bool ends_with_any(std::string_view name, std::initializer_list<std::string_view> endings) {
+  return std::any_of(endings.begin(), endings.end(), [&](std::string_view ending) { return name.ends_with(ending); });
+}
+
+// "a pickle file", from the first bytes; null: perhaps text.
+const char* python_type_of(std::string_view start) {
+  if (start.starts_with("PK\x03\x04")) return "a torch file";
+  const bool pickle = start.size() > 1 && start[0] == '\x80' && start[1] >= 2 && start[1] <= 5;
+  return pickle ? "a pickle file" : nullptr;
+}
+
+const char* refused_type_of(const std::string& path, std::string_view start) {
+  if (path.ends_with(".parquet") || start.starts_with("PAR1")) return "a Parquet file";
+  if (ends_with_any(path, {".npy", ".npz", ".arrow", ".msgpack"})) return "a binary file";
+  return nullptr;
+}
+
+bool named_for_python(const std::string& path) {
+  return ends_with_any(lower_case(path), {".pt", ".pth", ".pkl", ".pickle", ".safetensors"});
+}
+
+std::string first_bytes(const std::string& path) {
+  std::array<char, 8> start{};
+  std::int64_t bytes = 0;
+  const std::size_t got = open_file_bytes(path, bytes)->read(start.data(), start.size());
+  return std::string(start.data(), got);
+}
+
+void add_folder(const std::string& path, std::vector<RecordSource>& out) {
+  std::vector<std::pair<std::int64_t, std::string>> steps;
+  std::int64_t python_bytes = 0;
+  bool for_python = false;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
+    const std::string name = entry.path().string();
+    if (const std::optional<std::int64_t> step = step_of_nemo_rl_name(name)) steps.emplace_back(*step, name);
+    if (!named_for_python(name)) continue;
+    for_python = true;
+    python_bytes += static_cast<std::int64_t>(entry.is_regular_file(error) ? entry.file_size(error) : 0);
+  }
+  if (steps.empty() && !for_python)
+    throw InputError({path, "a file of rollouts, or a folder of dumps", "a directory without any",
+                      "Name the files in it, such as DIR/*.jsonl"});
+  if (steps.empty()) return out.push_back({path, true, python_bytes});
+  std::sort(steps.begin(), steps.end());
+  for (const auto& [step, name] : steps) out.push_back({name, false, static_cast<std::int64_t>(fs::file_size(name))});
+}
+
+void add_file(const std::string& path, std::vector<RecordSource>& out) {
+  std::int64_t bytes = 0;
+  open_file_bytes(path, bytes);
+  const bool regular = fs::is_regular_file(path);  // looking into a pipe would take its first bytes away
+  const std::string start = regular ? first_bytes(path) : std::string();
+  if (const char* const type = refused_type_of(lower_case(path), start))
+    throw UnsupportedError(
+        {path, "JSON Lines (.jsonl, .jsonl.gz) or a dump of docs/rollout_format.md", type, kNeverRead});
+  const bool by_python = regular && (python_type_of(start) != nullptr || named_for_python(path));
+  out.push_back({path, by_python, bytes});
+}
+
+}  // namespace
+
+std::vector<RecordSource> record_sources(const std::vector<std::string>& paths) {
+  std::vector<RecordSource> out;
+  for (const std::string& path : paths) {
+    if (fs::is_directory(path))
+      add_folder(path, out);
+    else
+      add_file(path, out);
+  }
+  return out;
+}
+
+void refuse_binary(const std::string& name, std::string_view first_line) {
+  if (const char* const type = python_type_of(first_line))
+    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kByPath});
+  if (const char* const type = refused_type_of(name, first_line))
+    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kNeverRead});
+}
+
+}  // namespace espalier
