@@ -6,6 +6,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
+#include "espalier/plan/running_order.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -102,12 +103,21 @@ class Timeline {
  public:
   explicit Timeline(double seconds) : columns_per_second_(70 / std::max(seconds, 1e-12)) {}
 
-  void add(const PlanItem& item, std::size_t level) {
-    if (item.kind == ItemKind::wave) return box(level, 'B', item.seconds);
-    const double forward = item.seconds / (item.state == TrunkState::keep ? 3 : 4);
-    box(level, 'A', forward);
-    for (const PlanItem& below : item.below) add(below, level + 1);
-    box(level, 'C', item.seconds - forward);
+  void add(const RunEntry& entry) {
+    const auto level = static_cast<std::size_t>(entry.level);
+    if (level >= kDeepest || at_ > kWidest) return;
+    if (lines_.size() <= level) lines_.resize(level + 1);
+    std::string& line = lines_[level];
+    line.resize(at_, ' ');
+    const std::size_t width =
+        std::max<std::size_t>(3, static_cast<std::size_t>(std::lround(entry.seconds * columns_per_second_)));
+    if (at_ + width > kWidest) {
+      line += "...";
+      at_ = kWidest + 1;
+      return;
+    }
+    line += "[" + std::string(width - 2, entry.phase) + "]";
+    at_ += width;
   }
 
   std::string text() const {
@@ -116,25 +126,9 @@ class Timeline {
     return out;
   }
 
- private:
   static constexpr std::size_t kWidest = 100, kDeepest = 8;
 
-  void box(std::size_t level, char letter, double seconds) {
-    if (level >= kDeepest || at_ > kWidest) return;
-    if (lines_.size() <= level) lines_.resize(level + 1);
-    std::string& line = lines_[level];
-    line.resize(at_, ' ');
-    const std::size_t width =
-        std::max<std::size_t>(3, static_cast<std::size_t>(std::lround(seconds * columns_per_second_)));
-    if (at_ + width > kWidest) {
-      line += "...";
-      at_ = kWidest + 1;
-      return;
-    }
-    line += "[" + std::string(width - 2, letter) + "]";
-    at_ += width;
-  }
-
+ private:
   double columns_per_second_;
   std::size_t at_ = 0;
   std::vector<std::string> lines_;
@@ -152,7 +146,8 @@ std::string picture(const StepPlan& plan) {
                                   [](const PlanItem& item) { return item.kind == ItemKind::trunk; });
   const PlanItem& item = trunk != plan.items.end() ? *trunk : plan.items.front();
   Timeline timeline(total_seconds(item));
-  timeline.add(item, 0);
+  // An entry takes three columns at least, so more of them would not fit.
+  for (const RunEntry& entry : running_order({&item, 1}, Timeline::kWidest)) timeline.add(entry);
   return text_of(item.kind == ItemKind::trunk ? "First trunk" : "First wave",
                  ", predicted time from left to right (A trunk forward, B wave, C trunk backward)\n", timeline.text());
 }
