@@ -47,22 +47,24 @@ std::string read_text_file(const std::filesystem::path& path) {
   return text;
 }
 
-Json read_json_object(const std::filesystem::path& path) {
-  const std::string text = read_text_file(path);
+Json parse_json_object(const std::string& text, const std::string& where) {
   const auto limit_depth = [&](int depth, Json::parse_event_t, Json&) {
-    if (depth > kMaxDepth)
-      throw InputError({path.string(), text_of("at most ", kMaxDepth, " levels"), "deeper JSON", ""});
+    if (depth > kMaxDepth) throw InputError({where, text_of("at most ", kMaxDepth, " levels"), "deeper JSON", ""});
     return true;
   };
   Json value;
   try {
     value = Json::parse(text, limit_depth);
   } catch (const Json::parse_error& error) {
-    throw InputError({path.string(), "JSON", text_of("no valid JSON at byte ", error.byte),
+    throw InputError({where, "JSON", text_of("no valid JSON at byte ", error.byte),
                       "The file is damaged or incomplete; fetch or write it again"});
   }
-  if (!value.is_object()) throw InputError({path.string(), "a JSON object", value.type_name(), ""});
+  if (!value.is_object()) throw InputError({where, "a JSON object", value.type_name(), ""});
   return value;
+}
+
+Json read_json_object(const std::filesystem::path& path) {
+  return parse_json_object(read_text_file(path), path.string());
 }
 
 void write_json_file(const std::filesystem::path& path, const Json& value) {

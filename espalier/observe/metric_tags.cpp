@@ -33,6 +33,13 @@ constexpr MetricTag kTags[] = {
     {"step", "/seconds/waves", "timing_s/waves"},
     {"step", "/seconds/trunk_backward", "timing_s/trunk_backward"},
     {"step", "/seconds/optimizer", "timing_s/optimizer"},
+    {"step", "/critic/loss", "critic/vf_loss"},
+    {"step", "/critic/clip_fraction", "critic/vf_clipfrac"},
+    {"step", "/critic/values_mean", "critic/vpred_mean"},
+    {"step", "/critic/grad_norm", "critic/grad_norm"},
+    {"step", "/critic/lr", "critic/lr"},
+    {"step", "/critic/seconds/values", "timing_s/values"},
+    {"step", "/critic/seconds/total", "timing_s/update_critic"},
     {"step", "/predicted/seconds", "timing_s/predicted"},
     {"step", "/peak_bytes/A", "perf/peak_bytes/A"},
     {"step", "/peak_bytes/B", "perf/peak_bytes/B"},
@@ -45,6 +52,8 @@ constexpr MetricTag kTags[] = {
     {"evaluation", "/length", "val/response_length"},
     {"evaluation", "/length/mean", "val/response_length"},
     {"warm_start", "/loss", "warm_start/loss"},
+    {"warm_start", "/right", "warm_start/accuracy"},
+    {"warm_start", "/prompt_length", "warm_start/prompt_length"},
 };
 
 }  // namespace

@@ -1,0 +1,76 @@
+// The curves: one chart for each thing that a run of GRPO is judged by.
+#include <algorithm>
+
+#include "espalier/report/chart.h"
+#include "espalier/report/sections.h"
+
+namespace espalier {
+namespace {
+
+bool all_zero(const LineChart& chart) {
+  for (const Series& series : chart.series)
+    for (const auto& [step, value] : series.points)
+      if (value != 0) return false;
+  return true;
+}
+
+}  // namespace
+
+std::string learning_section(const RunRecord& run) {
+  const auto step = [&](const char* field) { return points_of(run.steps, field); };
+  const auto held_out = [&](const char* field) { return points_of(run.evaluations, field); };
+  const auto warm = [&](const char* field) { return points_of(run.warm_start, field); };
+  Points length = held_out("/length");
+  if (length.empty()) length = held_out("/length/mean");
+  const Points loss = step("/loss"), policy = step("/pg_loss");
+  const std::vector<LineChart> charts = {
+      {"Accuracy",
+       "share of right answers",
+       Unit::percent,
+       {{"held out", "c1", held_out("/accuracy"), true}, {"training", "c2", step("/accuracy")}},
+       true},
+      {"Reward",
+       "mean over the rollouts of a step",
+       Unit::number,
+       {{"training", "c2", step("/reward")}, {"held out", "c1", held_out("/reward"), true}}},
+      {"Loss",
+       "what the update minimises",
+       Unit::number,
+       {{"loss", "c1", loss}, {"policy", "c2", policy == loss ? Points() : policy}}},
+      {"Response length",
+       "tokens",
+       Unit::number,
+       {{"mean", "c2", step("/length/mean")}, {"longest", "c3", step("/length/max")}, {"held out", "c1", length, true}},
+       true},
+      {"Entropy", "nats a token; falling means surer", Unit::number, {{"", "c1", step("/entropy")}}, true},
+      {"Gradient norm", "before clipping", Unit::number, {{"", "c1", step("/grad_norm")}}, true},
+      {"Learning rate", "", Unit::number, {{"", "c1", step("/lr")}}, true, true},
+      {"Critic", "loss of the value model", Unit::number, {{"", "c1", step("/critic/loss")}}, true},
+      {"Critic's gradient norm", "before clipping", Unit::number, {{"", "c1", step("/critic/grad_norm")}}, true},
+      {"Warm start", "loss of the supervised steps before the loop", Unit::number, {{"", "c1", warm("/loss")}}, true},
+      {"Warm start, answers", "share of right ones", Unit::percent, {{"", "c1", warm("/right")}}, true},
+  };
+  // These say nothing where they are zero throughout: their term is off, or the data are the policy's own.
+  const std::vector<LineChart> optional = {
+      {"KL to the reference", "loss term, before its coefficient", Unit::number, {{"", "c1", step("/kl_loss")}}, true},
+      {"Clip fraction",
+       "share of tokens whose ratio is clipped",
+       Unit::percent,
+       {{"", "c1", step("/clip_fraction")}},
+       true},
+      {"Router balance loss", "before its coefficient", Unit::number, {{"", "c1", step("/aux_loss")}}, true},
+      {"Router z-loss", "before its coefficient", Unit::number, {{"", "c1", step("/z_loss")}}, true},
+      {"Groups dropped", "all rewards equal", Unit::count, {{"", "c1", step("/groups_dropped")}}, true},
+  };
+  std::string figures;
+  for (const LineChart& chart : charts) figures += figure_of(chart);
+  for (const LineChart& chart : optional)
+    if (!all_zero(chart)) figures += figure_of(chart);
+  return figures.empty() ? ""
+                         : "<section><h2>Learning</h2>\n<p class=\"note\">Over steps; the number is the last one. A "
+                           "bold curve on a "
+                           "thin one is the mean over a twentieth of the steps.</p>\n<div class=\"charts\">\n" +
+                               figures + "</div></section>\n";
+}
+
+}  // namespace espalier

@@ -1,0 +1,53 @@
+#include "espalier/report/page.h"
+
+#include "espalier/base/error.h"
+#include "espalier/report/html.h"
+#include "espalier/report/page_style.h"
+#include "espalier/report/sections.h"
+
+namespace espalier {
+namespace {
+
+// What of the run's description identifies it, in a line.
+std::string subtitle(const RunRecord& run) {
+  std::string out;
+  for (const auto& [field, before] : {std::pair("/espalier", "espalier "),
+                                      {"/verb", ""},
+                                      {"/model/architecture", ""},
+                                      {"/options/model", ""},
+                                      {"/options/dtype", ""},
+                                      {"/machine/name", ""},
+                                      {"/started", "started "}}) {
+    const Json::json_pointer pointer(field);
+    if (!run.about.contains(pointer) || !run.about.at(pointer).is_string()) continue;
+    const std::string text = run.about.at(pointer);
+    if (!text.empty()) out += (out.empty() ? "" : " &middot; ") + escaped(before + text);
+  }
+  if (!run.steps.empty()) {
+    const auto last = run.steps.back()["step"].get<std::int64_t>();
+    out += text_of(out.empty() ? "" : " &middot; ", last, last == 1 ? " step" : " steps");
+  }
+  return out;
+}
+
+std::string warnings(const RunRecord& run) {
+  std::string out;
+  for (const std::string& note : run.notes) out += "<p class=\"warning\" role=\"note\">" + escaped(note) + "</p>\n";
+  return out;
+}
+
+}  // namespace
+
+std::string page_of(const RunRecord& run) {
+  return "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+         "<title>" +
+         escaped(run.name) + ", a run of Espalier</title>\n<style>" + kPageStyle +
+         "</style>\n</head>\n<body>\n<header><h1>" + escaped(run.name) + "</h1>\n<p class=\"sub\">" + subtitle(run) +
+         "</p>\n" + warnings(run) + verdict_section(run) + "</header>\n<main>\n" + learning_section(run) +
+         time_section(run) + memory_section(run) + plan_section(run) + samples_section(run) + numbers_section(run) +
+         options_section(run) + "</main>\n</body>\n</html>\n";
+}
+
+}  // namespace espalier
