@@ -1,22 +1,23 @@
 // Rates of shared-prefix attention beside ATen's CPU flash kernel on the same pairs and a matrix product of the run.
 //
-// The three are measured in turn, round after round, and medians are compared: a shared machine slows all alike.
+//   attention_bench [rounds 7] [cases 6]
+//
+// The three are measured in turn, round after round, and compared within a round: a shared machine slows all alike.
 // ATen computes what one of its calls can: the whole causal square, or per segment a rectangle over the path and a
-// causal square, without the merge of the two (which it would also need). With OMP_NUM_THREADS=1 processor time is
-// taken instead of wall time, which makes a busy machine usable.
+// causal square, without the merge of the two (which it would also need). One JSON object a case: rates over that of
+// the product, and ATen's seconds over our own.
 #include <ATen/ATen.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <omp.h>
-#include <time.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bench/spread.h"
 #include "espalier/attention/attention.h"
 #include "espalier/base/instruction_set.h"
 
@@ -29,20 +30,9 @@ struct Case {
   std::int64_t path, segments, segment_rows;
 };
 
-double now() {
-  timespec t;
-  clock_gettime(omp_get_max_threads() == 1 ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC, &t);
-  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
-}
-double seconds_of(const auto& body) {
-  const double start = now();
-  body();
-  return now() - start;
-}
-double median(std::vector<double> x) {
-  std::sort(x.begin(), x.end());
-  return x[x.size() / 2];
-}
+using espalier::bench::print_spread;
+using espalier::bench::ratios;
+using espalier::bench::seconds_of;
 
 void run(const Case& c, std::int64_t D, int rounds) {
   constexpr std::int64_t H = 8, J = 2;
@@ -91,7 +81,6 @@ void run(const Case& c, std::int64_t D, int rounds) {
         std::tie(call.out, call.lse) =
             at::_scaled_dot_product_flash_attention_for_cpu(call.q, call.k, call.v, 0, call.causal, {}, scale);
     }));
-    mm.push_back(seconds_of([&] { at::mm_out(ab, a, b); }));
     own_b.push_back(seconds_of([&] { attention::backward<float>(shape, in, rows(out), l, rows(grad), grads); }));
     aten_b.push_back(seconds_of([&] {
       for (Call& call : calls)
@@ -99,25 +88,32 @@ void run(const Case& c, std::int64_t D, int rounds) {
                                                                  0, call.causal, {}, scale);
     }));
   }
-  const double size = static_cast<double>(D), product = 2.0 * M * M * M / median(mm);
-  const double forward = 4 * pairs * size / median(own_f), backward = 10 * pairs * size / median(own_b);
-  std::printf("%-15s D=%-3ld mm %4.0f GFLOP/s", c.name, static_cast<long>(D), product / 1e9);
-  std::printf(" | forward %4.0f = %.2f of mm, %.2f x ATen", forward / 1e9, forward / product,
-              median(aten_f) / median(own_f));
-  std::printf(" | backward %4.0f = %.2f of mm, %.2f x ATen\n", backward / 1e9, backward / product,
-              median(aten_b) / median(own_b));
+  std::vector<double> product(mm.size()), forward, backward;  // seconds a FLOP
+  for (std::size_t i = 0; i < mm.size(); ++i) product[i] = mm[i] / (2.0 * M * M * M);
+  for (const double seconds : own_f) forward.push_back(seconds / (4 * pairs * static_cast<double>(D)));
+  for (const double seconds : own_b) backward.push_back(seconds / (10 * pairs * static_cast<double>(D)));
+  std::printf("{\"case\": \"%s\", \"head_dim\": %ld, \"instruction_set\": \"%s\", \"threads\": %d, ", c.name,
+              static_cast<long>(D), espalier::name_of(espalier::instruction_set()), omp_get_max_threads());
+  print_spread("product_seconds_per_flop", product);
+  for (const auto& [name, values] : {std::pair("forward_over_product", ratios(product, forward)),
+                                     std::pair("backward_over_product", ratios(product, backward)),
+                                     std::pair("forward_over_aten", ratios(aten_f, own_f)),
+                                     std::pair("backward_over_aten", ratios(aten_b, own_b))}) {
+    std::printf(", ");
+    print_spread(name, values);
+  }
+  std::printf("}\n");
   std::fflush(stdout);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int rounds = argc > 1 ? std::stoi(argv[1]) : 7;
+  const int rounds = argc > 1 ? std::stoi(argv[1]) : 7, cases = argc > 2 ? std::stoi(argv[2]) : 6;
   at::manual_seed(1);
-  std::printf("%s, %d threads, H=8 J=2, float32, medians of %d rounds\n",
-              espalier::name_of(espalier::instruction_set()), omp_get_max_threads(), rounds);
-  for (const std::int64_t D : {64, 128})
-    for (const Case& c :
-         {Case{"causal 2048", 0, 1, 2048}, Case{"1024 + 4 x 256", 1024, 4, 256}, Case{"4096 + 512", 4096, 1, 512}})
-      run(c, D, rounds);
+  int done = 0;
+  for (const Case& c :
+       {Case{"1024 + 4 x 256", 1024, 4, 256}, Case{"4096 + 512", 4096, 1, 512}, Case{"causal 2048", 0, 1, 2048}})
+    for (const std::int64_t D : {64, 128})
+      if (done++ < cases) run(c, D, rounds);
 }

@@ -2,8 +2,9 @@
 
     python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 3] [--baselines transformers_dense,...]
 
-Every round runs each baseline of bench/baselines/ and `espalier train` with each schedule, in turn, one process each, one
-warm-up update and one timed update in it. Prints medians and ratios; appends one JSON line a cell to bench/results/.
+Each baseline of bench/baselines/ is one process that waits between its updates; `espalier train` is a process an update. In
+every round each baseline and each schedule makes one timed update, after a warm-up, in turn. Prints medians and ratios;
+appends one JSON line a cell to bench/results/.
 """
 
 import argparse
@@ -26,6 +27,10 @@ import workload  # noqa: E402
 CELLS = "341/1707/8,1024/1024/8,1365/683/8,1707/341/8"
 
 
+def usable_threads():
+    return len(os.sched_getaffinity(0))
+
+
 def run_json(command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
@@ -33,15 +38,34 @@ def run_json(command):
     return json.loads(done.stdout)
 
 
-def time_baseline(name, model, rollouts, threads):
-    found = run_json([sys.executable, HERE / f"baselines/{name}.py", "--model", model, "--rollouts", rollouts, "--threads", threads])
-    return found["updates"][0]["seconds"], found["updates"][0]["loss"], found["peak_bytes"]
+class Baseline:
+    """A process of bench/baselines/ that makes an update when it is asked to; asleep otherwise."""
+
+    def __init__(self, name, model, rollouts, threads):
+        self.command = [sys.executable, HERE / f"baselines/{name}.py", "--model", model, "--rollouts", rollouts, "--threads", threads, "--on-request"]
+        self.process = subprocess.Popen([str(word) for word in self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.about = self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{' '.join(map(str, self.command))}\nended with {self.process.wait()}")
+        return json.loads(line)
+
+    def update(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def time_espalier(schedule, model, rollouts, threads, folder):
-    found = run_json([ROOT / "build/espalier", "train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", "--epochs", 2,
-                      "--schedule", schedule, "--threads", threads, "--json", "--quiet"])
-    return found["steps"][1]["seconds"], found["steps"][1]["loss"], found["peak_bytes"]
+def espalier_update(schedule, model, rollouts, threads, folder, program=ROOT / "build/espalier"):
+    found = run_json([program, "train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", "--epochs", 2,
+                      "--schedule", schedule, "--threads", threads, "--profile", "--json", "--quiet"])
+    return {**found["steps"][1], "process_peak_bytes": found["peak_bytes"]}
 
 
 def step_flops(prompt, response, n, shared, shape=workload.SHAPE):
@@ -64,26 +88,32 @@ def machine():
 
 
 def spread(values):
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values), "each": values}
 
 
 def measure_cell(cell, options, model, folder):
     prompt, response, n = cell
     rollouts = workload.write_rollouts(folder / "rollouts.jsonl", prompt, response, n, seed=options.seed)
-    runners = {name: lambda name=name: time_baseline(name, model, rollouts, options.threads) for name in options.baselines}
+    baselines = {name: Baseline(name, model, rollouts, options.threads) for name in options.baselines}
+    runners = {name: baseline.update for name, baseline in baselines.items()}
     for schedule in options.schedules:
-        runners[f"espalier {schedule}"] = lambda s=schedule: time_espalier(s, model, rollouts, options.threads, folder)
-    totals, losses, peaks = {}, {}, {}
-    for number in range(options.rounds):
-        # Every second round backwards: a slow drift of the machine then favours nobody.
-        for name in list(runners) if number % 2 == 0 else reversed(list(runners)):
-            seconds, loss, peak = runners[name]()
-            totals.setdefault(name, []).append(seconds["total"])
-            losses[name], peaks[name] = loss, peak
-            print(f"  round {number + 1}/{options.rounds} {name}: {seconds['total']:.2f} s", file=sys.stderr, flush=True)
+        runners[f"espalier {schedule}"] = lambda s=schedule: espalier_update(s, model, rollouts, options.threads, folder, options.program)
+    totals, last = {}, {}
+    try:
+        for number in range(options.rounds):
+            # Every second round backwards: a slow drift of the machine then favours nobody.
+            for name in list(runners) if number % 2 == 0 else reversed(list(runners)):
+                last[name] = runners[name]()
+                totals.setdefault(name, []).append(last[name]["seconds"]["total"])
+                print(f"  round {number + 1}/{options.rounds} {name}: {totals[name][-1]:.2f} s", file=sys.stderr, flush=True)
+    finally:
+        for baseline in baselines.values():
+            baseline.close()
     ceiling = step_flops(prompt, response, n, False) / step_flops(prompt, response, n, True)
     return {"prompt": prompt, "response": response, "n": n, "seconds": {name: spread(values) for name, values in totals.items()},
-            "loss": losses, "peak_bytes": peaks, "ceiling": ceiling}
+            "loss": {name: update["loss"] for name, update in last.items()},
+            "peak_bytes": {name: update.get("process_peak_bytes", update["peak_bytes"]) for name, update in last.items()},
+            "last": last, "ceiling": ceiling}
 
 
 def print_cell(row):
@@ -103,14 +133,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=CELLS, help="prompt/response/n, comma separated")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=usable_threads())
     parser.add_argument("--baselines", type=lambda text: text.split(","), default=["transformers_dense"])
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["dense", "phased", "auto"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--program", type=Path, default=ROOT / "build/espalier")
     parser.add_argument("--results", type=Path, default=HERE / "results/compare_dense.jsonl")
     options = parser.parse_args()
-    if not (ROOT / "build/espalier").is_file():
-        sys.exit("build/espalier is not there: run make first")
+    if not options.program.is_file():
+        sys.exit(f"{options.program} is not there: run make first")
     header = {"machine": machine(), "threads": options.threads, "shape": workload.SHAPE, "date": time.strftime("%Y-%m-%d"),
               "command": " ".join(["bench/compare_dense.py", *sys.argv[1:]])}
     with tempfile.TemporaryDirectory(prefix="espalier-bench-") as name:
@@ -121,7 +152,7 @@ def main():
             print_cell(row)
             options.results.parent.mkdir(parents=True, exist_ok=True)
             with open(options.results, "a") as out:
-                out.write(json.dumps({**header, **row}) + "\n")
+                out.write(json.dumps({**header, **{name: value for name, value in row.items() if name != "last"}}) + "\n")
 
 
 if __name__ == "__main__":

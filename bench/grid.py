@@ -1,9 +1,9 @@
 """The grid of `espalier bench` as JSON lines, a table and a picture.
 
     python bench/grid.py run [--splits ...] [--n ...] [--repetitions R]   measures; appends to bench/results/grid.jsonl
-    python bench/grid.py report                                           writes docs/performance.md and docs/speed.svg
 
-The report takes the newest measurement of every cell and baseline from bench/results/*.jsonl; nothing in it is typed.
+bench/targets.py writes docs/performance.md and docs/speed.svg from the newest measurement of every cell and baseline in
+bench/results/*.jsonl by `report` here; nothing in them is typed.
 """
 
 import argparse
@@ -112,11 +112,11 @@ def picture(rows):
     return "\n".join([*parts, "</svg>", ""])
 
 
-def report():
+def report(targets=()):
     grid = newest(RESULTS / "grid.jsonl", lambda r: (r["n"], r["prefix"]))
     against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
-    lines = ["# Performance", "", "Written by `python bench/grid.py report` from `bench/results/`; every figure was measured by the",
-             "command beside it. CPU machines differ and wander: read ratios, not seconds.", ""]
+    lines = ["# Performance", "", "Written by `python bench/targets.py report` from `bench/results/`; every figure was measured by the",
+             "command beside it. CPU machines differ and wander: read ratios, not seconds.", "", *targets]
     if grid:
         m = grid[-1]["machine"]
         lines += ["## Schedules against each other", "",
@@ -137,12 +137,12 @@ def report():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("what", choices=["run"])
     parser.add_argument("--splits", default="341/1707,1024/1024,1365/683,1707/341")
     parser.add_argument("--n", default="2,8")
     parser.add_argument("--repetitions", default="3")
     options = parser.parse_args()
-    run(options) if options.what == "run" else report()
+    run(options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -85,34 +86,46 @@ def arguments(description):
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=1, help="timed updates")
     parser.add_argument("--warmup", type=int, default=1, help="updates before them")
+    parser.add_argument("--on-request", action="store_true", help="after the warm-up one update for each line of stdin, one JSON line for each")
     parser.add_argument("--optimizer", choices=("fused", "foreach"), default="fused")
     parser.add_argument("--gradients", type=Path, help="write the gradient of the first update before clipping (safetensors)")
     return parser
 
 
-def run(model, accumulate, options, name, **details):
-    """Times whole updates. accumulate(model, clock) does forward and backward of the mini-batch and returns the loss."""
-    torch.set_num_threads(options.threads)
-    optimizer = make_optimizer(model, options.optimizer)
-    updates = []
-    for number in range(options.warmup + options.repeats):
-        clock = Clock()
-        start = time.perf_counter()
-        optimizer.zero_grad(set_to_none=False)
-        loss = accumulate(model, clock)
-        if number == 0 and options.gradients:
+class Updates:
+    """Whole updates of one model, timed. accumulate(model, clock) does forward and backward of the mini-batch and returns the loss."""
+
+    def __init__(self, model, accumulate, options):
+        torch.set_num_threads(options.threads)
+        self.model, self.accumulate, self.optimizer = model, accumulate, make_optimizer(model, options.optimizer)
+
+    def one(self, gradients=None):
+        clock, start = Clock(), time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = self.accumulate(self.model, clock)
+        if gradients:
             pause = time.perf_counter()
-            save_gradients(model, options.gradients)
+            save_gradients(self.model, gradients)
             start += time.perf_counter() - pause
         with clock("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM, foreach=True)
-            optimizer.step()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM, foreach=True)
+            self.optimizer.step()
         clock.seconds["total"] = time.perf_counter() - start
-        if number >= options.warmup:
-            updates.append({"seconds": clock.seconds, "loss": loss, "grad_norm": float(norm)})
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"baseline": name, "updates": updates, "threads": options.threads, "peak_bytes": peak, "torch": torch.__version__,
-                      "transformers": transformers.__version__, **details}))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"seconds": clock.seconds, "loss": loss, "grad_norm": float(norm), "peak_bytes": peak}
+
+
+def run(model, accumulate, options, name, **details):
+    updates = Updates(model, accumulate, options)
+    done = [updates.one(options.gradients if number == 0 else None) for number in range(options.warmup)]
+    about = {"baseline": name, "threads": options.threads, "torch": torch.__version__, "transformers": transformers.__version__, **details}
+    if options.on_request:
+        print(json.dumps(about), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(updates.one()), flush=True)
+        return
+    timed = [updates.one(options.gradients if number == 0 and not done else None) for number in range(options.repeats)]
+    print(json.dumps({**about, "updates": timed, "peak_bytes": timed[-1]["peak_bytes"]}))
 
 
 def save_gradients(model, path):

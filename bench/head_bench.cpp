@@ -1,0 +1,84 @@
+// The fused head (log-probs, entropies and their gradients, logits a block at a time) beside the same with all logits
+// in memory, as ATen computes it: product, log_softmax, gather, its backward, two products.
+//
+//   head_bench [rounds 7] [output rows 4096] [width 512] [vocabulary 32768]
+//
+// The two take turns. One JSON object: seconds materialised over seconds fused, and the bytes of logits of each.
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "bench/spread.h"
+#include "espalier/objective/fused_head.h"
+
+namespace {
+
+using namespace espalier;
+
+struct Problem {
+  at::Tensor hidden, weight, target, grad_hidden, grad_weight;
+  std::vector<double> temperature;
+  std::vector<HeadEdge> edges;
+};
+
+Problem make_problem(std::int64_t rows, std::int64_t width, std::int64_t vocabulary) {
+  at::manual_seed(1);
+  Problem made{at::randn({rows, width}),
+               at::randn({vocabulary, width}) / std::sqrt(static_cast<double>(width)),
+               at::randint(vocabulary, {rows, 1}, at::kLong),
+               at::empty({rows, width}),
+               at::zeros({vocabulary, width}),
+               std::vector<double>(static_cast<std::size_t>(rows), 1.0),
+               {}};
+  for (std::int64_t row = 0; row < rows; ++row)
+    made.edges.push_back(
+        {static_cast<std::int32_t>(row), static_cast<std::int32_t>(made.target[row].item<std::int64_t>())});
+  return made;
+}
+
+void run_fused(Problem& p, Arena& arena) {
+  std::vector<double> logprob(p.edges.size()), entropy(p.edges.size());
+  const HeadGradients out{p.grad_hidden, p.grad_weight};
+  const auto gradient = [](std::int64_t, double, double) { return HeadEdgeGradient{-1, 0}; };
+  head_forward_backward({p.hidden, p.weight, p.temperature, p.edges}, gradient, logprob, entropy, out, arena);
+}
+
+// Returns the log-probs; the gradient is that of minus their sum.
+at::Tensor run_materialised(Problem& p) {
+  const at::Tensor log_p = at::log_softmax(at::mm(p.hidden, p.weight.t()), 1);
+  const at::Tensor logprob = log_p.gather(1, p.target);
+  const at::Tensor grad_log_p = at::zeros_like(log_p).scatter_(1, p.target, -1.0);
+  const at::Tensor grad_logits = at::_log_softmax_backward_data(grad_log_p, log_p, 1, at::kFloat);
+  at::mm_out(p.grad_hidden, grad_logits, p.weight);
+  p.grad_weight.addmm_(grad_logits.t(), p.hidden);
+  return logprob;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto number = [&](int index, std::int64_t otherwise) {
+    return argc > index ? std::stoll(argv[index]) : otherwise;
+  };
+  const std::int64_t rows = number(2, 4096), width = number(3, 512), vocabulary = number(4, 32768);
+  Problem p = make_problem(rows, width, vocabulary);
+  Arena arena(std::int64_t{4} << 30);
+  run_fused(p, arena);
+  const at::Tensor fused = p.grad_hidden.clone();
+  run_materialised(p);
+  const double error = (p.grad_hidden - fused).norm().item<double>() / fused.norm().item<double>();
+  std::vector<double> own, plain;
+  for (std::int64_t round = 0; round < number(1, 7); ++round) {
+    own.push_back(bench::seconds_of([&] { run_fused(p, arena); }));
+    plain.push_back(bench::seconds_of([&] { run_materialised(p); }));
+  }
+  std::printf("{\"rows\": %ld, \"width\": %ld, \"vocabulary\": %ld, \"gradient_error\": %.1e, ",
+              static_cast<long>(rows), static_cast<long>(width), static_cast<long>(vocabulary), error);
+  bench::print_spread("materialised_over_fused", bench::ratios(plain, own));
+  std::printf(", \"logits_bytes\": {\"fused\": %ld, \"materialised\": %ld}}\n",
+              static_cast<long>(head_scratch_bytes(rows, vocabulary, width, at::kFloat)),
+              static_cast<long>(4 * rows * vocabulary));
+}

@@ -1,0 +1,348 @@
+"""Every performance target on a CPU, measured: a ratio between two things that take turns, several rounds, median and spread.
+
+    python bench/targets.py run [--rounds 3] [--minutes 25] [--only NAME,...] [--quick] [--build build]
+    python bench/targets.py report
+
+`run` goes through the targets by importance, as far as --minutes allow, prints a table and appends a line for each to
+bench/results/targets-MACHINE-COMMIT.jsonl as it ends. `report` writes docs/performance.md with the newest of these files.
+--quick runs tiny cells, to see whether everything works; its figures mean nothing and are not kept.
+Needs `make` and, for the benchmarks in C++, `ninja -C build benches allocations_test`.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import compare_dense
+import grid
+from compare_dense import workload
+
+ROOT = grid.ROOT
+STOCK_SHARED = ["packed_sdpa", "two_call_sdpa", "phased_autograd"]
+
+
+class Context:
+    """What the measurements share: options, a model for each size, cells of `espalier bench` that several targets read."""
+
+    def __init__(self, options, folder):
+        self.options, self.folder, self.rounds = options, folder, options.rounds
+        self.build, self.quick = options.build, options.quick
+        self.models, self.cells, self.steps = {}, {}, {}
+
+    def model(self, hidden=512, layers=4):
+        if self.quick:
+            hidden, layers = 64, 2
+        if (hidden, layers) not in self.models:
+            heads = max(2, hidden // 64)
+            shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+                         num_key_value_heads=max(1, heads // 4), head_dim=64)
+            self.models[hidden, layers] = workload.write_model(self.folder / f"model-{hidden}-{layers}", **shape)
+        return self.models[hidden, layers]
+
+    def tokens(self, count):
+        return max(4, count // 32) if self.quick else count
+
+    def program(self, *words):
+        return compare_dense.run_json([self.build / "espalier", *words, "--json", "--quiet"])
+
+    def benchmark(self, name, *words):
+        done = subprocess.run([str(self.build / "bench" / name), *map(str, words)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-500:]}")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def compare(self, prompt, response, n, baselines, schedules, hidden=512, layers=4):
+        prompt, response = self.tokens(prompt), self.tokens(response)
+        options = argparse.Namespace(rounds=self.rounds, threads=self.options.threads, baselines=baselines, schedules=schedules, seed=0,
+                                     program=self.build / "espalier")
+        return compare_dense.measure_cell((prompt, response, n), options, self.model(hidden, layers), self.folder)
+
+    def cell(self, prompt, response, n):
+        """A cell of `espalier bench`, measured once whoever asks."""
+        key = (prompt, response, n)
+        if key not in self.cells:
+            words = ["--splits", f"{self.tokens(prompt)}/{self.tokens(response)}", "--n", n, "--repetitions", self.rounds]
+            self.cells[key] = self.program("bench", "--model", self.model(), *words, "--profile")["cells"][0]
+        return self.cells[key]
+
+
+    def updates(self, prompt, response, n, schedule):
+        """Second updates of `espalier train`, one process a round, measured once whoever asks."""
+        key = (prompt, response, n, schedule)
+        if key not in self.steps:
+            rollouts = workload.write_rollouts(self.folder / "updates.jsonl", self.tokens(prompt), self.tokens(response), n)
+            self.steps[key] = [compare_dense.espalier_update(schedule, self.model(), rollouts, self.options.threads, self.folder,
+                                                             self.build / "espalier") for _ in range(self.rounds)]
+        return self.steps[key]
+
+    def fit(self):
+        """Lets `espalier bench` hold the cost model to steps of this machine, of other shapes than those measured below."""
+        splits = ",".join(f"{self.tokens(p)}/{self.tokens(r)}" for p, r in ((256, 768), (512, 512), (768, 256)))
+        self.program("bench", "--model", self.model(), "--splits", splits, "--n", 2, "--repetitions", self.rounds)
+
+
+def each(above, below):
+    return [a / b for a, b in zip(above, below)]
+
+
+def cell_name(prompt, response, n):
+    return f"{prompt}/{response} N={n}"
+
+
+# Each measurement yields (name of the case, values of its rounds).
+
+def own_dense(context, hidden, prompt=512, response=512, n=4):
+    found = context.compare(prompt, response, n, ["transformers_dense"], ["dense"], hidden)
+    seconds = found["seconds"]
+    yield f"hidden {hidden}, {cell_name(prompt, response, n)}", each(seconds["transformers_dense"]["each"], seconds["espalier dense"]["each"])
+
+
+def auto_against_stock(context, cells):
+    for prompt, response, n in cells:
+        seconds = context.compare(prompt, response, n, STOCK_SHARED, ["auto"])["seconds"]
+        best = min(STOCK_SHARED, key=lambda name: seconds[name]["median"])
+        yield f"{cell_name(prompt, response, n)} ({best})", each(seconds[best]["each"], seconds["espalier auto"]["each"])
+
+
+def of_ceiling(context, cells):
+    for cell in cells:
+        found = context.cell(*cell)
+        yield cell_name(*cell), [ratio / found["ceiling"] for ratio in each(found["runs"]["dense"], found["runs"]["phased"])]
+
+
+def auto_of_best(context, cells):
+    for cell in cells:
+        found = context.cell(*cell)
+        best = min(("dense", "packed", "phased"), key=lambda schedule: found["seconds"][schedule])
+        yield f"{cell_name(*cell)} ({best})", each(found["runs"][best], found["runs"]["auto"])
+
+
+def phased_of_packed(context, cells):
+    for cell in cells:
+        found = context.cell(*cell)
+        yield cell_name(*cell), each(found["runs"]["packed"], found["runs"]["phased"])
+
+
+def flop_rate(context, cells):
+    for cell in cells:
+        found = context.cell(*cell)
+        for schedule in ("dense", "auto"):
+            flops = found["schedules"]["flops"][schedule]
+            yield (f"{cell_name(*cell)} {schedule}",
+                   [flops / seconds / found["product_flops_per_second"] for seconds in found["runs"][schedule]])
+
+
+def everything_else(context, cells):
+    for cell in cells:
+        for schedule in ("dense", "auto"):
+            shares = []
+            for step in context.updates(*cell, schedule):
+                parts = step["profile"]["seconds"]
+                products = sum(seconds for name, seconds in parts.items() if name in ("matrix products", "attention", "head"))
+                shares.append(1 - products / sum(parts.values()))
+            yield f"{cell_name(*cell)} {schedule}", shares
+
+
+def predicted_seconds(context, cells):
+    for cell in cells:
+        found = context.cell(*cell)
+        for schedule in ("dense", "phased"):
+            yield f"{cell_name(*cell)} {schedule}", [found["schedules"]["predicted_seconds"][schedule] / s for s in found["runs"][schedule]]
+
+
+def predicted_bytes(context, cells):
+    for cell in cells:
+        for schedule in ("dense", "auto"):
+            peaks = [(step["peak_bytes"], step["predicted"]["peak_bytes"]) for step in context.updates(*cell, schedule)]
+            yield f"{cell_name(*cell)} {schedule}", [max(measured.values()) / max(predicted.values()) for measured, predicted in peaks]
+
+
+def attention(context, what):
+    for row in context.benchmark("attention_bench", context.rounds + 2, 2 if context.quick else 6):
+        yield f"{row['case']}, head size {row['head_dim']}", [row[what][name] for name in ("min", "median", "max")]
+
+
+def fused_head(context):
+    sizes = (64, 64, 512) if context.quick else (2048, 512, 32768)
+    for row in context.benchmark("head_bench", context.rounds + 2, *sizes):
+        ratio = row["materialised_over_fused"]
+        yield "{rows} rows, width {width}, vocabulary {vocabulary}".format(**row), [ratio[name] for name in ("min", "median", "max")]
+
+
+def planning(context):
+    count = 1000 if context.quick else 100000
+    row = context.benchmark("planning_bench", count, 4096, 8, context.rounds)[0]
+    yield f"{count} rollouts of 4k tokens", [row["grouping_seconds"] + row["planning_seconds"]]
+
+
+def planning_share(context, cells):
+    for cell in cells:
+        yield cell_name(*cell), [step["seconds"]["plan"] / step["seconds"]["total"] for step in context.updates(*cell, "auto")]
+
+
+def reading(context, mebibytes=64):
+    path, draw = context.folder / "reading.jsonl", random.Random(0)
+    ids = lambda count: [draw.randrange(150000) for _ in range(count)]
+    target = (2 if context.quick else mebibytes) << 20
+    with open(path, "w") as out:
+        while out.tell() < target:
+            prompt = ids(1024)
+            for _ in range(8):
+                out.write(json.dumps({"prompt_ids": prompt, "response_ids": ids(2048), "reward": draw.random()}) + "\n")
+    rates = [path.stat().st_size / 1e6 / context.program("inspect", path, "--threads", 1)["seconds"] for _ in range(context.rounds)]
+    yield f"inspect of {path.stat().st_size >> 20} MiB, one thread, trees and statistics included", rates
+    path.unlink()
+
+
+def allocations(context):
+    done = subprocess.run([str(context.build / "tests/unit/allocations/allocations_test")], capture_output=True, text=True)
+    yield "blocks of 64 KiB or more in steps 2 to 4, float32 and float64", [0 if done.returncode == 0 else 1]
+
+
+SIXTHS = [(256, 1280, 8), (768, 768, 8), (1280, 256, 8), (1280, 256, 2), (768, 768, 2), (256, 1280, 2), (640, 128, 32), (128, 640, 32)]
+UPDATES = [(1280, 256, 8)]
+STOCK_CELLS = [(1707, 341, 8), (1707, 341, 2), (341, 1707, 4), (4096, 128, 16)]
+
+
+class Target:
+    def __init__(self, name, what, limit, measure, minutes, most=False, both=False):
+        self.name, self.what, self.limit, self.measure, self.minutes, self.most, self.both = name, what, limit, measure, minutes, most, both
+
+    def bound(self):
+        return f"1 +- {self.limit}" if self.both else f"{'<=' if self.most else '>='} {self.limit}"
+
+    def met(self, value):
+        if self.both:
+            return abs(value - 1) <= self.limit
+        return value <= self.limit if self.most else value >= self.limit
+
+
+# By importance; `minutes` on two quiet cores at three rounds, cells that an earlier target has measured not counted.
+TARGETS = [
+    Target("dense-512", "own dense against transformers' best dense form, whole updates", 1.3, lambda c: own_dense(c, 512), 1.5),
+    Target("ceiling", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[:4]), 3),
+    Target("auto", "auto against the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[:4]), 0),
+    Target("packed", "phased against packed", 0.97, lambda c: phased_of_packed(c, SIXTHS[:4]), 0),
+    Target("flops", "FLOPs of a step over its time, of a matrix product's rate in the same turns", 0.8,
+           lambda c: flop_rate(c, SIXTHS[:4]), 0),
+    Target("stock", "auto against the best stock shared form (packed 4-D mask, two calls, phased under autograd), whole updates", 1.3,
+           lambda c: auto_against_stock(c, STOCK_CELLS), 6),
+    Target("attention-forward", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
+           lambda c: attention(c, "forward_over_aten"), 0.5),
+    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten"), 0.5),
+    Target("head", "fused head against materialised logits", 1.0, fused_head, 0.3),
+    Target("rest", "share of a step that is no product, attention or head", 0.1, lambda c: everything_else(c, UPDATES), 1.5, most=True),
+    Target("planning", "seconds of planning one very large step", 2, planning, 0.6, most=True),
+    Target("planning-share", "planning, of a step", 0.01, lambda c: planning_share(c, UPDATES), 0, most=True),
+    Target("reading", "MB/s of JSON Lines read by one core", 200, reading, 0.6),
+    Target("memory", "peak memory, measured over predicted", 0.05, lambda c: predicted_bytes(c, UPDATES), 0, both=True),
+    Target("prediction", "seconds of a gradient, predicted over measured", 0.1, lambda c: predicted_seconds(c, SIXTHS[:4]), 0, both=True),
+    Target("allocations", "large heap blocks in steady state", 0, allocations, 0.1, most=True),
+    Target("ceiling-more", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[4:]), 4),
+    Target("auto-more", "auto against the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[4:]), 0),
+    Target("dense-256", "own dense against transformers' best dense form, whole updates", 1.0, lambda c: own_dense(c, 256), 1),
+]
+
+
+def results_of(target, context):
+    """A row for every case: median, least and most over the rounds."""
+    for case, values in target.measure(context):
+        middle = statistics.median(values)
+        yield {"name": target.name, "target": target.what, "bound": target.bound(), "case": case, "measured": middle,
+               "spread": [min(values), max(values)], "rounds": len(values), "met": target.met(middle)}
+
+
+def line(row):
+    low, high = row["spread"]
+    return (f"| {row['target']} | {row['case']} | {row['bound']} | {row['measured']:.3g} | {low:.3g} .. {high:.3g} | "
+            f"{'yes' if row['met'] else 'no'} |")
+
+
+HEAD = ["| target | case | bound | measured | spread | met |", "| --- | --- | ---: | ---: | ---: | --- |"]
+
+
+def run(options):
+    machine = grid.machine()
+    names = options.only.split(",") if options.only else [target.name for target in TARGETS]
+    unknown = set(names) - {target.name for target in TARGETS}
+    if unknown:
+        sys.exit(f"no target {', '.join(sorted(unknown))}; there are {', '.join(target.name for target in TARGETS)}")
+    file = grid.RESULTS / f"targets-{re.sub('[^A-Za-z0-9]+', '', machine['cpu'])}-{machine['commit']}.jsonl"
+    about = {"machine": machine, "threads": options.threads, "date": time.strftime("%Y-%m-%d"), "seconds_since_1970": int(time.time()),
+             "command": " ".join(["bench/targets.py", *sys.argv[1:]]), "torch": workload.torch.__version__,
+             "transformers": workload.transformers.__version__}
+    start = time.monotonic()
+    print(*HEAD, sep="\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="espalier-targets-") as name:
+        context = Context(options, Path(name))
+        if not options.quick and {"prediction", "auto"} & set(names):
+            context.fit()
+        for target in TARGETS:
+            if target.name not in names:
+                continue
+            spent = (time.monotonic() - start) / 60
+            rows = []
+            if spent + target.minutes * options.rounds / 3 > options.minutes:
+                rows = [{"name": target.name, "target": target.what, "skipped": f"{spent:.0f} of {options.minutes:g} minutes were spent"}]
+                print(f"| {target.what} | left out: {rows[0]['skipped']} | {target.bound()} | | | |", flush=True)
+            else:
+                try:
+                    for row in results_of(target, context):
+                        rows.append(row)
+                        print(line(row), flush=True)
+                except (RuntimeError, OSError, KeyError, SystemExit) as error:
+                    rows.append({"name": target.name, "target": target.what, "skipped": f"failed: {error}"})
+                    print(f"| {target.what} | failed: {error} | {target.bound()} | | | |", flush=True)
+            if not options.quick:
+                grid.RESULTS.mkdir(parents=True, exist_ok=True)
+                with open(file, "a") as out:
+                    for row in rows:
+                        out.write(json.dumps({**about, **row}) + "\n")
+    print(f"\n{(time.monotonic() - start) / 60:.1f} minutes", "" if options.quick else f"-> {file}", file=sys.stderr)
+
+
+def newest_run():
+    """The rows of the file whose last line is the newest; of a target that stands there twice, the later ones."""
+    found = [[json.loads(text) for text in path.read_text().splitlines()] for path in grid.RESULTS.glob("targets-*.jsonl")]
+    rows = max((rows for rows in found if rows), key=lambda rows: rows[-1]["seconds_since_1970"], default=[])
+    last = {row["name"]: row["seconds_since_1970"] for row in rows}
+    return [row for row in rows if row["seconds_since_1970"] == last[row["name"]]]
+
+
+def section():
+    rows = newest_run()
+    if not rows:
+        return []
+    m, measured = rows[-1]["machine"], [row for row in rows if "measured" in row]
+    left_out = sorted({row["name"] for row in rows} - {row["name"] for row in measured})
+    met = sum(row["met"] for row in measured)
+    text = [f"`{rows[-1]['command']}` on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
+            f"{rows[-1]['transformers']}, commit {m['commit']}, {rows[-1]['date']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
+            "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns, medians over rounds."]
+    if left_out:
+        text.append(f"Not measured: {', '.join(left_out)}.")
+    return ["## Targets", "", *text, "", *HEAD, *map(line, measured), ""]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--only", default="", help="names of targets: " + ", ".join(target.name for target in TARGETS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--build", type=Path, default=ROOT / "build")
+    parser.add_argument("--threads", type=int, default=compare_dense.usable_threads())
+    options = parser.parse_args()
+    run(options) if options.what == "run" else grid.report(section())
+
+
+if __name__ == "__main__":
+    main()
