@@ -4,10 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
 #include <numeric>
 
 #include "espalier/base/error.h"
 #include "espalier/model/dispatch.h"
+#include "espalier/observe/progress.h"
+#include "espalier/train/score.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -171,6 +174,111 @@ TEST(Routers, Float32IsAsExactAsDense) {
       EXPECT_LE((gradient - truth).norm().item<double>(), 2 * floor) << plan.name << ", seed " << c.seed;
     }
   }
+}
+
+TEST(Routers, Bfloat16IsAsExactAsDense) {
+  for (const char* scope : {"rollout", "minibatch"}) {
+    Case c = router_case("qwen3-moe", scope, 0.5, 0.1);
+    c.rollouts.policy = PolicyAge::none;  // ratios of 1: clipping cannot flip on rounded log-probs
+    for (c.seed = 54; c.seed <= 56; ++c.seed) {
+      const at::Tensor truth = run_oracle(c).gradient;
+      const at::Tensor dense = run_case(with(c, {"", "dense", 0, "auto"}), DType::bfloat16).gradient;
+      const double floor = (dense - truth).norm().item<double>();
+      for (const char* state : {"keep", "recompute"}) {
+        const at::Tensor phased = run_case(with(c, {"", "phased", 9, state}), DType::bfloat16).gradient;
+        EXPECT_LE((phased - truth).norm().item<double>(), 2 * floor) << scope << ", " << state << ", seed " << c.seed;
+      }
+    }
+  }
+}
+
+// Without a loss the last layer runs only rows that predict something, and is not counted unless it is dense.
+TEST(Routers, LoadsAreReportedWithoutALoss) {
+  for (const char* family : {"qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late"}) {
+    const OracleResult expected = run_oracle(router_case(family, "rollout", 1e-3, 0));
+    for (const Plan& plan : all_plans({0, 7})) {
+      SCOPED_TRACE(text_of(family, ", ", plan.name));
+      const RouterReport router = run_case(with(router_case(family, "rollout", 0, 0), plan)).report.router;
+      ASSERT_EQ(router.load.size(), 3u);
+      EXPECT_EQ(router.load[0], expected.load[0]);
+      EXPECT_EQ(router.load[1], expected.load[1]);
+      EXPECT_TRUE(router.load[2].empty());
+      EXPECT_EQ(router.counts, "update pass");
+      EXPECT_EQ(router.weighted_loss, 0);
+    }
+  }
+  EXPECT_TRUE(run_case(router_case("qwen3", "rollout", 0, 0)).report.router.load.empty());
+}
+
+TEST(Routers, CountsOfAScorePassStandInForACountingPass) {
+  Case c = router_case("qwen3-moe", "minibatch", 0.5, 0.1);
+  c.options.mini_batch_size = 4, c.options.dtype = "float64", c.options.schedule = "phased";
+  const auto model = tiny_model(c.family, DType::float64, c.seed);
+  const std::vector<Rollout> rollouts = make_rollouts(c.rollouts, c.seed);
+  const TrainingData data(rollouts, c.options);
+  ASSERT_GE(data.mini_batches(), 2);
+  model->decoder.reserve_positions(data.longest());
+  const MachineProfile machine = default_profile("cpu", DType::float64, 2);
+  Actor actor(*model, c.options, machine);
+  NoProgress progress;
+  ScoredChoices scored(*model, rollouts), few(*model, std::span(rollouts).first(1));
+  score_rollouts(model->decoder, rollouts, c.options, machine, actor.arena, progress, &scored.counts);
+  for (std::int64_t b = 0; b < data.mini_batches(); ++b) {
+    actor.scored = nullptr;
+    const GradientReport counted = compute_gradient(actor, data.mini_batch(b), false);
+    const at::Tensor gradient = actor.gradients.flat().clone();
+    actor.scored = &scored;
+    const GradientReport taken = compute_gradient(actor, data.mini_batch(b), false);
+    EXPECT_EQ(counted.router.counts, "counting pass");
+    EXPECT_EQ(taken.router.counts, "score pass");
+    EXPECT_EQ(taken.router.load, counted.router.load);
+    EXPECT_TRUE(actor.gradients.flat().equal(gradient));
+    EXPECT_LT(taken.plan.chosen.flops, counted.plan.chosen.flops);
+  }
+  actor.scored = &few;  // not all of the mini-batch
+  EXPECT_EQ(compute_gradient(actor, data.mini_batch(0), false).router.counts, "counting pass");
+  actor.scored = &scored;
+  ++model->updates;  // other weights
+  EXPECT_EQ(compute_gradient(actor, data.mini_batch(0), false).router.counts, "counting pass");
+}
+
+TEST(Routers, TheCountingPassIsAPartOfTheProfile) {
+  Case c = router_case("qwen3-moe", "minibatch", 0.5, 0);
+  c.options.profile = true;
+  const GradientReport report = run_case(c).report;
+  ASSERT_TRUE(report.profile.has_value());
+  double sum = 0, counting = 0;
+  for (const auto& [name, seconds] : report.profile->seconds) {
+    sum += seconds;
+    if (name == part::kCounting) counting = seconds;
+  }
+  EXPECT_GT(counting, 0);
+  EXPECT_EQ(counting, report.seconds.counting);
+  EXPECT_NEAR(sum, report.seconds.total, 1e-12);  // rounding of a handful of additions
+}
+
+// Prints what the tests above bound: run with --gtest_also_run_disabled_tests.
+TEST(RouterAgreement, DISABLED_Table) {
+  std::printf("%-18s %-10s  float64: worst parameter   float32: worst gradient error, plan / dense\n", "model",
+              "loss scope");
+  for (const char* family : {"qwen3-moe", "qwen3-moe-plain", "qwen3-moe-sparse", "qwen3-moe-many", "qwen3-moe-128"})
+    for (const std::string scope : {"none", "rollout", "minibatch"}) {
+      const double coef = scope == "none" ? 0 : 0.5;
+      Case c = router_case(family, scope == "none" ? "rollout" : scope, coef, coef / 5);
+      double worst = 0, ratio = 0;
+      for (c.seed = 41; c.seed <= 43; ++c.seed) {
+        const OracleResult expected = run_oracle(c);
+        const auto distance = [&](const at::Tensor& gradient) {
+          return (gradient - expected.gradient).norm().item<double>();
+        };
+        const double dense = distance(run_case(with(c, {"", "dense", 0, "auto"}), DType::float32).gradient);
+        for (const Plan& plan : all_plans({0, 1, 7, 20})) {
+          worst = std::max(worst, worst_parameter(c, run_case(with(c, plan)).gradient, expected.gradient).error);
+          ratio = std::max(ratio, distance(run_case(with(c, plan), DType::float32).gradient) / dense);
+        }
+      }
+      std::printf("%-18s %-10s  %-26.1e %.2f\n", family, scope.c_str(), worst, ratio);
+    }
 }
 
 }  // namespace
