@@ -141,7 +141,10 @@ std::map<std::string, const SafetensorsEntry*> table_names(const Tensors& tensor
                                     [](const auto& item) { return item.first.starts_with(kPrefix); });
   if (prefixed) return tensors.by_name;
   std::map<std::string, const SafetensorsEntry*> out;
-  for (const auto& [name, entry] : tensors.by_name) out.emplace(name == kHead ? name : kPrefix + name, entry);
+  for (const auto& [name, entry] : tensors.by_name) {
+    const bool of_head = name == kHead || name == kValueWeight || name == kValueBias;
+    out.emplace(of_head ? name : kPrefix + name, entry);
+  }
   return out;
 }
 
@@ -178,22 +181,32 @@ std::string first_few(const std::vector<std::string>& names) {
 std::string remedy_for(const std::vector<std::string>& missing, const std::vector<std::string>& unexpected) {
   if (missing == std::vector<std::string>{kHead})
     return "If the head is the embedding, set tie_word_embeddings to true in config.json";
+  if (missing == std::vector<std::string>{kValueWeight})
+    return "Give a critic that was trained, or a ...ForCausalLM directory, which gets a new value head";
   for (const std::string& name : unexpected)
     if (name.ends_with("_scale") || name.ends_with("_scale_inv") || name.ends_with(".qweight"))
       return "The model looks quantised; use its original weights";
   return "Does config.json belong to these weights?";
 }
 
-// The entry of every parameter, in the table's order.
-std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const ParameterTable& table) {
+bool may_be_absent(const std::string& name, ValueHead head) {
+  return name == kValueBias || (name == kValueWeight && head == ValueHead::fresh);
+}
+
+// The entry of every parameter, in the table's order; null where it may be absent and is.
+std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const ParameterTable& table, ValueHead head) {
   auto names = table_names(tensors);
-  if (!table.contains(kHead)) resolve_tied_head(names, tensors.where);
+  if (table.contains(kValueWeight)) {
+    if (head == ValueHead::fresh) names.erase(kHead);
+  } else if (!table.contains(kHead)) {
+    resolve_tied_head(names, tensors.where);
+  }
 
   std::vector<const SafetensorsEntry*> out;
   std::vector<std::string> missing, unexpected;
   for (const Parameter& parameter : table.parameters()) {
     const auto found = names.find(parameter.name);
-    if (found == names.end()) missing.push_back(parameter.name);
+    if (found == names.end() && !may_be_absent(parameter.name, head)) missing.push_back(parameter.name);
     out.push_back(found == names.end() ? nullptr : found->second);
   }
   for (const auto& [name, entry] : names)
@@ -207,6 +220,7 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
                       remedy_for(missing, unexpected)});
   }
   for (std::size_t i = 0; i < out.size(); ++i) {
+    if (out[i] == nullptr) continue;
     const Parameter& parameter = table.parameters()[i];
     const std::string where = tensors.where.string() + ": tensor '" + parameter.name + "'";
     if (out[i]->shape != parameter.shape)
@@ -219,13 +233,16 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   return out;
 }
 
-void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void* flat,
-          const ElementProgress& progress) {
-  const std::vector<const SafetensorsEntry*> entries = match(tensors, table);
+void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void* flat, const ElementProgress& progress,
+          ValueHead head) {
+  const std::vector<const SafetensorsEntry*> entries = match(tensors, table, head);
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const Parameter& parameter = table.parameters()[i];
-    convert_values(entries[i]->type, entries[i]->data, dtype,
-                   static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype), parameter.count);
+    std::byte* out = static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype);
+    if (entries[i] != nullptr)
+      convert_values(entries[i]->type, entries[i]->data, dtype, out, parameter.count);
+    else if (parameter.name == kValueBias)
+      std::memset(out, 0, static_cast<std::size_t>(bytes_of(dtype)));
     if (progress) progress(parameter.offset + parameter.count, table.size());
   }
 }
@@ -233,8 +250,8 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
 }  // namespace
 
 void load_parameters(const fs::path& directory, const ParameterTable& table, DType dtype, void* flat,
-                     const ElementProgress& progress) {
-  load(open_model(directory), table, dtype, flat, progress);
+                     const ElementProgress& progress, ValueHead head) {
+  load(open_model(directory), table, dtype, flat, progress, head);
 }
 
 void load_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, void* flat,
@@ -242,7 +259,7 @@ void load_named_tensors(const fs::path& file, const ParameterTable& table, DType
   Tensors tensors;
   tensors.where = file;
   open_file(file, tensors);
-  load(tensors, table, dtype, flat, progress);
+  load(tensors, table, dtype, flat, progress, ValueHead::stored);
 }
 
 }  // namespace espalier

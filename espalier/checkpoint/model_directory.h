@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
+#include <string>
 
 #include "espalier/base/dtype.h"
 
@@ -16,6 +18,12 @@ class ParameterTable;
 // Called from the loading or writing thread after every tensor: elements done and in all.
 using ElementProgress = std::function<void(std::int64_t done, std::int64_t total)>;
 
+// Where a critic's head comes from (tables without one: no matter).
+enum class ValueHead {
+  stored,  // score.weight and score.bias; a bias that is not stored is 0, as in transformers
+  fresh,  // not from the files: the weight stays as it is in `flat`, the bias is 0, a language model's head is left out
+};
+
 // Overwrites flat with the weights of model.safetensors, or of the shards that model.safetensors.index.json names,
 // converted from F64, F32, F16 or BF16 to dtype. As Hugging Face does: names without the prefix "model." are taken
 // when no name has it; rotary inv_freq buffers are ignored; a head stored beside a tied one must be equal to the
@@ -23,7 +31,7 @@ using ElementProgress = std::function<void(std::int64_t done, std::int64_t total
 // Errors: InputError naming the file and the first few missing, unexpected or misshapen tensors; UnsupportedError for
 // weights in other number formats (quantised models) and for pickled weights.
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
-                     const ElementProgress& progress = {});
+                     const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
 // The same from one safetensors file of any name, such as a checkpoint of a trace.
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
@@ -37,13 +45,21 @@ struct WriteOptions {
 // Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as `to`
 // in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
 // no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
-// copied byte for byte.
-// Errors: InputError for an unreadable source, OptionError for a failing output.
+// copied byte for byte; that of a language model becomes a token classifier's with one label where the table has a
+// value head. Errors: InputError for an unreadable source, OptionError for a failing output.
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const void* flat, DType to,
                            const WriteOptions& options = {});
 
 // One safetensors file with every parameter as dtype, unconverted; complete or absent.
 void write_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, const void* flat);
+
+// The same with the parameters of several models, each under its prefix.
+struct NamedTensors {
+  std::string prefix;
+  const ParameterTable& table;
+  const void* flat;
+};
+void write_named_tensors(const std::filesystem::path& file, std::initializer_list<NamedTensors> models, DType dtype);
 
 }  // namespace espalier

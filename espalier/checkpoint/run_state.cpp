@@ -104,6 +104,7 @@ std::string fingerprint_of(const ModelShape& shape) {
     out << " rope_scaling=" << shape.rope_scaling.factor << "," << shape.rope_scaling.low_freq_factor << ","
         << shape.rope_scaling.high_freq_factor << "," << shape.rope_scaling.original_max_position_embeddings;
   for (const auto& [flag, name] : {std::pair{shape.tied_head, "tied_head"},
+                                   {shape.value_head, "value_head"},
                                    {shape.qkv_bias, "qkv_bias"},
                                    {shape.output_bias, "output_bias"},
                                    {shape.mlp_bias, "mlp_bias"},

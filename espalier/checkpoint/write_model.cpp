@@ -116,11 +116,26 @@ void copy_content(const fs::path& from, const fs::path& to) {
   output.close_synced();
 }
 
+// A language model's config as that of a token classifier with one label and a bias; false: it is one already.
+bool state_value_head(Json& config) {
+  constexpr std::string_view kModel = "ForCausalLM";
+  const bool biased = config.value("token_classification_bias", true);
+  if (!biased) config.erase("token_classification_bias");
+  std::string name = config["architectures"][0].get<std::string>();
+  if (!name.ends_with(kModel)) return !biased;
+  name.replace(name.size() - kModel.size(), kModel.size(), "ForTokenClassification");
+  config["architectures"] = Json::array({name});
+  config["id2label"] = {{"0", "value"}};
+  config["label2id"] = {{"value", 0}};
+  config["classifier_dropout"] = 0.0;  // absent it means 0.1
+  return true;
+}
+
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
 // member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
-void write_config(const fs::path& from, const fs::path& to, DType dtype) {
+void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head) {
   Json config = read_json_object(from);
-  bool stated = false, changed = false;
+  bool stated = false, changed = value_head && state_value_head(config);
   for (const char* member : {"dtype", "torch_dtype"}) {
     const auto found = config.find(member);
     if (found == config.end() || found->is_null()) continue;
@@ -139,7 +154,7 @@ void write_config(const fs::path& from, const fs::path& to, DType dtype) {
     copy_content(from, to);
 }
 
-void copy_other_files(const fs::path& source, const fs::path& target, DType to) {
+void copy_other_files(const fs::path& source, const fs::path& target, DType to, bool value_head) {
   std::error_code failure;
   std::vector<fs::path> files;
   for (fs::directory_iterator entry(source, failure), end; !failure && entry != end; entry.increment(failure)) {
@@ -152,7 +167,7 @@ void copy_other_files(const fs::path& source, const fs::path& target, DType to) 
   std::sort(files.begin(), files.end());
   for (const fs::path& file : files) {
     if (file.filename() == "config.json")
-      write_config(file, target / "config.json", to);
+      write_config(file, target / "config.json", to, value_head);
     else
       copy_content(file, target / file.filename());
   }
@@ -165,13 +180,23 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
-  copy_other_files(source, target, to);
+  copy_other_files(source, target, to, table.contains(kValueWeight));
   write_weights(target, table, from, flat, to, options);
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {
+  write_named_tensors(file, {{"", table, flat}}, dtype);
+}
+
+void write_named_tensors(const fs::path& file, std::initializer_list<NamedTensors> models, DType dtype) {
+  std::vector<TensorSpec> specs;
+  for (const NamedTensors& model : models)
+    for (const Parameter& parameter : model.table.parameters())
+      specs.push_back({model.prefix + parameter.name, tensor_type_of(dtype), parameter.shape});
   AtomicFile output(file);
-  write_tensors(output.output(), table, {0, table.parameters().size()}, dtype, flat, dtype, {});
+  SafetensorsWriter writer(output.output(), specs);
+  for (const NamedTensors& model : models) writer.append(model.flat, model.table.size() * bytes_of(dtype));
+  writer.finish();
   output.commit();
 }
 

@@ -82,7 +82,10 @@ ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const
   views.embedding_VM = viewer.one("model.embed_tokens.weight");
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) views.layers.push_back(view_layer(viewer, shape, layer));
   views.final_norm_M = viewer.one("model.norm.weight");
-  views.head_VM = shape.tied_head ? views.embedding_VM : viewer.one("lm_head.weight");
+  if (shape.value_head)
+    views.value_M = viewer.one(kValueWeight).view({shape.hidden}), views.value_bias_1 = viewer.one(kValueBias);
+  else
+    views.head_VM = shape.tied_head ? views.embedding_VM : viewer.one("lm_head.weight");
   return views;
 }
 

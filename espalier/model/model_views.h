@@ -30,7 +30,8 @@ struct ModelViews {
   at::Tensor embedding_VM;
   std::vector<LayerViews> layers;
   at::Tensor final_norm_M;
-  at::Tensor head_VM;  // the embedding itself where the head is tied
+  at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
+  at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
 };
 
 // Views into `flat` (contiguous, table.size() elements).

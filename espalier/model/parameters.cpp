@@ -78,7 +78,12 @@ ParameterTable::ParameterTable(const ModelShape& shape) {
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
     for (auto& [name, dims] : layer_entries(shape, layer)) add(std::move(name), std::move(dims));
   add("model.norm.weight", {shape.hidden});
-  if (!shape.tied_head) add("lm_head.weight", {shape.vocabulary, shape.hidden});
+  if (shape.value_head) {
+    add(kValueWeight, {1, shape.hidden});
+    add(kValueBias, {1});
+  } else if (!shape.tied_head) {
+    add("lm_head.weight", {shape.vocabulary, shape.hidden});
+  }
 }
 
 const Parameter& ParameterTable::at(const std::string& name) const {

@@ -2,7 +2,8 @@
 //
 // Weights, gradients, float32 masters and both moments use the same table. Matrices that one product reads together
 // (q, k, v; gate, up) are neighbours, so that a single view covers them; so are gate and up of all experts of a layer,
-// and then down of all of them. A tied head is `model.embed_tokens.weight` alone.
+// and then down of all of them. A tied head is `model.embed_tokens.weight` alone; a critic's is kValueWeight,
+// kValueBias.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,9 @@
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
+
+inline constexpr const char* kValueWeight = "score.weight";  // [1, M]
+inline constexpr const char* kValueBias = "score.bias";      // [1]
 
 struct Parameter {
   std::string name;

@@ -7,17 +7,24 @@ namespace {
 // Matrix weights that one row of a layer meets.
 double query_output_weights(const ModelShape& s) { return 2.0 * s.hidden * s.heads * s.head_dim; }
 double key_value_weights(const ModelShape& s) { return 2.0 * s.hidden * s.kv_heads * s.head_dim; }
-double mlp_weights(const ModelShape& s, std::int64_t layer) {
-  const bool expert = !s.expert_layer.empty() && s.expert_layer[layer];
-  return expert ? static_cast<double>(s.hidden) * (s.experts + 3.0 * s.experts_per_token * s.expert_inner)
-                : 3.0 * s.hidden * s.inner;
+double dense_mlp_weights(const ModelShape& s) { return 3.0 * s.hidden * s.inner; }
+double router_weights(const ModelShape& s) { return static_cast<double>(s.hidden * s.experts); }
+double expert_weights(const ModelShape& s) { return 3.0 * s.hidden * s.experts_per_token * s.expert_inner; }
+
+bool is_expert_layer(const ModelShape& s, std::int64_t layer) {
+  return !s.expert_layer.empty() && s.expert_layer[layer];
 }
 
-double full_layers_mlp(const ModelShape& s) {
-  if (s.experts == 0) return 3.0 * s.hidden * s.inner * static_cast<double>(s.layers - 1);
-  double sum = 0;
-  for (std::int64_t layer = 0; layer + 1 < s.layers; ++layer) sum += mlp_weights(s, layer);
-  return sum;
+// Of the MLPs of all layers but the last.
+struct FullLayers {
+  double dense = 0, experts = 0;  // layers
+};
+FullLayers full_layers(const ModelShape& s) {
+  FullLayers out;
+  if (s.experts == 0) return {static_cast<double>(s.layers - 1), 0};  // asked for very often
+  for (std::int64_t layer = 0; layer + 1 < s.layers; ++layer)
+    (is_expert_layer(s, layer) ? out.experts : out.dense) += 1;
+  return out;
 }
 
 }  // namespace
@@ -31,46 +38,54 @@ Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs) {
   return work;
 }
 
-Flops forward_flops(const ModelShape& s, const Work& work) {
-  const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs);
+Flops forward_flops(const ModelShape& s, const Work& work, bool all_routed) {
+  const bool experts_last = is_expert_layer(s, s.layers - 1), wide = all_routed && experts_last;
+  const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs), R = wide ? T : O;
   const double full = static_cast<double>(s.layers - 1);
-  const double per_row = full * (query_output_weights(s) + key_value_weights(s)) + full_layers_mlp(s);
-  const double last_row = query_output_weights(s) + mlp_weights(s, s.layers - 1);
+  const FullLayers mlp = full_layers(s);
+  const double last_mlp = experts_last ? router_weights(s) : dense_mlp_weights(s);
   Flops flops;
-  flops.layers = 2 * (T * (per_row + key_value_weights(s)) + O * last_row);
-  flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.vocabulary);
+  flops.layers = 2 * (T * (full * query_output_weights(s) + (full + 1) * key_value_weights(s) +
+                           mlp.dense * dense_mlp_weights(s) + mlp.experts * router_weights(s)) +
+                      R * (query_output_weights(s) + last_mlp));
+  flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * expert_weights(s);
+  flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
   flops.attention =
-      4.0 * s.heads * s.head_dim * (full * static_cast<double>(work.pairs) + static_cast<double>(work.output_pairs));
+      4.0 * s.heads * s.head_dim *
+      (full * static_cast<double>(work.pairs) + static_cast<double>(wide ? work.pairs : work.output_pairs));
   return flops;
 }
 
-Flops backward_flops(const ModelShape& shape, const Work& work) {
-  Flops flops = forward_flops(shape, work);
+Flops backward_flops(const ModelShape& shape, const Work& work, bool all_routed) {
+  Flops flops = forward_flops(shape, work, all_routed);
   flops.layers *= 2;
+  flops.experts *= 2;
   flops.head *= 2;
   flops.attention *= 2.5;
   return flops;
 }
 
-Flops recompute_flops(const ModelShape& shape, const Work& work) {
-  Flops flops = forward_flops(shape, work);
+Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_routed) {
+  Flops flops = forward_flops(shape, work, all_routed);
   flops.head = 0;
   return flops;
 }
 
 Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute) {
-  Flops flops = forward_flops(shape, work);
+  Flops flops = forward_flops(shape, work, kind.all_routed);
   if (!kind.gradients) return flops;
   const double head = flops.head;
-  flops += backward_flops(shape, work);
+  flops += backward_flops(shape, work, kind.all_routed);
   if (kind.whole_rollout) flops.head += head;
-  if (recompute) flops += recompute_flops(shape, work);
+  if (recompute) flops += recompute_flops(shape, work, kind.all_routed);
+  if (kind.counting_pass) flops += recompute_flops(shape, work, kind.all_routed);
   return flops;
 }
 
 double published_ceiling(const ModelShape& s, std::int64_t prompt, std::int64_t response, std::int64_t n) {
-  const double layers = static_cast<double>(s.layers) * (query_output_weights(s) + key_value_weights(s)) +
-                        full_layers_mlp(s) + mlp_weights(s, s.layers - 1);
+  double layers = static_cast<double>(s.layers) * (query_output_weights(s) + key_value_weights(s));
+  for (std::int64_t layer = 0; layer < s.layers; ++layer)
+    layers += is_expert_layer(s, layer) ? router_weights(s) + expert_weights(s) : dense_mlp_weights(s);
   const double head = static_cast<double>(s.hidden) * static_cast<double>(s.vocabulary);
   const double pair = 4.0 * s.heads * s.head_dim * static_cast<double>(s.layers);
   const double P = static_cast<double>(prompt), R = static_cast<double>(response), N = static_cast<double>(n);

@@ -2,7 +2,8 @@
 //
 // Per row 2 x (weights in matrices), per visible (query, key) pair 4 H D. Backward: 2 x for matrices (gradients of
 // inputs and of weights), 2.5 x for attention. The last layer's query, attention, output and MLP, the final norm and
-// the head run for output rows (rows with edges) only; its K and V for all rows.
+// the head run for output rows (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows
+// where their choices are wanted.
 // T rows, O output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
 #pragma once
 
@@ -29,6 +30,9 @@ struct StepKind {
   bool gradients = true;       // false: forward only
   bool optimizer = true;       // moments, and masters in bfloat16, are held
   bool whole_rollout = false;  // the objective's derivative needs whole rollouts: the head runs again in the backward
+  std::int64_t beside_bytes = 0;  // held by other models of the process
+  bool all_routed = false;        // router losses or whole loads: a last layer of experts runs all rows
+  bool counting_pass = false;     // a forward pass for the routers' choices comes first
 };
 
 // Rows at depths [begin, end), all of them with or without edges.
@@ -36,25 +40,26 @@ Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs);
 
 // FLOPs split as the cost model needs them: head and layers run at their own row counts.
 struct Flops {
-  double layers = 0;  // matrix products of the layers
+  double layers = 0;   // matrix products of the layers, without experts
+  double experts = 0;  // matrix products of experts: each runs over its own rows alone
   double head = 0;
   double attention = 0;
 
-  double total() const { return layers + head + attention; }
+  double total() const { return layers + experts + head + attention; }
   Flops& operator+=(const Flops& other) {
-    layers += other.layers, head += other.head, attention += other.attention;
+    layers += other.layers, experts += other.experts, head += other.head, attention += other.attention;
     return *this;
   }
 };
 
-Flops forward_flops(const ModelShape& shape, const Work& work);
-Flops backward_flops(const ModelShape& shape, const Work& work);
-// The second forward of a trunk whose activations were dropped: the layers, not the head.
-Flops recompute_flops(const ModelShape& shape, const Work& work);
+Flops forward_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
+Flops backward_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
+// The second forward of a trunk whose activations were dropped, and a counting pass: the layers, not the head.
+Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
 
-// All that a step of this kind runs: forward, and with gradients backward [+ recompute]. Where the objective needs
-// whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and logits are not
-// kept.
+// All that a step of this kind runs: forward, and with gradients backward [+ recompute, counting pass]. Where the
+// objective needs whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and
+// logits are not kept.
 Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute);
 
 // FLOPs dense / FLOPs shared of a group of n responses on one prompt, counted as the published ceilings are: every

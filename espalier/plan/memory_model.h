@@ -3,10 +3,11 @@
 // Every number of bytes the planner uses comes from ActivationBytes; the walk over a plan (PeakWalk) adds them up with
 // the stack discipline of the schedule. Each tensor is rounded up to 64 bytes, as the arena does. b: bytes of the run's
 // dtype; a: of its accumulator (4; 8 in float64 runs). T rows, O output rows, P path rows, H query heads, J key/value
-// heads, D head size, M width, F inner width, L layers.
+// heads, D head size, M width, F inner width (of one expert in expert layers), E experts, k of them a row, L layers.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "espalier/base/dtype.h"
 #include "espalier/plan/flops.h"
@@ -46,13 +47,29 @@ class ActivationBytes {
   // Rows of one layer: all of them, and those that continue past keys and values.
   struct LayerRows {
     std::int64_t all, continuing;
-    bool last;
+    bool narrow;  // only output rows continue
+    bool experts;
+  };
+  // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The most is held in the last
+  // of a kind, when so many layers of both kinds are saved, itself included.
+  struct FullKind {
+    bool experts;
+    std::int64_t dense_layers, expert_layers;
+
+    std::int64_t layers() const { return dense_layers + expert_layers; }
   };
 
   std::int64_t tensor(std::int64_t rows, std::int64_t width, std::int64_t size) const {
     return (rows * width * size + 63) / 64 * 64;
   }
   std::int64_t stream(std::int64_t rows) const { return tensor(rows, shape_.hidden, b_); }
+  LayerRows full(const Work& work, bool experts) const { return {work.rows, work.rows, false, experts}; }
+  LayerRows narrow(const Work& work) const { return {work.rows, work.outputs, true, last_has_experts_}; }
+  std::int64_t streams() const { return shape_.layers + (last_is_narrow_ ? 0 : 1); }  // inputs of layers and of the end
+  std::int64_t full_saved(const Work& work, const FullKind& upto) const;
+  std::int64_t mlp_saved(const LayerRows& rows) const;
+  std::int64_t mlp_forward(const LayerRows& rows, bool with_output) const;
+  std::int64_t mlp_backward(const LayerRows& rows) const;
   std::int64_t layer_saved(const LayerRows& rows) const;  // without the layer's input
   std::int64_t layer_forward(const LayerRows& rows, bool wave, bool with_output) const;
   std::int64_t layer_backward(const LayerRows& rows, bool wave) const;
@@ -64,7 +81,8 @@ class ActivationBytes {
   StepKind kind_;
   std::int64_t b_, a_;
   std::int64_t q_width_, kv_width_;  // H D, J D
-  std::int64_t inner_ = 0;           // F; the widest, where layers differ
+  bool last_has_experts_ = false, last_is_narrow_ = true;
+  std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end
 };
 
 // Peaks of the phases of one item and everything below it, when `held` bytes of enclosing state are open. Constant and

@@ -13,7 +13,7 @@ namespace {
 
 // What a family adds to the common decoder, and the values its configuration class uses for absent members.
 struct Family {
-  const char* architecture;
+  const char* name;  // architectures are name + kLanguageModel or kClassifier
   const char* model_type;
   bool qkv_bias;         // always, whatever attention_bias says
   bool bias_members;     // attention_bias is read
@@ -23,11 +23,13 @@ struct Family {
   std::int64_t head_dim;  // 0: hidden / heads
   std::int64_t max_positions;
 };
+constexpr const char* kLanguageModel = "ForCausalLM";
+constexpr const char* kClassifier = "ForTokenClassification";
 constexpr Family kFamilies[] = {
-    {"LlamaForCausalLM", "llama", false, true, true, false, false, 0, 2048},
-    {"Qwen2ForCausalLM", "qwen2", true, false, false, false, false, 0, 32768},
-    {"Qwen3ForCausalLM", "qwen3", false, true, false, true, false, 128, 32768},
-    {"Qwen3MoeForCausalLM", "qwen3_moe", false, true, false, true, true, 128, 32768},
+    {"Llama", "llama", false, true, true, false, false, 0, 2048},
+    {"Qwen2", "qwen2", true, false, false, false, false, 0, 32768},
+    {"Qwen3", "qwen3", false, true, false, true, false, 128, 32768},
+    {"Qwen3Moe", "qwen3_moe", false, true, false, true, true, 128, 32768},
 };
 
 std::string shown(const Json& value) {
@@ -89,7 +91,12 @@ class Members {
   std::string where_, path_;
 };
 
-const Family& family_of(const Members& config) {
+struct Architecture {
+  const Family& family;
+  bool classifier = false;
+};
+
+Architecture architecture_of(const Members& config, bool critic) {
   std::string architecture, model_type;
   if (config.has("architectures")) {
     const Json& list = config.at("architectures");
@@ -101,8 +108,11 @@ const Family& family_of(const Members& config) {
   }
   std::string supported;
   for (const Family& family : kFamilies) {
-    if (architecture == family.architecture || (architecture.empty() && model_type == family.model_type)) return family;
-    supported += text_of(supported.empty() ? "" : ", ", family.architecture);
+    const std::string name = family.name;
+    if (architecture == name + kLanguageModel || (architecture.empty() && model_type == family.model_type))
+      return {family};
+    if (critic && architecture == name + kClassifier) return {family, true};
+    supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
   }
   config.refuse(text_of("'", architecture.empty() ? model_type : architecture, "'"),
                 "one of the architectures " + supported);
@@ -232,14 +242,19 @@ void check_heads(const Members& config, const ModelShape& shape) {
   if (shape.head_dim % 2 != 0) config.fail("head_dim", text_of("even (it is ", shape.head_dim, ")"));
 }
 
-}  // namespace
+// A token classifier has two labels unless its config says otherwise.
+void check_one_label(const Members& config) {
+  const char* expected = "one label: a critic gives one number a token";
+  if (config.has("id2label")) {
+    if (!config.at("id2label").is_object() || config.at("id2label").size() != 1) config.fail("id2label", expected);
+  } else if (!config.has("num_labels") || config.at("num_labels") != Json(1)) {
+    config.fail("num_labels", expected);
+  }
+}
 
-ModelShape model_shape_of(const Json& json, const std::string& where) {
-  if (!json.is_object()) throw InputError({where, "a JSON object", shown(json), ""});
-  const Members config(json, where);
-  const Family& family = family_of(config);
+ModelShape shape_of_family(const Members& config, const Family& family) {
   ModelShape shape;
-  shape.architecture = family.architecture;
+  shape.architecture = text_of(family.name, kLanguageModel);
   shape.layers = config.integer("num_hidden_layers", 1, 10000);
   shape.hidden = config.integer("hidden_size", 1, 1 << 20);
   shape.inner = config.integer("intermediate_size", 1, 1 << 24);
@@ -277,9 +292,8 @@ ModelShape model_shape_of(const Json& json, const std::string& where) {
   return shape;
 }
 
-ModelShape read_model_shape(const std::filesystem::path& given) {
+Json read_config(const std::filesystem::path& path) {
   std::error_code ignored;
-  const std::filesystem::path path = std::filesystem::is_directory(given, ignored) ? given / "config.json" : given;
   const std::string where = path.string();
   std::ifstream in(path, std::ios::binary);
   if (!in || std::filesystem::is_directory(path, ignored))
@@ -287,13 +301,51 @@ ModelShape read_model_shape(const std::filesystem::path& given) {
         {where, "a Hugging Face config.json", "no readable file", "Give a model directory or its config.json"});
   std::ostringstream text;
   text << in.rdbuf();
-  Json json;
   try {
-    json = Json::parse(text.str());
+    return Json::parse(text.str());
   } catch (const nlohmann::json::exception& problem) {
     throw InputError({where, "JSON", problem.what(), ""});
   }
-  return model_shape_of(json, where);
+}
+
+std::filesystem::path config_path(const std::filesystem::path& given) {
+  std::error_code ignored;
+  return std::filesystem::is_directory(given, ignored) ? given / "config.json" : given;
+}
+
+void check_object(const Json& json, const std::string& where) {
+  if (!json.is_object()) throw InputError({where, "a JSON object", shown(json), ""});
+}
+
+}  // namespace
+
+ModelShape model_shape_of(const Json& json, const std::string& where) {
+  check_object(json, where);
+  const Members config(json, where);
+  return shape_of_family(config, architecture_of(config, false).family);
+}
+
+CriticShape critic_shape_of(const Json& json, const std::string& where) {
+  check_object(json, where);
+  const Members config(json, where);
+  if (!config.has("architectures")) config.fail("architectures", "a list of one name");
+  const Architecture architecture = architecture_of(config, true);
+  if (architecture.classifier) check_one_label(config);
+  ModelShape shape = shape_of_family(config, architecture.family);
+  shape.architecture = text_of(architecture.family.name, kClassifier);
+  shape.value_head = true;
+  shape.tied_head = false;
+  return {std::move(shape), architecture.classifier};
+}
+
+ModelShape read_model_shape(const std::filesystem::path& given) {
+  const std::filesystem::path path = config_path(given);
+  return model_shape_of(read_config(path), path.string());
+}
+
+CriticShape read_critic_shape(const std::filesystem::path& given) {
+  const std::filesystem::path path = config_path(given);
+  return critic_shape_of(read_config(path), path.string());
 }
 
 std::int64_t ModelShape::parameters() const {
@@ -304,7 +356,8 @@ std::int64_t ModelShape::parameters() const {
   if (qk_norm) attention += 2 * head_dim;
   const std::int64_t mlp = 3 * M * inner + (mlp_bias ? 2 * inner + M : 0);
   const std::int64_t moe = experts * M + 3 * experts * M * expert_inner;
-  std::int64_t total = vocabulary * M + M + (tied_head ? 0 : vocabulary * M);
+  const std::int64_t head = value_head ? M + 1 : tied_head ? 0 : vocabulary * M;
+  std::int64_t total = vocabulary * M + M + head;
   for (std::int64_t layer = 0; layer < layers; ++layer)
     total += attention + (!expert_layer.empty() && expert_layer[layer] ? moe : mlp);
   return total;

@@ -30,6 +30,7 @@ struct ModelShape {
   bool has_rope_scaling = false;
   RopeScaling rope_scaling;
   bool tied_head = false;
+  bool value_head = false;   // a critic: one number a row (score.weight [1, M], score.bias [1]), tied to nothing
   bool qkv_bias = false;     // q, k, v projections (Qwen2, or attention_bias)
   bool output_bias = false;  // o projection (Llama with attention_bias)
   bool mlp_bias = false;     // Llama with mlp_bias
@@ -43,6 +44,7 @@ struct ModelShape {
 
   std::int64_t parameters() const;  // tied weights once
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
+  std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };
 
 // Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name), UnsupportedError for
@@ -50,5 +52,15 @@ struct ModelShape {
 // other rope types, other activations than SiLU, other architectures).
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
+
+// A critic's shape, with value_head set. Of ...ForTokenClassification with one label the head is stored with the
+// weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the head (classifier_dropout) is
+// none, as in verl. `architecture` names the token classifier in both cases. Errors: as above.
+struct CriticShape {
+  ModelShape shape;
+  bool head_is_stored = false;
+};
+CriticShape read_critic_shape(const std::filesystem::path& directory_or_config);
+CriticShape critic_shape_of(const Json& config, const std::string& where);
 
 }  // namespace espalier
