@@ -8,6 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/value_loss.h"
 #include "espalier/rollout/batch.h"
 
 namespace espalier {
@@ -51,7 +52,8 @@ void check_fields(const Rollout& rollout, Estimator estimator, const std::string
   if (estimator == Estimator::gae && rollout.values.size() != rollout.response_ids.size())
     throw InputError({rollout.where, "a field values with one number per response token, for --adv-estimator gae",
                       rollout.values.empty() ? text_of("none") : text_of(rollout.values.size(), " numbers"),
-                      "add values (score them with the value model), or choose another --adv-estimator"});
+                      "give --critic DIR, add values (espalier score --critic DIR --values), or choose another "
+                      "--adv-estimator"});
 }
 
 struct GroupStatistics {
@@ -106,7 +108,7 @@ void compute_returns(const Rollout& rollout, double gamma, std::vector<double>& 
 }
 
 // Generalised advantage estimation over the loss tokens, before whitening.
-void compute_gae(const Rollout& rollout, double gamma, double lam, std::vector<double>& out) {
+void compute_gae(const Rollout& rollout, double gamma, double lam, std::span<double> out) {
   double next_value = 0, running = 0, reward = *rollout.reward;
   for (std::size_t t = out.size(); t-- > 0;) {
     if (!rollout.loss_mask[t]) continue;
@@ -136,7 +138,31 @@ void whiten(std::span<const Rollout> rollouts, Series& series) {
   for_each_loss_token([&](double& x) { x = (x - mean) * scale; });
 }
 
+// Where the record has no returns of its own.
+void check_target_fields(const Rollout& rollout) {
+  if (rollout.response_ids.empty()) return;
+  const bool has_values = rollout.values.size() == rollout.response_ids.size();
+  if (!rollout.reward || !has_values)
+    throw InputError({rollout.where, "a field returns, or reward and values, for --critic",
+                      rollout.reward ? "no values" : "no reward", "add one of them"});
+}
+
 }  // namespace
+
+std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options) {
+  Series targets;
+  for (const Rollout& rollout : rollouts) {
+    targets.push_back(rollout.returns);
+    if (!rollout.returns.empty()) continue;
+    check_target_fields(rollout);
+    std::vector<double>& target = targets.back();
+    target.assign(rollout.response_ids.size(), 0.0);
+    if (target.empty()) continue;
+    compute_gae(rollout, options.gamma, options.lam, target);
+    for (std::size_t t = 0; t < target.size(); ++t) target[t] += rollout.values[t];
+  }
+  return targets;
+}
 
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
   const Estimator estimator = parse_estimator(options.adv_estimator);

@@ -11,22 +11,27 @@ namespace {
 constexpr std::array<const char*, 5> kModes = {"token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
                                                "seq-mean-token-sum-norm", "token-sum"};
 constexpr double kTokenMeanEpsilon = 1e-8;  // verl adds it to a rollout's token count
-}  // namespace
 
-std::string resolve_loss_agg_mode(const Options& options) {
-  const bool sequence_mean = options.policy_loss == "gspo" || options.policy_loss == "sapo";
-  const std::string mode = !options.loss_agg_mode.empty() ? options.loss_agg_mode
-                           : sequence_mean                ? "seq-mean-token-mean"
-                                                          : "token-mean";
+std::string given_mode(const Options& options, const char* absent) {
+  const std::string mode = options.loss_agg_mode.empty() ? absent : options.loss_agg_mode;
   if (std::find(kModes.begin(), kModes.end(), mode) == kModes.end())
     throw OptionError({"--loss-agg-mode",
                        "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm or token-sum",
                        mode, "choose one of these"});
+  return mode;
+}
+}  // namespace
+
+std::string resolve_loss_agg_mode(const Options& options) {
+  const bool sequence_mean = options.policy_loss == "gspo" || options.policy_loss == "sapo";
+  const std::string mode = given_mode(options, sequence_mean ? "seq-mean-token-mean" : "token-mean");
   if (options.policy_loss == "sapo" && mode != "seq-mean-token-mean")
     throw OptionError({"--loss-agg-mode", "seq-mean-token-mean with --policy-loss sapo", mode,
                        "leave --loss-agg-mode out, or choose another --policy-loss"});
   return mode;
 }
+
+std::string value_loss_agg_mode(const Options& options) { return given_mode(options, "token-mean"); }
 
 std::int64_t count_loss_tokens(const Rollout& rollout) {
   return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });

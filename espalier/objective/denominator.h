@@ -18,6 +18,9 @@ namespace espalier {
 // Errors: OptionError for a mode that the policy loss does not take (sapo), or an unknown one.
 std::string resolve_loss_agg_mode(const Options& options);
 
+// The critic's: --loss-agg-mode, by default token-mean whatever the policy loss is.
+std::string value_loss_agg_mode(const Options& options);
+
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.

@@ -1,11 +1,11 @@
 // The objective of a mini-batch, token by token. Equations: docs/objectives.md, (19) is the whole loss.
-// Every sum is kept with its rounding error (Neumaier), so that the order of the tokens does not show in the parts.
 #include "espalier/objective/objective.h"
 
 #include <cmath>
 #include <cstddef>
 
 #include "espalier/base/error.h"
+#include "espalier/objective/compensated_sum.h"
 #include "espalier/objective/denominator.h"
 #include "espalier/objective/kl.h"
 #include "espalier/objective/policy_loss.h"
@@ -14,19 +14,6 @@
 namespace espalier {
 
 namespace {
-
-class CompensatedSum {
- public:
-  void add(double x) {
-    const double next = sum_ + x;
-    error_ += std::abs(sum_) >= std::abs(x) ? (sum_ - next) + x : (x - next) + sum_;
-    sum_ = next;
-  }
-  double value() const { return sum_ + error_; }
-
- private:
-  double sum_ = 0, error_ = 0;
-};
 
 // What of the rollout's own log-probs enters a token's loss as a constant.
 struct RolloutConstants {

@@ -1,0 +1,67 @@
+#include "espalier/objective/value_loss.h"
+
+#include <algorithm>
+
+#include "espalier/base/error.h"
+#include "espalier/base/mutation.h"
+#include "espalier/objective/denominator.h"
+
+namespace espalier {
+namespace {
+
+// Share of the gradient that maximum(a, b) gives to a, and minimum(b, a) to b.
+double share_of_maximum(double a, double b) { return a > b ? 1.0 : a == b ? 0.5 : 0.0; }
+
+}  // namespace
+
+ValueTerm value_term(double value, double old_value, double target, double cliprange) {
+  const double low = old_value - cliprange, high = old_value + cliprange;
+  const double clipped = ESPALIER_MUTATION(value_clip_ignored) ? value : std::max(std::min(value, high), low);
+  const double passed = share_of_maximum(high, value) * share_of_maximum(value, low);  // d clipped / d value
+  const double plain_square = (value - target) * (value - target);
+  const double clipped_square = (clipped - target) * (clipped - target);
+  const double share = share_of_maximum(plain_square, clipped_square);
+  return {0.5 * std::max(plain_square, clipped_square),
+          share * (value - target) + (1 - share) * passed * (clipped - target), clipped_square > plain_square};
+}
+
+ValueObjective::ValueObjective(std::span<const Rollout> batch, std::span<const std::vector<double>> targets,
+                               const Options& options)
+    : batch_(batch),
+      targets_(targets),
+      cliprange_(options.cliprange_value),
+      token_weight_(compute_token_weights(batch, value_loss_agg_mode(options), options.loss_scale_factor)) {
+  ESPALIER_INTERNAL_EQ(batch.size(), targets.size());
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    ESPALIER_INTERNAL_EQ(targets[i].size(), batch[i].response_ids.size(), batch[i].where);
+    if (batch[i].values.size() != batch[i].response_ids.size())
+      throw InputError({batch[i].where, "a field values, for --critic", "none", "score them: --critic DIR --values"});
+    batch_loss_tokens_ += count_loss_tokens(batch[i]);
+  }
+}
+
+double ValueObjective::add_token(std::int32_t index, std::int32_t position, double value) {
+  const auto i = static_cast<std::size_t>(index), t = static_cast<std::size_t>(position);
+  const Rollout& rollout = batch_[i];
+  if (!rollout.loss_mask[t]) return 0;
+  // A return that moved with the value would make the loss that of the advantage alone.
+  const double target = targets_[i][t] + (ESPALIER_MUTATION(returns_not_detached) ? value - rollout.values[t] : 0);
+  const ValueTerm term = value_term(value, rollout.values[t], target, cliprange_);
+  loss_.add(token_weight_[i] * term.loss);
+  values_.add(value);
+  ++loss_tokens_;
+  clipped_tokens_ += term.clipped;
+  return token_weight_[i] * term.gradient;
+}
+
+ValueLossParts ValueObjective::parts() const {
+  ValueLossParts parts;
+  parts.loss = loss_.value();
+  parts.loss_tokens = loss_tokens_;
+  if (batch_loss_tokens_ == 0) return parts;
+  parts.clip_fraction = static_cast<double>(clipped_tokens_) / static_cast<double>(batch_loss_tokens_);
+  parts.values_mean = values_.value() / static_cast<double>(batch_loss_tokens_);
+  return parts;
+}
+
+}  // namespace espalier

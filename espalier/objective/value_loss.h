@@ -1,0 +1,58 @@
+// The critic's loss of a mini-batch as a function of its values, and its derivative.
+//
+//   L = 1/2 agg(max((v - R)^2, (clip(v, V - c, V + c) - R)^2))
+//
+// v the critic's value, V the one before the update (the record's `values`), R the return, c = --cliprange-value; agg
+// is --loss-agg-mode. Equations: docs/objectives.md (31) to (34); verl 0.9, compute_value_loss. V and R are constants.
+// Every denominator is known before the first wave, so each token adds its part on its own, in any order.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/objective/compensated_sum.h"
+#include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// R of every response token: the record's `returns`, else values + GAE of the reward before whitening (30).
+// Errors: InputError naming the line and --critic where the record has neither `returns` nor reward and values.
+std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options);
+
+struct ValueTerm {
+  double loss = 0;       // with its factor 1/2
+  double gradient = 0;   // d loss / d value, as torch.autograd gives it: max, min of equal numbers pass half to each
+  bool clipped = false;  // the clipped square is the larger one
+};
+ValueTerm value_term(double value, double old_value, double target, double cliprange);
+
+struct ValueLossParts {
+  double loss = 0;
+  double clip_fraction = 0;  // of loss tokens
+  double values_mean = 0;    // over loss tokens
+  std::int64_t loss_tokens = 0;
+};
+
+class ValueObjective {
+ public:
+  // `targets`: R, one series per rollout. Both spans must outlive the object. Errors: InputError for a rollout without
+  // `values`.
+  ValueObjective(std::span<const Rollout> batch, std::span<const std::vector<double>> targets, const Options& options);
+
+  // Adds the token's part to parts() and returns dL/dvalue. A masked token gives zero and adds nothing.
+  double add_token(std::int32_t rollout, std::int32_t position, double value);
+
+  ValueLossParts parts() const;  // sums so far, weighted and normalised as the loss is
+
+ private:
+  std::span<const Rollout> batch_;
+  std::span<const std::vector<double>> targets_;
+  double cliprange_;
+  std::vector<double> token_weight_;  // [rollouts]
+  CompensatedSum loss_, values_;
+  std::int64_t loss_tokens_ = 0, clipped_tokens_ = 0, batch_loss_tokens_ = 0;
+};
+
+}  // namespace espalier
