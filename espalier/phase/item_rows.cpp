@@ -15,10 +15,19 @@ void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) 
   }
 }
 
+// The recorded experts of every row, where any rollout of the set has some.
+void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch) {
+  const auto recorded = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
+  if (std::none_of(set.segments.begin(), set.segments.end(), recorded)) return;
+  for (const RowSegment& segment : set.segments)
+    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
+      rows.route.push_back(batch[segment.rollout].route_at(depth).data());
+}
+
 // One output row per (row, temperature) among the edges, which are ordered that way first.
-void add_outputs(ItemRows& out, std::span<const Rollout> batch) {
+void add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
   auto temperature_of = [&](const LossEdge& edge) {
-    return ESPALIER_MUTATION(temperature_ignored) ? 1.0 : batch[edge.rollout].temperature;
+    return critic || ESPALIER_MUTATION(temperature_ignored) ? 1.0 : batch[edge.rollout].temperature;
   };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
     return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
@@ -48,19 +57,20 @@ void add_owners(Rows& rows, const RowSet& set, moe::LoadAccounting& accounting) 
 
 }  // namespace
 
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs,
+ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
                         moe::LoadAccounting* accounting) {
   ItemRows out;
   out.rows.path_rows = item.path_rows;
   out.rows.in_path = item.kind == ItemKind::trunk;
   for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
+  if (!critic) add_routes(out.rows, item.set, batch);
   if (ESPALIER_MUTATION(mask_leak))
     for (auto& end : out.rows.subtree_end) end = std::min(end + 1, item.set.rows);
   if (accounting != nullptr) add_owners(out.rows, item.set, *accounting);
   out.edges = edges_of(item.set, batch, all_logprobs);
   if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !out.edges.empty())
     out.edges.push_back(out.edges.front());
-  add_outputs(out, batch);
+  add_outputs(out, batch, critic);
   return out;
 }
 

@@ -1,7 +1,8 @@
 // A plan item's rows as the model and the head read them.
 //
 // Shapes: T rows, O output rows, E edges. An output row is a row with loss edges; where rollouts of different
-// temperatures meet in one row it stands once for each temperature.
+// temperatures meet in one row it stands once for each temperature. For a critic it stands once: temperatures and
+// recorded experts are the policy's.
 #pragma once
 
 #include <span>
@@ -21,8 +22,9 @@ struct ItemRows {
   std::vector<LossEdge> edges;       // [E], in the same order
 };
 
-// `accounting` may be null. The item must outlive the result: rows.owners point into it.
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs,
+// `critic`: the rows are a critic's. `accounting` may be null. The item must outlive the result: rows.owners point into
+// it.
+ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
                         moe::LoadAccounting* accounting);
 
 }  // namespace espalier

@@ -11,19 +11,15 @@ class ItemRun {
   // Takes what it needs from the step's arena; the caller releases it after backward.
   ItemRun(StepRun& step, const PlanItem& item);
 
-  // Forwards the rows and computes the log-probs of their edges. Token-level objectives take their derivative in the
-  // same pass over the vocabulary; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
+  // Forwards the rows and has the head score their edges. Token-level objectives take their derivative in the same
+  // pass; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
   void forward();
 
   // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it.
   void backward();
 
  private:
-  HeadProblem head_problem() const;
-  void score();
-  void score_with_gradient();
-  void finish_rollouts();
-  RolloutSeries& series_of(const LossEdge& edge) { return step_.series[static_cast<std::size_t>(edge.rollout)]; }
+  HeadWork head_work() const { return {item_, rows_, saved_.normed_OM, grad_normed_OM_}; }
 
   StepRun& step_;
   const PlanItem& item_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 
 #include "espalier/base/mutation.h"
 #include "espalier/phase/item_run.h"
@@ -56,14 +55,6 @@ void run_items(StepRun& step, const std::vector<PlanItem>& items) {
 
 }  // namespace
 
-void run_schedule(StepRun& step, const StepPlan& plan) {
-  for (const Rollout& rollout : step.batch) {
-    RolloutSeries series;
-    series.logprob.assign(rollout.response_ids.size(), std::numeric_limits<double>::quiet_NaN());
-    series.entropy = series.logprob;
-    step.series.push_back(std::move(series));
-  }
-  run_items(step, plan.items);
-}
+void run_schedule(StepRun& step, const StepPlan& plan) { run_items(step, plan.items); }
 
 }  // namespace espalier

@@ -5,7 +5,8 @@
 
 namespace espalier {
 
-// Runs all items. Adds every parameter's gradient, fills the series, the counters, the seconds and the peaks.
+// Runs all items. Adds every parameter's gradient, has the head score every edge, fills the counters, the seconds and
+// the peaks.
 void run_schedule(StepRun& step, const StepPlan& plan);
 
 }  // namespace espalier

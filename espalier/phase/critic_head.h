@@ -1,0 +1,38 @@
+// The critic's head in a step: one value for every row with edges, whatever number of rollouts share it, and the value
+// loss's derivatives.
+//
+// The value of response token t is that of the row before it (the last row of the prompt for t = 0), so its edges are
+// the log-prob's. Source: verl 0.9, values[:, -response_length - 1 : -1].
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "espalier/gradient/gradient_set.h"
+#include "espalier/model/decoder.h"
+#include "espalier/objective/value_head.h"
+#include "espalier/objective/value_loss.h"
+#include "espalier/phase/head.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+class CriticHead : public Head {
+ public:
+  // Forward only without `objective` and `gradients`. What is passed must outlive the object.
+  CriticHead(const Decoder& decoder, std::span<const Rollout> batch, ValueObjective* objective = nullptr,
+             GradientSet* gradients = nullptr);
+
+  void score(const HeadWork& work) override;
+
+  // One series per rollout, one value per response token; NaN where none was asked for.
+  std::vector<std::vector<double>>& values() { return values_; }
+
+ private:
+  const Decoder& decoder_;
+  ValueObjective* objective_;
+  GradientSet* gradients_;
+  std::vector<std::vector<double>> values_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,37 @@
+// What stands on top of the decoder: log-probs (phase/language_head.h) or a critic's values (phase/critic_head.h). An
+// item hands over the normalised hidden rows of its edges and gets back their gradient; everything else of a step,
+// plan, trunks, waves and path, is the same for both.
+//
+// Shapes: O output rows, M width.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/phase/item_rows.h"
+
+namespace espalier {
+
+struct HeadWork {
+  const PlanItem& item;
+  const ItemRows& rows;
+  at::Tensor normed_OM;
+  at::Tensor grad_normed_OM;  // overwritten where there are edges; undefined in forward-only passes
+};
+
+class Head {
+ public:
+  virtual ~Head() = default;
+
+  // True where the derivative of a token needs the whole rollout: then the head's gradient is that of `backward`.
+  virtual bool needs_whole_rollout() const { return false; }
+
+  // Computes what the item's edges ask for and keeps it. Where gradients are wanted and a token's derivative is its
+  // own, writes grad_normed and adds the gradients of the head's parameters in the same pass.
+  virtual void score(const HeadWork& work) = 0;
+  // The objective for the rollouts whose last edge was in this item.
+  virtual void finish_rollouts(const PlanItem&) {}
+  // The gradient of what `score` could not know: writes grad_normed and adds the gradients of the head's parameters.
+  virtual void backward(const HeadWork&) {}
+};
+
+}  // namespace espalier

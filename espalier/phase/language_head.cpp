@@ -1,0 +1,75 @@
+#include "espalier/phase/language_head.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+#include "espalier/base/mutation.h"
+
+namespace espalier {
+
+LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batch, Arena& arena, Objective* objective,
+                           GradientSet* gradients)
+    : decoder_(decoder), batch_(batch), arena_(arena), objective_(objective), gradients_(gradients) {
+  for (const Rollout& rollout : batch) {
+    RolloutSeries series;
+    series.logprob.assign(rollout.response_ids.size(), std::numeric_limits<double>::quiet_NaN());
+    series.entropy = series.logprob;
+    series_.push_back(std::move(series));
+  }
+}
+
+HeadProblem LanguageHead::problem(const HeadWork& work) const {
+  return {work.normed_OM, decoder_.weights().head_VM, work.rows.temperature, work.rows.head_edges};
+}
+
+void LanguageHead::score(const HeadWork& work) {
+  if (work.rows.edges.empty()) return;
+  objective_ && !needs_whole_rollout() ? score_with_gradient(work) : score_forward(work);
+}
+
+void LanguageHead::score_forward(const HeadWork& work) {
+  const std::vector<LossEdge>& edges = work.rows.edges;
+  std::vector<double> logprob(edges.size()), entropy(edges.size());
+  head_forward(problem(work), logprob, entropy, arena_);
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    series_of(edges[e]).logprob[edges[e].position] = logprob[e];
+    series_of(edges[e]).entropy[edges[e].position] = entropy[e];
+  }
+}
+
+void LanguageHead::score_with_gradient(const HeadWork& work) {
+  std::vector<double> logprob(work.rows.edges.size()), entropy(work.rows.edges.size());
+  const auto gradient = [&](std::int64_t e, double lp, double h) -> HeadEdgeGradient {
+    const LossEdge& edge = work.rows.edges[static_cast<std::size_t>(e)];
+    series_of(edge).logprob[edge.position] = lp;
+    series_of(edge).entropy[edge.position] = h;
+    const TokenGradient token = objective_->add_token(edge.rollout, edge.position, lp, h);
+    if (ESPALIER_MUTATION(per_wave_denominator))
+      return {token.logprob * batch_.size() / work.item.set.rollouts.size(), token.entropy};
+    return {token.logprob, token.entropy};
+  };
+  if (ESPALIER_MUTATION(tied_head_gradient_overwritten)) gradients_->views().head_VM.zero_();
+  head_forward_backward(problem(work), gradient, logprob, entropy, gradients(work), arena_);
+}
+
+void LanguageHead::finish_rollouts(const PlanItem& item) {
+  for (const std::int32_t rollout : item.finished) {
+    RolloutSeries& series = series_[static_cast<std::size_t>(rollout)];
+    series.grad_logprob.resize(series.logprob.size());
+    series.grad_entropy.resize(series.logprob.size());
+    objective_->add_rollout(rollout, series.logprob, series.entropy, series.grad_logprob, series.grad_entropy);
+  }
+}
+
+void LanguageHead::backward(const HeadWork& work) {
+  if (work.rows.edges.empty()) return;
+  std::vector<double> grad_logprob, grad_entropy;
+  for (const LossEdge& edge : work.rows.edges) {
+    grad_logprob.push_back(series_of(edge).grad_logprob.at(static_cast<std::size_t>(edge.position)));
+    grad_entropy.push_back(series_of(edge).grad_entropy.at(static_cast<std::size_t>(edge.position)));
+  }
+  head_backward(problem(work), grad_logprob, grad_entropy, gradients(work), arena_);
+}
+
+}  // namespace espalier

@@ -1,0 +1,51 @@
+// The language-model head in a step: log-probs and entropies of the edges, and the policy objective's derivatives.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "espalier/gradient/gradient_set.h"
+#include "espalier/model/decoder.h"
+#include "espalier/objective/fused_head.h"
+#include "espalier/objective/objective.h"
+#include "espalier/observe/arena.h"
+#include "espalier/phase/head.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Series of one rollout, one value per response token.
+struct RolloutSeries {
+  std::vector<double> logprob, entropy;            // NaN where no log-prob was asked for
+  std::vector<double> grad_logprob, grad_entropy;  // dL/d...; kept only for sequence-level objectives
+};
+
+class LanguageHead : public Head {
+ public:
+  // Forward only without `objective` and `gradients`. What is passed must outlive the object.
+  LanguageHead(const Decoder& decoder, std::span<const Rollout> batch, Arena& arena, Objective* objective = nullptr,
+               GradientSet* gradients = nullptr);
+
+  bool needs_whole_rollout() const override { return objective_ && objective_->needs_whole_rollout(); }
+  void score(const HeadWork& work) override;
+  void finish_rollouts(const PlanItem& item) override;
+  void backward(const HeadWork& work) override;
+
+  std::vector<RolloutSeries>& series() { return series_; }  // one per rollout of the batch
+
+ private:
+  HeadProblem problem(const HeadWork& work) const;
+  HeadGradients gradients(const HeadWork& work) const { return {work.grad_normed_OM, gradients_->views().head_VM}; }
+  void score_forward(const HeadWork& work);
+  void score_with_gradient(const HeadWork& work);
+  RolloutSeries& series_of(const LossEdge& edge) { return series_[static_cast<std::size_t>(edge.rollout)]; }
+
+  const Decoder& decoder_;
+  std::span<const Rollout> batch_;
+  Arena& arena_;
+  Objective* objective_;
+  GradientSet* gradients_;
+  std::vector<RolloutSeries> series_;
+};
+
+}  // namespace espalier
