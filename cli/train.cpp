@@ -20,6 +20,13 @@ void print_step(std::ostream& out, const StepReport& step) {
       << format_bytes(g.peak_bytes.peak()) << std::endl;  // seen at once, also through a pipe
 }
 
+void print_critic(std::ostream& out, const CriticReport& critic) {
+  out << "  critic  loss " << std::setprecision(5) << critic.loss.loss << "  grad norm " << critic.update.grad_norm
+      << "  lr " << critic.update.lr << "  clipped " << format_percent(critic.loss.clip_fraction) << "  mean value "
+      << critic.loss.values_mean << "  rows " << format_count(critic.trunk_rows + critic.wave_rows) << "  "
+      << format_seconds(critic.seconds.total) << std::endl;
+}
+
 }  // namespace
 
 int run_train(Context& context) {
@@ -27,6 +34,7 @@ int run_train(Context& context) {
   train(context.options, context.progress, [&](const StepReport& step) {
     context.progress.end();  // takes the bar away; the next report draws it again
     print_step(context.text, step);
+    if (step.critic) print_critic(context.text, *step.critic);
     if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
     context.result["steps"].push_back(step_json(step));
   });

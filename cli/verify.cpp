@@ -31,6 +31,12 @@ Json verdict_json(const Verdict& verdict) {
   out["logprob"] = {
       {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
+  if (verdict.critic) {
+    const Verdict::CriticPart& critic = *verdict.critic;
+    out["values"] = {{"max", critic.values.error}, {"floor", critic.values.floor}, {"allowed", critic.values.allowed}};
+    out["critic_loss"] = {
+        {"dense", critic.loss_dense}, {"shared", critic.loss_shared}, {"allowed", critic.loss.allowed}};
+  }
   out["optimizer"] = {{"max_abs", verdict.optimizer.error}, {"floor", verdict.optimizer.floor}};
   out["schedules"] = Json::array();
   for (const ScheduleCheck& s : verdict.schedules)
@@ -67,6 +73,10 @@ void print(std::ostream& out, const Verdict& verdict) {
   for (const ParameterCheck& p : sorted) print_row(out, p.name, p.distance);
   print_row(out, "log-probs (absolute)", verdict.logprob);
   print_row(out, "loss (absolute)", verdict.loss);
+  if (verdict.critic) {
+    print_row(out, "critic: values (absolute)", verdict.critic->values);
+    print_row(out, "critic: loss (absolute)", verdict.critic->loss);
+  }
   out << "  weights after one optimizer step differ by at most " << std::scientific << std::setprecision(2)
       << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n\n"
       << std::defaultfloat;

@@ -32,14 +32,37 @@ ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
       weights(at::empty({table.size()}, at::TensorOptions().dtype(scalar_type(dtype)))),
       decoder(shape, view_model(weights, table, shape)) {}
 
-std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
-  const ModelShape shape = read_model_shape(directory);
-  auto state = std::make_unique<ModelState>(shape, dtype);
-  state->source = directory;
-  progress.begin("weights", state->table.size(), "parameters");
-  load_parameters(directory, state->table, dtype, state->weights.data_ptr(),
-                  [&](std::int64_t done, std::int64_t) { progress.advance_to(done); });
+namespace {
+
+void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, Progress& progress) {
+  state.source = directory;
+  progress.begin("weights", state.table.size(), "parameters");
+  load_parameters(
+      directory, state.table, state.dtype, state.weights.data_ptr(),
+      [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
   progress.end();
+}
+
+}  // namespace
+
+std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
+  auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype);
+  load_weights(*state, directory, ValueHead::stored, progress);
+  return state;
+}
+
+std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
+                                             Progress& progress) {
+  const CriticShape critic = read_critic_shape(directory);
+  auto state = std::make_unique<ModelState>(critic.shape, dtype);
+  if (!critic.head_is_stored) {
+    const Parameter& weight = state->table.at(kValueWeight);
+    dispatch(scalar_type(dtype), [&]<class T>() {
+      fill(weight, critic.shape.initializer_range, Random(seed), pointer<T>(state->weights) + weight.offset);
+    });
+    progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
+  }
+  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, progress);
   return state;
 }
 

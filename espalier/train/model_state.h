@@ -21,10 +21,17 @@ struct ModelState {
   at::Tensor weights;            // flat, in the table's layout
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`
+  std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones
 };
 
 // Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress);
+
+// A critic's weights: those of a token classifier with one label; or the blocks of a language model under a new value
+// head, normal(0, initializer_range) from `seed` with bias 0, which a note says. Errors: as read_critic_shape and
+// load_parameters.
+std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
+                                             Progress& progress);
 
 // Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
 // numbers on every machine.

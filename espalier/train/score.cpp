@@ -1,16 +1,14 @@
 #include "espalier/train/score.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/observe/timer.h"
-#include "espalier/phase/schedule.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/train/critic.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/model_state.h"
+#include "espalier/train/pass.h"
 #include "espalier/train/planning.h"
 #include "espalier/train/training_data.h"
 
@@ -23,42 +21,65 @@ std::vector<ExtraSeries> extras_of(const RolloutSeries& series, const Options& o
   return extras;
 }
 
+void check_options(const Options& options) {
+  if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out scored.jsonl"});
+  if (options.values && options.critic.empty())
+    throw OptionError({"--values", "--critic DIR with it", "no critic", "name the critic, or leave --values out"});
+  if (!options.values && !options.critic.empty())
+    throw OptionError({"--critic", "--values with it", "none", "say --values to have the critic's values written"});
+}
+
+std::int32_t longest_of(std::span<const Rollout> rollouts) {
+  std::int32_t longest = 0;
+  for (const Rollout& rollout : rollouts) longest = std::max(longest, rollout.length());
+  return longest;
+}
+
 }  // namespace
 
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                              const MachineProfile& machine, Arena& arena, Progress& progress) {
-  const Timer timer;
-  const StepPlan plan =
-      plan_step(decoder.shape(), options, machine, rollouts, true, {.gradients = false, .optimizer = false});
-  const ArenaScope scope(arena);
-  KvPath path(decoder.shape(), plan.max_path_rows, decoder.dtype(), false, arena);
-  StepRun run{decoder, rollouts, path, arena, nullptr, nullptr, true};
-  progress.begin("scoring", plan.physical_rows(), "rows");
-  run.on_rows = [&](std::int64_t rows) { progress.advance_to(rows); };
-  run_schedule(run, plan);
-  progress.end();
-  return {std::move(run.series), plan.logical_rows, run.trunk_rows + run.wave_rows, timer.total()};
+                              const MachineProfile& machine, Arena& arena, Progress& progress,
+                              moe::LoadAccounting* counts) {
+  LanguageHead head(decoder, rollouts, arena);
+  const ForwardReport report = run_forward_pass({.decoder = decoder,
+                                                 .rollouts = rollouts,
+                                                 .options = options,
+                                                 .machine = machine,
+                                                 .arena = arena,
+                                                 .progress = progress,
+                                                 .task = "scoring",
+                                                 .counts = counts},
+                                                head);
+  return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
 }
 
 ScoreReport score(const Options& options, Progress& progress) {
-  if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out scored.jsonl"});
+  check_options(options);
   const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
-  const std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape.vocabulary, progress);
-  std::int32_t longest = 0;
-  for (const Rollout& rollout : rollouts) longest = std::max(longest, rollout.length());
-  model->decoder.reserve_positions(longest);
+  const std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress);
+  model->decoder.reserve_positions(longest_of(rollouts));
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
 
+  const MachineProfile machine = machine_profile(options, progress);
   Arena arena(arena_limit(options));
-  const ScoredRollouts scored =
-      score_rollouts(model->decoder, rollouts, options, machine_profile(options, progress), arena, progress);
+  const ScoredRollouts scored = score_rollouts(model->decoder, rollouts, options, machine, arena, progress);
   ScoreReport report;
   report.seconds = scored.seconds;
   report.logical_rows = scored.logical_rows;
   report.physical_rows = scored.physical_rows;
+  ScoredValues critic;
+  if (options.values) {
+    const auto value_model = load_critic(options.critic, options, model->shape, progress);
+    value_model->decoder.reserve_positions(longest_of(rollouts));
+    critic = score_values(value_model->decoder, rollouts, options, machine, arena,
+                          static_cast<std::int64_t>(model->weights.nbytes()), progress);
+    report.seconds += critic.report.seconds;
+  }
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     report.tokens += rollouts[i].response_length();
-    writer.write(rollouts[i], extras_of(scored.series[i], options));
+    std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
+    if (options.values) extras.push_back({"values", critic.values[i]});
+    writer.write(rollouts[i], extras);
   }
   report.rollouts = static_cast<std::int64_t>(rollouts.size());
   writer.finish();

@@ -8,7 +8,7 @@
 #include "espalier/observe/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/phase/step_run.h"
+#include "espalier/phase/language_head.h"
 #include "espalier/plan/cost_model.h"
 
 namespace espalier {
@@ -16,7 +16,7 @@ namespace espalier {
 struct ScoreReport {
   std::int64_t rollouts = 0, tokens = 0;  // tokens: of responses, one log-prob each
   std::int64_t logical_rows = 0, physical_rows = 0;
-  double seconds = 0;  // of the forward passes
+  double seconds = 0;  // of the forward passes, the critic's too
 };
 
 struct ScoredRollouts {
@@ -25,11 +25,15 @@ struct ScoredRollouts {
   double seconds = 0;  // plan and forward passes
 };
 
-// Log-probs and entropies of the rollouts under `decoder`, whose rotary tables must cover them.
+// Log-probs and entropies of the rollouts under `decoder`, whose rotary tables must cover them. `counts` (may be null)
+// gets the choices of its routers: ScoredChoices::counts, of these rollouts in this order. Then every row runs a last
+// block of experts.
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                              const MachineProfile& machine, Arena& arena, Progress& progress);
+                              const MachineProfile& machine, Arena& arena, Progress& progress,
+                              moe::LoadAccounting* counts = nullptr);
 
-// Writes the records of --rollouts to --out, in input order, with the field that --as names.
+// Writes the records of --rollouts to --out, in input order, with the field that --as names; with --critic and --values
+// the critic's `values` too.
 ScoreReport score(const Options& options, Progress& progress);
 
 }  // namespace espalier

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "espalier/phase/step_run.h"
+#include "espalier/phase/language_head.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

@@ -5,13 +5,39 @@ namespace {
 
 Json peaks_json(const PhasePeaks& peaks) { return {{"A", peaks.a}, {"B", peaks.b}, {"C", peaks.c}}; }
 
-Json profile_json(const StepProfile& profile) {
+// A layer that was not counted is null.
+Json router_json(const RouterReport& router) {
+  Json load = Json::array();
+  for (const auto& layer : router.load) load.push_back(layer.empty() ? Json() : Json(layer));
+  return {{"counts", router.counts}, {"load", load}};
+}
+
+Json rows_json(const PassReport& pass) {
+  return {{"logical", pass.plan.logical_rows},
+          {"physical", pass.trunk_rows + pass.wave_rows},
+          {"trunk", pass.trunk_rows},
+          {"wave", pass.wave_rows}};
+}
+
+Json seconds_json(const StepSeconds& seconds) {
+  return {{"total", seconds.total},        {"plan", seconds.plan},
+          {"counting", seconds.counting},  {"trunk_forward", seconds.phases.trunk_forward},
+          {"waves", seconds.phases.waves}, {"trunk_backward", seconds.phases.trunk_backward},
+          {"optimizer", seconds.optimizer}};
+}
+
+Json critic_json(const CriticReport& critic) {
   Json out;
-  for (const auto& [name, seconds] : profile.seconds) out["seconds"][name] = seconds;
-  out["read_seconds"] = profile.read;
-  out["product_flops_per_second"] = profile.product_flops_per_second;
-  out["measured_flops_per_second"] = profile.measured_flops_per_second;
-  out["product_rate_share"] = profile.product_rate_share();
+  out["loss"] = critic.loss.loss;
+  out["clip_fraction"] = critic.loss.clip_fraction;
+  out["grad_norm"] = critic.update.grad_norm;
+  out["lr"] = critic.update.lr;
+  out["values_mean"] = critic.loss.values_mean;
+  out["rows"] = rows_json(critic);
+  out["schedule"] = schedule_name(critic.plan);
+  out["seconds"] = seconds_json(critic.seconds);
+  out["seconds"]["values"] = critic.values_seconds;  // of the forward pass before; not in total
+  out["arena_bytes"] = peaks_json(critic.arena_bytes);
   return out;
 }
 
@@ -21,6 +47,16 @@ std::string schedule_name(const StepPlan& plan) {
   for (const TreePlan& tree : plan.trees)
     if (tree.schedule != plan.trees.front().schedule) return "mixed";
   return plan.trees.empty() ? "dense" : name_of(plan.trees.front().schedule);
+}
+
+Json profile_json(const StepProfile& profile) {
+  Json out;
+  for (const auto& [name, seconds] : profile.seconds) out["seconds"][name] = seconds;
+  out["read_seconds"] = profile.read;
+  out["product_flops_per_second"] = profile.product_flops_per_second;
+  out["measured_flops_per_second"] = profile.measured_flops_per_second;
+  out["product_rate_share"] = profile.product_rate_share();
+  return out;
 }
 
 Json step_json(const StepReport& step) {
@@ -38,20 +74,15 @@ Json step_json(const StepReport& step) {
   out["grad_norm"] = step.update.grad_norm;
   out["lr"] = step.update.lr;
   out["schedule"] = schedule_name(g.plan);
-  out["rows"] = {{"logical", g.plan.logical_rows},
-                 {"physical", g.trunk_rows + g.wave_rows},
-                 {"trunk", g.trunk_rows},
-                 {"wave", g.wave_rows}};
+  out["rows"] = rows_json(g);
   out["trunk_forwards"] = g.trunk_forwards;
-  if (!g.router.load.empty()) out["router"] = {{"counting_pass", g.router.counting_pass}, {"load", g.router.load}};
+  if (!g.router.load.empty()) out["router"] = router_json(g.router);
   out["waves"] = g.plan.waves;
-  out["seconds"] = {{"total", g.seconds.total},        {"plan", g.seconds.plan},
-                    {"counting", g.seconds.counting},  {"trunk_forward", g.seconds.phases.trunk_forward},
-                    {"waves", g.seconds.phases.waves}, {"trunk_backward", g.seconds.phases.trunk_backward},
-                    {"optimizer", g.seconds.optimizer}};
+  out["seconds"] = seconds_json(g.seconds);
   out["peak_bytes"] = peaks_json(g.peak_bytes);
   out["arena_bytes"] = peaks_json(g.arena_bytes);
   out["predicted"] = {{"seconds", g.plan.chosen.seconds}, {"peak_bytes", peaks_json(g.plan.chosen.bytes)}};
+  if (step.critic) out["critic"] = critic_json(*step.critic);
   if (g.profile) out["profile"] = profile_json(*g.profile);
   return out;
 }

@@ -12,6 +12,7 @@ namespace espalier {
 // The schedule of a plan's trees by name; "mixed" where they differ.
 std::string schedule_name(const StepPlan& plan);
 
+Json profile_json(const StepProfile& profile);
 Json step_json(const StepReport& step);
 
 }  // namespace espalier

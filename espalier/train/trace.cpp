@@ -9,11 +9,10 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/options/options_json.h"
+#include "espalier/train/trained_model.h"
 
 namespace espalier {
 namespace {
-
-DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 [[noreturn]] void refuse(const std::string& where, const std::string& expected, const std::string& got) {
   throw InputError({where, expected, got, "a trace is what `train --record` writes"});

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <optional>
 #include <utility>
 
@@ -10,24 +11,33 @@
 #include "espalier/base/mutation.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/checkpoint/run_state.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
+#include "espalier/train/trained_model.h"
+#include "espalier/train/values_file.h"
 
 namespace espalier {
 namespace {
-
-DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 // The directory that weights and other files come from: --model, else the one that is continued.
 std::string source_of(const Options& options) {
   if (!options.model.empty()) return options.model;
   if (!options.resume.empty()) return options.resume;
   throw OptionError({"--model", "a Hugging Face model directory", "nothing", "give --model DIR"});
+}
+
+std::string critic_folder(const std::string& directory) {
+  return (std::filesystem::path(directory) / "critic").string();
+}
+
+// The critic's: --critic, else that of the directory that is continued; empty: there is none.
+std::string critic_source_of(const Options& options) {
+  if (!options.critic.empty() || options.resume.empty()) return options.critic;
+  const std::string former = critic_folder(options.resume);
+  return std::filesystem::exists(former) ? former : "";
 }
 
 std::int64_t tokens_of(const MiniBatch& batch) {
@@ -47,6 +57,7 @@ class Training {
         actor_(*model_, options, machine_profile(options, progress)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options)) {
     model_->decoder.reserve_positions(data_.longest());
+    if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
     if (!options.resume.empty()) resume();
   }
 
@@ -58,6 +69,7 @@ class Training {
                          text_of(end), "raise --steps or --epochs, or give other --rollouts"});
     if (!options_.record.empty())
       recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
+    if (!data_.has_steps()) prepare(0, progress_);
     std::int64_t all_tokens = 0, tokens_done = 0;
     for (std::int64_t at = position_; at < end; ++at)
       all_tokens += tokens_of(data_.mini_batch(at % data_.mini_batches()));
@@ -66,12 +78,13 @@ class Training {
       const bool last = position_ + 1 == end;
       const std::int64_t index = position_ % data_.mini_batches();
       const bool all_logprobs = last && !options_.logprobs.empty();
+      NoProgress silent;  // a part of the task that is shown
+      prepare(index, silent);
       const MiniBatch batch = data_.mini_batch(index);
       const std::int64_t tokens = tokens_of(batch);
-      actor_.on_share = [&](double share) {
+      StepReport report = step(batch, all_logprobs, [&](double share) {
         progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
-      };
-      StepReport report = run_step(actor_, optimizer_, batch, all_logprobs);
+      });
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report);
@@ -84,18 +97,17 @@ class Training {
   void write() {
     std::optional<AtomicDirectory> out;
     if (!options_.out.empty()) out.emplace(options_.out);
-    if (!options_.gradients.empty())
-      write_named_tensors(options_.gradients, model_->table, accumulator_of(model_->dtype),
-                          actor_.gradients.flat().data_ptr());
+    if (!options_.gradients.empty()) write_gradients();
     if (!options_.logprobs.empty()) write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
     if (recorder_) recorder_->finish();
     if (!out) return;
     progress_.begin("saving", 0, "bytes");
-    const DType saved = options_.save_dtype == "source" ? model_->shape.stored_dtype : parse_dtype(options_.save_dtype);
-    write_model_directory(out->path(), model_->source, model_->table, accumulator_of(model_->dtype),
-                          optimizer_.masters().data_ptr(), saved);
-    save_run_state(out->path(), state(), model_->table, optimizer_.masters().data_ptr(),
-                   optimizer_.exp_avg().data_ptr(), optimizer_.exp_avg_sq().data_ptr());
+    save_trained_model(out->path(), *model_, optimizer_, state(), options_.save_dtype);
+    if (critic_) {
+      const std::filesystem::path folder = critic_folder(out->path().string());
+      save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
+      if (!data_.has_steps()) save_values(folder, data_.values());
+    }
     out->commit();
     progress_.end();
   }
@@ -103,42 +115,73 @@ class Training {
  private:
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(read_for_model(options_.rollouts, model_->shape.vocabulary, progress), options_);
+    TrainingData data(read_for_model(options_.rollouts, model_->shape, progress), options_,
+                      !critic_source_of(options_).empty());
     read_seconds_ = timer.total();
     return data;
   }
 
-  // Masters, moments and position of a former run. The position holds for the same rollouts only; on others the
-  // optimizer continues and the data starts at its beginning.
+  // Masters, moments and position of a former run, the critic's too. The position holds for the same rollouts only; on
+  // others the optimizers continue and the data starts at its beginning.
   void resume() {
-    at::Tensor first = optimizer_.exp_avg(), second = optimizer_.exp_avg_sq();
-    if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
-    const RunState former =
-        load_run_state(options_.resume, fingerprint_of(model_->shape), model_->table, accumulator_of(model_->dtype),
-                       optimizer_.masters().data_ptr(), first.data_ptr(), second.data_ptr());
-    if (ESPALIER_MUTATION(masters_rounded_after_resume))
-      optimizer_.masters().copy_(optimizer_.masters().to(at::kBFloat16));
-    if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer_.set_steps_done(former.step);
-    if (model_->dtype == DType::bfloat16) model_->weights.copy_(optimizer_.masters());
+    const RunState former = continue_trained_model(options_.resume, *model_, optimizer_);
+    if (critic_) continue_trained_model(critic_folder(options_.resume), critic_->model(), critic_->optimizer());
     const Json extra = Json::parse(former.extra);
     const bool same = extra.value("rollouts", "") == data_.fingerprint();
     if (same && !ESPALIER_MUTATION(position_lost_after_resume))
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
     else
       progress_.note("--resume: other rollouts than before, so they are read from their beginning");
+    if (same && critic_ && !data_.has_steps() && !data_.restore_values(load_values(critic_folder(options_.resume))))
+      throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of them",
+                        "The checkpoint is damaged; continue from another one"});
+  }
+
+  void load_critic_of(const std::string& directory, const MachineProfile& machine) {
+    critic_.emplace(load_critic(directory, options_, model_->shape, progress_), options_, machine, actor_.arena);
+    critic_->model().decoder.reserve_positions(data_.longest());
+    critic_->optimizer();
+    actor_.has_optimizer = true;
+    actor_.beside_bytes = critic_->learner().held_bytes();
+    critic_->learner().beside_bytes = actor_.held_bytes();
+  }
+
+  void prepare(std::int64_t index, Progress& progress) {
+    if (critic_)
+      data_.prepare(index, [&](std::span<const Rollout> rollouts) { return critic_->values_of(rollouts, progress); });
+  }
+
+  // The critic first, as in verl: its values and targets are older than both updates.
+  StepReport step(const MiniBatch& batch, bool all_logprobs, const std::function<void(double share)>& on_share) {
+    const double before = critic_ ? 0.5 : 0;  // of the step's rows
+    actor_.on_share = [&](double share) { on_share(before + share * (1 - before)); };
+    std::optional<CriticReport> report;
+    if (critic_) {
+      critic_->learner().on_share = [&](double share) { on_share(before * share); };
+      report = critic_->update(batch);
+    }
+    StepReport out = run_step(actor_, optimizer_, batch, all_logprobs);
+    out.critic = std::move(report);
+    return out;
+  }
+
+  void write_gradients() {
+    const DType sums = accumulator_of(model_->dtype);
+    const NamedTensors actor{"", model_->table, actor_.gradients.flat().data_ptr()};
+    if (critic_)
+      write_named_tensors(options_.gradients,
+                          {actor, {"critic.", critic_->model().table, critic_->gradients().flat().data_ptr()}}, sums);
+    else
+      write_named_tensors(options_.gradients, {actor}, sums);
   }
 
   RunState state() const {
     RunState state;
-    state.step = optimizer_.steps_done();
     state.epoch = position_ / data_.mini_batches();
     state.mini_batch = position_ % data_.mini_batches();
     state.random_state = std::to_string(options_.seed);
     state.options = options_to_json(options_, 't').dump();
     state.extra = Json{{"rollouts", data_.fingerprint()}}.dump();
-    state.model = fingerprint_of(model_->shape);
-    state.dtype = model_->dtype;
-    state.accumulators = accumulator_of(model_->dtype);
     return state;
   }
 
@@ -149,6 +192,7 @@ class Training {
   TrainingData data_;
   Actor actor_;
   AdamW optimizer_;
+  std::optional<Critic> critic_;
   std::optional<TraceRecorder> recorder_;
   std::int64_t position_ = 0;  // mini-batches of this data that were trained on, over all epochs
   std::vector<RolloutSeries> last_;

@@ -6,6 +6,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/value_loss.h"
+#include "espalier/plan/route_fit.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/reader.h"
 
@@ -41,7 +43,8 @@ std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollo
 
 }  // namespace
 
-TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options) {
+TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
+    : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
   rollouts_.reserve(rollouts.size());
   begins_.push_back(0);
@@ -49,13 +52,56 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
     for (const std::int64_t index : batch) rollouts_.push_back(std::move(rollouts[static_cast<std::size_t>(index)]));
     begins_.push_back(rollouts_.size());
   }
-  advantages_ = advantages_of(rollouts_, begins_, options);
+  if (!with_critic) {
+    advantages_ = advantages_of(rollouts_, begins_, options);
+    return;
+  }
+  advantages_.resize(rollouts_.size()), targets_.resize(rollouts_.size());
+  for (const Rollout& rollout : rollouts_)
+    values_are_recorded_.push_back(rollout.values.size() == rollout.response_ids.size());
+}
+
+void TrainingData::prepare(std::int64_t index, const ValueFunction& values_of) {
+  if (!has_steps() && prepared_) return;
+  prepared_ = true;
+  const std::size_t begin = has_steps() ? begins_.at(static_cast<std::size_t>(index)) : 0;
+  const std::size_t end = has_steps() ? begins_.at(static_cast<std::size_t>(index) + 1) : rollouts_.size();
+  const std::span<Rollout> unit(rollouts_.data() + begin, end - begin);
+  const auto recorded = std::span(values_are_recorded_).subspan(begin, unit.size());
+  if (std::ranges::find(recorded, 0) != recorded.end()) {
+    std::vector<std::vector<double>> values = values_of(unit);
+    for (std::size_t i = 0; i < unit.size(); ++i)
+      if (!recorded[i]) unit[i].values = std::move(values[i]);
+  }
+  std::ranges::move(compute_advantages(unit, options_), advantages_.begin() + static_cast<std::ptrdiff_t>(begin));
+  std::ranges::move(compute_value_targets(unit, options_), targets_.begin() + static_cast<std::ptrdiff_t>(begin));
+}
+
+std::vector<double> TrainingData::values() const {
+  std::vector<double> out;
+  for (const Rollout& rollout : rollouts_) out.insert(out.end(), rollout.values.begin(), rollout.values.end());
+  return out;
+}
+
+bool TrainingData::restore_values(std::span<const double> values) {
+  std::size_t tokens = 0;
+  for (const Rollout& rollout : rollouts_) tokens += rollout.response_ids.size();
+  if (tokens != values.size()) return false;
+  auto next = values.begin();
+  for (Rollout& rollout : rollouts_) {
+    const auto last = next + rollout.response_length();
+    rollout.values.assign(next, last);
+    next = last;
+  }
+  std::ranges::fill(values_are_recorded_, 1);
+  return true;
 }
 
 MiniBatch TrainingData::mini_batch(std::int64_t index) const {
   const std::size_t begin = begins_.at(static_cast<std::size_t>(index));
   const std::size_t count = begins_.at(static_cast<std::size_t>(index) + 1) - begin;
-  return {std::span(rollouts_).subspan(begin, count), std::span(advantages_).subspan(begin, count)};
+  const auto targets = targets_.empty() ? std::span(targets_) : std::span(targets_).subspan(begin, count);
+  return {std::span(rollouts_).subspan(begin, count), std::span(advantages_).subspan(begin, count), targets};
 }
 
 std::int32_t TrainingData::longest() const {
@@ -69,13 +115,14 @@ std::string TrainingData::fingerprint() const {
   for (const Rollout& rollout : rollouts_) {
     fingerprint.add(rollout.prompt_ids);
     fingerprint.add(rollout.response_ids);
+    for (const std::uint16_t expert : rollout.routes.ids) fingerprint.add(expert);
   }
   return fingerprint.text();
 }
 
-std::vector<Rollout> read_for_model(const std::string& path, std::int64_t vocabulary, Progress& progress) {
+std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& shape, Progress& progress) {
   ReadOptions options;
-  options.vocabulary = vocabulary;
+  options.vocabulary = shape.vocabulary;
   bool begun = false;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) progress.begin("reading rollouts", total, "bytes");
@@ -85,6 +132,8 @@ std::vector<Rollout> read_for_model(const std::string& path, std::int64_t vocabu
   RolloutFile file = read_rollouts({path}, options);
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
+  fit_routes(file.rollouts, shape);
+  if (const std::string note = routes_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);
 }
 

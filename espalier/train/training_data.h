@@ -2,42 +2,62 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/plan/model_shape.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
 
 struct MiniBatch {
   std::span<const Rollout> rollouts;
-  std::span<const std::vector<double>> advantages;  // one series per rollout
+  std::span<const std::vector<double>> advantages;    // one series per rollout
+  std::span<const std::vector<double>> targets = {};  // of the critic's values; empty without a critic
 };
+
+// Values of all response tokens under the critic as it is now.
+using ValueFunction = std::function<std::vector<std::vector<double>>(std::span<const Rollout>)>;
 
 class TrainingData {
  public:
-  // Advantages are computed over the whole file, or over the records of one `step`, before mini-batches are cut.
-  TrainingData(std::vector<Rollout> rollouts, const Options& options);
+  // Advantages are computed over the whole file, or over the records of one `step`, before mini-batches are cut; with a
+  // critic that is done by prepare().
+  TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic = false);
+
+  // With a critic, before mini_batch(index) is trained on: gives rollouts without recorded `values` the critic's, then
+  // computes advantages and targets. Where records have steps, those of the step, every time; else those of the whole
+  // file, the first time: they hold for all its epochs.
+  void prepare(std::int64_t index, const ValueFunction& values_of);
 
   std::int64_t mini_batches() const { return static_cast<std::int64_t>(begins_.size()) - 1; }
   MiniBatch mini_batch(std::int64_t index) const;
   const std::vector<Rollout>& rollouts() const { return rollouts_; }  // in mini-batch order; `index` has the file's
   std::int32_t longest() const;                                       // tokens of the longest rollout
+  bool has_steps() const { return !rollouts_.empty() && rollouts_.front().step.has_value(); }
+
+  // Values of the whole file end to end, for a run that goes on with them; and their way back.
+  std::vector<double> values() const;
+  bool restore_values(std::span<const double> values);  // false, and nothing done: not as many as response tokens
 
   // Tells one file's tokens and order from another's, so that a resumed run knows whether its position still means
   // anything.
   std::string fingerprint() const;
 
  private:
+  Options options_;
   std::vector<Rollout> rollouts_;
-  std::vector<std::vector<double>> advantages_;
+  std::vector<std::vector<double>> advantages_, targets_;
+  std::vector<std::uint8_t> values_are_recorded_;  // with a critic, one per rollout
   std::vector<std::size_t> begins_;
+  bool prepared_ = false;
 };
 
-// Reads --rollouts, checking ids against the vocabulary; remarks go to progress.
-std::vector<Rollout> read_for_model(const std::string& path, std::int64_t vocabulary, Progress& progress);
+// Reads --rollouts, checking ids and recorded experts against the model; remarks go to progress.
+std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& shape, Progress& progress);
 
 }  // namespace espalier

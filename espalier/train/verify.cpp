@@ -5,12 +5,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <optional>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/model/dispatch.h"
-#include "espalier/objective/objective.h"
 #include "espalier/train/machine.h"
-#include "espalier/train/step.h"
+#include "espalier/train/planning.h"
+#include "espalier/train/verified_step.h"
 
 namespace espalier {
 namespace {
@@ -19,32 +22,13 @@ constexpr double kFloat64Relative = 1e-10;  // required of every gradient in flo
 constexpr double kFloorMultiple = 2;
 constexpr double kDeviations = 3;  // of a sum of independent errors: passed by chance once in 400 sums
 
-// What one run gives, copied out of the actor, in double and in the order of the file.
-struct Outcome {
-  at::Tensor gradient;                                   // flat
-  std::vector<std::vector<double>> logprobs, entropies;  // by position in the mini-batch
-  double loss = 0;
-  StepPlan plan;
-};
-
-Outcome run(Actor& actor, const MiniBatch& batch, const Options& options) {
-  actor.options = options;
-  GradientReport report = compute_gradient(actor, batch, true);
-  Outcome out{actor.gradients.flat().to(at::kDouble, false, true), {}, {}, report.loss.loss, std::move(report.plan)};
-  for (RolloutSeries& series : report.series) {
-    out.logprobs.push_back(std::move(series.logprob));
-    out.entropies.push_back(std::move(series.entropy));
-  }
-  return out;
-}
-
-Outcome run_reversed(Actor& actor, const MiniBatch& batch, Options options) {
+StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& batch, Options options) {
   const std::vector<Rollout> rollouts(batch.rollouts.rbegin(), batch.rollouts.rend());
-  const std::vector<std::vector<double>> advantages(batch.advantages.rbegin(), batch.advantages.rend());
+  const TokenSeries advantages(batch.advantages.rbegin(), batch.advantages.rend());
+  const TokenSeries targets(batch.targets.rbegin(), batch.targets.rend());
   options.token_budget = 1;  // a dense wave holds whole rollouts: one each
-  Outcome out = run(actor, {rollouts, advantages}, options);
-  std::ranges::reverse(out.logprobs);
-  std::ranges::reverse(out.entropies);
+  StepOutcome out = step.run({rollouts, advantages, targets}, options);
+  for (TokenSeries& series : out.series) std::ranges::reverse(series);
   return out;
 }
 
@@ -59,7 +43,7 @@ double relative_distance(const at::Tensor& x, const at::Tensor& dense, double sm
   return length(x - dense) / std::max(length(dense), smallest_norm);
 }
 
-double largest_difference(const std::vector<std::vector<double>>& a, const std::vector<std::vector<double>>& b) {
+double largest_difference(const TokenSeries& a, const TokenSeries& b) {
   double largest = 0;
   for (std::size_t i = 0; i < a.size(); ++i)
     for (std::size_t t = 0; t < a[i].size(); ++t) {
@@ -71,18 +55,15 @@ double largest_difference(const std::vector<std::vector<double>>& a, const std::
 
 // The loss is one sum over tokens, whose errors cancel more in one run than in the next: the difference of two dense
 // runs is a single draw and may be near zero. Its floor is the deviation of such a sum: kDeviations times
-// sqrt(sum over tokens of (dL/dlogprob * difference of the log-probs)^2 + the same of the entropies).
-double loss_floor(const MiniBatch& batch, const Options& options, const Outcome& dense, const Outcome& other) {
-  Objective objective(batch.rollouts, batch.advantages, options);
+// sqrt(sum over tokens of (dL/dlogprob * difference of the log-probs)^2 + the same of the entropies); of a critic, of
+// the values.
+double loss_floor(const std::vector<TokenSeries>& slopes, const StepOutcome& dense, const StepOutcome& other) {
   double variance = 0;
-  for (std::size_t i = 0; i < batch.rollouts.size(); ++i) {
-    std::vector<double> by_logprob(dense.logprobs[i].size()), by_entropy(by_logprob.size());
-    objective.add_rollout(static_cast<std::int32_t>(i), dense.logprobs[i], dense.entropies[i], by_logprob, by_entropy);
-    for (std::size_t t = 0; t < by_logprob.size(); ++t) {
-      if (by_logprob[t] != 0) variance += std::pow(by_logprob[t] * (other.logprobs[i][t] - dense.logprobs[i][t]), 2);
-      if (by_entropy[t] != 0) variance += std::pow(by_entropy[t] * (other.entropies[i][t] - dense.entropies[i][t]), 2);
-    }
-  }
+  for (std::size_t s = 0; s < slopes.size(); ++s)
+    for (std::size_t i = 0; i < slopes[s].size(); ++i)
+      for (std::size_t t = 0; t < slopes[s][i].size(); ++t)
+        if (slopes[s][i][t] != 0)
+          variance += std::pow(slopes[s][i][t] * (other.series[s][i][t] - dense.series[s][i][t]), 2);
   return kDeviations * std::sqrt(variance);
 }
 
@@ -118,58 +99,64 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
 
 class Verification {
  public:
-  Verification(Actor& actor, const MiniBatch& batch, const Options& options)
-      : actor_(actor), batch_(batch), options_(options) {
+  Verification(VerifiedStep& step, const MiniBatch& batch, const Options& options)
+      : step_(step), model_(step.learner().model), batch_(batch), options_(options) {
     options_.schedule = "dense";
-    dense_ = run(actor, batch, options_);
-    smallest_norm_ = length(dense_.gradient) * (actor.model.dtype == DType::float64 ? 1e-16 : 1e-8);
-    verdict_.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
-    verdict_.logical_rows = dense_.plan.logical_rows;
-    verdict_.loss_dense = verdict_.loss_shared = dense_.loss;
-    for (const Parameter& parameter : actor.model.table.parameters())
-      verdict_.parameters.push_back({parameter.name, {}, 1});
-    raise_floors(run_reversed(actor, batch, options_));
+    dense_ = step.run(batch, options_);
+    slopes_ = step.slopes(batch, options_, dense_);
+    smallest_norm_ = length(dense_.gradient) * (model_.dtype == DType::float64 ? 1e-16 : 1e-8);
+    loss_dense = loss_shared = dense_.loss;
+    for (const Parameter& parameter : model_.table.parameters()) parameters.push_back({parameter.name, {}, 1});
+    raise_floors(run_reversed(step, batch, options_));
   }
 
-  // Takes a float64 run of the same step into the floors.
-  void raise_floors(const Outcome& other) {
-    const auto& parameters = actor_.model.table.parameters();
-    for (std::size_t p = 0; p < parameters.size(); ++p)
-      raise(verdict_.parameters[p].distance,
-            relative_distance(slice(other.gradient, parameters[p]), slice(dense_.gradient, parameters[p]),
-                              smallest_norm_),
+  // Takes another dense run of the same step into the floors.
+  void raise_floors(const StepOutcome& other) {
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      const Parameter& parameter = model_.table.parameters()[p];
+      raise(parameters[p].distance,
+            relative_distance(slice(other.gradient, parameter), slice(dense_.gradient, parameter), smallest_norm_),
             kFloat64Relative);
-    raise(verdict_.logprob, largest_difference(other.logprobs, dense_.logprobs), kFloat64Relative);
-    raise(verdict_.loss, std::max(std::abs(other.loss - dense_.loss), loss_floor(batch_, options_, dense_, other)),
+    }
+    raise(series, largest_difference(other.series[0], dense_.series[0]), kFloat64Relative);
+    raise(loss, std::max(std::abs(other.loss - dense_.loss), loss_floor(slopes_, dense_, other)),
           kFloat64Relative * std::max(1.0, std::abs(dense_.loss)));
-    raise(verdict_.optimizer, largest_move_difference(other.gradient), 0);
+    raise(optimizer, largest_move_difference(other.gradient), 0);
   }
 
   void check(const Variant& variant) {
-    const Outcome shared = run(actor_, batch_, variant.options);
+    Options options = options_;
+    options.schedule = variant.options.schedule, options.token_budget = variant.options.token_budget;
+    options.trunk_state = variant.options.trunk_state;
+    const StepOutcome shared = step_.run(batch_, options);
     ScheduleCheck schedule{variant.name, shared.plan.physical_rows(), shared.plan.trunks, shared.plan.waves, 0};
-    const auto& parameters = actor_.model.table.parameters();
     for (std::size_t p = 0; p < parameters.size(); ++p) {
-      const at::Tensor a = slice(shared.gradient, parameters[p]), b = slice(dense_.gradient, parameters[p]);
-      ParameterCheck& check = verdict_.parameters[p];
-      take(check.distance, relative_distance(a, b, smallest_norm_), schedule);
+      const Parameter& parameter = model_.table.parameters()[p];
+      const at::Tensor a = slice(shared.gradient, parameter), b = slice(dense_.gradient, parameter);
+      take(parameters[p].distance, relative_distance(a, b, smallest_norm_), schedule);
       const double product = length(a) * length(b);
-      if (product > 0) check.cosine = std::min(check.cosine, at::dot(a, b).item<double>() / product);
+      if (product > 0) parameters[p].cosine = std::min(parameters[p].cosine, at::dot(a, b).item<double>() / product);
     }
-    take(verdict_.logprob, largest_difference(shared.logprobs, dense_.logprobs), schedule);
+    take(series, largest_difference(shared.series[0], dense_.series[0]), schedule);
     const double loss_error = std::abs(shared.loss - dense_.loss);
-    if (!(loss_error <= verdict_.loss.error)) verdict_.loss_shared = shared.loss;
-    take(verdict_.loss, loss_error, schedule);
-    verdict_.optimizer.error = std::max(verdict_.optimizer.error, largest_move_difference(shared.gradient));
-    verdict_.schedules.push_back(std::move(schedule));
+    if (!(loss_error <= loss.error)) loss_shared = shared.loss;
+    take(loss, loss_error, schedule);
+    optimizer.error = std::max(optimizer.error, largest_move_difference(shared.gradient));
+    schedules.push_back(std::move(schedule));
   }
 
-  Verdict& verdict() { return verdict_; }
+  std::int64_t logical_rows() const { return dense_.plan.logical_rows; }
+
+  // The verdict so far; meanings as in Verdict. `series`: log-probs, or values.
+  std::vector<ParameterCheck> parameters;
+  std::vector<ScheduleCheck> schedules;
+  Distance series, loss, optimizer;
+  double loss_dense = 0, loss_shared = 0;
 
  private:
   void raise(Distance& distance, double floor, double float64_allowed) const {
     distance.floor = std::max(distance.floor, floor);
-    distance.allowed = actor_.model.dtype == DType::float64 ? float64_allowed : kFloorMultiple * distance.floor;
+    distance.allowed = model_.dtype == DType::float64 ? float64_allowed : kFloorMultiple * distance.floor;
   }
 
   static void take(Distance& distance, double error, ScheduleCheck& schedule) {
@@ -183,37 +170,80 @@ class Verification {
     return (weights_after(gradient) - weights_after(dense_.gradient)).abs().max().item<double>();
   }
   at::Tensor weights_after(const at::Tensor& gradient) const {
-    const at::Tensor weights = actor_.gradients.flat().dtype() == at::kDouble
-                                   ? actor_.model.weights.to(at::kDouble, false, true)
-                                   : actor_.model.weights.to(at::kFloat, false, true);
+    const at::Tensor weights = step_.learner().gradients.flat().dtype() == at::kDouble
+                                   ? model_.weights.to(at::kDouble, false, true)
+                                   : model_.weights.to(at::kFloat, false, true);
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
-    AdamW(actor_.model.table, weights, settings).step(gradient.to(weights.scalar_type()));
+    AdamW(model_.table, weights, settings).step(gradient.to(weights.scalar_type()));
     return weights.to(at::kDouble);
   }
 
-  Actor& actor_;
+  VerifiedStep& step_;
+  const ModelState& model_;
   MiniBatch batch_;
   Options options_;
-  Outcome dense_;
+  StepOutcome dense_;
+  std::vector<TokenSeries> slopes_;
   double smallest_norm_ = 0;
-  Verdict verdict_;
 };
 
-// The same step in float64, dense.
-Outcome float64_outcome(const Options& options, const MiniBatch& batch, std::int32_t longest) {
+// The same step in float64, dense: the actor's, or the critic's.
+StepOutcome float64_outcome(const Options& options, const MiniBatch& batch, std::int32_t longest, bool critic) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
+  const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
+  if (critic) {
+    Arena arena(arena_limit(exact));
+    Critic value_model(
+        load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent), exact,
+        machine, arena);
+    value_model.model().decoder.reserve_positions(longest);
+    return CriticStep(value_model).run(batch, exact);
+  }
   const auto model = load_model(options.model, DType::float64, silent);
   model->decoder.reserve_positions(longest);
-  Actor actor(*model, exact, default_profile(options.device, DType::float64, at::get_num_threads()));
-  return run(actor, batch, exact);
+  Actor actor(*model, exact, machine);
+  return ActorStep(actor).run(batch, exact);
+}
+
+// Dense in two orders, below float64 in float64, and every variant; a run more is reported to `progress` as it ends.
+Verification verified(VerifiedStep& step, const MiniBatch& batch, const Options& options, std::int32_t longest,
+                      bool critic, const std::function<void(std::int64_t runs)>& ran) {
+  Verification verification(step, batch, options);
+  ran(2);
+  if (step.learner().model.dtype != DType::float64) {
+    verification.raise_floors(float64_outcome(options, batch, longest, critic));
+    ran(1);
+  }
+  for (const Variant& variant : variants_of(options, longest)) {
+    verification.check(variant);
+    ran(1);
+  }
+  return verification;
+}
+
+void add_critic(Verdict& verdict, Verification&& critic) {
+  for (ParameterCheck& parameter : critic.parameters) {
+    parameter.name = "critic." + parameter.name;
+    verdict.parameters.push_back(std::move(parameter));
+  }
+  for (ScheduleCheck& schedule : critic.schedules) {
+    schedule.name = "critic: " + schedule.name;
+    verdict.schedules.push_back(std::move(schedule));
+  }
+  verdict.critic = {critic.series, critic.loss, critic.loss_dense, critic.loss_shared};
+  verdict.optimizer.error = std::max(verdict.optimizer.error, critic.optimizer.error);
+  verdict.optimizer.floor = std::max(verdict.optimizer.floor, critic.optimizer.floor);
 }
 
 }  // namespace
 
-bool Verdict::pass() const { return worst().distance.ratio() <= 1 && logprob.ratio() <= 1 && loss.ratio() <= 1; }
+bool Verdict::pass() const {
+  const bool critic_passes = !critic || (critic->values.ratio() <= 1 && critic->loss.ratio() <= 1);
+  return worst().distance.ratio() <= 1 && logprob.ratio() <= 1 && loss.ratio() <= 1 && critic_passes;
+}
 
 const ParameterCheck& Verdict::worst() const {
   return *std::ranges::max_element(parameters, {}, [](const ParameterCheck& p) { return p.distance.ratio(); });
@@ -221,25 +251,42 @@ const ParameterCheck& Verdict::worst() const {
 
 Verdict verify(const Options& options, Progress& progress) {
   const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
-  const TrainingData data(read_for_model(options.rollouts, model->shape.vocabulary, progress), options);
-  model->decoder.reserve_positions(data.longest());
-  const MiniBatch batch = data.mini_batch(0);
+  const bool with_critic = !options.critic.empty();
+  TrainingData data(read_for_model(options.rollouts, model->shape, progress), options, with_critic);
+  const std::int32_t longest = data.longest();
+  model->decoder.reserve_positions(longest);
   Actor actor(*model, options, machine_profile(options, progress));
-  const std::vector<Variant> variants = variants_of(options, data.longest());
+  std::optional<Critic> critic;
+  if (with_critic) {
+    critic.emplace(load_critic(options.critic, options, model->shape, progress), options, actor.machine, actor.arena);
+    critic->model().decoder.reserve_positions(longest);
+    actor.beside_bytes = critic->learner().held_bytes();
+    critic->learner().beside_bytes = actor.held_bytes();
+    data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });
+  }
+  const MiniBatch batch = data.mini_batch(0);
 
   const bool exact = model->dtype == DType::float64;
-  std::int64_t runs = exact ? 2 : 3;  // dense in two orders, and in float64
-  progress.begin("verifying", runs + static_cast<std::int64_t>(variants.size()), "runs");
-  Verification verification(actor, batch, options);
-  progress.advance_to(2);
-  if (!exact) verification.raise_floors(float64_outcome(options, batch, data.longest()));
-  progress.advance_to(runs);
-  for (const Variant& variant : variants) {
-    verification.check(variant);
-    progress.advance_to(++runs);
+  const auto runs = static_cast<std::int64_t>(variants_of(options, longest).size()) + (exact ? 2 : 3);
+  progress.begin("verifying", runs * (with_critic ? 2 : 1), "runs");
+  std::int64_t done = 0;
+  const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
+  ActorStep actor_step(actor);
+  Verification of_actor = verified(actor_step, batch, options, longest, false, ran);
+  Verdict verdict;
+  verdict.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
+  verdict.logical_rows = of_actor.logical_rows();
+  verdict.parameters = std::move(of_actor.parameters);
+  verdict.schedules = std::move(of_actor.schedules);
+  verdict.logprob = of_actor.series, verdict.loss = of_actor.loss, verdict.optimizer = of_actor.optimizer;
+  verdict.loss_dense = of_actor.loss_dense, verdict.loss_shared = of_actor.loss_shared;
+  if (critic) {
+    CriticStep critic_step(*critic);
+    const Options critic_options = critic->learner().options;
+    add_critic(verdict, verified(critic_step, batch, critic_options, longest, true, ran));
   }
   progress.end();
-  return std::move(verification.verdict());
+  return verdict;
 }
 
 }  // namespace espalier

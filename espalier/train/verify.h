@@ -6,6 +6,7 @@
 // docs/architecture.md, proof).
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,12 +42,21 @@ struct Verdict {
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
   Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged
 
+  // With --critic its step is compared too: parameters and schedules are in the lists above, named "critic. ...".
+  struct CriticPart {
+    Distance values;  // as logprob
+    Distance loss;
+    double loss_dense = 0, loss_shared = 0;
+  };
+  std::optional<CriticPart> critic;
+
   bool pass() const;
   const ParameterCheck& worst() const;
 };
 
-// The first mini-batch of --rollouts. With --schedule auto every schedule is checked, with both trunk states and, where
-// no --token-budget is given, also with waves a third as long as the longest rollout.
+// The first mini-batch of --rollouts; with --critic, the actor's step and the critic's. With --schedule auto every
+// schedule is checked, with both trunk states and, where no --token-budget is given, also with waves a third as long as
+// the longest rollout.
 Verdict verify(const Options& options, Progress& progress);
 
 }  // namespace espalier

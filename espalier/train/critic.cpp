@@ -1,0 +1,89 @@
+#include "espalier/train/critic.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "espalier/base/error.h"
+#include "espalier/phase/critic_head.h"
+
+namespace espalier {
+namespace {
+
+Options critic_options(Options options) {
+  options.lr = options.critic_lr;
+  return options;
+}
+
+}  // namespace
+
+Critic::Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine, Arena& arena)
+    : model_(std::move(model)), learner_(*model_, critic_options(options), machine, arena) {
+  ESPALIER_INTERNAL(model_->shape.value_head, model_->shape.architecture, " without a value head as a critic");
+}
+
+AdamW& Critic::optimizer() {
+  if (!optimizer_) optimizer_.emplace(model_->table, model_->weights, AdamWSettings::from(learner_.options));
+  learner_.has_optimizer = true;
+  return *optimizer_;
+}
+
+TokenSeries Critic::values_of(std::span<const Rollout> rollouts, Progress& progress) {
+  const std::int64_t beside =
+      learner_.beside_bytes + learner_.held_bytes() - static_cast<std::int64_t>(model_->weights.nbytes());
+  ScoredValues scored =
+      score_values(model_->decoder, rollouts, learner_.options, learner_.machine, learner_.arena, beside, progress);
+  values_seconds_ += scored.report.seconds;
+  return std::move(scored.values);
+}
+
+CriticReport Critic::compute_gradient(const MiniBatch& batch, bool all_tokens) {
+  Timer timer;
+  CriticReport report;
+  ValueObjective objective(batch.rollouts, batch.targets, learner_.options);
+  CriticHead head(model_->decoder, batch.rollouts, &objective, &learner_.gradients);
+  run_gradient_pass(learner_, batch.rollouts, head, nullptr, all_tokens, timer, report);
+  report.loss = objective.parts();
+  report.values = std::move(head.values());
+  return report;
+}
+
+CriticReport Critic::update(const MiniBatch& batch) {
+  AdamW& adamw = optimizer();
+  CriticReport report = compute_gradient(batch, false);
+  const Timer timer;
+  report.update = adamw.step(learner_.gradients.flat());
+  ++model_->updates;
+  report.step = adamw.steps_done();
+  report.values_seconds = std::exchange(values_seconds_, 0.0);
+  report.seconds.optimizer = timer.total();
+  report.seconds.total += report.seconds.optimizer;
+  return report;
+}
+
+std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
+                                        const ModelShape& actor, Progress& progress) {
+  auto model =
+      load_value_model(directory, parse_dtype(options.dtype), static_cast<std::uint64_t>(options.seed), progress);
+  if (model->shape.vocabulary != actor.vocabulary)
+    throw InputError({directory.string(), text_of("a critic with the model's vocabulary of ", actor.vocabulary),
+                      text_of("a vocabulary of ", model->shape.vocabulary),
+                      "Actor and critic read the same token ids: give a critic with the same tokenizer"});
+  return model;
+}
+
+ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
+                          const MachineProfile& machine, Arena& arena, std::int64_t beside_bytes, Progress& progress) {
+  CriticHead head(decoder, rollouts);
+  const ForwardReport report = run_forward_pass({.decoder = decoder,
+                                                 .rollouts = rollouts,
+                                                 .options = options,
+                                                 .machine = machine,
+                                                 .arena = arena,
+                                                 .progress = progress,
+                                                 .task = "values",
+                                                 .beside_bytes = beside_bytes},
+                                                head);
+  return {std::move(head.values()), report};
+}
+
+}  // namespace espalier

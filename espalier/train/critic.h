@@ -1,0 +1,75 @@
+// PPO's critic: a decoder with one number a row, trained on the same rollouts through the same plans as the actor.
+//
+// In a step the critic moves first, as in verl: values (once, before the first update on a batch), advantages and
+// targets from them (train/training_data.h), then for every mini-batch update() and the actor's run_step. Actor and
+// critic take turns, so one arena serves both.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "espalier/objective/value_loss.h"
+#include "espalier/observe/arena.h"
+#include "espalier/observe/progress.h"
+#include "espalier/optimizer/adamw.h"
+#include "espalier/train/pass.h"
+#include "espalier/train/training_data.h"
+
+namespace espalier {
+
+using TokenSeries = std::vector<std::vector<double>>;  // one series per rollout, one number per response token
+
+struct CriticReport : PassReport {
+  ValueLossParts loss;
+  TokenSeries values;         // NaN where none was asked for
+  AdamW::Update update;       // by update() alone, like the next two
+  std::int64_t step = 0;      // from 1
+  double values_seconds = 0;  // of values_of since the update before
+};
+
+class Critic {
+ public:
+  // `model` has a value head. --critic-lr is the learning rate; router losses are the actor's alone. `arena` must
+  // outlive the critic.
+  Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine, Arena& arena);
+
+  // Values of all response tokens, masked ones too: forward only, what is shared is run once.
+  TokenSeries values_of(std::span<const Rollout> rollouts, Progress& progress);
+
+  // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards batch.targets.
+  CriticReport compute_gradient(const MiniBatch& batch, bool all_tokens);
+  // compute_gradient and one AdamW update, clipped on its own.
+  CriticReport update(const MiniBatch& batch);
+
+  ModelState& model() { return *model_; }
+  const GradientSet& gradients() const { return learner_.gradients; }
+  Learner& learner() { return learner_; }
+  AdamW& optimizer();  // made when first asked for
+
+ private:
+  std::unique_ptr<ModelState> model_;
+  Learner learner_;
+  std::optional<AdamW> optimizer_;
+  double values_seconds_ = 0;  // of values_of since the last update
+};
+
+// The critic of --critic: a token classifier with one label, or a language model, whose blocks are taken and which gets
+// a value head from --seed (a note says so). Errors: as read_critic_shape and load_parameters; InputError for another
+// vocabulary than the actor's.
+std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
+                                        const ModelShape& actor, Progress& progress);
+
+// values_of without a critic in training.
+struct ScoredValues {
+  TokenSeries values;
+  ForwardReport report;
+};
+ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
+                          const MachineProfile& machine, Arena& arena, std::int64_t beside_bytes, Progress& progress);
+
+}  // namespace espalier

@@ -1,0 +1,83 @@
+// One walk over a plan: forward only, or with gradients. The same for an actor and for a critic; what differs is the
+// head on top of the decoder (phase/head.h).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "espalier/gradient/gradient_set.h"
+#include "espalier/observe/arena.h"
+#include "espalier/observe/progress.h"
+#include "espalier/observe/timer.h"
+#include "espalier/options/options.h"
+#include "espalier/phase/step_run.h"
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/step_plan.h"
+#include "espalier/train/model_state.h"
+#include "espalier/train/router_step.h"
+#include "espalier/train/step_profile.h"
+
+namespace espalier {
+
+// A model that is trained: what its steps work on and what outlives them. Learners whose steps take turns may share one
+// arena.
+struct Learner {
+  Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
+          Arena& step_arena);
+
+  // Weights and gradients, and the optimizer's state where there is one.
+  std::int64_t held_bytes() const;
+
+  ModelState& model;
+  Options options;
+  MachineProfile machine;
+  GradientSet gradients;
+  Arena& arena;
+  bool has_optimizer = false;                       // its state is held beside all this; an update says so
+  std::int64_t beside_bytes = 0;                    // held_bytes of the process's other models, for the planner
+  std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
+};
+
+struct StepSeconds {
+  double total = 0, plan = 0, counting = 0, optimizer = 0;
+  PhaseSeconds phases;
+};
+
+struct PassReport {
+  StepPlan plan;
+  std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
+  PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
+  PhasePeaks arena_bytes;  // measured: the high-water marks alone
+  StepSeconds seconds;
+  std::optional<StepProfile> profile;  // with --profile
+};
+
+// Overwrites learner.gradients with the gradient of what the head computes. `routers` may be null. `all_tokens`: the
+// head scores masked tokens too. `timer` began where the report's seconds begin.
+void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
+                       bool all_tokens, Timer& timer, PassReport& report);
+
+struct ForwardPass {
+  const Decoder& decoder;  // its rotary tables must cover the rollouts
+  std::span<const Rollout> rollouts;
+  const Options& options;
+  const MachineProfile& machine;
+  Arena& arena;
+  Progress& progress;
+  std::string_view task;                  // what progress calls it
+  std::int64_t beside_bytes = 0;          // held besides these weights
+  moe::LoadAccounting* counts = nullptr;  // gets the choices of the routers; may be null
+};
+
+struct ForwardReport {
+  std::int64_t logical_rows = 0, physical_rows = 0;
+  double seconds = 0;  // plan and forward passes
+};
+
+// All response tokens, masked ones too.
+ForwardReport run_forward_pass(const ForwardPass& pass, Head& head);
+
+}  // namespace espalier

@@ -1,0 +1,38 @@
+#include "espalier/train/trained_model.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "espalier/base/mutation.h"
+#include "espalier/checkpoint/model_directory.h"
+
+namespace espalier {
+
+DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
+void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
+                        RunState state, const std::string& save_dtype) {
+  const DType saved = save_dtype == "source" ? model.shape.stored_dtype : parse_dtype(save_dtype);
+  state.step = optimizer.steps_done();
+  state.model = fingerprint_of(model.shape);
+  state.dtype = model.dtype;
+  state.accumulators = accumulator_of(model.dtype);
+  write_model_directory(directory, model.source, model.table, state.accumulators, optimizer.masters().data_ptr(),
+                        saved);
+  save_run_state(directory, state, model.table, optimizer.masters().data_ptr(), optimizer.exp_avg().data_ptr(),
+                 optimizer.exp_avg_sq().data_ptr());
+}
+
+RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
+  at::Tensor first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
+  if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
+  RunState former = load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype),
+                                   optimizer.masters().data_ptr(), first.data_ptr(), second.data_ptr());
+  if (ESPALIER_MUTATION(masters_rounded_after_resume)) optimizer.masters().copy_(optimizer.masters().to(at::kBFloat16));
+  if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer.set_steps_done(former.step);
+  if (model.dtype == DType::bfloat16) model.weights.copy_(optimizer.masters());
+  return former;
+}
+
+}  // namespace espalier

@@ -1,0 +1,26 @@
+// A model in training on disk: a Hugging Face directory, and beside its weights, in espalier/, masters, moments and
+// position.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "espalier/checkpoint/run_state.h"
+#include "espalier/optimizer/adamw.h"
+#include "espalier/train/model_state.h"
+
+namespace espalier {
+
+// The dtype of masters, moments and gradients.
+DType accumulator_of(DType dtype);
+
+// Fills a directory, usually AtomicDirectory::path(). What `state` says of step, model and number formats is set here.
+// `save_dtype`: of the weights; "source": as the source stores them.
+void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
+                        RunState state, const std::string& save_dtype);
+
+// Overwrites masters, moments, the optimizer's step and the weights with those of a directory that save_trained_model
+// filled. Errors: as load_run_state.
+RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer);
+
+}  // namespace espalier

@@ -1,0 +1,53 @@
+#include "espalier/train/verified_step.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace espalier {
+
+StepOutcome VerifiedStep::outcome(PassReport& report, double loss) {
+  return {learner().gradients.flat().to(at::kDouble, false, true), {}, loss, std::move(report.plan)};
+}
+
+StepOutcome ActorStep::run(const MiniBatch& batch, const Options& options) {
+  actor_.options = options;
+  GradientReport report = compute_gradient(actor_, batch, true);
+  StepOutcome out = outcome(report, report.loss.loss);
+  out.series.resize(2);
+  for (RolloutSeries& series : report.series) {
+    out.series[0].push_back(std::move(series.logprob));
+    out.series[1].push_back(std::move(series.entropy));
+  }
+  return out;
+}
+
+std::vector<TokenSeries> ActorStep::slopes(const MiniBatch& batch, const Options& options,
+                                           const StepOutcome& at) const {
+  Objective objective(batch.rollouts, batch.advantages, options);
+  std::vector<TokenSeries> slopes = at.series;
+  for (std::size_t i = 0; i < batch.rollouts.size(); ++i)
+    objective.add_rollout(static_cast<std::int32_t>(i), at.series[0][i], at.series[1][i], slopes[0][i], slopes[1][i]);
+  return slopes;
+}
+
+StepOutcome CriticStep::run(const MiniBatch& batch, const Options& options) {
+  critic_.learner().options = options;
+  CriticReport report = critic_.compute_gradient(batch, true);
+  StepOutcome out = outcome(report, report.loss.loss);
+  out.series.push_back(std::move(report.values));
+  return out;
+}
+
+std::vector<TokenSeries> CriticStep::slopes(const MiniBatch& batch, const Options& options,
+                                            const StepOutcome& at) const {
+  ValueObjective objective(batch.rollouts, batch.targets, options);
+  std::vector<TokenSeries> slopes = at.series;
+  for (std::size_t i = 0; i < slopes[0].size(); ++i)
+    for (std::size_t t = 0; t < slopes[0][i].size(); ++t)
+      slopes[0][i][t] =
+          objective.add_token(static_cast<std::int32_t>(i), static_cast<std::int32_t>(t), at.series[0][i][t]);
+  return slopes;
+}
+
+}  // namespace espalier
