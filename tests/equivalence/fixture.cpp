@@ -17,8 +17,10 @@ void add_experts(ModelShape& shape, const std::string& family) {
   shape.expert_layer = {1, 1, 1};
   if (family == "qwen3-moe-plain") shape.norm_topk_prob = false;
   if (family == "qwen3-moe-sparse") shape.expert_layer = {0, 1, 0};  // decoder_sparse_step 2: a dense last layer
+  if (family == "qwen3-moe-late") shape.expert_layer = {0, 1, 1};
   if (family == "qwen3-moe-one") shape.experts = 2, shape.experts_per_token = 1, shape.norm_topk_prob = false;
   if (family == "qwen3-moe-all") shape.experts = shape.experts_per_token = 4;
+  if (family == "qwen3-moe-128") shape.experts = 128, shape.experts_per_token = 8, shape.expert_inner = 4;
   if (family == "qwen3-moe-many") shape.experts = 16, shape.experts_per_token = 4;
 }
 
@@ -53,8 +55,19 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   return shape;
 }
 
-std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed) {
-  ModelShape shape = tiny_shape(family);
+namespace {
+
+ModelShape with_head(ModelShape shape, bool critic) {
+  if (critic) shape.value_head = true, shape.tied_head = false;
+  return shape;
+}
+
+}  // namespace
+
+ModelShape shape_of(const Case& c) { return with_head(tiny_shape(c.family), c.critic); }
+
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic) {
+  ModelShape shape = with_head(tiny_shape(family), critic);
   shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
   auto exact = random_model(shape, DType::float64, seed);
   Random random(seed, 99);
@@ -84,8 +97,11 @@ struct Prepared {
 };
 
 Prepared prepare(const Case& c, DType dtype) {
-  auto model = tiny_model(c.family, dtype, c.seed);
-  TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
+  auto model = tiny_model(c.family, dtype, c.seed, c.critic);
+  std::vector<Rollout> rollouts = make_rollouts(c.rollouts, c.seed);
+  if (c.edit) c.edit(rollouts, *model);
+  TrainingData data(std::move(rollouts), c.options, c.critic);
+  if (c.critic) data.prepare(0, {});
   model->decoder.reserve_positions(data.longest());
   return {std::move(model), std::move(data)};
 }
@@ -96,8 +112,17 @@ Outcome run_case(const Case& c, DType dtype) {
   Prepared prepared = prepare(c, dtype);
   Options options = c.options;
   options.dtype = name_of(dtype);
-  Actor actor(*prepared.model, options, default_profile("cpu", dtype, 2));
   Outcome run;
+  if (c.critic) {
+    Arena arena(std::int64_t{1} << 30);
+    Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, 2), arena);
+    run.critic = critic.compute_gradient(prepared.data.mini_batch(0), true);
+    static_cast<PassReport&>(run.report) = run.critic;
+    run.gradient = critic.gradients().flat().to(at::kDouble, false, true);
+    run.loss = run.critic.loss.loss;
+    return run;
+  }
+  Actor actor(*prepared.model, options, default_profile("cpu", dtype, 2));
   run.report = compute_gradient(actor, prepared.data.mini_batch(0), true);
   run.gradient = actor.gradients.flat().to(at::kDouble, false, true);
   run.loss = run.report.loss.loss;
@@ -107,14 +132,16 @@ Outcome run_case(const Case& c, DType dtype) {
 OracleResult run_oracle(const Case& c, DType dtype) {
   const Prepared prepared = prepare(c, dtype);
   const MiniBatch batch = prepared.data.mini_batch(0);
-  OracleResult result = oracle(prepared.model->shape, prepared.model->table, prepared.model->weights, batch.rollouts,
-                               batch.advantages, c.options);
+  const ModelState& model = *prepared.model;
+  OracleResult result =
+      c.critic ? value_oracle(model.shape, model.table, model.weights, batch.rollouts, batch.targets, c.options)
+               : oracle(model.shape, model.table, model.weights, batch.rollouts, batch.advantages, c.options);
   result.gradient = result.gradient.to(at::kDouble);
   return result;
 }
 
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {
-  const ParameterTable table(tiny_shape(c.family));
+  const ParameterTable table(shape_of(c));
   Worst worst;
   // A parameter whose true gradient vanishes is compared with what rounding leaves of the whole gradient.
   const double smallest = 1e-16 * reference.norm().item<double>();

@@ -1,10 +1,12 @@
 // Tiny models of every family with random weights, and one gradient of a batch under given options.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "espalier/train/critic.h"
 #include "espalier/train/step.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/support/oracle.h"
@@ -13,13 +15,14 @@ namespace espalier::testing {
 
 // "llama" (rope scaling, untied), "llama-bias" (all biases, tied), "qwen2" (q, k, v biases, untied), "qwen3" (QK-norm,
 // tied, head size that is not width / heads), "qwen3-moe" (QK-norm, untied, 8 experts, 2 a token, in every layer) and
-// its variants "-plain" (weights not renormalised), "-sparse" (experts in every second layer), "-one" (one of 2),
+// its variants "-plain" (weights not renormalised), "-sparse" (experts in every second layer), "-late" (a dense first
+// layer), "-one" (one of 2),
 // "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses experts 0 and 1, nobody the
-// others).
+// others), "-128" (8 of 128, narrow).
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
-std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed);
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false);
 
 // Options whose machine profile and arena are those of a test.
 Options test_options();
@@ -29,10 +32,15 @@ struct Case {
   Options options = test_options();
   RolloutOptions rollouts;
   std::uint64_t seed = 1;
+  bool critic = false;  // the gradient is that of a critic with the family's blocks; needs rollouts with values
+  std::function<void(std::vector<Rollout>&, const ModelState&)> edit = {};  // of the generated rollouts; may be empty
 };
 
+ModelShape shape_of(const Case& c);
+
 struct Outcome {
-  GradientReport report;
+  GradientReport report;  // of a critic: the pass alone
+  CriticReport critic;
   at::Tensor gradient;  // flat, float64
   double loss = 0;
 };

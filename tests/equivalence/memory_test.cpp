@@ -10,8 +10,9 @@ namespace {
 
 void expect_predicted(const Case& c, DType dtype) {
   const GradientReport report = run_case(c, dtype).report;
-  const ModelShape shape = tiny_shape(c.family);
-  const StepKind kind{true, false, c.options.policy_loss == "gspo"};
+  const ModelShape shape = shape_of(c);
+  const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
+  const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_routed = routers};
   const ActivationBytes bytes(shape, dtype, kind);
   const std::int64_t constant = bytes.constant() + bytes.scratch(report.plan.max_rows);
   const PhasePeaks &predicted = report.plan.chosen.bytes, &taken = report.arena_bytes;
@@ -42,6 +43,19 @@ TEST(Memory, TheArenaTakesWhatWasPredictedOnEveryPlan) {
       }
 }
 
+// A critic's head takes nothing, and a row has one value whatever temperatures meet in it.
+TEST(Memory, ACriticTakesWhatWasPredicted) {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed)
+    for (const Plan& plan : all_plans({0, 4, 17}))
+      for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+        SCOPED_TRACE(text_of("seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
+        Case c = with(drawn(seed), plan);
+        c.critic = c.rollouts.values = true;
+        c.rollouts.temperature_low = 0.5;
+        expect_predicted(c, dtype);
+      }
+}
+
 TEST(Memory, LossesOfWholeRolloutsKeepTheHeadForTheBackward) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed)
     for (const Plan& plan : all_plans({0, 9})) {
@@ -50,6 +64,28 @@ TEST(Memory, LossesOfWholeRolloutsKeepTheHeadForTheBackward) {
       c.options.policy_loss = "gspo";
       expect_predicted(c, DType::float32);
     }
+}
+
+// Whatever the routing: an expert's scratch is that of all rows. A router loss takes all rows through a last layer of
+// experts.
+TEST(Memory, ExpertLayersTakeWhatWasPredicted) {
+  struct Routers {
+    double aux, z;
+    const char* scope;
+  };
+  std::uint64_t seed = 0;
+  for (const char* family : {"qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-many", "qwen3-moe-ties"})
+    for (const Routers& routers : {Routers{0, 0, "rollout"}, {0.1, 0, "rollout"}, {0.1, 0.1, "minibatch"}})
+      for (const Plan& plan : all_plans({0, 9}))
+        for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+          Case c = with(drawn(1 + ++seed % 11), plan);
+          c.family = family;
+          c.options.router_aux_loss_coef = routers.aux, c.options.router_z_loss_coef = routers.z;
+          c.options.router_aux_loss_scope = routers.scope;
+          SCOPED_TRACE(
+              text_of(family, ", aux ", routers.aux, ", seed ", c.seed, ", ", plan.name, ", ", name_of(dtype)));
+          expect_predicted(c, dtype);
+        }
 }
 
 TEST(Memory, Bfloat16RoundsWeightGradientsInATensorOfTheirOwn) {

@@ -9,21 +9,24 @@
 namespace espalier::testing {
 namespace {
 
-TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
-  for (const char* family : {"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"}) {
-    const auto model = tiny_model(family, DType::float64, 5);
+void expect_gradient_is_slope(const std::vector<const char*>& families, bool critic) {
+  for (const char* family : families) {
+    const auto model = tiny_model(family, DType::float64, 5, critic);
     RolloutOptions rollout_options;
     rollout_options.groups = 2;
     rollout_options.policy = PolicyAge::near_old;
+    rollout_options.values = critic;
     Options options = test_options();
     options.kl_loss_coef = 0.1, options.entropy_coeff = 0.01;
-    const TrainingData data(make_rollouts(rollout_options, 5), options);
+    TrainingData data(make_rollouts(rollout_options, 5), options, critic);
+    if (critic) data.prepare(0, {});
     const MiniBatch batch = data.mini_batch(0);
-    auto loss_at = [&](const at::Tensor& weights) {
-      return oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, options).loss;
+    const auto at_weights = [&](const at::Tensor& weights) {
+      return critic ? value_oracle(model->shape, model->table, weights, batch.rollouts, batch.targets, options)
+                    : oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, options);
     };
-    const at::Tensor gradient =
-        oracle(model->shape, model->table, model->weights, batch.rollouts, batch.advantages, options).gradient;
+    const auto loss_at = [&](const at::Tensor& weights) { return at_weights(weights).loss; };
+    const at::Tensor gradient = at_weights(model->weights).gradient;
     Random random(7);
     for (const Parameter& p : model->table.parameters()) {
       const auto expert = p.name.find(".experts.");  // two of the eight: they are alike
@@ -39,6 +42,13 @@ TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
     }
   }
 }
+
+TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
+  expect_gradient_is_slope({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"}, false);
+}
+
+// Its blocks are those of above.
+TEST(Oracle, GradientOfACriticIsTheSlopeOfItsLoss) { expect_gradient_is_slope({"llama-bias"}, true); }
 
 }  // namespace
 }  // namespace espalier::testing

@@ -22,12 +22,18 @@ void expect_series_near(const Outcome& run, const OracleResult& expected) {
       ASSERT_NEAR(series.entropy[t], expected.entropies[i][t], 1e-11) << "rollout " << i << ", token " << t;
     }
   }
+  for (std::size_t i = 0; i < expected.values.size(); ++i) {
+    ASSERT_EQ(run.critic.values[i].size(), expected.values[i].size());
+    for (std::size_t t = 0; t < expected.values[i].size(); ++t)
+      ASSERT_NEAR(run.critic.values[i][t], expected.values[i][t], 1e-11) << "rollout " << i << ", token " << t;
+  }
 }
 
 void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets) {
   const OracleResult expected = run_oracle(c);
   for (const Plan& plan : all_plans(budgets)) {
-    SCOPED_TRACE(plan.name + ", " + c.family + ", " + c.options.policy_loss + ", seed " + std::to_string(c.seed));
+    SCOPED_TRACE(plan.name + ", " + c.family + (c.critic ? ", critic" : ", " + c.options.policy_loss) + ", seed " +
+                 std::to_string(c.seed));
     const Outcome run = run_case(with(c, plan));
     validate(run.report.plan, TrainingData(make_rollouts(c.rollouts, c.seed), c.options).mini_batch(0).rollouts);
     const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
@@ -50,6 +56,16 @@ RolloutOptions ragged() {
   return options;
 }
 
+// The same rollouts for a critic: with values, and with returns in every second record.
+Case as_critic(Case c) {
+  c.critic = c.rollouts.values = true;
+  c.options.gamma = 0.9, c.options.lam = 0.8;
+  c.edit = [](std::vector<Rollout>& rollouts, const ModelState&) {
+    for (std::size_t i = 0; i < rollouts.size(); i += 2) rollouts[i].returns.clear();
+  };
+  return c;
+}
+
 class Families : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(Families, EveryPlanEqualsAutograd) {
@@ -58,10 +74,19 @@ TEST_P(Families, EveryPlanEqualsAutograd) {
   c.rollouts = ragged();
   for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
 }
+
+TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged();
+  c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;  // which are the policy's alone
+  c = as_critic(c);
+  for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
+}
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
-                                           "qwen3-moe-sparse", "qwen3-moe-one", "qwen3-moe-all", "qwen3-moe-many",
-                                           "qwen3-moe-ties"),
+                                           "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
+                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::erase(name, '-');
@@ -98,6 +123,21 @@ INSTANTIATE_TEST_SUITE_P(Objectives, Losses,
                                            Loss{"sapo", "", "none", 0.1, 0}, Loss{"gpg", "token-sum", "none", 0, 0},
                                            Loss{"reinforce", "seq-mean-token-mean", "sequence", 0.01, 0}));
 
+TEST(ValueLosses, EveryAggregationOnEveryPlanEqualsAutograd) {
+  Case c;
+  c.rollouts = ragged();
+  c = as_critic(c);
+  c.options.policy_loss = "gspo";  // its default aggregation is not the critic's
+  c.options.cliprange_value = 0.2;
+  c.seed = 61;
+  for (const char* mode :
+       {"", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"}) {
+    c.options.loss_agg_mode = mode;
+    expect_all_plans(c, {0, 9});
+    EXPECT_GT(run_case(c).critic.loss.clip_fraction, 0);
+  }
+}
+
 // The generator's own choice of everything; a failing seed is printed by SCOPED_TRACE.
 TEST(Generated, EveryPlanEqualsAutograd) {
   const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"};
@@ -109,18 +149,16 @@ TEST(Generated, EveryPlanEqualsAutograd) {
     c.rollouts.vocabulary = 50;
     c.rollouts.rewards = true;
     expect_all_plans(c, {0, static_cast<std::int64_t>(1 + seed % 13)});
+    if (seed % 2 == 0) expect_all_plans(as_critic(c), {0, static_cast<std::int64_t>(1 + seed % 13)});
   }
 }
 
 // In float32 a plan may be twice as far from the float64 truth as the dense plan is.
-TEST(Float32, EveryPlanIsAsExactAsDense) {
-  Case c;
-  c.rollouts = ragged();
+void expect_float32_as_exact_as_dense(Case c) {
   for (c.seed = 21; c.seed <= 24; ++c.seed) {
     const at::Tensor truth = run_oracle(c).gradient;
     Case dense = with(c, {"dense", "dense", 0, "auto"});
     const at::Tensor dense_gradient = run_case(dense, DType::float32).gradient;
-    const ParameterTable table(tiny_shape(c.family));
     for (const Plan& plan : all_plans({0, 1, 7})) {
       SCOPED_TRACE(plan.name + ", seed " + std::to_string(c.seed));
       const at::Tensor gradient = run_case(with(c, plan), DType::float32).gradient;
@@ -132,8 +170,24 @@ TEST(Float32, EveryPlanIsAsExactAsDense) {
   }
 }
 
-TEST(Bfloat16, PhasedIsAsExactAsDense) {
+TEST(Float32, EveryPlanIsAsExactAsDense) {
   Case c;
+  c.rollouts = ragged();
+  expect_float32_as_exact_as_dense(c);
+}
+
+TEST(Float32, EveryPlanOfACriticIsAsExactAsDense) {
+  Case c;
+  c.rollouts = ragged();
+  expect_float32_as_exact_as_dense(as_critic(c));
+}
+
+class Bfloat16 : public ::testing::TestWithParam<const char*> {};
+
+// A choice that flips because of rounding is an error of dense's own kind and size.
+TEST_P(Bfloat16, PhasedIsAsExactAsDense) {
+  Case c;
+  c.family = GetParam();
   c.rollouts = ragged();
   c.rollouts.policy = PolicyAge::none;  // ratios of 1: clipping cannot flip on rounded log-probs
   for (c.seed = 31; c.seed <= 33; ++c.seed) {
@@ -146,6 +200,13 @@ TEST(Bfloat16, PhasedIsAsExactAsDense) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Models, Bfloat16, ::testing::Values("qwen3", "qwen3-moe", "qwen3-moe-128"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::erase(name, '-');
+                           return name;
+                         });
 
 }  // namespace
 }  // namespace espalier::testing

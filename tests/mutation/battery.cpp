@@ -95,6 +95,21 @@ Reference routers(const std::string& family, const std::string& scope) {
   return r;
 }
 
+Reference critic() {
+  Reference r;
+  r.c.family = "qwen3", r.c.seed = 46, r.c.critic = true;
+  r.c.rollouts = ragged();
+  r.c.rollouts.values = true;
+  // Recorded returns are near the values; those of the reward are beyond the clip too.
+  r.c.edit = [](std::vector<Rollout>& rollouts, const ModelState&) {
+    for (std::size_t i = 0; i < rollouts.size(); i += 2) rollouts[i].returns.clear();
+  };
+  r.plans = {{"dense", "dense", 0, "auto"},
+             {"packed, 7 rows a wave", "packed", 7, "auto"},
+             {"phased, recompute, 7 rows a wave", "phased", 7, "recompute"}};
+  return r;
+}
+
 Reference with_reference(Reference r) {
   r.expected = run_oracle(r.c);
   const TrainingData data(make_rollouts(r.c.rollouts, r.c.seed), r.c.options);
@@ -103,15 +118,21 @@ Reference with_reference(Reference r) {
   return r;
 }
 
-double farthest(const std::vector<std::vector<double>>& expected, const std::vector<RolloutSeries>& series,
-                std::vector<double> RolloutSeries::*member) {
+double farthest(const std::vector<std::vector<double>>& expected, const std::vector<std::vector<double>>& found) {
   double largest = 0;
   for (std::size_t i = 0; i < expected.size(); ++i)
     for (std::size_t t = 0; t < expected[i].size(); ++t) {
-      const double difference = std::abs((series.at(i).*member).at(t) - expected[i][t]);
+      const double difference = std::abs(found.at(i).at(t) - expected[i][t]);
       if (!(difference <= largest)) largest = std::isnan(difference) ? HUGE_VAL : difference;
     }
   return largest;
+}
+
+double farthest(const std::vector<std::vector<double>>& expected, const std::vector<RolloutSeries>& series,
+                std::vector<double> RolloutSeries::*member) {
+  std::vector<std::vector<double>> found;
+  for (const RolloutSeries& rollout : series) found.push_back(rollout.*member);
+  return farthest(expected, found);
 }
 
 void check_plan(const Reference& reference, const Plan& plan, Findings& findings) {
@@ -126,6 +147,8 @@ void check_plan(const Reference& reference, const Plan& plan, Findings& findings
   const double entropy = farthest(expected.entropies, run.report.series, &RolloutSeries::entropy);
   if (!(std::max(logprob, entropy) <= kSeries))
     findings.add("log-probs", text_of(plan.name, ": off by ", logprob, ", entropies by ", entropy));
+  const double value = farthest(expected.values, run.critic.values);
+  if (!(value <= kSeries)) findings.add("values", text_of(plan.name, ": off by ", value));
   const double loss = std::abs(run.loss - expected.loss);
   if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss))))
     findings.add("loss", text_of(plan.name, ": off by ", loss));
@@ -149,6 +172,7 @@ void check_verify(const fs::path& folder, const std::string& policy_loss, Findin
   Options options = test_options();
   options.model = folder / "model", options.rollouts = folder / "rollouts.jsonl";
   options.dtype = "float64", options.policy_loss = policy_loss;
+  if (policy_loss != "gspo") options.critic = folder / "model";
   if (policy_loss == "gspo") options.schedule = "phased", options.token_budget = 7;
   NoProgress progress;
   const Verdict verdict = verify(options, progress);
@@ -200,6 +224,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   ::setenv("XDG_CACHE_HOME", "/dev/null", 1);
   prepared_->references.push_back(with_reference(token_loss()));
   prepared_->references.push_back(with_reference(sequence_loss()));
+  prepared_->references.push_back(with_reference(critic()));
   prepared_->references.push_back(with_reference(routers("qwen3-moe", "rollout")));
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   const fs::path& folder = prepared_->folder.path();

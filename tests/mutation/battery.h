@@ -1,7 +1,7 @@
 // The comparisons that every deliberate fault has to face: the suites' own, on few and small cases.
 //
 //   plan         every rollout's rows and edges once (plan/step_plan.h: validate)
-//   autograd     log-probs, loss and gradients of shared plans against torch autograd on a plain forward
+//   autograd     log-probs or values, loss and gradients of shared plans against torch autograd on a plain forward
 //   repetition   the same step twice on one actor: the same bits
 //   verify       the program's own comparison of shared with dense, from files
 //   adamw        the optimizer against a plain double loop

@@ -54,6 +54,12 @@ const std::vector<Fault>& all_faults() {
       {"per_wave_denominator", "the loss is averaged over a wave's rollouts, not over the mini-batch's"},
       {"kl_sign", "the KL penalty's log-ratio has the wrong sign", kDenseToo},
       {"advantages_from_minibatch", "rewards are whitened over a mini-batch, not over the file", kDenseToo},
+      // The critic.
+      {"value_after_its_token", "a token's value is that of its own row, not of the row before it", kDenseToo},
+      {"value_of_the_fork_lost", "the repeated last prompt token of a wave gives no values"},
+      {"value_of_one_rollout", "of the rollouts that share a value one moves it"},
+      {"value_clip_ignored", "values may move as far as they like", kDenseToo},
+      {"returns_not_detached", "the return moves with the value, so that the advantage alone is left", kDenseToo},
       // The optimizer and its continuation.
       {"clip_factor_ignored", "the gradient's norm is not clipped", kDenseToo},
       {"bias_correction_off_by_one", "bias corrections are those of the next step", kDenseToo},

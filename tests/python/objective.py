@@ -8,7 +8,7 @@ import torch
 DEFAULTS = {
     "adv-estimator": "grpo", "policy-loss": "vanilla", "clip-ratio-low": 0.2, "clip-ratio-high": 0.2, "clip-ratio-c": 3.0,
     "loss-agg-mode": None, "loss-scale-factor": 0.0, "kl-loss-coef": 0.0, "kl-loss-type": "low_var_kl",
-    "entropy-coeff": 0.0, "rollout-is": "none", "rollout-is-threshold": 2.0, "gamma": 1.0,
+    "entropy-coeff": 0.0, "rollout-is": "none", "rollout-is-threshold": 2.0, "gamma": 1.0, "lam": 1.0, "cliprange-value": 0.5,
 }
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
 
@@ -36,9 +36,32 @@ def whiten(series, masks):
     return [[(x - mean) / math.sqrt(variance + 1e-8) for x in xs] for xs in series]
 
 
+def gae(records, options):
+    """Advantages before whitening and returns, masked tokens carried over as verl does."""
+    gamma, lam = options["gamma"], options["lam"]
+    advantages, returns = [], []
+    for record in records:
+        mask, values = record["loss_mask"], record["values"]
+        rewards = [0.0] * len(mask)
+        if any(mask):
+            rewards[max(t for t, m in enumerate(mask) if m)] = record["reward"]
+        own, following, last = [0.0] * len(mask), 0.0, 0.0
+        for t in reversed(range(len(mask))):
+            delta = rewards[t] + gamma * following - values[t]
+            estimate = delta + gamma * lam * last
+            following = values[t] * mask[t] + (1 - mask[t]) * following
+            last = estimate * mask[t] + (1 - mask[t]) * last
+            own[t] = last
+        advantages.append(own)
+        returns.append([a + v for a, v in zip(own, values)])
+    return advantages, returns
+
+
 def advantages(records, options):
     """One advantage per response token, over the whole file."""
     estimator, gamma = options["adv-estimator"], options["gamma"]
+    if estimator == "gae":
+        return whiten(gae(records, options)[0], [r["loss_mask"] for r in records])
     if estimator == "given" or any("advantage" in r for r in records):
         given = [r["advantage"] for r in records]
         return [a if isinstance(a, list) else [a] * len(r["response_ids"]) for a, r in zip(given, records)]
@@ -173,3 +196,16 @@ def loss(records, logprobs, entropies, advantage_series, options):
         parts["kl_loss"] = aggregate(penalty, masks, lengths, options)
         total = total + options["kl-loss-coef"] * parts["kl_loss"]
     return total, parts
+
+
+def value_loss(records, predicted, returns, options):
+    """verl's compute_value_loss of a mini-batch; `predicted`: 1-D tensors."""
+    squares, masks, lengths = [], [], []
+    for record, value, target in zip(records, predicted, returns, strict=True):
+        series = lambda numbers: torch.tensor(numbers, dtype=value.dtype)
+        old, clip = series(record["values"]), options["cliprange-value"]
+        clipped = torch.maximum(torch.minimum(value, old + clip), old - clip)
+        squares.append(torch.maximum((value - series(target)) ** 2, (clipped - series(target)) ** 2))
+        masks.append(series(record["loss_mask"]))
+        lengths.append(len(record["response_ids"]))
+    return 0.5 * aggregate(squares, masks, lengths, options)

@@ -83,9 +83,9 @@ def by_expert(tensors):
     return out
 
 
-def load_model(directory, dtype):
+def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")
     if dtype == torch.float64:
@@ -129,6 +129,27 @@ def gradients(model, records, advantage_series, options):
     found = by_expert({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
     series = [x.detach().tolist() for x in logprobs], [x.detach().tolist() for x in entropies]
     return float(loss.detach()), {k: float(v.detach()) for k, v in parts.items()}, found, *series
+
+
+def response_values(model, record):
+    """A critic's value before each response token, [R]."""
+    prompt, response = record["prompt_ids"], record["response_ids"]
+    if not response:
+        return torch.zeros(0, dtype=model.dtype)
+    return model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1:-1, 0]
+
+
+def values(model, records):
+    with torch.no_grad():
+        return [response_values(model, record).tolist() for record in records]
+
+
+def value_gradients(model, records, returns, options):
+    """(loss, {name: gradient}) of the critic's mini-batch; records have `values`."""
+    model.zero_grad(set_to_none=True)
+    loss = objective.value_loss(records, [response_values(model, record) for record in records], returns, options)
+    loss.backward()
+    return float(loss.detach()), by_expert({name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 def mini_batches(records, size):

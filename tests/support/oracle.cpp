@@ -66,15 +66,27 @@ struct Routing {
   Tensor chosen;       // [n, E], 1 where the token goes
 };
 
+// Tokens with recorded experts go there, whatever the probabilities are. `place`: of the layer among those recorded.
+void replay(const Rollout& rollout, std::int64_t place, const Tensor& chosen) {
+  const RecordedRoutes& routes = rollout.routes;
+  for (std::int64_t t = 0; t < routes.tokens; ++t) {
+    const std::int64_t first = (t * routes.layers + place) * routes.chosen;
+    if (routes.ids[first] == RecordedRoutes::kFree) continue;
+    chosen[t].zero_();
+    for (std::int64_t j = 0; j < routes.chosen; ++j) chosen[t][routes.ids[first + j]].fill_(1);
+  }
+}
+
 // Every expert runs on every token; the weights of those not chosen are zero.
 Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const std::string& mlp,
-               std::vector<Routing>& routings) {
+               const Rollout& rollout, std::vector<Routing>& routings) {
   const Tensor logits = at::matmul(x, w[mlp + "gate.weight"].t());
   const Tensor probability = logits.softmax(-1);
   // A stable sort: ties go to the lower expert.
   const Tensor order = std::get<1>(at::sort(probability.detach(), /*stable=*/true, -1, /*descending=*/true));
   const Tensor best = order.slice(1, 0, shape.experts_per_token);
   const Tensor chosen = at::zeros_like(probability.detach()).scatter_(1, best, 1.0);
+  replay(rollout, static_cast<std::int64_t>(routings.size()), chosen);
   Tensor weight = probability * chosen;
   if (shape.norm_topk_prob) weight = weight / weight.sum(-1, true);
   Tensor out = at::zeros_like(x);
@@ -84,9 +96,8 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   return out;
 }
 
-// log-softmax over the vocabulary of every row, [n, V].
-Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollout& rollout,
-                         std::vector<Routing>& routings) {
+// The rows that the head reads, [n, M].
+Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rollout, std::vector<Routing>& routings) {
   const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
   std::vector<std::int64_t> ids;
   for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
@@ -112,9 +123,15 @@ Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollou
     x = x + affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
     const Tensor m = norm(x, w[p + "post_attention_layernorm.weight"], shape.rms_norm_eps);
     const bool sparse = w.by_name.count(p + "mlp.gate.weight") != 0;
-    x = x + (sparse ? experts(shape, w, m, l, p + "mlp.", routings) : swiglu(m, w, p + "mlp."));
+    x = x + (sparse ? experts(shape, w, m, l, p + "mlp.", rollout, routings) : swiglu(m, w, p + "mlp."));
   }
-  x = norm(x, w["model.norm.weight"], shape.rms_norm_eps);
+  return norm(x, w["model.norm.weight"], shape.rms_norm_eps);
+}
+
+// log-softmax over the vocabulary of every row, [n, V].
+Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollout& rollout,
+                         std::vector<Routing>& routings) {
+  const Tensor x = hidden_rows(shape, w, rollout, routings);
   const Tensor& head = shape.tied_head ? w["model.embed_tokens.weight"] : w["lm_head.weight"];
   return (at::matmul(x, head.t()) / rollout.temperature).log_softmax(-1);
 }
@@ -157,6 +174,23 @@ Tensor importance(const Rollout& rollout, const Tensor& old, const Tensor& mask,
 struct Totals {
   double tokens = 0, rollouts = 0, longest = 0;
 };
+
+Totals totals_of(std::span<const Rollout> batch) {
+  Totals totals;
+  totals.rollouts = static_cast<double>(batch.size());
+  for (const Rollout& r : batch) {
+    for (const auto m : r.loss_mask) totals.tokens += m;
+    totals.longest = std::max(totals.longest, static_cast<double>(r.response_length()));
+  }
+  return totals;
+}
+
+Tensor gradient_of(const ParameterTable& table, const Weights& w, const Tensor& weights) {
+  Tensor gradient = at::zeros_like(weights);
+  for (const Parameter& p : table.parameters())
+    if (const Tensor& g = w[p.name].grad(); g.defined()) gradient.narrow(0, p.offset, p.count).copy_(g.flatten());
+  return gradient;
+}
 
 Tensor aggregate(const Tensor& loss, const Tensor& mask, const Totals& totals, const Options& o) {
   const std::string usual = o.policy_loss == "gspo" || o.policy_loss == "sapo" ? "seq-mean-token-mean" : "token-mean";
@@ -218,20 +252,35 @@ void add_router_losses(const ModelShape& shape, const Weights& w, std::span<cons
   loss.backward();
 }
 
+Weights leaves_of(const ParameterTable& table, const Tensor& weights) {
+  Weights w;
+  for (const Parameter& p : table.parameters())
+    w.by_name[p.name] = weights.narrow(0, p.offset, p.count).view(p.shape).clone().set_requires_grad(true);
+  return w;
+}
+
 }  // namespace
+
+RecordedRoutes routes_of(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
+                         const Rollout& rollout) {
+  std::vector<Routing> layers;
+  log_probabilities(shape, leaves_of(table, weights), rollout, layers);
+  RecordedRoutes out;
+  out.tokens = rollout.length();
+  out.layers = static_cast<std::int32_t>(layers.size());
+  out.chosen = static_cast<std::int32_t>(shape.experts_per_token);
+  for (std::int32_t t = 0; t < out.tokens; ++t)
+    for (const Routing& layer : layers)
+      for (std::int64_t e = 0; e < shape.experts; ++e)
+        if (layer.chosen[t][e].item<double>() != 0) out.ids.push_back(static_cast<std::uint16_t>(e));
+  return out;
+}
 
 OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
                     std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
                     const Options& options) {
-  Weights w;
-  for (const Parameter& p : table.parameters())
-    w.by_name[p.name] = weights.narrow(0, p.offset, p.count).view(p.shape).clone().set_requires_grad(true);
-  Totals totals;
-  totals.rollouts = static_cast<double>(batch.size());
-  for (const Rollout& r : batch) {
-    for (const auto m : r.loss_mask) totals.tokens += m;
-    totals.longest = std::max(totals.longest, static_cast<double>(r.response_length()));
-  }
+  Weights w = leaves_of(table, weights);
+  const Totals totals = totals_of(batch);
   OracleResult out;
   for (std::size_t i = 0; i < batch.size(); ++i) {
     const Rollout& r = batch[i];
@@ -261,9 +310,36 @@ OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const 
   }
   if (options.router_aux_loss_coef != 0 || options.router_z_loss_coef != 0)
     add_router_losses(shape, w, batch, options, out);
-  out.gradient = at::zeros_like(weights);
-  for (const Parameter& p : table.parameters())
-    if (const Tensor& g = w[p.name].grad(); g.defined()) out.gradient.narrow(0, p.offset, p.count).copy_(g.flatten());
+  out.gradient = gradient_of(table, w, weights);
+  return out;
+}
+
+OracleResult value_oracle(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
+                          std::span<const Rollout> batch, std::span<const std::vector<double>> targets,
+                          const Options& given) {
+  Options options = given;
+  options.policy_loss = "vanilla";  // the policy's loss says nothing about the critic's aggregation
+  Weights w = leaves_of(table, weights);
+  const Totals totals = totals_of(batch);
+  OracleResult out;
+  for (std::size_t i = 0; i < batch.size(); ++i) {
+    const Rollout& r = batch[i];
+    out.values.emplace_back();
+    if (r.response_length() == 0) continue;
+    std::vector<Routing> unused;
+    const Tensor rows = hidden_rows(shape, w, r, unused).slice(0, r.prompt_length() - 1, r.length() - 1);
+    const Tensor value = (at::matmul(rows, w["score.weight"].t()) + w["score.bias"]).squeeze(1);
+    for (std::int64_t t = 0; t < value.size(0); ++t) out.values.back().push_back(value[t].item<double>());
+    const Tensor mask = at::tensor(std::vector<double>(r.loss_mask.begin(), r.loss_mask.end()), value.options());
+    const Tensor old = series(r.values, value), target = series(targets[i], value);
+    const Tensor clipped =
+        at::maximum(at::minimum(value, old + options.cliprange_value), old - options.cliprange_value);
+    const Tensor square = at::maximum((value - target).pow(2), (clipped - target).pow(2));
+    const Tensor loss = 0.5 * aggregate(square, mask, totals, options);
+    out.loss += loss.item<double>();
+    loss.backward();
+  }
+  out.gradient = gradient_of(table, w, weights);
   return out;
 }
 

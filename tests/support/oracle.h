@@ -15,17 +15,27 @@
 namespace espalier::testing {
 
 struct OracleResult {
-  double loss = 0;                  // with the router losses
-  double aux_loss = 0, z_loss = 0;  // before their coefficients
-  at::Tensor gradient;              // flat, in the table's layout, dtype of the weights
-  std::vector<std::vector<double>> logprobs, entropies;
+  double loss = 0;                                       // with the router losses
+  double aux_loss = 0, z_loss = 0;                       // before their coefficients
+  at::Tensor gradient;                                   // flat, in the table's layout, dtype of the weights
+  std::vector<std::vector<double>> logprobs, entropies;  // of a policy
+  std::vector<std::vector<double>> values;               // of a critic
   std::vector<std::vector<std::int64_t>>
       load;  // tokens of all rollouts that each expert got, by layer; router losses only
 };
+
+// The experts that every token of the rollout is routed to, its last one included; recorded ones where it has some.
+RecordedRoutes routes_of(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
+                         const Rollout& rollout);
 
 // `weights`: flat, float64 or float32. The whole batch is one mini-batch.
 OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
                     std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
                     const Options& options);
+
+// The same of a critic, whose table has a value head. `targets`: of its values, one series per rollout.
+OracleResult value_oracle(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
+                          std::span<const Rollout> batch, std::span<const std::vector<double>> targets,
+                          const Options& options);
 
 }  // namespace espalier::testing
