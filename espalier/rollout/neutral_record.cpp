@@ -70,7 +70,8 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       seen.response = true;
       return;
     }
-    if (key == "id" || key == "meta") return add_carried(rollout.carried, key, read_raw(value, place, key));
+    if (key == "id" || key == "meta" || key == "finish_reason")
+      return add_carried(rollout.carried, key, read_raw(value, place, key));
     const auto* const series =
         std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });
     const bool known = series != std::end(kSeries) || key == "group" || key == "loss_mask" || key == "reward" ||

@@ -1,0 +1,141 @@
+"""`generate`: responses to prompts, held against transformers' generate, the oracle's log-probs and `score`."""
+
+import gzip
+import json
+import random
+
+import pytest
+import torch
+import transformers
+
+import oracle
+from make_model import FAMILIES, VOCABULARY, write_records
+
+SEED = 31
+LOGPROB_FLOAT64 = 1e-11  # as in test_train_parity.py
+STOP = 2  # eos_token_id of the models of make_model.py
+
+
+def make_prompts(lengths=(9, 1, 40, 3, 130, 9)):
+    source = random.Random(SEED)
+    return [{"prompt_ids": [source.randrange(VOCABULARY) for _ in range(length)], "id": f"p{i}"} for i, length in enumerate(lengths)]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(espalier, model, prompts, folder, *options):
+    path, out = write_records(prompts, folder / "prompts.jsonl"), folder / "out.jsonl"
+    summary = espalier("generate", "--model", model, "--prompts", path, "--out", out, "--json", *options).json
+    return read(out), summary
+
+
+def greedy_of_transformers(model, prompt, longest, stop):
+    with torch.no_grad():
+        ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+                             max_new_tokens=longest, eos_token_id=stop, pad_token_id=0)
+    return ids[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_what_transformers_generates(family, espalier, model_of, tmp_path):
+    prompts = make_prompts()
+    records, _ = run(espalier, model_of(family), prompts, tmp_path, "--dtype", "float64", "--temperature", 0, "--n", 2,
+                     "--max-response-length", 60)
+    model = oracle.load_model(model_of(family), torch.float64)
+    for index, prompt in enumerate(prompts):
+        wanted = greedy_of_transformers(model, prompt["prompt_ids"], 60, STOP)
+        for record in records[2 * index:2 * index + 2]:
+            assert record["response_ids"] == wanted, f"seed {SEED}, prompt {index}"
+            assert record["finish_reason"] == ("stop" if wanted[-1] == STOP else "length")
+
+
+def test_greedy_stories_are_those_of_transformers(espalier, stories, tmp_path):
+    seen, prompts = set(), []
+    for record in read(stories / "rollouts.jsonl"):
+        if record["group"] not in seen:
+            prompts.append({"prompt_ids": record["prompt_ids"], "group": record["group"]})
+        seen.add(record["group"])
+    records, summary = run(espalier, stories / "hf", prompts, tmp_path, "--temperature", 0, "--n", 4, "--max-response-length", 80)
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories / "hf", dtype=torch.float32).eval()
+    for index, prompt in enumerate(prompts):
+        wanted = greedy_of_transformers(model, prompt["prompt_ids"], 80, 1)
+        assert all(record["response_ids"] == wanted for record in records[4 * index:4 * index + 4]), f"prompt {index}"
+    assert summary["tokens"]["prompt"] == 4 * summary["tokens"]["prompt_physical"]
+    assert summary["kv_bytes"] < summary["kv_bytes_unshared"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_the_oracles(family, espalier, model_of, tmp_path):
+    records, summary = run(espalier, model_of(family), make_prompts(), tmp_path, "--dtype", "float64", "--temperature", 0.7,
+                           "--top-p", 0.9, "--top-k", 40, "--n", 3, "--max-response-length", 30, "--seed", SEED)
+    logprobs, _ = oracle.score(oracle.load_model(model_of(family), torch.float64), records)
+    for index, (record, wanted) in enumerate(zip(records, logprobs, strict=True)):
+        assert record["rollout_logprobs"] == pytest.approx(wanted, abs=LOGPROB_FLOAT64, rel=0), f"seed {SEED}, record {index}"
+        assert record["temperature"] == 0.7
+    assert summary["rollouts"] == len(records) == 18 and summary["prompts"] == 6
+    assert summary["tokens"]["response"] == sum(len(r["response_ids"]) for r in records)
+    assert set(summary) >= {"espalier", "verb", "device", "dtype", "threads", "options", "seconds", "peak_bytes",
+                            "tokens_per_second", "generation_seconds", "kv_bytes", "kv_bytes_unshared"}
+
+
+def test_records_train_and_score_as_they_are(espalier, model_of, tmp_path):
+    """Written records are rollouts: `score` reads them without a remark and finds their log-probs again."""
+    model = model_of("qwen3_tied")
+    records, _ = run(espalier, model, make_prompts(), tmp_path, "--dtype", "float64", "--n", 2, "--max-response-length", 20)
+    scored = espalier("score", "--model", model, "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "scored.jsonl", "--dtype", "float64")
+    for before, after in zip(records, read(tmp_path / "scored.jsonl"), strict=True):
+        assert after["logprobs"] == pytest.approx(before["rollout_logprobs"], abs=LOGPROB_FLOAT64, rel=0)
+    assert "finish_reason" not in scored.stderr
+
+
+def test_the_same_seed_gives_the_same_file_however_many_are_decoded_at_once(espalier, model_of, tmp_path):
+    model, settings = model_of("llama_untied"), ("--dtype", "float64", "--n", 4, "--max-response-length", 25, "--seed", 5)
+    first, _ = run(espalier, model, make_prompts(), tmp_path, *settings)
+    second, _ = run(espalier, model, make_prompts(), tmp_path, *settings, "--max-num-seqs", 3, "--threads", 1, "--token-budget", 11)
+    assert [r["response_ids"] for r in first] == [r["response_ids"] for r in second]
+    other, _ = run(espalier, model, make_prompts(), tmp_path, *settings[:-1], 6)
+    assert [r["response_ids"] for r in first] != [r["response_ids"] for r in other]
+
+
+def test_stop_ids_and_what_prompts_carry(espalier, model_of, tmp_path):
+    prompts = [{**p, "group": f"g{i}", "meta": {"answer": i}, "data_source": "x"} for i, p in enumerate(make_prompts((4, 5)))]
+    records, _ = run(espalier, model_of("qwen2_untied"), prompts, tmp_path, "--stop-ids", "7,8,9,10,11,12", "--n", 10, "--seed", SEED)
+    assert {r["finish_reason"] for r in records} == {"stop"}
+    assert all(r["response_ids"][-1] in range(7, 13) for r in records)
+    assert all(t not in range(7, 13) for r in records for t in r["response_ids"][:-1])
+    for index, record in enumerate(records):
+        assert {k: record[k] for k in ("group", "meta", "data_source", "id", "prompt_ids")} == prompts[index // 10]
+
+
+def test_packed_prompts_are_read_like_plain_ones(espalier, model_of, tmp_path):
+    path = write_records(make_prompts(), tmp_path / "prompts.jsonl")
+    packed = tmp_path / "prompts.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    for source, out in ((path, "a.jsonl"), (packed, "b.jsonl")):
+        espalier("generate", "--model", model_of("qwen3_tied"), "--prompts", source, "--out", tmp_path / out, "--max-response-length", 5)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("text, where, status", [
+    ('{"prompt_ids": [1, 500]}', "prompts.jsonl:1: prompt_ids[1]", 3),
+    ('{"prompt_ids": [1]}\n{"prompt_ids": []}', "prompts.jsonl:2: prompt_ids", 3),
+    ('{"prompt_ids": [1], "response_ids": [1]}', "prompts.jsonl:1: response_ids", 3),
+    ('{"prompt_ids": [1]', "prompts.jsonl:1", 3),
+    ("", "prompts.jsonl", 3),
+    (json.dumps({"prompt_ids": [1] * 512}), "prompts.jsonl:1: prompt_ids", 3),  # all positions of the model
+])
+def test_bad_prompts_are_refused_with_their_place_and_leave_no_file(text, where, status, espalier, model_of, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(text)
+    failed = espalier("generate", "--model", model_of("qwen3_tied"), "--prompts", tmp_path / "prompts.jsonl", "--out",
+                      tmp_path / "out.jsonl", "--json", expect=status)
+    assert failed.json["error"]["where"].endswith(where)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("option, value", [("--n", "2,3"), ("--n", 0), ("--top-p", 0), ("--temperature", -1), ("--stop-ids", 97)])
+def test_settings_out_of_range_are_refused(option, value, espalier, model_of, tmp_path):
+    path = write_records(make_prompts(), tmp_path / "prompts.jsonl")
+    espalier("generate", "--model", model_of("qwen3_tied"), "--prompts", path, "--out", tmp_path / "out.jsonl", option, value, expect=2)
+    assert not (tmp_path / "out.jsonl").exists()
