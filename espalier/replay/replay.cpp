@@ -45,7 +45,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
   const auto model = load_model(trace.model, parse_dtype(options.dtype), progress);
-  const TrainingData data(read_for_model(trace.rollouts.string(), model->shape.vocabulary, progress), options);
+  const TrainingData data(read_for_model(trace.rollouts.string(), model->shape, progress), options);
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),

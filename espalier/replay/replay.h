@@ -11,10 +11,17 @@
 
 namespace espalier {
 
+// Of the log-probs of loss tokens before a step's update, ours against the recorded old_logprobs.
+struct LogprobDifference {
+  std::int64_t tokens = 0;
+  double max_abs = 0, mean_abs = 0, kl = 0;
+};
+
 struct ReplayStep {
   std::int64_t step = 0;
   double loss = 0, grad_norm = 0;
-  std::optional<double> recorded_loss, recorded_grad_norm;
+  std::optional<double> recorded_loss = {}, recorded_grad_norm = {};
+  std::optional<LogprobDifference> logprobs = {};  // where records are compared, not traces
 };
 
 // Differences between our weights and the recorded ones, over all elements, in float64.

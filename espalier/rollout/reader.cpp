@@ -19,9 +19,7 @@ constexpr std::string_view kKnownFields[] = {
     "meta"};
 
 constexpr const char* kNemoNote =
-    "NeMo-RL train data: a prompt ends before the first token with loss, equal prompts form a group, temperature is "
-    "taken "
-    "as 1";
+    "NeMo-RL train data: prompts end before the first token with loss, equal prompts form a group, temperature is 1";
 
 // Edits (insert, delete, replace) that turn a into b.
 std::size_t edit_distance(std::string_view a, std::string_view b) {

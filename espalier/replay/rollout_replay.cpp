@@ -1,0 +1,67 @@
+#include "espalier/replay/rollout_replay.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "espalier/base/error.h"
+#include "espalier/train/machine.h"
+#include "espalier/train/step.h"
+
+namespace espalier {
+
+std::optional<LogprobDifference> logprob_difference(std::span<const Rollout> rollouts,
+                                                    std::span<const RolloutSeries> series) {
+  LogprobDifference out;
+  double sum = 0, kl = 0;
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
+    for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t) {
+      if (!rollout.loss_mask[t]) continue;
+      const double d = series[i].logprob[t] - rollout.old_logprobs[t];
+      out.max_abs = std::max(out.max_abs, std::abs(d));
+      sum += std::abs(d);
+      kl += std::expm1(d) - d;
+      ++out.tokens;
+    }
+  }
+  if (out.tokens == 0) return {};
+  out.mean_abs = sum / static_cast<double>(out.tokens);
+  out.kl = kl / static_cast<double>(out.tokens);
+  return out;
+}
+
+ReplayReport replay_rollouts(const std::string& path, const Options& options, Progress& progress,
+                             const std::function<void(const ReplayStep&)>& on_step) {
+  if (options.model.empty())
+    throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
+                       "give --model DIR; only a trace (a folder with trace.json) brings its own"});
+  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  const TrainingData data(read_for_model(path, model->shape, progress), options);
+  model->decoder.reserve_positions(data.longest());
+  Actor actor(*model, options, machine_profile(options, progress));
+  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+
+  const std::int64_t all = options.epochs * data.mini_batches();
+  const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);
+  constexpr std::int64_t kParts = 1000;  // a step may be long
+  ReplayReport report;
+  progress.begin("replaying", steps * kParts, "thousandths of steps");
+  for (std::int64_t i = 0; i < steps; ++i) {
+    const MiniBatch batch = data.mini_batch(i % data.mini_batches());
+    actor.on_share = [&](double share) {
+      progress.advance_to(i * kParts + std::llround(share * static_cast<double>(kParts)));
+    };
+    const StepReport step = run_step(actor, optimizer, batch, false);
+    ReplayStep out;
+    out.step = data.has_steps() ? *batch.rollouts.front().step : i + 1;
+    out.loss = step.gradient.loss.loss;
+    out.grad_norm = step.update.grad_norm;
+    out.logprobs = logprob_difference(batch.rollouts, step.gradient.series);
+    report.steps.push_back(out);
+    on_step(out);
+  }
+  progress.end();
+  return report;
+}
+
+}  // namespace espalier
