@@ -56,13 +56,9 @@ std::string bytes_field(int number, std::string_view bytes) {
   return varint(number * 8 + 2) + varint(bytes.size()) + std::string(bytes);
 }
 
-// Field numbers of tensorflow/core/util/event.proto and tensorflow/core/framework/{summary,tensor}.proto.
+// Field numbers of tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 enum EventField { kWallTime = 1, kStep = 2, kFileVersion = 3, kSummary = 5, kSessionLog = 7 };
-enum ValueField { kTag = 1, kSimpleValue = 2, kTensor = 8, kMetadata = 9 };
-
-std::string summary(std::string_view tag, const std::string& value) {
-  return bytes_field(kSummary, bytes_field(1, bytes_field(kTag, tag) + value));
-}
+enum ValueField { kTag = 1, kSimpleValue = 2 };
 
 std::filesystem::path new_path(const std::filesystem::path& directory) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -73,7 +69,8 @@ std::filesystem::path new_path(const std::filesystem::path& directory) {
     std::snprintf(name, sizeof name, "events.out.tfevents.%010lld.%s.%d.%d",
                   static_cast<long long>(std::chrono::duration_cast<std::chrono::seconds>(now).count()), host,
                   static_cast<int>(getpid()), n);
-    if (!std::filesystem::exists(directory / name)) return directory / name;
+    std::error_code unreadable;
+    if (!std::filesystem::exists(directory / name, unreadable)) return directory / name;
   }
 }
 
@@ -108,15 +105,8 @@ EventFile::~EventFile() {
 }
 
 void EventFile::scalar(std::string_view tag, std::int64_t step, double value) {
-  event(step, summary(tag, float_field(kSimpleValue, static_cast<float>(value))));
-}
-
-void EventFile::text(std::string_view tag, std::int64_t step, std::string_view markdown) {
-  constexpr std::int64_t kString = 7;  // DataType DT_STRING
-  const std::string one_element = bytes_field(2, bytes_field(2, integer_field(1, 1)));
-  const std::string tensor = integer_field(1, kString) + one_element + bytes_field(8, markdown);
-  const std::string metadata = bytes_field(1, bytes_field(1, "text"));
-  event(step, summary(tag, bytes_field(kMetadata, metadata) + bytes_field(kTensor, tensor)));
+  const std::string summary_value = bytes_field(kTag, tag) + float_field(kSimpleValue, static_cast<float>(value));
+  event(step, bytes_field(kSummary, bytes_field(1, summary_value)));
 }
 
 void EventFile::flush() { file_->flush(); }

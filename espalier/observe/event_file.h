@@ -28,8 +28,6 @@ class EventFile {
 
   // `value` is kept as float32, which is all that the format has for scalars; steps of a tag must not decrease.
   void scalar(std::string_view tag, std::int64_t step, double value);
-  // For the page of texts; Markdown is rendered there.
-  void text(std::string_view tag, std::int64_t step, std::string_view markdown);
   void flush();  // what was written is then seen by a TensorBoard that runs
 
   const std::filesystem::path& path() const;

@@ -129,10 +129,13 @@ std::string plan_section(const RunRecord& run) {
   if (const auto drawn = static_cast<std::int64_t>(std::min(picture.trees.size(), kMostDrawnTrees));
       drawn < picture.tree_count)
     out += text_of("<p class=\"note\">Drawn: the first ", drawn, " of ", picture.tree_count, " trees.</p>\n");
-  if (!schedule.empty())
-    out += "<p class=\"note\">Predicted time from left to right; a wave stands below the trunks that it reads. " +
-           key("phaseA", "A, trunk forward") + " " + key("phaseB", "B, wave") + " " +
-           key("phaseC", "C, trunk backward") + "</p>\n" + schedule;
+  if (!schedule.empty()) {
+    out += "<p class=\"note\">Predicted time from left to right; a wave stands below the trunks that it reads. ";
+    if (picture.trunk > 0) out += key("phaseA", "A, trunk forward") + " ";
+    out += key("phaseB", "B, wave");
+    if (picture.trunk > 0) out += " " + key("phaseC", "C, trunk backward");
+    out += "</p>\n" + schedule;
+  }
   return out + "</section>\n";
 }
 

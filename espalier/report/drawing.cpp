@@ -89,8 +89,8 @@ std::string timeline(std::span<const PictureEntry> entries, const std::string& w
                 ", predicted ", shown(entry.seconds, Unit::seconds));
     boxes += box(at, y, std::max(width - 0.06, 0.04), kBox, "fill phase" + entry.phase, title);
     if (width > 5)
-      boxes += text_of("<text class=\"onfill\" text-anchor=\"middle\" x=\"", coordinate(at + width / 2), "%\" y=\"",
-                       coordinate(y + 17), "\">", entry.phase, "</text>");
+      boxes += text_of("<text class=\"onfill on", entry.phase, "\" text-anchor=\"middle\" x=\"",
+                       coordinate(at + width / 2), "%\" y=\"", coordinate(y + 17), "\">", entry.phase, "</text>");
     at += width;
   }
   return text_of("<figure class=\"timeline\"><figcaption><strong>", escaped(what), "</strong> <span class=\"last\">",

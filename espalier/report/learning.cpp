@@ -25,7 +25,7 @@ std::string learning_section(const RunRecord& run) {
   const Points loss = step("/loss"), policy = step("/pg_loss");
   const std::vector<LineChart> charts = {
       {"Accuracy",
-       "share of right answers",
+       "right answers; held out: greedy, training: sampled",
        Unit::percent,
        {{"held out", "c1", held_out("/accuracy"), true}, {"training", "c2", step("/accuracy")}},
        true},

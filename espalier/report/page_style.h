@@ -75,6 +75,7 @@ text.c1, circle.c1 { fill: var(--c1); } text.c2, circle.c2 { fill: var(--c2); } 
 .response { fill: var(--response); background: var(--response); }
 rect.fill:hover { opacity: .75; }
 .onfill { fill: var(--onfill); font-size: 12px; font-weight: 600; pointer-events: none; }
+.onB { fill: #1d1206; }
 .key { white-space: nowrap; margin-right: .9rem; }
 .swatch { display: inline-block; width: .75em; height: .75em; margin-right: .45em; border-radius: 2px; }
 

@@ -42,7 +42,10 @@ std::vector<StackPart> phases_of(const std::vector<Json>& steps) {
     other.points.emplace_back(step["step"].get<double>(), std::max(0.0, *whole - named));
   }
   out.push_back(std::move(other));
-  std::erase_if(out, [](const StackPart& part) { return sum_of(part.points) <= 0; });
+  double whole = 0;
+  for (const StackPart& part : out) whole += sum_of(part.points);
+  // Below half a tenth of a percent is reading the clock.
+  std::erase_if(out, [&](const StackPart& part) { return sum_of(part.points) <= 5e-4 * whole; });
   return out;
 }
 

@@ -8,7 +8,7 @@
 
 namespace espalier {
 
-// The phases of a step that took any time, in running order, and what of the update is in none of them ("other").
+// The phases of a step that took time, in running order, and what of the update is in none of them ("other").
 std::vector<StackPart> phases_of(const std::vector<Json>& steps);
 
 struct PhaseGroup {

@@ -180,6 +180,22 @@ def test_what_train_prints_becomes_a_report(espalier, model_of, tmp_path):
     assert outcome["events"].startswith(str(tmp_path / "run/events.out.tfevents."))
 
 
+def test_a_closed_loop_becomes_a_report(espalier, tmp_path):
+    run = tmp_path / "run"
+    espalier("grpo", "--out", run, "--steps", 2, "--warm-start-steps", 2, "--prompt-length", 64, "--n", 2,
+             "--train-batch-size", 2, "--val-size", 2, "--test-freq", 1, "--save-freq", 0, "--quiet")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "events" not in espalier("report", run, "--json").json, "the run has its own event file"
+    page = Page((run / "report.html").read_text())
+    for row, step in zip(page.table("step"), [line for line in lines if line["kind"] == "step"], strict=True):
+        for name in ("reward", "accuracy", "entropy", "length", "rows run", "generate", "update"):
+            expect_shows(row[name], at(step, COLUMNS[name]))
+    picture = [line for line in lines if line["kind"] == "picture"][-1]["plan"]
+    assert sum(title.startswith("B, wave: ") for title in page.titles) == sum(e["phase"] == "B" for e in picture["schedule"])
+    for heading in ("Learning", "Time", "Memory", "Prefix trees and schedule", "Sample responses"):
+        assert heading in page.texts
+
+
 def test_tensorboard_reads_the_event_file(espalier, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator",
                                       reason="the package tensorboard is not installed")
