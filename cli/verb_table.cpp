@@ -17,7 +17,10 @@ const std::vector<Verb>& verbs() {
       {'t', "train", "", 0, 0, {"model|resume", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
       {'s', "score", "", 0, 0, {"model", "rollouts", "out"}, "log-probs of recorded rollouts, forward only", run_score},
       {'v', "verify", "", 0, 0, {"model", "rollouts"}, "the same step dense and shared: is it the same?", run_verify},
-      {'r', "replay", "TRACE_DIR", 1, 1, {}, "run a recorded trace again and compare with its checkpoints", run_replay},
+      {'r', "replay", "TRACE_DIR|ROLLOUTS", 1, 1, {}, "run recorded updates again and compare with the record", run_replay},
+      {'g', "generate", "", 0, 0, {"model", "prompts", "out"}, "responses to prompts, each prompt computed once", run_generate},
+      {'l', "grpo", "", 0, 0, {"out|resume"}, "the closed loop: generate, reward, update, evaluate", run_grpo},
+      {'o', "report", "RUN_DIR", 1, 1, {}, "a run as one HTML file: curves, time, memory, schedule, samples", run_report},
       {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},
   };
   // clang-format on

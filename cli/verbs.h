@@ -27,8 +27,11 @@ int run_plan(Context& context);
 int run_train(Context& context);
 int run_score(Context& context);
 int run_verify(Context& context);
+int run_grpo(Context& context);
 int run_bench(Context& context);
+int run_generate(Context& context);
 int run_replay(Context& context);
+int run_report(Context& context);
 
 struct Verb {
   char letter;  // the letter of the option table

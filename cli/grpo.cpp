@@ -1,0 +1,114 @@
+// `grpo`: a line a batch for a person, evaluations and sample answers between them; steps and evaluations for a
+// program.
+#include "espalier/loop/grpo.h"
+
+#include <cmath>
+#include <iomanip>
+#include <map>
+
+#include "cli/verbs.h"
+#include "espalier/base/units.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr int kVerificationFailed = 6;
+
+// "amber teal ; ... ; ? otter": the two ends of a long prompt.
+std::string shortened(const std::string& text) {
+  constexpr std::size_t kHead = 40, kTail = 60;
+  if (text.size() <= kHead + kTail + 5) return text;
+  const std::size_t head = text.rfind(' ', kHead), tail = text.find(' ', text.size() - kTail);
+  return text.substr(0, head) + " ..." + text.substr(tail);
+}
+
+// Gathers the steps of a batch into one line, and prints what else a run says.
+class RunText {
+ public:
+  RunText(std::ostream& out, std::int64_t show) : out_(out), show_(show) {}
+
+  void print(const Json& line) {
+    const std::string kind = line["kind"];
+    if (kind == "warm_start") print_warm_start(line);
+    if (kind == "step") print_step(line);
+    if (kind == "evaluation") print_evaluation(line);
+    if (kind == "sample" && shown_++ < show_) print_sample(line);
+    out_.flush();  // seen at once, also through a pipe
+  }
+
+ private:
+  void print_warm_start(const Json& line) {
+    if (line["step"].get<std::int64_t>() % 50 != 0) return;
+    out_ << "warm start " << std::setw(5) << line["step"].get<std::int64_t>() << "  prompts of "
+         << line["prompt_length"].get<std::int64_t>() << " tokens  loss " << std::fixed << std::setprecision(3)
+         << line["loss"].get<double>() << std::defaultfloat << "  right " << format_percent(line["right"].get<double>())
+         << '\n';
+  }
+
+  void print_step(const Json& line) {
+    ++steps_;
+    for (const char* field : {"kl_loss", "entropy", "clip_fraction"}) sums_[field] += line[field].get<double>();
+    for (const char* part : {"generate", "score", "update"}) sums_[part] += line["seconds"][part].get<double>();
+    for (const char* rows : {"physical", "logical"}) rows_[rows] += line["rows"][rows].get<std::int64_t>();
+    if (line["steps_left"].get<std::int64_t>() > 0) return;
+    const auto mean = [&](const char* field) { return sums_[field] / static_cast<double>(steps_); };
+    out_ << "step " << std::setw(4) << line["step"].get<std::int64_t>() << std::fixed << std::setprecision(3)
+         << "  reward " << line["reward"].get<double>() << "  right " << std::setw(6)
+         << format_percent(line["accuracy"].get<double>()) << "  kl " << mean("kl_loss") << "  entropy "
+         << mean("entropy") << "  clipped " << format_percent(mean("clip_fraction")) << std::setprecision(1)
+         << "  length " << line["length"]["mean"].get<double>();
+    if (const std::int64_t dropped = line["groups_dropped"]; dropped > 0) out_ << "  dropped " << dropped;
+    out_ << std::setprecision(2) << "  generate " << sums_["generate"] << " score " << sums_["score"] << " update "
+         << sums_["update"] << " s  rows " << format_count(rows_["physical"]) << " of "
+         << format_count(rows_["logical"]) << std::defaultfloat << '\n';
+    steps_ = 0, sums_.clear(), rows_.clear();
+  }
+
+  void print_evaluation(const Json& line) {
+    shown_ = 0;
+    out_ << "==== held out, after step " << line["step"].get<std::int64_t>() << ":  "
+         << format_percent(line["accuracy"].get<double>()) << " right, reward " << std::fixed << std::setprecision(3)
+         << line["reward"].get<double>() << std::defaultfloat << " ====\n";
+  }
+
+  void print_sample(const Json& line) {
+    out_ << "  asked     " << shortened(line["prompt"]) << "\n  answered  " << shortened(line["response"])
+         << "\n  expected  " << shortened(line["expected"]) << "\n";
+  }
+
+  std::ostream& out_;
+  std::int64_t show_, shown_ = 0, steps_ = 0;
+  std::map<std::string, double> sums_;
+  std::map<std::string, std::int64_t> rows_;
+};
+
+Json without_kind(const Json& line) {
+  Json out = line;
+  out.erase("kind");
+  return out;
+}
+
+}  // namespace
+
+int run_grpo(Context& context) {
+  RunText text(context.text, context.options.show);
+  context.result["steps"] = Json::array();
+  context.result["evaluations"] = Json::array();
+  const GrpoReport report = grpo(context.options, context.progress, [&](const Json& line) {
+    context.progress.end();  // takes the bar away; the next report draws it again
+    text.print(line);
+    if (line["kind"] == "step") context.result["steps"].push_back(without_kind(line));
+    if (line["kind"] == "evaluation") context.result["evaluations"].push_back(without_kind(line));
+  });
+  const std::string run = report.run.string();
+  context.result["run"] = run;
+  context.result["steps_done"] = report.steps;
+  context.result["accuracy"] = report.accuracy;
+  context.text << "after " << report.steps << " steps: " << format_percent(report.accuracy)
+               << " of the held-out problems answered right\nwritten: " << run << "\n";
+  if (report.accuracy >= context.options.expect_accuracy) return 0;
+  context.text << "NOT LEARNED: --expect-accuracy asks for " << format_percent(context.options.expect_accuracy) << "\n";
+  return kVerificationFailed;
+}
+
+}  // namespace espalier::cli

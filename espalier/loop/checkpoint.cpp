@@ -1,0 +1,52 @@
+#include "espalier/loop/checkpoint.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/checkpoint/atomic_output.h"
+#include "espalier/checkpoint/run_state.h"
+#include "espalier/options/options_json.h"
+
+namespace espalier {
+namespace {
+
+constexpr const char* kCritic = "critic";
+
+}  // namespace
+
+void save_checkpoint(const std::filesystem::path& directory, const LoopState& state, const ModelState& model,
+                     const AdamW& optimizer, Critic* critic, const Options& options) {
+  RunState out;
+  out.mini_batch = state.batches;
+  out.random_state = std::to_string(options.seed);
+  out.options = options_to_json(options, 'l').dump();
+  out.extra = Json{{"metrics_bytes", state.metrics_bytes}, {"accuracy", state.accuracy}}.dump();
+  AtomicDirectory target(directory);
+  save_trained_model(target.path(), model, optimizer, out, options.save_dtype);
+  if (critic)
+    save_trained_model(target.path() / kCritic, critic->model(), critic->optimizer(), out, options.save_dtype);
+  target.commit();
+}
+
+Restored load_checkpoint(const std::filesystem::path& directory, const Options& options) {
+  Restored out;
+  out.model = std::make_unique<ModelState>(read_model_shape(directory), parse_dtype(options.dtype));
+  out.model->source = directory;
+  out.model->weights.zero_();
+  out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options));
+  const RunState former = continue_trained_model(directory, *out.model, *out.optimizer);
+  const Json extra = Json::parse(former.extra);
+  if (!extra.contains("metrics_bytes"))
+    throw InputError({(directory / "espalier" / "state.json").string(), "a checkpoint of grpo", "one of train",
+                      "continue it with train --resume"});
+  out.state = {former.step, former.mini_batch, extra["metrics_bytes"].get<std::int64_t>(),
+               extra.value("accuracy", 0.0)};
+  return out;
+}
+
+void restore_critic(const std::filesystem::path& directory, Critic& critic) {
+  continue_trained_model(directory / kCritic, critic.model(), critic.optimizer());
+}
+
+}  // namespace espalier

@@ -1,0 +1,39 @@
+// A checkpoint of the closed loop: a Hugging Face directory whose espalier/ holds masters, moments and counters. That
+// is all: what is random is a function of the seed and the counters.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+
+#include "espalier/optimizer/adamw.h"
+#include "espalier/options/options.h"
+#include "espalier/train/critic.h"
+#include "espalier/train/trained_model.h"
+
+namespace espalier {
+
+struct LoopState {
+  std::int64_t step = 0;           // optimizer steps done
+  std::int64_t batches = 0;        // batches done
+  std::int64_t metrics_bytes = 0;  // of metrics.jsonl up to here
+  double accuracy = 0;             // of the last evaluation
+};
+
+// Complete or absent. `critic` may be null; it goes to critic/. Errors: OptionError.
+void save_checkpoint(const std::filesystem::path& directory, const LoopState& state, const ModelState& model,
+                     const AdamW& optimizer, Critic* critic, const Options& options);
+
+// A model with the weights of a checkpoint, and its optimizer. Errors: InputError for a checkpoint that is damaged or
+// of another dtype.
+struct Restored {
+  std::unique_ptr<ModelState> model;
+  std::unique_ptr<AdamW> optimizer;
+  LoopState state;
+};
+Restored load_checkpoint(const std::filesystem::path& directory, const Options& options);
+
+// Overwrites the critic with that of a checkpoint. Errors: InputError.
+void restore_critic(const std::filesystem::path& directory, Critic& critic);
+
+}  // namespace espalier

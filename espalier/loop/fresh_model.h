@@ -1,0 +1,23 @@
+// The small models that the closed loop starts from when none is given.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+
+#include "espalier/base/json.h"
+
+namespace espalier {
+
+// config.json of a fresh model. `kind`: dense (Qwen3) or moe (Qwen3-MoE). `positions`: tokens of the longest rollout.
+Json fresh_config(const std::string& kind, std::int64_t positions);
+
+// Writes that config.json and a tokenizer of the built-in vocabulary into `directory`, which is created: a model
+// directory without weights.
+// Errors: OptionError where the directory cannot be written.
+void write_fresh_model(const std::filesystem::path& directory, const Json& config);
+
+// Whether a model directory holds weights beside its config.json.
+bool has_weights(const std::filesystem::path& directory);
+
+}  // namespace espalier

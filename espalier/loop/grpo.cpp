@@ -1,0 +1,301 @@
+#include "espalier/loop/grpo.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "espalier/base/error.h"
+#include "espalier/base/units.h"
+#include "espalier/checkpoint/atomic_output.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/loop/checkpoint.h"
+#include "espalier/loop/fresh_model.h"
+#include "espalier/loop/random_streams.h"
+#include "espalier/loop/run_start.h"
+#include "espalier/loop/sampling.h"
+#include "espalier/loop/warm_start.h"
+#include "espalier/observe/timer.h"
+#include "espalier/report/plan_picture.h"
+#include "espalier/rollout/batch.h"
+#include "espalier/rollout/writer.h"
+#include "espalier/train/score.h"
+#include "espalier/train/step.h"
+#include "espalier/train/step_json.h"
+#include "espalier/train/trace.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::int64_t kSamplesOfEvaluation = 3;  // recorded at least, whatever --show says
+
+class Loop {
+ public:
+  Loop(RunStart start, Progress& progress, const MetricLine& on_line)
+      : folder_(*start.folder), start_(std::move(start)), options_(start_.options), progress_(progress) {
+    if (const auto step = folder_.newest_checkpoint())
+      restore(folder_.checkpoint(*step), on_line);
+    else
+      begin(on_line);
+    last_step_ = options_.steps > 0 ? options_.steps : kDefaultGrpoSteps;
+  }
+
+  GrpoReport run() {
+    prepare();
+    bool nothing_left = false;
+    while (state_.step < last_step_ && !nothing_left) nothing_left = !run_batch();
+    if (recorder_) recorder_->finish();
+    if (evaluated_at_ != state_.step) evaluate();
+    if (saved_at_ != state_.step) save();
+    write_model();
+    return {folder_.root(), state_.step, state_.accuracy, nothing_left};
+  }
+
+ private:
+  void begin(const MetricLine& on_line);
+  void restore(const std::filesystem::path& checkpoint, const MetricLine& on_line);
+  void prepare();
+  void prepare_critic();
+  bool run_batch();
+  void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
+  void run_steps(const TrainingData& data, const Json& batch);
+  void evaluate();
+  void save();
+  void write_last_rollouts() const;
+  void write_model() const;
+
+  const RunFolder& folder_;
+  RunStart start_;
+  const Options& options_;
+  Progress& progress_;
+  std::int64_t last_step_ = 0;
+
+  std::unique_ptr<ModelState> model_, reference_;
+  std::unique_ptr<AdamW> optimizer_;
+  std::unique_ptr<RunMetrics> metrics_;
+  LoopState state_;
+
+  std::optional<Actor> actor_;
+  std::optional<Critic> critic_;
+  std::optional<Sampling> sampling_;
+  std::optional<TraceRecorder> recorder_;
+  std::vector<Rollout> last_rollouts_;  // of the last batch, with old log-probs
+  Json last_picture_;                   // of the last step's plan
+  std::int64_t evaluated_at_ = -1, saved_at_ = -1;
+};
+
+// Weights as given, or fresh ones after a warm start.
+void Loop::begin(const MetricLine& on_line) {
+  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), 0, 0, on_line);
+  std::filesystem::path source = options_.model;
+  if (source.empty()) {
+    source = folder_.fresh();
+    write_fresh_model(source, fresh_config(options_.fresh, options_.prompt_length + options_.max_response_length));
+  }
+  const DType dtype = parse_dtype(options_.dtype);
+  if (has_weights(source)) {
+    model_ = load_model(source, dtype, progress_);
+  } else {
+    model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key());
+    model_->source = source;
+    model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+    const WarmStartStep last =
+        warm_start(*model_, task_of(options_), options_, start_.machine, progress_, [&](const WarmStartStep& step) {
+          metrics_->write({{"kind", "warm_start"},
+                           {"step", step.step},
+                           {"loss", step.loss},
+                           {"right", step.right},
+                           {"prompt_length", step.prompt_length}});
+        });
+    if (!last.reached)
+      progress_.note(text_of("the warm start ended after ", last.step, " steps with ", format_percent(last.right),
+                             " right answers at ", last.prompt_length, " of ", options_.prompt_length,
+                             " prompt tokens; more --warm-start-steps would help"));
+  }
+  optimizer_ = std::make_unique<AdamW>(model_->table, model_->weights, AdamWSettings::from(options_));
+}
+
+void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on_line) {
+  Restored restored = load_checkpoint(checkpoint, options_);
+  model_ = std::move(restored.model);
+  optimizer_ = std::move(restored.optimizer);
+  state_ = restored.state;
+  evaluated_at_ = saved_at_ = state_.step;
+  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), state_.metrics_bytes, state_.step + 1, on_line);
+  progress_.note(text_of("continuing ", folder_.root().string(), " after step ", state_.step));
+  if (!options_.record.empty() && state_.step > 0)
+    throw OptionError({"--record", "a run from its beginning", text_of("one that continues after step ", state_.step),
+                       "a trace needs every step; leave --record out, or start again in another --out"});
+}
+
+// What batches need besides the model. A run that begins is evaluated and saved first: checkpoint 0 is also the
+// reference.
+void Loop::prepare() {
+  model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+  actor_.emplace(*model_, options_, start_.machine);
+  actor_->has_optimizer = true;
+  sampling_.emplace(options_, model_->decoder, actor_->arena, progress_);
+  if (!options_.critic.empty()) prepare_critic();
+  if (saved_at_ < 0) {
+    evaluate();
+    save();
+  }
+  if (options_.kl_loss_coef > 0) {
+    reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
+    reference_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+    actor_->beside_bytes += reference_->weights.nbytes();
+  }
+  if (!options_.record.empty())
+    recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_->masters(), options_);
+}
+
+// PPO: the critic shares the actor's arena, for the two take turns.
+void Loop::prepare_critic() {
+  critic_.emplace(load_critic(options_.critic, options_, model_->shape, progress_), options_, start_.machine,
+                  actor_->arena);
+  critic_->model().decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+  if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);
+  actor_->beside_bytes += critic_->learner().held_bytes();
+  critic_->learner().beside_bytes = actor_->held_bytes();
+}
+
+// False where no group was left to learn from.
+bool Loop::run_batch() {
+  SampledBatch sampled = sampling_->batch(state_.batches);
+  if (sampled.rollouts.empty()) {
+    progress_.note(text_of("no group of unequal rewards in ", sampled.samplings,
+                           " samplings: nothing is left to learn from, the loop ends"));
+    return false;
+  }
+  ++state_.batches;
+  const auto mini_batches = cut_mini_batches(sampled.rollouts, options_.mini_batch_size).size();
+  const Timer scoring;
+  add_logprobs(sampled.rollouts, options_.epochs * static_cast<std::int64_t>(mini_batches), sampled.tokens_saved);
+  TrainingData data(std::move(sampled.rollouts), options_, critic_.has_value());
+  if (critic_)
+    data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic_->values_of(rollouts, progress_); });
+  const double score_seconds = scoring.total();
+  Json batch;
+  batch["batch"] = state_.batches;
+  batch["reward"] = sampled.reward;
+  batch["accuracy"] = sampled.accuracy;
+  batch["length"] = {{"mean", sampled.mean_length}, {"max", sampled.longest}};
+  batch["groups_dropped"] = sampled.groups_dropped;
+  batch["samplings"] = sampled.samplings;
+  batch["tokens_saved"] = sampled.tokens_saved;
+  batch["seconds"] = {{"generate", sampled.seconds}, {"score", score_seconds}};
+  batch["generated"] = sampled.generated;
+  run_steps(data, batch);
+
+  if (options_.test_freq > 0 && state_.batches % options_.test_freq == 0) evaluate();
+  if (options_.save_freq > 0 && state_.batches % options_.save_freq == 0) save();
+  return true;
+}
+
+// Old log-probs where the weights will have moved before they are needed, or importance weights compare them with the
+// sampler's; reference log-probs where there is a KL term.
+void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
+  const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field) {
+    ScoredRollouts scored = score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_);
+    for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
+    tokens_saved += scored.logical_rows - scored.physical_rows;
+  };
+  if (steps > 1 || options_.rollout_is != "none") score(model_->decoder, &Rollout::old_logprobs);
+  if (reference_) score(reference_->decoder, &Rollout::ref_logprobs);
+}
+
+void Loop::run_steps(const TrainingData& data, const Json& batch) {
+  const std::int64_t steps = options_.epochs * data.mini_batches();
+  last_rollouts_ = data.rollouts();
+  std::size_t at = 0;
+  progress_.begin("training", steps, "steps");
+  for (std::int64_t i = 0; i < steps; ++i) {
+    const MiniBatch mini_batch = data.mini_batch(i % data.mini_batches());
+    std::optional<CriticReport> critic;  // moves first: its values are older than both updates
+    if (critic_) critic = critic_->update(mini_batch);
+    StepReport report = run_step(*actor_, *optimizer_, mini_batch, false);
+    report.critic = std::move(critic);
+    state_.step = report.step;
+    const bool last_of_batch = i + 1 == steps;
+    if (recorder_)
+      recorder_->add(report, mini_batch, optimizer_->masters(), last_of_batch && report.step >= last_step_);
+    const GradientReport& gradient = report.gradient;
+    if (data.rollouts().front().old_logprobs.empty())  // then there is one step, with these weights
+      for (const RolloutSeries& series : gradient.series) last_rollouts_[at++].old_logprobs = series.logprob;
+    last_picture_ = plan_picture(gradient.plan, mini_batch.rollouts);
+
+    Json line{{"kind", "step"}};
+    line.update(step_json(report));
+    Json seconds = line["seconds"];
+    line.update(batch);
+    line["steps_left"] = steps - 1 - i;  // in this batch
+    seconds["generate"] = i == 0 ? batch["seconds"]["generate"].get<double>() : 0.0;
+    seconds["score"] = i == 0 ? batch["seconds"]["score"].get<double>() : 0.0;
+    seconds["update"] = gradient.seconds.total;
+    line["seconds"] = seconds;
+    line["tokens_saved"] = (i == 0 ? batch["tokens_saved"].get<std::int64_t>() : 0) + gradient.plan.logical_rows -
+                           gradient.trunk_rows - gradient.wave_rows;
+    metrics_->write(line);
+    progress_.advance_to(i + 1);
+  }
+  progress_.end();
+}
+
+void Loop::evaluate() {
+  const Evaluation found = sampling_->evaluate();
+  state_.accuracy = found.accuracy;
+  evaluated_at_ = state_.step;
+  metrics_->write({{"kind", "evaluation"},
+                   {"step", state_.step},
+                   {"accuracy", found.accuracy},
+                   {"reward", found.reward},
+                   {"length", found.mean_length}});
+  const auto samples =
+      std::min(found.answers.size(), static_cast<std::size_t>(std::max(kSamplesOfEvaluation, options_.show)));
+  for (std::size_t i = 0; i < samples; ++i) {
+    const Answer& answer = found.answers[i];
+    metrics_->write({{"kind", "sample"},
+                     {"step", state_.step},
+                     {"prompt", answer.prompt},
+                     {"response", answer.response},
+                     {"expected", answer.expected},
+                     {"reward", answer.reward}});
+  }
+  if (!last_picture_.is_null()) metrics_->write({{"kind", "picture"}, {"step", state_.step}, {"plan", last_picture_}});
+}
+
+void Loop::save() {
+  progress_.begin("saving", 0, "bytes");
+  write_last_rollouts();
+  state_.metrics_bytes = metrics_->bytes();
+  std::filesystem::create_directories(folder_.root() / "checkpoints");
+  save_checkpoint(folder_.checkpoint(state_.step), state_, *model_, *optimizer_, critic_ ? &*critic_ : nullptr,
+                  options_);
+  saved_at_ = state_.step;
+  progress_.end();
+}
+
+void Loop::write_last_rollouts() const {
+  if (last_rollouts_.empty()) return;
+  RolloutWriter writer(folder_.last_rollouts().string());
+  for (const Rollout& rollout : last_rollouts_) writer.write(rollout);
+  writer.finish();
+}
+
+void Loop::write_model() const {
+  const DType saved = options_.save_dtype == "source" ? model_->shape.stored_dtype : parse_dtype(options_.save_dtype);
+  AtomicDirectory out(folder_.model());
+  write_model_directory(out.path(), model_->source, model_->table, accumulator_of(model_->dtype),
+                        optimizer_->masters().data_ptr(), saved);
+  out.commit();
+}
+
+}  // namespace
+
+GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line) {
+  if (!options.record.empty()) check_output_directory(options.record);
+  return Loop(start_run(options, progress), progress, on_line).run();
+}
+
+}  // namespace espalier

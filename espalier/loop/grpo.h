@@ -1,0 +1,38 @@
+// `grpo`: the closed loop. Warm start of a fresh model, then batch after batch: generate, reward, old and reference
+// log-probs, advantages, optimizer steps; evaluations on held-out problems, checkpoints, the trained model.
+//
+//   batch b = 0, 1, ...:  --train-batch-size prompts x --n responses by the current weights
+//     rewards             the task's own or --reward, plus overlong shaping; groups of equal rewards dropped where
+//     asked old log-probs       by the shared score pass, where the batch takes several steps or importance weights are
+//     asked
+//                         for; otherwise the policy's own in the step (ratio 1)
+//     ref log-probs       by the weights the loop started from, where --kl-loss-coef is not 0
+//     steps               advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
+//
+// Everything is a function of the options: the same command gives the same bits. A run that was killed continues from
+// its newest checkpoint to the bits that it would have reached.
+#pragma once
+
+#include <filesystem>
+
+#include "espalier/loop/metrics.h"
+#include "espalier/observe/progress.h"
+#include "espalier/options/options.h"
+
+namespace espalier {
+
+inline constexpr std::int64_t kDefaultGrpoSteps = 60;  // optimizer steps where --steps is 0
+
+struct GrpoReport {
+  std::filesystem::path run;
+  std::int64_t steps = 0;     // optimizer steps in all, those before a continuation included
+  double accuracy = 0;        // on held-out problems, at the end
+  bool nothing_left = false;  // ended early: --filter-groups found no group of unequal rewards
+};
+
+// Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees every
+// line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done.
+// Errors: OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each.
+GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line);
+
+}  // namespace espalier

@@ -1,0 +1,43 @@
+#include "espalier/loop/metrics.h"
+
+#include <system_error>
+#include <utility>
+
+#include "espalier/base/error.h"
+#include "espalier/observe/metric_tags.h"
+
+namespace espalier {
+namespace {
+
+std::int64_t size_of(const std::filesystem::path& file) {
+  std::error_code absent;
+  const std::uintmax_t size = std::filesystem::file_size(file, absent);
+  return absent ? 0 : static_cast<std::int64_t>(size);
+}
+
+const std::filesystem::path& cut_to(const std::filesystem::path& file, std::int64_t bytes) {
+  if (size_of(file) < bytes)
+    throw InputError({file.string(), text_of("the ", bytes, " bytes that the checkpoint knows of"),
+                      text_of(size_of(file)), "the file was changed; start a new run"});
+  std::error_code failure;
+  if (size_of(file) > bytes) std::filesystem::resize_file(file, static_cast<std::uintmax_t>(bytes), failure);
+  if (failure) throw OptionError({file.string(), "a file that can be cut", failure.message(), ""});
+  return file;
+}
+
+}  // namespace
+
+RunMetrics::RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step,
+                       MetricLine watcher)
+    : file_(file), log_(cut_to(file, bytes)), events_(file.parent_path(), first_step), watcher_(std::move(watcher)) {}
+
+void RunMetrics::write(const Json& line) {
+  log_.write(line);
+  add_scalars(events_, line);
+  events_.flush();
+  if (watcher_) watcher_(line);
+}
+
+std::int64_t RunMetrics::bytes() const { return size_of(file_); }
+
+}  // namespace espalier

@@ -1,0 +1,33 @@
+// A run's metrics: every line goes to metrics.jsonl, to TensorBoard and to whoever watches.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+
+#include "espalier/base/json.h"
+#include "espalier/observe/event_file.h"
+#include "espalier/observe/run_log.h"
+
+namespace espalier {
+
+// An object with "kind" and "step".
+using MetricLine = std::function<void(const Json& line)>;
+
+class RunMetrics {
+ public:
+  // Continues behind the first `bytes` of `file`, which is cut there. What TensorBoard knows from `first_step` on is
+  // replaced. Errors: InputError where the file is shorter; OptionError.
+  RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step, MetricLine watcher);
+
+  void write(const Json& line);
+  std::int64_t bytes() const;  // of metrics.jsonl
+
+ private:
+  std::filesystem::path file_;
+  RunLog log_;
+  EventFile events_;
+  MetricLine watcher_;
+};
+
+}  // namespace espalier

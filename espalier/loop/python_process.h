@@ -1,0 +1,31 @@
+// A Python process that answers one line of JSON with one line of JSON.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+
+namespace espalier {
+
+class PythonProcess {
+ public:
+  // Runs `program`, a Python source text, with `argument`. `name` stands in messages: the user's file.
+  // Errors: InputError where no Python can be started.
+  PythonProcess(const std::string& program, const std::string& argument, std::string name);
+  PythonProcess(const PythonProcess&) = delete;
+  PythonProcess& operator=(const PythonProcess&) = delete;
+  ~PythonProcess();  // ends the process
+
+  // Errors: InputError where the process has ended or does not answer within a minute.
+  std::string ask(const std::string& line);
+
+ private:
+  [[noreturn]] void fail(const std::string& got) const;
+  [[noreturn]] void fail_ended();
+
+  std::string name_, received_;
+  int socket_ = -1;
+  pid_t process_ = -1;
+};
+
+}  // namespace espalier

@@ -1,0 +1,17 @@
+// What is random in a closed loop, and from which stream of --seed it is drawn. Everything is a function of the seed
+// and of a place in the run, so a run that continues needs no random state.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/random.h"
+
+namespace espalier {
+
+enum class Stream : std::uint64_t { weights, warm_start, train_prompts, held_out_prompts, sampling };
+
+inline Random random_of(std::int64_t seed, Stream stream) {
+  return Random(static_cast<std::uint64_t>(seed)).fork(static_cast<std::uint64_t>(stream));
+}
+
+}  // namespace espalier

@@ -1,0 +1,93 @@
+#include "espalier/loop/run_start.h"
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+
+#include "espalier/base/error.h"
+#include "espalier/loop/fresh_model.h"
+#include "espalier/loop/vocabulary.h"
+#include "espalier/observe/memory.h"
+#include "espalier/options/options_json.h"
+#include "espalier/train/machine.h"
+
+namespace espalier {
+namespace {
+
+std::filesystem::path root_of(const Options& options) {
+  if (options.resume.empty()) return options.out;
+  if (!options.out.empty() && options.out != options.resume)
+    throw OptionError({"--out", "nothing, or the run that --resume names", options.out, "leave --out out"});
+  if (!RunFolder::is_run(options.resume))
+    throw InputError({options.resume, "the folder of a run (with run.json)", "none", "name the --out of a grpo run"});
+  return options.resume;
+}
+
+std::string now() {
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  char text[32];
+  std::tm parts{};
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&seconds, &parts));
+  return text;
+}
+
+ModelShape shape_of(const Options& options) {
+  const ModelShape shape =
+      options.model.empty()
+          ? model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh")
+          : read_model_shape(options.model);
+  if (const std::int64_t words = Vocabulary::built_in().size(); shape.vocabulary < words)
+    throw InputError({options.model, text_of("a vocabulary of at least the ", words, " words of the built-in tasks"),
+                      text_of(shape.vocabulary), "give another --model, or none"});
+  return shape;
+}
+
+Json shape_json(const ModelShape& shape) {
+  return {{"architecture", shape.architecture},
+          {"layers", shape.layers},
+          {"hidden", shape.hidden},
+          {"heads", shape.heads},
+          {"kv_heads", shape.kv_heads},
+          {"head_dim", shape.head_dim},
+          {"inner", shape.inner},
+          {"vocabulary", shape.vocabulary},
+          {"experts", shape.experts},
+          {"parameters", shape.parameters()}};
+}
+
+}  // namespace
+
+RunStart start_run(const Options& given, Progress& progress) {
+  const std::filesystem::path root = root_of(given);
+  RunStart out;
+  if (RunFolder::is_run(root)) {
+    out.folder = std::make_unique<RunFolder>(root);
+    Json run = out.folder->description();
+    const std::string where = (out.folder->root() / "run.json").string();
+    const Json recorded = run.value("options", Json::object());
+    out.options = continued_options(given, recorded, where);
+    out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
+    if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
+      progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
+    run["options"] = options_to_json(out.options, 'l');
+    if (run["options"] != recorded) out.folder->write_description(run);
+    return out;
+  }
+  out.options = given;
+  if (out.options.memory_budget.empty())
+    out.options.memory_budget = std::to_string(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20));
+  const ModelShape shape = shape_of(given);
+  out.machine = machine_profile(out.options, progress);
+  out.folder = std::make_unique<RunFolder>(root);
+  Json run;
+  run["espalier"] = ESPALIER_VERSION;
+  run["verb"] = "grpo";
+  run["started"] = now();
+  run["machine"] = {{"name", out.machine.name}, {"threads", out.options.threads}, {"profile", to_json(out.machine)}};
+  run["model"] = shape_json(shape);
+  run["options"] = options_to_json(out.options, 'l');
+  out.folder->write_description(run);
+  return out;
+}
+
+}  // namespace espalier

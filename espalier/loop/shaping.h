@@ -1,0 +1,25 @@
+// What happens to rewards and groups before advantages are computed. Source: DAPO (Yu and others, 2025), with verl
+// 0.9's conventions.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// DAPO's soft overlong punishment, to be added to the reward, in [-factor, 0]. With l tokens of a response, the limit
+// and the buffer before it:
+//
+//   min(0, -factor (l - (limit - buffer)) / buffer);      0 where buffer is 0
+double overlong_penalty(std::int64_t response_length, std::int64_t limit, std::int64_t buffer, double factor);
+
+// Takes the groups (rollouts of one `group`, which stand together) whose rewards are not all equal from `rollouts`, in
+// order, and appends them to `kept` until it holds `most` groups. Returns how many groups had equal rewards.
+std::int64_t keep_unequal_groups(std::vector<Rollout> rollouts, std::int64_t most, std::vector<Rollout>& kept);
+
+// Groups that stand together.
+std::int64_t count_groups(const std::vector<Rollout>& rollouts);
+
+}  // namespace espalier

@@ -1,0 +1,48 @@
+// Built-in tasks whose answers can be checked: a long document, a question about it, one right answer.
+//
+//   retrieval   facts and other sentences: "otter teal ; the rain fell ; yak plum ; ... ? otter" -> "teal"
+//   arithmetic  a chain of sums modulo 10 with every value given: "elm = 3 ; yak = elm + 9 = 2 ; ... ? yak + 5 ="
+//               -> "7"
+//   copy        lines of words: "kiwi : old rain ... ; ... ? copy kiwi with moon for rain" -> "old moon ..."
+//
+// Problems are made on the spot from a random state alone. Training and held-out problems are disjoint: the hash of a
+// prompt's tokens says which of the two it belongs to.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/base/random.h"
+#include "espalier/loop/vocabulary.h"
+
+namespace espalier {
+
+struct Problem {
+  TokenIds prompt_ids;
+  TokenIds answer_ids;  // without what ends a response
+};
+
+enum class Split { train, held_out };
+Split split_of(std::span<const std::int32_t> prompt_ids);  // one prompt in eight is held out
+
+struct Task {
+  std::string name;                // retrieval, arithmetic or copy
+  std::int64_t prompt_length = 0;  // tokens of every prompt, exactly
+
+  // One to `most` problems about one document, so their prompts share all but the question. A function of the
+  // arguments. Errors: OptionError where the prompt length is too short for the task.
+  std::vector<Problem> problems(Split split, Random random, std::int64_t most) const;
+
+  std::int64_t shortest_prompt() const;  // of a document with two things to tell apart
+
+  // Tokens of the longest right answer, with what ends it.
+  std::int64_t longest_answer() const;
+};
+
+// How right a response is, in [0, 1]: the share of places where it has the answer's token, places of the longer of the
+// two; what ends it is not counted, and a response without an end has one place too many.
+double answer_score(std::span<const std::int32_t> response_ids, std::span<const std::int32_t> answer_ids);
+
+}  // namespace espalier

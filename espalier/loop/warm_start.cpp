@@ -1,0 +1,111 @@
+#include "espalier/loop/warm_start.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/loop/random_streams.h"
+#include "espalier/optimizer/adamw.h"
+#include "espalier/train/step.h"
+
+namespace espalier {
+namespace {
+
+// Supervised learning as a policy update: the plain policy gradient with advantage 1 is the gradient of -log p.
+Options supervised(const Options& options) {
+  Options out = options;
+  out.policy_loss = "reinforce";
+  out.adv_estimator = "given";
+  out.loss_agg_mode = "token-mean";
+  out.rollout_is = "none";
+  out.loss_scale_factor = out.kl_loss_coef = out.entropy_coeff = 0;
+  out.lr = options.warm_start_lr;
+  out.warmup_steps = 0;
+  out.mini_batch_size = 0;
+  return out;
+}
+
+Rollout demonstration(const Problem& problem) {
+  Rollout out;
+  out.prompt_ids = problem.prompt_ids;
+  out.response_ids = problem.answer_ids;
+  out.response_ids.push_back(Vocabulary::built_in().end());
+  out.loss_mask.assign(out.response_ids.size(), 1);
+  out.advantages.assign(out.response_ids.size(), 1.0);
+  return out;
+}
+
+// The mean over rollouts of exp(sum of log p): the probability of a whole answer.
+double mean_probability(std::span<const RolloutSeries> series) {
+  double sum = 0;
+  for (const RolloutSeries& s : series) sum += std::exp(std::accumulate(s.logprob.begin(), s.logprob.end(), 0.0));
+  return sum / static_cast<double>(series.size());
+}
+
+// Documents that grow to the full length.
+class Curriculum {
+ public:
+  explicit Curriculum(const Task& task) : task_(task), full_(task.prompt_length) {
+    task_.prompt_length = std::min(full_, task.shortest_prompt());
+  }
+
+  // Some 256 questions, at most kMostQuestions about one document.
+  std::vector<Rollout> batch(Random random) const {
+    std::vector<Rollout> out;
+    for (std::uint64_t document = 0; static_cast<std::int64_t>(out.size()) < kQuestions; ++document)
+      for (const Problem& problem : task_.problems(Split::train, random.fork(document), kMostQuestions))
+        out.push_back(demonstration(problem));
+    return out;
+  }
+
+  // Takes what a step found. True once it is right enough at the full length.
+  bool advance(double right) {
+    smoothed_ = smoothed_ < 0 ? right : smoothed_ + kWeight * (right - smoothed_);
+    if (task_.prompt_length == full_) return smoothed_ >= kWarmStartRight;
+    if (smoothed_ < kStageRight) return false;
+    task_.prompt_length = std::min(full_, 2 * task_.prompt_length);
+    smoothed_ = -1;
+    return false;
+  }
+
+  std::int64_t prompt_length() const { return task_.prompt_length; }
+
+ private:
+  static constexpr std::int64_t kQuestions = 256, kMostQuestions = 16;
+  static constexpr double kWeight = 0.2;  // of the newest step
+
+  Task task_;
+  std::int64_t full_;
+  double smoothed_ = -1;  // before the first step at a length
+};
+
+}  // namespace
+
+WarmStartStep warm_start(ModelState& model, const Task& task, const Options& given, const MachineProfile& machine,
+                         Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
+  const Options options = supervised(given);
+  Actor actor(model, options, machine);
+  AdamW optimizer(model.table, model.weights, AdamWSettings::from(options));
+  const Random random = random_of(options.seed, Stream::warm_start);
+  Curriculum curriculum(task);
+  WarmStartStep found;
+  progress.begin("warm start", options.warm_start_steps, "steps");
+  while (found.step < options.warm_start_steps && !found.reached) {
+    found.prompt_length = curriculum.prompt_length();
+    const TrainingData data(curriculum.batch(random.fork(static_cast<std::uint64_t>(found.step))), options);
+    const StepReport report = run_step(actor, optimizer, data.mini_batch(0), false);
+    found.step = report.step;
+    found.loss = report.gradient.loss.loss;
+    found.right = mean_probability(report.gradient.series);
+    found.reached = curriculum.advance(found.right);
+    on_step(found);
+    progress.advance_to(found.step);
+  }
+  progress.end();
+  return found;
+}
+
+}  // namespace espalier
