@@ -8,6 +8,7 @@
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/train/step_json.h"
 
 namespace espalier::cli {
 namespace {
@@ -35,6 +36,7 @@ Json cell_json(const BenchCell& cell) {
   out["suffix"] = cell.suffix;
   out["n"] = cell.n;
   out["seconds"] = by_schedule(cell, &BenchMeasure::seconds);
+  out["runs"] = by_schedule(cell, &BenchMeasure::runs);
   out["speedup"] = cell.speedup();
   out["ceiling"] = cell.ceiling;
   out["fraction"] = cell.fraction();
@@ -49,6 +51,10 @@ Json cell_json(const BenchCell& cell) {
                       {"flops", by_schedule(cell, &BenchMeasure::flops)},
                       {"rows", by_schedule(cell, &BenchMeasure::physical_rows)},
                       {"gradient_error", by_schedule(cell, &BenchMeasure::gradient_error)}};
+  out["product_flops_per_second"] = cell.product_flops_per_second;
+  for (const Column& column : kColumns)
+    if (const auto& profile = (cell.*column.measure).profile)
+      out["schedules"]["profile"][column.name] = profile_json(*profile);
   return out;
 }
 

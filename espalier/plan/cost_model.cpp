@@ -11,14 +11,24 @@ namespace espalier {
 namespace {
 
 constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, activation: one forward of a layer
+constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
 
 }  // namespace
 
-double MachineProfile::matrix_flops_per_second(std::int64_t rows) const {
+CostParts& CostParts::operator+=(const CostParts& other) {
+  products += other.products, attention += other.attention, rows += other.rows, head += other.head;
+  return *this;
+}
+
+CostParts CostParts::operator*(const CostParts& factors) const {
+  return {products * factors.products, attention * factors.attention, rows * factors.rows, head * factors.head};
+}
+
+double MachineProfile::matrix_flops_per_second(double rows) const {
   ESPALIER_INTERNAL(!matrix.empty(), "machine profile '", name, "' without matrix rates");
   // Time for one FLOP a row, piecewise linear in rows: below the table as long as its first entry, above it at its
   // last rate.
-  const double at = static_cast<double>(std::max<std::int64_t>(rows, 1));
+  const double at = std::max(rows, 1.0);
   const auto time = [](const Rate& rate) { return static_cast<double>(rate.rows) / rate.flops_per_second; };
   if (at <= static_cast<double>(matrix.front().rows)) return at / time(matrix.front());
   for (std::size_t i = 1; i < matrix.size(); ++i) {
@@ -44,7 +54,8 @@ std::string MachineProfile::line() const {
     out +=
         text_of(i ? ", " : "", std::llround(matrix[i].flops_per_second / 1e9), " GFLOP/s at ", matrix[i].rows, " rows");
   return out + text_of("; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
-                       std::llround(bytes_per_second / 1e9), " GB/s; ", seconds_per_call * 1e6, " us per call");
+                       std::llround(bytes_per_second / 1e9), " GB/s; ", seconds_per_call * 1e6, " us per call",
+                       fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
 }
 
 MachineProfile default_profile(const std::string& device, DType dtype, int threads) {
@@ -80,7 +91,13 @@ Json to_json(const MachineProfile& profile) {
           {"matrix", matrix},
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"bytes_per_second", profile.bytes_per_second},
-          {"seconds_per_call", profile.seconds_per_call}};
+          {"seconds_per_call", profile.seconds_per_call},
+          {"fit",
+           {{"products", profile.fit.products},
+            {"attention", profile.fit.attention},
+            {"rows", profile.fit.rows},
+            {"head", profile.fit.head},
+            {"steps", profile.fitted_steps}}}};
 }
 
 MachineProfile profile_of(const Json& json, const std::string& where) {
@@ -105,6 +122,11 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.attention_flops_per_second = number(json, "attention_flops_per_second");
   profile.bytes_per_second = number(json, "bytes_per_second");
   profile.seconds_per_call = number(json, "seconds_per_call");
+  if (!json.contains("fit")) fail("an object as 'fit'");
+  const Json& fit = json.at("fit");
+  profile.fit = {number(fit, "products"), number(fit, "attention"), number(fit, "rows"), number(fit, "head")};
+  if (!fit.contains("steps") || !fit.at("steps").is_number_integer() || fit.at("steps") < 0) fail("a count as 'steps'");
+  profile.fitted_steps = fit.at("steps").get<std::int64_t>();
   if (!json.contains("matrix") || !json.at("matrix").is_array() || json.at("matrix").empty())
     fail("a list as 'matrix'");
   for (const Json& entry : json.at("matrix")) {
@@ -119,42 +141,62 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
 CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind)
     : shape_(shape), profile_(profile), kind_(kind) {
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
-  const double inner = shape.experts > 0 ? static_cast<double>(shape.experts_per_token * shape.expert_inner)
-                                         : static_cast<double>(shape.inner);
+  for (const std::uint8_t experts : shape.expert_layer) expert_layers_ += experts;
+  const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
-  // copies v; SwiGLU reads two and writes one.
-  bytes_per_row_ = b * static_cast<double>(shape.layers) *
-                   (8.0 * shape.hidden + 2.0 * static_cast<double>(shape.qkv_width()) + 3.0 * inner);
+  // copies v; SwiGLU reads two and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
+  const double k = static_cast<double>(shape.experts_per_token), M = static_cast<double>(shape.hidden);
+  bytes_per_row_ = b * (all_layers * (8 * M + 2.0 * static_cast<double>(shape.qkv_width())) +
+                        dense_layers * 3.0 * static_cast<double>(shape.inner)) +
+                   expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
-  logit_bytes_ = 8 * a * static_cast<double>(shape.vocabulary) * (kind.gradients ? 1 : 0.5);
-  const double head = static_cast<double>(shape.vocabulary * shape.hidden);
-  gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - head * (shape.tied_head ? 1 : 2));
+  logit_bytes_ = 8 * a * static_cast<double>(shape.head_width()) * (kind.gradients ? 1 : 0.5);
+  const double embedding = static_cast<double>(shape.vocabulary * shape.hidden);
+  const double head = static_cast<double>(shape.head_width() * shape.hidden);
+  expert_gradient_bytes_ =
+      2 * a * expert_layers_ * static_cast<double>(3 * shape.experts * shape.hidden * shape.expert_inner);
+  gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - embedding - (shape.tied_head ? 0 : head)) -
+                    expert_gradient_bytes_;
   head_gradient_bytes_ = 2 * a * head;
 }
 
-// A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
-double CostModel::variable_seconds(const Flops& flops, const Work& work, std::int64_t rows, int passes) const {
-  const double head_rows = static_cast<double>(std::min<std::int64_t>(work.outputs, 256));
-  double seconds = flops.layers / profile_.matrix_flops_per_second(rows) +
-                   flops.attention / profile_.attention_flops_per_second +
-                   passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
-  seconds += static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second;
-  if (work.outputs > 0) seconds += flops.head / profile_.matrix_flops_per_second(static_cast<std::int64_t>(head_rows));
-  return seconds;
+double CostModel::rows_per_expert(std::int64_t rows) const {
+  return shape_.experts == 0
+             ? 0
+             : static_cast<double>(rows * shape_.experts_per_token) / static_cast<double>(shape_.experts);
 }
 
-double CostModel::seconds(const Work& work, bool recompute) const {
-  const int passes = !kind_.gradients ? 1 : recompute ? 4 : 3;
-  double bytes = 0;
-  if (kind_.gradients) bytes = gradient_bytes_ + (work.outputs > 0 ? head_gradient_bytes_ : 0);
-  const double calls = static_cast<double>(shape_.layers) * kCallsPerLayer * passes;
-  return variable_seconds(step_flops(shape_, work, kind_, recompute), work, work.rows, passes) +
-         bytes / profile_.bytes_per_second + calls * profile_.seconds_per_call;
+// A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
+CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::int64_t rows, int passes) const {
+  const double head_rows = static_cast<double>(std::min<std::int64_t>(work.outputs, 256));
+  CostParts parts;
+  parts.products = flops.layers / profile_.matrix_flops_per_second(static_cast<double>(rows)) +
+                   flops.experts / profile_.matrix_flops_per_second(rows_per_expert(rows));
+  parts.attention = flops.attention / profile_.attention_flops_per_second;
+  parts.rows = passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
+  parts.head = static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second;
+  if (work.outputs > 0) parts.head += flops.head / profile_.matrix_flops_per_second(head_rows);
+  return parts;
+}
+
+CostParts CostModel::parts(const Work& work, bool recompute) const {
+  const int passes = (!kind_.gradients ? 1 : recompute ? 4 : 3) + (kind_.counting_pass ? 1 : 0);
+  const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
+  CostParts parts = variable_parts(step_flops(shape_, work, kind_, recompute), work, work.rows, passes);
+  if (kind_.gradients) {
+    parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
+    if (work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
+  }
+  const double calls = passes * (static_cast<double>(shape_.layers) * kCallsPerLayer +
+                                 expert_layers_ * reached * static_cast<double>(shape_.experts) * kCallsPerExpert);
+  parts.products += calls * profile_.seconds_per_call;
+  return parts * profile_.fit;
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  return variable_seconds(step_flops(shape_, work, kind_, false), work, std::max(full_rows, work.rows),
-                          kind_.gradients ? 3 : 1);
+  const CostParts parts = variable_parts(step_flops(shape_, work, kind_, false), work, std::max(full_rows, work.rows),
+                                         (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
+  return (parts * profile_.fit).total();
 }
 
 }  // namespace espalier

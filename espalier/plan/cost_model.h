@@ -1,5 +1,6 @@
 // Seconds of a set of rows on one machine: matrix products at a rate that grows with the number of rows, attention,
-// what is bound by memory, and an overhead for every call.
+// what is bound by memory, and an overhead for every call. Products of experts run at the rate of the rows of one
+// expert: R rows give each of E experts about R k / E.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,16 @@ namespace espalier {
 
 using Json = nlohmann::ordered_json;
 
+// Seconds by the parts of a step that --profile measures: matrix products of the layers; attention; norms, rotations,
+// activations and what no part claims; the head.
+struct CostParts {
+  double products = 0, attention = 0, rows = 0, head = 0;
+
+  double total() const { return products + attention + rows + head; }
+  CostParts& operator+=(const CostParts& other);
+  CostParts operator*(const CostParts& factors) const;
+};
+
 // Few constants, measured once per machine (or defaults). Matrix rates are those of products [rows, M] x [M, N] with
 // the weights read from memory, so that small row counts are slow by measurement, not by assumption.
 struct MachineProfile {
@@ -29,8 +40,11 @@ struct MachineProfile {
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;  // of memory-bound passes
   double seconds_per_call = 0;  // overhead of one kernel
+  // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
+  CostParts fit = {1, 1, 1, 1};
+  std::int64_t fitted_steps = 0;
 
-  double matrix_flops_per_second(std::int64_t rows) const;
+  double matrix_flops_per_second(double rows) const;
   // Fewest rows of the table whose rate is at least 95 % of the best.
   std::int64_t large_rows() const;
   std::string line() const;  // for a person, one line
@@ -48,20 +62,25 @@ class CostModel {
   CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
   // All that a step runs for one set of rows: forward, backward, for a trunk perhaps the forward again.
-  double seconds(const Work& work, bool recompute) const;
+  double seconds(const Work& work, bool recompute) const { return parts(work, recompute).total(); }
+  CostParts parts(const Work& work, bool recompute) const;
   double flops(const Work& work, bool recompute) const { return step_flops(shape_, work, kind_, recompute).total(); }
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
  private:
-  double variable_seconds(const Flops& flops, const Work& work, std::int64_t rows, int passes) const;
+  // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
+  CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, int passes) const;
+  double rows_per_expert(std::int64_t rows) const;
 
   ModelShape shape_;
   MachineProfile profile_;
   StepKind kind_;
-  double bytes_per_row_ = 0;   // memory-bound traffic of one row and pass through all layers
-  double logit_bytes_ = 0;     // and of the logits of one output row
-  double gradient_bytes_ = 0;  // every item reads and writes the accumulators of the layers' weights once
+  double expert_layers_ = 0;
+  double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
+  double logit_bytes_ = 0;            // and of the logits of one output row
+  double gradient_bytes_ = 0;         // every item reads and writes the accumulators of the layers' weights once,
+  double expert_gradient_bytes_ = 0;  // and those of the experts that it reaches
   double head_gradient_bytes_ = 0;
 };
 

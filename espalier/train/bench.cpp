@@ -8,6 +8,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/plan/planner.h"
+#include "espalier/train/cost_fit.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/step.h"
 
@@ -85,43 +87,61 @@ double median(std::vector<double> values) {
 struct Entrant {
   const char* schedule;
   BenchMeasure BenchCell::*measure;
-  std::vector<double> seconds;
 };
+constexpr Entrant kEntrants[] = {{"dense", &BenchCell::dense},
+                                 {"packed", &BenchCell::packed},
+                                 {"phased", &BenchCell::phased},
+                                 {"auto", &BenchCell::automatic}};
 
-BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, Progress& progress) {
+BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, const CostModel& unfitted,
+                       CostFit& fit, Progress& progress) {
   const MiniBatch batch = data.mini_batch(0);
   BenchCell cell;
-  Entrant entrants[] = {{"dense", &BenchCell::dense, {}},
-                        {"packed", &BenchCell::packed, {}},
-                        {"phased", &BenchCell::phased, {}},
-                        {"auto", &BenchCell::automatic, {}}};
+  std::vector<double> product_rates;
   // One run that is not timed: memory is touched for the first time, and its gradient is what the others are held to.
   actor.options.schedule = "dense";
   compute_gradient(actor, batch, false);
   const at::Tensor dense = actor.gradients.flat().clone();
   std::int64_t runs = 0;
-  progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(entrants)), "runs");
+  progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(kEntrants)), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
-    for (Entrant& entrant : entrants) {
+    for (const Entrant& entrant : kEntrants) {
+      product_rates.push_back(product_flops_per_second(actor.model.dtype));
       actor.options.schedule = entrant.schedule;
       GradientReport report = compute_gradient(actor, batch, false);
-      entrant.seconds.push_back(report.seconds.total);
+      fit.add(measured_parts(*report.profile), predicted_parts(report.plan, unfitted), product_rates.back());
       BenchMeasure& measure = cell.*entrant.measure;
+      measure.runs.push_back(report.seconds.total);
       measure.predicted_seconds = report.plan.chosen.seconds;
       measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
       // What is kept to compare gradients with is no part of the step.
       measure.peak_bytes = report.peak_bytes.peak() - (dense.defined() ? static_cast<std::int64_t>(dense.nbytes()) : 0);
       measure.physical_rows = report.plan.physical_rows();
       measure.flops = report.plan.chosen.flops;
-      measure.profile = report.profile;
+      if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
       const double distance = (actor.gradients.flat() - dense).norm().item<double>();
       measure.gradient_error = std::max(measure.gradient_error, distance / dense.norm().item<double>());
       progress.advance_to(++runs);
     }
-  for (Entrant& entrant : entrants) (cell.*entrant.measure).seconds = median(entrant.seconds);
+  for (const Entrant& entrant : kEntrants) (cell.*entrant.measure).seconds = median((cell.*entrant.measure).runs);
+  cell.product_flops_per_second = median(product_rates);
   return cell;
+}
+
+// Keeps the fit, or says why not.
+void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
+  if (machine.source != "measured" || fit.steps() == 0) return;
+  const CostParts factors = fit.factors();
+  const std::string found = text_of(fit.steps(), " steps took, of what the unfitted model predicts: products x ",
+                                    factors.products, ", attention x ", factors.attention,
+                                    ", norms, rotations, activations x ", factors.rows, ", head x ", factors.head);
+  const std::string why_not = fit.why_not(machine);
+  if (!why_not.empty()) return progress.note(found + "; not kept: " + why_not);
+  machine.fit = factors;
+  machine.fitted_steps = fit.steps();
+  if (keep_profile(machine)) progress.note(found + "; kept for plans on this machine");
 }
 
 }  // namespace
@@ -130,17 +150,24 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell) {
   const auto model = bench_model(options, progress);
   Actor actor(*model, options, machine_profile(options, progress));
+  actor.options.profile = true;
+  MachineProfile unfitted_machine = actor.machine;
+  unfitted_machine.fit = {1, 1, 1, 1};
+  StepKind kind = plan_options_of(options).kind;
+  kind.optimizer = false;
+  const CostModel unfitted(model->shape, unfitted_machine, model->dtype, kind);
+  CostFit fit;
   std::vector<BenchCell> cells;
   auto measure = [&](std::vector<Rollout> rollouts, const Split& split, std::int64_t n) {
     const TrainingData data(std::move(rollouts), options);
     model->decoder.reserve_positions(data.longest());
-    BenchCell cell = measure_cell(actor, options, data, progress);
+    BenchCell cell = measure_cell(actor, options, data, unfitted, fit, progress);
     cell.prefix = split.prefix, cell.suffix = split.suffix, cell.n = n;
     on_cell(cell);
     cells.push_back(std::move(cell));
   };
   if (!options.rollouts.empty()) {
-    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape.vocabulary, progress);
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress);
     std::vector<double> prompts, responses;
     for (const Rollout& rollout : rollouts) {
       prompts.push_back(rollout.prompt_length());
@@ -148,6 +175,7 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
     }
     const auto n = static_cast<std::int64_t>(rollouts.size());
     measure(std::move(rollouts), {std::llround(median(prompts)), std::llround(median(responses))}, n);
+    finish(fit, actor.machine, progress);
     return cells;
   }
   const std::vector<Split> splits = parse_splits(options.splits);
@@ -157,6 +185,7 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
     for (const double n : sizes)
       measure(random_group(split, std::llround(n), model->shape.vocabulary, random.fork(cells.size())), split,
               std::llround(n));
+  finish(fit, actor.machine, progress);
   return cells;
 }
 

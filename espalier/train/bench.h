@@ -17,7 +17,8 @@
 namespace espalier {
 
 struct BenchMeasure {
-  double seconds = 0;  // median of a whole gradient: plan, forward, loss, backward; no optimizer
+  double seconds = 0;        // median of a whole gradient: plan, forward, loss, backward; no optimizer
+  std::vector<double> runs;  // seconds of each
   double predicted_seconds = 0;
   std::int64_t peak_bytes = 0, predicted_peak_bytes = 0;
   std::int64_t physical_rows = 0;
@@ -29,14 +30,16 @@ struct BenchMeasure {
 struct BenchCell {
   std::int64_t prefix = 0, suffix = 0, n = 0;  // prompt and response tokens, responses; medians for --rollouts
   BenchMeasure dense, packed, phased, automatic;
-  double ceiling = 1;  // FLOPs dense / FLOPs with every shared row once
-  std::string chosen;  // schedule that auto took for the first tree
+  double product_flops_per_second = 0;  // of a large matrix product, median over the same turns
+  double ceiling = 1;                   // FLOPs dense / FLOPs with every shared row once
+  std::string chosen;                   // schedule that auto took for the first tree
 
   double speedup() const { return automatic.seconds > 0 ? dense.seconds / automatic.seconds : 0; }
   double fraction() const { return speedup() / ceiling; }
 };
 
-// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends.
+// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends. Afterwards the machine's cached
+// profile is fitted to the steps that ran, where the machine was quiet enough for that (cost_fit.h); a note says so.
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell);
 

@@ -117,7 +117,7 @@ std::filesystem::path cache_file(DType dtype) {
                                                  : std::filesystem::path();
   if (folder.empty()) return {};
   return folder / "espalier" /
-         text_of("machine-2-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
+         text_of("machine-3-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
 }
 
 // Null where it cannot be written.
@@ -168,13 +168,21 @@ MachineProfile machine_profile(const Options& options, Progress& progress) {
       progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
     }
   }
-  const std::unique_ptr<AtomicFile> out = open_cache(file);
-  if (!out) return default_profile(options.device, dtype, at::get_num_threads());
+  if (!open_cache(file)) return default_profile(options.device, dtype, at::get_num_threads());
   progress.note("measuring this machine once, a few seconds");
   const MachineProfile profile = measure_machine(dtype);
+  keep_profile(profile);
+  return profile;
+}
+
+double product_flops_per_second(DType dtype) { return matrix_rate(1024, scalar_type(dtype)).flops_per_second; }
+
+bool keep_profile(const MachineProfile& profile) {
+  const std::unique_ptr<AtomicFile> out = open_cache(cache_file(profile.dtype));
+  if (!out) return false;
   out->write(to_json(profile).dump(1) + "\n");
   out->commit();
-  return profile;
+  return true;
 }
 
 }  // namespace espalier

@@ -1,7 +1,8 @@
 // The few constants that the cost model knows of this machine, measured once in a few seconds and cached.
 //
 // The cache lies in $XDG_CACHE_HOME/espalier (~/.cache/espalier), one file for each CPU, dtype and thread count. Plans
-// must be the same in every run, so a machine whose cache cannot be written keeps the built-in constants.
+// must be the same in every run, so a machine whose cache cannot be written keeps the built-in constants. `bench` adds
+// factors that hold the cost model to the steps it ran (cost_fit.h); nothing else changes a cached profile.
 #pragma once
 
 #include "espalier/observe/progress.h"
@@ -16,5 +17,11 @@ MachineProfile machine_profile(const Options& options, Progress& progress);
 // Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs in
 // three rounds.
 MachineProfile measure_machine(DType dtype);
+
+// Rate of a large matrix product now, the best of a few: what a step that runs at about this moment can be held to.
+double product_flops_per_second(DType dtype);
+
+// Writes the profile where machine_profile finds it. False where that cannot be done.
+bool keep_profile(const MachineProfile& profile);
 
 }  // namespace espalier

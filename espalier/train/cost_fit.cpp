@@ -1,0 +1,91 @@
+#include "espalier/train/cost_fit.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::int64_t kLeastSteps = 24;
+constexpr double kLeastSeconds = 0.2, kUneven = 0.1, kFarthest = 2;
+constexpr double kNoticeable = 0.02;  // of a step: below that a part's ratio is noise
+constexpr double CostParts::*kParts[] = {&CostParts::products, &CostParts::attention, &CostParts::rows,
+                                         &CostParts::head};
+
+CostParts sum_of(const std::vector<PlanItem>& items, const CostModel& model) {
+  CostParts sum;
+  for (const PlanItem& item : items) {
+    const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
+    sum += model.parts(work, item.state == TrunkState::recompute);
+    sum += sum_of(item.below, model);
+  }
+  return sum;
+}
+
+double quantile(std::vector<double> values, double share) {
+  if (values.empty()) return 0;
+  const auto at = static_cast<std::ptrdiff_t>(share * static_cast<double>(values.size() - 1) + 0.5);
+  std::nth_element(values.begin(), values.begin() + at, values.end());
+  return values[static_cast<std::size_t>(at)];
+}
+
+}  // namespace
+
+CostParts predicted_parts(const StepPlan& plan, const CostModel& model) { return sum_of(plan.items, model); }
+
+CostParts measured_parts(const StepProfile& profile) {
+  CostParts out;
+  for (const auto& [name, seconds] : profile.seconds) {
+    if (name == part::kPlan || name == part::kOptimizer) continue;
+    if (name == part::kProducts)
+      out.products += seconds;
+    else if (name == part::kAttention)
+      out.attention += seconds;
+    else if (name == part::kHead)
+      out.head += seconds;
+    else
+      out.rows += seconds;
+  }
+  return out;
+}
+
+void CostFit::add(const CostParts& measured, const CostParts& predicted, double product_flops_per_second) {
+  if (predicted.total() < kLeastSeconds) return;
+  CostParts ratio;
+  for (const auto part : kParts)
+    ratio.*part = predicted.*part < kNoticeable * predicted.total() ? std::numeric_limits<double>::quiet_NaN()
+                                                                    : measured.*part / predicted.*part;
+  ratios_.push_back(ratio);
+  product_rates_.push_back(product_flops_per_second);
+}
+
+CostParts CostFit::factors() const {
+  CostParts out{1, 1, 1, 1};
+  for (const auto part : kParts) {
+    std::vector<double> values;
+    for (const CostParts& ratio : ratios_)
+      if (!std::isnan(ratio.*part)) values.push_back(ratio.*part);
+    if (static_cast<std::int64_t>(values.size()) >= kLeastSteps) out.*part = quantile(values, 0.5);
+  }
+  return out;
+}
+
+std::string CostFit::why_not(const MachineProfile& machine) const {
+  if (steps() < kLeastSteps)
+    return text_of(steps(), " steps of ", kLeastSeconds, " s or more, ", kLeastSteps, " are needed");
+  const double expected = machine.matrix_flops_per_second(1024), low = quantile(product_rates_, 0.1);
+  const double middle = quantile(product_rates_, 0.5), high = quantile(product_rates_, 0.9);
+  if (middle < (1 - kUneven) * expected || high - low > kUneven * middle)
+    return text_of("the machine was not quiet: matrix products at ", std::llround(low / 1e9), " to ",
+                   std::llround(high / 1e9), " GFLOP/s, ", std::llround(expected / 1e9), " in its profile");
+  const CostParts fit = factors();
+  for (const auto part : kParts)
+    if (!(fit.*part <= kFarthest && fit.*part >= 1 / kFarthest))
+      return text_of("a part of the steps took ", fit.*part, " times what was predicted");
+  return "";
+}
+
+}  // namespace espalier

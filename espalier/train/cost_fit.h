@@ -1,0 +1,39 @@
+// Holds the cost model to steps that ran: measured over predicted seconds, part by part.
+//
+// Only `bench` fits, as an act of its own: it writes the factors into the machine's cached profile, and whoever plans
+// reads them there, so that the same command gives the same plan until the next `bench`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/step_plan.h"
+#include "espalier/train/step_profile.h"
+
+namespace espalier {
+
+// What the model says of a whole plan: the sum over its items.
+CostParts predicted_parts(const StepPlan& plan, const CostModel& model);
+// What a step's profile says; what no part claims counts to the rows, planning and the optimizer to nothing.
+CostParts measured_parts(const StepProfile& profile);
+
+class CostFit {
+ public:
+  // A step that ran; `predicted` by a profile without a fit; the rate of a large matrix product at about that time.
+  void add(const CostParts& measured, const CostParts& predicted, double product_flops_per_second);
+
+  // Medians over the steps of measured / predicted; 1 for a part that they hardly have.
+  CostParts factors() const;
+  // Why the factors would tell more about the moment than about the machine: fewer than 24 steps of at least 0.2 s,
+  // products that are slower than the profile's or uneven by more than a tenth, or factors outside 1/2 ... 2. "": they
+  // may be kept.
+  std::string why_not(const MachineProfile& machine) const;
+  std::int64_t steps() const { return static_cast<std::int64_t>(ratios_.size()); }
+
+ private:
+  std::vector<CostParts> ratios_;
+  std::vector<double> product_rates_;
+};
+
+}  // namespace espalier

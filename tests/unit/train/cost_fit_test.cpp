@@ -1,0 +1,80 @@
+// When a fit is kept, and what it is.
+#include "espalier/train/cost_fit.h"
+
+#include <gtest/gtest.h>
+
+namespace espalier {
+namespace {
+
+MachineProfile measured_machine() {
+  MachineProfile machine = default_profile("cpu", DType::float32, 2);
+  machine.source = "measured";
+  return machine;
+}
+
+const CostParts kPredicted = {1, 0.5, 0.2, 0.3};
+const CostParts kFactors = {1.1, 0.9, 1.5, 1.25};
+
+CostFit fit_of(int steps, double rate, double noise = 0) {
+  CostFit fit;
+  for (int i = 0; i < steps; ++i) fit.add(kPredicted * kFactors, kPredicted, rate * (1 + noise * (i % 3 - 1)));
+  return fit;
+}
+
+TEST(CostFit, FindsTheFactorOfEveryPart) {
+  const MachineProfile machine = measured_machine();
+  CostFit fit = fit_of(30, machine.matrix_flops_per_second(1024));
+  // Three runs that somebody disturbed move no median.
+  for (int i = 0; i < 3; ++i)
+    fit.add(kPredicted * CostParts{9, 9, 9, 9}, kPredicted, machine.matrix_flops_per_second(1024));
+  EXPECT_EQ(fit.why_not(machine), "");
+  EXPECT_DOUBLE_EQ(fit.factors().products, kFactors.products);
+  EXPECT_DOUBLE_EQ(fit.factors().attention, kFactors.attention);
+  EXPECT_DOUBLE_EQ(fit.factors().rows, kFactors.rows);
+  EXPECT_DOUBLE_EQ(fit.factors().head, kFactors.head);
+}
+
+TEST(CostFit, KeepsNothingFromFewOrShortSteps) {
+  const MachineProfile machine = measured_machine();
+  EXPECT_NE(fit_of(23, machine.matrix_flops_per_second(1024)).why_not(machine), "");
+  CostFit fit;
+  for (int i = 0; i < 100; ++i)
+    fit.add({0.01, 0.01, 0.01, 0.01}, {0.01, 0.01, 0.01, 0.01}, machine.matrix_flops_per_second(1024));
+  EXPECT_EQ(fit.steps(), 0);
+  EXPECT_NE(fit.why_not(machine), "");
+}
+
+TEST(CostFit, KeepsNothingFromABusyMachine) {
+  const MachineProfile machine = measured_machine();
+  const double rate = machine.matrix_flops_per_second(1024);
+  EXPECT_NE(fit_of(30, 0.8 * rate).why_not(machine), "");
+  EXPECT_NE(fit_of(30, rate, 0.2).why_not(machine), "");
+  EXPECT_EQ(fit_of(30, rate, 0.03).why_not(machine), "");
+}
+
+TEST(CostFit, LeavesAPartAloneThatTheStepsHardlyHave) {
+  const MachineProfile machine = measured_machine();
+  CostFit fit;
+  for (int i = 0; i < 30; ++i) fit.add({1, 0.03, 0.2, 0.3}, {1, 0.01, 0.2, 0.3}, machine.matrix_flops_per_second(1024));
+  EXPECT_EQ(fit.why_not(machine), "");
+  EXPECT_EQ(fit.factors().attention, 1);
+}
+
+TEST(CostFit, MeasuredPartsAreThoseOfTheProfile) {
+  StepProfile profile;
+  profile.seconds = {{std::string(part::kPlan), 100},
+                     {std::string(part::kProducts), 1},
+                     {std::string(part::kAttention), 2},
+                     {std::string(part::kRows), 3},
+                     {std::string(part::kHead), 4},
+                     {std::string(part::kOptimizer), 100},
+                     {"other", 0.5}};
+  const CostParts parts = measured_parts(profile);
+  EXPECT_EQ(parts.products, 1);
+  EXPECT_EQ(parts.attention, 2);
+  EXPECT_EQ(parts.rows, 3.5);
+  EXPECT_EQ(parts.head, 4);
+}
+
+}  // namespace
+}  // namespace espalier
