@@ -46,17 +46,15 @@ struct PlainOperands {
   static void pack_columns(const Shape& shape, Rows<const T> rows, std::int64_t head, const Lanes& p, A factor,
                            Factor* to) {
     constexpr int n = kLanes<A>;
-    for (int v = 0; v * n < p.count; ++v)
+    for (int v = 0; v * n < p.count; ++v) {
+      const LaneRows<const T, n> from(shape, rows, head, p, v * n);
       for_lanes<A>(shape.head_dim, [&](std::int64_t d, int count) {
         Vector<A> square[n];
-        for (int r = 0; r < n; ++r) {
-          const int lane = v * n + r;
-          square[r] =
-              lane < p.count ? load_some(lane_row(shape, rows, head, p.first + lane) + d, count) * factor : Vector<A>{};
-        }
+        for (int r = 0; r < n; ++r) square[r] = from.row[r] ? load_some(from.row[r] + d, count) * factor : Vector<A>{};
         transpose<A>(square);
         for (int r = 0; r < count; ++r) store(to + (d + r) * kPanel<A> + v * n, square[r]);
       });
+    }
   }
   // to[lane][d] = row of lane, element d.
   static void pack_lanes(const Shape& shape, Rows<const T> rows, std::int64_t head, const Lanes& p, Factor* to,

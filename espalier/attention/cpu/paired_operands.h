@@ -62,18 +62,16 @@ struct PairedOperands {
                            Pair* to) {
     const std::int64_t D = shape.head_dim, all = steps(D);
     const std::int32_t flip = sign < 0 ? static_cast<std::int32_t>(0x80008000u) : 0;
-    for (int v = 0; v < round_up(ceil_div(p.count, n), kVectorStep); ++v)
+    for (int v = 0; v < round_up(ceil_div(p.count, n), kVectorStep); ++v) {
+      const LaneRows<const bfloat16, n> from(shape, rows, head, p, v * n);
       for (std::int64_t step = 0; step < all; step += n) {
         Pairs square[n];
-        for (int r = 0; r < n; ++r) {
-          const int lane = v * n + r;
-          square[r] = lane < p.count && 2 * step < D
-                          ? load_pairs(lane_row(shape, rows, head, p.first + lane) + 2 * step, D - 2 * step) ^ flip
-                          : Pairs{};
-        }
+        for (int r = 0; r < n; ++r)
+          square[r] = from.row[r] && 2 * step < D ? load_pairs(from.row[r] + 2 * step, D - 2 * step) ^ flip : Pairs{};
         transpose_pairs(square);
         for (int r = 0; r < lesser(n, all - step); ++r) store(to + (step + r) * W + v * n, square[r]);
       }
+    }
   }
   static void pack_lanes(const Shape& shape, Rows<const bfloat16> rows, std::int64_t head, const Lanes& p, Pair* to,
                          std::int64_t padded) {

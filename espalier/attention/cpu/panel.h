@@ -47,12 +47,12 @@ void unpack_panel(const Shape& shape, const accumulator_t<T>* from, const accumu
   constexpr int n = kLanes<A>;
   for (int v = 0; v * n < p.count; ++v) {
     const Vector<A> by = load(factor + v * n);
+    const LaneRows<T, n> to(shape, rows, head, p, v * n);
     for_lanes<A>(shape.head_dim, [&](std::int64_t d, int count) {
       Vector<A> square[n];
       for (int r = 0; r < n; ++r) square[r] = r < count ? load(from + (d + r) * kPanel<A> + v * n) * by : Vector<A>{};
       transpose<A>(square);
-      for (int r = 0; r < n && v * n + r < p.count; ++r)
-        store_some(lane_row(shape, rows, head, p.first + v * n + r) + d, square[r], count);
+      for (int r = 0; r < n && to.row[r]; ++r) store_some(to.row[r] + d, square[r], count);
     });
   }
 }

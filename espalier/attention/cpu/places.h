@@ -96,6 +96,15 @@ ESPALIER_SIMD_INLINE T* lane_row(const Shape& shape, Rows<T> rows, std::int64_t 
   return rows.data + lane / group * rows.stride + (head * group + lane % group) * shape.head_dim;
 }
 
+// The rows of n lanes of a panel, from lane `from` on; null behind the panel's last.
+template <class T, int n>
+struct LaneRows {
+  T* row[n];
+  LaneRows(const Shape& shape, Rows<T> rows, std::int64_t head, const Lanes& p, std::int64_t from) {
+    for (int r = 0; r < n; ++r) row[r] = from + r < p.count ? lane_row(shape, rows, head, p.first + from + r) : nullptr;
+  }
+};
+
 // ---- keys ----
 
 // One block of keys of the path (ends == null) or of the own rows.
