@@ -30,19 +30,20 @@ struct TokenChoice {
 
 // What one thread needs beside its row.
 struct ChoiceScratch {
+  std::vector<double> weight, run_sum, kept_weight;
   std::vector<std::int32_t> kept;
-  std::vector<double> weight;
 };
 
-// Overwrites `kept` with the ids that may be drawn, ascending; empty: all. A is float or double.
+// Overwrites `kept` with the ids that may be drawn, ascending; empty: all. `weight_V` is p up to a factor; A is float
+// or double.
 template <class A>
-void compute_kept(std::span<const A> logits_V, const ChoiceRule& rule, double max_logit,
+void compute_kept(std::span<const A> logit_V, std::span<const double> weight_V, const ChoiceRule& rule,
                   std::vector<std::int32_t>& kept);
 
 // `sums`: compute_row_sums of the row at rule.inverse_temperature(). `uniform` in [0, 1). Logits that are not finite
 // give a log-prob that is not finite.
 template <class A>
-TokenChoice choose_token(std::span<const A> logits_V, const HeadRowSums& sums, const ChoiceRule& rule, double uniform,
+TokenChoice choose_token(std::span<const A> logit_V, const HeadRowSums& sums, const ChoiceRule& rule, double uniform,
                          ChoiceScratch& scratch);
 
 }  // namespace espalier

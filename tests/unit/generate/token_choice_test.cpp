@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "espalier/base/random.h"
+#include "espalier/generate/choice_kernels.h"
 
 namespace espalier {
 namespace {
@@ -20,11 +21,12 @@ std::vector<double> some_logits(std::int64_t vocabulary, std::uint64_t seed, dou
   return logits;
 }
 
-TokenChoice choose(const std::vector<double>& logits, const ChoiceRule& rule, double uniform) {
+template <class A>
+TokenChoice choose(const std::vector<A>& logits, const ChoiceRule& rule, double uniform) {
   ChoiceScratch scratch;
   const HeadRowSums sums =
       compute_row_sums(logits.data(), static_cast<std::int64_t>(logits.size()), rule.inverse_temperature());
-  return choose_token(std::span<const double>(logits), sums, rule, uniform, scratch);
+  return choose_token(std::span<const A>(logits), sums, rule, uniform, scratch);
 }
 
 std::vector<double> softmax(const std::vector<double>& logits, double temperature) {
@@ -59,13 +61,51 @@ TEST(TokenChoice, KeepsExactlyTheTokensOfTheRule) {
       for (const double top_p : {1.0, 0.9999, 0.9, 0.313, 1e-6}) {
         const ChoiceRule rule{0.7, top_k, top_p};
         std::vector<std::int32_t> kept;
-        compute_kept(std::span<const double>(logits), rule, *std::max_element(logits.begin(), logits.end()), kept);
+        const auto p = softmax(logits, rule.temperature);
+        compute_kept(std::span<const double>(logits), std::span<const double>(p), rule, kept);
         const auto wanted = expected_support(logits, rule);
         if (kept.empty())
           EXPECT_EQ(wanted.size(), logits.size());
         else
           EXPECT_EQ(kept, wanted) << "seed " << seed << ", top_k " << top_k << ", top_p " << top_p;
       }
+  }
+}
+
+// The weights are those of the C library within the 2 units in the last place that base/simd.h promises.
+TEST(TokenChoice, WeightsAndTheirSums) {
+  for (const std::int64_t vocabulary : {1, 3, 511, 512, 513, 2000}) {
+    const auto logits = some_logits(vocabulary, 4, 60);
+    const std::vector<float> narrow(logits.begin(), logits.end());  // eighths: exact
+    const double top = *std::max_element(logits.begin(), logits.end());
+    std::vector<double> weight(logits.size()), again(logits.size()), run((logits.size() + 511) / 512), run_again = run;
+    compute_weights(logits.data(), vocabulary, top, 1.25, weight.data(), run.data());
+    compute_weights(narrow.data(), vocabulary, top, 1.25, again.data(), run_again.data());
+    EXPECT_EQ(weight, again);
+    EXPECT_EQ(run, run_again);
+    for (std::size_t r = 0; r < run.size(); ++r) {
+      double total = 0;
+      for (std::size_t v = 512 * r; v < std::min(logits.size(), 512 * (r + 1)); ++v) {
+        const double wanted = std::exp((logits[v] - top) * 1.25);
+        EXPECT_NEAR(weight[v], wanted, 4 * 0x1p-52 * wanted) << "token " << v << " of " << vocabulary;
+        total += wanted;
+      }
+      EXPECT_NEAR(run[r], total, 1e-13 * total);
+    }
+  }
+}
+
+// A vocabulary of several runs, in float and double: the token at every uniform number is that of one long sum.
+TEST(TokenChoice, RunsOfTokensAreWalkedLikeTheWholeRow) {
+  const auto logits = some_logits(3000, 6, 2);
+  const std::vector<float> narrow(logits.begin(), logits.end());
+  const auto p = softmax(logits, 0.9);
+  for (int i = 0; i < 500; ++i) {
+    const double uniform = (i + 0.37) / 500;
+    std::size_t wanted = 0;
+    for (double reached = p[0]; reached <= uniform; reached += p[++wanted]) continue;
+    EXPECT_EQ(choose(logits, {0.9, 0, 1}, uniform).token, static_cast<std::int32_t>(wanted));
+    EXPECT_EQ(choose(narrow, {0.9, 0, 1}, uniform).token, static_cast<std::int32_t>(wanted));
   }
 }
 
