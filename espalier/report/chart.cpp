@@ -14,7 +14,9 @@ namespace espalier {
 namespace {
 
 constexpr double kWidth = 360, kHeight = 190, kLeft = 50, kTop = 12, kBottom = 166;
-constexpr std::size_t kSmoothFrom = 40, kMostBands = 120, kMostBars = 60;
+constexpr std::size_t kSmoothFrom = 40, kMostBands = 120, kMostBars = 60, kMostPairs = 500;
+
+bool less_value(const std::pair<double, double>& a, const std::pair<double, double>& b) { return a.second < b.second; }
 
 struct Scale {
   double low, high, from, to;
@@ -25,21 +27,38 @@ Scale scale_of(const std::vector<double>& ticks, double from, double to) {
   return {ticks.front(), ticks.back(), from, to};
 }
 
-// Means over the `window` points around each.
+// Means over the points from `window` / 2 before to `window` / 2 after each.
 Points smoothed(const Points& points, std::size_t window) {
+  std::vector<double> sums = {0};
+  for (const auto& [step, value] : points) sums.push_back(sums.back() + value);
   Points out;
   for (std::size_t i = 0; i < points.size(); ++i) {
     const std::size_t begin = i - std::min(i, window / 2), end = std::min(points.size(), i + window / 2 + 1);
-    double sum = 0;
-    for (std::size_t j = begin; j < end; ++j) sum += points[j].second;
-    out.emplace_back(points[i].first, sum / static_cast<double>(end - begin));
+    out.emplace_back(points[i].first, (sums[end] - sums[begin]) / static_cast<double>(end - begin));
   }
   return out;
 }
 
-std::string path_of(const Points& points, const Scale& x, const Scale& y, const std::string& classes) {
+// A curve of thousands of points keeps the least and the most of each of kMostPairs runs of neighbours: no spike is
+// lost.
+Points thinned(const Points& points) {
+  const std::size_t stride = (points.size() + kMostPairs - 1) / kMostPairs;
+  if (stride <= 2) return points;
+  Points out;
+  for (std::size_t begin = 0; begin < points.size(); begin += stride) {
+    const auto first = points.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto last = points.begin() + static_cast<std::ptrdiff_t>(std::min(begin + stride, points.size()));
+    auto [low, high] = std::minmax_element(first, last, less_value);
+    if (high < low) std::swap(low, high);
+    out.push_back(*low);
+    if (high != low) out.push_back(*high);
+  }
+  return out;
+}
+
+std::string path_of(const Points& all, const Scale& x, const Scale& y, const std::string& classes) {
   std::string d;
-  for (const auto& [step, value] : points)
+  for (const auto& [step, value] : thinned(all))
     d += (d.empty() ? "M" : "L") + coordinate(x(step)) + " " + coordinate(y(value));
   return "<path class=\"" + classes + "\" d=\"" + d + "\"/>";
 }
@@ -80,6 +99,7 @@ std::string curve_of(const Series& series, bool exact, const Scale& x, const Sca
 // Names beside the last points, moved apart where they would overlap.
 std::string names_of(const std::vector<const Series*>& series, const Scale& x, const Scale& y) {
   std::vector<std::pair<double, const Series*>> places;
+  places.reserve(series.size());
   for (const Series* each : series) places.emplace_back(y(each->points.back().second) + 4, each);
   std::stable_sort(places.begin(), places.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   for (std::size_t i = 1; i < places.size(); ++i) places[i].first = std::max(places[i].first, places[i - 1].first + 13);
@@ -126,8 +146,7 @@ std::string caption_of(const LineChart& chart, const std::vector<const Series*>&
 std::string description_of(const LineChart& chart, const std::vector<const Series*>& drawn) {
   std::string out;
   for (const Series* series : drawn) {
-    const auto [low, high] = std::minmax_element(series->points.begin(), series->points.end(),
-                                                 [](const auto& a, const auto& b) { return a.second < b.second; });
+    const auto [low, high] = std::minmax_element(series->points.begin(), series->points.end(), less_value);
     out += text_of(series->label.empty() ? chart.title : series->label, ": ", series->points.size(), " points, first ",
                    shown(series->points.front().second, chart.unit), ", last ",
                    shown(series->points.back().second, chart.unit), ", least ", shown(low->second, chart.unit),
@@ -183,9 +202,9 @@ std::string bars_grid(const std::vector<double>& ticks, Unit unit, const Scale& 
   const std::vector<std::string> labels = tick_labels(ticks, unit);
   for (std::size_t i = 0; i < ticks.size(); ++i) {
     const std::string place = coordinate(y(ticks[i]));
-    out += "<line class=\"grid\" x1=\"" + coordinate(kBarsLeft) + "%\" x2=\"100%\" y1=\"" + place + "\" y2=\"" + place +
-           "\"/><text class=\"axis\" text-anchor=\"end\" x=\"" + coordinate(kBarsLeft - 1) + "%\" y=\"" +
-           coordinate(y(ticks[i]) + 4) + "\">" + labels[i] + "</text>";
+    out += text_of("<line class=\"grid\" x1=\"", kBarsLeft, "%\" x2=\"100%\" y1=\"", place, "\" y2=\"", place,
+                   "\"/><text class=\"axis\" text-anchor=\"end\" x=\"", kBarsLeft - 1, "%\" y=\"",
+                   coordinate(y(ticks[i]) + 4), "\">", labels[i], "</text>");
   }
   return out;
 }
@@ -211,9 +230,12 @@ std::string bar_of(const Bar& bar, double left, double width, Unit unit, const s
 }  // namespace
 
 std::vector<double> nice_ticks(double low, double high, int intervals) {
-  if (high <= low) {
+  // A range that doubles cannot divide is one value.
+  const double largest = std::max(std::abs(low), std::abs(high));
+  if (largest < 1e-300) low = high = 0;
+  if (high - low <= 1e-9 * largest) {
     const double around = low == 0 ? 1 : std::abs(low) / 2;
-    return nice_ticks(low - (low > 0 ? around : 0), low + (low > 0 ? 0 : around), intervals);
+    return nice_ticks(low - (low > 0 ? around : 0), high + (low > 0 ? 0 : around), intervals);
   }
   const double rough = (high - low) / intervals, power = std::pow(10, std::floor(std::log10(rough)));
   const double digit = rough / power, step = power * (digit >= 5 ? 5 : digit >= 2 ? 2 : 1);

@@ -40,6 +40,7 @@ std::string escaped(std::string_view text) {
 }
 
 std::string shown(double value, Unit unit) {
+  if (!(std::abs(value) < 1e15)) return printed("%.4g", value);  // more than integers can hold
   switch (unit) {
     case Unit::percent:
       return format_percent(value);

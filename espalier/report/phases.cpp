@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
+
 namespace espalier {
 namespace {
 
@@ -83,7 +85,7 @@ double mean_of(const Points& points) {
 
 double peak_of(const std::vector<Json>& steps, const std::string& field, const std::string& phase) {
   double most = 0;
-  for (const auto& [step, value] : points_of(steps, field + "/" + phase)) most = std::max(most, value);
+  for (const auto& [step, value] : points_of(steps, text_of(field, "/", phase))) most = std::max(most, value);
   return most;
 }
 

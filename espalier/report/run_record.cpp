@@ -13,8 +13,10 @@ namespace fs = std::filesystem;
 constexpr const char* kRemedy = "restore the file, or take the damaged line out; see docs/run_folder.md";
 
 void check_step(const Json& line, const std::string& where) {
-  if (!line.contains("step") || !line["step"].is_number_integer())
-    throw InputError({where, "an integer \"step\"", line.contains("step") ? line["step"].dump() : "nothing", kRemedy});
+  constexpr std::int64_t kMost = std::int64_t{1} << 50;
+  const Json step = line.contains("step") ? line["step"] : Json();
+  if (!step.is_number_integer() || step < 0 || step > kMost)
+    throw InputError({where, "\"step\", an integer from 0 to 2^50", step.is_null() ? "nothing" : step.dump(), kRemedy});
 }
 
 void add_line(Json line, const std::string& where, RunRecord& run, std::int64_t& unknown) {
@@ -104,7 +106,8 @@ std::optional<double> number_at(const Json& line, const std::string& field) {
   const Json::json_pointer pointer(field);
   if (!line.contains(pointer) || !line.at(pointer).is_number()) return {};
   const auto value = line.at(pointer).get<double>();
-  return std::isfinite(value) ? std::optional(value) : std::nullopt;
+  constexpr double kLargest = 1e290;
+  return std::abs(value) <= kLargest ? std::optional(value) : std::nullopt;
 }
 
 Points points_of(const std::vector<Json>& lines, const std::string& field) {

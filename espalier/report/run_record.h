@@ -26,7 +26,8 @@ struct RunRecord {
 // left out with a note. Errors: InputError with file, line and remedy: neither is there, no steps, damaged lines.
 RunRecord read_run(const std::filesystem::path& folder);
 
-// The number at a JSON pointer of `line` ("/seconds/total"); none where it is absent, null or no number.
+// The number at a JSON pointer of `line` ("/seconds/total"); none where it is absent, null, no number, or so large that
+// sums of such numbers would not be finite.
 std::optional<double> number_at(const Json& line, const std::string& field);
 
 using Points = std::vector<std::pair<double, double>>;  // (step, value), finite

@@ -65,7 +65,7 @@ std::string steps_table(const std::vector<Json>& steps) {
   for (const Numbers& column : kColumns)
     if (!points_of(steps, column.field).empty()) columns.push_back(column);
   std::string head = "<th scope=\"col\">step</th>", rows;
-  for (const Numbers& column : columns) head += text_of("<th scope=\"col\">", column.name, "</th>");
+  for (const Numbers& column : columns) head.append("<th scope=\"col\">").append(column.name).append("</th>");
   const std::size_t stride = (steps.size() + kMostRows - 1) / kMostRows;
   for (std::size_t i = 0; i < steps.size(); ++i) {
     if (i % stride != 0 && i + 1 != steps.size()) continue;
@@ -100,7 +100,8 @@ std::string evaluations_table(const std::vector<Json>& evaluations) {
 // One row for each value, named by its path.
 void add_rows(const std::string& path, const Json& value, std::string& rows) {
   if (value.is_object() && !value.empty()) {
-    for (const auto& [name, member] : value.items()) add_rows(path.empty() ? name : path + "." + name, member, rows);
+    for (const auto& [name, member] : value.items())
+      add_rows(path.empty() ? name : text_of(path, ".", name), member, rows);
     return;
   }
   const std::string text =

@@ -44,6 +44,23 @@ TEST(NiceTicks, OneValueHasARangeAroundIt) {
   }
 }
 
+TEST(NiceTicks, EndForRangesThatDoublesCannotDivide) {
+  for (const auto& [low, high] : {std::pair(1e18, 1e18 + 128),
+                                  {0.0, 5e-324},
+                                  {-1e290, 1e290},
+                                  {1e290, 1e290},
+                                  {-3.0, std::nextafter(-3.0, 0.0)}}) {
+    const std::vector<double> ticks = nice_ticks(low, high, 3);
+    ASSERT_GE(ticks.size(), 2u);
+    EXPECT_LE(ticks.size(), 12u);
+    const double step = ticks[1] - ticks[0];
+    EXPECT_LE(ticks.front(), low + step * 1e-6);
+    EXPECT_GE(ticks.back(), high - step * 1e-6);
+    for (const double tick : ticks) EXPECT_TRUE(std::isfinite(tick));
+    EXPECT_EQ(tick_labels(ticks, Unit::number).size(), ticks.size());
+  }
+}
+
 TEST(TickLabels, TellTheTicksApart) {
   for (const auto& [low, high] : {std::pair(0.0, 1.0), {0.1, 0.100003}, {0.0, 2e-9}, {-5e6, 7e7}, {0.0, 0.006}})
     for (const Unit unit : {Unit::number, Unit::percent, Unit::seconds}) {
@@ -98,6 +115,15 @@ TEST(LineChart, LongCurvesAreThinUnderTheirMeans) {
   LineChart exact = noisy;
   exact.exact = true;
   EXPECT_EQ(figure_of(exact).find("faint"), std::string::npos);
+}
+
+TEST(LineChart, OfThousandsOfPointsNoSpikeIsLost) {
+  LineChart chart{"a", "", Unit::number, {{"", "c1", {}}}, true, true};
+  for (int i = 0; i < 20000; ++i) chart.series[0].points.emplace_back(i, i == 12345 ? 10 : 1);
+  const std::string figure = figure_of(chart);
+  // The frame ends at y = 12; the value of the spike is its upper end.
+  EXPECT_NE(figure.find(" 12L"), std::string::npos);
+  EXPECT_LT(figure.size(), 40000u);
 }
 
 TEST(StackedBars, ManyStepsAreMeansOfNeighbours) {

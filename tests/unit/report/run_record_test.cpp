@@ -97,7 +97,8 @@ TEST(ReadRun, DamageIsAnInputErrorThatNamesThePlace) {
   EXPECT_EQ(refused_at(folder.path()), "");
   const auto with_line = [&](const std::string& line) { folder.put("metrics.jsonl", whole_run() + line + "\n"); };
   for (const char* line : {R"({"kind": "step", "step": 3,)", R"({"step": 3})", R"({"kind": 3})", R"({"kind": "step"})",
-                           R"({"kind": "step", "step": "3"})", R"({"kind": "sample", "step": 1.5})",
+                           R"({"kind": "step", "step": "3"})", R"({"kind": "step", "step": -1})",
+                           R"({"kind": "step", "step": 18446744073709551615})", R"({"kind": "sample", "step": 1.5})",
                            R"({"kind": "picture", "step": 3})", R"({"kind": "picture", "step": 3, "plan": [1]})"}) {
     with_line(line);
     EXPECT_EQ(refused_at(folder.path()), path + "/metrics.jsonl:8") << line;
