@@ -76,6 +76,7 @@ class Loop {
   std::unique_ptr<RunMetrics> metrics_;
   LoopState state_;
 
+  std::optional<ScoredChoices> scored_choices_;  // of the batch, at the weights of its first step
   std::optional<Actor> actor_;
   std::optional<Critic> critic_;
   std::optional<Sampling> sampling_;
@@ -194,15 +195,24 @@ bool Loop::run_batch() {
 }
 
 // Old log-probs where the weights will have moved before they are needed, or importance weights compare them with the
-// sampler's; reference log-probs where there is a KL term.
+// sampler's; reference log-probs where there is a KL term. The pass over old log-probs also counts the routers' choices
+// for the first step, whose weights are the same, where its loss needs them first.
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
-  const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field) {
-    ScoredRollouts scored = score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_);
+  const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
+    ScoredRollouts scored =
+        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_, counts);
     for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
     tokens_saved += scored.logical_rows - scored.physical_rows;
   };
-  if (steps > 1 || options_.rollout_is != "none") score(model_->decoder, &Rollout::old_logprobs);
-  if (reference_) score(reference_->decoder, &Rollout::ref_logprobs);
+  scored_choices_.reset();
+  const bool count =
+      model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 && options_.router_aux_loss_scope == "minibatch";
+  if (steps > 1 || options_.rollout_is != "none") {
+    if (count) scored_choices_.emplace(*model_, rollouts);
+    score(model_->decoder, &Rollout::old_logprobs, count ? &scored_choices_->counts : nullptr);
+  }
+  actor_->scored = scored_choices_ ? &*scored_choices_ : nullptr;
+  if (reference_) score(reference_->decoder, &Rollout::ref_logprobs, nullptr);
 }
 
 void Loop::run_steps(const TrainingData& data, const Json& batch) {

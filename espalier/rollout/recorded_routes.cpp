@@ -21,7 +21,7 @@ class RouteReader {
       if (is_null(token)) return add_free();
       read_token(token, text_of(field_, "[", t, "]"));
     });
-    if (out_.ids.empty()) out_ = {};  // no token has a record
+    if (std::ranges::all_of(out_.ids, [](std::uint16_t id) { return id == RecordedRoutes::kFree; })) out_ = {};
   }
 
  private:
@@ -42,6 +42,11 @@ class RouteReader {
   // Before the first record nobody knows how wide one is.
   void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedRoutes::kFree); }
 
+  // Experts of a layer are distinct, so zeros throughout are what a writer puts where it has nothing.
+  bool is_padding() const {
+    return out_.chosen > 1 && std::ranges::all_of(token_, [](std::uint16_t id) { return id == 0; });
+  }
+
   void read_token(JsonValue token, const std::string& at) {
     std::int32_t layers = 0;
     token_.clear();
@@ -56,6 +61,7 @@ class RouteReader {
     }
     if (layers != out_.layers)
       throw place_.wrong(at, text_of(out_.layers, " layers, as in the tokens before"), text_of(layers));
+    if (is_padding()) return add_free();
     out_.ids.insert(out_.ids.end(), token_.begin(), token_.end());
   }
 

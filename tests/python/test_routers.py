@@ -153,6 +153,18 @@ def test_a_wrong_router_option_is_named(family, options, word, espalier, model_o
     assert not (tmp_path / "out").exists()
 
 
+def test_the_closed_loop_takes_the_counts_of_its_score_pass(espalier, tmp_path):
+    """Old log-probs are computed at the weights of a batch's first step; those of the later ones are others."""
+    espalier("grpo", "--out", tmp_path / "run", "--fresh", "moe", "--prompt-length", 64, "--max-response-length", 4, "--train-batch-size", 3,
+             "--n", 3, "--mini-batch-size", 6, "--epochs", 2, "--val-size", 6, "--warm-start-steps", 6, "--steps", 8, "--lr", "1e-3",
+             "--router-aux-loss-coef", 0.01, "--router-aux-loss-scope", "minibatch", "--threads", 2)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    first = [i == 0 or line["batch"] != steps[i - 1]["batch"] for i, line in enumerate(steps)]
+    assert len(steps) > sum(first) > 1
+    assert [line["router"]["counts"] for line in steps] == ["score pass" if is_first else "counting pass" for is_first in first]
+
+
 # -- recorded experts -------------------------------------------------------------------------------------------------
 
 def with_routes(model, records, layers):

@@ -186,7 +186,10 @@ TEST(Reader, ReadsRecordedExperts) {
   EXPECT_TRUE(some.route_at(0).empty());
   EXPECT_EQ(some.route_at(1).size(), 4u);
   EXPECT_TRUE(some.route_at(2).empty());
-  for (const char* none : {"null", "[]", "[null,null]"})
+  // Zeros in every layer are padding, but not where there is one expert a layer.
+  EXPECT_TRUE(read_one(with(R"("routed_experts":[[[3,4],[7,6]],[[0,0],[0,0]]])")).route_at(1).empty());
+  EXPECT_EQ(read_one(with(R"("routed_experts":[[[0]],[[0]]])")).route_at(1).size(), 1u);
+  for (const char* none : {"null", "[]", "[null,null]", "[[[0,0]],[[0,0]]]"})
     EXPECT_EQ(read_one(with(std::string(R"("routed_experts":)") + none)).routes.tokens, 0) << none;
 }
 
