@@ -95,6 +95,25 @@ Reference routers(const std::string& family, const std::string& scope) {
   return r;
 }
 
+// Recorded experts in every rollout, from the third token on other ones in every third.
+Reference recorded_routes() {
+  Reference r = routers("qwen3-moe", "rollout");
+  r.c.seed = 47;
+  r.c.edit = [](std::vector<Rollout>& rollouts, const ModelState& model) {
+    for (std::size_t i = 0; i < rollouts.size(); ++i) {
+      RecordedRoutes& routes = rollouts[i].routes;
+      routes.tokens = rollouts[i].length(), routes.layers = 3, routes.chosen = 2;
+      for (std::int32_t depth = 0; depth < routes.tokens; ++depth)
+        for (std::int32_t layer = 0; layer < 3; ++layer) {
+          const std::int64_t first = (depth + layer + (i % 3 == 2 && depth >= 2)) % (model.shape.experts - 1);
+          routes.ids.insert(routes.ids.end(),
+                            {static_cast<std::uint16_t>(first), static_cast<std::uint16_t>(first + 1)});
+        }
+    }
+  };
+  return r;
+}
+
 Reference critic() {
   Reference r;
   r.c.family = "qwen3", r.c.seed = 46, r.c.critic = true;
@@ -227,6 +246,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(critic()));
   prepared_->references.push_back(with_reference(routers("qwen3-moe", "rollout")));
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
+  prepared_->references.push_back(with_reference(recorded_routes()));
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model");
   write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(), 44));

@@ -7,7 +7,8 @@
 namespace espalier::testing {
 namespace {
 
-constexpr bool kDenseToo = false;  // the dense step has the fault as well: only an outside reference can tell
+constexpr bool kNotRecorded = false;  // verify's rollouts have no recorded experts
+constexpr bool kDenseToo = false;     // the dense step has the fault as well: only an outside reference can tell
 constexpr bool kOnce = true;
 
 const Fault* on = nullptr;
@@ -50,6 +51,8 @@ const std::vector<Fault>& all_faults() {
       {"router_multiplicity_ignored", "a shared token counts once in the z-loss", kDenseToo},
       {"router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts", kDenseToo},
       {"recompute_counts_again", "a recomputed trunk counts its routes a second time", kDenseToo},
+      {"recorded_route_ignored", "recorded experts are not the ones chosen", kDenseToo},
+      {"routes_not_compared", "a prefix goes on where recorded experts differ", kNotRecorded},
       // The objective.
       {"per_wave_denominator", "the loss is averaged over a wave's rollouts, not over the mini-batch's"},
       {"kl_sign", "the KL penalty's log-ratio has the wrong sign", kDenseToo},
