@@ -88,7 +88,7 @@ std::string timeline(std::span<const PictureEntry> entries, const std::string& w
                 entry.trees > 1 ? text_of(" of ", entry.trees, " trees") : text_of(" of tree ", entry.tree + 1),
                 ", predicted ", shown(entry.seconds, Unit::seconds));
     boxes += box(at, y, std::max(width - 0.06, 0.04), kBox, "fill phase" + entry.phase, title);
-    if (width > 5)
+    if (width > 3)
       boxes += text_of("<text class=\"onfill on", entry.phase, "\" text-anchor=\"middle\" x=\"",
                        coordinate(at + width / 2), "%\" y=\"", coordinate(y + 17), "\">", entry.phase, "</text>");
     at += width;
