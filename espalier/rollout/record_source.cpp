@@ -52,30 +52,11 @@ std::string first_bytes(const std::string& path) {
   return std::string(start.data(), got);
 }
 
-void add_folder(const std::string& path, std::vector<RecordSource>& out) {
-  std::vector<std::pair<std::int64_t, std::string>> steps;
-  std::int64_t python_bytes = 0;
-  bool for_python = false;
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
-    const std::string name = entry.path().string();
-    if (const std::optional<std::int64_t> step = step_of_nemo_rl_name(name)) steps.emplace_back(*step, name);
-    if (!named_for_python(name)) continue;
-    for_python = true;
-    python_bytes += static_cast<std::int64_t>(entry.is_regular_file(error) ? entry.file_size(error) : 0);
-  }
-  if (steps.empty() && !for_python)
-    throw InputError({path, "a file of rollouts, or a folder of dumps", "a directory without any",
-                      "Name the files in it, such as DIR/*.jsonl"});
-  if (steps.empty()) return out.push_back({path, true, python_bytes});
-  std::sort(steps.begin(), steps.end());
-  for (const auto& [step, name] : steps) out.push_back({name, false, static_cast<std::int64_t>(fs::file_size(name))});
-}
-
 void add_file(const std::string& path, std::vector<RecordSource>& out) {
   std::int64_t bytes = 0;
   open_file_bytes(path, bytes);
-  const bool regular = fs::is_regular_file(path);  // looking into a pipe would take its first bytes away
+  std::error_code error;
+  const bool regular = fs::is_regular_file(path, error);  // looking into a pipe would take its first bytes away
   const std::string start = regular ? first_bytes(path) : std::string();
   if (const char* const type = refused_type_of(lower_case(path), start))
     throw UnsupportedError(
@@ -84,12 +65,30 @@ void add_file(const std::string& path, std::vector<RecordSource>& out) {
   out.push_back({path, by_python, bytes});
 }
 
+void add_folder(const std::string& path, std::vector<RecordSource>& out) {
+  std::vector<std::pair<std::int64_t, std::string>> steps;
+  bool for_python = false;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
+    const std::string name = entry.path().string();
+    if (const std::optional<std::int64_t> step = step_of_nemo_rl_name(name)) steps.emplace_back(*step, name);
+    for_python = for_python || named_for_python(name);
+  }
+  if (steps.empty() && !for_python)
+    throw InputError({path, "a file of rollouts, or a folder of dumps", "a directory without any",
+                      "Name the files in it, such as DIR/*.jsonl"});
+  if (steps.empty()) return out.push_back({path, true, 0});
+  std::sort(steps.begin(), steps.end());
+  for (const auto& [step, name] : steps) add_file(name, out);
+}
+
 }  // namespace
 
 std::vector<RecordSource> record_sources(const std::vector<std::string>& paths) {
   std::vector<RecordSource> out;
+  std::error_code error;
   for (const std::string& path : paths) {
-    if (fs::is_directory(path))
+    if (fs::is_directory(path, error))
       add_folder(path, out);
     else
       add_file(path, out);

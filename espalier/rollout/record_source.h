@@ -11,7 +11,7 @@ namespace espalier {
 struct RecordSource {
   std::string path;
   bool by_python = false;
-  std::int64_t bytes = 0;  // on disk; 0: not known
+  std::int64_t bytes = 0;  // on disk; 0: not known (a folder, a pipe)
 };
 
 // In the order to read: a folder of NeMo-RL's train_data_step*.jsonl becomes its files by step. By Python are read
