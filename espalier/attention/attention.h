@@ -9,7 +9,7 @@
 // Strides count elements between consecutive rows; heads follow each other at distance D, elements at distance 1.
 // Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
 // Cost follows the (row, key) pairs that are seen, in blocks of keys and vectors of neighbouring rows: what no query
-// row sees is skipped block by block. Own rows that nobody sees may still be read beside seen ones: they must be finite.
+// row sees is skipped block by block. Own rows that nobody sees may be read beside seen ones: they must be finite.
 // Sums are of accumulator_t<T>. Where bfloat16 multiplies as it is (Bfloat16Products dot and tiles), the weights A and
 // the slopes dS below are rounded to bfloat16 as factors of A V, A^T dO, dS K and dS^T Q; nothing else is.
 #pragma once
