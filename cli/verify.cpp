@@ -60,7 +60,7 @@ void print(std::ostream& out, const Verdict& verdict) {
   out << format_count(verdict.rollouts) << " rollouts, " << format_count(verdict.logical_rows)
       << " tokens: one step dense, and shared in " << verdict.schedules.size() << " ways\n\n";
   for (const ScheduleCheck& s : verdict.schedules)
-    out << "  " << std::left << std::setw(36) << s.name << std::right << std::setw(11) << format_count(s.physical_rows)
+    out << "  " << std::left << std::setw(44) << s.name << std::right << std::setw(11) << format_count(s.physical_rows)
         << " rows" << std::setw(6) << s.trunks << " trunks" << std::setw(6) << s.waves << " waves   worst "
         << std::fixed << std::setprecision(3) << s.worst_ratio << " of what is allowed\n"
         << std::defaultfloat;

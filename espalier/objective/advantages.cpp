@@ -138,26 +138,27 @@ void whiten(std::span<const Rollout> rollouts, Series& series) {
   for_each_loss_token([&](double& x) { x = (x - mean) * scale; });
 }
 
-// Where the record has no returns of its own.
-void check_target_fields(const Rollout& rollout) {
-  if (rollout.response_ids.empty()) return;
-  const bool has_values = rollout.values.size() == rollout.response_ids.size();
-  if (!rollout.reward || !has_values)
-    throw InputError({rollout.where, "a field returns, or reward and values, for --critic",
-                      rollout.reward ? "no values" : "no reward", "add one of them"});
+[[noreturn]] void refuse_target(const Rollout& rollout, const char* missing) {
+  throw InputError({rollout.where, "a field returns, or reward and values, for --critic", missing, "add one of them"});
 }
 
 }  // namespace
 
+void check_value_targets(std::span<const Rollout> rollouts) {
+  for (const Rollout& rollout : rollouts)
+    if (!rollout.response_ids.empty() && rollout.returns.empty() && !rollout.reward)
+      refuse_target(rollout, "no reward");
+}
+
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options) {
+  check_value_targets(rollouts);
   Series targets;
   for (const Rollout& rollout : rollouts) {
     targets.push_back(rollout.returns);
-    if (!rollout.returns.empty()) continue;
-    check_target_fields(rollout);
     std::vector<double>& target = targets.back();
+    if (!target.empty() || rollout.response_ids.empty()) continue;
+    if (rollout.values.empty()) refuse_target(rollout, "no values");
     target.assign(rollout.response_ids.size(), 0.0);
-    if (target.empty()) continue;
     compute_gae(rollout, options.gamma, options.lam, target);
     for (std::size_t t = 0; t < target.size(); ++t) target[t] += rollout.values[t];
   }

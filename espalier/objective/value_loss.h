@@ -17,8 +17,11 @@
 
 namespace espalier {
 
+// Errors: InputError naming the line and --critic where a record has neither `returns` nor a reward.
+void check_value_targets(std::span<const Rollout> rollouts);
+
 // R of every response token: the record's `returns`, else values + GAE of the reward before whitening (30).
-// Errors: InputError naming the line and --critic where the record has neither `returns` nor reward and values.
+// Errors: as check_value_targets; InputError where the record has neither `returns` nor values.
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options);
 
 struct ValueTerm {

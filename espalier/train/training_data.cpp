@@ -56,6 +56,7 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
     advantages_ = advantages_of(rollouts_, begins_, options);
     return;
   }
+  check_value_targets(rollouts_);  // before the first step, not when its turn comes
   advantages_.resize(rollouts_.size()), targets_.resize(rollouts_.size());
   for (const Rollout& rollout : rollouts_)
     values_are_recorded_.push_back(rollout.values.size() == rollout.response_ids.size());

@@ -137,7 +137,7 @@ def test_a_language_model_becomes_a_critic_that_transformers_loads(family, espal
     for name, weights in critic.model.state_dict().items():
         assert torch.equal(weights, source["model." + name]), name
     assert critic.score.bias.item() == 0
-    assert 0.5 * 0.02 < float(critic.score.weight.std()) < 2 * 0.02  # 48 numbers of normal(0, 0.02)
+    assert 0.5 * 0.02 < critic.score.weight.std().item() < 2 * 0.02  # 48 numbers of normal(0, 0.02)
 
 
 def test_a_critic_without_bias_gets_one(espalier, model_of, tmp_path):

@@ -205,5 +205,53 @@ TEST(ModelShape, AgreesWithTheShapesOfTheOtherTests) {
   EXPECT_EQ(model_shape_of(qwen3_moe_config(), "").parameters(), testing::qwen3_30b_a3b().parameters());
 }
 
+Json classifier(Json config) {
+  std::string name = config["architectures"][0].get<std::string>();
+  name.replace(name.find("ForCausalLM"), std::string::npos, "ForTokenClassification");
+  config["architectures"] = Json::array({name});
+  config["id2label"] = {{"0", "LABEL_0"}};
+  return config;
+}
+
+TEST(CriticShape, IsATokenClassifierWithOneLabelOrTheBlocksOfALanguageModel) {
+  for (const Json& config : {llama_config(), qwen2_config(), qwen3_config(), qwen3_moe_config()}) {
+    const CriticShape stored = critic_shape_of(classifier(config), ""), fresh = critic_shape_of(config, "");
+    EXPECT_TRUE(stored.head_is_stored);
+    EXPECT_FALSE(fresh.head_is_stored);
+    const ModelShape policy = model_shape_of(config, "");
+    for (const ModelShape& shape : {stored.shape, fresh.shape}) {
+      EXPECT_TRUE(shape.value_head);
+      EXPECT_FALSE(shape.tied_head) << "there is nothing to tie";
+      EXPECT_TRUE(shape.architecture.ends_with("ForTokenClassification")) << shape.architecture;
+      EXPECT_EQ(shape.head_width(), 1);
+      const std::int64_t matrix = policy.vocabulary * policy.hidden;
+      EXPECT_EQ(shape.parameters(), policy.parameters() - (policy.tied_head ? 0 : matrix) + policy.hidden + 1);
+    }
+  }
+}
+
+TEST(CriticShape, RefusesMoreLabelsThanOne) {
+  const auto message = [](const Json& config) -> std::string {
+    try {
+      critic_shape_of(config, "config.json");
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "nothing thrown";
+  };
+  Json two = classifier(qwen3_config()), unsaid = two, said = two;
+  two["id2label"] = {{"0", "a"}, {"1", "b"}};
+  unsaid.erase("id2label");  // two by default
+  EXPECT_NE(message(two).find("id2label"), std::string::npos);
+  EXPECT_NE(message(unsaid).find("num_labels"), std::string::npos);
+  said.erase("id2label"), said["num_labels"] = 1;
+  EXPECT_EQ(message(said), "nothing thrown");
+}
+
+TEST(CriticShape, ATokenClassifierIsNoPolicy) {
+  EXPECT_NE(message<UnsupportedError>(classifier(qwen2_config())).find("Qwen2ForTokenClassification"),
+            std::string::npos);
+}
+
 }  // namespace
 }  // namespace espalier
