@@ -1,6 +1,6 @@
 // The field `routed_experts` of a neutral record: [tokens][layers][k] expert numbers that the inference engine chose
-// for prompt and response, in order. The last token may be missing, since engines do not run it; null, or zeros in every
-// layer where k > 1, stand for a token without a record.
+// for prompt and response, in order. The last token may be missing, since engines do not run it; null, or zeros in
+// every layer where k > 1, stand for a token without a record.
 #pragma once
 
 #include <string>
