@@ -18,8 +18,9 @@ Case one_group(std::int64_t prompt, std::int64_t response, std::int64_t n) {
 
 TEST(Counters, ThePromptIsForwardedOnceForAnyNumberOfWaves) {
   const std::int64_t prompt = 30, response = 6, n = 8;
-  for (const std::int64_t waves : {1, 2, 4, 8}) {
+  for (const auto& [waves, critic] : {std::pair<std::int64_t, bool>(1, false), {2, false}, {4, true}, {8, false}}) {
     Case c = one_group(prompt, response, n);
+    c.critic = c.rollouts.values = critic;
     c.options.schedule = "phased";
     c.options.token_budget = std::max<std::int64_t>(prompt, 1 + response * n / waves);
     if (waves == 8) c.options.token_budget = 1 + response;

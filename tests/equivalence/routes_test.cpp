@@ -116,6 +116,16 @@ TEST(Routes, OtherChoicesGiveWhatADenseRunWithThemGives) {
     }
 }
 
+TEST(Routes, ACriticChoosesOnItsOwn) {
+  Case c = case_of("qwen3-moe", record_other_choices);
+  c.critic = c.rollouts.values = true;
+  const OracleResult expected = run_oracle(c);  // which knows no records for critics
+  for (const Plan& plan : all_plans({0, 7})) {
+    SCOPED_TRACE(plan.name);
+    expect_equal(c, run_case(with(c, plan)), expected);
+  }
+}
+
 // Six responses to a prompt of 20 tokens; in one rollout the record of token 12 differs.
 TEST(Routes, APrefixEndsWhereRecordsDiffer) {
   const auto rows_of = [](const Edit& edit) {

@@ -12,6 +12,7 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/replay/replay.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trainer.h"
@@ -273,6 +274,25 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   const auto saved = load_value_model(path("out/critic"), DType::float64, 0, progress);
   EXPECT_TRUE(saved->weights.equal(critic.model().weights));
   EXPECT_TRUE(load_model(path("out"), DType::float64, progress)->weights.equal(model->weights));
+}
+
+// What the planner counts for the actor's step grows by the critic's weights, gradients and moments, and the other way
+// round.
+TEST_F(CriticRuns, EachHoldsTheOtherInItsPrediction) {
+  options_.schedule = "dense", options_.steps = 1;
+  Options alone = options_;
+  alone.critic.clear(), alone.adv_estimator = "grpo";
+  const std::vector<StepReport> together = run(options_), apart = run(alone);
+  const auto peak = [](const PassReport& pass) { return pass.plan.chosen.bytes.b; };
+  const ModelShape actor = tiny_shape("qwen3");
+  const ModelShape critic = read_critic_shape(options_.critic).shape;
+  EXPECT_EQ(peak(together[0].gradient) - peak(apart[0].gradient), critic.parameters() * 4 * 4);
+  const std::int64_t own =
+      ActivationBytes(critic, DType::float32).constant() - ActivationBytes(actor, DType::float32).constant();
+  EXPECT_EQ(own, (critic.parameters() - actor.parameters()) * 4 * 4);
+  // Both steps hold both models; the critic's head takes no logits.
+  EXPECT_LE(peak(*together[0].critic), peak(together[0].gradient));
+  EXPECT_GT(peak(*together[0].critic), ActivationBytes(critic, DType::float32).constant() + actor.parameters() * 4 * 4);
 }
 
 TEST_F(CriticRuns, BothGradientsAreInOneFile) {

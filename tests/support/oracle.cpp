@@ -323,7 +323,8 @@ OracleResult value_oracle(const ModelShape& shape, const ParameterTable& table, 
   const Totals totals = totals_of(batch);
   OracleResult out;
   for (std::size_t i = 0; i < batch.size(); ++i) {
-    const Rollout& r = batch[i];
+    Rollout r = batch[i];
+    r.routes = {};  // recorded experts are the policy's
     out.values.emplace_back();
     if (r.response_length() == 0) continue;
     std::vector<Routing> unused;
