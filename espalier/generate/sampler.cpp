@@ -108,8 +108,7 @@ class Generation {
   void accept(std::int64_t response, const TokenChoice& choice);
   void finish(std::int64_t response, const char* reason);
   void count_held();
-  std::int64_t response_bytes(const Family& family) const { return (family.longest - 1) * kv_bytes_; }
-  std::int64_t prompt_bytes(const Family& family) const { return family.prompt_rows() * kv_bytes_; }
+  std::int64_t promised_bytes(const Family& family, std::int64_t live) const;
 
   const Decoder& decoder_;
   const SamplingSettings& settings_;
@@ -126,7 +125,7 @@ class Generation {
   std::vector<Family*> open_;
   std::vector<std::int64_t> fresh_;  // admitted, without a token yet, family by family
   std::size_t next_family_ = 0;
-  std::int64_t live_ = 0, promised_bytes_ = 0;
+  std::int64_t live_ = 0;
   std::int64_t done_ = 0;  // of the progress: rows of prompts and tokens of responses, each at its longest
   std::vector<ChoiceScratch> scratch_;
   GenerateReport report_;
@@ -214,18 +213,28 @@ std::vector<Rollout> Generation::run(GenerateReport& report) {
   return std::move(results_);
 }
 
+// Keys and values that a prompt with so many live responses may come to hold. Rows of finished responses are used
+// again by those that live, but what was touched stays until the last one ends.
+std::int64_t Generation::promised_bytes(const Family& family, std::int64_t live) const {
+  const std::int64_t longest = family.prompt_rows() + live * (family.longest - 1);
+  return kv_bytes_ * std::max(longest, family.group ? family.group->held_rows() : 0);
+}
+
 // Gives places to waiting responses, in order, while there is memory for their longest.
 void Generation::admit() {
+  std::int64_t promised = 0;
+  for (const Family* family : open_) promised += promised_bytes(*family, family->live());
   std::vector<Family*> opened;
   while (next_family_ < families_.size() && live_ < most_at_once_) {
     Family& family = *families_[next_family_];
-    const std::int64_t bytes = response_bytes(family) + (family.group ? 0 : prompt_bytes(family));
     if (family.live() == family.places) break;
-    if (promised_bytes_ + bytes > kv_limit_) {
+    const std::int64_t before = family.group ? promised_bytes(family, family.live()) : 0;
+    const std::int64_t more = promised_bytes(family, family.live() + 1) - before;
+    if (promised + more > kv_limit_) {
       if (live_ > 0) break;
       throw MemoryBudgetError({family.where,
                                text_of("keys and values of one response within ", format_bytes(kv_limit_)),
-                               text_of(format_bytes(bytes), " for ", family.prompt_rows(), " prompt tokens and ",
+                               text_of(format_bytes(more), " for ", family.prompt_rows(), " prompt tokens and ",
                                        family.longest, " of the response"),
                                "lower --max-response-length or raise --memory-budget"});
     }
@@ -235,7 +244,7 @@ void Generation::admit() {
     }
     fresh_.push_back(family.responses[family.admitted]);
     if (++family.admitted == family.responses.size()) ++next_family_;
-    promised_bytes_ += bytes;
+    promised += more;
     ++live_;
   }
   compute_prompts(opened);
@@ -388,11 +397,8 @@ void Generation::finish(std::int64_t index, const char* reason) {
   add_carried(rollout.carried, "finish_reason", text_of('"', reason, '"'));
   done_ += family.longest - rollout.response_length();
   if (rollout.response_length() > 1) family.group->remove(index);
-  promised_bytes_ -= response_bytes(family);
   --live_;
-  if (++family.finished < family.responses.size()) return;
-  promised_bytes_ -= prompt_bytes(family);
-  family.group.reset();
+  if (++family.finished == family.responses.size()) family.group.reset();
 }
 
 void Generation::count_held() {
