@@ -42,7 +42,7 @@ class RunText {
     out_ << "warm start " << std::setw(5) << line["step"].get<std::int64_t>() << "  prompts of "
          << line["prompt_length"].get<std::int64_t>() << " tokens  loss " << std::fixed << std::setprecision(3)
          << line["loss"].get<double>() << std::defaultfloat << "  right " << format_percent(line["right"].get<double>())
-         << '\n';
+         << "  held out, full length " << format_percent(line["held_out"].get<double>()) << '\n';
   }
 
   void print_step(const Json& line) {
@@ -106,7 +106,9 @@ int run_grpo(Context& context) {
   context.result["accuracy"] = report.accuracy;
   context.text << "after " << report.steps << " steps: " << format_percent(report.accuracy)
                << " of the held-out problems answered right\nwritten: " << run << "\n";
-  if (report.accuracy >= context.options.expect_accuracy) return 0;
+  const bool learned = report.accuracy >= context.options.expect_accuracy;
+  context.result["learned"] = learned;
+  if (learned) return 0;
   context.text << "NOT LEARNED: --expect-accuracy asks for " << format_percent(context.options.expect_accuracy) << "\n";
   return kVerificationFailed;
 }

@@ -54,6 +54,7 @@ class Loop {
 
  private:
   void begin(const MetricLine& on_line);
+  void start_warm();
   void restore(const std::filesystem::path& checkpoint, const MetricLine& on_line);
   void prepare();
   void prepare_critic();
@@ -101,20 +102,26 @@ void Loop::begin(const MetricLine& on_line) {
     model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key());
     model_->source = source;
     model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
-    const WarmStartStep last =
-        warm_start(*model_, task_of(options_), options_, start_.machine, progress_, [&](const WarmStartStep& step) {
-          metrics_->write({{"kind", "warm_start"},
-                           {"step", step.step},
-                           {"loss", step.loss},
-                           {"right", step.right},
-                           {"prompt_length", step.prompt_length}});
-        });
-    if (!last.reached)
-      progress_.note(text_of("the warm start ended after ", last.step, " steps with ", format_percent(last.right),
-                             " right answers at ", last.prompt_length, " of ", options_.prompt_length,
-                             " prompt tokens; more --warm-start-steps would help"));
+    start_warm();
   }
   optimizer_ = std::make_unique<AdamW>(model_->table, model_->weights, AdamWSettings::from(options_));
+}
+
+void Loop::start_warm() {
+  const auto write = [&](const WarmStartStep& step) {
+    Json line{{"kind", "warm_start"},
+              {"step", step.step},
+              {"loss", step.loss},
+              {"right", step.right},
+              {"prompt_length", step.prompt_length}};
+    if (step.held_out) line["held_out"] = *step.held_out;
+    metrics_->write(line);
+  };
+  const WarmStartStep last = warm_start(*model_, task_of(options_), options_, start_.machine, progress_, write);
+  if (last.held_out.value_or(0) < kWarmStartRight)
+    progress_.note(text_of("the warm start ended after ", last.step, " steps with ", format_percent(last.right),
+                           " right answers at ", last.prompt_length, " of ", options_.prompt_length,
+                           " prompt tokens; more --warm-start-steps would help"));
 }
 
 void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on_line) {

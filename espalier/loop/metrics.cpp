@@ -1,5 +1,7 @@
 #include "espalier/loop/metrics.h"
 
+#include <fstream>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -29,7 +31,15 @@ const std::filesystem::path& cut_to(const std::filesystem::path& file, std::int6
 
 RunMetrics::RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step,
                        MetricLine watcher)
-    : file_(file), log_(cut_to(file, bytes)), events_(file.parent_path(), first_step), watcher_(std::move(watcher)) {}
+    : file_(file), log_(cut_to(file, bytes)), events_(file.parent_path(), first_step), watcher_(std::move(watcher)) {
+  // The warm start counts its own steps: those beyond first_step are not to be replaced.
+  std::ifstream written(file);
+  for (std::string text; std::getline(written, text);) {
+    const Json line = Json::parse(text, nullptr, false);
+    if (line.is_object() && line.value("kind", "") == "warm_start" && line.value("step", std::int64_t{0}) >= first_step)
+      add_scalars(events_, line);
+  }
+}
 
 void RunMetrics::write(const Json& line) {
   log_.write(line);

@@ -8,7 +8,14 @@
 
 namespace espalier {
 
-enum class Stream : std::uint64_t { weights, warm_start, train_prompts, held_out_prompts, sampling };
+enum class Stream : std::uint64_t {
+  weights,
+  warm_start,
+  warm_start_held_out,
+  train_prompts,
+  held_out_prompts,
+  sampling
+};
 
 inline Random random_of(std::int64_t seed, Stream stream) {
   return Random(static_cast<std::uint64_t>(seed)).fork(static_cast<std::uint64_t>(stream));

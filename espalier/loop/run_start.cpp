@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/loop/fresh_model.h"
+#include "espalier/loop/sampling.h"
 #include "espalier/loop/vocabulary.h"
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
@@ -55,27 +56,27 @@ Json shape_json(const ModelShape& shape) {
           {"parameters", shape.parameters()}};
 }
 
-}  // namespace
-
-RunStart start_run(const Options& given, Progress& progress) {
-  const std::filesystem::path root = root_of(given);
+RunStart continue_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
   RunStart out;
-  if (RunFolder::is_run(root)) {
-    out.folder = std::make_unique<RunFolder>(root);
-    Json run = out.folder->description();
-    const std::string where = (out.folder->root() / "run.json").string();
-    const Json recorded = run.value("options", Json::object());
-    out.options = continued_options(given, recorded, where);
-    out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
-    if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
-      progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
-    run["options"] = options_to_json(out.options, 'l');
-    if (run["options"] != recorded) out.folder->write_description(run);
-    return out;
-  }
+  out.folder = std::make_unique<RunFolder>(root);
+  Json run = out.folder->description();
+  const std::string where = (out.folder->root() / "run.json").string();
+  const Json recorded = run.value("options", Json::object());
+  out.options = continued_options(given, recorded, where);
+  out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
+  if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
+    progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
+  run["options"] = options_to_json(out.options, 'l');
+  if (run["options"] != recorded) out.folder->write_description(run);
+  return out;
+}
+
+RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
+  RunStart out;
   out.options = given;
   if (out.options.memory_budget.empty())
     out.options.memory_budget = std::to_string(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20));
+  check_sampling(out.options);
   const ModelShape shape = shape_of(given);
   out.machine = machine_profile(out.options, progress);
   out.folder = std::make_unique<RunFolder>(root);
@@ -88,6 +89,16 @@ RunStart start_run(const Options& given, Progress& progress) {
   run["options"] = options_to_json(out.options, 'l');
   out.folder->write_description(run);
   return out;
+}
+
+}  // namespace
+
+RunStart start_run(const Options& given, Progress& progress) {
+  const std::filesystem::path root = root_of(given);
+  // Without a checkpoint nothing has been done that other options could contradict.
+  if (RunFolder::is_run(root) && (!given.resume.empty() || RunFolder(root).newest_checkpoint()))
+    return continue_run(root, given, progress);
+  return new_run(root, given, progress);
 }
 
 }  // namespace espalier

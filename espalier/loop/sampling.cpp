@@ -19,16 +19,6 @@ std::int64_t responses_of(const Options& options) {
   return static_cast<std::int64_t>(numbers.front());
 }
 
-void check(const Options& options, const Task& task) {
-  if (options.max_response_length < task.longest_answer())
-    throw OptionError({"--max-response-length",
-                       text_of("at least the ", task.longest_answer(), " tokens of a right answer of ", task.name),
-                       text_of(options.max_response_length), ""});
-  if (options.overlong_buffer_len > options.max_response_length)
-    throw OptionError({"--overlong-buffer-len", text_of("at most --max-response-length ", options.max_response_length),
-                       text_of(options.overlong_buffer_len), ""});
-}
-
 void add(GenerateReport& sum, const GenerateReport& more) {
   sum.prompts += more.prompts, sum.responses += more.responses;
   sum.prompt_rows_logical += more.prompt_rows_logical, sum.prompt_rows_physical += more.prompt_rows_physical;
@@ -52,6 +42,21 @@ Json report_json(const GenerateReport& report) {
 
 Task task_of(const Options& options) { return {options.task, options.prompt_length}; }
 
+void check_sampling(const Options& options) {
+  const Task task = task_of(options);
+  (void)responses_of(options);
+  if (options.prompt_length < task.shortest_prompt())
+    throw OptionError({"--prompt-length", text_of("at least ", task.shortest_prompt(), " tokens for ", task.name),
+                       text_of(options.prompt_length), ""});
+  if (options.max_response_length < task.longest_answer())
+    throw OptionError({"--max-response-length",
+                       text_of("at least the ", task.longest_answer(), " tokens of a right answer of ", task.name),
+                       text_of(options.max_response_length), ""});
+  if (options.overlong_buffer_len > options.max_response_length)
+    throw OptionError({"--overlong-buffer-len", text_of("at most --max-response-length ", options.max_response_length),
+                       text_of(options.overlong_buffer_len), ""});
+}
+
 Sampling::Sampling(const Options& options, const Decoder& decoder, Arena& arena, Progress& progress)
     : options_(options),
       task_(task_of(options)),
@@ -59,9 +64,7 @@ Sampling::Sampling(const Options& options, const Decoder& decoder, Arena& arena,
       arena_(arena),
       progress_(progress),
       reward_(make_reward(options.reward, options.task)),
-      n_(responses_of(options)) {
-  check(options_, task_);
-}
+      n_(responses_of(options)) {}
 
 SamplingSettings Sampling::settings(std::int64_t n, double temperature, std::uint64_t seed) const {
   SamplingSettings out;

@@ -39,9 +39,11 @@ struct Evaluation {
   std::vector<Answer> answers;
 };
 
+// Errors: OptionError for options that contradict each other or the task.
+void check_sampling(const Options& options);
+
 class Sampling {
  public:
-  // Errors: OptionError for options that contradict each other or the task.
   Sampling(const Options& options, const Decoder& decoder, Arena& arena, Progress& progress);
 
   // Batch `index` (from 0): --train-batch-size new training problems, --n responses each; with --filter-groups groups

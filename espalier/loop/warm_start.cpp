@@ -9,6 +9,7 @@
 #include "espalier/base/error.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/optimizer/adamw.h"
+#include "espalier/train/score.h"
 #include "espalier/train/step.h"
 
 namespace espalier {
@@ -45,41 +46,37 @@ double mean_probability(std::span<const RolloutSeries> series) {
   return sum / static_cast<double>(series.size());
 }
 
+// Some kQuestions questions, at most kMostQuestions about one document.
+std::vector<Rollout> demonstrations(const Task& task, Split split, Random random) {
+  constexpr std::int64_t kQuestions = 256, kMostQuestions = 16;
+  std::vector<Rollout> out;
+  for (std::uint64_t document = 0; static_cast<std::int64_t>(out.size()) < kQuestions; ++document)
+    for (const Problem& problem : task.problems(split, random.fork(document), kMostQuestions))
+      out.push_back(demonstration(problem));
+  return out;
+}
+
 // Documents that grow to the full length.
 class Curriculum {
  public:
-  explicit Curriculum(const Task& task) : task_(task), full_(task.prompt_length) {
-    task_.prompt_length = std::min(full_, task.shortest_prompt());
+  explicit Curriculum(const Task& full) : task_(full), full_length_(full.prompt_length) {
+    task_.prompt_length = std::min(full_length_, task_.shortest_prompt());
   }
 
-  // Some 256 questions, at most kMostQuestions about one document.
-  std::vector<Rollout> batch(Random random) const {
-    std::vector<Rollout> out;
-    for (std::uint64_t document = 0; static_cast<std::int64_t>(out.size()) < kQuestions; ++document)
-      for (const Problem& problem : task_.problems(Split::train, random.fork(document), kMostQuestions))
-        out.push_back(demonstration(problem));
-    return out;
-  }
+  const Task& task() const { return task_; }
 
-  // Takes what a step found. True once it is right enough at the full length.
-  bool advance(double right) {
-    smoothed_ = smoothed_ < 0 ? right : smoothed_ + kWeight * (right - smoothed_);
-    if (task_.prompt_length == full_) return smoothed_ >= kWarmStartRight;
-    if (smoothed_ < kStageRight) return false;
-    task_.prompt_length = std::min(full_, 2 * task_.prompt_length);
-    smoothed_ = -1;
-    return false;
+  void advance(double right) {
+    constexpr double kWeight = 0.2;  // of the newest step
+    smoothed_ += kWeight * (right - smoothed_);
+    if (smoothed_ < kStageRight) return;
+    task_.prompt_length = std::min(full_length_, 2 * task_.prompt_length);
+    smoothed_ = 0;
   }
-
-  std::int64_t prompt_length() const { return task_.prompt_length; }
 
  private:
-  static constexpr std::int64_t kQuestions = 256, kMostQuestions = 16;
-  static constexpr double kWeight = 0.2;  // of the newest step
-
   Task task_;
-  std::int64_t full_;
-  double smoothed_ = -1;  // before the first step at a length
+  std::int64_t full_length_;
+  double smoothed_ = 0;
 };
 
 }  // namespace
@@ -90,17 +87,22 @@ WarmStartStep warm_start(ModelState& model, const Task& task, const Options& giv
   Actor actor(model, options, machine);
   AdamW optimizer(model.table, model.weights, AdamWSettings::from(options));
   const Random random = random_of(options.seed, Stream::warm_start);
+  const auto held_out = demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out));
   Curriculum curriculum(task);
   WarmStartStep found;
   progress.begin("warm start", options.warm_start_steps, "steps");
-  while (found.step < options.warm_start_steps && !found.reached) {
-    found.prompt_length = curriculum.prompt_length();
-    const TrainingData data(curriculum.batch(random.fork(static_cast<std::uint64_t>(found.step))), options);
+  while (found.step < options.warm_start_steps && found.held_out.value_or(0) < kWarmStartRight) {
+    const Random draws = random.fork(static_cast<std::uint64_t>(found.step));
+    const TrainingData data(demonstrations(curriculum.task(), Split::train, draws), options);
     const StepReport report = run_step(actor, optimizer, data.mini_batch(0), false);
-    found.step = report.step;
-    found.loss = report.gradient.loss.loss;
-    found.right = mean_probability(report.gradient.series);
-    found.reached = curriculum.advance(found.right);
+    found = {report.step, report.gradient.loss.loss, mean_probability(report.gradient.series),
+             curriculum.task().prompt_length, std::nullopt};
+    curriculum.advance(found.right);
+    if (found.step % kProbeEvery == 0) {
+      NoProgress silent;  // a part of the task that is shown
+      found.held_out =
+          mean_probability(score_rollouts(model.decoder, held_out, options, machine, actor.arena, silent).series);
+    }
     on_step(found);
     progress.advance_to(found.step);
   }

@@ -136,6 +136,21 @@ def test_a_folder_with_other_content_is_refused(espalier, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("bad", [["--n", "2,4"], ["--task", "copy"], ["--task", "copy", "--prompt-length", 64, "--overlong-buffer-len", 30,
+                                 "--max-response-length", 25]], ids=["two_n", "answers_do_not_fit", "buffer_above_limit"])
+def test_options_without_a_meaning_are_refused_before_anything_is_written(bad, espalier, tmp_path):
+    espalier("grpo", "--out", tmp_path / "run", *TINY, *bad, expect=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(finished, espalier, tmp_path):
+    """A broken reward file ends the run in its first evaluation; the corrected command must not be refused."""
+    (tmp_path / "broken.py").write_text("def compute_score(**_): raise RuntimeError('no')")
+    espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "broken.py", *TINY, "--lr", 0.5, expect=3)
+    espalier("grpo", "--out", tmp_path / "run", *TINY)
+    assert_same_run(tmp_path / "run", finished[0])
+
+
 def test_a_recorded_run_replays_to_the_same_weights(espalier, tmp_path):
     espalier("grpo", "--out", tmp_path / "run", "--record", tmp_path / "trace", "--record-every", 8, *TINY)
     replayed = espalier("replay", tmp_path / "trace", "--threads", 2, "--json").json
@@ -204,6 +219,14 @@ def test_a_model_with_too_few_words_is_refused(espalier, model_of, tmp_path):
 def test_not_learning_is_said_and_ends_with_code_6(finished, espalier):
     outcome = espalier("grpo", "--resume", finished[0], "--threads", 2, "--expect-accuracy", 1, expect=6)
     assert "NOT LEARNED" in outcome.stdout
+
+
+def test_it_learns(espalier, tmp_path):
+    """Short documents of 15 facts: a warm start to a few right answers, then GRPO alone to clearly more, on held-out problems."""
+    told = espalier("grpo", "--out", tmp_path / "run", "--prompt-length", 64, "--max-response-length", 4, "--warm-start-steps", 1500,
+                    "--lr", "1e-3", "--train-batch-size", 16, "--n", 16, "--steps", 60, "--val-size", 256, "--threads", 2, "--json").json
+    before, after = told["evaluations"][0]["accuracy"], told["evaluations"][-1]["accuracy"]
+    assert before < 0.6 and after > before + 0.2, told["evaluations"]
 
 
 REWARD = """
