@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 
 #include "espalier/base/error.h"
 #include "espalier/train/machine.h"
@@ -32,6 +33,8 @@ std::optional<LogprobDifference> logprob_difference(std::span<const Rollout> rol
 
 ReplayReport replay_rollouts(const std::string& path, const Options& options, Progress& progress,
                              const std::function<void(const ReplayStep&)>& on_step) {
+  if (!std::filesystem::exists(path))
+    throw InputError({path, "a trace directory, or rollouts", "nothing there", "check the path"});
   if (options.model.empty())
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
