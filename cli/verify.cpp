@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kFailed = 6;  // the exit code of a failed verification
 
+Json choices_json(const moe::ChoiceDifference& d) {
+  return {{"choices", d.choices}, {"differing", d.differing}, {"share", d.share()}};
+}
+
 Json verdict_json(const Verdict& verdict) {
   Json out;
   out["verdict"] = verdict.pass() ? "pass" : "fail";
@@ -31,11 +35,13 @@ Json verdict_json(const Verdict& verdict) {
   out["logprob"] = {
       {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
+  if (verdict.router) out["router"] = choices_json(*verdict.router);
   if (verdict.critic) {
     const Verdict::CriticPart& critic = *verdict.critic;
     out["values"] = {{"max", critic.values.error}, {"floor", critic.values.floor}, {"allowed", critic.values.allowed}};
     out["critic_loss"] = {
         {"dense", critic.loss_dense}, {"shared", critic.loss_shared}, {"allowed", critic.loss.allowed}};
+    if (critic.router) out["critic_router"] = choices_json(*critic.router);
   }
   out["optimizer"] = {{"max_abs", verdict.optimizer.error}, {"floor", verdict.optimizer.floor}};
   out["schedules"] = Json::array();
@@ -53,6 +59,13 @@ void print_row(std::ostream& out, const std::string& name, const Distance& d) {
   out << "  " << std::left << std::setw(46) << name << std::right << std::scientific << std::setprecision(2)
       << std::setw(12) << d.error << std::setw(12) << d.floor << std::setw(12) << d.allowed << std::fixed
       << std::setw(9) << d.ratio() << (d.ratio() <= 1 ? "" : "   FAIL") << "\n"
+      << std::defaultfloat;
+}
+
+void print_choices(std::ostream& out, const std::string& name, const moe::ChoiceDifference& d) {
+  out << "  " << name << " chooses experts as in float64; choosing freely, dense differs in "
+      << format_count(d.differing) << " of " << format_count(d.choices) << " choices (" << std::fixed
+      << std::setprecision(2) << 100 * d.share() << " %)\n"
       << std::defaultfloat;
 }
 
@@ -78,8 +91,11 @@ void print(std::ostream& out, const Verdict& verdict) {
     print_row(out, "critic: loss (absolute)", verdict.critic->loss);
   }
   out << "  weights after one optimizer step differ by at most " << std::scientific << std::setprecision(2)
-      << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n\n"
+      << verdict.optimizer.error << " (two dense runs: " << verdict.optimizer.floor << ")\n"
       << std::defaultfloat;
+  if (verdict.router) print_choices(out, "every run", *verdict.router);
+  if (verdict.critic && verdict.critic->router) print_choices(out, "critic: every run", *verdict.critic->router);
+  out << "\n";
   out << (verdict.pass() ? "PASS: shared and dense are the same step.\n"
                          : "FAIL: shared and dense differ by more than rounding.\n");
 }

@@ -10,6 +10,7 @@
 #include "espalier/model/row_kernels.h"
 #include "espalier/model/stream_norm.h"
 #include "espalier/moe/expert_rows.h"
+#include "espalier/rollout/rollout.h"
 
 namespace espalier {
 namespace {
@@ -51,17 +52,39 @@ void round_sum(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Te
   });
 }
 
+// Where this layer stands in a record of a row's experts.
+std::int64_t place_in_record(const LayerContext& c) {
+  const auto& kinds = c.shape.expert_layer;
+  return c.shape.experts_per_token * std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
+}
+
+// The row of the set that continues as row r.
+std::size_t row_of_set(const LayerContext& c, std::size_t r) {
+  return c.last ? static_cast<std::size_t>(c.rows.output_row[r]) : r;
+}
+
 // The recorded experts of this layer for each continuing row; empty where nothing is recorded.
 std::vector<const std::uint16_t*> recorded_experts(const LayerContext& c, std::int64_t rows) {
   if (c.rows.route.empty()) return {};
-  const auto& kinds = c.shape.expert_layer;
-  const std::int64_t before = std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
+  const std::int64_t place = place_in_record(c);
   std::vector<const std::uint16_t*> recorded(static_cast<std::size_t>(rows));
   for (std::size_t r = 0; r < recorded.size(); ++r) {
-    const std::uint16_t* route = c.rows.route[c.last ? static_cast<std::size_t>(c.rows.output_row[r]) : r];
-    if (route != nullptr) recorded[r] = route + before * c.shape.experts_per_token;
+    const std::uint16_t* route = c.rows.route[row_of_set(c, r)];
+    if (route != nullptr && route[place] != RecordedRoutes::kFree) recorded[r] = route + place;
   }
   return recorded;
+}
+
+// Writes what each continuing row has chosen where its record is kept.
+void write_choices(const LayerContext& c, const at::Tensor& choice_RK) {
+  if (c.rows.chosen.empty()) return;
+  const std::int64_t place = place_in_record(c), k = choice_RK.size(1);
+  const auto* choice = pointer<std::int32_t>(choice_RK);
+  for (std::size_t r = 0; r < static_cast<std::size_t>(choice_RK.size(0)); ++r, choice += k) {
+    std::uint16_t* record = c.rows.chosen[row_of_set(c, r)] + place;
+    std::copy(choice, choice + k, record);
+    std::sort(record, record + k);
+  }
 }
 
 void route(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM) {
@@ -72,6 +95,7 @@ void route(const LayerContext& c, const LayerSaved& saved, const at::Tensor& nor
                            recorded.empty() ? nullptr : recorded.data(), pointer<std::int32_t>(saved.router_choice_RK),
                            pointer<accumulator_t<T>>(saved.router_weight_RK));
   });
+  write_choices(c, saved.router_choice_RK);
 }
 
 // Scratch of the products of one expert, taken once for all of them: each may have as many rows as there are.

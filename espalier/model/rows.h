@@ -21,8 +21,11 @@ struct Rows {
   std::int64_t path_rows = 0;                 // P
   bool in_path = false;                       // keys and values go to the top of the path (a trunk)
 
-  // Recorded experts of each row, [expert layers, k]; null: routed freely. Empty: nothing is recorded.
+  // Recorded experts of each row, [expert layers, k]; null, or kFree first in a layer: routed freely. Empty: nothing is
+  // recorded.
   std::vector<const std::uint16_t*> route;
+  // Where the experts that each row chose are written, laid out as `route`. Empty: nowhere.
+  std::vector<std::uint16_t*> chosen;
 
   // Where not empty, every row belongs to one group, groups in order, and is kept and attends as its group says;
   // subtree_end is then empty and path_rows 0.

@@ -15,13 +15,20 @@ void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) 
   }
 }
 
-// The recorded experts of every row, where any rollout of the set has some.
-void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch) {
+// The experts that every row is to choose: those that are repeated, or, of a policy, those that rollouts record, where
+// any rollout of the set has some; and where its own choices are to be written.
+void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch, bool critic,
+                const moe::ChoiceRecord& choices) {
   const auto recorded = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
-  if (std::none_of(set.segments.begin(), set.segments.end(), recorded)) return;
+  const bool from_rollouts = !critic && std::any_of(set.segments.begin(), set.segments.end(), recorded);
   for (const RowSegment& segment : set.segments)
-    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
-      rows.route.push_back(batch[segment.rollout].route_at(depth).data());
+    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
+      if (choices.repeated != nullptr)
+        rows.route.push_back(choices.repeated->at(segment.rollout, depth));
+      else if (from_rollouts)
+        rows.route.push_back(batch[segment.rollout].route_at(depth).data());
+      if (choices.written != nullptr) rows.chosen.push_back(choices.written->at(segment.rollout, depth));
+    }
 }
 
 // One output row per (row, temperature) among the edges, which are ordered that way first.
@@ -58,12 +65,12 @@ void add_owners(Rows& rows, const RowSet& set, moe::LoadAccounting& accounting) 
 }  // namespace
 
 ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
-                        moe::LoadAccounting* accounting) {
+                        moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices) {
   ItemRows out;
   out.rows.path_rows = item.path_rows;
   out.rows.in_path = item.kind == ItemKind::trunk;
   for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
-  if (!critic) add_routes(out.rows, item.set, batch);
+  add_routes(out.rows, item.set, batch, critic, choices);
   if (ESPALIER_MUTATION(mask_leak))
     for (auto& end : out.rows.subtree_end) end = std::min(end + 1, item.set.rows);
   if (accounting != nullptr) add_owners(out.rows, item.set, *accounting);

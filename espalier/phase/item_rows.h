@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "espalier/model/rows.h"
+#include "espalier/moe/chosen_experts.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
@@ -23,8 +24,8 @@ struct ItemRows {
 };
 
 // `critic`: the rows are a critic's. `accounting` may be null. The item must outlive the result: rows.owners point into
-// it.
+// it; so must what `choices` names.
 ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
-                        moe::LoadAccounting* accounting);
+                        moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices);
 
 }  // namespace espalier

@@ -7,6 +7,7 @@
 
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
+#include "espalier/moe/chosen_experts.h"
 #include "espalier/observe/arena.h"
 #include "espalier/phase/head.h"
 #include "espalier/plan/step_plan.h"
@@ -27,6 +28,7 @@ struct StepRun {
   GradientSet* gradients = nullptr;           // null: forward only
   bool all_logprobs = false;                  // masked tokens too
   moe::LoadAccounting* accounting = nullptr;  // router losses; null: none
+  moe::ChoiceRecord choices = {};             // of the routers, written down or made again
 
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item, for progress; may be empty

@@ -37,7 +37,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
-    routers->count_choices(report.plan, learner.arena);
+    routers->count_choices(report.plan, learner.arena, learner.choices);
   }
 
   if (!ESPALIER_MUTATION(gradients_not_zeroed)) learner.gradients.zero();
@@ -45,6 +45,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   KvPath path(decoder.shape(), report.plan.max_path_rows, decoder.dtype(), true, learner.arena);
   StepRun run{decoder, batch, path, learner.arena, &head, &learner.gradients, all_tokens};
   run.accounting = routers ? routers->accounting() : nullptr;
+  run.choices = learner.choices;
   run.timer = learner.options.profile ? &timer : nullptr;
   run.on_rows = [&](std::int64_t rows) {
     if (learner.on_share)

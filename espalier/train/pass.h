@@ -38,6 +38,7 @@ struct Learner {
   Arena& arena;
   bool has_optimizer = false;                       // its state is held beside all this; an update says so
   std::int64_t beside_bytes = 0;                    // held_bytes of the process's other models, for the planner
+  moe::ChoiceRecord choices = {};                   // what the steps do with the choices of routers
   std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
 };
 

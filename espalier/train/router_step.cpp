@@ -61,12 +61,13 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, 
   took_counts_ = true;
 }
 
-void RouterStep::count_choices(const StepPlan& plan, Arena& arena) {
+void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices) {
   if (!needs_counting_pass()) return;
   const ArenaScope scope(arena);
   KvPath path(decoder_.shape(), plan.max_path_rows, decoder_.dtype(), false, arena);
   StepRun run{decoder_, batch_, path, arena};
   run.accounting = &*accounting_;
+  run.choices = choices;
   run_schedule(run, plan);
   accounting_->finish_counting();
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/observe/arena.h"
 #include "espalier/options/options.h"
@@ -48,8 +49,9 @@ class RouterStep {
   bool all_routed() const { return accounting_ && accounting_->needs_all_rows(); }
   bool needs_counting_pass() const { return accounting_ && accounting_->needs_counts_first() && !took_counts_; }
 
-  // One forward of the plan for the routers' choices alone, where a loss needs them before any backward.
-  void count_choices(const StepPlan& plan, Arena& arena);
+  // One forward of the plan for the routers' choices alone, where a loss needs them before any backward. `choices`: as
+  // in the pass that follows.
+  void count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices);
 
   moe::LoadAccounting* accounting() { return accounting_ ? &*accounting_ : nullptr; }
   RouterReport report() const;

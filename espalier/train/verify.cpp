@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/grouping/prefix_tree.h"
 #include "espalier/model/dispatch.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/planning.h"
@@ -23,11 +24,16 @@ constexpr double kFloorMultiple = 2;
 constexpr double kDeviations = 3;  // of a sum of independent errors: passed by chance once in 400 sums
 
 StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& batch, Options options) {
+  moe::ChoiceRecord& choices = step.learner().choices;
+  const moe::ChosenExperts* const repeated = choices.repeated;
+  std::optional<moe::ChosenExperts> reversed;
+  if (repeated) choices.repeated = &reversed.emplace(repeated->reversed());
   const std::vector<Rollout> rollouts(batch.rollouts.rbegin(), batch.rollouts.rend());
   const TokenSeries advantages(batch.advantages.rbegin(), batch.advantages.rend());
   const TokenSeries targets(batch.targets.rbegin(), batch.targets.rend());
   options.token_budget = 1;  // a dense wave holds whole rollouts: one each
   StepOutcome out = step.run({rollouts, advantages, targets}, options);
+  choices.repeated = repeated;
   for (TokenSeries& series : out.series) std::ranges::reverse(series);
   return out;
 }
@@ -190,8 +196,36 @@ class Verification {
   double smallest_norm_ = 0;
 };
 
+// Runs the step and gives the choices that its routers made.
+moe::ChosenExperts choices_of(VerifiedStep& step, const MiniBatch& batch, const Options& options,
+                              std::optional<StepOutcome>& outcome) {
+  moe::ChosenExperts chosen(step.learner().model.shape, batch.rollouts);
+  step.learner().choices = {.written = &chosen};
+  outcome = step.run(batch, options);
+  step.learner().choices = {};
+  return chosen;
+}
+
+struct ExactRun {
+  StepOutcome outcome;
+  std::optional<moe::ChosenExperts> choices;  // of a model with experts
+};
+
+// A token that rollouts share chooses the same in all of them, so that their prefix does not end there. Dense rows of
+// it may differ by rounding, and at a tie within that in their choice: then the outcome is that of the united choices.
+ExactRun exact_run(VerifiedStep& step, const MiniBatch& batch, const Options& options) {
+  if (step.learner().model.shape.experts == 0) return {step.run(batch, options), {}};
+  std::optional<StepOutcome> outcome;
+  moe::ChosenExperts choices = choices_of(step, batch, options, outcome);
+  if (choices.unite(build_prefix_trees(batch.rollouts, ShareMode::whole_trees)) > 0) {
+    step.learner().choices = {.repeated = &choices};
+    outcome = step.run(batch, options);
+  }
+  return {std::move(*outcome), std::move(choices)};
+}
+
 // The same step in float64, dense: the actor's, or the critic's.
-StepOutcome float64_outcome(const Options& options, const MiniBatch& batch, std::int32_t longest, bool critic) {
+ExactRun float64_run(const Options& options, const MiniBatch& batch, std::int32_t longest, bool critic) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
@@ -202,27 +236,52 @@ StepOutcome float64_outcome(const Options& options, const MiniBatch& batch, std:
         load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent), exact,
         machine, arena);
     value_model.model().decoder.reserve_positions(longest);
-    return CriticStep(value_model).run(batch, exact);
+    CriticStep step(value_model);
+    return exact_run(step, batch, exact);
   }
   const auto model = load_model(options.model, DType::float64, silent);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
-  return ActorStep(actor).run(batch, exact);
+  ActorStep step(actor);
+  return exact_run(step, batch, exact);
 }
 
-// Dense in two orders, below float64 in float64, and every variant; a run more is reported to `progress` as it ends.
+// How far the choices of a dense run that chooses freely are from those of float64.
+moe::ChoiceDifference free_difference(VerifiedStep& step, const MiniBatch& batch, Options options,
+                                      const moe::ChosenExperts& exact) {
+  options.schedule = "dense";
+  std::optional<StepOutcome> outcome;
+  const moe::ChosenExperts free = choices_of(step, batch, options, outcome);
+  if (step.learner().model.shape.value_head) return free.difference(exact, {});  // records are the policy's
+  return free.difference(exact, batch.rollouts);
+}
+
+// Runs of one step beside its variants: dense in two orders, below float64 in float64, and with experts also freely.
+std::int64_t other_runs(const ModelState& model) {
+  if (model.dtype == DType::float64) return 2;
+  return model.shape.experts > 0 ? 4 : 3;
+}
+
+// All runs of a step compared; a run more is reported to `ran` as it ends. Overwrites `router`.
 Verification verified(VerifiedStep& step, const MiniBatch& batch, const Options& options, std::int32_t longest,
-                      bool critic, const std::function<void(std::int64_t runs)>& ran) {
-  Verification verification(step, batch, options);
-  ran(2);
-  if (step.learner().model.dtype != DType::float64) {
-    verification.raise_floors(float64_outcome(options, batch, longest, critic));
-    ran(1);
+                      std::optional<moe::ChoiceDifference>& router, const std::function<void(std::int64_t runs)>& ran) {
+  const ModelState& model = step.learner().model;
+  std::optional<ExactRun> exact;
+  if (model.dtype != DType::float64) {
+    exact = float64_run(options, batch, longest, model.shape.value_head);
+    if (exact->choices) {
+      router = free_difference(step, batch, options, *exact->choices);
+      step.learner().choices.repeated = &*exact->choices;
+    }
   }
+  Verification verification(step, batch, options);
+  if (exact) verification.raise_floors(std::exchange(exact->outcome, {}));
+  ran(other_runs(model));
   for (const Variant& variant : variants_of(options, longest)) {
     verification.check(variant);
     ran(1);
   }
+  step.learner().choices = {};
   return verification;
 }
 
@@ -235,7 +294,7 @@ void add_critic(Verdict& verdict, Verification&& critic) {
     schedule.name = "critic: " + schedule.name;
     verdict.schedules.push_back(std::move(schedule));
   }
-  verdict.critic = {critic.series, critic.loss, critic.loss_dense, critic.loss_shared};
+  verdict.critic = {critic.series, critic.loss, critic.loss_dense, critic.loss_shared, {}};
   verdict.optimizer.error = std::max(verdict.optimizer.error, critic.optimizer.error);
   verdict.optimizer.floor = std::max(verdict.optimizer.floor, critic.optimizer.floor);
 }
@@ -268,14 +327,14 @@ Verdict verify(const Options& options, Progress& progress) {
   }
   const MiniBatch batch = data.mini_batch(0);
 
-  const bool exact = model->dtype == DType::float64;
-  const auto runs = static_cast<std::int64_t>(variants_of(options, longest).size()) + (exact ? 2 : 3);
-  progress.begin("verifying", runs * (with_critic ? 2 : 1), "runs");
+  const auto variants = static_cast<std::int64_t>(variants_of(options, longest).size());
+  const std::int64_t runs = variants + other_runs(*model);
+  progress.begin("verifying", runs + (critic ? variants + other_runs(critic->model()) : 0), "runs");
   std::int64_t done = 0;
   const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
   ActorStep actor_step(actor);
-  Verification of_actor = verified(actor_step, batch, options, longest, false, ran);
   Verdict verdict;
+  Verification of_actor = verified(actor_step, batch, options, longest, verdict.router, ran);
   verdict.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
   verdict.parameters = std::move(of_actor.parameters);
@@ -285,7 +344,9 @@ Verdict verify(const Options& options, Progress& progress) {
   if (critic) {
     CriticStep critic_step(*critic);
     const Options critic_options = critic->learner().options;
-    add_critic(verdict, verified(critic_step, batch, critic_options, longest, true, ran));
+    std::optional<moe::ChoiceDifference> router;
+    add_critic(verdict, verified(critic_step, batch, critic_options, longest, router, ran));
+    verdict.critic->router = router;
   }
   progress.end();
   return verdict;

@@ -4,12 +4,16 @@
 // (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A shared run may be twice as far from
 // dense as the floor. In float64 it may be 1e-10 of the dense value away, whatever the floor (testing levels:
 // docs/architecture.md, proof).
+//
+// Below float64 every run compared chooses experts as the dense float64 run did (moe/chosen_experts.h): a choice
+// between experts that are nearly equal is made by rounding, and moves a log-prob by far more than rounding does.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "espalier/moe/chosen_experts.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 
@@ -41,12 +45,16 @@ struct Verdict {
   Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
   Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged
+  // Below float64, of a model with experts: how many choices of a dense run that chooses freely differ from those of
+  // float64, which all runs compared repeat. Experts that rollouts record are not among them. Reported, not judged.
+  std::optional<moe::ChoiceDifference> router;
 
   // With --critic its step is compared too: parameters and schedules are in the lists above, named "critic. ...".
   struct CriticPart {
     Distance values;  // as logprob
     Distance loss;
     double loss_dense = 0, loss_shared = 0;
+    std::optional<moe::ChoiceDifference> router;
   };
   std::optional<CriticPart> critic;
 

@@ -1,0 +1,66 @@
+#include "espalier/moe/chosen_experts.h"
+
+#include <algorithm>
+
+#include "espalier/base/error.h"
+
+namespace espalier::moe {
+namespace {
+
+bool known(const std::uint16_t* experts) { return *experts != RecordedRoutes::kFree; }
+
+}  // namespace
+
+ChosenExperts::ChosenExperts(const ModelShape& shape, std::span<const Rollout> batch)
+    : layers_(std::count(shape.expert_layer.begin(), shape.expert_layer.end(), std::uint8_t{1})),
+      chosen_(shape.experts_per_token) {
+  for (const Rollout& rollout : batch)
+    ids_.emplace_back(static_cast<std::size_t>(rollout.length() * width()), RecordedRoutes::kFree);
+}
+
+std::int64_t ChosenExperts::unite(std::span<const PrefixTree> trees) {
+  std::int64_t changed = 0;
+  // One layer of a shared token.
+  const auto unite_at = [&](std::span<const std::int32_t> rollouts, std::int32_t depth, std::int64_t offset) {
+    const auto first = std::ranges::find_if(rollouts, [&](std::int32_t r) { return known(at(r, depth) + offset); });
+    if (first == rollouts.end()) return;
+    const std::uint16_t* from = at(*first, depth) + offset;
+    for (const std::int32_t rollout : rollouts) {
+      std::uint16_t* to = at(rollout, depth) + offset;
+      if (known(to) && !std::equal(from, from + chosen_, to)) ++changed;
+      std::copy(from, from + chosen_, to);
+    }
+  };
+  for (const PrefixTree& tree : trees)
+    for (const PrefixNode& node : tree.nodes) {
+      if (node.multiplicity() < 2) continue;
+      std::vector<std::int32_t> rollouts(tree.leaf_order.begin() + node.leaf_begin,
+                                         tree.leaf_order.begin() + node.leaf_end);
+      std::ranges::sort(rollouts);
+      for (std::int32_t depth = node.begin; depth < node.end; ++depth)
+        for (std::int64_t offset = 0; offset < width(); offset += chosen_) unite_at(rollouts, depth, offset);
+    }
+  return changed;
+}
+
+ChosenExperts ChosenExperts::reversed() const {
+  ChosenExperts out = *this;
+  std::ranges::reverse(out.ids_);
+  return out;
+}
+
+ChoiceDifference ChosenExperts::difference(const ChosenExperts& other, std::span<const Rollout> recorded) const {
+  ESPALIER_INTERNAL(other.ids_.size() == ids_.size() && other.width() == width());
+  ChoiceDifference out;
+  for (std::size_t i = 0; i < ids_.size(); ++i)
+    for (std::size_t place = 0; place < ids_[i].size(); place += static_cast<std::size_t>(chosen_)) {
+      const std::uint16_t *mine = ids_[i].data() + place, *theirs = other.ids_[i].data() + place;
+      const auto depth = static_cast<std::int32_t>(static_cast<std::int64_t>(place) / width());
+      if (!known(mine) || !known(theirs) || (!recorded.empty() && !recorded[i].route_at(depth).empty())) continue;
+      ++out.choices;
+      if (!std::equal(mine, mine + chosen_, theirs)) ++out.differing;
+    }
+  return out;
+}
+
+}  // namespace espalier::moe

@@ -1,0 +1,57 @@
+// Which experts the tokens of a mini-batch chose: written down in one run and chosen again in others, so that these
+// differ by rounding alone. Where a router is nearly tied, rounding decides what it chooses.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/plan/model_shape.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier::moe {
+
+// A choice is that of one token in one layer: a set of k experts.
+struct ChoiceDifference {
+  std::int64_t choices = 0, differing = 0;
+  double share() const { return choices > 0 ? static_cast<double>(differing) / static_cast<double>(choices) : 0; }
+};
+
+class ChosenExperts {
+ public:
+  // Nothing is known yet. `shape` must have experts.
+  ChosenExperts(const ModelShape& shape, std::span<const Rollout> batch);
+
+  // The experts of a token, [expert layers, k], ascending in each layer, as in RecordedRoutes. A layer whose first one
+  // is RecordedRoutes::kFree is not known: the token did not run there.
+  std::uint16_t* at(std::int32_t rollout, std::int32_t depth) { return ids_[rollout].data() + depth * width(); }
+  const std::uint16_t* at(std::int32_t rollout, std::int32_t depth) const {
+    return ids_[rollout].data() + depth * width();
+  }
+
+  // Gives a token that rollouts share, in every layer, the experts of the first of these rollouts (in the order of the
+  // batch) where they are known. Returns how many known choices that changed. `trees`: of the same batch.
+  std::int64_t unite(std::span<const PrefixTree> trees);
+
+  // The same choices of the batch in reverse order.
+  ChosenExperts reversed() const;
+
+  // Over the choices that both know. Tokens with a record in `recorded` (the batch, or empty) did not choose and do not
+  // count.
+  ChoiceDifference difference(const ChosenExperts& other, std::span<const Rollout> recorded) const;
+
+ private:
+  std::int64_t width() const { return layers_ * chosen_; }
+
+  std::int64_t layers_, chosen_;                 // expert layers, k
+  std::vector<std::vector<std::uint16_t>> ids_;  // by rollout: [tokens, layers, k]
+};
+
+// What a run does with choices; null: nothing.
+struct ChoiceRecord {
+  ChosenExperts* written = nullptr;         // gets those of every row, for the rollout that its segment names
+  const ChosenExperts* repeated = nullptr;  // made again where known; what rollouts record is then not read
+};
+
+}  // namespace espalier::moe
