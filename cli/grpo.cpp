@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iomanip>
 #include <map>
+#include <utility>
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
@@ -38,8 +39,9 @@ class RunText {
 
  private:
   void print_warm_start(const Json& line) {
-    if (line["step"].get<std::int64_t>() % 50 != 0) return;
-    out_ << "warm start " << std::setw(5) << line["step"].get<std::int64_t>() << "  prompts of "
+    warm_start_steps_ = line["step"];
+    if (warm_start_steps_ % 50 != 0) return;
+    out_ << "warm start " << std::setw(5) << warm_start_steps_ << "  prompts of "
          << line["prompt_length"].get<std::int64_t>() << " tokens  loss " << std::fixed << std::setprecision(3)
          << line["loss"].get<double>() << std::defaultfloat << "  right " << format_percent(line["right"].get<double>())
          << "  held out, full length " << format_percent(line["held_out"].get<double>()) << '\n';
@@ -66,6 +68,8 @@ class RunText {
 
   void print_evaluation(const Json& line) {
     shown_ = 0;
+    if (const std::int64_t steps = std::exchange(warm_start_steps_, 0); steps > 0)
+      out_ << "warm start ended after " << steps << " steps\n";
     out_ << "==== held out, after step " << line["step"].get<std::int64_t>() << ":  "
          << format_percent(line["accuracy"].get<double>()) << " right, reward " << std::fixed << std::setprecision(3)
          << line["reward"].get<double>() << std::defaultfloat << " ====\n";
@@ -77,7 +81,7 @@ class RunText {
   }
 
   std::ostream& out_;
-  std::int64_t show_, shown_ = 0, steps_ = 0;
+  std::int64_t show_, shown_ = 0, warm_start_steps_ = 0, steps_ = 0;
   std::map<std::string, double> sums_;
   std::map<std::string, std::int64_t> rows_;
 };
@@ -108,6 +112,7 @@ int run_grpo(Context& context) {
                << " of the held-out problems answered right\nwritten: " << run << "\n";
   const bool learned = report.accuracy >= context.options.expect_accuracy;
   context.result["learned"] = learned;
+  context.result["nothing_left"] = report.nothing_left;
   if (learned) return 0;
   context.text << "NOT LEARNED: --expect-accuracy asks for " << format_percent(context.options.expect_accuracy) << "\n";
   return kVerificationFailed;

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,18 +21,18 @@ extern char** environ;
 namespace espalier {
 namespace {
 
-constexpr int kAnswerMilliseconds = 60'000;
-
 // The interpreter of the build where it is still there, else the one of the search path.
 const char* interpreter() { return ::access(ESPALIER_PYTHON, X_OK) == 0 ? ESPALIER_PYTHON : "python3"; }
 
 }  // namespace
 
-PythonProcess::PythonProcess(const std::string& program, const std::string& argument, std::string name)
-    : name_(std::move(name)) {
+PythonProcess::PythonProcess(const std::string& program, const std::string& argument, std::string name, int patience)
+    : name_(std::move(name)), patience_(patience) {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) fail(std::strerror(errno));
   socket_ = ends[0];
+  const timeval limit{patience_ / 1000, patience_ % 1000 * 1000};
+  ::setsockopt(socket_, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], 0);  // also clears close-on-exec
@@ -60,10 +61,21 @@ void PythonProcess::fail(const std::string& got) const {
   throw InputError({name_, "an answer of the Python process", got, "its own output stands above, if there was any"});
 }
 
+void PythonProcess::fail_late() const { fail(text_of("none within ", patience_ / 1000.0, " seconds")); }
+
+// Its end of the socket is closed: it has ended, or is about to, or has only closed it.
 void PythonProcess::fail_ended() {
   int status = 0;
-  const pid_t ended = std::exchange(process_, -1);
-  ::waitpid(ended, &status, 0);
+  const pid_t process = std::exchange(process_, -1);
+  pid_t ended = 0;
+  for (int tries = 0; ended == 0 && tries < 100; ++tries) {
+    ended = ::waitpid(process, &status, WNOHANG);
+    if (ended == 0) ::usleep(10'000);
+  }
+  if (ended == 0) {
+    ::kill(process, SIGKILL);
+    ::waitpid(process, &status, 0);
+  }
   fail(WIFEXITED(status) ? text_of("its end with status ", WEXITSTATUS(status)) : "its end");
 }
 
@@ -71,6 +83,7 @@ std::string PythonProcess::ask(const std::string& line) {
   for (std::size_t sent = 0; sent < line.size();) {
     const ssize_t count = ::send(socket_, line.data() + sent, line.size() - sent, MSG_NOSIGNAL);
     if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) fail_late();
     if (count < 0) fail_ended();
     sent += static_cast<std::size_t>(count);
   }
@@ -81,9 +94,9 @@ std::string PythonProcess::ask(const std::string& line) {
       return answer;
     }
     pollfd waiting{socket_, POLLIN, 0};
-    const int ready = ::poll(&waiting, 1, kAnswerMilliseconds);
+    const int ready = ::poll(&waiting, 1, patience_);
     if (ready < 0 && errno == EINTR) continue;
-    if (ready == 0) fail(text_of("none within ", kAnswerMilliseconds / 1000, " seconds"));
+    if (ready == 0) fail_late();
     char buffer[4096];
     const ssize_t count = ::recv(socket_, buffer, sizeof buffer, 0);
     if (count < 0 && errno == EINTR) continue;

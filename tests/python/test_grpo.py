@@ -222,10 +222,11 @@ def test_not_learning_is_said_and_ends_with_code_6(finished, espalier):
 
 
 def test_it_learns(espalier, tmp_path):
-    """Short documents of 15 facts: a warm start to a few right answers, then GRPO alone to clearly more, on held-out problems."""
-    told = espalier("grpo", "--out", tmp_path / "run", "--prompt-length", 64, "--max-response-length", 4, "--warm-start-steps", 1500,
-                    "--lr", "1e-3", "--train-batch-size", 16, "--n", 16, "--steps", 60, "--val-size", 256, "--threads", 2, "--json").json
-    before, after = told["evaluations"][0]["accuracy"], told["evaluations"][-1]["accuracy"]
+    """A warm start to a few right answers, then GRPO alone to clearly more, on held-out problems. Over 128 of them the deviation of
+    an accuracy is at most 0.044, so a rise by 0.2 is no accident."""
+    told = espalier("grpo", "--out", tmp_path / "run", "--prompt-length", 512, "--max-response-length", 4, "--warm-start-steps", 3000,
+                    "--lr", "5e-4", "--train-batch-size", 32, "--n", 16, "--steps", 25, "--test-freq", 0, "--threads", 2, "--json").json
+    before, after = (evaluation["accuracy"] for evaluation in told["evaluations"])
     assert before < 0.6 and after > before + 0.2, told["evaluations"]
 
 
@@ -244,6 +245,14 @@ def test_a_python_reward_is_used(espalier, tmp_path):
     for line in metrics(tmp_path / "run"):
         if line["kind"] in ("step", "evaluation"):
             assert line["reward"] == pytest.approx(0.5 + line["accuracy"])
+
+
+def test_rewards_that_never_differ_end_a_loop_that_filters_groups(espalier, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1")
+    outcome = espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "reward.py", "--filter-groups", "--max-num-gen-batches", 2,
+                       "--json", *TINY)
+    assert outcome.json["nothing_left"] and outcome.json["steps_done"] == 0 and "nothing is left to learn from" in outcome.stderr
+    assert (tmp_path / "run/model/model.safetensors").exists()
 
 
 def test_a_failing_python_reward_is_an_input_error_and_no_hang(espalier, tmp_path):

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "espalier/base/error.h"
+#include "espalier/loop/python_process.h"
 
 namespace espalier {
 namespace {
@@ -79,6 +80,23 @@ TEST_F(PythonReward, AFileThatCannotBeImportedIsAnError) {
 TEST_F(PythonReward, AProcessThatEndsIsAnErrorAndNoHang) {
   const auto r = reward("    import os\n    os._exit(9)\n");
   EXPECT_EQ(message(*r), "its end with status 9");
+}
+
+TEST_F(PythonReward, AProcessThatStopsListeningIsAnErrorAndNoHang) {
+  const auto r = reward("    import os, time\n    os.closerange(0, 100)\n    time.sleep(600)\n");
+  EXPECT_EQ(message(*r), "its end");
+}
+
+TEST(PythonProcess, ThatTakesTooLongIsAnErrorWhetherItReadsOrNot) {
+  for (const std::string& line : {std::string("short\n"), std::string(10'000'000, 'x') + '\n'}) {
+    PythonProcess process("import time; time.sleep(600)", "", "reward.py", 200);
+    try {
+      (void)process.ask(line);
+      FAIL();
+    } catch (const InputError& error) {
+      EXPECT_EQ(error.text().got, "none within 0.2 seconds");
+    }
+  }
 }
 
 TEST_F(PythonReward, AFileThatIsNotThereIsAnError) {
