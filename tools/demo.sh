@@ -17,7 +17,7 @@ rm -rf build/demo
 mkdir -p build/demo
 show "A fresh model learns to look things up in a long document: warm start, then GRPO" \
   "$program" grpo --out "$run" --seed "${SEED:-0}" --task retrieval --prompt-length 512 --max-response-length 8 \
-  --warm-start-steps 3000 --train-batch-size 32 --n 16 --lr 5e-4 --steps 200 --test-freq 20 --save-freq 50 --show 2 \
+  --train-batch-size 32 --n 16 --lr 5e-4 --steps 200 --test-freq 20 --save-freq 50 --show 2 \
   --expect-accuracy 0.7
 show "Is the shared update of this batch the dense one?" "$program" verify "${data[@]}"
 show "How fast is it, dense and shared" "$program" bench "${data[@]}"
