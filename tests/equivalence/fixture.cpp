@@ -77,6 +77,11 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   for (const Parameter& p : exact->table.parameters())
     if (family == "qwen3-moe-ties" && p.name.ends_with("mlp.gate.weight"))
       exact->weights.narrow(0, p.offset, p.count).zero_();
+    else if (family == "qwen3-moe-near-ties" && p.name.ends_with("mlp.gate.weight"))
+      for (std::int64_t i = shape.hidden; i < p.count; ++i) {
+        double* rows = pointer<double>(exact->weights) + p.offset;
+        rows[i] = rows[i % shape.hidden] * (1 + 1e-6 * random.normal());
+      }
   if (dtype == DType::float64) return exact;
   auto model = std::make_unique<ModelState>(shape, dtype);
   model->weights.copy_(exact->weights);

@@ -18,7 +18,8 @@ namespace espalier::testing {
 // its variants "-plain" (weights not renormalised), "-sparse" (experts in every second layer), "-late" (a dense first
 // layer), "-one" (one of 2),
 // "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses experts 0 and 1, nobody the
-// others), "-128" (8 of 128, narrow).
+// others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to float32 decides many choices),
+// "-128" (8 of 128, narrow).
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.

@@ -187,6 +187,12 @@ void check_repetition(const Reference& reference, Findings& findings) {
   if (!actor.gradients.flat().equal(first)) findings.add("repetition", "the second gradient differs from the first");
 }
 
+void add_failure(const Verdict& verdict, Findings& findings) {
+  if (verdict.pass()) return;
+  findings.add("verify", text_of(verdict.worst().name, " is ", verdict.worst().distance.error,
+                                 " from dense, log-probs ", verdict.logprob.error, ", loss ", verdict.loss.error));
+}
+
 void check_verify(const fs::path& folder, const std::string& policy_loss, Findings& findings) {
   Options options = test_options();
   options.model = folder / "model", options.rollouts = folder / "rollouts.jsonl";
@@ -194,28 +200,43 @@ void check_verify(const fs::path& folder, const std::string& policy_loss, Findin
   if (policy_loss != "gspo") options.critic = folder / "model";
   if (policy_loss == "gspo") options.schedule = "phased", options.token_budget = 7;
   NoProgress progress;
-  const Verdict verdict = verify(options, progress);
-  if (verdict.pass()) return;
-  findings.add("verify", text_of(verdict.worst().name, " is ", verdict.worst().distance.error,
-                                 " from dense, log-probs ", verdict.logprob.error, ", loss ", verdict.loss.error));
+  add_failure(verify(options, progress), findings);
 }
 
-void write_model(const fs::path& folder) {
+// In float32, where the choices of nearly tied routers are those of float64; with losses of the routers.
+void check_verify_experts(const fs::path& folder, Findings& findings) {
+  Options options = test_options();
+  options.model = folder / "experts", options.rollouts = folder / "more_rollouts.jsonl";
+  options.dtype = "float32", options.schedule = "phased", options.trunk_state = "recompute";
+  options.router_aux_loss_coef = 0.5, options.router_z_loss_coef = 0.2;
+  NoProgress progress;
+  const Verdict verdict = verify(options, progress);
+  if (verdict.router->differing == 0) findings.add("verify", "no choice of the routers is made by rounding");
+  add_failure(verdict, findings);
+}
+
+void write_model(const fs::path& folder, const std::string& family) {
   fs::create_directories(folder);
-  const auto model = tiny_model("qwen3", DType::float32, 43);
+  const auto model = tiny_model(family, DType::float32, 43);
   const ModelShape& s = model->shape;
+  const std::string experts =
+      s.experts == 0 ? ""
+                     : text_of("\"num_experts\": ", s.experts, ", \"num_experts_per_tok\": ", s.experts_per_token,
+                               ", \"moe_intermediate_size\": ", s.expert_inner, ", \"norm_topk_prob\": true, ");
   std::ofstream(folder / "config.json") << text_of(
-      "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", \"hidden_size\": ", s.hidden,
-      ", \"num_hidden_layers\": ", s.layers, ", \"num_attention_heads\": ", s.heads,
-      ", \"num_key_value_heads\": ", s.kv_heads, ", \"head_dim\": ", s.head_dim, ", \"intermediate_size\": ", s.inner,
-      ", \"vocab_size\": ", s.vocabulary, ", \"max_position_embeddings\": ", s.max_positions,
-      ", \"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, \"tie_word_embeddings\": true}");
+      "{\"architectures\": [\"", s.architecture, "\"], \"model_type\": \"", s.experts == 0 ? "qwen3" : "qwen3_moe",
+      "\", ", experts, "\"hidden_size\": ", s.hidden, ", \"num_hidden_layers\": ", s.layers,
+      ", \"num_attention_heads\": ", s.heads, ", \"num_key_value_heads\": ", s.kv_heads, ", \"head_dim\": ", s.head_dim,
+      ", \"intermediate_size\": ", s.inner, ", \"vocab_size\": ", s.vocabulary,
+      ", \"max_position_embeddings\": ", s.max_positions,
+      ", \"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, \"tie_word_embeddings\": ", s.tied_head ? "true" : "false",
+      "}");
   write_named_tensors(folder / "model.safetensors", model->table, DType::float32, model->weights.data_ptr());
 }
 
-RolloutOptions rollouts_of_verify() {
+RolloutOptions rollouts_of_verify(std::int64_t groups) {
   RolloutOptions options = ragged();
-  options.groups = 2;
+  options.groups = groups;
   options.policy = PolicyAge::none;  // ratios of 1: no token is cut off by clipping
   return options;
 }
@@ -248,8 +269,10 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   prepared_->references.push_back(with_reference(recorded_routes()));
   const fs::path& folder = prepared_->folder.path();
-  write_model(folder / "model");
-  write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(), 44));
+  write_model(folder / "model", "qwen3");
+  write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(2), 44));
+  write_model(folder / "experts", "qwen3-moe-near-ties");
+  write_jsonl(folder / "more_rollouts.jsonl", make_rollouts(rollouts_of_verify(8), 44));
 }
 
 Battery::~Battery() = default;
@@ -269,6 +292,7 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });
+  check("verify", [&] { check_verify_experts(folder, findings); });
   check("adamw", [&] { check_adamw(findings); });
   check("mini-batches", [&] { check_mini_batches(findings); });
   check("resume", [&] { check_resume(folder.string(), findings); });

@@ -46,11 +46,11 @@ const std::vector<Fault>& all_faults() {
       {"tied_head_gradient_overwritten", "a wave's head gradient replaces what others have added"},
       {"embedding_repeat_lost", "of a token that occurs twice in a set of rows one gradient is kept"},
       {"gradients_not_zeroed", "a step starts from the gradient of the step before it"},
-      // Routers. The step that verify compares has none.
+      // Routers.
       {"top_k_tie_flip", "of experts with the same probability the higher one is taken", kDenseToo},
-      {"router_multiplicity_ignored", "a shared token counts once in the z-loss", kDenseToo},
+      {"router_multiplicity_ignored", "a shared token counts once in the z-loss"},
       {"router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts", kDenseToo},
-      {"recompute_counts_again", "a recomputed trunk counts its routes a second time", kDenseToo},
+      {"recompute_counts_again", "a recomputed trunk counts its routes a second time"},
       {"recorded_route_ignored", "recorded experts are not the ones chosen", kDenseToo},
       {"routes_not_compared", "a prefix goes on where recorded experts differ", kNotRecorded},
       // The objective.

@@ -203,7 +203,16 @@ def test_other_choices_are_followed_and_end_the_prefix(espalier, model_of, recor
     run = espalier("train", "--model", model_of("qwen3_moe"), "--rollouts", path, "--out", tmp_path / "out", "--lr", 0, "--json")
     assert f"differ between rollouts on {len(odd['prompt_ids'])} prompt tokens" in run.stderr
     verdict = espalier("verify", "--model", model_of("qwen3_moe"), "--rollouts", path, "--dtype", "float64", "--json").json
-    assert verdict["verdict"] == "pass"
+    assert verdict["verdict"] == "pass" and "router" not in verdict
+
+
+def test_verify_reports_the_choices_that_rounding_makes(espalier, model_of, records, path):
+    """Every token chooses in the first two layers; in the last one, those that predict something."""
+    choices = sum(3 * len(r["response_ids"]) + 2 * len(r["prompt_ids"]) for r in records)
+    run = espalier("verify", "--model", model_of("qwen3_moe"), "--rollouts", path, "--dtype", "bfloat16", "--json")
+    router = run.json["router"]
+    assert run.json["verdict"] == "pass" and router["choices"] == choices
+    assert 0 < router["differing"] < choices and router["share"] == router["differing"] / choices
 
 
 @pytest.mark.parametrize("change, word", [
