@@ -49,7 +49,7 @@ const std::vector<Fault>& all_faults() {
       // Routers.
       {"top_k_tie_flip", "of experts with the same probability the higher one is taken", kDenseToo},
       {"router_multiplicity_ignored", "a shared token counts once in the z-loss"},
-      {"router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts", kDenseToo},
+      {"router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts"},
       {"recompute_counts_again", "a recomputed trunk counts its routes a second time"},
       {"recorded_route_ignored", "recorded experts are not the ones chosen", kDenseToo},
       {"routes_not_compared", "a prefix goes on where recorded experts differ", kNotRecorded},
