@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <optional>
+#include <string_view>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -130,6 +132,26 @@ class Verification {
     raise(loss, std::max(std::abs(other.loss - dense_.loss), loss_floor(slopes_, dense_, other)),
           kFloat64Relative * std::max(1.0, std::abs(dense_.loss)));
     raise(optimizer, largest_move_difference(other.gradient), 0);
+  }
+
+  // Experts of one layer differ by the tokens that chose them; the floor of an expert that few tokens chose is a draw
+  // of few terms, and low by chance now and then. Each matrix is given at least the root mean square of its kind.
+  void pool_expert_floors() {
+    std::map<std::string, std::vector<Distance*>> kinds;  // "model.layers.0.mlp.experts." + "down_proj.weight"
+    for (ParameterCheck& check : parameters) {
+      constexpr std::string_view kExperts = ".experts.";
+      const std::size_t end = check.name.find(kExperts);
+      if (end == check.name.npos || check.distance.floor == 0) continue;  // 0: no token chose it
+      const std::size_t begin = end + kExperts.size();
+      kinds[check.name.substr(0, begin) + check.name.substr(check.name.find('.', begin) + 1)].push_back(
+          &check.distance);
+    }
+    for (const auto& [kind, distances] : kinds) {
+      double squares = 0;
+      for (const Distance* distance : distances) squares += distance->floor * distance->floor;
+      const double pooled = std::sqrt(squares / static_cast<double>(distances.size()));
+      for (Distance* distance : distances) raise(*distance, pooled, distance->allowed);
+    }
   }
 
   void check(const Variant& variant) {
@@ -276,6 +298,7 @@ Verification verified(VerifiedStep& step, const MiniBatch& batch, const Options&
   }
   Verification verification(step, batch, options);
   if (exact) verification.raise_floors(std::exchange(exact->outcome, {}));
+  verification.pool_expert_floors();
   ran(other_runs(model));
   for (const Variant& variant : variants_of(options, longest)) {
     verification.check(variant);

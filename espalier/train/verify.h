@@ -1,9 +1,9 @@
 // `verify`: the same step dense and shared, compared number by number, measured against what rounding alone does.
 //
 // The floor of a number is the larger of two distances from the dense run: to a dense run that adds in another order
-// (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A shared run may be twice as far from
-// dense as the floor. In float64 it may be 1e-10 of the dense value away, whatever the floor (testing levels:
-// docs/architecture.md, proof).
+// (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A matrix of an expert has at least
+// the root mean square of the floors of its layer's experts. A shared run may be twice as far from dense as the floor.
+// In float64 it may be 1e-10 of the dense value away, whatever the floor (testing levels: docs/architecture.md, proof).
 //
 // Below float64 every run compared chooses experts as the dense float64 run did (moe/chosen_experts.h): a choice
 // between experts that are nearly equal is made by rounding, and moves a log-prob by far more than rounding does.
