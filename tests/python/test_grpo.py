@@ -1,7 +1,6 @@
 """`grpo`, the closed loop: the same bits twice, the same bits after kill -9, a trace that replays, honest endings."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -18,11 +17,6 @@ TINY = ["--prompt-length", 64, "--max-response-length", 4, "--train-batch-size",
         "--val-size", 6, "--test-freq", 2, "--save-freq", 1, "--warm-start-steps", 6, "--steps", 16, "--lr", "1e-3",
         "--kl-loss-coef", 0.01, "--entropy-coeff", 0.001, "--rollout-is", "token", "--threads", 2]
 TIMES = {"seconds", "peak_bytes", "arena_bytes", "predicted", "profile"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet_threads():
-    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def metrics(run):
