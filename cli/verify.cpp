@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iomanip>
+#include <sstream>
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
@@ -51,14 +52,24 @@ Json verdict_json(const Verdict& verdict) {
                                 {"trunks", s.trunks},
                                 {"waves", s.waves},
                                 {"worst_ratio", s.worst_ratio}});
+  out["gradient_norm"] = verdict.gradient_norm;
   out["rows"] = {{"logical", verdict.logical_rows}};
   return out;
 }
 
+std::string ratio_text(double ratio, int digits) {
+  std::ostringstream out;
+  if (ratio < 1e4)
+    out << std::fixed << std::setprecision(digits) << ratio;
+  else
+    out << "beyond";
+  return out.str();
+}
+
 void print_row(std::ostream& out, const std::string& name, const Distance& d) {
   out << "  " << std::left << std::setw(46) << name << std::right << std::scientific << std::setprecision(2)
-      << std::setw(12) << d.error << std::setw(12) << d.floor << std::setw(12) << d.allowed << std::fixed
-      << std::setw(9) << d.ratio() << (d.ratio() <= 1 ? "" : "   FAIL") << "\n"
+      << std::setw(12) << d.error << std::setw(12) << d.floor << std::setw(12) << d.allowed << std::setw(9)
+      << ratio_text(d.ratio(), 2) << (d.ratio() <= 1 ? "" : "   FAIL") << "\n"
       << std::defaultfloat;
 }
 
@@ -75,8 +86,7 @@ void print(std::ostream& out, const Verdict& verdict) {
   for (const ScheduleCheck& s : verdict.schedules)
     out << "  " << std::left << std::setw(44) << s.name << std::right << std::setw(11) << format_count(s.physical_rows)
         << " rows" << std::setw(6) << s.trunks << " trunks" << std::setw(6) << s.waves << " waves   worst "
-        << std::fixed << std::setprecision(3) << s.worst_ratio << " of what is allowed\n"
-        << std::defaultfloat;
+        << ratio_text(s.worst_ratio, 3) << " of what is allowed\n";
   out << "\n  " << std::left << std::setw(46) << "farthest from dense" << std::right << std::setw(12) << "error"
       << std::setw(12) << "floor" << std::setw(12) << "allowed" << std::setw(9) << "ratio"
       << "\n";
@@ -95,6 +105,8 @@ void print(std::ostream& out, const Verdict& verdict) {
       << std::defaultfloat;
   if (verdict.router) print_choices(out, "every run", *verdict.router);
   if (verdict.critic && verdict.critic->router) print_choices(out, "critic: every run", *verdict.critic->router);
+  if (verdict.gradient_norm == 0)
+    out << "  the gradient is exactly zero (are all advantages 0?): only log-probs and the loss say something\n";
   out << "\n";
   out << (verdict.pass() ? "PASS: shared and dense are the same step.\n"
                          : "FAIL: shared and dense differ by more than rounding.\n");

@@ -48,7 +48,8 @@ double length(const at::Tensor& x) { return x.norm().item<double>(); }
 
 // Relative to the dense parameter's norm; where that vanishes, to what rounding makes of the whole gradient.
 double relative_distance(const at::Tensor& x, const at::Tensor& dense, double smallest_norm) {
-  return length(x - dense) / std::max(length(dense), smallest_norm);
+  const double distance = length(x - dense);
+  return distance == 0 ? 0 : distance / std::max(length(dense), smallest_norm);  // both may vanish
 }
 
 double largest_difference(const TokenSeries& a, const TokenSeries& b) {
@@ -176,6 +177,7 @@ class Verification {
   }
 
   std::int64_t logical_rows() const { return dense_.plan.logical_rows; }
+  double gradient_norm() const { return length(dense_.gradient); }
 
   // The verdict so far; meanings as in Verdict. `series`: log-probs, or values.
   std::vector<ParameterCheck> parameters;
@@ -360,6 +362,7 @@ Verdict verify(const Options& options, Progress& progress) {
   Verification of_actor = verified(actor_step, batch, options, longest, verdict.router, ran);
   verdict.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
+  verdict.gradient_norm = of_actor.gradient_norm();
   verdict.parameters = std::move(of_actor.parameters);
   verdict.schedules = std::move(of_actor.schedules);
   verdict.logprob = of_actor.series, verdict.loss = of_actor.loss, verdict.optimizer = of_actor.optimizer;

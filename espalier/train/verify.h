@@ -39,6 +39,7 @@ struct ScheduleCheck {
 
 struct Verdict {
   std::int64_t rollouts = 0, logical_rows = 0;
+  double gradient_norm = 0;  // of the dense run; 0 where every advantage is 0, and then little is compared
   std::vector<ParameterCheck> parameters;
   std::vector<ScheduleCheck> schedules;
   Distance logprob;                        // largest absolute difference over response tokens

@@ -76,11 +76,19 @@ def test_quiet_runs_say_nothing_on_stderr(espalier, model_of, rollouts, tmp_path
     assert train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize("given, used", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(given, used, espalier):
+@pytest.mark.parametrize("given, count", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
+def test_threads_spin_briefly_while_they_wait_unless_told_otherwise(given, count, espalier):
     environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    outcome = espalier("--version", env={**environment, **given, "OMP_DISPLAY_ENV": "true"})
-    assert f"OMP_WAIT_POLICY = '{used}'" in outcome.stderr
+    outcome = espalier("--version", env={**environment, **given, "OMP_DISPLAY_ENV": "verbose"})
+    assert f"GOMP_SPINCOUNT = '{count}'" in outcome.stderr
+
+
+def test_verify_says_that_a_gradient_is_zero_and_passes(espalier, model_of, tmp_path):
+    records = [{"prompt_ids": [3, 4, 5], "response_ids": [6, 7 + i], "reward": 1.0} for i in range(4)]
+    for dtype in ("float64", "float32"):
+        outcome = espalier("verify", "--model", model_of("qwen3_tied"), "--rollouts", write_records(records, tmp_path / "same.jsonl"),
+                           "--dtype", dtype)
+        assert "exactly zero" in outcome.stdout and "PASS" in outcome.stdout
 
 
 # -- 2: wrong usage ---------------------------------------------------------------------------------------------------
