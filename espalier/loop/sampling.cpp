@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
 #include "espalier/observe/timer.h"
@@ -12,12 +13,6 @@
 
 namespace espalier {
 namespace {
-
-std::int64_t responses_of(const Options& options) {
-  const std::vector<double> numbers = parse_numbers("--n", options.n);
-  if (numbers.size() != 1) throw OptionError({"--n", "one number: responses to a prompt", options.n, ""});
-  return static_cast<std::int64_t>(numbers.front());
-}
 
 void add(GenerateReport& sum, const GenerateReport& more) {
   sum.prompts += more.prompts, sum.responses += more.responses;
@@ -44,7 +39,7 @@ Task task_of(const Options& options) { return {options.task, options.prompt_leng
 
 void check_sampling(const Options& options) {
   const Task task = task_of(options);
-  (void)responses_of(options);
+  (void)sampling_settings(options);
   if (options.prompt_length < task.shortest_prompt())
     throw OptionError({"--prompt-length", text_of("at least ", task.shortest_prompt(), " tokens for ", task.name),
                        text_of(options.prompt_length), ""});
@@ -64,21 +59,10 @@ Sampling::Sampling(const Options& options, const Decoder& decoder, Arena& arena,
       arena_(arena),
       progress_(progress),
       reward_(make_reward(options.reward, options.task)),
-      n_(responses_of(options)) {}
-
-SamplingSettings Sampling::settings(std::int64_t n, double temperature, std::uint64_t seed) const {
-  SamplingSettings out;
-  out.n = n;
-  out.temperature = temperature;
-  out.top_p = options_.top_p;
-  out.top_k = options_.top_k;
-  out.max_response_length = options_.max_response_length;
-  out.stop_ids = {Vocabulary::built_in().end()};
-  out.max_num_seqs = options_.max_num_seqs;
+      sampled_(sampling_settings(options)) {
+  sampled_.stop_ids = {Vocabulary::built_in().end()};
   // Of the run's budget, not of what is free now: how many are decoded at once decides how sums round.
-  out.kv_limit_bytes = parse_bytes(options_.memory_budget, "--memory-budget") / 4;
-  out.seed = seed;
-  return out;
+  sampled_.kv_limit_bytes = parse_bytes(options.memory_budget, "--memory-budget") / 4;
 }
 
 Sampling::Scored Sampling::answer(const std::vector<Problem>& problems, const std::string& group,
@@ -117,8 +101,8 @@ SampledBatch Sampling::batch(std::int64_t index) {
       problems.push_back(
           task_.problems(Split::train, prompts.fork(sampling).fork(static_cast<std::uint64_t>(i)), 1).front());
     GenerateReport report;
-    Scored scored = answer(problems, text_of("batch ", index + 1, ", sampling ", sampling + 1),
-                           settings(n_, options_.temperature, samples.fork(sampling).bits()), &report);
+    sampled_.seed = samples.fork(sampling).bits();
+    Scored scored = answer(problems, text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_, &report);
     add(generated, report);
     for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
       Rollout& rollout = scored.rollouts[i];
@@ -149,7 +133,9 @@ Evaluation Sampling::evaluate() {
   std::vector<Problem> problems;
   for (std::int64_t i = 0; i < options_.val_size; ++i)
     problems.push_back(task_.problems(Split::held_out, random.fork(static_cast<std::uint64_t>(i)), 1).front());
-  const Scored scored = answer(problems, "held out", settings(1, 0, 0), nullptr);
+  SamplingSettings greedy = sampled_;
+  greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
+  const Scored scored = answer(problems, "held out", greedy, nullptr);
   const Vocabulary& words = Vocabulary::built_in();
   Evaluation out;
   for (std::size_t i = 0; i < problems.size(); ++i) {

@@ -61,7 +61,6 @@ class Sampling {
   };
   Scored answer(const std::vector<Problem>& problems, const std::string& group, const SamplingSettings& settings,
                 GenerateReport* report);
-  SamplingSettings settings(std::int64_t n, double temperature, std::uint64_t seed) const;
 
   Options options_;
   Task task_;
@@ -69,7 +68,7 @@ class Sampling {
   Arena& arena_;
   Progress& progress_;
   std::unique_ptr<Reward> reward_;
-  std::int64_t n_ = 1;
+  SamplingSettings sampled_;  // of training batches; the seed is that of the last sampling
 };
 
 Task task_of(const Options& options);

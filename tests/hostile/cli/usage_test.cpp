@@ -43,6 +43,7 @@ const std::vector<Wrong>& wrong_usage() {
       {{"tune", "x"}, 2, "one of inspect"},
       {{"grpo", "--out", "a", "x"}, 2, "options only"},
       {{"grpo"}, 2, "--out"},
+      {{"grpo", "--out", "a", "--n", "2.5"}, 2, "one whole number"},
       {{"grpo", "--out", "a", "--task", "chess"}, 2, "one of retrieval, arithmetic, copy"},
       {{"generate", "--model", "a", "--out", "b"}, 2, "--prompts"},
       {{"generate", "--model", "nothing-here", "--prompts", "b", "--out", "c"}, 3, "nothing-here"},
