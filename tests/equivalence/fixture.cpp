@@ -4,7 +4,11 @@
 
 #include <algorithm>
 
+#include "espalier/base/json.h"
 #include "espalier/base/random.h"
+#include "espalier/checkpoint/json_file.h"
+#include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/dispatch.h"
 
 namespace espalier::testing {
@@ -86,6 +90,46 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   auto model = std::make_unique<ModelState>(shape, dtype);
   model->weights.copy_(exact->weights);
   return model;
+}
+
+void write_tiny_model(const ModelState& model, const std::filesystem::path& directory) {
+  const ModelShape& s = model.shape;
+  Json config = {{"architectures", {s.architecture}},
+                 {"model_type", s.experts > 0 ? "qwen3_moe" : "qwen3"},
+                 {"hidden_size", s.hidden},
+                 {"num_hidden_layers", s.layers},
+                 {"intermediate_size", s.inner},
+                 {"num_attention_heads", s.heads},
+                 {"num_key_value_heads", s.kv_heads},
+                 {"head_dim", s.head_dim},
+                 {"vocab_size", s.vocabulary},
+                 {"max_position_embeddings", s.max_positions},
+                 {"rms_norm_eps", s.rms_norm_eps},
+                 {"rope_theta", s.rope_theta},
+                 {"tie_word_embeddings", s.tied_head},
+                 {"hidden_act", "silu"},
+                 {"torch_dtype", "float32"}};
+  if (s.experts > 0)
+    config.update({{"moe_intermediate_size", s.expert_inner},
+                   {"num_experts", s.experts},
+                   {"num_experts_per_tok", s.experts_per_token},
+                   {"norm_topk_prob", s.norm_topk_prob}});
+  std::filesystem::create_directories(directory);
+  write_json_file(directory / "config.json", config);
+  write_named_tensors(directory / "model.safetensors", model.table, DType::float32, model.weights.data_ptr());
+}
+
+RolloutOptions ragged_rollouts() {
+  RolloutOptions options;
+  options.groups = 3;
+  options.group_size = {1, 4};
+  options.prompt_length = {1, 14};
+  options.response_length = {1, 10};
+  options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.1;
+  options.continues = 0.2, options.mask_gap = 0.3, options.fully_masked = 0.1;
+  options.nested_prompt = 0.3, options.late_difference = 0.2;
+  options.policy = PolicyAge::far;
+  return options;
 }
 
 Options test_options() {

@@ -1,6 +1,7 @@
 // Tiny models of every family with random weights, and one gradient of a batch under given options.
 #pragma once
 
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -24,6 +25,12 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false);
+
+// Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
+void write_tiny_model(const ModelState& model, const std::filesystem::path& directory);
+
+// Rollouts of every kind that the generator knows, far from the policy that sampled them.
+RolloutOptions ragged_rollouts();
 
 // Options whose machine profile and arena are those of a test.
 Options test_options();

@@ -43,19 +43,6 @@ void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets) {
   }
 }
 
-RolloutOptions ragged() {
-  RolloutOptions options;
-  options.groups = 3;
-  options.group_size = {1, 4};
-  options.prompt_length = {1, 14};
-  options.response_length = {1, 10};
-  options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.1;
-  options.continues = 0.2, options.mask_gap = 0.3, options.fully_masked = 0.1;
-  options.nested_prompt = 0.3, options.late_difference = 0.2;
-  options.policy = PolicyAge::far;
-  return options;
-}
-
 // The same rollouts for a critic: with values, and with returns in every second record.
 Case as_critic(Case c) {
   c.critic = c.rollouts.values = true;
@@ -71,14 +58,14 @@ class Families : public ::testing::TestWithParam<const char*> {};
 TEST_P(Families, EveryPlanEqualsAutograd) {
   Case c;
   c.family = GetParam();
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
 }
 
 TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
   Case c;
   c.family = GetParam();
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;  // which are the policy's alone
   expect_all_plans(as_critic(c), {0, 1, 2, 7, 20});
 }
@@ -109,7 +96,7 @@ TEST_P(Losses, EveryPlanEqualsAutograd) {
   c.options.rollout_is = loss.rollout_is;
   c.options.kl_loss_coef = loss.kl;
   c.options.entropy_coeff = loss.entropy;
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;
   for (c.seed = 11; c.seed <= 12; ++c.seed) expect_all_plans(c, {0, 1, 9});
 }
@@ -124,7 +111,7 @@ INSTANTIATE_TEST_SUITE_P(Objectives, Losses,
 
 TEST(ValueLosses, EveryAggregationOnEveryPlanEqualsAutograd) {
   Case c;
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   c = as_critic(c);
   c.options.policy_loss = "gspo";  // its default aggregation is not the critic's
   c.options.cliprange_value = 0.2;
@@ -171,13 +158,13 @@ void expect_float32_as_exact_as_dense(Case c) {
 
 TEST(Float32, EveryPlanIsAsExactAsDense) {
   Case c;
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   expect_float32_as_exact_as_dense(c);
 }
 
 TEST(Float32, EveryPlanOfACriticIsAsExactAsDense) {
   Case c;
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   expect_float32_as_exact_as_dense(as_critic(c));
 }
 
@@ -199,7 +186,7 @@ void expect_phased_as_exact_as_dense(Case c) {
 TEST_P(Bfloat16, PhasedIsAsExactAsDense) {
   Case c;
   c.family = GetParam();
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   c.rollouts.policy = PolicyAge::none;  // ratios of 1: clipping cannot flip on rounded log-probs
   expect_phased_as_exact_as_dense(c);
 }
@@ -207,7 +194,7 @@ TEST_P(Bfloat16, PhasedIsAsExactAsDense) {
 TEST_P(Bfloat16, PhasedIsAsExactAsDenseForACritic) {
   Case c;
   c.family = GetParam();
-  c.rollouts = ragged();
+  c.rollouts = ragged_rollouts();
   c = as_critic(c);
   c.options.cliprange_value = 1000;  // clipping cannot flip on rounded values
   expect_phased_as_exact_as_dense(c);

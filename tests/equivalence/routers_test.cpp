@@ -20,15 +20,8 @@ namespace {
 constexpr double kFloat64 = 1e-10;
 
 RolloutOptions ragged() {
-  RolloutOptions options;
-  options.groups = 3;
-  options.group_size = {1, 4};
-  options.prompt_length = {1, 14};
-  options.response_length = {1, 10};
-  options.shared_start = 0.4, options.equal_response = 0.1, options.empty_response = 0.2;
-  options.continues = 0.3, options.mask_gap = 0.3, options.fully_masked = 0.1;
-  options.nested_prompt = 0.3, options.late_difference = 0.2;
-  options.policy = PolicyAge::far;
+  RolloutOptions options = ragged_rollouts();
+  options.empty_response = 0.2, options.continues = 0.3;
   options.temperature_low = 0.7, options.temperature_high = 1.3;
   return options;
 }

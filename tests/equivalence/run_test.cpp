@@ -28,25 +28,8 @@ class Runs : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() / ("espalier-runs-" + std::to_string(getpid()));
-    fs::create_directories(folder_ / "model");
     const auto model = tiny_model("qwen3", DType::float32, 3);
-    const ModelShape& s = model->shape;
-    write_json_file(folder_ / "model/config.json", {{"architectures", {s.architecture}},
-                                                    {"model_type", "qwen3"},
-                                                    {"hidden_size", s.hidden},
-                                                    {"num_hidden_layers", s.layers},
-                                                    {"intermediate_size", s.inner},
-                                                    {"num_attention_heads", s.heads},
-                                                    {"num_key_value_heads", s.kv_heads},
-                                                    {"head_dim", s.head_dim},
-                                                    {"vocab_size", s.vocabulary},
-                                                    {"max_position_embeddings", s.max_positions},
-                                                    {"rms_norm_eps", s.rms_norm_eps},
-                                                    {"rope_theta", s.rope_theta},
-                                                    {"tie_word_embeddings", s.tied_head},
-                                                    {"hidden_act", "silu"},
-                                                    {"torch_dtype", "float32"}});
-    write_named_tensors(folder_ / "model/model.safetensors", model->table, DType::float32, model->weights.data_ptr());
+    write_tiny_model(*model, folder_ / "model");
     RolloutOptions rollouts;
     rollouts.groups = 6, rollouts.group_size = {2, 4};
     write_jsonl(path("rollouts.jsonl"), make_rollouts(rollouts, 3));

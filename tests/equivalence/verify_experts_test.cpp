@@ -5,9 +5,6 @@
 
 #include <filesystem>
 
-#include "espalier/base/json.h"
-#include "espalier/checkpoint/json_file.h"
-#include "espalier/checkpoint/model_directory.h"
 #include "espalier/train/verify.h"
 #include "tests/equivalence/fixture.h"
 
@@ -20,29 +17,8 @@ class VerifyExperts : public ::testing::Test {
  protected:
   void SetUp() override {
     folder_ = fs::temp_directory_path() / ("espalier-experts-" + std::to_string(getpid()));
-    fs::create_directories(folder_ / "model");
     model_ = tiny_model("qwen3-moe-near-ties", DType::float32, 5);
-    const ModelShape& s = model_->shape;
-    write_json_file(folder_ / "model/config.json", {{"architectures", {s.architecture}},
-                                                    {"model_type", "qwen3_moe"},
-                                                    {"hidden_size", s.hidden},
-                                                    {"num_hidden_layers", s.layers},
-                                                    {"intermediate_size", s.inner},
-                                                    {"moe_intermediate_size", s.expert_inner},
-                                                    {"num_experts", s.experts},
-                                                    {"num_experts_per_tok", s.experts_per_token},
-                                                    {"norm_topk_prob", s.norm_topk_prob},
-                                                    {"num_attention_heads", s.heads},
-                                                    {"num_key_value_heads", s.kv_heads},
-                                                    {"head_dim", s.head_dim},
-                                                    {"vocab_size", s.vocabulary},
-                                                    {"max_position_embeddings", s.max_positions},
-                                                    {"rms_norm_eps", s.rms_norm_eps},
-                                                    {"rope_theta", s.rope_theta},
-                                                    {"tie_word_embeddings", s.tied_head},
-                                                    {"hidden_act", "silu"},
-                                                    {"torch_dtype", "float32"}});
-    write_named_tensors(folder_ / "model/model.safetensors", model_->table, DType::float32, model_->weights.data_ptr());
+    write_tiny_model(*model_, folder_ / "model");
     RolloutOptions rollouts;
     rollouts.groups = 8, rollouts.group_size = {3, 4};  // of an expert that few tokens choose a floor is few draws
     rollouts.prompt_length = {8, 16}, rollouts.response_length = {4, 16};

@@ -8,6 +8,7 @@ on each layer alone. It sums in float32 whatever the dtype of the logits is.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -213,6 +214,22 @@ def test_verify_reports_the_choices_that_rounding_makes(espalier, model_of, reco
     router = run.json["router"]
     assert run.json["verdict"] == "pass" and router["choices"] == choices
     assert 0 < router["differing"] < choices and router["share"] == router["differing"] / choices
+
+
+def test_no_expert_has_a_floor_far_below_its_layers(espalier, model_of, path):
+    """The least floor m of n experts' matrices is at least their root mean square before the low ones were raised to it, so
+    n m^2 >= the sum of the squares of those that were not raised."""
+    run = espalier("verify", "--model", model_of("qwen3_moe"), "--rollouts", path, "--json")
+    kinds = {}
+    for parameter in run.json["parameters"]:
+        kind, found = re.subn(r"experts\.\d+", "experts", parameter["name"])
+        if found and parameter["floor"] > 0:
+            kinds.setdefault(kind, []).append(parameter["floor"])
+    assert len(kinds) == 9  # three layers of three matrices
+    for kind, floors in kinds.items():
+        least = min(floors)
+        raised_not = sum(floor * floor for floor in floors if floor > least)
+        assert len(floors) * least * least >= raised_not * (1 - 1e-12), kind  # but for the rounding of n additions
 
 
 @pytest.mark.parametrize("change, word", [
