@@ -31,18 +31,21 @@ def packed_rows(group):
     return torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor(rows), torch.tensor(targets), torch.tensor(advantage)
 
 
-def make_accumulate(records):
+def make_accumulate(records, before=lambda prompt, n: None, masked=True):
+    """`before` is told the prompt's length and the number of responses of the group that comes next."""
     groups = {}
     for record in records:
         groups.setdefault(tuple(record["prompt_ids"]), []).append(record)
-    packed = [packed_rows(group) for group in groups.values()]
+    packed = [(len(prompt), len(group), packed_rows(group)) for prompt, group in groups.items()]
     tokens = sum(len(record["response_ids"]) for record in records)
 
     def accumulate(model, clock):
         total = 0.0
-        for ids, positions, mask, rows, targets, advantage in packed:
+        for prompt, n, (ids, positions, mask, rows, targets, advantage) in packed:
+            before(prompt, n)
             with clock("forward"):
-                hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+                inputs = dict(input_ids=ids, position_ids=positions, attention_mask=mask if masked else None, use_cache=False)
+                hidden = model.model(**inputs).last_hidden_state
                 loss = workload.policy_loss(model.lm_head(hidden[0, rows]), targets, advantage) / tokens
             with clock("backward"):
                 loss.backward()

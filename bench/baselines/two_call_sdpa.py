@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import workload
-from packed_sdpa import packed_rows
+from packed_sdpa import make_accumulate
 
 LAYOUT = {}  # of the group in work: prompt rows and responses
 
@@ -29,34 +29,13 @@ def two_calls(module, query, key, value, attention_mask, scaling, dropout=0.0, *
     return out.transpose(1, 2).contiguous(), None
 
 
-def make_accumulate(records):
-    groups = {}
-    for record in records:
-        groups.setdefault(tuple(record["prompt_ids"]), []).append(record)
-    packed = [(len(prompt), len(group), packed_rows(group)) for prompt, group in groups.items()]
-    tokens = sum(len(record["response_ids"]) for record in records)
-
-    def accumulate(model, clock):
-        total = 0.0
-        for prompt, n, (ids, positions, _, rows, targets, advantage) in packed:
-            LAYOUT.update(prompt=prompt, n=n)
-            with clock("forward"):
-                hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).last_hidden_state
-                loss = workload.policy_loss(model.lm_head(hidden[0, rows]), targets, advantage) / tokens
-            with clock("backward"):
-                loss.backward()
-            total += float(loss.detach())
-        return total
-
-    return accumulate
-
-
 def main():
     options = workload.arguments(__doc__).parse_args()
     torch.set_num_threads(options.threads)
     transformers.AttentionInterface.register("espalier_two_calls", two_calls)
     records = workload.read_rollouts(options.rollouts)
-    workload.run(workload.load_model(options.model, "espalier_two_calls"), make_accumulate(records), options, "two_call_sdpa")
+    accumulate = make_accumulate(records, before=lambda prompt, n: LAYOUT.update(prompt=prompt, n=n), masked=False)
+    workload.run(workload.load_model(options.model, "espalier_two_calls"), accumulate, options, "two_call_sdpa")
 
 
 if __name__ == "__main__":
