@@ -1,7 +1,7 @@
 // forward and backward of attention.h: checks, the choice of instructions, and the memory the kernels work in.
 //
 // Scratch is kept per calling thread and grows to the largest call: forward below 2 MB a thread at head sizes up to
-// 256, backward at most about 32 MB plus below 2 MB a thread (one panel per head where even that exceeds 32 MB).
+// 256, backward at most about 4 MB plus below 2 MB a thread (one panel per head where even that exceeds 4 MB).
 #include <omp.h>
 
 #include <cstdlib>

@@ -16,7 +16,8 @@
 namespace espalier::ESPALIER_SIMD {
 namespace {
 
-inline constexpr std::int64_t kSharedBytes = std::int64_t{32} << 20;
+// Every key block goes through all panels of a stretch: larger stretches fall out of the cache that cores share.
+inline constexpr std::int64_t kSharedBytes = std::int64_t{4} << 20;
 
 // How the work is cut.
 struct Cut {
