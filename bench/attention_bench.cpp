@@ -1,11 +1,12 @@
 // Rates of shared-prefix attention beside ATen's CPU flash kernel on the same pairs and a matrix product of the run.
 //
-//   attention_bench [rounds 7] [cases 6] [float32 | bfloat16]
+//   attention_bench [rounds 7] [cases 9] [float32 | bfloat16]
 //
 // The three are measured in turn, round after round, and compared within a round: a shared machine slows all alike.
 // ATen computes what one of its calls can: the whole causal square, or per segment a rectangle over the path and a
 // causal square, without the merge of the two (which it would also need). One JSON object a case: rates over that of
-// the product of the same dtype, and ATen's seconds over our own.
+// the product of the same dtype, ATen's seconds over our own, and for float32 rates over what the multiply-add units
+// can do at most (fma_peak.h): no kernel is faster than 1 of it.
 #include <ATen/ATen.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -17,6 +18,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bench/fma_peak.h"
 #include "bench/spread.h"
 #include "espalier/attention/attention.h"
 #include "espalier/base/instruction_set.h"
@@ -78,8 +80,9 @@ void run(const Case& c, std::int64_t D, int rounds) {
   const std::int64_t M = 1536;
   const at::Tensor a = random({M, M}), b = random({M, M});
   at::Tensor ab = at::empty_like(a);
-  std::vector<double> mm, own_f, own_b, aten_f, aten_b;
+  std::vector<double> peak, mm, own_f, own_b, aten_f, aten_b;
   for (int r = 0; r < rounds; ++r) {
+    if (!half) peak.push_back(espalier::bench::peak_seconds_per_flop());
     mm.push_back(seconds_of([&] { at::mm_out(ab, a, b); }));
     float* l = lse.data_ptr<float>();
     own_f.push_back(seconds_of([&] { attention::forward<T>(shape, in, into(out), l); }));
@@ -95,10 +98,11 @@ void run(const Case& c, std::int64_t D, int rounds) {
                                                                  0, call.causal, {}, scale);
     }));
   }
-  std::vector<double> product(mm.size()), forward, backward;  // seconds a FLOP
+  std::vector<double> product(mm.size()), forward, backward, aten_backward;  // seconds a FLOP
   for (std::size_t i = 0; i < mm.size(); ++i) product[i] = mm[i] / (2.0 * M * M * M);
   for (const double seconds : own_f) forward.push_back(seconds / (4 * pairs * static_cast<double>(D)));
   for (const double seconds : own_b) backward.push_back(seconds / (10 * pairs * static_cast<double>(D)));
+  for (const double seconds : aten_b) aten_backward.push_back(seconds / (10 * pairs * static_cast<double>(D)));
   std::printf("{\"case\": \"%s\", \"dtype\": \"%s\", \"head_dim\": %ld, \"instruction_set\": \"%s\", ", c.name,
               half ? "bfloat16" : "float32", static_cast<long>(D), espalier::name_of(espalier::instruction_set()));
   std::printf("\"bfloat16_products\": \"%s\", \"threads\": %d, ", espalier::name_of(espalier::bfloat16_products()),
@@ -111,6 +115,13 @@ void run(const Case& c, std::int64_t D, int rounds) {
     std::printf(", ");
     print_spread(name, values);
   }
+  if (!half)
+    for (const auto& [name, rate] :
+         {std::pair("forward_over_peak", &forward), std::pair("backward_over_peak", &backward),
+          std::pair("aten_backward_over_peak", &aten_backward)}) {
+      std::printf(", ");
+      print_spread(name, ratios(peak, *rate));
+    }
   std::printf("}\n");
   std::fflush(stdout);
 }
@@ -118,12 +129,15 @@ void run(const Case& c, std::int64_t D, int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int rounds = argc > 1 ? std::stoi(argv[1]) : 7, cases = argc > 2 ? std::stoi(argv[2]) : 6;
+  const int rounds = argc > 1 ? std::stoi(argv[1]) : 7, cases = argc > 2 ? std::stoi(argv[2]) : 9;
   const bool half = argc > 3 && std::string(argv[3]) == "bfloat16";
   at::manual_seed(1);
   int done = 0;
-  for (const Case& c :
-       {Case{"1024 + 4 x 256", 1024, 4, 256}, Case{"4096 + 512", 4096, 1, 512}, Case{"causal 2048", 0, 1, 2048}})
-    for (const std::int64_t D : {64, 128})
-      if (done++ < cases) (half ? run<espalier::bfloat16> : run<float>)(c, D, rounds);
+  const auto measure = [&](const Case& c, std::int64_t D) {
+    if (done++ < cases) (half ? run<espalier::bfloat16> : run<float>)(c, D, rounds);
+  };
+  const Case group{"1024 + 4 x 256", 1024, 4, 256};
+  for (const Case& c : {group, Case{"4096 + 512", 4096, 1, 512}, Case{"causal 2048", 0, 1, 2048}})
+    for (const std::int64_t D : {64, 128}) measure(c, D);
+  for (const std::int64_t D : {80, 96, 256}) measure(group, D);
 }

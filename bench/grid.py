@@ -1,7 +1,8 @@
 """The grid of `espalier bench` as JSON lines, a table and a picture.
 
-    python bench/grid.py run [--splits ...] [--n ...] [--repetitions R]   measures; appends to bench/results/grid.jsonl
+    python bench/grid.py run [--splits ...] [--n ...] [--repetitions R] [--hidden M --layers L] [--build build]
 
+measures a random Qwen3-like model and appends a line for every cell to bench/results/grid.jsonl.
 bench/targets.py writes docs/performance.md and docs/speed.svg from the newest measurement of every cell and baseline in
 bench/results/*.jsonl by `report` here; nothing in them is typed.
 """
@@ -11,6 +12,8 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,19 +28,34 @@ def machine():
     return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "commit": commit.stdout.strip()}
 
 
+def model_config(hidden, layers):
+    """Qwen3-like: heads of 64, a key/value head for every four of them, an inner width of three times the width."""
+    heads = hidden // 64
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers,
+            "intermediate_size": 3 * hidden, "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4), "head_dim": 64,
+            "vocab_size": 8192, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "float32"}
+
+
 def run(options):
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for split in options.splits.split(","):
-        for n in options.n.split(","):
-            command = ["build/espalier", "bench", "--splits", split, "--n", n, "--repetitions", options.repetitions]
-            done = subprocess.run([*command, "--json", "--quiet"], cwd=ROOT, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout)
-            cell = found["cells"][0]
-            row = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "command": " ".join(command),
-                   "espalier": found["espalier"], "threads": found["threads"], "dtype": found["dtype"], **cell}
-            with open(RESULTS / "grid.jsonl", "a") as out:
-                out.write(json.dumps(row) + "\n")
-            print(f"{split} n={n}: {cell['speedup']:.2f}x of {cell['ceiling']:.2f}", flush=True)
+    config = model_config(options.hidden, options.layers)
+    with tempfile.TemporaryDirectory(prefix="espalier-grid-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        for split in options.splits.split(","):
+            for n in options.n.split(","):
+                words = ["bench", "--model", folder, "--splits", split, "--n", n, "--repetitions", options.repetitions]
+                done = subprocess.run([options.build / "espalier", *words, "--json", "--quiet"], capture_output=True, text=True)
+                if done.returncode:
+                    sys.exit(done.stdout + done.stderr)
+                found = json.loads(done.stdout)
+                cell = found["cells"][0]
+                row = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "hidden": options.hidden, "layers": options.layers,
+                       "repetitions": int(options.repetitions), "espalier": found["espalier"], "threads": found["threads"],
+                       "dtype": found["dtype"], **cell}
+                with open(RESULTS / "grid.jsonl", "a") as out:
+                    out.write(json.dumps(row) + "\n")
+                print(f"{split} n={n}: {cell['speedup']:.2f}x of {cell['ceiling']:.2f}", flush=True)
 
 
 def newest(path, key):
@@ -113,18 +131,23 @@ def picture(rows):
 
 
 def report(targets=()):
-    grid = newest(RESULTS / "grid.jsonl", lambda r: (r["n"], r["prefix"]))
+    grid = newest(RESULTS / "grid.jsonl", lambda r: (r["hidden"], r["layers"], r["n"], r["prefix"]))
     against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
     lines = ["# Performance", "", "Written by `python bench/targets.py report` from `bench/results/`; every figure was measured by the",
              "command beside it. CPU machines differ and wander: read ratios, not seconds.", "", *targets]
     if grid:
-        m = grid[-1]["machine"]
         lines += ["## Schedules against each other", "",
-                  f"`bench/grid.py run` on {m['cpu']}, {grid[-1]['threads']} threads, {grid[-1]['dtype']}, commit {m['commit']}, "
-                  f"{grid[-1]['date']}: hidden 512, 8 layers, 8/2 heads of 64, inner 1536, vocabulary 8192, random weights. Seconds of one",
-                  "whole gradient (plan, forward, loss, backward), medians of runs in turns. Reached: speed-up over the FLOP ceiling.",
-                  "", *grid_table(grid), "", "![speed-up over prompt share](speed.svg)", ""]
-        (ROOT / "docs/speed.svg").write_text(picture(grid))
+                  "`bench/grid.py run`: random weights, heads of 64, vocabulary 8192. Seconds of one whole gradient (plan, forward, loss,",
+                  "backward), medians of runs in turns. Reached: speed-up over the FLOP ceiling.", ""]
+        models = sorted({(row["hidden"], row["layers"]) for row in grid})
+        for hidden, layers in models:
+            rows = [row for row in grid if (row["hidden"], row["layers"]) == (hidden, layers)]
+            m = rows[-1]["machine"]
+            lines += [f"Hidden {hidden}, {layers} layers, on {m['cpu']}, {rows[-1]['threads']} threads, {rows[-1]['dtype']}, commit "
+                      f"{m['commit']}, {rows[-1]['date']}, runs of each: {rows[-1]['repetitions']}.", "", *grid_table(rows), ""]
+        widest = max(models, key=lambda model: sum((row["hidden"], row["layers"]) == model for row in grid))
+        lines += [f"![speed-up over prompt share, hidden {widest[0]}](speed.svg)", ""]
+        (ROOT / "docs/speed.svg").write_text(picture([row for row in grid if (row["hidden"], row["layers"]) == widest]))
     if against:
         m = against[-1]["machine"]
         lines += ["## Against plain PyTorch", "",
@@ -141,6 +164,9 @@ def main():
     parser.add_argument("--splits", default="341/1707,1024/1024,1365/683,1707/341")
     parser.add_argument("--n", default="2,8")
     parser.add_argument("--repetitions", default="3")
+    parser.add_argument("--hidden", type=int, default=512, help="a multiple of 64")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--build", type=Path, default=ROOT / "build")
     options = parser.parse_args()
     run(options)
 

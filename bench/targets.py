@@ -69,14 +69,14 @@ class Context:
                                      program=self.build / "espalier")
         return compare_dense.measure_cell((prompt, response, n), options, self.model(hidden, layers), self.folder)
 
-    def cell(self, prompt, response, n):
+    def cell(self, prompt, response, n, hidden=512, layers=4, budget=None):
         """A cell of `espalier bench`, measured once whoever asks."""
-        key = (prompt, response, n)
+        key = (prompt, response, n, hidden, layers, budget)
         if key not in self.cells:
             words = ["--splits", f"{self.tokens(prompt)}/{self.tokens(response)}", "--n", n, "--repetitions", self.rounds]
-            self.cells[key] = self.program("bench", "--model", self.model(), *words, "--profile")["cells"][0]
+            words += ["--token-budget", budget] if budget else []
+            self.cells[key] = self.program("bench", "--model", self.model(hidden, layers), *words, "--profile")["cells"][0]
         return self.cells[key]
-
 
     def updates(self, prompt, response, n, schedule):
         """Second updates of `espalier train`, one process a round, measured once whoever asks."""
@@ -116,10 +116,11 @@ def auto_against_stock(context, cells):
         yield f"{cell_name(prompt, response, n)} ({best})", each(seconds[best]["each"], seconds["espalier auto"]["each"])
 
 
-def of_ceiling(context, cells):
+def of_ceiling(context, cells, budget=None):
     for cell in cells:
-        found = context.cell(*cell)
-        yield cell_name(*cell), [ratio / found["ceiling"] for ratio in each(found["runs"]["dense"], found["runs"]["phased"])]
+        found = context.cell(*cell, budget=budget)
+        name = cell_name(*cell) + (f", waves of {budget} rows" if budget else "")
+        yield name, [ratio / found["ceiling"] for ratio in each(found["runs"]["dense"], found["runs"]["phased"])]
 
 
 def auto_of_best(context, cells):
@@ -127,6 +128,19 @@ def auto_of_best(context, cells):
         found = context.cell(*cell)
         best = min(("dense", "packed", "phased"), key=lambda schedule: found["seconds"][schedule])
         yield f"{cell_name(*cell)} ({best})", each(found["runs"][best], found["runs"]["auto"])
+
+
+def regret(context):
+    """The worst cell of a grid for each of two small models, where overheads decide."""
+    for hidden, layers in ((128, 2), (256, 4)):
+        shares = {}
+        for prompt, response in ((1024, 256), (341, 683), (64, 192), (900, 20)):
+            for n in (1, 2, 8, 32):
+                found = context.cell(prompt, response, n, hidden, layers)
+                best = min(("dense", "packed", "phased"), key=lambda schedule: found["seconds"][schedule])
+                shares[cell_name(prompt, response, n)] = each(found["runs"][best], found["runs"]["auto"])
+        worst = min(shares, key=lambda name: statistics.median(shares[name]))
+        yield f"hidden {hidden}, {layers} layers: worst of {len(shares)} cells, {worst}", shares[worst]
 
 
 def phased_of_packed(context, cells):
@@ -159,7 +173,10 @@ def predicted_seconds(context, cells):
     for cell in cells:
         found = context.cell(*cell)
         for schedule in ("dense", "phased"):
-            yield f"{cell_name(*cell)} {schedule}", [found["schedules"]["predicted_seconds"][schedule] / s for s in found["runs"][schedule]]
+            profile = found["schedules"]["profile"][schedule]
+            wander = profile["measured_flops_per_second"] / found["product_flops_per_second"]
+            predicted = found["schedules"]["predicted_seconds"][schedule] * wander
+            yield f"{cell_name(*cell)} {schedule}", [predicted / seconds for seconds in found["runs"][schedule]]
 
 
 def predicted_bytes(context, cells):
@@ -169,9 +186,11 @@ def predicted_bytes(context, cells):
             yield f"{cell_name(*cell)} {schedule}", [max(measured.values()) / max(predicted.values()) for measured, predicted in peaks]
 
 
-def attention(context, what):
-    for row in context.benchmark("attention_bench", context.rounds + 2, 2 if context.quick else 6):
-        yield f"{row['case']}, head size {row['head_dim']}", [row[what][name] for name in ("min", "median", "max")]
+def attention(context, what, beside=""):
+    for row in context.benchmark("attention_bench", context.rounds + 4, 2 if context.quick else 9):
+        peak = row.get("aten_backward_over_peak")
+        note = f" (ATen's at {peak['median']:.2f} of the multiply-add peak)" if peak and beside else ""
+        yield f"{row['case']}, head size {row['head_dim']}{note}", [row[what][name] for name in ("min", "median", "max")]
 
 
 def fused_head(context):
@@ -211,7 +230,8 @@ def allocations(context):
     yield "blocks of 64 KiB or more in steps 2 to 4, float32 and float64", [0 if done.returncode == 0 else 1]
 
 
-SIXTHS = [(256, 1280, 8), (768, 768, 8), (1280, 256, 8), (1280, 256, 2), (768, 768, 2), (256, 1280, 2), (640, 128, 32), (128, 640, 32)]
+SIXTHS = [(256, 1280, 8), (768, 768, 8), (1280, 256, 8), (1280, 256, 2), (768, 768, 2), (256, 1280, 2), (640, 128, 32), (128, 640, 32), (320, 64, 128)]
+WAVES = [(1280, 256, 8), (256, 1280, 2)]
 UPDATES = [(1280, 256, 8)]
 STOCK_CELLS = [(1707, 341, 8), (1707, 341, 2), (341, 1707, 4), (4096, 128, 16)]
 
@@ -247,15 +267,21 @@ TARGETS = [
            lambda c: auto_against_stock(c, STOCK_CELLS), 7.5),
     Target("attention-forward", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
            lambda c: attention(c, "forward_over_aten"), 0.5),
-    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten"), "attention-forward"),
+    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten", beside="peak"),
+           "attention-forward"),
+    Target("attention-rate", "rate of attention over that of a matrix product, forward", 0.7,
+           lambda c: attention(c, "forward_over_product"), "attention-forward"),
+    Target("attention-rate-backward", "the same, backward", 0.7, lambda c: attention(c, "backward_over_product"), "attention-forward"),
     Target("head", "fused head against materialised logits", 1.0, fused_head, 0.3),
     Target("rest", "share of a step that is no product, attention or head", 0.1, lambda c: everything_else(c, UPDATES), 1.5, most=True),
     Target("planning", "seconds of planning one very large step", 2, planning, 0.6, most=True),
     Target("planning-share", "planning, of a step", 0.01, lambda c: planning_share(c, UPDATES), "rest", most=True),
     Target("reading", "MB/s of JSON Lines read by one core", 200, reading, 0.6),
     Target("memory", "peak memory, measured over predicted", 0.05, lambda c: predicted_bytes(c, UPDATES), "rest", both=True),
-    Target("prediction", "seconds of a gradient, predicted over measured", 0.1, lambda c: predicted_seconds(c, SIXTHS[:4]), "ceiling", both=True),
+    Target("prediction", "seconds of a gradient, predicted for the matrix-product rate of these turns, over measured", 0.1, lambda c: predicted_seconds(c, SIXTHS[:4]), "ceiling", both=True),
     Target("allocations", "large heap blocks in steady state", 0, allocations, 0.1, most=True),
+    Target("regret", "auto against the best of dense, packed, phased", 0.95, regret, 2),
+    Target("ceiling-waves", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, WAVES, budget=512), 2),
     Target("ceiling-more", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[4:]), 5.5),
     Target("auto-more", "auto against the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[4:]), "ceiling-more"),
     Target("dense-256", "own dense against transformers' best dense form, whole updates", 1.0, lambda c: own_dense(c, 256), 1),
