@@ -2,8 +2,8 @@
 //
 // Tiles are written against a small interface with two implementations: HardwareTiles, the instructions, and
 // EmulatedTiles, what they do, written out. The kernels' tests run through the emulation on any CPU with AVX512_BF16,
-// which proves layout, indexing and edges; no CPU with AMX has run HardwareTiles yet, so the spelling of its
-// instructions is unproven.
+// which proves layout, indexing and edges; tiles_test.cpp runs the machine code of HardwareTiles there as well, every
+// instruction by a signal handler. Their speed on a CPU with AMX has not been measured.
 //   tile t: 16 rows of 64 bytes; t = 0..3 sums, t = 4, 5 left factors [row][pair], t = 6, 7 right factors
 //   [pair][column] dot<i, j>: tile(2 i + j) += tile(4 + i) . tile(6 + j); the products of a pair's first numbers and of
 //   its second ones are summed apart, then added to each other and to the sum (Intel SDM, TDPBF16PS).
@@ -16,6 +16,8 @@ namespace espalier::ESPALIER_SIMD {
 inline constexpr int kTileSide = 16;
 
 #ifdef __AMX_BF16__
+// Configuration and loads are written as assembly: the compiler's header does not tell it that they read memory, so
+// that it may keep back what was stored there before.
 class HardwareTiles {
  public:
   // Tiles are configured while a thread multiplies: an unreleased configuration slows every switch of threads.
@@ -28,7 +30,7 @@ class HardwareTiles {
       } config;
       static_assert(sizeof(config) == 64);
       for (int t = 0; t < 8; ++t) config.row_bytes[t] = 64, config.rows[t] = kTileSide;
-      _tile_loadconfig(&config);
+      __asm__ volatile("ldtilecfg %0" ::"m"(config));
     }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
@@ -46,7 +48,7 @@ class HardwareTiles {
   template <int t>
   void load(const void* from, std::int64_t stride_bytes) {
 #define ESPALIER_TILE(n) \
-  if constexpr (t == n) _tile_loadd(n, from, stride_bytes);
+  if constexpr (t == n) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"(stride_bytes) : "memory");
     ESPALIER_EACH_TILE(ESPALIER_TILE)
 #undef ESPALIER_TILE
   }
