@@ -186,11 +186,12 @@ def predicted_bytes(context, cells):
             yield f"{cell_name(*cell)} {schedule}", [max(measured.values()) / max(predicted.values()) for measured, predicted in peaks]
 
 
-def attention(context, what, beside=""):
-    for row in context.benchmark("attention_bench", context.rounds + 4, 2 if context.quick else 9):
-        peak = row.get("aten_backward_over_peak")
-        note = f" (ATen's at {peak['median']:.2f} of the multiply-add peak)" if peak and beside else ""
-        yield f"{row['case']}, head size {row['head_dim']}{note}", [row[what][name] for name in ("min", "median", "max")]
+def attention(context, what, beside=None, dtype="float32"):
+    """`beside`: another ratio of the same turns, named in the case."""
+    for row in context.benchmark("attention_bench", context.rounds + 4, 2 if context.quick else 9, dtype):
+        note = f" (ATen's at {row[beside]['median']:.2f} of the multiply-add peak)" if beside else ""
+        half = "bfloat16, " if dtype == "bfloat16" else ""
+        yield f"{half}{row['case']}, head size {row['head_dim']}{note}", [row[what][name] for name in ("min", "median", "max")]
 
 
 def fused_head(context):
@@ -267,8 +268,12 @@ TARGETS = [
            lambda c: auto_against_stock(c, STOCK_CELLS), 7.5),
     Target("attention-forward", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
            lambda c: attention(c, "forward_over_aten"), 0.5),
-    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten", beside="peak"),
+    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten", beside="aten_backward_over_peak"),
            "attention-forward"),
+    Target("attention-bfloat16", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
+           lambda c: attention(c, "forward_over_aten", dtype="bfloat16"), 0.5),
+    Target("attention-bfloat16-backward", "the same, backward", 1.5,
+           lambda c: attention(c, "backward_over_aten", dtype="bfloat16"), "attention-bfloat16"),
     Target("attention-rate", "rate of attention over that of a matrix product, forward", 0.7,
            lambda c: attention(c, "forward_over_product"), "attention-forward"),
     Target("attention-rate-backward", "the same, backward", 0.7, lambda c: attention(c, "backward_over_product"), "attention-forward"),
