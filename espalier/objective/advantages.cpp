@@ -119,7 +119,9 @@ void compute_gae(const Rollout& rollout, double gamma, double lam, std::span<dou
   }
 }
 
-// (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here.
+// (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here. The mean is
+// taken from differences to the first number, so equal numbers become exactly 0: the root would make 1e4 of their
+// rounding.
 void whiten(std::span<const Rollout> rollouts, Series& series) {
   const auto for_each_loss_token = [&](auto&& body) {
     for (std::size_t i = 0; i < rollouts.size(); ++i) {
@@ -128,10 +130,13 @@ void whiten(std::span<const Rollout> rollouts, Series& series) {
         if (rollouts[i].loss_mask[t]) body(series[i][t]);
     }
   };
-  double count = 0, sum = 0, squares = 0;
-  for_each_loss_token([&](double x) { count += 1, sum += x; });
+  double count = 0, first = 0, shifted_sum = 0, squares = 0;
+  for_each_loss_token([&](double x) {
+    if (count == 0) first = x;
+    count += 1, shifted_sum += x - first;
+  });
   if (count == 0) return;
-  const double mean = sum / count;
+  const double mean = first + shifted_sum / count;
   for_each_loss_token([&](double x) { squares += (x - mean) * (x - mean); });
   const double variance = count > 1 ? squares / (count - 1) : 0.0;
   const double scale = 1.0 / std::sqrt(variance + kWhitenEpsilon);
