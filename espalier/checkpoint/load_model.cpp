@@ -239,10 +239,12 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const Parameter& parameter = table.parameters()[i];
     std::byte* out = static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype);
-    if (entries[i] != nullptr)
+    if (entries[i] != nullptr) {
       convert_values(entries[i]->type, entries[i]->data, dtype, out, parameter.count);
-    else if (parameter.name == kValueBias)
+      forget_pages(*entries[i]);  // else the process holds the file beside the weights
+    } else if (parameter.name == kValueBias) {
       std::memset(out, 0, static_cast<std::size_t>(bytes_of(dtype)));
+    }
     if (progress) progress(parameter.offset + parameter.count, table.size());
   }
 }

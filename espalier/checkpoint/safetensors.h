@@ -40,6 +40,10 @@ struct SafetensorsEntry {
   const std::byte* data = nullptr;  // in the mapped file; not necessarily aligned
 };
 
+// Gives back the pages of the mapped file that hold nothing but this entry's data. Reading it again reads the file
+// again.
+void forget_pages(const SafetensorsEntry& entry);
+
 class SafetensorsFile {
  public:
   // Errors: InputError with the path, the tensor, what was expected and found, for every violation of the format:

@@ -60,6 +60,14 @@ SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
       index_(std::move(other.index_)),
       metadata_(std::move(other.metadata_)) {}
 
+void forget_pages(const SafetensorsEntry& entry) {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto data = reinterpret_cast<std::uintptr_t>(entry.data);
+  const std::uintptr_t begin = (data + page - 1) / page * page;
+  const std::uintptr_t end = (data + static_cast<std::uintptr_t>(entry.bytes)) / page * page;
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
 SafetensorsFile::~SafetensorsFile() {
   if (map_ != nullptr) ::munmap(const_cast<std::byte*>(map_), map_bytes_);
 }

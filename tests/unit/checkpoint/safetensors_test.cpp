@@ -2,6 +2,7 @@
 #include "espalier/checkpoint/safetensors.h"
 
 #include "espalier/base/atomic_file.h"
+#include "espalier/observe/memory.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -43,6 +44,21 @@ TEST(Safetensors, RoundTripsEveryTypeBitForBit) {
     EXPECT_EQ(std::memcmp(entry->data, data[i].data(), data[i].size()), 0) << specs[i].name;
   }
   EXPECT_EQ(file.find("absent"), nullptr);
+}
+
+TEST(Safetensors, ForgottenPagesAreNotHeldAndCanBeReadAgain) {
+  const TemporaryDirectory folder;
+  constexpr std::int64_t kBytes = 32 << 20, kPage = 4096;
+  const std::vector<std::byte> data = random_bytes(kBytes, 1);
+  write_file(folder / "a", {{"x", TensorType::U8, {kBytes}}}, {data}, data.size());
+  const SafetensorsFile file(folder / "a");
+  const SafetensorsEntry& entry = file.entries().front();
+  ASSERT_EQ(std::memcmp(entry.data, data.data(), data.size()), 0);
+  const std::int64_t before = resident_bytes();
+  forget_pages(entry);
+  EXPECT_LE(resident_bytes(),
+            before - kBytes + 2 * kPage + (1 << 20));  // 1 MiB: the counters of the system are rounded
+  EXPECT_EQ(std::memcmp(entry.data, data.data(), data.size()), 0);
 }
 
 TEST(Safetensors, WritesExactlyTheseBytes) {
