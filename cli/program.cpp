@@ -8,6 +8,7 @@
 #include <new>
 
 #include "cli/command_line.h"
+#include "cli/former_run.h"
 #include "cli/interrupt.h"
 #include "cli/threads.h"
 #include "cli/usage.h"
@@ -80,9 +81,20 @@ void resolve_options(Run& run, Progress& progress) {
   const Verb& verb = *run.line.verb;
   std::vector<std::string> notes, names;
   for (const VerbName& known : verb_names()) names.push_back(known.name);
-  if (!run.line.config.empty())
-    apply_settings(run.options, read_config(run.line.config, verb.name, verb.letter, names), notes);
+  std::vector<OptionSetting> config;
+  if (!run.line.config.empty()) config = read_config(run.line.config, verb.name, verb.letter, names);
+  apply_settings(run.options, config, notes);
   apply_settings(run.options, run.line.settings, notes);
+  if (verb.letter == 't' && !run.options.resume.empty()) {
+    const std::string directory = run.options.resume;
+    run.options = {};
+    apply_former_run(run.options, directory);
+    const std::string told = told_by_former_run(run.options);
+    if (!told.empty()) notes.push_back("as " + directory + " was trained, unless said otherwise: " + told);
+    std::vector<std::string> said_before;
+    apply_settings(run.options, config, said_before);
+    apply_settings(run.options, run.line.settings, said_before);
+  }
   for (const std::string& note : notes) progress.note("note: " + note);
   validate(run.options);
   if (run.options.threads == 0) run.options.threads = usable_threads();
@@ -181,6 +193,8 @@ int run_words(Run& run, const std::vector<std::string>& words) {
 int run_program(const std::vector<std::string>& words) {
   constexpr int kInternal = 70;
   const char* kReport = "please report this with the command line";
+  const MemoryBudgetError no_memory({"", "memory from the system", "a refusal",
+                                     "give --memory-budget what there is, or raise the limit (ulimit -v)"});
   Run run;
   const bool as_json = asks_for_json(words);
   try {
@@ -190,8 +204,11 @@ int run_program(const std::vector<std::string>& words) {
   } catch (const Interrupted& interrupted) {
     return report(run, as_json, "interrupt", interrupted.exit_code(), {"", "", "stopped by a signal", ""});
   } catch (const std::bad_alloc&) {
-    return report(run, as_json, "internal", kInternal, {"", "", "out of memory", kReport});
+    return report(run, as_json, no_memory.kind(), no_memory.exit_code(), no_memory.text());
   } catch (const std::exception& error) {
+    // What libtorch throws where the system refuses memory has no class of its own.
+    if (std::string_view(error.what()).find("allocate memory") != std::string_view::npos)
+      return report(run, as_json, no_memory.kind(), no_memory.exit_code(), no_memory.text());
     return report(run, as_json, "internal", kInternal, {"", "", error.what(), kReport});
   }
 }

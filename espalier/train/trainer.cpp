@@ -14,6 +14,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/machine.h"
+#include "espalier/train/planning.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/trained_model.h"
@@ -38,6 +39,14 @@ std::string critic_source_of(const Options& options) {
   if (!options.critic.empty() || options.resume.empty()) return options.critic;
   const std::string former = critic_folder(options.resume);
   return std::filesystem::exists(former) ? former : "";
+}
+
+// Actor and critic, both with gradients and moments, before either is read.
+void check_room(const Options& options) {
+  StepKind kind;
+  if (const std::string critic = critic_source_of(options); !critic.empty())
+    kind.beside_bytes = bytes_of_model(read_critic_shape(critic).shape, options, kind);
+  require_room(read_model_shape(source_of(options)), options, kind);
 }
 
 std::int64_t tokens_of(const MiniBatch& batch) {
@@ -128,13 +137,23 @@ class Training {
     if (critic_) continue_trained_model(critic_folder(options_.resume), critic_->model(), critic_->optimizer());
     const Json extra = Json::parse(former.extra);
     const bool same = extra.value("rollouts", "") == data_.fingerprint();
+    if (same) check_mini_batches(former);
     if (same && !ESPALIER_MUTATION(position_lost_after_resume))
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
     else
-      progress_.note("--resume: other rollouts than before, so they are read from their beginning");
+      progress_.note("--resume: other rollouts than before, or cut otherwise, so they are read from their beginning");
     if (same && critic_ && !data_.has_steps() && !data_.restore_values(load_values(critic_folder(options_.resume))))
       throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of them",
                         "The checkpoint is damaged; continue from another one"});
+  }
+
+  // The position counts mini-batches: inside an epoch it means something for mini-batches of the same size only.
+  void check_mini_batches(const RunState& former) const {
+    if (data_.has_steps() || former.mini_batch == 0) return;
+    const std::int64_t size = Json::parse(former.options).value("mini_batch_size", options_.mini_batch_size);
+    if (size != options_.mini_batch_size)
+      throw OptionError({"--mini-batch-size", text_of(size, ", as before: ", options_.resume, " ends inside an epoch"),
+                         text_of(options_.mini_batch_size), "leave it out to continue with that of the former run"});
   }
 
   void load_critic_of(const std::string& directory, const MachineProfile& machine) {
@@ -204,6 +223,7 @@ class Training {
 void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step) {
   if (!options.out.empty()) check_output_directory(options.out);
   if (!options.record.empty()) check_output_directory(options.record);
+  check_room(options);
   Training training(options, progress);
   training.run(on_step);
   training.write();

@@ -1,0 +1,20 @@
+// What a run that train continues was told, so that `train --resume DIR` needs nothing said twice.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "espalier/options/options.h"
+
+namespace espalier::cli {
+
+// Sets in `options` what decides the numbers of the run that wrote `directory` (objective, critic, optimizer,
+// mini-batches, schedule, dtype, seed), from directory/espalier/state.json; paths, --steps, --threads and the like stay
+// as they are. What this run says itself is applied afterwards and wins. A checkpoint that is not there is left to the
+// trainer to refuse. Errors: InputError or OptionError for a damaged file.
+void apply_former_run(Options& options, const std::string& directory);
+
+// "--lr 0.0001 --epochs 2": what a former run gave to `options` that is not the default. Empty where there is none.
+std::string told_by_former_run(const Options& options);
+
+}  // namespace espalier::cli
