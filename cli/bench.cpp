@@ -58,21 +58,20 @@ Json cell_json(const BenchCell& cell) {
   return out;
 }
 
+// What fits a terminal; the rest of a cell is in --json.
 void print_header(std::ostream& out) {
-  out << "prompt/response    n |   dense s  packed s  phased s    auto s | speed-up  ceiling  reached | "
-         "auto predicted        peak   predicted | gradient error\n";
+  out << "prompt/response    n | dense s packed s phased s  auto s | speed-up ceiling | predicted s        peak | "
+         "grad. error  auto is\n";
 }
 
 void print_cell(std::ostream& out, const BenchCell& cell) {
   const BenchMeasure& automatic = cell.automatic;
   out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(5) << cell.n << " |" << std::fixed
-      << std::setprecision(3);
-  for (const Column& column : kColumns) out << std::setw(10) << (cell.*column.measure).seconds;
-  out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(9) << cell.ceiling << std::setw(9)
-      << cell.fraction() << " |" << std::setprecision(3) << std::setw(15) << automatic.predicted_seconds
-      << std::setw(12) << format_bytes(automatic.peak_bytes) << std::setw(12)
-      << format_bytes(automatic.predicted_peak_bytes) << " |" << std::scientific << std::setprecision(1)
-      << std::setw(15) << automatic.gradient_error << "  (auto: " << cell.chosen << ")\n"
+      << std::setprecision(3) << std::setw(8) << cell.dense.seconds << std::setw(9) << cell.packed.seconds
+      << std::setw(9) << cell.phased.seconds << std::setw(8) << automatic.seconds << " |" << std::setprecision(2)
+      << std::setw(9) << cell.speedup() << std::setw(8) << cell.ceiling << " |" << std::setprecision(3) << std::setw(12)
+      << automatic.predicted_seconds << std::setw(12) << format_bytes(automatic.peak_bytes) << " |" << std::scientific
+      << std::setprecision(1) << std::setw(12) << automatic.gradient_error << "  " << cell.chosen << '\n'
       << std::defaultfloat << std::flush;
 }
 

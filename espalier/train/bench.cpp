@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 
 #include "espalier/base/error.h"
@@ -56,7 +57,24 @@ std::vector<Split> parse_splits(const std::string& text) {
       throw OptionError({"--splits", "prompt/response lengths, as 1024/1024,1707/341", "'" + item + "'", ""});
     out.push_back(split);
   }
+  if (out.empty()) throw OptionError({"--splits", "prompt/response lengths, as 1024/1024,1707/341", "nothing", ""});
   return out;
+}
+
+std::vector<std::int64_t> parse_group_sizes(const std::string& text) {
+  std::vector<std::int64_t> out;
+  for (const double n : parse_numbers("--n", text)) {
+    if (n != std::floor(n)) throw OptionError({"--n", "whole numbers, each at least 1", '"' + text + '"', ""});
+    out.push_back(std::llround(n));
+  }
+  return out;
+}
+
+// |gradient - dense| / |dense|, the numerator alone where dense is zero. What is no number counts as infinitely far.
+double distance(const at::Tensor& gradient, const at::Tensor& dense) {
+  const double error = (gradient - dense).norm().item<double>(), norm = dense.norm().item<double>();
+  if (!std::isfinite(error)) return std::numeric_limits<double>::infinity();
+  return norm > 0 ? error / norm : error;
 }
 
 // A group of n random responses to one random prompt, with advantages that sum to about zero.
@@ -102,6 +120,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   actor.options.schedule = "dense";
   compute_gradient(actor, batch, false);
   const at::Tensor dense = actor.gradients.flat().clone();
+  if (const double norm = dense.norm().item<double>(); !std::isfinite(norm))
+    throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient", text_of("norm ", norm),
+                      "check weights, rewards and log-probs for extreme values"});
   std::int64_t runs = 0;
   progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(kEntrants)), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
@@ -121,8 +142,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
-      const double distance = (actor.gradients.flat() - dense).norm().item<double>();
-      measure.gradient_error = std::max(measure.gradient_error, distance / dense.norm().item<double>());
+      measure.gradient_error = std::max(measure.gradient_error, distance(actor.gradients.flat(), dense));
       progress.advance_to(++runs);
     }
   for (const Entrant& entrant : kEntrants) (cell.*entrant.measure).seconds = median((cell.*entrant.measure).runs);
@@ -148,6 +168,8 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell) {
+  const std::vector<Split> splits = parse_splits(options.splits);
+  const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
   const auto model = bench_model(options, progress);
   Actor actor(*model, options, machine_profile(options, progress));
   actor.options.profile = true;
@@ -178,13 +200,10 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
     finish(fit, actor.machine, progress);
     return cells;
   }
-  const std::vector<Split> splits = parse_splits(options.splits);
-  const std::vector<double> sizes = parse_numbers("n", options.n);
   const Random random(static_cast<std::uint64_t>(options.seed));
   for (const Split& split : splits)
-    for (const double n : sizes)
-      measure(random_group(split, std::llround(n), model->shape.vocabulary, random.fork(cells.size())), split,
-              std::llround(n));
+    for (const std::int64_t n : sizes)
+      measure(random_group(split, n, model->shape.vocabulary, random.fork(cells.size())), split, n);
   finish(fit, actor.machine, progress);
   return cells;
 }
