@@ -28,6 +28,8 @@ int run_convert(Context& context) {
   const std::string& in = context.arguments[0];
   const std::string& out = context.arguments[1];
   check_name(out);
+  if (std::error_code error; std::filesystem::equivalent(in, out, error))
+    throw OptionError({"OUT", "another file than IN", '"' + out + '"', "the original would be lost"});
   const RolloutFile file = read_for(context, {in});
   RolloutWriter writer(out);
   context.progress.begin("writing", static_cast<std::int64_t>(file.rollouts.size()), "rollouts");

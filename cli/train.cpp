@@ -1,6 +1,7 @@
 // `train`: a line a step for a person, one JSON object for a program.
 #include "espalier/train/trainer.h"
 
+#include <algorithm>
 #include <iomanip>
 
 #include "cli/profile_text.h"
@@ -27,6 +28,21 @@ void print_critic(std::ostream& out, const CriticReport& critic) {
       << format_seconds(critic.seconds.total) << std::endl;
 }
 
+// Before any update the policy should be the one that sampled: ratios of 1, nothing to clip. Much clipping in the first
+// step means that something else gave the old log-probs, and training would go on without another sign of it.
+void warn_of_foreign_logprobs(Context& context, const StepReport& step) {
+  constexpr double kSuspicious = 0.2, kNarrow = 0.05;  // gspo's narrow range clips what is mere rounding
+  const Options& options = context.options;
+  const double clipped = step.gradient.loss.clip_fraction;
+  if (step.step != 1 || clipped < kSuspicious || std::min(options.clip_ratio_low, options.clip_ratio_high) < kNarrow)
+    return;
+  const std::string note = format_percent(clipped) +
+                           " of the tokens are clipped before the first update: old_logprobs are " +
+                           "not those of this model. Is it the one that sampled? Is temperature recorded?";
+  context.progress.note("note: " + note);
+  context.result["notes"].push_back(note);
+}
+
 }  // namespace
 
 int run_train(Context& context) {
@@ -34,6 +50,7 @@ int run_train(Context& context) {
   train(context.options, context.progress, [&](const StepReport& step) {
     context.progress.end();  // takes the bar away; the next report draws it again
     print_step(context.text, step);
+    warn_of_foreign_logprobs(context, step);
     if (step.critic) print_critic(context.text, *step.critic);
     if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
     context.result["steps"].push_back(step_json(step));

@@ -1,6 +1,8 @@
 #include "espalier/train/score.h"
 
 #include <algorithm>
+#include <cmath>
+#include <span>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -14,6 +16,8 @@
 
 namespace espalier {
 namespace {
+
+constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
 
 std::vector<ExtraSeries> extras_of(const RolloutSeries& series, const Options& options) {
   std::vector<ExtraSeries> extras{{options.as, series.logprob}};
@@ -35,11 +39,20 @@ std::int32_t longest_of(std::span<const Rollout> rollouts) {
   return longest;
 }
 
+// A record has no place for NaN, and nobody should train on one.
+void check_finite(std::span<const double> series, const Rollout& rollout, const std::string& model) {
+  const auto bad = std::ranges::find_if_not(series, [](double value) { return std::isfinite(value); });
+  if (bad != series.end())
+    throw InputError({model, "weights that give finite numbers",
+                      text_of(*bad, " at response token ", bad - series.begin(), " of ", rollout.where),
+                      "are the weights damaged, or too large for --dtype?"});
+}
+
 }  // namespace
 
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
                               const MachineProfile& machine, Arena& arena, Progress& progress,
-                              moe::LoadAccounting* counts) {
+                              moe::LoadAccounting* counts, std::int64_t beside_bytes) {
   LanguageHead head(decoder, rollouts, arena);
   const ForwardReport report = run_forward_pass({.decoder = decoder,
                                                  .rollouts = rollouts,
@@ -48,6 +61,7 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
                                                  .arena = arena,
                                                  .progress = progress,
                                                  .task = "scoring",
+                                                 .beside_bytes = beside_bytes,
                                                  .counts = counts},
                                                 head);
   return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
@@ -55,6 +69,12 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 
 ScoreReport score(const Options& options, Progress& progress) {
   check_options(options);
+  // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
+  const std::int64_t critic_bytes =
+      options.values ? bytes_of_model(read_critic_shape(options.critic).shape, options, kForwardOnly) : 0;
+  StepKind kind = kForwardOnly;
+  kind.beside_bytes = critic_bytes;
+  require_room(read_model_shape(options.model), options, kind);
   const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
   const std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress);
   model->decoder.reserve_positions(longest_of(rollouts));
@@ -62,7 +82,8 @@ ScoreReport score(const Options& options, Progress& progress) {
 
   const MachineProfile machine = machine_profile(options, progress);
   Arena arena(arena_limit(options));
-  const ScoredRollouts scored = score_rollouts(model->decoder, rollouts, options, machine, arena, progress);
+  const ScoredRollouts scored =
+      score_rollouts(model->decoder, rollouts, options, machine, arena, progress, nullptr, critic_bytes);
   ScoreReport report;
   report.seconds = scored.seconds;
   report.logical_rows = scored.logical_rows;
@@ -76,6 +97,8 @@ ScoreReport score(const Options& options, Progress& progress) {
     report.seconds += critic.report.seconds;
   }
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    check_finite(scored.series[i].logprob, rollouts[i], options.model);
+    if (options.values) check_finite(critic.values[i], rollouts[i], options.critic);
     report.tokens += rollouts[i].response_length();
     std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
     if (options.values) extras.push_back({"values", critic.values[i]});

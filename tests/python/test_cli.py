@@ -274,3 +274,58 @@ def test_convert_keeps_every_record(espalier, tmp_path):
         assert after["prompt_ids"] == before["prompt_ids"] and after["response_ids"] == before["response_ids"]
         assert after.get("reward") == before["reward"] and after.get("group") == before["group"]
         assert after.get("loss_mask", [1] * len(before["response_ids"])) == before["loss_mask"]
+
+
+def test_convert_does_not_overwrite_its_input(espalier, tmp_path):
+    path = write_records(make_rollouts(SEED), tmp_path / "in.jsonl")
+    before = path.read_bytes()
+    (tmp_path / "same.jsonl").symlink_to(path)
+    for out in (path, tmp_path / "same.jsonl"):
+        assert "another file" in espalier("convert", path, out, expect=2).stderr
+    assert path.read_bytes() == before
+
+
+# -- numbers that mean nothing ----------------------------------------------------------------------------------------
+
+def with_nan(model):
+    """Every weight becomes NaN: the header of a safetensors file is kept, its data are 0xFF bytes."""
+    path = model / "model.safetensors"
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:header] + b"\xff" * (len(data) - header))
+
+
+@pytest.mark.parametrize("verb", ["train", "score", "bench", "verify"])
+def test_weights_that_are_no_numbers_are_bad_input(verb, espalier, model_of, rollouts, tmp_path):
+    model = copied(model_of, tmp_path)
+    with_nan(model)
+    out = ["--out", tmp_path / "out"] if verb in ("train", "score") else []
+    assert_refused(espalier(verb, "--model", model, "--rollouts", rollouts, *out, expect=3), tmp_path, "finite")
+
+
+@pytest.mark.parametrize("shift, said", [(0.0, False), (-5.0, True)])
+def test_old_logprobs_of_another_model_are_told_before_they_do_harm(shift, said, espalier, model_of, rollouts, tmp_path):
+    model = model_of("qwen3_tied")
+    espalier("score", "--model", model, "--rollouts", rollouts, "--out", tmp_path / "scored.jsonl", "--as", "old_logprobs")
+    records = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    for record in records:
+        sign = 1 if record["reward"] > 0.5 else -1  # ratios leave the range on the side that the advantage clips
+        record["old_logprobs"] = [value + sign * shift for value in record["old_logprobs"]]
+    outcome = train(espalier, model, write_records(records, tmp_path / "moved.jsonl"), tmp_path)
+    assert ("old_logprobs are not those of this model" in outcome.stderr) == said
+
+
+# -- a continued run --------------------------------------------------------------------------------------------------
+
+def test_a_continued_run_keeps_its_options_unless_told_otherwise(espalier, model_of, tmp_path):
+    records = [{"prompt_ids": [3, 4 + group], "response_ids": [6, 7 + i], "reward": i} for group in range(6) for i in range(2)]
+    rollouts = write_records(records, tmp_path / "pairs.jsonl")
+    train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--mini-batch-size", 4, "--lr", 0.001, "--epochs", 2, "--steps", 1)
+    rest = ["train", "--resume", tmp_path / "out", "--rollouts", rollouts, "--out", tmp_path / "rest", "--json"]
+    outcome = espalier(*rest)
+    options = outcome.json["options"]
+    assert (options["lr"], options["mini_batch_size"], options["epochs"], options["steps"]) == (0.001, 4, 2, 0)
+    assert "--lr 0.001" in outcome.stderr and outcome.json["steps"][0]["step"] == 2
+    options = espalier(*rest, "--lr", 1e-6).json["options"]  # a default that is said is said
+    assert (options["lr"], options["mini_batch_size"]) == (1e-6, 4)
+    assert "--mini-batch-size" in espalier(*rest, "--mini-batch-size", 2, expect=2).stderr
