@@ -14,7 +14,11 @@ extern "C" void on_interrupt(int signal) {
   alarm(kGraceSeconds);
 }
 
-extern "C" void on_alarm(int) { _exit(128 + received); }
+extern "C" void on_alarm(int) {
+  constexpr char kText[] = "espalier: stopped by a signal\n";
+  (void)!write(STDERR_FILENO, kText, sizeof kText - 1);  // the only way of writing that a handler has
+  _exit(128 + received);
+}
 
 void handle(int signal, void (*handler)(int)) {
   struct sigaction action {};

@@ -117,16 +117,16 @@ std::string times(double ratio) {
 
 void print_steps(std::ostream& out, const std::vector<StepPlan>& plans) {
   const auto cell = [&](const std::string& text, int width) { out << std::setw(width) << text; };
-  out << "  step   trees   rows dense       to run  trunks   waves   predicted        peak  runs as\n";
+  out << "  step   trees   rows dense       to run    trunks     waves     predicted        peak  runs as\n";
   for (std::size_t step = 0; step < std::min(plans.size(), kShownSteps); ++step) {
     const StepPlan& plan = plans[step];
     cell(format_count(static_cast<std::int64_t>(step) + 1), 6);
     cell(format_count(static_cast<std::int64_t>(plan.trees.size())), 8);
     cell(format_count(plan.logical_rows), 13);
     cell(format_count(plan.physical_rows()), 13);
-    cell(format_count(plan.trunks), 8);
-    cell(format_count(plan.waves), 8);
-    cell(format_seconds(plan.chosen.seconds), 12);
+    cell(format_count(plan.trunks), 10);
+    cell(format_count(plan.waves), 10);
+    cell(format_seconds(plan.chosen.seconds), 14);
     cell(format_bytes(plan.chosen.bytes.peak()), 12);
     out << "  " << schedules_of(plan) << '\n';
   }
@@ -135,14 +135,15 @@ void print_steps(std::ostream& out, const std::vector<StepPlan>& plans) {
 
 void print_costs(std::ostream& out, const std::vector<StepPlan>& plans) {
   const PlanCost dense = sum_of(plans, &StepPlan::dense);
-  out << "\n            predicted    against dense        peak\n";
+  out << "\n               predicted   speed-up        peak\n";
   for (const Column& column : kSchedules) {
     const PlanCost cost = sum_of(plans, column.cost);
-    out << "  " << std::left << std::setw(8) << column.name << std::right << std::setw(11)
-        << format_seconds(cost.seconds) << std::setw(17) << times(dense.seconds / std::max(cost.seconds, 1e-12))
+    out << "  " << std::left << std::setw(8) << column.name << std::right << std::setw(14)
+        << format_seconds(cost.seconds) << std::setw(11) << times(dense.seconds / std::max(cost.seconds, 1e-12))
         << std::setw(12) << format_bytes(cost.bytes.peak()) << (cost.fits ? "" : "  does not fit the budget") << '\n';
   }
-  out << "\nAt most " << times(ceiling_of(plans)) << " by arithmetic alone. Machine: "
+  out << "\nFLOPs dense are " << times(ceiling_of(plans))
+      << " those with every shared row once: about what sharing can gain at most.\nMachine: "
       << (plans.empty() ? "" : plans.front().machine.substr(0, plans.front().machine.find(':'))) << '\n';
 }
 
