@@ -17,19 +17,19 @@ InstructionSet instruction_set();
 // For tests. InternalError where the processor lacks the set. Not to be called while a kernel runs.
 void force_instruction_set(InstructionSet set);
 
-// The one of three functions that was compiled for the set in use, called:
-//   const Table table = call_for_set(baseline::make_table, avx2::make_table, avx512::make_table);
-template <class Table>
-Table call_for_set(Table (*baseline)(), Table (*avx2)(), Table (*avx512)()) {
+// The one of three functions that was compiled for the set in use:
+//   function_for_set(baseline::row_sums, avx2::row_sums, avx512::row_sums)(row, n);
+template <class Function>
+Function* function_for_set(Function* baseline, Function* avx2, Function* avx512) {
   switch (instruction_set()) {
     case InstructionSet::avx512:
-      return avx512();
+      return avx512;
     case InstructionSet::avx2:
-      return avx2();
+      return avx2;
     case InstructionSet::baseline:
       break;
   }
-  return baseline();
+  return baseline;
 }
 
 // How kernels multiply bfloat16 where the set in use is avx512; always with float32 sums.

@@ -22,12 +22,6 @@ ESPALIER_CHOICE_KERNELS(avx512)
 
 namespace {
 
-template <class Function>
-Function of_machine(Function baseline, Function avx2, Function avx512) {
-  const InstructionSet set = instruction_set();
-  return set == InstructionSet::avx512 ? avx512 : set == InstructionSet::avx2 ? avx2 : baseline;
-}
-
 // Shortens `kept`, tokens in any order, to the fewest likeliest whose weights reach top_p of all. They are sorted in
 // growing pieces: of a peaked distribution only the first piece.
 template <class Before>
@@ -66,12 +60,12 @@ double sum_of(std::span<const double> values) { return std::accumulate(values.be
 
 void compute_weights(const float* logit, std::int64_t n, double max_logit, double inverse, double* weight,
                      double* run_sum) {
-  of_machine(baseline::row_weights_float, avx2::row_weights_float, avx512::row_weights_float)(logit, n, max_logit,
-                                                                                              inverse, weight, run_sum);
+  function_for_set(baseline::row_weights_float, avx2::row_weights_float, avx512::row_weights_float)(
+      logit, n, max_logit, inverse, weight, run_sum);
 }
 void compute_weights(const double* logit, std::int64_t n, double max_logit, double inverse, double* weight,
                      double* run_sum) {
-  of_machine(baseline::row_weights_double, avx2::row_weights_double, avx512::row_weights_double)(
+  function_for_set(baseline::row_weights_double, avx2::row_weights_double, avx512::row_weights_double)(
       logit, n, max_logit, inverse, weight, run_sum);
 }
 

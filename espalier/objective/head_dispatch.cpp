@@ -19,41 +19,25 @@ ESPALIER_HEAD_KERNELS(avx2)
 ESPALIER_HEAD_KERNELS(avx512)
 #undef ESPALIER_HEAD_KERNELS
 
-namespace {
-
-// The one of three functions that the chosen instruction set runs.
-template <class Function>
-Function choose(Function baseline, Function avx2, Function avx512) {
-  switch (instruction_set()) {
-    case InstructionSet::avx512:
-      return avx512;
-    case InstructionSet::avx2:
-      return avx2;
-    case InstructionSet::baseline:
-      break;
-  }
-  return baseline;
-}
-
-}  // namespace
-
 HeadRowSums compute_row_sums(const float* raw, std::int64_t vocabulary, double inverse) {
-  return choose(baseline::row_sums_float, avx2::row_sums_float, avx512::row_sums_float)(raw, vocabulary, inverse);
+  return function_for_set(baseline::row_sums_float, avx2::row_sums_float, avx512::row_sums_float)(raw, vocabulary,
+                                                                                                  inverse);
 }
 
 HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double inverse) {
-  return choose(baseline::row_sums_double, avx2::row_sums_double, avx512::row_sums_double)(raw, vocabulary, inverse);
+  return function_for_set(baseline::row_sums_double, avx2::row_sums_double, avx512::row_sums_double)(raw, vocabulary,
+                                                                                                     inverse);
 }
 
 void compute_row_gradient(float* raw, std::int64_t vocabulary, double inverse, const HeadRowSums& sums,
                           double grad_logprob, double grad_entropy) {
-  choose(baseline::row_gradient_float, avx2::row_gradient_float, avx512::row_gradient_float)(
+  function_for_set(baseline::row_gradient_float, avx2::row_gradient_float, avx512::row_gradient_float)(
       raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
 }
 
 void compute_row_gradient(double* raw, std::int64_t vocabulary, double inverse, const HeadRowSums& sums,
                           double grad_logprob, double grad_entropy) {
-  choose(baseline::row_gradient_double, avx2::row_gradient_double, avx512::row_gradient_double)(
+  function_for_set(baseline::row_gradient_double, avx2::row_gradient_double, avx512::row_gradient_double)(
       raw, vocabulary, inverse, sums, grad_logprob, grad_entropy);
 }
 
