@@ -1,8 +1,6 @@
-// The one JSON type: members keep the order in which they were written.
+// The one JSON type, whole.
 #pragma once
 
 #include <nlohmann/json.hpp>
 
-namespace espalier {
-using Json = nlohmann::ordered_json;
-}
+#include "espalier/base/json_fwd.h"

@@ -60,7 +60,7 @@ constexpr MetricTag kTags[] = {
 
 std::span<const MetricTag> metric_tags() { return kTags; }
 
-void add_scalars(EventFile& events, const nlohmann::ordered_json& line) {
+void add_scalars(EventFile& events, const Json& line) {
   const std::string kind = line.value("kind", "");
   const std::int64_t step = line.value("step", std::int64_t{0});
   for (const MetricTag& row : kTags) {

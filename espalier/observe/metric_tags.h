@@ -2,9 +2,9 @@
 // one chart.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 
+#include "espalier/base/json_fwd.h"
 #include "espalier/observe/event_file.h"
 
 namespace espalier {
@@ -18,6 +18,6 @@ std::span<const MetricTag> metric_tags();
 
 // Adds every number of the table that `line` (an object with "kind" and "step") holds. Fields that are absent or no
 // numbers are passed over. Errors: OptionError of the file.
-void add_scalars(EventFile& events, const nlohmann::ordered_json& line);
+void add_scalars(EventFile& events, const Json& line);
 
 }  // namespace espalier

@@ -4,17 +4,15 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/json_fwd.h"
 #include "espalier/plan/flops.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
-
-using Json = nlohmann::ordered_json;
 
 // Seconds by the parts of a step that --profile measures: matrix products of the layers; attention; norms, rotations,
 // activations and what no part claims; the head.

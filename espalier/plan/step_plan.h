@@ -14,16 +14,14 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "espalier/base/json_fwd.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
-
-using Json = nlohmann::ordered_json;
 
 // Rows [row, row + end - begin) hold tokens [begin, end) of `rollout`, at positions begin .. end-1. The rollouts that
 // run through them are set.rollouts[first, last): all of them have these tokens.

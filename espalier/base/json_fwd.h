@@ -1,0 +1,8 @@
+// The one JSON type by name alone, for headers: base/json.h takes four seconds to compile.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+
+namespace espalier {
+using Json = nlohmann::ordered_json;  // members keep the order in which they were written
+}
