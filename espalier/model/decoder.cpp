@@ -15,7 +15,7 @@ void Decoder::reserve_positions(std::int64_t positions) {
 }
 
 bool Decoder::last_block_is_narrow(const Rows& rows) const {
-  return rows.accounting == nullptr || !rows.accounting->needs_all_rows() || !has_experts(shape_, shape_.layers - 1);
+  return rows.accounting == nullptr || !rows.accounting->needs_all_rows() || !shape_.has_experts(shape_.layers - 1);
 }
 
 LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const {

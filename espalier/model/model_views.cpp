@@ -69,7 +69,7 @@ LayerViews view_layer(const Viewer& viewer, const ModelShape& shape, std::int64_
   views.output_weight = viewer.one(attention + "o_proj.weight");
   views.output_bias = viewer.if_present(attention + "o_proj.bias");
   views.mlp_norm_M = viewer.one(layer + "post_attention_layernorm.weight");
-  has_experts(shape, index) ? view_experts(viewer, shape, mlp, views) : view_dense_mlp(viewer, mlp, views);
+  shape.has_experts(index) ? view_experts(viewer, shape, mlp, views) : view_dense_mlp(viewer, mlp, views);
   return views;
 }
 

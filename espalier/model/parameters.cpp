@@ -61,17 +61,12 @@ Entries layer_entries(const ModelShape& shape, std::int64_t layer) {
   out.push_back({prefix + "input_layernorm.weight", {shape.hidden}});
   append_attention(shape, prefix + "self_attn.", out);
   out.push_back({prefix + "post_attention_layernorm.weight", {shape.hidden}});
-  has_experts(shape, layer) ? append_experts(shape, prefix + "mlp.", out)
-                            : append_dense_mlp(shape, prefix + "mlp.", out);
+  shape.has_experts(layer) ? append_experts(shape, prefix + "mlp.", out)
+                           : append_dense_mlp(shape, prefix + "mlp.", out);
   return out;
 }
 
 }  // namespace
-
-bool has_experts(const ModelShape& shape, std::int64_t layer) {
-  return shape.experts > 0 &&
-         (shape.expert_layer.empty() || shape.expert_layer.at(static_cast<std::size_t>(layer)) != 0);
-}
 
 ParameterTable::ParameterTable(const ModelShape& shape) {
   add("model.embed_tokens.weight", {shape.vocabulary, shape.hidden});

@@ -25,9 +25,6 @@ struct Parameter {
   std::int64_t count = 0;
 };
 
-// Whether the MLP of a layer is a mixture of experts.
-bool has_experts(const ModelShape& shape, std::int64_t layer);
-
 class ParameterTable {
  public:
   explicit ParameterTable(const ModelShape& shape);

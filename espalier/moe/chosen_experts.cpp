@@ -12,8 +12,7 @@ bool known(const std::uint16_t* experts) { return *experts != RecordedRoutes::kF
 }  // namespace
 
 ChosenExperts::ChosenExperts(const ModelShape& shape, std::span<const Rollout> batch)
-    : layers_(std::count(shape.expert_layer.begin(), shape.expert_layer.end(), std::uint8_t{1})),
-      chosen_(shape.experts_per_token) {
+    : layers_(shape.expert_layers()), chosen_(shape.experts_per_token) {
   for (const Rollout& rollout : batch)
     ids_.emplace_back(static_cast<std::size_t>(rollout.length() * width()), RecordedRoutes::kFree);
 }

@@ -9,6 +9,8 @@
 namespace espalier::moe {
 namespace {
 
+constexpr std::int64_t kParallelFrom = 16384;  // logits below which a second thread costs more than it saves
+
 // Overwrites p with softmax(logits); returns log sum exp.
 template <class T>
 accumulator_t<T> softmax(std::int64_t experts, const T* logits, accumulator_t<T>* p) {
@@ -81,7 +83,7 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uin
                     std::int32_t* choice_RK, accumulator_t<T>* weight_RK) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
-#pragma omp parallel if (shape.rows * E > 16384)
+#pragma omp parallel if (shape.rows * E > kParallelFrom)
   {
     std::vector<A> p(static_cast<std::size_t>(E)), score(p.size());
 #pragma omp for schedule(static)
@@ -111,7 +113,7 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
   std::vector<PenaltySums> of_row(static_cast<std::size_t>(shape.rows));
-#pragma omp parallel if (shape.rows * E > 16384)
+#pragma omp parallel if (shape.rows * E > kParallelFrom)
   {
     std::vector<A> scratch(static_cast<std::size_t>(2 * E + k));
 #pragma omp for schedule(static)

@@ -1,8 +1,9 @@
 // The router of an expert layer: which experts a row goes to, with what weights, and back.
 //
-//   p = softmax(logits);  S = the k largest p, ties to the lower expert index;  w_j = p_j, or p_j / sum_S p
-//   (renormalise) penalties of a row:  sum_e g_e p_e  (auxiliary loss, g from LoadAccounting)  and  z (log sum_e exp
-//   logit_e)^2
+//   p = softmax(logits);  S = the k largest p, ties to the lower expert index
+//   w_j = p_j, or with `renormalise` p_j / sum_S p
+//   penalties of a row:  sum_e g_e p_e  (auxiliary loss, g from LoadAccounting)  and  z (log sum_e exp logit_e)^2
+//
 // Shapes: R rows, E experts, k chosen of them, G groups of rows with the same penalty. T is float, double or bfloat16,
 // A = accumulator_t<T>: probabilities and weights are computed in A and weights rounded to T, as Hugging Face does.
 // Source: Qwen3-MoE's routing; mathematics, section 7.

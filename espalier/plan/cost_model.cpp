@@ -139,9 +139,8 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
 }
 
 CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind)
-    : shape_(shape), profile_(profile), kind_(kind) {
+    : shape_(shape), profile_(profile), kind_(kind), expert_layers_(static_cast<double>(shape.expert_layers())) {
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
-  for (const std::uint8_t experts : shape.expert_layer) expert_layers_ += experts;
   const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
   // copies v; SwiGLU reads two and writes one. Each of a row's k experts copies the row, and adds its result to a sum.

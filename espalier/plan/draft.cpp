@@ -77,8 +77,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
       }
 }
 
-void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, const ActivationBytes& bytes,
-              PeakWalk& walk, DraftCost& cost) {
+void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost) {
   const bool trunk = draft.kind == ItemKind::trunk, keep = draft.state == TrunkState::keep;
   cost.flops += model.flops(draft.work, trunk && !keep);
   cost.seconds += model.seconds(draft.work, trunk && !keep);
@@ -86,7 +85,7 @@ void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, con
   if (!trunk) return walk.wave(draft.work, held);
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
   const std::int64_t open = walk.open_trunk(draft.work, keep, held);
-  for (const Draft& item : draft.below) add_cost(item, model, open, bytes, walk, cost);
+  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost);
   walk.close_trunk(draft.work, keep, held);
 }
 

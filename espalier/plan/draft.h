@@ -44,8 +44,7 @@ struct DraftCost {
   std::int64_t max_rows = 0;  // of one set
 };
 // Adds the item and everything below it to `cost` and to the walk.
-void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, const ActivationBytes& bytes,
-              PeakWalk& walk, DraftCost& cost);
+void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost);
 void set_state(Draft& draft, TrunkState state);
 
 // The plan's item with its segments.

@@ -14,12 +14,6 @@ namespace {
 
 constexpr std::size_t kShownLines = 12;
 
-std::string count_text(std::int64_t value) {  // 1234567 -> 1,234,567
-  std::string digits = std::to_string(value);
-  for (std::int64_t at = static_cast<std::int64_t>(digits.size()) - 3; at > 0; at -= 3) digits.insert(at, ",");
-  return digits;
-}
-
 std::string pad(const std::string& text, int width) {  // negative: to the left
   char out[256];
   std::snprintf(out, sizeof out, "%*s", width, text.c_str());
@@ -30,13 +24,6 @@ std::string number_text(const char* format, double value) {
   char out[64];
   std::snprintf(out, sizeof out, format, value);
   return out;
-}
-
-std::string seconds_text(double seconds) {
-  if (seconds < 1e-3) return number_text("%.0f us", seconds * 1e6);
-  if (seconds < 1) return number_text("%.1f ms", seconds * 1e3);
-  if (seconds < 7200) return number_text("%.2f s", seconds);
-  return number_text("%.1f h", seconds / 3600);
 }
 
 std::string flops_text(double flops) {
@@ -70,15 +57,15 @@ std::string trees_table(const StepPlan& plan) {
   std::size_t lines = 0, begin = 0;
   while (begin < plan.trees.size() && lines < kShownLines) {
     const TreePlan& tree = plan.trees[begin];
-    const std::string text = pad(count_text(tree.rollouts), 10) + "  " + pad(name_of(tree.schedule), -10) +
-                             pad(count_text(tree.trunks), 8) + pad(count_text(tree.waves), 7) +
-                             pad(count_text(tree.physical_rows), 13) + pad(count_text(tree.logical_rows), 13);
+    const std::string text = pad(format_count(tree.rollouts), 10) + "  " + pad(name_of(tree.schedule), -10) +
+                             pad(format_count(tree.trunks), 8) + pad(format_count(tree.waves), 7) +
+                             pad(format_count(tree.physical_rows), 13) + pad(format_count(tree.logical_rows), 13);
     std::size_t end = begin + 1;
     while (end < plan.trees.size() && alike(plan.trees[end], tree)) ++end;
     out += pad(end == begin + 1 ? text_of(begin) : text_of(begin, "-", end - 1), 11) + text + "  " + tree.reason + "\n";
     begin = end, ++lines;
   }
-  if (begin < plan.trees.size()) out += text_of("   ... and ", count_text(plan.trees.size() - begin), " more\n");
+  if (begin < plan.trees.size()) out += text_of("   ... and ", format_count(plan.trees.size() - begin), " more\n");
   return out;
 }
 
@@ -87,7 +74,7 @@ std::string costs_table(const StepPlan& plan) {
       pad("", -10) + pad("work", 16) + pad("time", 14) + pad("A", 12) + pad("B", 12) + pad("C", 12) + "\n";
   const auto line = [&](const char* name, const PlanCost& cost) {
     const auto bytes = [](std::int64_t value) { return value ? format_bytes(value) : std::string("-"); };
-    out += pad(name, -10) + pad(flops_text(cost.flops), 16) + pad(seconds_text(cost.seconds), 14) +
+    out += pad(name, -10) + pad(flops_text(cost.flops), 16) + pad(format_seconds(cost.seconds), 14) +
            pad(bytes(cost.bytes.a), 12) + pad(bytes(cost.bytes.b), 12) + pad(bytes(cost.bytes.c), 12) +
            (cost.fits ? "" : "  does not fit") + "\n";
   };
@@ -164,16 +151,16 @@ std::string explain(const StepPlan& plan) {
   std::int64_t rollouts = 0;
   for (const TreePlan& tree : plan.trees) rollouts += tree.rollouts;
   std::string out =
-      text_of(count_text(rollouts), " rollouts in ", count_text(plan.trees.size()),
-              " prefix trees: ", count_text(plan.logical_rows), " rows dense, ", count_text(plan.physical_rows()),
-              " to run: ", count_text(plan.trunks), " trunks (", count_text(plan.trunk_rows), " rows), ",
-              count_text(plan.waves), " waves (", count_text(plan.wave_rows), " rows)\n\n");
+      text_of(format_count(rollouts), " rollouts in ", format_count(plan.trees.size()),
+              " prefix trees: ", format_count(plan.logical_rows), " rows dense, ", format_count(plan.physical_rows()),
+              " to run: ", format_count(plan.trunks), " trunks (", format_count(plan.trunk_rows), " rows), ",
+              format_count(plan.waves), " waves (", format_count(plan.wave_rows), " rows)\n\n");
   out += trees_table(plan) + "\n";
   if (plan.waves > 0)
-    out += text_of("Budget of ", count_text(plan.token_budget), " rows a wave (",
+    out += text_of("Budget of ", format_count(plan.token_budget), " rows a wave (",
                    plan.budget_given ? "as asked for" : "chosen; what cannot be divided may pass it", "), largest set ",
-                   count_text(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * mean_fill(plan)),
-                   "% full on average; longest open path ", count_text(plan.max_path_rows), " rows\n");
+                   format_count(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * mean_fill(plan)),
+                   "% full on average; longest open path ", format_count(plan.max_path_rows), " rows\n");
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
   if (plan.memory_budget > 0) out += text_of("Memory budget ", format_bytes(plan.memory_budget), "\n");

@@ -11,10 +11,6 @@ double dense_mlp_weights(const ModelShape& s) { return 3.0 * s.hidden * s.inner;
 double router_weights(const ModelShape& s) { return static_cast<double>(s.hidden * s.experts); }
 double expert_weights(const ModelShape& s) { return 3.0 * s.hidden * s.experts_per_token * s.expert_inner; }
 
-bool is_expert_layer(const ModelShape& s, std::int64_t layer) {
-  return !s.expert_layer.empty() && s.expert_layer[layer];
-}
-
 // Of the MLPs of all layers but the last.
 struct FullLayers {
   double dense = 0, experts = 0;  // layers
@@ -22,8 +18,7 @@ struct FullLayers {
 FullLayers full_layers(const ModelShape& s) {
   FullLayers out;
   if (s.experts == 0) return {static_cast<double>(s.layers - 1), 0};  // asked for very often
-  for (std::int64_t layer = 0; layer + 1 < s.layers; ++layer)
-    (is_expert_layer(s, layer) ? out.experts : out.dense) += 1;
+  for (std::int64_t layer = 0; layer + 1 < s.layers; ++layer) (s.has_experts(layer) ? out.experts : out.dense) += 1;
   return out;
 }
 
@@ -39,7 +34,7 @@ Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs) {
 }
 
 Flops forward_flops(const ModelShape& s, const Work& work, bool all_routed) {
-  const bool experts_last = is_expert_layer(s, s.layers - 1), wide = all_routed && experts_last;
+  const bool experts_last = s.has_experts(s.layers - 1), wide = all_routed && experts_last;
   const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs), R = wide ? T : O;
   const double full = static_cast<double>(s.layers - 1);
   const FullLayers mlp = full_layers(s);
@@ -85,7 +80,7 @@ Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind
 double published_ceiling(const ModelShape& s, std::int64_t prompt, std::int64_t response, std::int64_t n) {
   double layers = static_cast<double>(s.layers) * (query_output_weights(s) + key_value_weights(s));
   for (std::int64_t layer = 0; layer < s.layers; ++layer)
-    layers += is_expert_layer(s, layer) ? router_weights(s) + expert_weights(s) : dense_mlp_weights(s);
+    layers += s.has_experts(layer) ? router_weights(s) + expert_weights(s) : dense_mlp_weights(s);
   const double head = static_cast<double>(s.hidden) * static_cast<double>(s.vocabulary);
   const double pair = 4.0 * s.heads * s.head_dim * static_cast<double>(s.layers);
   const double P = static_cast<double>(prompt), R = static_cast<double>(response), N = static_cast<double>(n);

@@ -1,6 +1,7 @@
 // config.json -> ModelShape: one table of families, one reader of checked members, one list of refusals.
 #include "espalier/plan/model_shape.h"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <sstream>
@@ -348,6 +349,10 @@ CriticShape read_critic_shape(const std::filesystem::path& given) {
   return critic_shape_of(read_config(path), path.string());
 }
 
+std::int64_t ModelShape::expert_layers() const {
+  return std::count(expert_layer.begin(), expert_layer.end(), std::uint8_t{1});
+}
+
 std::int64_t ModelShape::parameters() const {
   const std::int64_t M = hidden, HD = heads * head_dim;
   std::int64_t attention = M * qkv_width() + HD * M + 2 * M;
@@ -358,8 +363,7 @@ std::int64_t ModelShape::parameters() const {
   const std::int64_t moe = experts * M + 3 * experts * M * expert_inner;
   const std::int64_t head = value_head ? M + 1 : tied_head ? 0 : vocabulary * M;
   std::int64_t total = vocabulary * M + M + head;
-  for (std::int64_t layer = 0; layer < layers; ++layer)
-    total += attention + (!expert_layer.empty() && expert_layer[layer] ? moe : mlp);
+  for (std::int64_t layer = 0; layer < layers; ++layer) total += attention + (has_experts(layer) ? moe : mlp);
   return total;
 }
 

@@ -3,15 +3,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/json_fwd.h"
 
 namespace espalier {
-
-using Json = nlohmann::ordered_json;
 
 // Llama 3.x frequency scaling ("rope_type": "llama3").
 struct RopeScaling {
@@ -42,7 +40,11 @@ struct ModelShape {
   std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
   DType stored_dtype = DType::float32;     // "torch_dtype" / "dtype" of the config
 
-  std::int64_t parameters() const;  // tied weights once
+  bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
+    return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
+  }
+  std::int64_t expert_layers() const;  // how many have them
+  std::int64_t parameters() const;     // tied weights once
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };

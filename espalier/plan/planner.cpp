@@ -14,12 +14,9 @@ namespace {
 constexpr std::int64_t kLargestWave = 16384;  // rows
 constexpr std::int64_t kMostExpertShare = 4;  // times that many where a row goes to few of many experts
 
-enum class Family { adaptive, packed, phased, dense };
-
 struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
-  Family family = Family::adaptive;
   PlanCost cost;
 };
 
@@ -41,8 +38,9 @@ class Search {
     for (const Rollout& rollout : batch) longest_ = std::max(longest_, rollout.length());
   }
 
-  // The cheapest candidate of a family that fits; if none does, the one that needs least.
-  Candidate best(Family family) const;
+  // The cheapest candidate under a schedule (automatic: decided tree by tree) that fits; if none does, the one that
+  // needs least.
+  Candidate best(Schedule schedule) const;
   double dense_flops() const;
   double ideal_flops() const;
 
@@ -52,7 +50,7 @@ class Search {
   std::int64_t constant_bytes() const { return bytes_.constant(); }
 
  private:
-  Candidate build(Family family, const LayoutOptions& layout) const;
+  Candidate build(Schedule schedule, const LayoutOptions& options) const;
   void evaluate(Candidate& candidate) const;
   // Held besides what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
@@ -60,7 +58,7 @@ class Search {
   }
   void keep_what_fits(Candidate& candidate) const;
   // At one budget: kept trunks, and recomputed ones where those do not fit.
-  Candidate at_budget(Family family, std::int64_t budget, bool soft) const;
+  Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft) const;
 
   PlanOptions options_;
   EdgeIndex edges_;
@@ -71,21 +69,20 @@ class Search {
   Forest forest_;
 };
 
-Candidate Search::build(Family family, const LayoutOptions& options) const {
+Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
   Candidate candidate;
-  candidate.family = family;
   candidate.options = options;
   const Layout layout(forest_, edges_, model_, options);
   for (std::int32_t tree = 0; tree < static_cast<std::int32_t>(forest_.size()); ++tree) {
-    switch (family) {
-      case Family::adaptive:
-      case Family::phased:
+    switch (schedule) {
+      case Schedule::automatic:
+      case Schedule::phased:
         layout.add_shared(tree, candidate.layout);
         break;
-      case Family::packed:
+      case Schedule::packed:
         layout.add_packed(tree, candidate.layout);
         break;
-      case Family::dense:
+      case Schedule::dense:
         layout.add_dense(tree, candidate.layout);
         break;
     }
@@ -100,7 +97,7 @@ Candidate Search::build(Family family, const LayoutOptions& options) const {
 void Search::evaluate(Candidate& candidate) const {
   PeakWalk walk(bytes_);
   DraftCost cost;
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, walk, cost);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost);
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
   candidate.cost.bytes = walk.peaks(base_bytes(cost));
@@ -111,42 +108,42 @@ void Search::evaluate(Candidate& candidate) const {
 void Search::keep_what_fits(Candidate& candidate) const {
   DraftCost all;
   PeakWalk ignored(bytes_);
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, bytes_, ignored, all);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
   const std::int64_t base = base_bytes(all);
   for (Draft& item : candidate.layout.items) {
     if (item.kind != ItemKind::trunk) continue;
     set_state(item, TrunkState::keep);
     PeakWalk walk(bytes_);
     DraftCost cost;
-    add_cost(item, model_, 0, bytes_, walk, cost);
+    add_cost(item, model_, 0, walk, cost);
     if (walk.peaks(base).peak() > options_.memory_budget) set_state(item, TrunkState::recompute);
   }
   evaluate(candidate);
 }
 
-Candidate Search::at_budget(Family family, std::int64_t budget, bool soft) const {
+Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft) const {
   const bool keep = !options_.trunk_state || *options_.trunk_state == TrunkState::keep;
-  const bool phased = family == Family::phased;
-  Candidate candidate = build(family, {budget, soft, !keep, phased});
+  const bool phased = schedule == Schedule::phased;
+  Candidate candidate = build(schedule, {budget, soft, !keep, phased});
   if (candidate.cost.fits || options_.trunk_state) return candidate;
-  Candidate recomputed = build(family, {budget, soft, true, phased});
+  Candidate recomputed = build(schedule, {budget, soft, true, phased});
   if (recomputed.cost.fits) keep_what_fits(recomputed);
   return recomputed.cost.fits || recomputed.cost.bytes.peak() < candidate.cost.bytes.peak() ? std::move(recomputed)
                                                                                             : std::move(candidate);
 }
 
-Candidate Search::best(Family family) const {
-  if (options_.token_budget > 0) return at_budget(family, options_.token_budget, false);
+Candidate Search::best(Schedule schedule) const {
+  if (options_.token_budget > 0) return at_budget(schedule, options_.token_budget, false);
   const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
-  Candidate best = at_budget(family, smallest, true);
+  Candidate best = at_budget(schedule, smallest, true);
   for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && best.cost.fits; budget *= 2) {
-    Candidate larger = at_budget(family, budget, true);
+    Candidate larger = at_budget(schedule, budget, true);
     // A larger wave must earn its memory.
     if (larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds) best = std::move(larger);
   }
   if (best.cost.fits || bytes_.constant() > options_.memory_budget) return best;
   for (std::int64_t budget = 4 * smallest; budget >= 32 && longest_ / budget < 1000; budget /= 2) {
-    Candidate smaller = at_budget(family, budget, false);
+    Candidate smaller = at_budget(schedule, budget, false);
     const bool better = smaller.cost.bytes.peak() < best.cost.bytes.peak();
     if (smaller.cost.fits) return smaller;
     if (better) best = std::move(smaller);
@@ -243,20 +240,6 @@ class Tally {
   std::vector<Shared> shared_;
 };
 
-Family family_of(Schedule schedule) {
-  switch (schedule) {
-    case Schedule::dense:
-      return Family::dense;
-    case Schedule::packed:
-      return Family::packed;
-    case Schedule::phased:
-      return Family::phased;
-    case Schedule::automatic:
-      break;
-  }
-  return Family::adaptive;
-}
-
 [[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, std::int64_t constant) {
   const std::int64_t needed = candidate.cost.bytes.peak();
   std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
@@ -331,16 +314,16 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
   plan.all_logprobs = options.all_logprobs;
   plan.machine = profile.line();
 
-  // All families are tried whatever was asked for: the plan shows them beside each other.
+  // All schedules are tried whatever was asked for: the plan shows them beside each other.
   Candidate chosen;
   bool found = false;
-  for (Family family : {Family::adaptive, Family::packed, Family::phased, Family::dense}) {
-    if (family == Family::adaptive && options.schedule != Schedule::automatic) continue;
-    Candidate candidate = search.best(family);
-    if (family == Family::packed) plan.packed = candidate.cost;
-    if (family == Family::phased) plan.phased = candidate.cost;
-    if (family == Family::dense) plan.dense = candidate.cost;
-    if (options.schedule != Schedule::automatic && family != family_of(options.schedule)) continue;
+  for (Schedule schedule : {Schedule::automatic, Schedule::packed, Schedule::phased, Schedule::dense}) {
+    if (schedule == Schedule::automatic && options.schedule != Schedule::automatic) continue;
+    Candidate candidate = search.best(schedule);
+    if (schedule == Schedule::packed) plan.packed = candidate.cost;
+    if (schedule == Schedule::phased) plan.phased = candidate.cost;
+    if (schedule == Schedule::dense) plan.dense = candidate.cost;
+    if (options.schedule != Schedule::automatic && schedule != options.schedule) continue;
     const bool better = !found || (candidate.cost.fits && !chosen.cost.fits) ||
                         (candidate.cost.fits && candidate.cost.seconds < chosen.cost.seconds) ||
                         (!chosen.cost.fits && candidate.cost.bytes.peak() < chosen.cost.bytes.peak());

@@ -19,7 +19,7 @@ void drop_dense_layers(RecordedRoutes& routes, const ModelShape& shape, std::int
   const auto chosen = static_cast<std::size_t>(routes.chosen), layers = static_cast<std::size_t>(routes.layers);
   kept.reserve(static_cast<std::size_t>(routes.tokens) * static_cast<std::size_t>(expert_layers) * chosen);
   for (std::size_t i = 0; i < routes.ids.size() / chosen; ++i)
-    if (shape.expert_layer[i % layers])
+    if (shape.has_experts(static_cast<std::int64_t>(i % layers)))
       kept.insert(kept.end(), routes.ids.begin() + static_cast<std::ptrdiff_t>(i * chosen),
                   routes.ids.begin() + static_cast<std::ptrdiff_t>((i + 1) * chosen));
   routes.ids = std::move(kept);
@@ -39,7 +39,7 @@ std::int64_t prompt_tokens(const std::vector<PrefixTree>& trees, std::span<const
 }  // namespace
 
 void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape) {
-  const std::int64_t expert_layers = std::count(shape.expert_layer.begin(), shape.expert_layer.end(), std::uint8_t{1});
+  const std::int64_t expert_layers = shape.expert_layers();
   for (Rollout& rollout : rollouts) {
     RecordedRoutes& routes = rollout.routes;
     if (routes.tokens == 0) continue;

@@ -83,7 +83,7 @@ RouterReport RouterStep::report() const {
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     report.load.emplace_back();
     const bool counted = layer + 1 < shape.layers || accounting_->needs_all_rows();
-    if (!has_experts(shape, layer) || !counted) continue;
+    if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());
   }
