@@ -15,17 +15,11 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/rollout/python_interpreter.h"
 
 extern char** environ;
 
 namespace espalier {
-namespace {
-
-// The interpreter of the build where it is still there, else the one of the search path.
-const char* interpreter() { return ::access(ESPALIER_PYTHON, X_OK) == 0 ? ESPALIER_PYTHON : "python3"; }
-
-}  // namespace
-
 PythonProcess::PythonProcess(const std::string& program, const std::string& argument, std::string name, int patience)
     : name_(std::move(name)), patience_(patience) {
   int ends[2];
@@ -37,7 +31,7 @@ PythonProcess::PythonProcess(const std::string& program, const std::string& argu
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], 0);  // also clears close-on-exec
   posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
-  std::vector<std::string> words{interpreter(), "-c", program, argument};
+  std::vector<std::string> words{python_interpreter(), "-c", program, argument};
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
@@ -47,7 +41,7 @@ PythonProcess::PythonProcess(const std::string& program, const std::string& argu
   if (failure == 0) return;
   ::close(socket_);
   throw InputError({name_, "a Python to run it (" + words.front() + ")", std::strerror(failure),
-                    "install Python 3, or leave --reward out"});
+                    "set ESPALIER_PYTHON to a Python 3, or leave --reward out"});
 }
 
 PythonProcess::~PythonProcess() {

@@ -9,8 +9,9 @@ namespace espalier {
 
 class PythonProcess {
  public:
-  // Runs `program`, a Python source text, with `argument`. `name` stands in messages: the user's file. An answer may
-  // take `patience` milliseconds. Errors: InputError where no Python can be started.
+  // Runs `program`, a Python source text, with `argument`, by the Python of rollout/python_interpreter.h. `name` stands
+  // in messages: the user's file. An answer may take `patience` milliseconds. Errors: InputError where no Python can be
+  // started.
   PythonProcess(const std::string& program, const std::string& argument, std::string name, int patience = 60'000);
   PythonProcess(const PythonProcess&) = delete;
   PythonProcess& operator=(const PythonProcess&) = delete;

@@ -9,6 +9,12 @@
 namespace espalier {
 namespace {
 
+constexpr std::string_view kFields[] = {
+    "prompt_ids", "response_ids", "group",        "loss_mask",      "reward",
+    "advantage",  "old_logprobs", "ref_logprobs", "routed_experts", "rollout_logprobs",
+    "values",     "returns",      "temperature",  "step",           "id",
+    "meta",       "finish_reason"};
+
 using Series = std::vector<double> Rollout::*;
 constexpr std::pair<std::string_view, Series> kSeries[] = {
     {"old_logprobs", &Rollout::old_logprobs},
@@ -55,6 +61,8 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
 
 }  // namespace
 
+std::span<const std::string_view> neutral_fields() { return kFields; }
+
 Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place) {
   Rollout rollout;
   Seen seen;
@@ -74,9 +82,7 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     const auto* const series =
         std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });
-    const bool known = series != std::end(kSeries) || key == "group" || key == "loss_mask" || key == "reward" ||
-                       key == "advantage" || key == "temperature" || key == "step" || key == "routed_experts";
-    if (!known) {
+    if (std::find(std::begin(kFields), std::end(kFields), key) == std::end(kFields)) {
       reader.unknown_fields.try_emplace(std::string(key), place.where());
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     }

@@ -10,12 +10,12 @@
 
 #include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/rollout/python_interpreter.h"
 
 namespace espalier {
 namespace {
@@ -26,12 +26,6 @@ constexpr int kBadInput = 3, kUnsupported = 4;  // exit codes of espalier.record
 constexpr const char* kPackage = ESPALIER_PYTHON_PACKAGE;
 constexpr const char* kRemedy =
     "Set ESPALIER_PYTHON to a Python 3.11 or newer, and PYTHONPATH to the folder that holds the package espalier";
-
-std::string chosen_python() {
-  if (const char* const named = std::getenv("ESPALIER_PYTHON"); named != nullptr && *named != '\0') return named;
-  const std::string built = ESPALIER_BUILD_PYTHON;
-  return !built.empty() && ::access(built.c_str(), X_OK) == 0 ? built : "python3";
-}
 
 // This process's environment with the package first on PYTHONPATH. PYTHONSAFEPATH keeps the current folder off it.
 std::vector<std::string> child_environment() {
@@ -101,7 +95,7 @@ std::string ending(int status) {
 }  // namespace
 
 PythonRecords::PythonRecords(std::string path, std::function<void()> waiting)
-    : path_(std::move(path)), python_(chosen_python()), waiting_(std::move(waiting)) {
+    : path_(std::move(path)), python_(python_interpreter()), waiting_(std::move(waiting)) {
   Pipe out, err;
   std::vector<std::string> words = {python_, "-m", "espalier.records", "--", path_}, environment = child_environment();
   posix_spawn_file_actions_t actions;

@@ -1,8 +1,8 @@
 // Records that the Python package reads: `python -m espalier.records PATH` runs as a child, and the neutral JSON Lines
 // it prints are the stream. No shell and no temporary file; the child never outlives the stream.
 //
-// The Python is ESPALIER_PYTHON, else the one of the build, else python3 on the PATH. The source tree's package comes
-// first on PYTHONPATH where the tree still exists.
+// The Python is that of python_interpreter.h. The source tree's package comes first on PYTHONPATH where the tree still
+// exists.
 #pragma once
 
 #include <sys/types.h>

@@ -1,9 +1,8 @@
 #include "espalier/rollout/reader.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <filesystem>
 
+#include "espalier/options/nearest_name.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_format.h"
@@ -12,36 +11,16 @@
 namespace espalier {
 namespace {
 
-constexpr std::string_view kKnownFields[] = {
-    "prompt_ids", "response_ids", "group",        "loss_mask",      "reward",
-    "advantage",  "old_logprobs", "ref_logprobs", "routed_experts", "rollout_logprobs",
-    "values",     "returns",      "temperature",  "step",           "id",
-    "meta"};
-
 constexpr const char* kNemoNote =
     "NeMo-RL train data: prompts end before the first token with loss, equal prompts form a group, temperature is 1";
 
-// Edits (insert, delete, replace) that turn a into b.
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i);
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i - 1] != b[j - 1]);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
-    }
-  }
-  return row[b.size()];
-}
-
 std::string unknown_field_note(const std::string& field, const std::string& where) {
-  std::string note = "unknown field \"" + field + "\" is kept and not used (first at " + where + ")";
-  if (field.size() > 40) return note;
-  for (const std::string_view known : kKnownFields)
-    if (known.size() > 3 && edit_distance(field, known) <= 2) note += "; did you mean \"" + std::string(known) + "\"?";
-  return note;
+  const std::string note = "unknown field \"" + field + "\" is kept and not used (first at " + where + ")";
+  std::vector<std::string> known;
+  for (const std::string_view name : neutral_fields())
+    if (name.size() > 3) known.emplace_back(name);  // a shorter one is near to anything short
+  const std::string nearest = nearest_name(field, known);
+  return nearest.empty() ? note : note + "; did you mean \"" + nearest + "\"?";
 }
 
 // Four MiB, less for small inputs (packed text grows by less than eight times).

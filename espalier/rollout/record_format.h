@@ -3,6 +3,7 @@
 
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -24,7 +25,9 @@ struct RecordReader {
 // From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
 RecordFormat detect_format(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
-// One record of the neutral format (the README's table of fields); `index` and `where` are left to the caller.
+// The names of the fields that a neutral record may have (docs/rollout_format.md).
+std::span<const std::string_view> neutral_fields();
+// One record of the neutral format; `index` and `where` are left to the caller.
 Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place);
 
 // One record of NeMo-RL's train_data_step*.jsonl, see nemo_rl_record.cpp. `step`: from the file's name.

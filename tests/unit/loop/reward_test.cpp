@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -97,6 +98,20 @@ TEST(PythonProcess, ThatTakesTooLongIsAnErrorWhetherItReadsOrNot) {
       EXPECT_EQ(error.text().got, "none within 0.2 seconds");
     }
   }
+}
+
+TEST_F(PythonReward, RunsInThePythonThatTheEnvironmentNames) {
+  const char* const before = std::getenv("ESPALIER_PYTHON");
+  const std::string kept = before ? before : "";
+  ::setenv("ESPALIER_PYTHON", "/no/such/python3", 1);
+  try {
+    (void)reward("    return 1\n");
+    ADD_FAILURE() << "a reward without a Python";
+  } catch (const InputError& error) {
+    EXPECT_EQ(error.text().expected, "a Python to run it (/no/such/python3)");
+    EXPECT_NE(error.text().remedy.find("ESPALIER_PYTHON"), std::string::npos);
+  }
+  before ? ::setenv("ESPALIER_PYTHON", kept.c_str(), 1) : ::unsetenv("ESPALIER_PYTHON");
 }
 
 TEST_F(PythonReward, AFileThatIsNotThereIsAnError) {

@@ -107,6 +107,12 @@ TEST(Reader, ReportsAnUnknownFieldOnceWithItsFirstLine) {
   EXPECT_NE(file.notes[0].find("\"advantages\" is kept and not used (first at f:1)"), std::string::npos)
       << file.notes[0];
   EXPECT_NE(file.notes[0].find("did you mean \"advantage\"?"), std::string::npos);
+  const auto note = [](const char* field) {
+    return parse_rollouts(with(text_of('"', field, "\":1")), "f").notes.at(0);
+  };
+  EXPECT_NE(note("rollout_log_probs").find("did you mean \"rollout_logprobs\"?"), std::string::npos);
+  EXPECT_NE(note("finish_reasons").find("did you mean \"finish_reason\"?"), std::string::npos);
+  EXPECT_EQ(note("uid").find("did you mean"), std::string::npos);  // id is near to anything as short
   EXPECT_TRUE(file.rollouts[1].advantages.empty());
 }
 
