@@ -120,7 +120,7 @@ void one_expert_backward(const LayerContext& c, const LayerSaved& saved, const E
   const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);    // first holds its own gradient
   const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
   gather_rows(expert, grad_stream_RM, rows_NM);
-  linear_grad_input(act_NF, rows_NM, c.weights.expert_down_EMF.select(0, e), false, c.timer);
+  compute_linear_grad_input(act_NF, rows_NM, c.weights.expert_down_EMF.select(0, e), c.timer);
   dispatch(dtype, [&]<class T>() {
     using A = accumulator_t<T>;
     rows::swiglu_backward<T>(N, F, pointer<T>(expert.gate_up_NW), pointer<T>(act_NF), pointer<T>(grad_gate_up_NW),
@@ -132,7 +132,7 @@ void one_expert_backward(const LayerContext& c, const LayerSaved& saved, const E
   gather_rows(expert, normed_RM, rows_NM);
   add_linear_grad_weight(grads.expert_gate_up_EWM.select(0, e), at::Tensor(), grad_gate_up_NW, rows_NM, c.arena,
                          c.timer);
-  linear_grad_input(rows_NM, grad_gate_up_NW, c.weights.expert_gate_up_EWM.select(0, e), false, c.timer);
+  compute_linear_grad_input(rows_NM, grad_gate_up_NW, c.weights.expert_gate_up_EWM.select(0, e), c.timer);
   add_rows(expert, rows_NM, at::Tensor(), grad_normed_RM);
 }
 
@@ -222,7 +222,7 @@ void expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Ten
   add_linear_grad_weight(grads.router_weight, at::Tensor(), grad_logits_RE, normed_RM, c.arena, c.timer);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
-  linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router_weight, true, c.timer);
+  add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router_weight, c.timer);
   norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
                 grads.mlp_norm_M);
 }

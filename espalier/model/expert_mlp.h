@@ -1,7 +1,7 @@
 // A mixture of experts as the second half of a block (mlp.h):
 //
-//   n = norm(y);  (S, w) = router(n Wr^T);  z = y + sum_{e in S} w_e (silu(g_e) u_e) Wd_e^T  with  [g_e u_e] = n
-//   Wgu_e^T
+//   n = norm(y);  (S, w) = router(n Wr^T);  [g_e u_e] = n Wgu_e^T
+//   z = y + sum_{e in S} w_e (silu(g_e) u_e) Wd_e^T
 //
 // Rows are sorted by expert and every product runs over the rows of one expert, so nothing is padded and an expert that
 // nobody chose costs nothing. Sums over a row's experts are kept in the accumulator dtype and rounded once. Router

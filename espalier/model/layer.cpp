@@ -282,7 +282,7 @@ void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
   if (s.continuing > 0) {
     mlp_backward(c, saved, grad_stream_RM, grads);
     add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena, c.timer);
-    linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, false, c.timer);
+    compute_linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, c.timer);
     if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost)) scatter_continuing(c, grad_stream_RM, grad_in_TM);
   }
   const ProjectionGradients grad = attention_backward(c, saved, grad_attended_RW, grads);
@@ -295,13 +295,13 @@ void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
     add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM), c.arena, c.timer);
   }
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
-  linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, false, c.timer);
+  compute_linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, c.timer);
   if (c.last && s.continuing > 0) {
     const at::Tensor part_RM = c.arena.take({s.continuing, s.width}, dtype);
-    linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, false, c.timer);
+    compute_linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, c.timer);
     scatter_continuing(c, part_RM, grad_normed_TM);
   } else if (!c.last) {
-    linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, true, c.timer);
+    add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, c.timer);
   }
   norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
                 grads.attention_norm_M);

@@ -39,7 +39,7 @@ void dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
                     const LayerViews& grads) {
   const ArenaScope scope(c.arena);
   const at::Tensor act_RF = take_like(c, saved, c.shape.inner);  // first holds its own gradient
-  linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, false, c.timer);
+  compute_linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, c.timer);
   dispatch(act_RF.scalar_type(), [&]<class T>() {
     rows::swiglu_backward<T>(act_RF.size(0), c.shape.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
                              pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
@@ -48,7 +48,7 @@ void dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& 
   const at::Tensor normed_RM = take_like(c, saved, c.shape.hidden);
   norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
   add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena, c.timer);
-  linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, false, c.timer);
+  compute_linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, c.timer);
   norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
                 grads.mlp_norm_M);
 }

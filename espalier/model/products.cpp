@@ -33,14 +33,18 @@ void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::
   add_bias_in_place(out, bias_N);
 }
 
-void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
-                       bool accumulate, Timer* timer) {
+void compute_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
+                               Timer* timer) {
   const TimedPart timed(timer, part::kProducts);
   at::Tensor grad_x = grad_x_RK;
-  if (accumulate)
-    at::addmm_out(grad_x, grad_x, grad_RN, weight_NK);
-  else
-    at::mm_out(grad_x, grad_RN, weight_NK);
+  at::mm_out(grad_x, grad_RN, weight_NK);
+}
+
+void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
+                           Timer* timer) {
+  const TimedPart timed(timer, part::kProducts);
+  at::Tensor grad_x = grad_x_RK;
+  at::addmm_out(grad_x, grad_x, grad_RN, weight_NK);
 }
 
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,

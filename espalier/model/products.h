@@ -19,9 +19,12 @@ void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const at::Tensor& 
 void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
                  const at::Tensor& weight_NK, const at::Tensor& bias_N, Timer* timer = nullptr);
 
-// grad_x_RK = grad_RN weight_NK, added to grad_x where `accumulate`.
-void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
-                       bool accumulate, Timer* timer = nullptr);
+// grad_x_RK = grad_RN weight_NK. Overwrites grad_x.
+void compute_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
+                               Timer* timer = nullptr);
+// grad_x_RK += grad_RN weight_NK.
+void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK,
+                           Timer* timer = nullptr);
 
 // grad_weight_NK += grad_RN^T x_RK and grad_bias_N += column sums of grad (grad_bias may be undefined), in the
 // accumulator dtype. In bfloat16 the product of one set of rows is rounded once before it is added.
