@@ -26,9 +26,6 @@
 namespace espalier {
 namespace {
 
-constexpr std::int64_t kMostAtOnce = 1024;  // more rows a step make no product faster
-constexpr std::int64_t kPromptRows = 1024;
-
 DType dtype_of(at::ScalarType type) {
   return type == at::kDouble ? DType::float64 : type == at::kFloat ? DType::float32 : DType::bfloat16;
 }
@@ -141,7 +138,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       no_path_(decoder.shape(), 0, decoder.dtype(), false, arena),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
       kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : available_bytes() / 2),
-      most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostAtOnce),
+      most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded),
       scratch_(static_cast<std::size_t>(omp_get_max_threads())) {
   check_settings(settings);
   for (const Prompt& prompt : prompts) check_prompt(decoder.shape(), prompt);
@@ -259,7 +256,7 @@ void Generation::open(Family& family) {
 // Prompts end to end in sets of rows; a long one is cut over several sets.
 void Generation::compute_prompts(std::span<Family* const> opened) {
   const Timer timer;
-  const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kPromptRows;
+  const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kMostPromptRows;
   Rows rows;
   std::vector<Family*> ends;  // whose last row is among the rows
   for (Family* family : opened) {
@@ -365,7 +362,7 @@ void Generation::choose_block(std::int64_t first_row, const at::Tensor& logits_B
                               std::vector<TokenChoice>& choices) {
   const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
   const A* logits = logits_BV.const_data_ptr<A>();
-#pragma omp parallel for schedule(dynamic, 1) if (rows * vocabulary > (1 << 15))
+#pragma omp parallel for schedule(dynamic, 1) if (rows * vocabulary >= kParallelLogits)
   for (std::int64_t row = 0; row < rows; ++row) {
     const A* raw = logits + row * vocabulary;
     const HeadRowSums sums = compute_row_sums(raw, vocabulary, rule_.inverse_temperature());

@@ -18,6 +18,9 @@
 
 namespace espalier {
 
+// More rows at once make no product faster.
+inline constexpr std::int64_t kMostDecoded = 1024, kMostPromptRows = 1024;
+
 struct SamplingSettings {
   std::int64_t n = 1;      // responses to a prompt
   double temperature = 1;  // 0: always the likeliest token, the lowest id of several
@@ -25,9 +28,9 @@ struct SamplingSettings {
   std::int64_t top_k = 0;                  // below 1: all
   std::int64_t max_response_length = 256;  // tokens; shorter where the model's positions end first
   std::vector<std::int32_t> stop_ids;      // a response ends with the first of them
-  std::int64_t max_num_seqs = 0;           // responses decoded at once; 0: what kv_limit_bytes holds, at most 1024
-  std::int64_t token_budget = 0;           // prompt rows computed at once; 0: 1024
-  std::int64_t kv_limit_bytes = 0;         // of keys and values held at once; 0: half of the memory that is free
+  std::int64_t max_num_seqs = 0;    // responses decoded at once; 0: what kv_limit_bytes holds, at most kMostDecoded
+  std::int64_t token_budget = 0;    // prompt rows computed at once; 0: kMostPromptRows
+  std::int64_t kv_limit_bytes = 0;  // of keys and values held at once; 0: half of the memory that is free
   std::uint64_t seed = 0;
   bool share_prompts = true;  // false: the prompt is computed and held for every response (the comparison)
 };

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/model/dispatch.h"
 #include "espalier/objective/head_kernels.h"
 
 namespace espalier {
@@ -24,16 +25,13 @@ namespace {
 constexpr std::int64_t kBlockRows = 256;
 constexpr std::int64_t kBlockBytes = std::int64_t{64} << 20;    // of logits
 constexpr std::int64_t kWidenedBytes = std::int64_t{16} << 20;  // of weights held in float32 at once
-constexpr std::int64_t kParallelLogits = 1 << 15;               // a smaller block is done before threads have woken
-
-at::ScalarType accumulator_of(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 // How many rows have logits at once, and how many vocabulary rows are widened at once (all, where none need it).
 struct Extent {
   std::int64_t rows = 0, vocabulary_run = 0;
 
   Extent(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width, at::ScalarType dtype) {
-    const auto bytes = static_cast<std::int64_t>(c10::elementSize(accumulator_of(dtype)));
+    const auto bytes = static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype)));
     rows = std::min(outputs, std::clamp<std::int64_t>(kBlockBytes / (vocabulary * bytes), 1, kBlockRows));
     vocabulary_run = dtype == at::kBFloat16
                          ? std::min(vocabulary, std::max<std::int64_t>(1, kWidenedBytes / (width * bytes)))
@@ -90,7 +88,7 @@ HeadPass::HeadPass(const HeadProblem& problem, const HeadGradients* out, Arena& 
       extent_(outputs_, vocabulary_, width_, problem.hidden_OM.scalar_type()) {
   check();
   if (outputs_ == 0) return;
-  const at::ScalarType accumulator = accumulator_of(problem.hidden_OM.scalar_type());
+  const at::ScalarType accumulator = accumulator_type(problem.hidden_OM.scalar_type());
   logits_ = arena.take({extent_.rows, vocabulary_}, accumulator);
   if (!widens_) return;
   weight_run_ = arena.take({extent_.vocabulary_run, width_}, accumulator);
@@ -118,7 +116,7 @@ void HeadPass::check() const {
                         out_->grad_hidden_OM.scalar_type() == dtype && out_->grad_hidden_OM.is_contiguous(),
                     "grad_hidden ", out_->grad_hidden_OM.sizes());
   ESPALIER_INTERNAL(out_->grad_weight_VM.sizes() == problem_.weight_VM.sizes() &&
-                        out_->grad_weight_VM.scalar_type() == accumulator_of(dtype),
+                        out_->grad_weight_VM.scalar_type() == accumulator_type(dtype),
                     "grad_weight ", out_->grad_weight_VM.sizes());
 }
 
@@ -248,9 +246,7 @@ std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, s
   if (outputs == 0) return 0;
   const Extent extent(outputs, vocabulary, width, dtype);
   const auto taken = [&](std::int64_t rows, std::int64_t columns) {
-    constexpr std::int64_t kAlignment = 64;  // the arena's
-    const std::int64_t bytes = rows * columns * static_cast<std::int64_t>(c10::elementSize(accumulator_of(dtype)));
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return Arena::bytes_taken(rows * columns * static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype))));
   };
   std::int64_t total = taken(extent.rows, vocabulary);
   if (dtype == at::kBFloat16) total += taken(extent.vocabulary_run, width) + 2 * taken(extent.rows, width);

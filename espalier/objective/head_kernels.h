@@ -9,6 +9,8 @@
 
 namespace espalier {
 
+inline constexpr std::int64_t kParallelLogits = 1 << 15;  // fewer are done before other threads have woken
+
 struct HeadRowSums {
   double max_raw = 0;  // max_v raw_v
   double log_sum = 0;  // log s

@@ -1,7 +1,6 @@
 // The objective of a mini-batch, token by token. Equations: docs/objectives.md, (19) is the whole loss.
 #include "espalier/objective/objective.h"
 
-#include <cmath>
 #include <cstddef>
 
 #include "espalier/base/error.h"
@@ -164,8 +163,6 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
 Objective::~Objective() = default;
 
 bool Objective::needs_whole_rollout() const { return state_->needs_whole_rollout; }
-bool Objective::uses_entropy_gradient() const { return state_->entropy_coefficient != 0; }
-
 TokenGradient Objective::add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy) {
   ESPALIER_INTERNAL(!state_->needs_whole_rollout, "add_token where only add_rollout may be used");
   RolloutConstants constants;

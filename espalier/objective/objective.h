@@ -43,8 +43,6 @@ class Objective {
   // True where a token's derivative depends on other tokens of its rollout (gspo; sequence importance weights where a
   // rollout has no old log-probs): then only add_rollout may be used.
   bool needs_whole_rollout() const;
-  // True where some derivative with respect to an entropy is not zero.
-  bool uses_entropy_gradient() const;
 
   // Adds the token's parts to parts() and returns its derivative. Masked tokens give zeros and add nothing.
   TokenGradient add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy);

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
+#include "espalier/objective/share_of_maximum.h"
 
 namespace espalier {
 
@@ -11,9 +12,6 @@ namespace {
 constexpr double kLogRatioBound = 20;
 constexpr double kGspoLogRatioBound = 10;
 constexpr double kSapoTemperaturePositive = 1.0, kSapoTemperatureNegative = 1.05;
-
-// Share of the gradient that maximum(a, b) gives to a.
-double share_of_maximum(double a, double b) { return a > b ? 1.0 : a == b ? 0.5 : 0.0; }
 
 // max(-A r, -A clip(r)) and its derivative with respect to r.
 PolicyTerm clipped_term(const PolicySettings& settings, double ratio, double advantage) {

@@ -1,6 +1,5 @@
 #include "espalier/objective/value_head.h"
 
-#include <algorithm>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -10,22 +9,6 @@ namespace espalier {
 namespace {
 
 constexpr std::int64_t kParallelElements = 1 << 15;  // less is done before threads have woken
-
-template <class T>
-double to_double(T value) {
-  if constexpr (std::is_same_v<T, bfloat16>)
-    return static_cast<double>(static_cast<float>(value));
-  else
-    return static_cast<double>(value);
-}
-
-template <class T>
-T rounded(double value) {
-  if constexpr (std::is_same_v<T, bfloat16>)
-    return bfloat16(static_cast<float>(value));
-  else
-    return static_cast<T>(value);
-}
 
 void check(const ValueHeadProblem& problem, std::size_t series) {
   const at::Tensor& hidden = problem.hidden_OM;
@@ -44,11 +27,12 @@ void value_head_forward(const ValueHeadProblem& problem, std::span<double> value
   const std::int64_t O = problem.hidden_OM.size(0), M = problem.hidden_OM.size(1);
   dispatch(problem.hidden_OM.scalar_type(), [&]<class T>() {
     const T *hidden = pointer<T>(problem.hidden_OM), *weight = pointer<T>(problem.weight_M);
-    const double bias = to_double(*pointer<T>(problem.bias_1));
+    const double bias = static_cast<double>(*pointer<T>(problem.bias_1));
 #pragma omp parallel for schedule(static) if (O * M >= kParallelElements)
     for (std::int64_t o = 0; o < O; ++o) {
       double sum = 0;
-      for (std::int64_t m = 0; m < M; ++m) sum += to_double(hidden[o * M + m]) * to_double(weight[m]);
+      for (std::int64_t m = 0; m < M; ++m)
+        sum += static_cast<double>(hidden[o * M + m]) * static_cast<double>(weight[m]);
       value[static_cast<std::size_t>(o)] = sum + bias;
     }
   });
@@ -60,19 +44,21 @@ void value_head_backward(const ValueHeadProblem& problem, std::span<const double
   check(problem, grad_value.size());
   const std::int64_t O = problem.hidden_OM.size(0), M = problem.hidden_OM.size(1);
   dispatch(problem.hidden_OM.scalar_type(), [&]<class T>() {
-    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    using Sum = accumulator_t<T>;
     const T *hidden = pointer<T>(problem.hidden_OM), *weight = pointer<T>(problem.weight_M);
     T* grad_hidden = pointer<T>(out.grad_hidden_OM);
 #pragma omp parallel for schedule(static) if (O * M >= kParallelElements)
     for (std::int64_t o = 0; o < O; ++o)
       for (std::int64_t m = 0; m < M; ++m)
-        grad_hidden[o * M + m] = rounded<T>(grad_value[static_cast<std::size_t>(o)] * to_double(weight[m]));
+        grad_hidden[o * M + m] =
+            static_cast<T>(grad_value[static_cast<std::size_t>(o)] * static_cast<double>(weight[m]));
     std::vector<double> sum(static_cast<std::size_t>(M));
     double bias = 0;
     for (std::int64_t o = 0; o < O; ++o) {
       const double gradient = grad_value[static_cast<std::size_t>(o)];
       bias += gradient;
-      for (std::int64_t m = 0; m < M; ++m) sum[static_cast<std::size_t>(m)] += gradient * to_double(hidden[o * M + m]);
+      for (std::int64_t m = 0; m < M; ++m)
+        sum[static_cast<std::size_t>(m)] += gradient * static_cast<double>(hidden[o * M + m]);
     }
     Sum* grad_weight = pointer<Sum>(out.grad_weight_M);
     for (std::int64_t m = 0; m < M; ++m) grad_weight[m] += static_cast<Sum>(sum[static_cast<std::size_t>(m)]);

@@ -5,15 +5,9 @@
 #include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
 #include "espalier/objective/denominator.h"
+#include "espalier/objective/share_of_maximum.h"
 
 namespace espalier {
-namespace {
-
-// Share of the gradient that maximum(a, b) gives to a, and minimum(b, a) to b.
-double share_of_maximum(double a, double b) { return a > b ? 1.0 : a == b ? 0.5 : 0.0; }
-
-}  // namespace
-
 ValueTerm value_term(double value, double old_value, double target, double cliprange) {
   const double low = old_value - cliprange, high = old_value + cliprange;
   const double clipped = ESPALIER_MUTATION(value_clip_ignored) ? value : std::max(std::min(value, high), low);

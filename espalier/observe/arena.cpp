@@ -13,10 +13,6 @@
 #endif
 
 namespace espalier {
-namespace {
-constexpr std::int64_t kAlignment = 64;  // a cache line, and the widest vector
-}
-
 Arena::Arena(std::int64_t limit_bytes) : limit_(limit_bytes) {
   void* memory = mmap(nullptr, static_cast<std::size_t>(limit_), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -35,7 +31,7 @@ Arena::~Arena() {
 at::Tensor Arena::take(at::IntArrayRef sizes, at::ScalarType dtype) {
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (std::int64_t size : sizes) bytes *= size;
-  bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  bytes = bytes_taken(bytes);
   if (top_ + bytes > limit_)
     throw MemoryBudgetError({"Arena", text_of("at most ", limit_, " bytes of activations"), text_of(top_ + bytes),
                              "raise --memory-budget, lower --token-budget, or use --trunk-state recompute"});

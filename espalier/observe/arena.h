@@ -20,6 +20,9 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // What take() advances by for so many bytes: whole cache lines, which are also the widest vectors.
+  static constexpr std::int64_t bytes_taken(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
   // An uninitialised contiguous tensor, valid until the stack is released below it.
   // Errors: MemoryBudgetError when the limit is passed.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype);

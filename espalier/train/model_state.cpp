@@ -16,23 +16,9 @@ template <class T>
 void fill(const Parameter& parameter, double deviation, Random random, T* out) {
   for (std::int64_t i = 0; i < parameter.count; ++i) {
     const double value = is_norm(parameter.name) ? 1 : is_bias(parameter.name) ? 0 : deviation * random.normal();
-    if constexpr (std::is_same_v<T, bfloat16>)
-      out[i] = bfloat16(static_cast<float>(value));
-    else
-      out[i] = static_cast<T>(value);
+    out[i] = static_cast<T>(value);
   }
 }
-
-}  // namespace
-
-ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
-    : shape(model_shape),
-      dtype(model_dtype),
-      table(shape),
-      weights(at::empty({table.size()}, at::TensorOptions().dtype(scalar_type(dtype)))),
-      decoder(shape, view_model(weights, table, shape)) {}
-
-namespace {
 
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, Progress& progress) {
   state.source = directory;
@@ -44,6 +30,13 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 }
 
 }  // namespace
+
+ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
+    : shape(model_shape),
+      dtype(model_dtype),
+      table(shape),
+      weights(at::empty({table.size()}, at::TensorOptions().dtype(scalar_type(dtype)))),
+      decoder(shape, view_model(weights, table, shape)) {}
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
   auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype);

@@ -1,0 +1,9 @@
+// What torch.autograd makes of a maximum at its kink: equal numbers get half of the gradient each.
+#pragma once
+
+namespace espalier {
+
+// Share of the gradient that maximum(a, b) gives to a, and minimum(b, a) to b.
+inline double share_of_maximum(double a, double b) { return a > b ? 1.0 : a == b ? 0.5 : 0.0; }
+
+}  // namespace espalier
