@@ -1,32 +1,12 @@
 // Names of types, texts for messages, and the writer.
 #include <bit>
-#include <cstdio>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "espalier/rollout/json_text.h"
 
 namespace espalier {
-namespace {
-
-std::string json_text(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escape[8];
-      std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned>(c));
-      out += escape;
-    } else {
-      out += c;
-    }
-  }
-  return out + '"';
-}
-
-}  // namespace
 
 static_assert(std::endian::native == std::endian::little, "safetensors holds little-endian numbers");
 
@@ -89,7 +69,7 @@ SafetensorsWriter::SafetensorsWriter(OutputFile& output, const std::vector<Tenso
   if (!metadata.empty()) {
     header += "\"__metadata__\":{";
     for (const auto& [key, value] : metadata)
-      header += (header.back() == '{' ? "" : ",") + json_text(key) + ":" + json_text(value);
+      header += (header.back() == '{' ? "" : ",") + json_quoted(key) + ":" + json_quoted(value);
     header += "}";
   }
   for (const TensorSpec& tensor : tensors) {
@@ -99,7 +79,7 @@ SafetensorsWriter::SafetensorsWriter(OutputFile& output, const std::vector<Tenso
       ESPALIER_INTERNAL(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes), "tensor '", tensor.name, "'");
       shape += (shape.empty() ? "" : ",") + std::to_string(size);
     }
-    header += (header.size() > 1 ? "," : "") + json_text(tensor.name) + ":{\"dtype\":\"" + name_of(tensor.type) +
+    header += (header.size() > 1 ? "," : "") + json_quoted(tensor.name) + ":{\"dtype\":\"" + name_of(tensor.type) +
               "\",\"shape\":[" + shape + "],\"data_offsets\":[" + std::to_string(missing_bytes_) + "," +
               std::to_string(missing_bytes_ + bytes) + "]}";
     missing_bytes_ += bytes;

@@ -11,7 +11,6 @@
 #include <limits>
 #include <memory>
 #include <sstream>
-#include <thread>
 
 #include "espalier/attention/attention.h"
 #include "espalier/base/atomic_file.h"
@@ -21,6 +20,8 @@
 
 namespace espalier {
 namespace {
+
+constexpr int kCacheVersion = 3;  // of what is measured and how: a profile of another version is measured again
 
 // Least seconds of one call among a few, after one to warm up.
 template <class Work>
@@ -97,7 +98,7 @@ double call_seconds(at::ScalarType dtype) {
          kCalls;
 }
 
-// "AMD EPYC ..." without what a file name cannot hold.
+// "AMDEPYC...": the letters and digits, as a file name may hold them.
 std::string cpu_name() {
   std::ifstream info("/proc/cpuinfo");
   std::string line;
@@ -117,7 +118,7 @@ std::filesystem::path cache_file(DType dtype) {
                                                  : std::filesystem::path();
   if (folder.empty()) return {};
   return folder / "espalier" /
-         text_of("machine-3-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
+         text_of("machine-", kCacheVersion, "-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
 }
 
 // Null where it cannot be written.

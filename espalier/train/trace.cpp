@@ -15,7 +15,7 @@ namespace espalier {
 namespace {
 
 [[noreturn]] void refuse(const std::string& where, const std::string& expected, const std::string& got) {
-  throw InputError({where, expected, got, "a trace is what `train --record` writes"});
+  throw InputError({where, expected, got, "a trace is what train or grpo writes with --record"});
 }
 
 // A file or folder named by a member, inside the trace.
@@ -108,7 +108,7 @@ void TraceRecorder::add(const StepReport& report, const MiniBatch& batch, const 
 void TraceRecorder::finish() {
   rollouts_.finish();
   Json json{{"format", "trace"}, {"version", 1}};
-  json["recorder"] = "espalier train --record";
+  json["recorder"] = "espalier --record";
   json["dtype"] = name_of(model_.dtype);
   json["model"] = "model";
   json["rollouts"] = "rollouts.jsonl.gz";

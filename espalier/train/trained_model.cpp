@@ -11,15 +11,20 @@ namespace espalier {
 
 DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
+void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
+                           const std::string& save_dtype) {
+  const DType saved = save_dtype == "source" ? model.shape.stored_dtype : parse_dtype(save_dtype);
+  write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype),
+                        optimizer.masters().data_ptr(), saved);
+}
+
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, const std::string& save_dtype) {
-  const DType saved = save_dtype == "source" ? model.shape.stored_dtype : parse_dtype(save_dtype);
   state.step = optimizer.steps_done();
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
-  write_model_directory(directory, model.source, model.table, state.accumulators, optimizer.masters().data_ptr(),
-                        saved);
+  write_trained_weights(directory, model, optimizer, save_dtype);
   save_run_state(directory, state, model.table, optimizer.masters().data_ptr(), optimizer.exp_avg().data_ptr(),
                  optimizer.exp_avg_sq().data_ptr());
 }

@@ -14,8 +14,11 @@ namespace espalier {
 // The dtype of masters, moments and gradients.
 DType accumulator_of(DType dtype);
 
-// Fills a directory, usually AtomicDirectory::path(). What `state` says of step, model and number formats is set here.
-// `save_dtype`: of the weights; "source": as the source stores them.
+// Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
+// of the model's source. `save_dtype`: of the weights; "source": as the source stores them.
+void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
+                           const std::string& save_dtype);
+// The same, and what exact continuation needs. What `state` says of step, model and number formats is set here.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, const std::string& save_dtype);
 
