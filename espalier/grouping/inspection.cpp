@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
-#include <set>
 #include <unordered_map>
 
 #include "espalier/base/error.h"
@@ -140,9 +139,8 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
   for (std::size_t i = 0; i < rollouts.size(); ++i)
     if (rollouts[i].step) steps[*rollouts[i].step].push_back(static_cast<std::int64_t>(i));
   out.steps = static_cast<std::int64_t>(steps.size());
-  const bool all_have_step = std::all_of(rollouts.begin(), rollouts.end(), [](auto& r) { return r.step.has_value(); });
   Tokens all;
-  if (all_have_step && steps.size() > 1) {
+  if (all_have_step(rollouts) && steps.size() > 1) {
     for (const auto& [step, members] : steps) {
       const Tokens tokens = counted(members);
       all.logical += tokens.logical;
@@ -182,13 +180,7 @@ double Inspection::saved_share() const {
 Inspection inspect_rollouts(std::span<const Rollout> rollouts) {
   Inspection out;
   out.rollouts = static_cast<std::int64_t>(rollouts.size());
-  std::vector<Members> groups;
-  const std::vector<std::int64_t> group = group_of(rollouts);
-  for (std::size_t i = 0; i < group.size(); ++i) {
-    const auto of = static_cast<std::size_t>(group[i]);
-    if (of == groups.size()) groups.emplace_back();
-    groups[of].push_back(static_cast<std::int64_t>(i));
-  }
+  const std::vector<Members> groups = groups_of(rollouts);
   out.groups = static_cast<std::int64_t>(groups.size());
 
   std::vector<double> sizes, prompts, responses;
@@ -212,7 +204,7 @@ Inspection inspect_rollouts(std::span<const Rollout> rollouts) {
   return out;
 }
 
-nlohmann::ordered_json inspection_json(const Inspection& inspection) {
+Json inspection_json(const Inspection& inspection) {
   const auto four = [](const Quantiles& q) {
     return Json{{"min", q.min}, {"p50", q.p50}, {"p95", q.p95}, {"max", q.max}};
   };

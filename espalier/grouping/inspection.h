@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json_fwd.hpp>
-
+#include "espalier/base/json_fwd.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -43,7 +42,7 @@ struct Inspection {
 Inspection inspect_rollouts(std::span<const Rollout> rollouts);
 
 // The fields of the `inspect` verb's JSON object that depend on the rollouts.
-nlohmann::ordered_json inspection_json(const Inspection& inspection);
+Json inspection_json(const Inspection& inspection);
 
 // The same for people: aligned columns, anomalies summed up by kind.
 std::string inspection_text(const Inspection& inspection);

@@ -34,10 +34,6 @@ struct GroupKeyHash {
   }
 };
 
-bool all_have_step(std::span<const Rollout> rollouts) {
-  return std::all_of(rollouts.begin(), rollouts.end(), [](const Rollout& rollout) { return rollout.step.has_value(); });
-}
-
 void check_steps(std::span<const Rollout> rollouts) {
   const Rollout *with = nullptr, *without = nullptr;
   for (const Rollout& rollout : rollouts) (rollout.step ? with : without) = &rollout;
@@ -48,6 +44,10 @@ void check_steps(std::span<const Rollout> rollouts) {
 
 }  // namespace
 
+bool all_have_step(std::span<const Rollout> rollouts) {
+  return std::all_of(rollouts.begin(), rollouts.end(), [](const Rollout& rollout) { return rollout.step.has_value(); });
+}
+
 std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts) {
   const bool by_step = all_have_step(rollouts);
   std::unordered_map<GroupKey, std::int64_t, GroupKeyHash> groups;
@@ -56,6 +56,17 @@ std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts) {
   for (const Rollout& rollout : rollouts)
     out.push_back(groups.try_emplace({&rollout, by_step}, static_cast<std::int64_t>(groups.size())).first->second);
   return out;
+}
+
+std::vector<std::vector<std::int64_t>> groups_of(std::span<const Rollout> rollouts) {
+  std::vector<std::vector<std::int64_t>> groups;
+  const std::vector<std::int64_t> group = group_of(rollouts);
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    const auto of = static_cast<std::size_t>(group[i]);
+    if (of == groups.size()) groups.emplace_back();
+    groups[of].push_back(static_cast<std::int64_t>(i));
+  }
+  return groups;
 }
 
 std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout> rollouts, std::int64_t size) {
@@ -71,14 +82,7 @@ std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout>
     for (auto& [step, members] : steps) batches.push_back(std::move(members));
     return batches;
   }
-  std::vector<std::vector<std::int64_t>> groups;
-  const std::vector<std::int64_t> group = group_of(rollouts);
-  for (std::int64_t i = 0; i < count; ++i) {
-    const auto of = static_cast<std::size_t>(group[static_cast<std::size_t>(i)]);
-    if (of == groups.size()) groups.emplace_back();
-    groups[of].push_back(i);
-  }
-  for (const std::vector<std::int64_t>& members : groups) {
+  for (const std::vector<std::int64_t>& members : groups_of(rollouts)) {
     const bool fits =
         !batches.empty() && (size == 0 || static_cast<std::int64_t>(batches.back().size() + members.size()) <= size);
     if (!fits) batches.emplace_back();

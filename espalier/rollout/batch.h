@@ -14,6 +14,11 @@ namespace espalier {
 // a step a group never spans two steps. Rollouts of a group may stand anywhere.
 std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts);
 
+// The same as indices into `rollouts`, one ascending list for each group.
+std::vector<std::vector<std::int64_t>> groups_of(std::span<const Rollout> rollouts);
+
+bool all_have_step(std::span<const Rollout> rollouts);
+
 // Indices into `rollouts`, one list for each optimizer step; each list ascends.
 // Where all records have a `step`: one list for each step, steps ascending. Otherwise whole groups in order of first
 // appearance, filled up to `size` rollouts; a group is never split, so one larger than `size` is a mini-batch by
