@@ -14,7 +14,6 @@ if(EXISTS "${ESPALIER_TORCH_DIR}/version.py")
 endif()
 find_file(EspalierTorch_C10 libc10.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
 find_file(EspalierTorch_CPU libtorch_cpu.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
-find_file(EspalierTorch_CUDA libtorch_cuda.so PATHS "${ESPALIER_TORCH_DIR}/lib" NO_DEFAULT_PATH NO_CACHE)
 find_path(EspalierTorch_INCLUDE ATen/core/Tensor.h PATHS "${ESPALIER_TORCH_DIR}/include" NO_DEFAULT_PATH NO_CACHE)
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(EspalierTorch
@@ -35,12 +34,4 @@ if(EspalierTorch_FOUND AND NOT TARGET EspalierTorch::cpu)
   set_target_properties(EspalierTorch::cpu PROPERTIES IMPORTED_LOCATION "${EspalierTorch_CPU}"
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO" INTERFACE_LINK_OPTIONS "${_rl}"
     INTERFACE_LINK_LIBRARIES EspalierTorch::c10)
-  if(EspalierTorch_CUDA)
-    add_library(EspalierTorch::c10_cuda SHARED IMPORTED)
-    set_target_properties(EspalierTorch::c10_cuda PROPERTIES
-      IMPORTED_LOCATION "${ESPALIER_TORCH_DIR}/lib/libc10_cuda.so" INTERFACE_LINK_LIBRARIES EspalierTorch::c10)
-    add_library(EspalierTorch::cuda SHARED IMPORTED)
-    set_target_properties(EspalierTorch::cuda PROPERTIES IMPORTED_LOCATION "${EspalierTorch_CUDA}"
-      INTERFACE_COMPILE_DEFINITIONS "USE_C10D_NCCL" INTERFACE_LINK_LIBRARIES "EspalierTorch::cpu;EspalierTorch::c10_cuda")
-  endif()
 endif()

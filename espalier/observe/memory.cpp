@@ -44,11 +44,6 @@ std::int64_t resident_bytes() { return kilobytes(member_of("/proc/self/status", 
 
 std::int64_t peak_resident_bytes() { return kilobytes(member_of("/proc/self/status", "VmHWM:"), 0); }
 
-bool reset_peak_resident_bytes() {
-  std::ofstream file("/proc/self/clear_refs");
-  return static_cast<bool>(file << "5" << std::flush);
-}
-
 std::int64_t available_bytes_below(const std::filesystem::path& root) {
   std::int64_t available = kilobytes(member_of(root / "proc/meminfo", "MemAvailable:"), kNoLimit);
   for (const auto& group : control_group_directories(root, "memory")) available = std::min(available, left_in(group));

@@ -8,10 +8,7 @@
 namespace espalier {
 
 std::int64_t resident_bytes();       // VmRSS
-std::int64_t peak_resident_bytes();  // VmHWM since the start or the last reset
-
-// Sets the peak back to what is resident now. False where the system refuses; the peak then keeps counting from before.
-bool reset_peak_resident_bytes();
+std::int64_t peak_resident_bytes();  // VmHWM
 
 // What the process could still allocate: the least of what the machine calls available and what each enclosing control
 // group leaves below its limit (file pages count as free there: they are given back on demand).

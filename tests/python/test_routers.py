@@ -125,7 +125,7 @@ def test_a_model_with_one_layer_of_experts_reports_their_aux_loss_over_k(espalie
     assert run.json["steps"][0]["aux_loss"] * 3 == pytest.approx(sum(losses) / len(losses), rel=200 * 2.0 ** -24)
 
 
-def test_loads_are_reported_without_a_loss(espalier, model_of, records, path, tmp_path):
+def test_loads_are_reported_without_a_loss(espalier, model_of, path, tmp_path):
     loads = {}
     for name, settings in {"without": {}, "with": flags("rollout", 1e-3, 0)}.items():
         step, = Trained(espalier, model_of("qwen3_moe"), path, tmp_path / name, **settings).json["steps"]

@@ -164,7 +164,7 @@ def test_weights_after_training_are_those_of_torch_adamw(settings, espalier, pre
         assert worst <= len(history) * settings["lr"] * 1e-7, f"{name}: off by {worst:.3e}"
 
 
-def test_the_prompt_is_forwarded_once(espalier, prepared, model_of, tmp_path):
+def test_the_prompt_is_forwarded_once(espalier, model_of, tmp_path):
     """A prompt of P tokens costs P - 1 trunk rows once, and the row of its last token once a wave: here one wave a group."""
     records = [r for r in make_rollouts(SEED) if r["response_ids"]]
     path = write_records(records, tmp_path / "rollouts.jsonl")

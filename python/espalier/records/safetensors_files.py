@@ -20,10 +20,10 @@ def load(file, size, where):
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, AttributeError, RecursionError):
         raise RecordError(where, "a JSON header", "something else", _DAMAGED) from None
-    return {name: _tensor(file, size, 8 + length, name, entry, f"{where}: {name}") for name, entry in entries.items()}
+    return {name: _tensor(file, size, 8 + length, entry, f"{where}: {name}") for name, entry in entries.items()}
 
 
-def _tensor(file, size, begin, name, entry, where):
+def _tensor(file, size, begin, entry, where):
     try:
         kind, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         count = 1

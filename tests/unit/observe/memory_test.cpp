@@ -40,8 +40,6 @@ TEST(Memory, ThePeakFollowsWhatIsTouched) {
     EXPECT_GE(resident_bytes() - before, kBytes * 9 / 10);
   }
   EXPECT_GE(peak_resident_bytes() - before, kBytes * 9 / 10);
-  if (!reset_peak_resident_bytes()) GTEST_SKIP() << "the system refuses to reset the peak";
-  EXPECT_LT(peak_resident_bytes() - before, kBytes / 2);
 }
 
 TEST(Memory, SomethingIsAvailable) { EXPECT_GT(available_bytes(), 1 << 20); }
