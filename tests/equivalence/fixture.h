@@ -17,9 +17,9 @@ namespace espalier::testing {
 // "llama" (rope scaling, untied), "llama-bias" (all biases, tied), "qwen2" (q, k, v biases, untied), "qwen3" (QK-norm,
 // tied, head size that is not width / heads), "qwen3-moe" (QK-norm, untied, 8 experts, 2 a token, in every layer) and
 // its variants "-plain" (weights not renormalised), "-sparse" (experts in every second layer), "-late" (a dense first
-// layer), "-one" (one of 2),
-// "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses experts 0 and 1, nobody the
-// others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to float32 decides many choices),
+// layer), "-one" (one of 2), "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses
+// experts 0 and 1, nobody the others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to
+// float32 decides many choices),
 // "-128" (8 of 128, narrow).
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
@@ -28,6 +28,9 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
 
 // Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
 void write_tiny_model(const ModelState& model, const std::filesystem::path& directory);
+
+// Required of every gradient in float64 (relative L2, each parameter).
+inline constexpr double kFloat64 = 1e-10;
 
 // Rollouts of every kind that the generator knows, far from the policy that sampled them.
 RolloutOptions ragged_rollouts();

@@ -9,9 +9,6 @@
 namespace espalier::testing {
 namespace {
 
-// Required of every gradient in float64 (relative L2, each parameter).
-constexpr double kFloat64 = 1e-10;
-
 void expect_series_near(const Outcome& run, const OracleResult& expected) {
   for (std::size_t i = 0; i < expected.logprobs.size(); ++i) {
     const RolloutSeries& series = run.report.series[i];

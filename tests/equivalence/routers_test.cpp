@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstdio>
 #include <numeric>
 
 #include "espalier/base/error.h"
@@ -15,9 +14,6 @@
 
 namespace espalier::testing {
 namespace {
-
-// Required of every gradient in float64 (relative L2, each parameter).
-constexpr double kFloat64 = 1e-10;
 
 RolloutOptions ragged() {
   RolloutOptions options = ragged_rollouts();
@@ -248,30 +244,6 @@ TEST(Routers, TheCountingPassIsAPartOfTheProfile) {
   EXPECT_GT(counting, 0);
   EXPECT_EQ(counting, report.seconds.counting);
   EXPECT_NEAR(sum, report.seconds.total, 1e-12);  // rounding of a handful of additions
-}
-
-// Prints what the tests above bound: run with --gtest_also_run_disabled_tests.
-TEST(RouterAgreement, DISABLED_Table) {
-  std::printf("%-18s %-10s  float64: worst parameter   float32: worst gradient error, plan / dense\n", "model",
-              "loss scope");
-  for (const char* family : {"qwen3-moe", "qwen3-moe-plain", "qwen3-moe-sparse", "qwen3-moe-many", "qwen3-moe-128"})
-    for (const std::string scope : {"none", "rollout", "minibatch"}) {
-      const double coef = scope == "none" ? 0 : 0.5;
-      Case c = router_case(family, scope == "none" ? "rollout" : scope, coef, coef / 5);
-      double worst = 0, ratio = 0;
-      for (c.seed = 41; c.seed <= 43; ++c.seed) {
-        const OracleResult expected = run_oracle(c);
-        const auto distance = [&](const at::Tensor& gradient) {
-          return (gradient - expected.gradient).norm().item<double>();
-        };
-        const double dense = distance(run_case(with(c, {"", "dense", 0, "auto"}), DType::float32).gradient);
-        for (const Plan& plan : all_plans({0, 1, 7, 20})) {
-          worst = std::max(worst, worst_parameter(c, run_case(with(c, plan)).gradient, expected.gradient).error);
-          ratio = std::max(ratio, distance(run_case(with(c, plan), DType::float32).gradient) / dense);
-        }
-      }
-      std::printf("%-18s %-10s  %-26.1e %.2f\n", family, scope.c_str(), worst, ratio);
-    }
 }
 
 }  // namespace

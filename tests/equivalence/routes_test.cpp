@@ -12,9 +12,6 @@
 namespace espalier::testing {
 namespace {
 
-// Required of every gradient in float64 (relative L2, each parameter).
-constexpr double kFloat64 = 1e-10;
-
 using Edit = std::function<void(std::vector<Rollout>&, const ModelState&)>;
 
 Case case_of(const std::string& family, const Edit& edit) {

@@ -5,32 +5,19 @@
 #include <omp.h>
 
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <vector>
 
 #include "espalier/base/instruction_set.h"
+#include "tests/support/instruction_sets.h"
 
 namespace espalier {
 namespace {
 
+using testing::for_each_set;
+
 constexpr std::int64_t kCounts[] = {0, 1, 7, 64, 65, 1000, 16384, 70001};
 constexpr std::int64_t kSteps = 10;
-
-template <class Body>
-void for_each_set(int threads, Body body) {
-  const InstructionSet before = instruction_set();
-  const int threads_before = omp_get_max_threads();
-  omp_set_num_threads(threads);
-  for (InstructionSet set : kInstructionSets) {
-    if (!processor_has(set)) continue;
-    force_instruction_set(set);
-    SCOPED_TRACE(name_of(set));
-    body();
-  }
-  force_instruction_set(before);
-  omp_set_num_threads(threads_before);
-}
 
 template <class T>
 struct State {

@@ -53,7 +53,7 @@ TYPED_TEST(SwiGlu, IsAsAccurateAsAPlainLoop) {
     const auto exact = plain_swiglu<T>(size, numbers<Exact<T>>(gate_up), numbers<Exact<T>>(grad_act));
     const auto plain_grad = plain_swiglu_backward<T>(size, numbers<A>(gate_up), numbers<A>(grad_act));
     const auto exact_grad = plain_swiglu_backward<T>(size, numbers<Exact<T>>(gate_up), numbers<Exact<T>>(grad_act));
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto act = filled_buffer<T>(count, NAN);
       rows::swiglu<T>(size.rows, size.width, gate_up.data(), act.data());
       // The exponential is good to 2 units in the last place (4 roundings); then sum, quotient, product.
@@ -82,7 +82,7 @@ TEST(SwiGluBfloat16, RoundsSiluBeforeTheProduct) {
   const Size size{20, 333};
   std::mt19937_64 random(10);
   const auto gate_up = random_buffer<bfloat16>(random, 2 * size.rows * size.width, 3);
-  for_each_set([&] {
+  for_each_set(3, [&] {
     auto act = filled_buffer<bfloat16>(size.rows * size.width, NAN);
     rows::swiglu<bfloat16>(size.rows, size.width, gate_up.data(), act.data());
     for (std::int64_t r = 0; r < size.rows; ++r) {
@@ -103,7 +103,7 @@ TEST(SwiGluBfloat16, RoundsSiluBeforeTheProduct) {
 TYPED_TEST(SwiGlu, StaysFiniteFarFromZero) {
   using T = TypeParam;
   const std::vector<double> gates = {-1e4, -800, -200, -89, 89, 200, 800, 1e4};
-  for_each_set([&] {
+  for_each_set(3, [&] {
     for (double gate : gates) {
       std::vector<T> gate_up = {of<T>(gate), of<T>(2)}, grad_act = {of<T>(1)}, act(1);
       const double exact = gate < 0 ? 0 : number<double>(gate_up[0]);
@@ -147,7 +147,7 @@ TYPED_TEST(Bias, IsAddedWithOneRounding) {
     for (std::int64_t i = 0; i < size.rows * size.width; ++i)
       expected[static_cast<std::size_t>(i)] =
           stored<T>(expected[static_cast<std::size_t>(i)] + number<A>(bias[static_cast<std::size_t>(i % size.width)]));
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto y = before;
       rows::add_bias<T>(size.rows, size.width, bias.data(), y.data());
       EXPECT_EQ(numbers<A>(y), expected);
@@ -172,7 +172,7 @@ TYPED_TEST(Bias, GradientAddsTheColumnSums) {
             sums[static_cast<std::size_t>(m)] += number<N>(grad_y[static_cast<std::size_t>(r * stride + m)]);
         return sums;
       };
-      for_each_set([&] {
+      for_each_set(3, [&] {
         auto sums = before, again = before;
         rows::add_column_sums<T>(size.rows, size.width, grad_y.data(), stride, sums.data());
         EXPECT_TRUE(as_good_as_plain(sums, run(A{}), run(Exact<T>{}), 1));

@@ -33,7 +33,7 @@ void check_scatter_and_add() {
         flat_expected[at] = stored<Out>(flat_expected[at] + number<A>(x[at]));
       }
     }
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto into = before;
       rows::scatter_add<In, Out>(size.rows, size.width, x.data(), ids.data(), into.data());
       EXPECT_EQ(numbers<A>(into), expected);
@@ -58,7 +58,7 @@ void check_gather() {
     std::mt19937_64 random(15);
     const auto table = random_buffer<T>(random, kTableRows * size.width);
     const auto ids = random_ids(random, size.rows);
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto x = filled_buffer<T>(size.rows * size.width, NAN), expected = x;
       for (std::int64_t r = 0; r < size.rows; ++r)
         for (std::int64_t m = 0; m < size.width; ++m)
@@ -89,7 +89,7 @@ void check_convert() {
         for (std::int64_t m = 0; m < size.width; ++m)
           expected[static_cast<std::size_t>(r * out_stride + m)] =
               of<Out>(number<double>(in[static_cast<std::size_t>(r * in_stride + m)]));
-      for_each_set([&] {
+      for_each_set(3, [&] {
         auto out = before;
         rows::convert<In, Out>(size.rows, size.width, in.data(), in_stride, out.data(), out_stride);
         EXPECT_TRUE(same_bits(out, expected)) << size.rows << " x " << size.width << " gap " << gap;
@@ -115,7 +115,7 @@ TEST(Convert, RoundsTiesToEvenAndKeepsSpecialValues) {
                                  nan,         -0.0f,         0x1.fffp127f, 0x1p-140f,      0};
   const std::vector<std::uint16_t> expected = {0x3f80, 0x3f82, 0xbf80, 0x3f81, 0x7f80, 0xff80,
                                                0x7fc0, 0x8000, 0x7f80, 0x0000, 0x0000};
-  for_each_set([&] {
+  for_each_set(3, [&] {
     for (std::size_t copies : {1u, 3u}) {  // also within whole vectors
       std::vector<float> values;
       for (std::size_t c = 0; c < copies; ++c) values.insert(values.end(), in.begin(), in.end());
@@ -129,7 +129,7 @@ TEST(Convert, RoundsTiesToEvenAndKeepsSpecialValues) {
 TEST(Convert, SmallestValuesRoundToEven) {
   const float value = 0x1.8p-133f;  // half way between one and two units of the smallest bfloat16, 2^-133
   bfloat16 out;
-  for_each_set([&] {
+  for_each_set(3, [&] {
     rows::convert<float, bfloat16>(1, 1, &value, 1, &out, 1);
     EXPECT_EQ(out.bits, 2);
   });

@@ -73,7 +73,7 @@ TYPED_TEST(RmsNorm, ForwardIsAsAccurateAsAPlainLoop) {
     const auto stream = random_buffer<T>(random, count), weight = random_buffer<T>(random, size.width);
     const auto plain = plain_norm<T>(size, numbers<A>(stream), numbers<A>(weight));
     const auto exact = plain_norm<T>(size, numbers<Exact<T>>(stream), numbers<Exact<T>>(weight));
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto y = filled_buffer<T>(count, NAN), again = filled_buffer<T>(count, NAN);
       auto rstd = filled_buffer<A>(size.rows, NAN);
       rows::rms_norm<T>(size.rows, size.width, stream.data(), weight.data(), kEps, y.data(), rstd.data());
@@ -96,7 +96,7 @@ TYPED_TEST(RmsNorm, RoundsWhereTransformersRounds) {
     const auto weight = random_buffer<T>(random, size.width);
     for (std::size_t i = 0; i < stream.size() - kGuard; ++i) stream[i] = of<T>(static_cast<double>(random() % 17) - 8);
     const auto plain = plain_norm<T>(size, numbers<A>(stream), numbers<A>(weight));
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto y = filled_buffer<T>(size.rows * size.width, NAN);
       auto rstd = filled_buffer<A>(size.rows, NAN);
       rows::rms_norm<T>(size.rows, size.width, stream.data(), weight.data(), kEps, y.data(), rstd.data());
@@ -125,7 +125,7 @@ TYPED_TEST(RmsNorm, BackwardAddsAndIsAsAccurateAsAPlainLoop) {
     auto y = stream;
     auto rstd = filled_buffer<A>(size.rows, 0);
     rows::rms_norm<T>(size.rows, size.width, stream.data(), weight.data(), kEps, y.data(), rstd.data());
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto grad_stream = before;
       auto grad_weight = weight_before;
       rows::rms_norm_backward<T>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), grad_y.data(),

@@ -129,7 +129,7 @@ TYPED_TEST(NormRotate, ForwardIsAsAccurateAsAPlainLoopAndKeepsGapsBetweenRows) {
       const auto before = filled_buffer<T>(heads.rows * heads.out_stride(), 9);
       const auto plain = plain_rotate<T>(c, norm, numbers<A>(before));
       const auto exact = plain_rotate<T>(c, norm, numbers<Exact<T>>(before));
-      for_each_set([&] {
+      for_each_set(3, [&] {
         auto out = before;
         rows::norm_rotate<T>(c.shape(), c.in.data(), heads.in_stride(), norm ? c.weight.data() : nullptr, c.cos.data(),
                              c.sin.data(), out.data(), heads.out_stride());
@@ -155,7 +155,7 @@ TEST(NormRotateBfloat16, RoundsWhereTransformersRounds) {
     const RotateCase<bfloat16> integers = c;
     std::mt19937_64 same(6);
     const RotateCase<bfloat16> normal(heads, same);
-    for_each_set([&] {
+    for_each_set(3, [&] {
       auto out = before, out_norm = before;
       rows::norm_rotate<bfloat16>(normal.shape(), normal.in.data(), heads.in_stride(), nullptr, normal.cos.data(),
                                   normal.sin.data(), out.data(), heads.out_stride());
@@ -182,7 +182,7 @@ void check_backward(Heads heads, bool norm) {
   };
   const auto plain = run(A{});
   const auto exact = run(Exact<T>{});
-  for_each_set([&] {
+  for_each_set(3, [&] {
     const auto call = [&](Buffer<T>& grad_in, Buffer<A>& grad_weight) {
       rows::norm_rotate_backward<T, G>(c.shape(), norm ? c.in.data() : nullptr, heads.in_stride(),
                                        norm ? c.weight.data() : nullptr, c.cos.data(), c.sin.data(), grad_out.data(),

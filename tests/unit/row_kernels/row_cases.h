@@ -13,15 +13,16 @@
 #include <cstdint>
 #include <cstring>
 #include <random>
-#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "espalier/base/dtype.h"
-#include "espalier/base/instruction_set.h"
 #include "espalier/model/row_kernels.h"
+#include "tests/support/instruction_sets.h"
 
 namespace espalier {
+
+using testing::for_each_set;
 
 template <class T>
 using Exact = std::conditional_t<std::is_same_v<T, double>, long double, double>;
@@ -120,22 +121,6 @@ template <class T, class P, class E>
   return ::testing::AssertionFailure() << "error " << std::sqrt(error) << " of " << std::sqrt(size)
                                        << ", plain version " << std::sqrt(plain_error) << "; worst at " << worst << ": "
                                        << number<double>(actual[worst]) << " against " << exact[worst];
-}
-
-// Runs body once per instruction set of this processor, on `threads` threads.
-template <class Body>
-void for_each_set(Body body, int threads = 3) {
-  const InstructionSet before = instruction_set();
-  const int threads_before = omp_get_max_threads();
-  omp_set_num_threads(threads);
-  for (InstructionSet set : kInstructionSets) {
-    if (!processor_has(set)) continue;
-    force_instruction_set(set);
-    SCOPED_TRACE(name_of(set));
-    body();
-  }
-  force_instruction_set(before);
-  omp_set_num_threads(threads_before);
 }
 
 struct Size {
