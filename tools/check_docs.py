@@ -1,11 +1,10 @@
 """What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
-and docs/options.md lists the options of the table, with their help. (That the page is
-exactly what the table generates is a C++ unit test.) Exit 1 with the faults.
+and docs/options.md lists the options of the table, with their help. (That the page is exactly what the table generates
+is a C++ unit test.) Exit 1 with the faults.
 """
 
 import re
 import sys
-from pathlib import Path
 
 from check_includes import ROOT, tracked
 

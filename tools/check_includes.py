@@ -1,7 +1,6 @@
 """Folders of espalier/ are stages of the data flow: a file may include only its own folder and those before it.
 
-Also: a target free of torch stays free of it (only folders listed in TORCH may name ATen), and nobody includes
-torch/torch.h. Exit 1 with one line per fault.
+Also: the folders of TORCH_FREE name neither ATen nor torch, and nobody includes torch/torch.h. Exit 1 with one line per fault.
 """
 
 import re
@@ -11,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe parallel rollout grouping plan attention moe model offload objective gradient phase "
-    "optimizer checkpoint train generate replay report loop"
+    "base options observe rollout grouping plan attention moe model objective gradient phase optimizer checkpoint "
+    "train generate replay report loop"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "grouping", "plan"}

@@ -43,7 +43,7 @@ struct PrefixTree {
 };
 
 // The forest of a batch; trees in order of their first rollout, children in order of their first rollout.
-// O(tokens) time apart from one sort. Equal tokens are always shared under `whole_trees`; whether sharing pays is the
+// O(tokens) time. Equal tokens are always shared under `whole_trees`; whether sharing pays is the
 // planner's question.
 std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> batch, ShareMode mode);
 

@@ -2,12 +2,11 @@
 // log-probs, advantages, optimizer steps; evaluations on held-out problems, checkpoints, the trained model.
 //
 //   batch b = 0, 1, ...:  --train-batch-size prompts x --n responses by the current weights
-//     rewards             the task's own or --reward, plus overlong shaping; groups of equal rewards dropped where
-//     asked old log-probs       by the shared score pass, where the batch takes several steps or importance weights are
-//     asked
-//                         for; otherwise the policy's own in the step (ratio 1)
-//     ref log-probs       by the weights the loop started from, where --kl-loss-coef is not 0
-//     steps               advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
+//     rewards        the task's own or --reward, plus overlong shaping; with --filter-groups, unequal groups alone
+//     old log-probs  by the shared score pass, where a batch takes several steps or --rollout-is compares them with
+//                    the sampler's; otherwise the policy's own in the step (ratio 1)
+//     ref log-probs  by the weights the loop started from, where --kl-loss-coef is not 0
+//     steps          advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
 //
 // Everything is a function of the options: the same command gives the same bits. A run that was killed continues from
 // its newest checkpoint to the bits that it would have reached.

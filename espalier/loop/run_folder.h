@@ -5,7 +5,7 @@
 //   events.out.tfevents.*  the same numbers for TensorBoard
 //   fresh/              config.json and tokenizer of a fresh model
 //   checkpoints/step-000010/  a Hugging Face directory, with what exact continuation needs in espalier/
-//   last_rollouts.jsonl the records of the last optimizer step
+//   last_rollouts.jsonl the records of the last batch before the newest checkpoint
 //   model/              the trained model
 //
 // Every file and directory but the two logs is complete or absent; the logs are cut back to the checkpoint that a run

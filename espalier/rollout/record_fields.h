@@ -31,7 +31,7 @@ struct RecordPlace {
                    const std::string& remedy = {}) const;
 };
 
-// A list, or with `wrapped` also a list holding just that list (a batch of one).
+// A list, or with flat_or_wrapped also a list holding just that list (a batch of one).
 enum class ListShape { flat, flat_or_wrapped };
 
 // Each overwrites `out`.

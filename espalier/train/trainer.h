@@ -8,9 +8,9 @@
 
 namespace espalier {
 
-// Runs the steps that the options ask for and writes --out, --gradients and --logprobs at the end: complete, or not at
-// all. `on_step` sees every step's report as it ends. Errors: those of reading, planning and writing; nothing that was
-// on disk before has changed then.
+// Runs the steps that the options ask for and writes --out, --gradients, --logprobs and --record at the end: complete,
+// or not at all. `on_step` sees every step's report as it ends. Errors: those of reading, planning and writing; nothing
+// that was on disk before has changed then.
 void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step);
 
 }  // namespace espalier

@@ -35,8 +35,9 @@ FAMILIES = {
 
 
 def make_model(family, directory, seed=1, head="ForCausalLM", **more):
-    """Writes a random model of the family, or with head="ForTokenClassification" a critic, whose value head is random too. Weights are larger than a fresh initialisation's, so that attention is not
-    uniform and every gradient is far from zero; norm weights and biases are random too."""
+    """Writes a random model of the family, or with head="ForTokenClassification" a critic, whose value head is random too.
+    Weights are larger than a fresh initialisation's, so that attention is not uniform and every gradient is far from zero; norm
+    weights and biases are random too."""
     row = FAMILIES[family]
     settings = dict(
         hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCABULARY,
