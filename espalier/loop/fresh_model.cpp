@@ -1,6 +1,5 @@
 #include "espalier/loop/fresh_model.h"
 
-#include <algorithm>
 #include <bit>
 
 #include "espalier/base/atomic_file.h"

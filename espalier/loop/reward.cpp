@@ -1,7 +1,6 @@
 #include "espalier/loop/reward.h"
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 
 #include "espalier/base/error.h"

@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <string_view>
 #include <system_error>
-#include <utility>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"

@@ -1,7 +1,6 @@
 #include "espalier/loop/task.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "espalier/base/error.h"

@@ -2,7 +2,6 @@
 #include "espalier/plan/rank_report.h"
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "espalier/base/error.h"

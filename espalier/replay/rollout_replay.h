@@ -5,7 +5,6 @@
 #include <functional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "espalier/phase/language_head.h"
 #include "espalier/replay/replay.h"

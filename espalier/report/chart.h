@@ -2,7 +2,6 @@
 // follows the reader's light or dark mode.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 

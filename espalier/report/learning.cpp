@@ -1,5 +1,4 @@
 // The curves: one chart for each thing that a run of GRPO is judged by.
-#include <algorithm>
 
 #include "espalier/report/chart.h"
 #include "espalier/report/sections.h"

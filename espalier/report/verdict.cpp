@@ -1,6 +1,4 @@
 // The head of the page: did it learn, how long does a step take, what did sharing save, was the memory as predicted.
-#include <algorithm>
-#include <cmath>
 
 #include "espalier/base/error.h"
 #include "espalier/report/phases.h"

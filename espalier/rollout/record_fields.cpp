@@ -1,7 +1,6 @@
 #include "espalier/rollout/record_fields.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "espalier/rollout/json_text.h"
 

@@ -4,7 +4,6 @@
 // decimals that read back as the same bits; a record read, written and read again is the same record.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>

@@ -7,10 +7,7 @@
 #pragma once
 
 #include <filesystem>
-#include <memory>
 #include <optional>
-#include <span>
-#include <string>
 #include <vector>
 
 #include "espalier/base/json.h"

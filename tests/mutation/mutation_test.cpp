@@ -2,12 +2,10 @@
 // The report says which checks noticed which fault.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iomanip>
 #include <iostream>
-#include <iterator>
 #include <optional>
 #include <regex>
 #include <set>

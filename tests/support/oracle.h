@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <span>
-#include <string>
 #include <vector>
 
 #include "espalier/model/parameters.h"

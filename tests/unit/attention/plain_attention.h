@@ -7,7 +7,6 @@
 #include <limits>
 #include <ostream>
 #include <random>
-#include <string>
 #include <type_traits>
 #include <vector>
 

@@ -1,6 +1,5 @@
 #include "espalier/options/options.h"
 
-#include <cmath>
 #include <set>
 
 #include "espalier/options/nearest_name.h"

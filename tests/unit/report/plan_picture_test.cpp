@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <set>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"

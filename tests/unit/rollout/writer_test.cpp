@@ -6,7 +6,6 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <sstream>
 
 #include "espalier/base/json.h"
 #include "espalier/base/random.h"
