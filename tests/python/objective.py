@@ -1,7 +1,9 @@
 """Advantages and the loss of a mini-batch in plain torch code, one rollout at a time: the meaning of every option, written
 from the formulas and independent of the engine. All arithmetic in the dtype of the log-probs that are passed in."""
 
+import json
 import math
+import statistics
 
 import torch
 
@@ -25,14 +27,17 @@ def resolve(options):
 
 
 def group_of(record):
-    return ("named", str(record["group"])) if "group" in record else ("prompt", tuple(record["prompt_ids"]))
+    return ("named", json.dumps(record["group"])) if "group" in record else ("prompt", tuple(record["prompt_ids"]))
 
 
 def whiten(series, masks):
-    """(x - mean) / sqrt(variance + 1e-8) over the loss tokens of all series, variance with Bessel's correction."""
+    """(x - mean) / sqrt(variance + 1e-8) over the loss tokens of all series, variance with Bessel's correction. The mean is
+    the correctly rounded one, so that equal numbers become 0."""
     values = [x for xs, mask in zip(series, masks) for x, m in zip(xs, mask) if m]
-    mean = sum(values) / len(values)
-    variance = sum((x - mean) ** 2 for x in values) / (len(values) - 1)
+    if not values:
+        return series
+    mean = statistics.mean(values)
+    variance = statistics.variance(values) if len(values) > 1 else 0.0
     return [[(x - mean) / math.sqrt(variance + 1e-8) for x in xs] for xs in series]
 
 
@@ -58,23 +63,49 @@ def gae(records, options):
 
 
 def advantages(records, options):
-    """One advantage per response token, over the whole file."""
-    estimator, gamma = options["adv-estimator"], options["gamma"]
-    if estimator == "gae":
-        return whiten(gae(records, options)[0], [r["loss_mask"] for r in records])
-    if estimator == "given" or any("advantage" in r for r in records):
-        given = [r["advantage"] for r in records]
-        return [a if isinstance(a, list) else [a] * len(r["response_ids"]) for a, r in zip(given, records)]
+    """One advantage per response token: of each `step` alone where all records have one, else over the whole file."""
+    if not all("step" in record for record in records):
+        return advantages_of_unit(records, options)
+    out = [None] * len(records)
+    for step in {record["step"] for record in records}:
+        indices = [i for i, record in enumerate(records) if record["step"] == step]
+        for i, series in zip(indices, advantages_of_unit([records[i] for i in indices], options)):
+            out[i] = series
+    return out
 
+
+def advantages_of_unit(records, options):
+    """A recorded advantage wins; the rewards beside it count in their group's statistics, not in the whitening."""
+    estimator = options["adv-estimator"]
+    recorded = {i: r["advantage"] for i, r in enumerate(records) if "advantage" in r}
+    free = [i for i, r in enumerate(records) if i not in recorded and r["response_ids"]]
+    own = [records[i] for i in free]
+    if estimator == "gae":
+        series = whiten(gae(own, options)[0], [r["loss_mask"] for r in own])
+    elif estimator == "reinforce_plus_plus":
+        series = whiten([discounted(r, options["gamma"]) for r in own], [r["loss_mask"] for r in own])
+    else:
+        scalar = outcome_advantages(records, estimator)
+        series = [[scalar[i]] * len(records[i]["response_ids"]) for i in free]
+        if estimator == "reinforce_plus_plus_baseline":
+            series = whiten(series, [r["loss_mask"] for r in own])
+    estimated = dict(zip(free, series, strict=True))
+    spread = lambda a, record: list(a) if isinstance(a, list) else [a] * len(record["response_ids"])
+    return [spread(recorded[i], r) if i in recorded else estimated.get(i, []) for i, r in enumerate(records)]
+
+
+def outcome_advantages(records, estimator):
+    """One number for each record that has a reward, from the rewards of its group."""
     members = {}
     for index, record in enumerate(records):
-        members.setdefault(group_of(record), []).append(index)
-    scalar = [0.0] * len(records)
+        if "reward" in record:
+            members.setdefault(group_of(record), []).append(index)
+    scalar = [None] * len(records)
     for indices in members.values():
         rewards = [records[i]["reward"] for i in indices]
         n = len(rewards)
-        mean = sum(rewards) / n if n > 1 else 0.0
-        deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1)) if n > 1 else 1.0
+        mean = statistics.mean(rewards) if n > 1 else 0.0
+        deviation = statistics.stdev(rewards) if n > 1 else 1.0
         for i, reward in zip(indices, rewards):
             if estimator == "grpo":
                 scalar[i] = (reward - mean) / (deviation + 1e-6)
@@ -82,23 +113,13 @@ def advantages(records, options):
                 scalar[i] = reward - mean
             elif estimator == "rloo":
                 scalar[i] = n / (n - 1) * (reward - mean) if n > 1 else reward
+    return scalar
 
-    masks = [r["loss_mask"] for r in records]
-    if estimator == "reinforce_plus_plus":
-        series = []
-        for record in records:
-            length = len(record["response_ids"])
-            returns, running = [0.0] * length, 0.0
-            for t in reversed(range(length)):
-                if t == length - 1:
-                    running = record["reward"]
-                elif record["loss_mask"][t]:
-                    running *= gamma
-                returns[t] = running
-            series.append(returns)
-        return whiten(series, masks)
-    series = [[a] * len(r["response_ids"]) for a, r in zip(scalar, records)]
-    return whiten(series, masks) if estimator == "reinforce_plus_plus_baseline" else series
+
+def discounted(record, gamma):
+    """gamma^(loss tokens after t) times the reward, at each loss token."""
+    mask = record["loss_mask"]
+    return [record["reward"] * gamma ** sum(mask[t + 1:]) if m else 0.0 for t, m in enumerate(mask)]
 
 
 def policy_loss(logprob, old, advantage, mask, options):
@@ -168,15 +189,15 @@ def aggregate(series, masks, lengths, options):
     if mode == "seq-mean-token-sum":
         return total / len(series)
     if mode == "seq-mean-token-sum-norm":
-        return total / len(series) / (options["loss-scale-factor"] or max(lengths))
+        return total / len(series) / (options["loss-scale-factor"] or max(lengths) or 1)
     if mode == "seq-mean-token-mean":
         return sum(s / (mask.sum() + 1e-8) for s, mask in zip(sums, masks)) / len(series)
     raise ValueError(mode)
 
 
-def loss(records, logprobs, entropies, advantage_series, options):
-    """The scalar loss of a mini-batch as a function of its log-probs and entropies (lists of 1-D tensors)."""
-    policy, penalty, masks, lengths = [], [], [], []
+def token_losses(records, logprobs, advantage_series, options):
+    """(policy loss, KL) of every response token, lists of 1-D tensors; without a coefficient there is no KL."""
+    policy, penalty = [], []
     for record, logprob, advantage in zip(records, logprobs, advantage_series, strict=True):
         series = lambda name: torch.tensor(record[name], dtype=logprob.dtype)
         mask = series("loss_mask")
@@ -188,14 +209,44 @@ def loss(records, logprobs, entropies, advantage_series, options):
         policy.append(value)
         if options["kl-loss-coef"]:
             penalty.append(kl_penalty(logprob, series("ref_logprobs"), options["kl-loss-type"]))
-        masks.append(mask)
-        lengths.append(len(record["response_ids"]))
+    return policy, penalty
+
+
+def masks_and_lengths(records, dtype):
+    return [torch.tensor(r["loss_mask"], dtype=dtype) for r in records], [len(r["response_ids"]) for r in records]
+
+
+def loss(records, logprobs, entropies, advantage_series, options):
+    """The scalar loss of a mini-batch as a function of its log-probs and entropies (lists of 1-D tensors)."""
+    policy, penalty = token_losses(records, logprobs, advantage_series, options)
+    masks, lengths = masks_and_lengths(records, logprobs[0].dtype)
     parts = {"pg_loss": aggregate(policy, masks, lengths, options), "entropy": aggregate(entropies, masks, lengths, options)}
     total = parts["pg_loss"] - options["entropy-coeff"] * parts["entropy"]
     if options["kl-loss-coef"]:
         parts["kl_loss"] = aggregate(penalty, masks, lengths, options)
         total = total + options["kl-loss-coef"] * parts["kl_loss"]
     return total, parts
+
+
+def clip_fraction(records, logprobs, advantage_series, options):
+    """Share of loss tokens at which the clipped loss is the larger one; cispo: at which the clip changes the ratio."""
+    kind, low, high = options["policy-loss"], 1 - options["clip-ratio-low"], 1 + options["clip-ratio-high"]
+    clipped, tokens = 0, 0
+    for record, logprob, advantage in zip(records, logprobs, advantage_series, strict=True):
+        mask = torch.tensor(record["loss_mask"], dtype=logprob.dtype)
+        old = torch.tensor(record["old_logprobs"], dtype=logprob.dtype) if "old_logprobs" in record else logprob
+        log_ratio, advantage = torch.clamp(logprob - old, -20.0, 20.0), torch.tensor(advantage, dtype=logprob.dtype)
+        if kind == "gspo":
+            mean = ((logprob - old) * mask).sum() / mask.sum().clamp(min=1)
+            log_ratio = torch.clamp(mean.expand_as(logprob), max=10.0)
+        ratio = torch.exp(log_ratio)
+        bounded = torch.clamp(ratio, low, high)
+        if kind in ("vanilla", "gspo"):
+            clipped += float(((-advantage * bounded > -advantage * ratio) * mask).sum())
+        elif kind == "cispo":
+            clipped += float(((bounded != ratio) * mask).sum())
+        tokens += float(mask.sum())
+    return clipped / tokens if tokens else 0.0
 
 
 def value_loss(records, predicted, returns, options):

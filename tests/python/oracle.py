@@ -167,27 +167,44 @@ def mini_batches(records, size):
     return [sorted(batch) for batch in batches]
 
 
-def train(model, records, options, *, lr, epochs=1, mini_batch_size=0, max_grad_norm=1.0, betas=(0.9, 0.999), eps=1e-8,
-          weight_decay=0.01, warmup_steps=0, decay_matrices_only=False):
-    """Runs the update in place with torch.optim.AdamW. Returns one (loss, gradient norm, gradients) per step."""
-    named = list(model.named_parameters())
-    plain = [p for _, p in named if decay_matrices_only and p.dim() < 2]
-    decayed = [p for _, p in named if not (decay_matrices_only and p.dim() < 2)]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}],
-                                  lr=lr, betas=betas, eps=eps)
-    everything = objective.advantages(records, options)
-    history = []
+def global_norm(gradients):
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+class AdamW:
+    """torch.optim.AdamW with decay of all or of matrices, clipping by the global norm and a linear warm-up from 0."""
+
+    def __init__(self, model, *, lr, max_grad_norm=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, warmup_steps=0,
+                 decay_matrices_only=False):
+        self.parameters, self.lr, self.max_grad_norm, self.warmup_steps = dict(model.named_parameters()), lr, max_grad_norm, warmup_steps
+        plain = [p for p in self.parameters.values() if decay_matrices_only and p.dim() < 2]
+        decayed = [p for p in self.parameters.values() if not (decay_matrices_only and p.dim() < 2)]
+        self.optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}],
+                                           lr=lr, betas=betas, eps=eps)
+        self.done = 0
+
+    def step(self, gradients):
+        """Updates by {name of a parameter: gradient} and returns the learning rate."""
+        factor = min(1.0, self.max_grad_norm / (global_norm(gradients) + 1e-6)) if self.max_grad_norm else 1.0
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients[name] * factor
+        # as transformers' get_constant_schedule_with_warmup: the first step has rate 0
+        rate = self.lr * min(1.0, self.done / self.warmup_steps) if self.warmup_steps else self.lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.done += 1
+        return rate
+
+
+def train(model, records, options, *, epochs=1, mini_batch_size=0, **settings):
+    """Runs the update in place. Returns one (loss, gradient norm, gradients) per step; `settings` are those of AdamW."""
+    optimizer, everything, history = AdamW(model, **settings), objective.advantages(records, options), []
     for _ in range(epochs):
         for indices in mini_batches(records, mini_batch_size):
             batch, series = [records[i] for i in indices], [everything[i] for i in indices]
             loss, _, found, *_ = gradients(model, batch, series, options)
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
-            factor = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
-            for name, parameter in named:
-                parameter.grad = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad) * factor
-            for group in optimizer.param_groups:
-                # as transformers' get_constant_schedule_with_warmup: the first step has rate 0
-                group["lr"] = lr * min(1.0, len(history) / warmup_steps) if warmup_steps else lr
-            optimizer.step()
-            history.append((loss, norm, found))
+            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+            optimizer.step(grads)
+            history.append((loss, global_norm(grads), found))
     return history

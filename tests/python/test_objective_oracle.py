@@ -38,6 +38,28 @@ def test_reinforce_plus_plus_discounts_over_loss_tokens_only():
     assert found[0][2] == pytest.approx(0.25 / math.sqrt(0.125 + 1e-8), rel=1e-14)
 
 
+def test_the_reward_stands_at_the_last_loss_token():
+    record = records_of([1.0], length=3)
+    record[0]["loss_mask"] = [1, 1, 0]
+    assert objective.discounted(record[0], 0.5) == [0.5, 1.0, 0.0]
+
+
+def test_whitening_equal_numbers_gives_zeros():
+    found = objective.advantages(records_of([147.0743517333712], length=12), objective.resolve({"adv-estimator": "reinforce_plus_plus"}))
+    assert found == [[0.0] * 12]
+
+
+def test_a_recorded_advantage_wins_and_its_reward_still_counts():
+    records = records_of([1.0, 3.0])
+    records[0]["advantage"] = [0.25, -4.0]
+    assert objective.advantages(records, objective.resolve({"adv-estimator": "dr_grpo"})) == [[0.25, -4.0], [1.0, 1.0]]
+
+
+def test_a_group_lies_inside_its_step():
+    records = [{**record, "step": step} for record, step in zip(records_of([1.0, 3.0, 7.0]), (4, 4, 0))]
+    assert objective.advantages(records, objective.resolve({"adv-estimator": "dr_grpo"})) == [[-1.0] * 2, [1.0] * 2, [7.0] * 2]
+
+
 @pytest.mark.parametrize("ratio, advantage, value, slope", [
     (1.5, 1.0, -1.2, 0.0), (0.5, 1.0, -0.5, -0.5), (0.5, -1.0, 0.8, 0.0), (1.5, -1.0, 1.5, 1.5), (4.0, -1.0, 3.0, 0.0)])
 def test_vanilla_clips_on_the_right_side(ratio, advantage, value, slope):
