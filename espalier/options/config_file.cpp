@@ -47,7 +47,7 @@ void check_known(const std::string& name, const std::string& place, const std::v
   std::vector<std::string> names = verbs;
   for (const OptionRow& row : option_rows()) names.push_back(row.name);
   const std::string near = nearest_option(name, names);
-  throw OptionError({place, "the name of an option or of a verb", '"' + name + '"',
+  throw OptionError({place + name, "the name of an option or of a verb", '"' + name + '"',
                      near.empty() ? "docs/options.md lists them" : "did you mean " + near + "?"});
 }
 

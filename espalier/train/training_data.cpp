@@ -41,6 +41,14 @@ std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollo
   return out;
 }
 
+// As in transformers such positions run, but nothing was ever learned there.
+std::string positions_note(std::span<const Rollout> rollouts, const ModelShape& shape) {
+  const auto longest = std::ranges::max_element(rollouts, {}, &Rollout::length);
+  if (longest == rollouts.end() || shape.max_positions <= 0 || longest->length() <= shape.max_positions) return "";
+  return text_of(longest->where, " has ", longest->length(), " tokens, more than the model's ", shape.max_positions,
+                 " positions (max_position_embeddings)");
+}
+
 }  // namespace
 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
@@ -133,6 +141,7 @@ std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& s
   RolloutFile file = read_rollouts({path}, options);
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
+  if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);
   fit_routes(file.rollouts, shape);
   if (const std::string note = routes_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

@@ -121,7 +121,7 @@ def test_the_command_line_wins_over_the_configuration_file(espalier, model_of, r
 def test_an_unknown_name_in_the_configuration_file_is_wrong_usage(espalier, model_of, rollouts, tmp_path):
     (tmp_path / "run.toml").write_text("learning-rat = 0.5\n")
     outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--config", tmp_path / "run.toml", expect=2)
-    assert_refused(outcome, tmp_path, "learning-rat")
+    assert_refused(outcome, tmp_path, "run.toml:1: learning-rat")
 
 
 def test_an_absent_configuration_file_is_bad_input(espalier, model_of, rollouts, tmp_path):
@@ -301,6 +301,13 @@ def test_weights_that_are_no_numbers_are_bad_input(verb, espalier, model_of, rol
     with_nan(model)
     out = ["--out", tmp_path / "out"] if verb in ("train", "score") else []
     assert_refused(espalier(verb, "--model", model, "--rollouts", rollouts, *out, expect=3), tmp_path, "finite")
+
+
+@pytest.mark.parametrize("positions, said", [(8, True), (4096, False)])
+def test_rollouts_beyond_the_positions_of_the_model_are_told(positions, said, espalier, model_of, rollouts, tmp_path):
+    model = copied(model_of, tmp_path)
+    change_config("max_position_embeddings", positions)(model)
+    assert ("max_position_embeddings" in train(espalier, model, rollouts, tmp_path).stderr) == said
 
 
 @pytest.mark.parametrize("shift, said", [(0.0, False), (-5.0, True)])
