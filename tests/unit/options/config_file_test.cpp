@@ -61,7 +61,7 @@ TEST_F(ConfigFile, ATopLevelKeyOfOtherVerbsIsLeftOut) {
 
 TEST_F(ConfigFile, AnUnknownKeyIsRefusedWithItsLineAndTheNearestName) {
   const ErrorText text = thrown_error<OptionError>([&] { read("lr = 1\n\nclip_ratio_hig = 2\n"); });
-  EXPECT_EQ(text.where, place(3) + ": ");
+  EXPECT_EQ(text.where, place(3) + ": clip_ratio_hig");
   EXPECT_EQ(text.remedy, "did you mean clip-ratio-high?");
   EXPECT_EQ(thrown_error<OptionError>([&] { read("[tran]\nlr = 1\n"); }).remedy, "did you mean train?");
   EXPECT_THROW(read("[verify]\nno_such_option = 1\n"), OptionError);
