@@ -6,9 +6,13 @@
 namespace espalier {
 namespace {
 
-// Program, libraries and heap before any model. What products and attention take beside the arena grows with the width,
-// and with width x rows; resident memory of steps at widths of 64 to 512 and up to 2,048 rows is met within 3 MiB.
-constexpr std::int64_t kProcessBytes = 126 << 20, kScratchPerColumn = 26 << 10, kScratchPerElement = 20;
+// Measured (bench/memory_sweep.py) at widths of 64 to 1,024, vocabularies of 500 to 150,000, up to 16,384 rows, every
+// dtype, one thread and two; met within 8 MiB, and rather above. Program, libraries and heap before any model; in
+// bfloat16 also the code that the matrix library writes for its products.
+constexpr std::int64_t kProcessBytes = 130 << 20, kBfloat16CodeBytes = 13 << 20;
+// The matrix library packs a product's weight (bfloat16 as float32) up to a limit; attention takes about 4 MiB at most.
+constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20;
+constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 2 << 10;
 
 // The head's block of logits: objective/fused_head.cpp.
 constexpr std::int64_t kBlockRows = 256, kBlockBytes = std::int64_t{64} << 20, kWidenedBytes = std::int64_t{16} << 20;
@@ -39,15 +43,22 @@ ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const Ste
   }
 }
 
-std::int64_t ActivationBytes::constant() const {
+std::int64_t ActivationBytes::model() const {
   std::int64_t per_parameter = b_;
   if (kind_.gradients) per_parameter += a_;
   if (kind_.optimizer) per_parameter += 2 * a_ + (b_ == 2 ? 4 : 0);
-  return kProcessBytes + kind_.beside_bytes + shape_.parameters() * per_parameter;
+  return shape_.parameters() * per_parameter;
+}
+
+std::int64_t ActivationBytes::constant() const {
+  return kProcessBytes + (b_ == 2 ? kBfloat16CodeBytes : 0) + kind_.beside_bytes + model();
 }
 
 std::int64_t ActivationBytes::scratch(std::int64_t rows) const {
-  return shape_.hidden * (kScratchPerColumn + kScratchPerElement * rows);
+  const std::int64_t widest =
+      std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width_, 2 * shape_.inner, 2 * shape_.expert_inner});
+  return std::min(kMostPackedBytes + kMostPackedElements * b_, shape_.hidden * widest * a_) +
+         std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
 }
 
 std::int64_t ActivationBytes::path(std::int64_t path_rows) const {

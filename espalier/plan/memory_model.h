@@ -26,10 +26,12 @@ class ActivationBytes {
  public:
   ActivationBytes(const ModelShape& shape, DType dtype, const StepKind& kind = {});
 
-  // Held through the step: weights and the process itself; gradients, masters (bfloat16 only) and two moments where the
-  // kind of step has them.
+  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them.
+  std::int64_t model() const;
+  // Held through the step: the model, the process itself and what is beside them.
   std::int64_t constant() const;
   // Buffers of the matrix library and of attention outside the arena, for sets of at most so many rows. Measured.
+  // Bounded, whatever the shape: what grows with the rows is in the arena.
   std::int64_t scratch(std::int64_t rows) const;
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   std::int64_t path(std::int64_t path_rows) const;

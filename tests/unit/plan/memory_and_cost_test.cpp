@@ -36,6 +36,28 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
   EXPECT_EQ(per_parameter(DType::float32, {.gradients = false, .optimizer = false}), 4);
 }
 
+// Packed weights up to 16 MiB and 2 Mi elements more, 2 KiB a row of attention up to 4 MiB.
+TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
+  const ModelShape tiny = testing::tiny_shape();
+  const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.inner, tiny.heads * tiny.head_dim});
+  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), tiny.hidden * widest * 4 + 10 * 2048);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10), tiny.hidden * widest * 8 + 10 * 2048);
+  const ModelShape large = testing::llama_3_8b();
+  EXPECT_EQ(ActivationBytes(large, DType::float64).scratch(1 << 20), (16 + 16 + 4) << 20);
+  EXPECT_EQ(ActivationBytes(large, DType::float32).scratch(1 << 20), (16 + 8 + 4) << 20);
+  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), (16 + 4 + 4) << 20);
+}
+
+TEST(MemoryModel, HoldsTheCodeOfBfloat16Products) {
+  const auto beside_the_model = [](DType dtype) {
+    const ActivationBytes bytes(testing::tiny_shape(), dtype);
+    return bytes.constant() - bytes.model();
+  };
+  EXPECT_EQ(beside_the_model(DType::float32), 130 << 20);
+  EXPECT_EQ(beside_the_model(DType::float64), 130 << 20);
+  EXPECT_EQ(beside_the_model(DType::bfloat16), (130 + 13) << 20);
+}
+
 TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
   // T = O = 64 rows of a tiny float32 model: every tensor is a multiple of 64 bytes.
   const ModelShape s = testing::tiny_shape();
