@@ -19,6 +19,8 @@
 namespace espalier {
 namespace {
 
+constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
+
 // eos_token_id of one file; false where it has none.
 bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out) {
   if (!std::filesystem::exists(file)) return false;
@@ -68,19 +70,20 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 }
 
 void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings) {
-  constexpr std::int64_t kPromptRows = 1024, kFewestRows = 16, kDecoded = 1024;
-  const std::int64_t limit = arena_limit(options);
-  const ActivationBytes bytes(shape, parse_dtype(options.dtype), {.gradients = false, .optimizer = false});
+  constexpr std::int64_t kFewestRows = 16;
+  const ActivationBytes bytes(shape, parse_dtype(options.dtype), kForwardOnly);
+  // Of what is free, the weights are taken already; of a given budget they are still to be.
+  const std::int64_t limit = arena_limit(options) - (options.memory_budget.empty() ? 0 : bytes.constant());
   const auto activations = [&](std::int64_t rows) {
     const Work work{.rows = rows, .outputs = rows};
     return bytes.forward_peak(work, false, true) + bytes.scratch(rows);
   };
   if (settings.token_budget == 0) {
-    settings.token_budget = kPromptRows;
+    settings.token_budget = kMostPromptRows;
     while (settings.token_budget > kFewestRows && activations(settings.token_budget) > limit / 4)
       settings.token_budget /= 2;
   }
-  std::int64_t decoded = settings.max_num_seqs > 0 ? settings.max_num_seqs : kDecoded;
+  std::int64_t decoded = settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded;
   if (settings.max_num_seqs == 0)
     while (decoded > 1 && activations(decoded) > limit / 4) decoded /= 2;
   const std::int64_t most = std::max(activations(settings.token_budget), activations(decoded));
@@ -91,6 +94,7 @@ void plan_memory(const ModelShape& shape, const Options& options, SamplingSettin
 GenerateReport generate_records(const Options& options, Progress& progress) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
+  require_room(read_model_shape(options.model), options, kForwardOnly);
   const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
   settings.stop_ids = stop_ids(options, model->shape.vocabulary);
   const PromptFile file = read_prompts(options.prompts, model->shape.vocabulary, progress);

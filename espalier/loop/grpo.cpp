@@ -1,7 +1,6 @@
 #include "espalier/loop/grpo.h"
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -9,7 +8,6 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/atomic_output.h"
-#include "espalier/checkpoint/model_directory.h"
 #include "espalier/loop/checkpoint.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/random_streams.h"
@@ -58,6 +56,7 @@ class Loop {
   void restore(const std::filesystem::path& checkpoint, const MetricLine& on_line);
   void prepare();
   void prepare_critic();
+  void share_memory();
   bool run_batch();
   void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
   void run_steps(const TrainingData& data, const Json& batch);
@@ -152,8 +151,8 @@ void Loop::prepare() {
   if (options_.kl_loss_coef > 0) {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
     reference_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
-    actor_->beside_bytes += reference_->weights.nbytes();
   }
+  share_memory();
   if (!options_.record.empty())
     recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_->masters(), options_);
 }
@@ -163,9 +162,18 @@ void Loop::prepare_critic() {
   critic_.emplace(load_critic(options_.critic, options_, model_->shape, progress_), options_, start_.machine,
                   actor_->arena);
   critic_->model().decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+  critic_->optimizer();
   if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);
+}
+
+// Tells the plans of actor and critic what is held beside each. The sampler's keys and values are among it: the arena
+// keeps what an update touched while the next batch is sampled.
+void Loop::share_memory() {
+  const auto reference = reference_ ? static_cast<std::int64_t>(reference_->weights.nbytes()) : 0;
+  actor_->beside_bytes = reference + sampling_->most_kv_bytes();
+  if (!critic_) return;
+  critic_->learner().beside_bytes = actor_->beside_bytes + actor_->held_bytes();
   actor_->beside_bytes += critic_->learner().held_bytes();
-  critic_->learner().beside_bytes = actor_->held_bytes();
 }
 
 // False where no group was left to learn from.
@@ -207,7 +215,8 @@ bool Loop::run_batch() {
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
   const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
     ScoredRollouts scored =
-        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_, counts);
+        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_, counts,
+                       actor_->held_bytes() + actor_->beside_bytes - model_->weights.nbytes());
     for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
     tokens_saved += scored.logical_rows - scored.physical_rows;
   };
@@ -301,10 +310,8 @@ void Loop::write_last_rollouts() const {
 }
 
 void Loop::write_model() const {
-  const DType saved = options_.save_dtype == "source" ? model_->shape.stored_dtype : parse_dtype(options_.save_dtype);
   AtomicDirectory out(folder_.model());
-  write_model_directory(out.path(), model_->source, model_->table, accumulator_of(model_->dtype),
-                        optimizer_->masters().data_ptr(), saved);
+  write_trained_weights(out.path(), *model_, *optimizer_, options_.save_dtype);
   out.commit();
 }
 

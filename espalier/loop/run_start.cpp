@@ -11,6 +11,7 @@
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/machine.h"
+#include "espalier/train/planning.h"
 
 namespace espalier {
 namespace {
@@ -71,6 +72,16 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   return out;
 }
 
+// The actor with gradients and moments, and what stands beside it: a reference, a critic.
+void check_room(const ModelShape& shape, const Options& options) {
+  StepKind kind;
+  if (options.kl_loss_coef > 0)
+    kind.beside_bytes += bytes_of_model(shape, options, {.gradients = false, .optimizer = false});
+  if (!options.critic.empty())
+    kind.beside_bytes += bytes_of_model(read_critic_shape(options.critic).shape, options, {});
+  require_room(shape, options, kind);
+}
+
 RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
   RunStart out;
   out.options = given;
@@ -78,6 +89,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
     out.options.memory_budget = std::to_string(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20));
   check_sampling(out.options);
   const ModelShape shape = shape_of(given);
+  check_room(shape, out.options);
   out.machine = machine_profile(out.options, progress);
   out.folder = std::make_unique<RunFolder>(root);
   Json run;

@@ -9,6 +9,7 @@
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
 #include "espalier/observe/timer.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/rollout/json_text.h"
 
 namespace espalier {
@@ -149,6 +150,14 @@ Evaluation Sampling::evaluate() {
   const auto count = static_cast<double>(problems.size());
   out.accuracy /= count, out.reward /= count, out.mean_length /= count;
   return out;
+}
+
+std::int64_t Sampling::most_kv_bytes() const {
+  const std::int64_t batch =
+      options_.train_batch_size * (options_.prompt_length + sampled_.n * options_.max_response_length);
+  const std::int64_t held_out = options_.val_size * (options_.prompt_length + options_.max_response_length);
+  const std::int64_t token = kv_bytes_per_token(decoder_.shape(), parse_dtype(options_.dtype));
+  return std::min(sampled_.kv_limit_bytes, std::max(batch, held_out) * token);
 }
 
 }  // namespace espalier

@@ -53,6 +53,9 @@ class Sampling {
   // --val-size held-out problems, the same ones at every call, answered greedily.
   Evaluation evaluate();
 
+  // Most bytes of keys and values that a batch or an evaluation holds at once.
+  std::int64_t most_kv_bytes() const;
+
  private:
   struct Scored {
     std::vector<Rollout> rollouts;

@@ -1,14 +1,36 @@
 #include "espalier/train/planning.h"
 
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/plan/planner.h"
 
 namespace espalier {
 
 std::int64_t arena_limit(const Options& options) {
   return options.memory_budget.empty() ? available_bytes() : parse_bytes(options.memory_budget, "--memory-budget");
+}
+
+std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, const StepKind& kind) {
+  return ActivationBytes(shape, parse_dtype(options.dtype), kind).model();
+}
+
+void require_room(const ModelShape& shape, const Options& options, const StepKind& kind) {
+  const std::int64_t needed = ActivationBytes(shape, parse_dtype(options.dtype), kind).constant();
+  const bool given = !options.memory_budget.empty();
+  const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
+  if (needed <= room) return;
+  const char* what = kind.optimizer   ? "weights, gradients and optimizer state"
+                     : kind.gradients ? "weights and gradients"
+                                      : "weights";
+  std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
+                             : "Free memory, or take a machine with more";
+  if (options.dtype != "bfloat16") remedy += ", or take --dtype bfloat16";
+  throw MemoryBudgetError({given ? "--memory-budget" : "memory",
+                           text_of("more than ", format_bytes(needed), " for ", what, " alone"),
+                           text_of(format_bytes(room), given ? "" : " free"), remedy});
 }
 
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,

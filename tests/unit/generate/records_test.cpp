@@ -7,6 +7,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/generate/generate_records.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/train/score.h"
 #include "tests/unit/generate/sampling_case.h"
 
@@ -91,13 +92,16 @@ TEST(Records, TheMemoryBudgetIsSplit) {
   const ModelShape shape = tiny_shape("qwen3");
   Options options;
   std::int64_t last_rows = 0, last_kv = 0;
-  for (const char* budget : {"1MiB", "16MiB", "1GiB"}) {
-    options.memory_budget = budget;
+  const StepKind forward{.gradients = false, .optimizer = false};
+  const std::int64_t held = ActivationBytes(shape, DType::float32, forward).constant();
+  for (const std::int64_t mebibytes : {1, 16, 1024}) {
+    options.memory_budget = std::to_string(held + (mebibytes << 20));
     SamplingSettings settings;
     plan_memory(shape, options, settings);
     EXPECT_GE(settings.token_budget, std::max<std::int64_t>(16, last_rows));
     EXPECT_GT(settings.kv_limit_bytes, last_kv);
     EXPECT_GE(settings.max_num_seqs, 1);
+    EXPECT_LT(settings.kv_limit_bytes, mebibytes << 20);  // weights and the process are of the budget too
     last_rows = settings.token_budget, last_kv = settings.kv_limit_bytes;
   }
 }
