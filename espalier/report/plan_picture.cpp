@@ -79,11 +79,13 @@ struct Fields {
   double seconds() const {
     if (!json.is_object() || !json.contains("seconds") || !json["seconds"].is_number()) refuse("seconds", "a number");
     const auto value = json["seconds"].get<double>();
-    if (!(value >= 0)) refuse("seconds", "at least 0");
+    if (!(value >= 0 && value <= 0x1p50)) refuse("seconds", "at least 0 and below 2^50");
     return value;
   }
-  const Json& array(const char* name) const {
-    if (!json.is_object() || !json.contains(name) || !json[name].is_array()) refuse(name, "an array");
+  // The limit also keeps sums over the array finite: of seconds, and of rows in 64 bits.
+  const Json& array(const char* name, std::size_t most) const {
+    if (!json.is_object() || !json.contains(name) || !json[name].is_array() || json[name].size() > most)
+      refuse(name, text_of("an array of at most ", most));
     return json[name];
   }
 };
@@ -156,9 +158,10 @@ Json plan_picture(const StepPlan& plan, std::span<const Rollout> batch) {
 PlanPicture read_picture(const Json& json, const std::string& where) {
   const Fields fields{json, where};
   PlanPicture picture;
-  for (const Json& tree : fields.array("trees")) picture.trees.push_back(read_tree({tree, where}));
-  for (const Json& node : fields.array("nodes")) picture.nodes.push_back(read_node({node, where}));
-  for (const Json& entry : fields.array("schedule")) picture.schedule.push_back(read_entry({entry, where}));
+  for (const Json& tree : fields.array("trees", kMostNodes)) picture.trees.push_back(read_tree({tree, where}));
+  for (const Json& node : fields.array("nodes", kMostNodes)) picture.nodes.push_back(read_node({node, where}));
+  for (const Json& entry : fields.array("schedule", kMostEntries))
+    picture.schedule.push_back(read_entry({entry, where}));
   picture.tree_count = fields.integer("tree_count");
   picture.entry_count = fields.integer("entry_count");
   if (!json.contains("rows")) fields.refuse("rows", "an object");

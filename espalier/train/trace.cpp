@@ -58,7 +58,9 @@ Trace read_trace(const std::filesystem::path& directory) {
   trace.rollouts = path_member(directory, json, "rollouts", where);
   try {
     trace.options = options_from_json(json.value("options", Json::object()), where);
-    trace.options.dtype = name_of(parse_dtype(json.value("dtype", "float32")));
+    const Json dtype = json.value("dtype", Json("float32"));
+    if (!dtype.is_string()) refuse(where, "\"dtype\", a name", dtype.type_name());
+    trace.options.dtype = name_of(parse_dtype(dtype.get<std::string>()));
   } catch (const OptionError& error) {
     throw InputError(error.text());
   }

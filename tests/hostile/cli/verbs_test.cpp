@@ -1,4 +1,4 @@
-// inspect, convert and plan from outside: their JSON, their text, and what they leave on the disk.
+// inspect, convert, plan and replay from outside: their JSON, their text, and what they leave on the disk.
 #include <gtest/gtest.h>
 
 #include "espalier/base/json.h"
@@ -212,6 +212,17 @@ TEST(Plan, ATokenBeyondTheVocabularyIsABadInput) {
   folder.put("r.jsonl", "{\"prompt_ids\":[1],\"response_ids\":[64]}\n");
   folder.put("m/config.json", kModel);
   EXPECT_EQ(run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl"}).code, 3);
+}
+
+TEST(Replay, ADtypeThatIsNoNameIsABadInput) {
+  const Folder folder;
+  folder.put("config.json", kModel);
+  folder.put("r.jsonl", kRollouts);
+  folder.put("trace.json",
+             "{\"model\":\"config.json\",\"rollouts\":\"r.jsonl\",\"dtype\":5,\"steps\":[],\"checkpoints\":[]}");
+  const Outcome outcome = run(folder.path(), {"replay", "."});
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_NE(outcome.err.find("\"dtype\""), std::string::npos) << outcome.err;
 }
 
 }  // namespace

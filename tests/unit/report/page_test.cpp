@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "espalier/base/error.h"
 #include "espalier/report/report.h"
 #include "tests/unit/plan/shapes.h"
 #include "tests/unit/report/run_folder.h"
@@ -95,6 +96,20 @@ TEST(Page, DrawsThePictureOfAPlan) {
   expect_shown(page, {"<h2>Prefix trees and schedule</h2>", "88 tokens once, instead of 208",
                       "40 tokens of prompt, depths 0 to 39, in 4 rollouts", "A, trunk forward: 39 rows below 0 rows",
                       "C, trunk backward: 39 rows", "B, wave: "});
+}
+
+TEST(Page, APictureWhoseSumsOverflowIsRefused) {
+  const std::vector<Rollout> batch = testing::group_of(40, 12, 4);
+  const auto expect_refused = [&](const char* what, std::size_t entries, const char* field, const Json& value) {
+    Json line = {{"kind", "picture"}, {"step", 2}, {"plan", plan_picture(testing::planned(batch, {}), batch)}};
+    Json entry = line["plan"]["schedule"][0];
+    entry[field] = value;
+    line["plan"]["schedule"] = std::vector<Json>(entries, entry);
+    EXPECT_THROW(page_of_lines(whole_run() + line.dump() + "\n"), InputError) << what;
+  };
+  // 8192 times 2^50 is the first integer beyond 64 bits with a sign, 2e308 the first double that is infinite.
+  expect_refused("rows", 8192, "rows", std::int64_t{1} << 50);
+  expect_refused("seconds", 2, "seconds", 1e308);
 }
 
 TEST(WriteReport, WritesThePageAndEventsWhereThereAreNone) {
