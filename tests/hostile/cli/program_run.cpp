@@ -45,6 +45,8 @@ Started::Started(const std::filesystem::path& where, const std::vector<std::stri
   const int err_file = open(err_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
   if (out_file < 0 || err_file < 0 || chdir(where.c_str()) != 0) _exit(126);
   signal(SIGPIPE, ignores_broken_pipes ? SIG_IGN : SIG_DFL);
+  // A test run that a script started in the background ignores interrupts, and its children would.
+  for (const int interrupt : {SIGINT, SIGTERM, SIGHUP}) signal(interrupt, SIG_DFL);
   dup2(out_file, STDOUT_FILENO);
   dup2(err_file, STDERR_FILENO);
   execv(ESPALIER_PROGRAM, argv.data());
