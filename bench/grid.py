@@ -152,7 +152,8 @@ def report(targets=()):
         m = against[-1]["machine"]
         lines += ["## Against plain PyTorch", "",
                   f"`{against[-1]['command']}` on {m['cpu']}, {against[-1]['threads']} threads, torch {m['torch']}, transformers "
-                  f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, runs alternating.",
+                  f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, "
+                  "runs alternating.",
                   "", *baseline_table(against), ""]
     (ROOT / "docs/performance.md").write_text("\n".join(lines))
     print(ROOT / "docs/performance.md")

@@ -231,7 +231,8 @@ def allocations(context):
     yield "blocks of 64 KiB or more in steps 2 to 4, float32 and float64", [0 if done.returncode == 0 else 1]
 
 
-SIXTHS = [(256, 1280, 8), (768, 768, 8), (1280, 256, 8), (1280, 256, 2), (768, 768, 2), (256, 1280, 2), (640, 128, 32), (128, 640, 32), (320, 64, 128)]
+SIXTHS = [(256, 1280, 8), (768, 768, 8), (1280, 256, 8), (1280, 256, 2), (768, 768, 2), (256, 1280, 2), (640, 128, 32), (128, 640, 32),
+          (320, 64, 128)]
 WAVES = [(1280, 256, 8), (256, 1280, 2)]
 UPDATES = [(1280, 256, 8)]
 STOCK_CELLS = [(1707, 341, 8), (1707, 341, 2), (341, 1707, 4), (4096, 128, 16)]
@@ -283,7 +284,8 @@ TARGETS = [
     Target("planning-share", "planning, of a step", 0.01, lambda c: planning_share(c, UPDATES), "rest", most=True),
     Target("reading", "MB/s of JSON Lines read by one core", 200, reading, 0.6),
     Target("memory", "peak memory, measured over predicted", 0.05, lambda c: predicted_bytes(c, UPDATES), "rest", both=True),
-    Target("prediction", "seconds of a gradient, predicted for the matrix-product rate of these turns, over measured", 0.1, lambda c: predicted_seconds(c, SIXTHS[:4]), "ceiling", both=True),
+    Target("prediction", "seconds of a gradient, predicted for the matrix-product rate of these turns, over measured", 0.1,
+           lambda c: predicted_seconds(c, SIXTHS[:4]), "ceiling", both=True),
     Target("allocations", "large heap blocks in steady state", 0, allocations, 0.1, most=True),
     Target("regret", "auto against the best of dense, packed, phased", 0.95, regret, 2),
     Target("ceiling-waves", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, WAVES, budget=512), 2),

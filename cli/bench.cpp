@@ -7,7 +7,6 @@
 #include "cli/profile_text.h"
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
-#include "espalier/base/units.h"
 #include "espalier/train/step_json.h"
 
 namespace espalier::cli {
@@ -58,20 +57,25 @@ Json cell_json(const BenchCell& cell) {
   return out;
 }
 
-// What fits a terminal; the rest of a cell is in --json.
+// At most 120 columns, as wide as a terminal; the figures of the other schedules are in --json.
 void print_header(std::ostream& out) {
-  out << "prompt/response    n | dense s packed s phased s  auto s | speed-up ceiling | predicted s        peak | "
-         "grad. error  auto is\n";
+  out << "prompt/response   n |dense s packed phased   auto | speed-up ceiling reach | predicted |   MiB  pred. | "
+         "grad.err"
+         "  auto is\n";
 }
 
 void print_cell(std::ostream& out, const BenchCell& cell) {
   const BenchMeasure& automatic = cell.automatic;
-  out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(5) << cell.n << " |" << std::fixed
-      << std::setprecision(3) << std::setw(8) << cell.dense.seconds << std::setw(9) << cell.packed.seconds
-      << std::setw(9) << cell.phased.seconds << std::setw(8) << automatic.seconds << " |" << std::setprecision(2)
-      << std::setw(9) << cell.speedup() << std::setw(8) << cell.ceiling << " |" << std::setprecision(3) << std::setw(12)
-      << automatic.predicted_seconds << std::setw(12) << format_bytes(automatic.peak_bytes) << " |" << std::scientific
-      << std::setprecision(1) << std::setw(12) << automatic.gradient_error << "  " << cell.chosen << '\n'
+  const auto mebibytes = [](std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+  out << std::setw(15) << text_of(cell.prefix, "/", cell.suffix) << std::setw(4) << cell.n << " |" << std::fixed
+      << std::setprecision(3);
+  for (const Column& column : kColumns) out << std::setw(7) << (cell.*column.measure).seconds;
+  out << " |" << std::setprecision(2) << std::setw(9) << cell.speedup() << std::setw(8) << cell.ceiling
+      << std::setprecision(0) << std::setw(4) << 100 * cell.fraction() << " % |" << std::setprecision(3) << std::setw(8)
+      << automatic.predicted_seconds << " s |" << std::setprecision(0) << std::setw(6)
+      << mebibytes(automatic.peak_bytes) << std::setw(7) << mebibytes(automatic.predicted_peak_bytes) << " |"
+      << std::scientific << std::setprecision(1) << std::setw(9) << automatic.gradient_error << "  " << cell.chosen
+      << '\n'
       << std::defaultfloat << std::flush;
 }
 

@@ -49,13 +49,15 @@ std::int64_t MachineProfile::large_rows() const {
 }
 
 std::string MachineProfile::line() const {
-  std::string out = text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ");
-  for (std::size_t i = 0; i < matrix.size(); ++i)
-    out +=
-        text_of(i ? ", " : "", std::llround(matrix[i].flops_per_second / 1e9), " GFLOP/s at ", matrix[i].rows, " rows");
-  return out + text_of("; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
-                       std::llround(bytes_per_second / 1e9), " GB/s; ", seconds_per_call * 1e6, " us per call",
-                       fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
+  std::string rates, rows;
+  for (const Rate& rate : matrix) {
+    rates += text_of(rates.empty() ? "" : ", ", std::llround(rate.flops_per_second / 1e9));
+    rows += text_of(rows.empty() ? "" : ", ", rate.rows);
+  }
+  return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows,
+                 " rows; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
+                 std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
+                 " us per call", fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
 }
 
 MachineProfile default_profile(const std::string& device, DType dtype, int threads) {

@@ -152,9 +152,10 @@ std::string explain(const StepPlan& plan) {
   for (const TreePlan& tree : plan.trees) rollouts += tree.rollouts;
   std::string out =
       text_of(format_count(rollouts), " rollouts in ", format_count(plan.trees.size()),
-              " prefix trees: ", format_count(plan.logical_rows), " rows dense, ", format_count(plan.physical_rows()),
-              " to run: ", format_count(plan.trunks), " trunks (", format_count(plan.trunk_rows), " rows), ",
-              format_count(plan.waves), " waves (", format_count(plan.wave_rows), " rows)\n\n");
+              plan.trees.size() == 1 ? " prefix tree: " : " prefix trees: ", format_count(plan.logical_rows),
+              " rows dense, ", format_count(plan.physical_rows()), " to run: ", format_count(plan.trunks), " trunks (",
+              format_count(plan.trunk_rows), " rows), ", format_count(plan.waves), " waves (",
+              format_count(plan.wave_rows), " rows)\n\n");
   out += trees_table(plan) + "\n";
   if (plan.waves > 0)
     out += text_of("Budget of ", format_count(plan.token_budget), " rows a wave (",

@@ -36,8 +36,9 @@ std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progre
   const bool weights = std::filesystem::exists(path / "model.safetensors") ||
                        std::filesystem::exists(path / "model.safetensors.index.json");
   if (weights) return load_model(path, dtype, progress);
+  const ModelShape shape = read_model_shape(path);
   progress.note("no weights beside config.json: random ones");
-  return random_model(read_model_shape(path), dtype, seed);
+  return random_model(shape, dtype, seed);
 }
 
 struct Split {
@@ -150,9 +151,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   return cell;
 }
 
-// Keeps the fit, or says why not.
+// Keeps the fit of enough steps, or says why not.
 void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
-  if (machine.source != "measured" || fit.steps() == 0) return;
+  if (machine.source != "measured" || fit.steps() < CostFit::kLeastSteps) return;
   const CostParts factors = fit.factors();
   const std::string found = text_of(fit.steps(), " steps took, of what the unfitted model predicts: products x ",
                                     factors.products, ", attention x ", factors.attention,

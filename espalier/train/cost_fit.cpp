@@ -9,7 +9,6 @@
 namespace espalier {
 namespace {
 
-constexpr std::int64_t kLeastSteps = 24;
 constexpr double kLeastSeconds = 0.2, kUneven = 0.1, kFarthest = 2;
 constexpr double kNoticeable = 0.02;  // of a step: below that a part's ratio is noise
 constexpr double CostParts::*kParts[] = {&CostParts::products, &CostParts::attention, &CostParts::rows,
@@ -68,7 +67,7 @@ CostParts CostFit::factors() const {
     std::vector<double> values;
     for (const CostParts& ratio : ratios_)
       if (!std::isnan(ratio.*part)) values.push_back(ratio.*part);
-    if (static_cast<std::int64_t>(values.size()) >= kLeastSteps) out.*part = quantile(values, 0.5);
+    if (static_cast<std::int64_t>(values.size()) >= CostFit::kLeastSteps) out.*part = quantile(values, 0.5);
   }
   return out;
 }

@@ -20,12 +20,14 @@ CostParts measured_parts(const StepProfile& profile);
 
 class CostFit {
  public:
+  static constexpr std::int64_t kLeastSteps = 24;
+
   // A step that ran; `predicted` by a profile without a fit; the rate of a large matrix product at about that time.
   void add(const CostParts& measured, const CostParts& predicted, double product_flops_per_second);
 
   // Medians over the steps of measured / predicted; 1 for a part that they hardly have.
   CostParts factors() const;
-  // Why the factors would tell more about the moment than about the machine: fewer than 24 steps of at least 0.2 s,
+  // Why the factors would tell more about the moment than about the machine: fewer than kLeastSteps of at least 0.2 s,
   // products that are slower than the profile's or uneven by more than a tenth, or factors outside 1/2 ... 2. "": they
   // may be kept.
   std::string why_not(const MachineProfile& machine) const;
