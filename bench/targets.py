@@ -1,4 +1,4 @@
-"""Every performance target on a CPU, measured: a ratio between two things that take turns, several rounds, median and spread.
+"""Every performance target on a CPU, measured: a ratio between two things that take turns, several rounds, best runs and spread.
 
     python bench/targets.py run [--rounds 3] [--minutes 25] [--only NAME,...] [--quick] [--build build]
     python bench/targets.py report
@@ -93,8 +93,13 @@ class Context:
         self.program("bench", "--model", self.model(), "--splits", splits, "--n", 2, "--repetitions", self.rounds)
 
 
-def each(above, below):
-    return [a / b for a, b in zip(above, below)]
+class Ratios(list):
+    """Seconds over seconds, round by round. `best` is the best run of one side over the best of the other: what others do on
+    a shared machine only slows a run down, so the best runs are the most alike."""
+
+    def __init__(self, above, below, unit=1.0):
+        super().__init__(a / b / unit for a, b in zip(above, below))
+        self.best = min(above) / min(below) / unit
 
 
 def cell_name(prompt, response, n):
@@ -106,28 +111,28 @@ def cell_name(prompt, response, n):
 def own_dense(context, hidden, prompt=512, response=512, n=4):
     found = context.compare(prompt, response, n, ["transformers_dense"], ["dense"], hidden)
     seconds = found["seconds"]
-    yield f"hidden {hidden}, {cell_name(prompt, response, n)}", each(seconds["transformers_dense"]["each"], seconds["espalier dense"]["each"])
+    yield f"hidden {hidden}, {cell_name(prompt, response, n)}", Ratios(seconds["transformers_dense"]["each"], seconds["espalier dense"]["each"])
 
 
 def auto_against_stock(context, cells):
     for prompt, response, n in cells:
         seconds = context.compare(prompt, response, n, STOCK_SHARED, ["auto"])["seconds"]
-        best = min(STOCK_SHARED, key=lambda name: seconds[name]["median"])
-        yield f"{cell_name(prompt, response, n)} ({best})", each(seconds[best]["each"], seconds["espalier auto"]["each"])
+        best = min(STOCK_SHARED, key=lambda name: seconds[name]["min"])
+        yield f"{cell_name(prompt, response, n)} ({best})", Ratios(seconds[best]["each"], seconds["espalier auto"]["each"])
 
 
 def of_ceiling(context, cells, budget=None):
     for cell in cells:
         found = context.cell(*cell, budget=budget)
         name = cell_name(*cell) + (f", waves of {budget} rows" if budget else "")
-        yield name, [ratio / found["ceiling"] for ratio in each(found["runs"]["dense"], found["runs"]["phased"])]
+        yield name, Ratios(found["runs"]["dense"], found["runs"]["phased"], found["ceiling"])
 
 
 def auto_of_best(context, cells):
     for cell in cells:
         found = context.cell(*cell)
-        best = min(("dense", "packed", "phased"), key=lambda schedule: found["seconds"][schedule])
-        yield f"{cell_name(*cell)} ({best})", each(found["runs"][best], found["runs"]["auto"])
+        best = min(("dense", "packed", "phased"), key=lambda schedule: min(found["runs"][schedule]))
+        yield f"{cell_name(*cell)} ({best})", Ratios(found["runs"][best], found["runs"]["auto"])
 
 
 def regret(context):
@@ -137,16 +142,16 @@ def regret(context):
         for prompt, response in ((1024, 256), (341, 683), (64, 192), (900, 20)):
             for n in (1, 2, 8, 32):
                 found = context.cell(prompt, response, n, hidden, layers)
-                best = min(("dense", "packed", "phased"), key=lambda schedule: found["seconds"][schedule])
-                shares[cell_name(prompt, response, n)] = each(found["runs"][best], found["runs"]["auto"])
-        worst = min(shares, key=lambda name: statistics.median(shares[name]))
+                best = min(("dense", "packed", "phased"), key=lambda schedule: min(found["runs"][schedule]))
+                shares[cell_name(prompt, response, n)] = Ratios(found["runs"][best], found["runs"]["auto"])
+        worst = min(shares, key=lambda name: shares[name].best)
         yield f"hidden {hidden}, {layers} layers: worst of {len(shares)} cells, {worst}", shares[worst]
 
 
 def phased_of_packed(context, cells):
     for cell in cells:
         found = context.cell(*cell)
-        yield cell_name(*cell), each(found["runs"]["packed"], found["runs"]["phased"])
+        yield cell_name(*cell), Ratios(found["runs"]["packed"], found["runs"]["phased"])
 
 
 def flop_rate(context, cells):
@@ -296,9 +301,10 @@ TARGETS = [
 
 
 def results_of(target, context):
-    """A row for every case: median, least and most over the rounds."""
+    """A row for every case: the ratio of the best runs where two things were timed in turns, else the median; the spread
+    over the rounds."""
     for case, values in target.measure(context):
-        middle = statistics.median(values)
+        middle = values.best if isinstance(values, Ratios) else statistics.median(values)
         yield {"name": target.name, "target": target.what, "bound": target.bound(), "case": case, "measured": middle,
                "spread": [min(values), max(values)], "rounds": len(values), "met": target.met(middle)}
 
@@ -320,7 +326,7 @@ def run(options):
         sys.exit(f"no target {', '.join(sorted(unknown))}; there are {', '.join(target.name for target in TARGETS)}")
     file = grid.RESULTS / f"targets-{re.sub('[^A-Za-z0-9]+', '', machine['cpu'])}-{machine['commit']}.jsonl"
     about = {"machine": machine, "threads": options.threads, "date": time.strftime("%Y-%m-%d"), "seconds_since_1970": int(time.time()),
-             "command": " ".join(["bench/targets.py", *sys.argv[1:]]), "torch": workload.torch.__version__,
+             "command": re.sub(r" --build \S+", "", " ".join(["bench/targets.py", *sys.argv[1:]])), "torch": workload.torch.__version__,
              "transformers": workload.transformers.__version__}
     start, done = time.monotonic(), set()
     print(*HEAD, sep="\n", flush=True)
@@ -370,7 +376,8 @@ def section():
     met = sum(row["met"] for row in measured)
     text = [f"`{rows[-1]['command']}` on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
             f"{rows[-1]['transformers']}, commit {m['commit']}, {rows[-1]['date']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
-            "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns, medians over rounds."]
+            "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns; measured is the best run of one over "
+            "the best of the other (attention, head: the median of the rounds), spread that of single rounds."]
     if left_out:
         text.append(f"Not measured: {', '.join(left_out)}.")
     return ["## Targets", "", *text, "", *HEAD, *map(line, measured), ""]
