@@ -329,6 +329,15 @@ def run(options):
              "command": re.sub(r" --build \S+", "", " ".join(["bench/targets.py", *sys.argv[1:]])), "torch": workload.torch.__version__,
              "transformers": workload.transformers.__version__}
     start, done = time.monotonic(), set()
+
+    def keep(row):
+        """At once: what was measured stays if the rest is broken off."""
+        if options.quick:
+            return
+        grid.RESULTS.mkdir(parents=True, exist_ok=True)
+        with open(file, "a") as out:
+            out.write(json.dumps({**about, **row}) + "\n")
+
     print(*HEAD, sep="\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="espalier-targets-") as name:
         context = Context(options, Path(name))
@@ -338,24 +347,19 @@ def run(options):
             if target.name not in names:
                 continue
             spent = (time.monotonic() - start) / 60
-            rows = []
             if spent + target.expected_minutes(done) * options.rounds / 3 > options.minutes:
-                rows = [{"name": target.name, "target": target.what, "skipped": f"{spent:.0f} of {options.minutes:g} minutes were spent"}]
-                print(f"| {target.what} | left out: {rows[0]['skipped']} | {target.bound()} | | | |", flush=True)
-            else:
-                done.add(target.name)
-                try:
-                    for row in results_of(target, context):
-                        rows.append(row)
-                        print(line(row), flush=True)
-                except (RuntimeError, OSError, KeyError, SystemExit) as error:
-                    rows.append({"name": target.name, "target": target.what, "skipped": f"failed: {error}"})
-                    print(f"| {target.what} | failed: {error} | {target.bound()} | | | |", flush=True)
-            if not options.quick:
-                grid.RESULTS.mkdir(parents=True, exist_ok=True)
-                with open(file, "a") as out:
-                    for row in rows:
-                        out.write(json.dumps({**about, **row}) + "\n")
+                left_out = f"{spent:.0f} of {options.minutes:g} minutes were spent"
+                print(f"| {target.what} | left out: {left_out} | {target.bound()} | | | |", flush=True)
+                keep({"name": target.name, "target": target.what, "skipped": left_out})
+                continue
+            done.add(target.name)
+            try:
+                for row in results_of(target, context):
+                    print(line(row), flush=True)
+                    keep(row)
+            except (RuntimeError, OSError, KeyError, SystemExit) as error:
+                print(f"| {target.what} | failed: {error} | {target.bound()} | | | |", flush=True)
+                keep({"name": target.name, "target": target.what, "skipped": f"failed: {error}"})
     print(f"\n{(time.monotonic() - start) / 60:.1f} minutes", "" if options.quick else f"-> {file}", file=sys.stderr)
 
 
@@ -374,7 +378,8 @@ def section():
     m, measured = rows[-1]["machine"], [row for row in rows if "measured" in row]
     left_out = sorted({row["name"] for row in rows} - {row["name"] for row in measured})
     met = sum(row["met"] for row in measured)
-    text = [f"`{rows[-1]['command']}` on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
+    commands = " and ".join(dict.fromkeys(f"`{row['command']}`" for row in rows))
+    text = [f"{commands} on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
             f"{rows[-1]['transformers']}, commit {m['commit']}, {rows[-1]['date']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
             "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns; measured is the best run of one over "
             "the best of the other (attention, head: the median of the rounds), spread that of single rounds."]
