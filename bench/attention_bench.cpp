@@ -20,8 +20,8 @@
 
 #include "bench/fma_peak.h"
 #include "bench/spread.h"
-#include "espalier/attention/attention.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/ops/attention/attention.h"
 
 namespace {
 

@@ -15,8 +15,8 @@
 
 #include "bench/spread.h"
 #include "espalier/gradient/gradient_set.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/model/mlp.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/model_state.h"
 
 namespace {

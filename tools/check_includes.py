@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe rollout grouping plan attention moe model objective gradient phase optimizer checkpoint "
+    "base options observe device rollout grouping plan ops moe model objective gradient phase optimizer checkpoint "
     "train generate replay report loop"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.

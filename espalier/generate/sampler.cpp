@@ -15,11 +15,11 @@
 #include "espalier/base/random.h"
 #include "espalier/base/units.h"
 #include "espalier/generate/prompt_group.h"
-#include "espalier/generate/token_choice.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/token_choice.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/rollout/record_format.h"
 

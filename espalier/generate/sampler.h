@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "espalier/device/arena.h"
 #include "espalier/model/decoder.h"
-#include "espalier/observe/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/rollout/rollout.h"
 

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "espalier/base/json.h"
+#include "espalier/device/arena.h"
 #include "espalier/generate/sampler.h"
 #include "espalier/loop/reward.h"
 #include "espalier/loop/task.h"
 #include "espalier/model/decoder.h"
-#include "espalier/observe/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
-#include "espalier/model/row_kernels.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/row_kernels.h"
 
 namespace espalier {
 

@@ -8,12 +8,12 @@
 
 #include <vector>
 
+#include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/layer.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
 #include "espalier/model/rows.h"
-#include "espalier/observe/arena.h"
 
 namespace espalier {
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
-#include "espalier/model/products.h"
-#include "espalier/model/row_kernels.h"
 #include "espalier/model/stream_norm.h"
-#include "espalier/moe/expert_rows.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/expert_rows.h"
+#include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/products.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

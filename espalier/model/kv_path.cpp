@@ -4,7 +4,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier {
 

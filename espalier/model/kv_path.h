@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "espalier/observe/arena.h"
+#include "espalier/device/arena.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {

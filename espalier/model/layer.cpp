@@ -5,13 +5,13 @@
 #include <cmath>
 #include <cstring>
 
-#include "espalier/attention/attention.h"
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/model/mlp.h"
-#include "espalier/model/products.h"
-#include "espalier/model/row_kernels.h"
 #include "espalier/model/stream_norm.h"
+#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/products.h"
 
 namespace espalier {
 namespace {

@@ -9,11 +9,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
 #include "espalier/model/rows.h"
-#include "espalier/observe/arena.h"
 #include "espalier/observe/timer.h"
 
 namespace espalier {

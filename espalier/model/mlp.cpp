@@ -4,11 +4,11 @@
 
 #include <ATen/ATen.h>
 
-#include "espalier/model/dispatch.h"
 #include "espalier/model/expert_mlp.h"
-#include "espalier/model/products.h"
-#include "espalier/model/row_kernels.h"
 #include "espalier/model/stream_norm.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/ops/products.h"
 
 namespace espalier {
 namespace {

@@ -15,7 +15,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/moe/router.h"
+#include "espalier/ops/cpu/router.h"
 
 namespace espalier::moe {
 

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/model/dispatch.h"
-#include "espalier/objective/head_kernels.h"
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/head_kernels.h"
 
 namespace espalier {
 

@@ -14,7 +14,7 @@
 #include <functional>
 #include <span>
 
-#include "espalier/observe/arena.h"
+#include "espalier/device/arena.h"
 
 namespace espalier {
 

@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
-#include "espalier/optimizer/adamw_kernels.h"
+#include "espalier/ops/cpu/adamw_kernels.h"
+#include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier {
 namespace {

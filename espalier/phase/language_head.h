@@ -4,11 +4,11 @@
 #include <span>
 #include <vector>
 
+#include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/objective/objective.h"
-#include "espalier/observe/arena.h"
 #include "espalier/phase/head.h"
 #include "espalier/rollout/rollout.h"
 

@@ -5,10 +5,10 @@
 #include <functional>
 #include <span>
 
+#include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/moe/chosen_experts.h"
-#include "espalier/observe/arena.h"
 #include "espalier/phase/head.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"

@@ -12,8 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "espalier/device/arena.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/observe/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/train/pass.h"

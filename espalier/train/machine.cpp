@@ -12,11 +12,11 @@
 #include <memory>
 #include <sstream>
 
-#include "espalier/attention/attention.h"
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier {
 namespace {

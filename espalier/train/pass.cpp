@@ -1,8 +1,8 @@
 #include "espalier/train/pass.h"
 
 #include "espalier/base/mutation.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/observe/memory.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/phase/schedule.h"
 #include "espalier/train/planning.h"
 

@@ -8,8 +8,8 @@
 #include <span>
 #include <string_view>
 
+#include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
-#include "espalier/observe/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options.h"

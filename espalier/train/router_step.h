@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
+#include "espalier/device/arena.h"
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
-#include "espalier/observe/arena.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"

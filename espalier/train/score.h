@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/observe/arena.h"
+#include "espalier/device/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/phase/language_head.h"

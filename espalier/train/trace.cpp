@@ -7,7 +7,7 @@
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/trained_model.h"
 

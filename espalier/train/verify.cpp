@@ -13,7 +13,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/machine.h"
 #include "espalier/train/planning.h"
 #include "espalier/train/verified_step.h"

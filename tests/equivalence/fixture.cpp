@@ -9,7 +9,7 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier::testing {
 namespace {

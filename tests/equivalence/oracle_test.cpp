@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/random.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

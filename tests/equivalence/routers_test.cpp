@@ -7,8 +7,8 @@
 #include <numeric>
 
 #include "espalier/base/error.h"
-#include "espalier/model/dispatch.h"
 #include "espalier/observe/progress.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/score.h"
 #include "tests/equivalence/fixture.h"
 

@@ -9,7 +9,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
-#include "espalier/model/dispatch.h"
+#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/mutation/battery.h"

@@ -7,8 +7,8 @@
 
 #include "espalier/base/random.h"
 #include "espalier/objective/denominator.h"
-#include "espalier/objective/value_head.h"
 #include "espalier/objective/value_loss.h"
+#include "espalier/ops/cpu/value_head.h"
 
 namespace espalier {
 namespace {

@@ -10,7 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/objective/fused_head.h"
-#include "espalier/objective/head_kernels.h"
+#include "espalier/ops/cpu/head_kernels.h"
 
 namespace espalier {
 namespace {

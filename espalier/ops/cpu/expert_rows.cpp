@@ -1,0 +1,79 @@
+#include "espalier/ops/cpu/expert_rows.h"
+
+namespace espalier::moe {
+namespace {
+constexpr std::int64_t kParallelFrom = 16384;  // elements below which a second thread costs more than it saves
+}
+
+ExpertRows sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK) {
+  const auto slots = static_cast<std::size_t>(shape.rows * shape.chosen);
+  ExpertRows out;
+  out.begin.assign(static_cast<std::size_t>(shape.experts) + 1, 0);
+  out.row.resize(slots);
+  out.slot.resize(slots);
+  for (std::size_t s = 0; s < slots; ++s) ++out.begin[static_cast<std::size_t>(choice_RK[s]) + 1];
+  for (std::size_t e = 1; e < out.begin.size(); ++e) out.begin[e] += out.begin[e - 1];
+  std::vector<std::int64_t> next(out.begin.begin(), out.begin.end() - 1);
+  for (std::size_t s = 0; s < slots; ++s) {
+    const auto at = static_cast<std::size_t>(next[static_cast<std::size_t>(choice_RK[s])]++);
+    out.slot[at] = static_cast<std::int32_t>(s);
+    out.row[at] = static_cast<std::int32_t>(static_cast<std::int64_t>(s) / shape.chosen);
+  }
+  return out;
+}
+
+template <class T>
+void add_expert_rows(const ExpertRange& range, std::int64_t width, const T* y_NM, const accumulator_t<T>* weight_S,
+                     accumulator_t<T>* into_RM) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for schedule(static) if (range.count * width > kParallelFrom)
+  for (std::int64_t i = 0; i < range.count; ++i) {
+    const A weight = weight_S ? weight_S[range.slot[i]] : A{1};
+    const T* y = y_NM + i * width;
+    A* into = into_RM + range.row[i] * width;
+#pragma omp simd
+    for (std::int64_t m = 0; m < width; ++m) into[m] += weight * static_cast<A>(y[m]);
+  }
+}
+
+template <class T>
+void weigh_expert_gradient(const ExpertRange& range, std::int64_t inner, const T* gate_up_NW,
+                           const accumulator_t<T>* weight_S, T* grad_gate_up_NW, T* act_NF,
+                           accumulator_t<T>* grad_weight_S) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for schedule(static) if (range.count * inner > kParallelFrom)
+  for (std::int64_t i = 0; i < range.count; ++i) {
+    const T* up = gate_up_NW + i * 2 * inner + inner;
+    T* grad = grad_gate_up_NW + i * 2 * inner;
+    T* act = act_NF + i * inner;
+    A sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t f = 0; f < inner; ++f) sum += static_cast<A>(grad[inner + f]) * static_cast<A>(up[f]);
+    grad_weight_S[range.slot[i]] = sum;
+    const A weight = weight_S[range.slot[i]];
+#pragma omp simd
+    for (std::int64_t f = 0; f < 2 * inner; ++f) grad[f] = T(static_cast<A>(grad[f]) * weight);
+#pragma omp simd
+    for (std::int64_t f = 0; f < inner; ++f) act[f] = T(static_cast<A>(act[f]) * weight);
+  }
+}
+
+template <class T>
+void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out) {
+  using A = accumulator_t<T>;
+#pragma omp parallel for simd schedule(static) if (count > kParallelFrom)
+  for (std::int64_t i = 0; i < count; ++i) out[i] = T((base ? static_cast<A>(base[i]) : A{0}) + sum[i]);
+}
+
+#define ESPALIER_INSTANTIATE(T)                                                                                       \
+  template void add_expert_rows<T>(const ExpertRange&, std::int64_t, const T*, const accumulator_t<T>*,               \
+                                   accumulator_t<T>*);                                                                \
+  template void weigh_expert_gradient<T>(const ExpertRange&, std::int64_t, const T*, const accumulator_t<T>*, T*, T*, \
+                                         accumulator_t<T>*);                                                          \
+  template void round_sum<T>(std::int64_t, const T*, const accumulator_t<T>*, T*);
+ESPALIER_INSTANTIATE(double)
+ESPALIER_INSTANTIATE(float)
+ESPALIER_INSTANTIATE(bfloat16)
+#undef ESPALIER_INSTANTIATE
+
+}  // namespace espalier::moe

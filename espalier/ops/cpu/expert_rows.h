@@ -1,0 +1,48 @@
+// Rows sorted by expert, so that each expert's products run over one contiguous range without padding; and the
+// memory-bound kernels on such ranges.
+//
+// Shapes: R rows, E experts, k experts a row, S = R k slots (slot r k + j: row r at its j-th expert), N rows of one
+// expert, M width, F inner width. T is float, double or bfloat16, A = accumulator_t<T>.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "espalier/base/dtype.h"
+#include "espalier/ops/cpu/router.h"
+
+namespace espalier::moe {
+
+// Expert e has the entries [begin[e], begin[e + 1]) of row and slot; its rows are distinct and ascend.
+struct ExpertRows {
+  std::vector<std::int64_t> begin;      // [E + 1]
+  std::vector<std::int32_t> row, slot;  // [S]
+};
+
+ExpertRows sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK);
+
+// Entries of one expert: rows of `into` or slots of weights, [N].
+struct ExpertRange {
+  std::int64_t count = 0;  // N
+  const std::int32_t* row = nullptr;
+  const std::int32_t* slot = nullptr;
+};
+
+// into[row_i] += weight[slot_i] y_i (weight null: 1). y [N, M], into [R, M]. Rows are distinct.
+template <class T>
+void add_expert_rows(const ExpertRange& range, std::int64_t width, const T* y_NM, const accumulator_t<T>* weight_S,
+                     accumulator_t<T>* into_RM);
+
+// With act = silu(gate) up of a row, gradients taken before its weight w:  grad_w = sum_f grad_up_f up_f, since
+// grad_act_f silu(gate_f) = grad_up_f. Overwrites grad_weight at the range's slots; then scales grad_gate_up [N, 2F]
+// and act [N, F] by w.
+template <class T>
+void weigh_expert_gradient(const ExpertRange& range, std::int64_t inner, const T* gate_up_NW,
+                           const accumulator_t<T>* weight_S, T* grad_gate_up_NW, T* act_NF,
+                           accumulator_t<T>* grad_weight_S);
+
+// out_i = base_i + sum_i (base null: sum), rounded once. out may be base.
+template <class T>
+void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out);
+
+}  // namespace espalier::moe

@@ -1,0 +1,230 @@
+// Shares the rows of each kernel among the threads. Parameter gradients are summed per thread, in short runs of rows,
+// and added to the accumulator in the order of the threads.
+#include "espalier/ops/cpu/row_kernels.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "espalier/base/instruction_set.h"
+#include "espalier/ops/cpu/row_ranges.h"
+
+namespace espalier::rows {
+namespace {
+
+// Below this many elements a second thread costs more than it saves.
+constexpr std::int64_t kParallelFrom = 16384;
+// Elements of one share of a flat range are a multiple of this: threads meet at no cache line.
+constexpr std::int64_t kFlatGrain = 64;
+// Rows whose parameter gradients are summed before they join the thread's sum; keeps float sums short.
+constexpr std::int64_t kRowsOfRun = 32;
+
+template <class T>
+NormRanges<T> norm() {
+  return function_for_set(baseline::norm_ranges<T>, avx2::norm_ranges<T>, avx512::norm_ranges<T>)();
+}
+template <class T>
+GateRanges<T> gate() {
+  return function_for_set(baseline::gate_ranges<T>, avx2::gate_ranges<T>, avx512::gate_ranges<T>)();
+}
+template <class In, class Out>
+MoveRanges<In, Out> move() {
+  return function_for_set(baseline::move_ranges<In, Out>, avx2::move_ranges<In, Out>, avx512::move_ranges<In, Out>)();
+}
+
+// Part `index` of `parts` equal parts of [0, count), cut at multiples of the grain.
+RowRange share_of(std::int64_t count, std::int64_t grain, int index, int parts) {
+  const std::int64_t grains = (count + grain - 1) / grain;
+  return {std::min(count, grains * index / parts * grain), std::min(count, grains * (index + 1) / parts * grain)};
+}
+
+template <class Body>
+void share(std::int64_t count, std::int64_t grain, std::int64_t elements, Body body) {
+#pragma omp parallel if (elements >= kParallelFrom && count > grain)
+  {
+    const RowRange range = share_of(count, grain, omp_get_thread_num(), omp_get_num_threads());
+    if (range.begin < range.end) body(range);
+  }
+}
+
+// into_m += sum over rows, where body(range, sums) adds the sums of some rows to sums [width].
+template <class A, class Body>
+void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t elements, A* into, Body body) {
+  const bool parallel = elements >= kParallelFrom && rows > 1;
+  const auto row_of_sums = static_cast<std::size_t>((width + kFlatGrain - 1) / kFlatGrain * kFlatGrain);
+  std::vector<A> all_sums(row_of_sums * 2 * static_cast<std::size_t>(parallel ? omp_get_max_threads() : 1));
+#pragma omp parallel if (parallel)
+  {
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    A* const total = all_sums.data() + row_of_sums * 2 * static_cast<std::size_t>(thread);
+    A* const run = total + row_of_sums;
+    const RowRange mine = share_of(rows, 1, thread, threads);
+    for (std::int64_t begin = mine.begin; begin < mine.end; begin += kRowsOfRun) {
+      std::fill(run, run + width, A(0));
+      body(RowRange{begin, std::min(begin + kRowsOfRun, mine.end)}, run);
+      for (std::int64_t m = 0; m < width; ++m) total[m] += run[m];
+    }
+#pragma omp barrier
+    const RowRange columns = share_of(width, kFlatGrain, thread, threads);
+    for (int t = 0; t < threads; ++t) {
+      const A* const part = all_sums.data() + row_of_sums * 2 * static_cast<std::size_t>(t);
+      for (std::int64_t m = columns.begin; m < columns.end; ++m) into[m] += part[m];
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+              accumulator_t<T>* rstd) {
+  const auto kernel = norm<T>().rms_norm;
+  share(rows, 1, rows * width,
+        [&](RowRange range) { kernel(range, width, stream, weight, static_cast<accumulator_t<T>>(eps), y, rstd); });
+}
+
+template <class T>
+void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                    const accumulator_t<T>* rstd, T* y) {
+  const auto kernel = norm<T>().rms_norm_again;
+  share(rows, 1, rows * width, [&](RowRange range) { kernel(range, width, stream, weight, rstd, y); });
+}
+
+template <class T>
+void rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight) {
+  const auto kernel = norm<T>().rms_norm_backward;
+  share_with_sums(rows, width, rows * width, grad_weight, [&](RowRange range, accumulator_t<T>* sums) {
+    kernel(range, width, stream, weight, rstd, grad_y, grad_stream, sums);
+  });
+}
+
+template <class T>
+void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                 const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out, std::int64_t out_stride) {
+  const auto kernel = norm<T>().norm_rotate;
+  share(shape.rows, 1, shape.rows * shape.heads * shape.head_dim,
+        [&](RowRange range) { kernel(range, shape, in, in_stride, norm_weight, cos, sin, out, out_stride); });
+}
+
+template <class T, class G>
+void norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                          const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
+                          std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                          accumulator_t<T>* grad_norm_weight) {
+  const auto kernel = function_for_set(baseline::rotate_backward_ranges<T, G>, avx2::rotate_backward_ranges<T, G>,
+                                       avx512::rotate_backward_ranges<T, G>)()
+                          .norm_rotate_backward;
+  const auto on = [&](RowRange range, accumulator_t<T>* sums) {
+    kernel(range, shape, in, in_stride, norm_weight, cos, sin, grad_out, grad_out_stride, grad_in, grad_in_stride,
+           sums);
+  };
+  const std::int64_t elements = shape.rows * shape.heads * shape.head_dim;
+  if (norm_weight != nullptr)
+    share_with_sums(shape.rows, shape.head_dim, elements, grad_norm_weight, on);
+  else
+    share(shape.rows, 1, elements, [&](RowRange range) { on(range, nullptr); });
+}
+
+template <class T>
+void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act) {
+  const auto kernel = gate<T>().swiglu;
+  share(rows, 1, rows * inner, [&](RowRange range) { kernel(range, inner, gate_up, act); });
+}
+
+template <class T>
+void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
+                     T* act) {
+  const auto kernel = gate<T>().swiglu_backward;
+  share(rows, 1, rows * inner, [&](RowRange range) { kernel(range, inner, gate_up, grad_act, grad_gate_up, act); });
+}
+
+template <class T>
+void gather(std::int64_t rows, std::int64_t width, const T* table, const std::int32_t* id, T* x) {
+  share(rows, 1, rows * width, [&](RowRange range) {
+    for (std::int64_t r = range.begin; r < range.end; ++r)
+      std::memcpy(static_cast<void*>(x + r * width), table + id[r] * width,
+                  static_cast<std::size_t>(width) * sizeof(T));
+  });
+}
+
+template <class In, class Out>
+void scatter_add(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into) {
+  const auto kernel = move<In, Out>().scatter_add;
+  share(width, kFlatGrain, rows * width, [&](RowRange columns) { kernel(columns, rows, width, x, id, into); });
+}
+
+template <class T>
+void add_bias(std::int64_t rows, std::int64_t width, const T* bias, T* y) {
+  const auto kernel = gate<T>().add_bias;
+  share(rows, 1, rows * width, [&](RowRange range) { kernel(range, width, bias, y); });
+}
+
+template <class T>
+void add_column_sums(std::int64_t rows, std::int64_t width, const T* grad_y, std::int64_t stride,
+                     accumulator_t<T>* grad_bias) {
+  const auto kernel = gate<T>().column_sums;
+  share_with_sums(rows, width, rows * width, grad_bias,
+                  [&](RowRange range, accumulator_t<T>* sums) { kernel(range, width, grad_y, stride, sums); });
+}
+
+template <class In, class Out>
+void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out,
+             std::int64_t out_stride) {
+  const auto kernel = move<In, Out>().convert;
+  if (in_stride == width && out_stride == width) {
+    share(rows * width, kFlatGrain, rows * width, [&](RowRange range) {
+      kernel(RowRange{0, 1}, range.end - range.begin, in + range.begin, 0, out + range.begin, 0);
+    });
+  } else {
+    share(rows, 1, rows * width, [&](RowRange range) { kernel(range, width, in, in_stride, out, out_stride); });
+  }
+}
+
+template <class In, class Out>
+void add(std::int64_t count, const In* x, Out* into) {
+  const auto kernel = move<In, Out>().add;
+  share(count, kFlatGrain, count, [&](RowRange range) { kernel(range, x, into); });
+}
+
+#define ESPALIER_INSTANTIATE(T)                                                                                      \
+  template void rms_norm(std::int64_t, std::int64_t, const T*, const T*, double, T*, accumulator_t<T>*);             \
+  template void rms_norm_again(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, T*);         \
+  template void rms_norm_backward(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, const T*, \
+                                  T*, accumulator_t<T>*);                                                            \
+  template void norm_rotate(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*,             \
+                            const accumulator_t<T>*, T*, std::int64_t);                                              \
+  template void swiglu(std::int64_t, std::int64_t, const T*, T*);                                                    \
+  template void swiglu_backward(std::int64_t, std::int64_t, const T*, const T*, T*, T*);                             \
+  template void gather(std::int64_t, std::int64_t, const T*, const std::int32_t*, T*);                               \
+  template void add_bias(std::int64_t, std::int64_t, const T*, T*);                                                  \
+  template void add_column_sums(std::int64_t, std::int64_t, const T*, std::int64_t, accumulator_t<T>*)
+#define ESPALIER_INSTANTIATE_GRADIENT(T, G)                                                                       \
+  template void norm_rotate_backward(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*, \
+                                     const accumulator_t<T>*, const G*, std::int64_t, T*, std::int64_t,           \
+                                     accumulator_t<T>*)
+#define ESPALIER_INSTANTIATE_CONVERT(In, Out) \
+  template void convert(std::int64_t, std::int64_t, const In*, std::int64_t, Out*, std::int64_t)
+#define ESPALIER_INSTANTIATE_MOVE(In, Out)                                                     \
+  template void scatter_add(std::int64_t, std::int64_t, const In*, const std::int32_t*, Out*); \
+  template void add(std::int64_t, const In*, Out*);                                            \
+  ESPALIER_INSTANTIATE_CONVERT(In, Out)
+
+ESPALIER_INSTANTIATE(float);
+ESPALIER_INSTANTIATE(double);
+ESPALIER_INSTANTIATE(bfloat16);
+ESPALIER_INSTANTIATE_GRADIENT(float, float);
+ESPALIER_INSTANTIATE_GRADIENT(double, double);
+ESPALIER_INSTANTIATE_GRADIENT(bfloat16, bfloat16);
+ESPALIER_INSTANTIATE_GRADIENT(bfloat16, float);
+ESPALIER_INSTANTIATE_MOVE(float, float);
+ESPALIER_INSTANTIATE_MOVE(double, double);
+ESPALIER_INSTANTIATE_MOVE(bfloat16, bfloat16);
+ESPALIER_INSTANTIATE_MOVE(bfloat16, float);
+ESPALIER_INSTANTIATE_MOVE(float, bfloat16);
+ESPALIER_INSTANTIATE_CONVERT(float, double);
+ESPALIER_INSTANTIATE_CONVERT(double, float);
+
+}  // namespace espalier::rows

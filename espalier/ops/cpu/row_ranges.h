@@ -1,0 +1,75 @@
+// The row kernels on one thread: rows (or columns, or elements) [begin, end) of what row_kernels.h declares. Compiled
+// once for each instruction set; row_kernels.cpp picks the set and shares the range among threads.
+//
+// Tables of function pointers, so that a set is chosen once per call. `sums` [width] (or [head_dim]) receives the
+// parameter gradient of these rows, added to what it holds; the caller adds it to the parameter's accumulator.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+#include "espalier/ops/cpu/row_kernels.h"
+
+namespace espalier {
+
+struct RowRange {
+  std::int64_t begin, end;
+};
+
+template <class T>
+struct NormRanges {
+  using A = accumulator_t<T>;
+  void (*rms_norm)(RowRange rows, std::int64_t width, const T* stream, const T* weight, A eps, T* y, A* rstd);
+  void (*rms_norm_again)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd, T* y);
+  void (*rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd,
+                            const T* grad_y, T* grad_stream, A* sums);
+  void (*norm_rotate)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
+                      const T* norm_weight, const A* cos, const A* sin, T* out, std::int64_t out_stride);
+};
+
+// The gradient arrives as G.
+template <class T, class G>
+struct RotateBackwardRanges {
+  using A = accumulator_t<T>;
+  void (*norm_rotate_backward)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
+                               const T* norm_weight, const A* cos, const A* sin, const G* grad_out,
+                               std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride, A* sums);
+};
+
+template <class T>
+struct GateRanges {
+  using A = accumulator_t<T>;
+  void (*swiglu)(RowRange rows, std::int64_t inner, const T* gate_up, T* act);
+  void (*swiglu_backward)(RowRange rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
+                          T* act);
+  void (*add_bias)(RowRange rows, std::int64_t width, const T* bias, T* y);
+  void (*column_sums)(RowRange rows, std::int64_t width, const T* grad_y, std::int64_t stride, A* sums);
+};
+
+template <class In, class Out>
+struct MoveRanges {
+  // Columns [begin, end) of all rows, so that threads never meet at a repeated id.
+  void (*scatter_add)(RowRange columns, std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
+                      Out* into);
+  void (*convert)(RowRange rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out,
+                  std::int64_t out_stride);
+  void (*add)(RowRange elements, const In* x, Out* into);
+};
+
+#define ESPALIER_ROW_RANGES(set)                       \
+  namespace set {                                      \
+  template <class T>                                   \
+  NormRanges<T> norm_ranges();                         \
+  template <class T, class G>                          \
+  RotateBackwardRanges<T, G> rotate_backward_ranges(); \
+  template <class T>                                   \
+  GateRanges<T> gate_ranges();                         \
+  template <class In, class Out>                       \
+  MoveRanges<In, Out> move_ranges();                   \
+  }
+ESPALIER_ROW_RANGES(baseline)
+ESPALIER_ROW_RANGES(avx2)
+ESPALIER_ROW_RANGES(avx512)
+#undef ESPALIER_ROW_RANGES
+
+}  // namespace espalier
