@@ -13,7 +13,8 @@
 namespace espalier {
 namespace {
 
-constexpr double kWidth = 360, kHeight = 190, kLeft = 50, kTop = 12, kBottom = 166;
+constexpr double kWidth = 360, kTop = 12, kBottom = 166;
+constexpr double kAxisCharacter = 6.2, kNameCharacter = 7;  // widths in the style sheet's 11 and 12 pixel fonts
 constexpr std::size_t kSmoothFrom = 40, kMostBands = 120, kMostBars = 60, kMostPairs = 500;
 
 bool less_value(const std::pair<double, double>& a, const std::pair<double, double>& b) { return a.second < b.second; }
@@ -68,17 +69,35 @@ std::string text_at(double x, double y, const std::string& attributes, const std
          "</text>";
 }
 
-std::string grid_of(const std::vector<double>& steps, const std::vector<double>& values, const Scale& x, const Scale& y,
-                    Unit unit) {
+// Room for the longest of some texts.
+double width_of(const std::vector<std::string>& texts, double character) {
+  std::size_t longest = 0;
+  for (const std::string& text : texts) longest = std::max(longest, text.size());
+  return static_cast<double>(longest) * character;
+}
+
+// So many of the ticks that their labels keep apart, each as far from the next.
+std::string step_labels(const std::vector<double>& ticks, const Scale& x) {
+  std::vector<std::string> labels;
+  std::vector<double> inside;
+  for (const double step : ticks)
+    if (step >= x.low && step <= x.high) inside.push_back(step), labels.push_back(shown(step, Unit::count));
+  if (inside.empty()) return "";
+  const double between = inside.size() > 1 ? x(inside[1]) - x(inside[0]) : 1;
+  const auto stride = static_cast<std::size_t>(std::ceil((width_of(labels, kAxisCharacter) + 8) / between));
   std::string out;
-  const std::vector<std::string> labels = tick_labels(values, unit);
-  for (std::size_t i = 0; i < values.size(); ++i)
-    out += "<path class=\"grid\" d=\"M" + coordinate(kLeft) + " " + coordinate(y(values[i])) + "H" + coordinate(x.to) +
-           "\"/>" + text_at(kLeft - 6, y(values[i]) + 4, "class=\"axis\" text-anchor=\"end\"", labels[i]);
-  for (const double step : steps)
-    if (step >= x.low && step <= x.high)
-      out += text_at(x(step), kBottom + 16, "class=\"axis\" text-anchor=\"middle\"", shown(step, Unit::count));
+  for (std::size_t i = 0; i < inside.size(); i += std::max<std::size_t>(stride, 1))
+    out += text_at(x(inside[i]), kBottom + 16, "class=\"axis\" text-anchor=\"middle\"", labels[i]);
   return out;
+}
+
+std::string grid_of(const std::vector<double>& steps, const std::vector<double>& values,
+                    const std::vector<std::string>& labels, const Scale& x, const Scale& y) {
+  std::string out;
+  for (std::size_t i = 0; i < values.size(); ++i)
+    out += "<path class=\"grid\" d=\"M" + coordinate(x.from) + " " + coordinate(y(values[i])) + "H" + coordinate(x.to) +
+           "\"/>" + text_at(x.from - 6, y(values[i]) + 4, "class=\"axis\" text-anchor=\"end\"", labels[i]);
+  return out + step_labels(steps, x);
 }
 
 std::string curve_of(const Series& series, bool exact, const Scale& x, const Scale& y) {
@@ -96,16 +115,21 @@ std::string curve_of(const Series& series, bool exact, const Scale& x, const Sca
   return out;
 }
 
-// Names beside the last points, moved apart where they would overlap.
+// Names beside the last points, moved apart where they would overlap, and none down to the labels of the steps.
 std::string names_of(const std::vector<const Series*>& series, const Scale& x, const Scale& y) {
   std::vector<std::pair<double, const Series*>> places;
   places.reserve(series.size());
   for (const Series* each : series) places.emplace_back(y(each->points.back().second) + 4, each);
   std::stable_sort(places.begin(), places.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (std::size_t i = 1; i < places.size(); ++i) places[i].first = std::max(places[i].first, places[i - 1].first + 13);
+  constexpr double kLine = 13;
+  for (std::size_t i = 1; i < places.size(); ++i)
+    places[i].first = std::max(places[i].first, places[i - 1].first + kLine);
+  double lowest = kBottom + 2;
+  for (auto place = places.rbegin(); place != places.rend(); ++place, lowest -= kLine)
+    place->first = std::min(place->first, lowest);
   std::string out;
   for (const auto& [place, each] : places)
-    out += text_at(x.to + 6, std::min(place, kHeight - 2), "class=\"name " + each->colour + "\"", each->label);
+    out += text_at(x.to + 6, place, "class=\"name " + each->colour + "\"", each->label);
   return out;
 }
 
@@ -170,7 +194,7 @@ std::vector<double> step_ticks(const Range& steps) {
 
 // --- Stacked bars: x and width in percent of the drawing ---
 
-constexpr double kBarsBase = 186, kBarsLeft = 11;
+constexpr double kBarsBase = 186;
 
 struct Bar {
   double first, last;  // steps
@@ -197,14 +221,14 @@ std::vector<Bar> bars_of(const std::vector<StackPart>& parts) {
   return bars;
 }
 
-std::string bars_grid(const std::vector<double>& ticks, Unit unit, const Scale& y) {
+// Labels stand left of the drawing, in its padding.
+std::string bars_grid(const std::vector<double>& ticks, const std::vector<std::string>& labels, const Scale& y) {
   std::string out;
-  const std::vector<std::string> labels = tick_labels(ticks, unit);
   for (std::size_t i = 0; i < ticks.size(); ++i) {
     const std::string place = coordinate(y(ticks[i]));
-    out += text_of("<line class=\"grid\" x1=\"", kBarsLeft, "%\" x2=\"100%\" y1=\"", place, "\" y2=\"", place,
-                   "\"/><text class=\"axis\" text-anchor=\"end\" x=\"", kBarsLeft - 1, "%\" y=\"",
-                   coordinate(y(ticks[i]) + 4), "\">", labels[i], "</text>");
+    out += text_of("<line class=\"grid\" x1=\"0\" x2=\"100%\" y1=\"", place, "\" y2=\"", place,
+                   "\"/><text class=\"axis\" text-anchor=\"end\" x=\"-6\" y=\"", coordinate(y(ticks[i]) + 4), "\">",
+                   labels[i], "</text>");
   }
   return out;
 }
@@ -280,15 +304,18 @@ std::string figure_of(const LineChart& chart) {
   }
   if (drawn.empty()) return "";
   if (chart.from_zero) values.take(0);
-  const double right = drawn.size() > 1 ? kWidth - 74 : kWidth - 10;
+  std::vector<std::string> names;
+  for (const Series* series : drawn) names.push_back(series->label);
+  const double right = kWidth - (drawn.size() > 1 ? width_of(names, kNameCharacter) + 10 : 10);
   const std::vector<double> ticks = nice_ticks(values.low, values.high, 3);
+  const std::vector<std::string> labels = tick_labels(ticks, chart.unit);
   const Scale y = scale_of(ticks, kBottom, kTop);
   const double beside = steps.high > steps.low ? 0 : 0.5;  // one step stands in the middle
-  const Scale x{steps.low - beside, steps.high + beside, kLeft, right};
+  const Scale x{steps.low - beside, steps.high + beside, width_of(labels, kAxisCharacter) + 8, right};
   std::string out =
       "<figure class=\"chart\">" + caption_of(chart, drawn) + "<svg viewBox=\"0 0 360 190\" role=\"img\">";
   out += "<title>" + escaped(chart.title) + " over steps</title><desc>" + escaped(description_of(chart, drawn)) +
-         "</desc>" + grid_of(step_ticks(steps), ticks, x, y, chart.unit);
+         "</desc>" + grid_of(step_ticks(steps), ticks, labels, x, y);
   for (const Series* series : drawn) out += curve_of(*series, chart.exact, x, y);
   if (drawn.size() > 1) out += names_of(drawn, x, y);
   return out + bands_of(chart, x) + "</svg></figure>\n";
@@ -301,14 +328,16 @@ std::string stacked_bars(const std::string& title, Unit unit, const std::vector<
   for (const Bar& bar : bars) most = std::max(most, std::accumulate(bar.parts.begin(), bar.parts.end(), 0.0));
   const std::vector<double> ticks = nice_ticks(0, most, 3);
   const Scale y = scale_of(ticks, kBarsBase, 10);
-  std::string out = "<svg class=\"wide\" width=\"100%\" height=\"212\" role=\"img\"><title>" + escaped(title) +
-                    "</title><desc>Bars over steps " + shown(bars.front().first, Unit::count) + " to " +
-                    shown(bars.back().last, Unit::count) + "; the table beside holds the means.</desc>" +
-                    bars_grid(ticks, unit, y);
-  const double pitch = std::min((100 - kBarsLeft) / static_cast<double>(bars.size()), 12.0);
+  const std::vector<std::string> labels = tick_labels(ticks, unit);
+  std::string out =
+      "<svg class=\"wide\" style=\"padding-left:" + coordinate(std::ceil(width_of(labels, kAxisCharacter) + 8)) +
+      "px\" width=\"100%\" height=\"212\" role=\"img\"><title>" + escaped(title) + "</title><desc>Bars over steps " +
+      shown(bars.front().first, Unit::count) + " to " + shown(bars.back().last, Unit::count) +
+      "; the table beside holds the means.</desc>" + bars_grid(ticks, labels, y);
+  const double pitch = std::min(100 / static_cast<double>(bars.size()), 12.0);
   const std::size_t named = (bars.size() + 5) / 6;
   for (std::size_t b = 0; b < bars.size(); ++b) {
-    const double left = kBarsLeft + pitch * (static_cast<double>(b) + 0.1);
+    const double left = pitch * (static_cast<double>(b) + 0.1);
     out += bar_of(bars[b], left, pitch * 0.8, unit, parts, y);
     if (b % named == 0)
       out += "<text class=\"axis\" text-anchor=\"middle\" x=\"" + coordinate(left + pitch * 0.4) + "%\" y=\"204\">" +

@@ -42,6 +42,13 @@ std::string bar(const std::string& colour, double share, const std::string& text
          "%\"></i></span><b>" + text + "</b></div>";
 }
 
+// Where the letters of the phases stand first.
+constexpr const char* kPhases =
+    "<p class=\"note\">An update has three phases. A, trunk forward: what rollouts share, once. B, waves: everything "
+    "else, forward, loss and backward, some rollouts at a time. C, trunk backward: what they share, once. Without "
+    "shared "
+    "trunks there is B alone.</p>\n";
+
 struct Peaks {
   const char* phase;
   const char* name;
@@ -72,15 +79,15 @@ std::string time_section(const RunRecord& run) {
         phase_table(phases, mean_of(whole_seconds(run.steps))) + "</div>\n";
   }
   std::string figures = figure_of(
-      {"A, B, C against the plan",
-       "seconds of the three phases together",
+      {"Measured against the plan",
+       "seconds of A, B and C together",
        Unit::seconds,
        {{"measured", "c1", phase_seconds(run.steps)}, {"predicted", "c3", points_of(run.steps, "/predicted/seconds")}},
        true});
-  figures += figure_of({"Rows of a step",
-                        "tokens through the model, forward and backward",
+  figures += figure_of({"Tokens of a step",
+                        "through the model, forward and backward",
                         Unit::count,
-                        {{"run", "c1", points_of(run.steps, "/rows/physical")},
+                        {{"computed", "c1", points_of(run.steps, "/rows/physical")},
                          {"unshared", "c3", points_of(run.steps, "/rows/logical")}},
                         true});
   const Points saved = points_of(run.steps, "/tokens_saved");
@@ -90,7 +97,7 @@ std::string time_section(const RunRecord& run) {
                         {{"", "c1", saved}},
                         true});
   if (!figures.empty()) out += "<div class=\"charts\">\n" + figures + "</div>";
-  return out.empty() ? "" : "<section><h2>Time</h2>\n" + out + "</section>\n";
+  return out.empty() ? "" : "<section><h2>Time</h2>\n" + std::string(kPhases) + out + "</section>\n";
 }
 
 std::string memory_section(const RunRecord& run) {

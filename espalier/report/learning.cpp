@@ -1,4 +1,6 @@
 // The curves: one chart for each thing that a run of GRPO is judged by.
+#include <algorithm>
+#include <cmath>
 
 #include "espalier/report/chart.h"
 #include "espalier/report/sections.h"
@@ -11,6 +13,19 @@ bool all_zero(const LineChart& chart) {
     for (const auto& [step, value] : series.points)
       if (value != 0) return false;
   return true;
+}
+
+// On-policy the loss says nothing: ratios are 1, so it is minus the mean of advantages that add up to 0 in a group.
+std::string loss_note(const RunRecord& run, const Points& policy) {
+  constexpr double kRounding = 1e-5;  // of sums of some thousand float32 advantages of about 1
+  const Points clipped = points_of(run.steps, "/clip_fraction");
+  const auto small = [&](const Points& points, double most) {
+    return !points.empty() && std::ranges::all_of(points, [&](const auto& at) { return std::abs(at.second) <= most; });
+  };
+  if (!small(clipped, 0)) return "what the update minimises";
+  if (small(policy, kRounding))
+    return "0 by construction: ratios are 1 and a group's advantages add up to 0; its gradient is not";
+  return "near 0 by construction: ratios are 1 and a group's advantages add up to 0";
 }
 
 }  // namespace
@@ -33,7 +48,7 @@ std::string learning_section(const RunRecord& run) {
        Unit::number,
        {{"training", "c2", step("/reward")}, {"held out", "c1", held_out("/reward"), true}}},
       {"Loss",
-       "what the update minimises",
+       loss_note(run, policy),
        Unit::number,
        {{"loss", "c1", loss}, {"policy", "c2", policy == loss ? Points() : policy}}},
       {"Response length",

@@ -52,8 +52,8 @@ std::string rows_tile(const RunRecord& run) {
   const double logical = sum_of(points_of(run.steps, "/rows/logical"));
   const double physical = sum_of(points_of(run.steps, "/rows/physical"));
   if (logical <= 0) return "";
-  return tile("rows saved by sharing", shown(1 - physical / logical, Unit::percent),
-              shown(physical, Unit::count) + " run, " + shown(logical, Unit::count) + " without sharing");
+  return tile("tokens saved by sharing", shown(1 - physical / logical, Unit::percent),
+              shown(physical, Unit::count) + " computed, " + shown(logical, Unit::count) + " without sharing");
 }
 
 std::string memory_tile(const RunRecord& run) {

@@ -22,9 +22,22 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_l
   return report;
 }
 
+namespace {
+
+std::optional<double> mean_reward(std::span<const Rollout> rollouts) {
+  double sum = 0;
+  std::int64_t count = 0;
+  for (const Rollout& rollout : rollouts)
+    if (rollout.reward) sum += *rollout.reward, ++count;
+  return count > 0 ? std::optional(sum / static_cast<double>(count)) : std::nullopt;
+}
+
+}  // namespace
+
 StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs) {
   StepReport report;
   actor.has_optimizer = true;
+  report.reward = mean_reward(batch.rollouts);
   report.gradient = compute_gradient(actor, batch, all_logprobs);
   GradientReport& gradient = report.gradient;
   const Timer timer;

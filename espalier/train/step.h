@@ -31,6 +31,7 @@ struct StepReport {
   std::int64_t step = 0;  // from 1
   GradientReport gradient;
   AdamW::Update update;
+  std::optional<double> reward;        // mean over the rollouts that have one
   std::optional<CriticReport> critic;  // of its update, before the actor's; the caller's to fill
 };
 

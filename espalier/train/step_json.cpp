@@ -71,6 +71,7 @@ Json step_json(const StepReport& step) {
   out["z_loss"] = g.router.z_loss;
   out["clip_fraction"] = g.loss.clip_fraction;
   out["loss_tokens"] = g.loss.loss_tokens;
+  if (step.reward) out["reward"] = *step.reward;
   out["grad_norm"] = step.update.grad_norm;
   out["lr"] = step.update.lr;
   out["schedule"] = schedule_name(g.plan);

@@ -112,7 +112,7 @@ def at(line, path):
 
 COLUMNS = {"reward": "reward", "accuracy": "accuracy", "loss": "loss", "KL": "kl_loss", "entropy": "entropy",
            "clipped": "clip_fraction", "grad norm": "grad_norm", "lr": "lr", "length": "length/mean",
-           "rows run": "rows/physical", "rows unshared": "rows/logical", "generate": "seconds/generate",
+           "computed": "rows/physical", "unshared": "rows/logical", "generate": "seconds/generate",
            "score": "seconds/score", "update": "seconds/total"}
 
 
@@ -146,7 +146,7 @@ def expect_tiles(page, steps, evaluations):
     whole = [at(s, "seconds/generate") + at(s, "seconds/score") + at(s, "seconds/update") for s in steps]
     expect_shows(re.match(r"(.*s)mean of", page.tiles["time of a step"]).group(1), sum(whole) / len(whole))
     logical, physical = (sum(at(s, f"rows/{kind}") for s in steps) for kind in ("logical", "physical"))
-    share, run, unshared = re.match(r"(.*%)(.*) run, (.*) without", page.tiles["rows saved by sharing"]).groups()
+    share, run, unshared = re.match(r"(.*%)(.*) computed, (.*) without", page.tiles["tokens saved by sharing"]).groups()
     expect_shows(share, 1 - physical / logical)
     expect_shows(run, physical)
     expect_shows(unshared, logical)
@@ -175,7 +175,7 @@ def test_what_train_prints_becomes_a_report(espalier, model_of, tmp_path):
     rows = Page((tmp_path / "run/report.html").read_text()).table("step")
     assert len(rows) == 2
     for row, step in zip(rows, done.json["steps"]):
-        for name in ("loss", "entropy", "grad norm", "rows run", "update"):
+        for name in ("loss", "entropy", "reward", "grad norm", "computed", "update"):
             expect_shows(row[name], at(step, COLUMNS[name]))
     assert outcome["events"].startswith(str(tmp_path / "run/events.out.tfevents."))
 
@@ -188,7 +188,7 @@ def test_a_closed_loop_becomes_a_report(espalier, tmp_path):
     assert "events" not in espalier("report", run, "--json").json, "the run has its own event file"
     page = Page((run / "report.html").read_text())
     for row, step in zip(page.table("step"), [line for line in lines if line["kind"] == "step"], strict=True):
-        for name in ("reward", "accuracy", "entropy", "length", "rows run", "generate", "update"):
+        for name in ("reward", "accuracy", "entropy", "length", "computed", "generate", "update"):
             expect_shows(row[name], at(step, COLUMNS[name]))
     picture = [line for line in lines if line["kind"] == "picture"][-1]["plan"]
     assert sum(title.startswith("B, wave: ") for title in page.titles) == sum(e["phase"] == "B" for e in picture["schedule"])

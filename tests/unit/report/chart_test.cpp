@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <regex>
 #include <set>
 
 namespace espalier {
@@ -105,6 +106,49 @@ TEST(LineChart, EveryValueIsInATooltipAndInsideTheFrame) {
         ">mine</text>", ">yours</text>", "least -0.25, most 0.5"})
     EXPECT_NE(figure.find(part), std::string::npos) << part << "\n" << figure;
   EXPECT_EQ(figure.find("nan"), std::string::npos);
+}
+
+// Every text of a drawing as a box: x from, x to, baseline. Widths are those that the drawing reckons with.
+struct TextBox {
+  double from, to, y;
+  std::string text;
+};
+std::vector<TextBox> texts_of(const std::string& figure) {
+  static const std::regex kText(
+      "<text x=\"([^\"]*)\" y=\"([^\"]*)\" class=\"(axis|name)[^\"]*\"(?: "
+      "text-anchor=\"(end|middle)\")?>([^<]*)</text>");
+  std::vector<TextBox> out;
+  for (std::sregex_iterator at(figure.begin(), figure.end(), kText), end; at != end; ++at) {
+    const std::string text = (*at)[5], anchor = (*at)[4];
+    const double width = static_cast<double>(text.size()) * ((*at)[3] == "axis" ? 6.2 : 7.0), x = std::stod((*at)[1]);
+    const double from = anchor == "end" ? x - width : anchor == "middle" ? x - width / 2 : x;
+    out.push_back({from, from + width, std::stod((*at)[2]), text});
+  }
+  return out;
+}
+
+TEST(LineChart, NoTextRunsIntoAnotherOrOutOfTheDrawing) {
+  for (const double scale : {1.0, 1e-6, 1e7})
+    for (const double last : {3.0, 19.0, 190000.0})
+      for (const Unit unit : {Unit::number, Unit::percent, Unit::seconds, Unit::count, Unit::bytes}) {
+        const LineChart chart{"a",
+                              "",
+                              unit,
+                              {{"measured", "c1", {{0, 0.9 * scale}, {last, 0.011 * scale}}},
+                               {"predicted", "c3", {{0, 0.8 * scale}, {last, 0.01 * scale}}},
+                               {"held out", "c2", {{0, 0.7 * scale}, {last, 0}}}}};
+        const std::vector<TextBox> texts = texts_of(figure_of(chart));
+        ASSERT_GE(texts.size(), 8u);
+        for (const TextBox& a : texts) {
+          EXPECT_GE(a.from, 0) << a.text;
+          EXPECT_LE(a.to, 360) << a.text;
+          EXPECT_LE(a.y, 190) << a.text;
+          for (const TextBox& b : texts) {
+            const bool side_by_side = a.to <= b.from || b.to <= a.from;
+            EXPECT_TRUE(&a == &b || std::abs(a.y - b.y) >= 11 || side_by_side) << a.text << " and " << b.text;
+          }
+        }
+      }
 }
 
 TEST(LineChart, LongCurvesAreThinUnderTheirMeans) {

@@ -31,10 +31,10 @@ void expect_absent(const std::string& page, std::initializer_list<const char*> p
 
 TEST(Page, ShowsTheNumbersOfARun) {
   const std::string page = page_of_lines(whole_run());
-  expect_shown(page, {"12.5 % &rarr;</span> 87.5 %",          // accuracy before and after
-                      "<dd>6 s</dd>",                         // generate 3, score 1, update 2
-                      "generate 3 s, score 1 s, update 2 s",  //
-                      "<dd>75.0 %</dd>", "2,000 run, 8,000",  // rows
+  expect_shown(page, {"12.5 % &rarr;</span> 87.5 %",               // accuracy before and after
+                      "<dd>6 s</dd>",                              // generate 3, score 1, update 2
+                      "generate 3 s, score 1 s, update 2 s",       //
+                      "<dd>75.0 %</dd>", "2,000 computed, 8,000",  // tokens
                       "<dd>3.00 MiB</dd>", "4.00 MiB", "75.0 % of it",
                       ">other</span></th><td>250 ms</td><td>4.2 %</td>",  // 2 - 1.75, of 6
                       "5.625", "13.5"});
@@ -49,6 +49,25 @@ TEST(Page, LeavesOutWhatTheRunDoesNotHave) {
   expect_shown(bare, {">Loss<"});
   expect_absent(bare, {"<h2>Memory", "<h2>Time", "<h2>Sample", "<h2>Prefix", ">Reward<", "time of a step",
                        "peak memory", "accuracy", "nan", "inf"});
+}
+
+TEST(Page, SaysThatALossIsZeroByConstructionWhereItIs) {
+  const auto page = [](const char* loss, const char* clipped) {
+    return page_of_lines(text_of(R"({"kind": "step", "step": 1, "loss": )", loss, R"(, "pg_loss": )", loss,
+                                 R"(, "clip_fraction": )", clipped, "}\n"));
+  };
+  expect_shown(page("1e-8", "0"), {"0 by construction"});
+  expect_shown(page("0.01", "0"), {"near 0 by construction"});
+  expect_absent(page("1e-8", "0.25"), {"by construction"});
+  expect_shown(page("1e-8", "0.25"), {"what the update minimises"});
+}
+
+TEST(Page, NamesThePhasesBeforeTheirLettersAreUsed) {
+  const std::string page = page_of_lines(whole_run());
+  const std::size_t named = page.find("A, trunk forward: what rollouts share");
+  ASSERT_NE(named, std::string::npos);
+  for (const char* later : {"A, B and C", ">A, trunk forward<", ">B, waves<", "phaseA\"></i>"})
+    EXPECT_GT(page.find(later, page.find("</style>")), named) << later;
 }
 
 TEST(Page, TextsOfARunCannotBecomeMarkup) {
