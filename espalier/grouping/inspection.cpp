@@ -62,6 +62,9 @@ class Finder {
         add(rollout, "empty_response", "the response has no token");
       else if (masked)
         add(rollout, "fully_masked", "loss_mask is 0 throughout: no token has loss");
+      look_for_positive(rollout, "old_logprobs", rollout.old_logprobs);
+      look_for_positive(rollout, "ref_logprobs", rollout.ref_logprobs);
+      look_for_positive(rollout, "rollout_logprobs", rollout.rollout_logprobs);
       if (!rollout.response_ids.empty() && !rollout.reward && rollout.advantages.empty())
         add(rollout, "nothing_to_learn", "neither reward nor advantage");
     }
@@ -84,14 +87,33 @@ class Finder {
           text_of("its prompt parts from that of ", first.where, " (same group) at token ",
                   parted.first - rollout.prompt_ids.begin(), " of ", rollout.prompt_ids.size()));
     }
-    if (rewards_equal)
-      add(first, "equal_rewards", text_of("all ", members.size(), " rewards of its group are ", *first.reward));
+    if (!rewards_equal) return;
+    add(first, "equal_rewards", text_of("all ", members.size(), " rewards of its group are ", *first.reward));
+    ++equal_groups_;
+  }
+
+  // Groups of one have no other reward to differ from, so they change nothing here.
+  void look_at_all(std::int64_t groups_of_many) {
+    if (groups_of_many > 0 && equal_groups_ == groups_of_many)
+      add(rollouts_.front(), "no_signal",
+          "no group has unequal rewards: advantages relative to the group are 0 throughout, and an update learns "
+          "nothing");
   }
 
  private:
   const Rollout& at(std::int64_t index) const { return rollouts_[static_cast<std::size_t>(index)]; }
   void add(const Rollout& rollout, const char* kind, std::string text) {
     out_.push_back({&rollout - rollouts_.data(), line_of(rollout.where), rollout.where, kind, std::move(text)});
+  }
+
+  // A probability is at most 1. Where float32 rounds log-sum-exp of logits up to 1,000, 6e-5 may be left above 0.
+  void look_for_positive(const Rollout& rollout, const char* field, const std::vector<double>& logprobs) {
+    constexpr double kRounding = 1e-4;
+    const auto found = std::ranges::find_if(logprobs, [](double value) { return value > kRounding; });
+    if (found != logprobs.end())
+      add(rollout, "positive_logprob",
+          text_of(field, "[", found - logprobs.begin(), "] is ", *found,
+                  ", but the logarithm of a probability is at most 0"));
   }
 
   void look_for_duplicates(const Members& members) {
@@ -113,6 +135,7 @@ class Finder {
 
   std::span<const Rollout> rollouts_;
   std::vector<Anomaly>& out_;
+  std::int64_t equal_groups_ = 0;
 };
 
 void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>& groups, Inspection& out) {
@@ -199,6 +222,7 @@ Inspection inspect_rollouts(std::span<const Rollout> rollouts) {
   Finder finder(rollouts, out.anomalies);
   finder.look_at_rollouts();
   for (const Members& members : groups) finder.look_at_group(members);
+  finder.look_at_all(std::ranges::count_if(groups, [](const Members& members) { return members.size() > 1; }));
   std::stable_sort(out.anomalies.begin(), out.anomalies.end(),
                    [](const Anomaly& a, const Anomaly& b) { return a.rollout < b.rollout; });
   return out;

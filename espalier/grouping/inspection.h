@@ -21,7 +21,7 @@ struct Anomaly {
   std::int64_t line = 0;     // in its file
   std::string where;         // "rollouts.jsonl:17"
   std::string kind;          // prompt_differs, empty_response, duplicate_response, fully_masked, group_of_one,
-                             // equal_rewards, nothing_to_learn, partial_steps
+                             // equal_rewards, no_signal, nothing_to_learn, partial_steps, positive_logprob
   std::string text;
 };
 

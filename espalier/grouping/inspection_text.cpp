@@ -52,6 +52,8 @@ const char* sentence_of(const std::string& kind) {
       {"fully_masked", "no token with loss"},
       {"group_of_one", "group of one"},
       {"equal_rewards", "group whose rewards are all equal"},
+      {"no_signal", "all rewards are equal in every group"},
+      {"positive_logprob", "log-prob above 0"},
       {"nothing_to_learn", "neither reward nor advantage"},
       {"partial_steps", "step in some records only"},
   };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <ranges>
 #include <string>
 #include <unordered_map>
 
@@ -90,6 +91,23 @@ std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout>
   }
   for (std::vector<std::int64_t>& batch : batches) std::sort(batch.begin(), batch.end());
   return batches;
+}
+
+std::string mini_batch_note(std::span<const Rollout> rollouts, const std::vector<std::vector<std::int64_t>>& batches,
+                            std::int64_t size) {
+  if (size == 0 || batches.empty()) return "";
+  if (all_have_step(rollouts))
+    return text_of("--mini-batch-size ", size, " is not used: every record says its step, ", batches.size(), " in all");
+  const auto sizes = [](const std::vector<std::int64_t>& batch) { return static_cast<std::int64_t>(batch.size()); };
+  const auto whole =
+      std::span(batches).first(std::max<std::size_t>(batches.size() - 1, 1));  // the last holds what is left
+  const auto [least, most] = std::ranges::minmax(whole | std::views::transform(sizes));
+  if (least == size && most == size) return "";
+  if (batches.size() == 1 && most < size)
+    return text_of("--mini-batch-size ", size, " is more than the ", most, " rollouts: they are one mini-batch");
+  return text_of("--mini-batch-size ", size, ": a group is never split, so mini-batches hold ",
+                 least == most ? text_of(least) : text_of(least, " to ", most), " rollouts (", batches.size(),
+                 " in all)");
 }
 
 }  // namespace espalier

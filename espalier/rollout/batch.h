@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "espalier/rollout/rollout.h"
@@ -24,5 +25,9 @@ bool all_have_step(std::span<const Rollout> rollouts);
 // appearance, filled up to `size` rollouts; a group is never split, so one larger than `size` is a mini-batch by
 // itself. size 0: all in one. InputError where only some records have a step; OptionError for a negative size.
 std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout> rollouts, std::int64_t size);
+
+// A remark for whoever asked for mini-batches of `size`, where those that were cut are others: "" where they are not.
+std::string mini_batch_note(std::span<const Rollout> rollouts, const std::vector<std::vector<std::int64_t>>& batches,
+                            std::int64_t size);
 
 }  // namespace espalier

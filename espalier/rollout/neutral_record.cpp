@@ -10,10 +10,13 @@ namespace espalier {
 namespace {
 
 constexpr std::string_view kFields[] = {
-    "prompt_ids", "response_ids", "group",        "loss_mask",      "reward",
-    "advantage",  "old_logprobs", "ref_logprobs", "routed_experts", "rollout_logprobs",
-    "values",     "returns",      "temperature",  "step",           "id",
-    "meta",       "finish_reason"};
+    "prompt_ids", "response_ids",  "group",        "loss_mask",      "reward",
+    "advantage",  "old_logprobs",  "ref_logprobs", "routed_experts", "rollout_logprobs",
+    "values",     "returns",       "temperature",  "step",           "id",
+    "meta",       "finish_reason", "logprobs",     "entropies"};
+
+// Carried through without a use; the last two are what score writes.
+constexpr std::string_view kCarried[] = {"id", "meta", "finish_reason", "logprobs", "entropies"};
 
 using Series = std::vector<double> Rollout::*;
 constexpr std::pair<std::string_view, Series> kSeries[] = {
@@ -78,7 +81,7 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       seen.response = true;
       return;
     }
-    if (key == "id" || key == "meta" || key == "finish_reason")
+    if (std::ranges::find(kCarried, key) != std::end(kCarried))
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     const auto* const series =
         std::find_if(std::begin(kSeries), std::end(kSeries), [&](auto& s) { return s.first == key; });

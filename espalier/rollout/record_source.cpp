@@ -15,6 +15,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kArray = "Write one record a line: jq -c '.[]' FILE > FILE.jsonl";
+constexpr const char* kTable =
+    "Tables of completions hold text and no token ids: write neutral JSON Lines (docs/rollout_format.md) where tokens "
+    "are "
+    "known";
 constexpr const char* kByPath = "Save it as a file and give its path: it is read by the Python package";
 constexpr const char* kNeverRead =
     "Write neutral JSON Lines from it (docs/rollout_format.md); tables of completions hold text and no token ids";
@@ -39,6 +44,15 @@ const char* refused_type_of(const std::string& path, std::string_view start) {
   if (path.ends_with(".parquet") || start.starts_with("PAR1")) return "a Parquet file";
   if (ends_with_any(path, {".npy", ".npz", ".arrow", ".msgpack"})) return "a binary file";
   return nullptr;
+}
+
+// "a CSV table", from the first line of a text; null: perhaps records.
+const char* table_type_of(const std::string& path, std::string_view line) {
+  if (path.ends_with(".csv") || path.ends_with(".tsv")) return "a CSV table";
+  if (line.starts_with("\xe2\x94") || line.starts_with("\xe2\x95"))  // box drawing, U+2500 to U+257F
+    return "a printed table (TRL prints its completions so)";
+  const bool json = line.empty() || line.find_first_of("{[") != line.npos;
+  return !json && line.find_first_of(",\t") != line.npos ? "a CSV table" : nullptr;
 }
 
 bool named_for_python(const std::string& path) {
@@ -101,6 +115,12 @@ void refuse_binary(const std::string& name, std::string_view first_line) {
     throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kByPath});
   if (const char* const type = refused_type_of(name, first_line))
     throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kNeverRead});
+  if (const char* const type = table_type_of(lower_case(name), first_line))
+    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kTable});
+  const std::size_t begin = std::min(first_line.find_first_not_of(" \t\r"), first_line.size());
+  const std::string_view text = first_line.substr(begin);
+  if (text == "[" || text.starts_with("[{"))
+    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", "a JSON array of records", kArray});
 }
 
 }  // namespace espalier

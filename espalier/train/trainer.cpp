@@ -66,6 +66,7 @@ class Training {
         actor_(*model_, options, machine_profile(options, progress)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options)) {
     model_->decoder.reserve_positions(data_.longest());
+    if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
     if (!options.resume.empty()) resume();
   }

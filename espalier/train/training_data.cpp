@@ -54,6 +54,7 @@ std::string positions_note(std::span<const Rollout> rollouts, const ModelShape& 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
+  mini_batch_note_ = espalier::mini_batch_note(rollouts, batches, options.mini_batch_size);
   rollouts_.reserve(rollouts.size());
   begins_.push_back(0);
   for (const auto& batch : batches) {

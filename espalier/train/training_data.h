@@ -40,6 +40,9 @@ class TrainingData {
   std::int32_t longest() const;                                       // tokens of the longest rollout
   bool has_steps() const { return !rollouts_.empty() && rollouts_.front().step.has_value(); }
 
+  // What became of --mini-batch-size, where that is not what it says; else "".
+  const std::string& mini_batch_note() const { return mini_batch_note_; }
+
   // Values of the whole file end to end, for a run that goes on with them; and their way back.
   std::vector<double> values() const;
   bool restore_values(std::span<const double> values);  // false, and nothing done: not as many as response tokens
@@ -55,6 +58,7 @@ class TrainingData {
   std::vector<std::uint8_t> values_are_recorded_;  // with a critic, one per rollout
   std::vector<std::size_t> begins_;
   bool prepared_ = false;
+  std::string mini_batch_note_;
 };
 
 // Reads --rollouts, checking ids and recorded experts against the model; remarks go to progress.

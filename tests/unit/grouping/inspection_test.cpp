@@ -72,6 +72,31 @@ TEST(Inspection, FindsEveryAnomaly) {
   EXPECT_EQ(text("equal_rewards"), "all 2 rewards of its group are 0.5");
 }
 
+TEST(Inspection, NamesLogProbsAboveZeroButNotTheirRounding) {
+  const Inspection inspection =
+      inspected(R"({"group":1,"prompt_ids":[1],"response_ids":[5,6],"reward":1,"old_logprobs":[-1,0.5]}
+{"group":1,"prompt_ids":[1],"response_ids":[5],"reward":0,"rollout_logprobs":[1e-6],"ref_logprobs":[2]}
+)");
+  EXPECT_EQ(lines_by_kind(inspection),
+            (std::map<std::string, std::vector<std::int64_t>>{{"positive_logprob", {1, 2}}}));
+  EXPECT_EQ(inspection.anomalies[0].text, "old_logprobs[1] is 0.5, but the logarithm of a probability is at most 0");
+  EXPECT_EQ(inspection.anomalies[1].text.find("ref_logprobs[0] is 2"), 0u);
+}
+
+TEST(Inspection, SaysWhenNoGroupHasUnequalRewards) {
+  const std::string equal = R"({"group":1,"prompt_ids":[1],"response_ids":[5],"reward":1}
+{"group":1,"prompt_ids":[1],"response_ids":[6],"reward":1}
+{"group":2,"prompt_ids":[2],"response_ids":[5],"reward":0}
+{"group":2,"prompt_ids":[2],"response_ids":[6],"reward":0}
+)";
+  EXPECT_EQ(lines_by_kind(inspected(equal)).at("no_signal"), std::vector<std::int64_t>{1});
+  const std::string unequal = R"({"group":3,"prompt_ids":[3],"response_ids":[5],"reward":0}
+{"group":3,"prompt_ids":[3],"response_ids":[6],"reward":1}
+)";
+  EXPECT_FALSE(lines_by_kind(inspected(equal + unequal)).contains("no_signal"));
+  EXPECT_FALSE(lines_by_kind(inspected(R"({"prompt_ids":[3],"response_ids":[5],"reward":0})")).contains("no_signal"));
+}
+
 TEST(Inspection, SharesNothingBetweenSteps) {
   const Inspection inspection = inspected(R"({"step":1,"prompt_ids":[1,2],"response_ids":[3]}
 {"step":2,"prompt_ids":[1,2],"response_ids":[3]}

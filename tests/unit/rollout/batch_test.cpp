@@ -61,6 +61,20 @@ TEST(MiniBatches, FillUpWithWholeGroups) {
   EXPECT_TRUE(cut_mini_batches({}, 4).empty());
 }
 
+TEST(MiniBatchNote, SaysWhatBecameOfASizeThatGroupsDoNotFill) {
+  std::vector<Rollout> rollouts;
+  for (int i = 0; i < 40; ++i) rollouts.push_back(rollout({1}, std::to_string(i / 8)));
+  const auto note = [&](std::int64_t size) {
+    return mini_batch_note(rollouts, cut_mini_batches(rollouts, size), size);
+  };
+  EXPECT_EQ(note(10), "--mini-batch-size 10: a group is never split, so mini-batches hold 8 rollouts (5 in all)");
+  EXPECT_EQ(note(3), "--mini-batch-size 3: a group is never split, so mini-batches hold 8 rollouts (5 in all)");
+  EXPECT_EQ(note(100), "--mini-batch-size 100 is more than the 40 rollouts: they are one mini-batch");
+  for (const std::int64_t as_asked : {0, 8, 16, 40}) EXPECT_EQ(note(as_asked), "") << as_asked;  // 16: the last has 8
+  for (Rollout& each : rollouts) each.step = 1;
+  EXPECT_EQ(note(8), "--mini-batch-size 8 is not used: every record says its step, 1 in all");
+}
+
 TEST(MiniBatches, HoldEveryRolloutOnceAndSplitNoGroup) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

@@ -289,6 +289,26 @@ TEST(Reader, RefusesTypesThatAreNeverRead) {
   expect_error<UnsupportedError>([&] { parse_rollouts("\x80\x04\x95 pickle", "f"); }, "f", "a pickle file");
 }
 
+TEST(Reader, NamesTablesAndArrays) {
+  const auto refuse = [](const std::string& text, const std::string& name, const std::string& words) {
+    SCOPED_TRACE(text);
+    expect_error<UnsupportedError>([&] { parse_rollouts(text, name); }, name, words);
+  };
+  refuse("prompt,completion,reward\nq,a,1\n", "f", "a CSV table");
+  refuse("prompt\tcompletion\n", "f", "a CSV table");
+  refuse("reward\n1\n", "table.CSV", "a CSV table");
+  refuse("[\n  {\"prompt_ids\": [1]}\n]\n", "f", "jq -c '.[]'");
+  refuse("[{\"prompt_ids\": [1], \"response_ids\": [2]}]\n", "f", "a JSON array of records");
+  refuse("\u250f\u2501\u2501 Step 10 \u2501\u2501\u2513\n", "f", "TRL prints its completions so");
+  refuse("\u256d\u2500\u2500 Step 10 \u2500\u2500\u256e\n", "f", "a printed table");
+}
+
+TEST(Reader, KnowsWhatScoreWrites) {
+  const RolloutFile file = parse_rollouts(with(R"("logprobs":[-1,-2],"entropies":[0.5,0.25])"), "f");
+  EXPECT_TRUE(file.notes.empty()) << file.notes[0];
+  EXPECT_EQ(file.rollouts[0].carried, R"({"logprobs":[-1,-2],"entropies":[0.5,0.25]})");
+}
+
 TEST(Reader, UnpacksGzipByContentAndKnowsWhenItIsCut) {
   std::string text;
   for (int i = 0; i < 200; ++i) text += with("\"reward\":" + std::to_string(i)) + "\n";
