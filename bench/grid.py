@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
+PYTHON = "$(cat build/setup/python)"  # as a command of the documents names it: the one that `make` chose
 SCHEDULES = ("dense", "packed", "phased", "auto")
 
 
@@ -133,11 +134,11 @@ def picture(rows):
 def report(targets=()):
     grid = newest(RESULTS / "grid.jsonl", lambda r: (r["hidden"], r["layers"], r["n"], r["prefix"]))
     against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
-    lines = ["# Performance", "", "Written by `python bench/targets.py report` from `bench/results/`; every figure was measured by the",
+    lines = ["# Performance", "", f"Written by `{PYTHON} bench/targets.py report` from `bench/results/`; every figure was measured by the",
              "command beside it. CPU machines differ and wander: read ratios, not seconds.", "", *targets]
     if grid:
         lines += ["## Schedules against each other", "",
-                  "`bench/grid.py run`: random weights, heads of 64, vocabulary 8192. Seconds of one whole gradient (plan, forward, loss,",
+                  f"`{PYTHON} bench/grid.py run`: random weights, heads of 64, vocabulary 8192. Seconds of one whole gradient (plan, forward, loss,",
                   "backward), medians of runs in turns. Reached: speed-up over the FLOP ceiling.", ""]
         models = sorted({(row["hidden"], row["layers"]) for row in grid})
         for hidden, layers in models:
@@ -151,7 +152,7 @@ def report(targets=()):
     if against:
         m = against[-1]["machine"]
         lines += ["## Against plain PyTorch", "",
-                  f"`{against[-1]['command']}` on {m['cpu']}, {against[-1]['threads']} threads, torch {m['torch']}, transformers "
+                  f"`{PYTHON} {against[-1]['command']}` on {m['cpu']}, {against[-1]['threads']} threads, torch {m['torch']}, transformers "
                   f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, "
                   "runs alternating.",
                   "", *baseline_table(against), ""]

@@ -378,7 +378,7 @@ def section():
     m, measured = rows[-1]["machine"], [row for row in rows if "measured" in row]
     left_out = sorted({row["name"] for row in rows} - {row["name"] for row in measured})
     met = sum(row["met"] for row in measured)
-    commands = " and ".join(dict.fromkeys(f"`{row['command']}`" for row in rows))
+    commands = " and ".join(dict.fromkeys(f"`{grid.PYTHON} {row['command']}`" for row in rows))
     text = [f"{commands} on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
             f"{rows[-1]['transformers']}, commit {m['commit']}, {rows[-1]['date']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
             "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns; measured is the best run of one over "
