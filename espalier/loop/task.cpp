@@ -10,6 +10,7 @@ namespace {
 
 // Tokens of the parts of each task.
 constexpr std::int64_t kFact = 3, kFactQuestion = 2;
+constexpr std::int64_t kLeastNames = 8, kMostNames = 12, kLeastRecited = 4, kReciteQuestion = 2;
 constexpr std::int64_t kFirstSum = 4, kSum = 8, kSumQuestion = 5;
 constexpr std::int64_t kLineFrame = 3, kLeastLineWords = 12, kMostLineWords = 24, kCopyQuestion = 7;
 
@@ -89,6 +90,29 @@ Document retrieval(const Vocabulary& words, std::int64_t prompt_length, Random& 
   return out;
 }
 
+// Lines of names, each name in one line at most, so that every name but the last of a line tells the next one.
+Document recital(const Vocabulary& words, std::int64_t prompt_length, Random& random) {
+  Document out;
+  Sentences sentences(prompt_length - kReciteQuestion);
+  const std::vector<std::int32_t> names = shuffled_names(words, random);
+  std::int64_t used = 0;
+  for (;;) {
+    const std::int64_t left = std::min(static_cast<std::int64_t>(names.size()) - used, sentences.left() - 1);
+    if (left < kLeastNames) break;
+    const auto begin = names.begin() + used;
+    TokenIds line(begin, begin + std::min(left, random.integer(kLeastNames, kMostNames)));
+    used += static_cast<std::int64_t>(line.size());
+    for (auto asked = line.begin(); line.end() - asked > kLeastRecited; ++asked)
+      out.questions.push_back({{words.id("?"), *asked}, {asked + 1, line.end()}});
+    line.push_back(words.id(";"));
+    sentences.add(std::move(line));
+  }
+  sentences.fill(words, random);
+  sentences.mix(random);
+  out.ids = sentences.joined();
+  return out;
+}
+
 // The chain stands in its order; what it leaves of the document comes before it.
 Document arithmetic(const Vocabulary& words, std::int64_t prompt_length, Random& random) {
   const auto digit = [&](std::int64_t value) { return words.digits().at(value); };
@@ -147,6 +171,7 @@ Document document_of(const Task& task, Random& random) {
   const Vocabulary& words = Vocabulary::built_in();
   if (task.name == "arithmetic") return arithmetic(words, task.prompt_length, random);
   if (task.name == "copy") return copying(words, task.prompt_length, random);
+  if (task.name == "recite") return recital(words, task.prompt_length, random);
   ESPALIER_INTERNAL_EQ(task.name, "retrieval");
   return retrieval(words, task.prompt_length, random);
 }
@@ -181,10 +206,13 @@ std::vector<Problem> Task::problems(Split split, Random random, std::int64_t mos
 std::int64_t Task::shortest_prompt() const {
   if (name == "arithmetic") return kSumQuestion + kFirstSum + kSum;
   if (name == "copy") return kCopyQuestion + 2 * (kLineFrame + kLeastLineWords);
+  if (name == "recite") return kReciteQuestion + 2 * (kLeastNames + 1);
   return kFactQuestion + 2 * kFact;
 }
 
-std::int64_t Task::longest_answer() const { return (name == "copy" ? kMostLineWords : 1) + 1; }
+std::int64_t Task::longest_answer() const {
+  return (name == "copy" ? kMostLineWords : name == "recite" ? kMostNames - 1 : 1) + 1;
+}
 
 double answer_score(std::span<const std::int32_t> response_ids, std::span<const std::int32_t> answer_ids) {
   const std::int32_t end = Vocabulary::built_in().end();

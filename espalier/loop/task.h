@@ -1,6 +1,7 @@
 // Built-in tasks whose answers can be checked: a long document, a question about it, one right answer.
 //
 //   retrieval   facts and other sentences: "otter teal ; the rain fell ; yak plum ; ... ? otter" -> "teal"
+//   recite      lines of names: "elm yak plum ... ; ... ? yak" -> what follows in that line, 4 to 11 names
 //   arithmetic  a chain of sums modulo 10 with every value given: "elm = 3 ; yak = elm + 9 = 2 ; ... ? yak + 5 ="
 //               -> "7"
 //   copy        lines of words: "kiwi : old rain ... ; ... ? copy kiwi with moon for rain" -> "old moon ..."
@@ -28,7 +29,7 @@ enum class Split { train, held_out };
 Split split_of(std::span<const std::int32_t> prompt_ids);  // one prompt in eight is held out
 
 struct Task {
-  std::string name;                // retrieval, arithmetic or copy
+  std::string name;                // retrieval, recite, arithmetic or copy
   std::int64_t prompt_length = 0;  // tokens of every prompt, exactly
 
   // One to `most` problems about one document, so their prompts share all but the question. A function of the

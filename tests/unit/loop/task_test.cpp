@@ -31,6 +31,12 @@ std::string answer_by_reading(const std::string& task, const std::vector<std::st
     for (std::size_t i = 0; i < question; ++i)
       if (prompt[i] == name) return prompt[i + 1];
   }
+  if (task == "recite") {
+    std::string answer;
+    const auto at = static_cast<std::size_t>(std::ranges::find(prompt, prompt.at(question + 1)) - prompt.begin());
+    for (std::size_t i = at + 1; prompt[i] != ";"; ++i) answer += (answer.empty() ? "" : " ") + prompt[i];
+    return answer;
+  }
   if (task == "arithmetic") {
     std::map<std::string, int> value;
     for (std::size_t i = 0; i < question; ++i) {
@@ -99,7 +105,8 @@ INSTANTIATE_TEST_SUITE_P(Tasks, EveryTask,
                          testing::Values(std::tuple("retrieval", 8), std::tuple("retrieval", 64),
                                          std::tuple("retrieval", 1024), std::tuple("arithmetic", 17),
                                          std::tuple("arithmetic", 256), std::tuple("arithmetic", 2048),
-                                         std::tuple("copy", 64), std::tuple("copy", 512)),
+                                         std::tuple("copy", 64), std::tuple("copy", 512), std::tuple("recite", 20),
+                                         std::tuple("recite", 512)),
                          [](const auto& info) {
                            return std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param));
                          });
@@ -112,7 +119,7 @@ TEST(Task, QuestionsAboutOneDocumentShareEverythingBeforeTheQuestion) {
 }
 
 TEST(Task, TooShortAPromptIsRefusedWithTheShortestThereIs) {
-  for (const char* name : {"retrieval", "arithmetic", "copy"}) {
+  for (const char* name : {"retrieval", "recite", "arithmetic", "copy"}) {
     const Task task{name, 7};
     try {
       (void)task.problems(Split::train, Random(1), 1);
