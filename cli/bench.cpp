@@ -59,7 +59,7 @@ Json cell_json(const BenchCell& cell) {
 
 // At most 120 columns, as wide as a terminal; the figures of the other schedules are in --json.
 void print_header(std::ostream& out) {
-  out << "prompt/response   n |dense s packed phased   auto | speed-up ceiling reach | predicted |   MiB  pred. | "
+  out << "prompt/response   n |dense s packed phased   auto | speed-up at most reach | predicted |   MiB  pred. | "
          "grad.err"
          "  auto is\n";
 }

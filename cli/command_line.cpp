@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_name.h"
@@ -45,21 +46,31 @@ const Verb& verb_named(const std::string& name) {
   throw OptionError({"verb", known, '"' + name + '"', near.empty() ? "" : "did you mean " + near + "?"});
 }
 
+constexpr std::array kProgramOptions = {"help", "help-all", "json", "quiet", "config", "dry-run", "print-config"};
+
+// "generate, grpo": the verbs that an option belongs to.
+std::string verbs_taking(const OptionRow& row) {
+  std::string out;
+  for (const Verb& verb : verbs())
+    if (row.taken_by(verb.letter)) out += (out.empty() ? "" : ", ") + std::string(verb.name);
+  return out;
+}
+
 [[noreturn]] void refuse_option(const Verb& verb, const std::string& word) {
   const std::string shown = word.substr(0, word.find('='));
   const std::string name = underscored(shown.substr(std::min(shown.find_first_not_of('-'), shown.size())));
-  std::vector<std::string> names = {"help", "json", "quiet", "config"};
+  const std::string expected = std::string("an option of ") + verb.name;
+  std::vector<std::string> names(kProgramOptions.begin(), kProgramOptions.end()), others;
   for (const OptionRow& row : option_rows()) {
-    if (row.taken_by(verb.letter)) names.push_back(row.name);
-    if (name != row.field) continue;
-    std::string others;
-    for (const Verb& other : verbs())
-      if (row.taken_by(other.letter)) others += (others.empty() ? "" : ", ") + std::string(other.name);
-    throw OptionError({shown, std::string("an option of ") + verb.name, "one of " + others, help_of(&verb)});
+    if (name == row.field) throw OptionError({shown, expected, "an option of " + verbs_taking(row), help_of(&verb)});
+    (row.taken_by(verb.letter) ? names : others).push_back(row.name);
   }
-  const std::string near = nearest_option(name, names);
-  throw OptionError({shown, std::string("an option of ") + verb.name, '"' + shown + '"',
-                     near.empty() ? help_of(&verb) : "did you mean --" + near + "?"});
+  std::string remedy = help_of(&verb);
+  if (const std::string near = nearest_option(name, names); !near.empty())
+    remedy = "did you mean --" + near + "?";
+  else if (const std::string other = nearest_option(name, others); !other.empty())
+    remedy = "did you mean --" + other + "? It is an option of " + verbs_taking(*find_option(other));
+  throw OptionError({shown, expected, '"' + shown + '"', remedy});
 }
 
 // What no option took: arguments, and words that look like options but are none. After "--" all are arguments.
@@ -95,9 +106,10 @@ class VerbParser {
       if (row.taken_by(verb.letter)) add(row.name, row.type == OptionType::flag);
     for (const std::string& alias : alias_names())
       if (takes_alias(verb, alias)) add(alias, false);
-    app_.add_flag("-h,--help", line_.help);
     app_.add_flag("--json", line_.json);
     app_.add_flag("--quiet", line_.quiet);
+    app_.add_flag("--dry-run", line_.dry_run);
+    app_.add_flag("--print-config", line_.print_config);
     config_ = app_.add_option("--config", line_.config)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
 
@@ -108,12 +120,11 @@ class VerbParser {
     } catch (const CLI::ParseError& error) {
       refuse(error.what());
     }
-    if (line_.help) return;
     for (const auto& [name, option] : options_)
       if (option->count() > 0) line_.settings.push_back({name, value_of(*option), ""});
     if (config_->count() > 0) value_of(*config_);
     line_.arguments = arguments_among(verb_, app_.remaining());
-    check_arguments(verb_, line_.arguments);
+    if (!line_.print_config) check_arguments(verb_, line_.arguments);
   }
 
  private:
@@ -145,6 +156,32 @@ class VerbParser {
   std::vector<std::pair<std::string, CLI::Option*>> options_;
 };
 
+bool is_help(const std::string& word) { return word == "--help" || word == "-h" || word == "--help-all"; }
+
+// Fills `line` where help is asked for, anywhere before "--": "train --help", "train --help lr", "help train lr",
+// "--help lr". What else stands there does not matter.
+bool find_help(const std::vector<std::string>& words, CommandLine& line) {
+  const auto end = std::find(words.begin(), words.end(), "--");
+  auto at = words.front() == "help" ? words.begin() : std::find_if(words.begin(), end, is_help);
+  if (at == end) return false;
+  line.help = true;
+  line.help_all = std::find(words.begin(), end, "--help-all") != end;
+  line.json = asks_for_json(words);
+  const auto is_verb = [](const std::string& word) {
+    return std::ranges::find(verbs(), word, &Verb::name) != verbs().end();
+  };
+  if (at != words.begin()) line.verb = &verb_named(words.front());
+  for (++at; at != end; ++at) {
+    if (*at == "--json" || is_help(*at)) continue;
+    if (at->starts_with('-')) break;
+    if (!line.verb && is_verb(*at))
+      line.verb = &verb_named(*at);
+    else
+      line.help_word += (line.help_word.empty() ? "" : " ") + *at;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool asks_for_json(const std::vector<std::string>& words) {
@@ -154,14 +191,9 @@ bool asks_for_json(const std::vector<std::string>& words) {
 
 void parse_command_line(const std::vector<std::string>& words, CommandLine& line) {
   if (words.empty()) throw OptionError({"command line", "a verb", "nothing", "espalier --help lists them"});
+  if (find_help(words, line)) return;
   const std::string& first = words.front();
-  if (first == "--help" || first == "-h" || first == "help") {
-    line.help = true;
-    line.json = asks_for_json(words);
-    if (words.size() > 1 && words[1] != "--json") line.verb = &verb_named(words[1]);
-    return;
-  }
-  if (first == "--version") {
+  if (first == "--version" || first == "-V") {
     line.version = true;
     line.json = asks_for_json(words);
     return;

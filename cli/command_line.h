@@ -11,8 +11,9 @@ namespace espalier::cli {
 
 struct CommandLine {
   const Verb* verb = nullptr;  // null: none was named, which only --help and --version allow
-  bool help = false, version = false;
-  bool json = false, quiet = false;
+  bool help = false, help_all = false, version = false;
+  std::string help_word;  // --help WORD: what is searched for
+  bool json = false, quiet = false, dry_run = false, print_config = false;
   std::string config;                   // path of a TOML file; empty: none
   std::vector<OptionSetting> settings;  // of the command line, in table order
   std::vector<std::string> arguments;

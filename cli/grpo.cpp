@@ -61,7 +61,7 @@ class RunText {
          << "  length " << line["length"]["mean"].get<double>();
     if (const std::int64_t dropped = line["groups_dropped"]; dropped > 0) out_ << "  dropped " << dropped;
     out_ << std::setprecision(2) << "  generate " << sums_["generate"] << " score " << sums_["score"] << " update "
-         << sums_["update"] << " s  rows " << format_count(rows_["physical"]) << " of "
+         << sums_["update"] << " s  tokens computed " << format_count(rows_["physical"]) << " of "
          << format_count(rows_["logical"]) << std::defaultfloat << '\n';
     steps_ = 0, sums_.clear(), rows_.clear();
   }

@@ -111,7 +111,7 @@ std::string schedules_of(const StepPlan& plan) {
 
 std::string times(double ratio) {
   std::ostringstream out;
-  out << std::fixed << std::setprecision(2) << ratio << " x";
+  out << std::fixed << std::setprecision(2) << ratio << "x";
   return out.str();
 }
 
@@ -142,8 +142,8 @@ void print_costs(std::ostream& out, const std::vector<StepPlan>& plans) {
         << format_seconds(cost.seconds) << std::setw(11) << times(dense.seconds / std::max(cost.seconds, 1e-12))
         << std::setw(12) << format_bytes(cost.bytes.peak()) << (cost.fits ? "" : "  does not fit the budget") << '\n';
   }
-  out << "\nFLOPs dense are " << times(ceiling_of(plans))
-      << " those with every shared row once: about what sharing can gain at most.\nMachine: "
+  out << "\nAt most about " << times(ceiling_of(plans))
+      << " is possible here: FLOPs dense over those with every shared token computed once.\nMachine: "
       << (plans.empty() ? "" : plans.front().machine.substr(0, plans.front().machine.find(':'))) << '\n';
 }
 
@@ -181,6 +181,8 @@ int run_plan(Context& context) {
   const MachineProfile profile = machine_profile(options, context.progress);
   std::vector<StepPlan> plans;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
+  if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())
+    context.progress.note("note: " + note);
   context.progress.begin("planning", static_cast<std::int64_t>(mini_batches.size()), "steps");
   for (const std::vector<std::int64_t>& indices : mini_batches) {
     std::vector<Rollout> batch;

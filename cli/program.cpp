@@ -8,6 +8,7 @@
 #include <new>
 
 #include "cli/command_line.h"
+#include "cli/dry_run.h"
 #include "cli/former_run.h"
 #include "cli/interrupt.h"
 #include "cli/threads.h"
@@ -98,9 +99,12 @@ void resolve_options(Run& run, Progress& progress) {
   for (const std::string& note : notes) progress.note("note: " + note);
   validate(run.options);
   if (run.options.threads == 0) run.options.threads = usable_threads();
-  check_required(verb, run.options);
-  check_device(run.options);
-  check_parallel(verb, run.options);
+}
+
+void check_options(const Verb& verb, const Options& options) {
+  check_required(verb, options);
+  check_device(options);
+  check_parallel(verb, options);
 }
 
 // The fields that every object has, before those of the verb or of the error.
@@ -122,9 +126,14 @@ void print_json(const Json& json) {
   std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
 }
 
+std::string help_text(const CommandLine& line) {
+  if (!line.help_word.empty()) return usage_of_word(line.verb, line.help_word);
+  if (!line.verb) return program_usage();
+  return line.help_all ? full_verb_usage(*line.verb) : verb_usage(*line.verb);
+}
+
 void print_help(const CommandLine& line) {
-  const std::string text = line.help ? (line.verb ? verb_usage(*line.verb) : program_usage())
-                                     : std::string("espalier ") + ESPALIER_VERSION + '\n';
+  const std::string text = line.help ? help_text(line) : std::string("espalier ") + ESPALIER_VERSION + '\n';
   if (!line.json)
     std::cout << text;
   else if (line.help)
@@ -138,12 +147,18 @@ int run_verb(Run& run) {
   NoProgress hidden;
   InterruptibleProgress progress(run.line.quiet ? static_cast<Progress&>(hidden) : shown);
   resolve_options(run, progress);
+  const Verb& verb = *run.line.verb;
+  if (run.line.print_config) {
+    std::cout << config_text(run.options, verb.name, verb.letter);
+    return 0;
+  }
+  check_options(verb, run.options);
   use_threads(static_cast<int>(run.options.threads));
   std::ostream nowhere(nullptr);
   Context context{run.options, run.line.arguments, progress, run.line.json ? nowhere : std::cout};
   int code = 0;
   try {
-    code = run.line.verb->run(context);
+    code = run.line.dry_run ? dry_run(verb, context) : verb.run(context);
   } catch (...) {
     progress.end();  // takes the bar away before the message is printed
     throw;
@@ -156,7 +171,7 @@ int run_verb(Run& run) {
   return code;
 }
 
-// Two or three lines for a person, or the object for a program.
+// Two or three lines for a person on stderr; with --json the object for a program on stdout, too.
 int report(const Run& run, bool as_json, const char* kind, int code, const ErrorText& text) {
   if (as_json) {
     Json json = common_fields(run);
@@ -164,8 +179,6 @@ int report(const Run& run, bool as_json, const char* kind, int code, const Error
         {"kind", kind}, {"where", text.where}, {"expected", text.expected}, {"got", text.got}, {"remedy", text.remedy}};
     json["exit_code"] = code;
     print_json(json);
-    std::cout.flush();
-    return code;
   }
   std::string out = std::string("espalier") + (run.line.verb ? std::string(" ") + run.line.verb->name : "") + ": " +
                     kind + " error" + (text.where.empty() ? "" : " at " + text.where) + '\n';

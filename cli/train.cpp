@@ -6,25 +6,41 @@
 
 #include "cli/profile_text.h"
 #include "cli/verbs.h"
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/train/step_json.h"
 
 namespace espalier::cli {
 namespace {
 
+void tell(Context& context, const std::string& note) {
+  context.progress.note("note: " + note);
+  context.result["notes"].push_back(note);
+}
+
+// Why a step could not learn anything; "" where it could.
+std::string nothing_to_learn(const StepReport& step) {
+  if (step.gradient.loss.loss_tokens == 0) return "no token has loss";
+  return step.update.grad_norm == 0 ? "the gradient is 0 (are the rewards of every group equal?)" : "";
+}
+
 void print_step(std::ostream& out, const StepReport& step) {
   const GradientReport& g = step.gradient;
-  out << "step " << step.step << "  loss " << std::setprecision(5) << g.loss.loss << "  grad norm "
-      << step.update.grad_norm << "  lr " << step.update.lr << "  clipped " << format_percent(g.loss.clip_fraction)
-      << "  rows " << format_count(g.trunk_rows + g.wave_rows) << " of " << format_count(g.plan.logical_rows) << " ("
+  out << "step " << step.step << std::setprecision(5);
+  if (step.reward) out << "  reward " << *step.reward;
+  out << "  loss " << g.loss.loss << "  grad norm " << step.update.grad_norm << "  lr " << step.update.lr
+      << "  clipped " << format_percent(g.loss.clip_fraction) << "  tokens computed "
+      << format_count(g.trunk_rows + g.wave_rows) << " of " << format_count(g.plan.logical_rows) << " ("
       << schedule_name(g.plan) << ")  " << format_seconds(g.seconds.total) << "  peak "
-      << format_bytes(g.peak_bytes.peak()) << std::endl;  // seen at once, also through a pipe
+      << format_bytes(g.peak_bytes.peak());
+  if (const std::string why = nothing_to_learn(step); !why.empty()) out << "  nothing to learn from: " << why;
+  out << std::endl;  // seen at once, also through a pipe
 }
 
 void print_critic(std::ostream& out, const CriticReport& critic) {
   out << "  critic  loss " << std::setprecision(5) << critic.loss.loss << "  grad norm " << critic.update.grad_norm
       << "  lr " << critic.update.lr << "  clipped " << format_percent(critic.loss.clip_fraction) << "  mean value "
-      << critic.loss.values_mean << "  rows " << format_count(critic.trunk_rows + critic.wave_rows) << "  "
+      << critic.loss.values_mean << "  tokens computed " << format_count(critic.trunk_rows + critic.wave_rows) << "  "
       << format_seconds(critic.seconds.total) << std::endl;
 }
 
@@ -36,17 +52,15 @@ void warn_of_foreign_logprobs(Context& context, const StepReport& step) {
   const double clipped = step.gradient.loss.clip_fraction;
   if (step.step != 1 || clipped < kSuspicious || std::min(options.clip_ratio_low, options.clip_ratio_high) < kNarrow)
     return;
-  const std::string note = format_percent(clipped) +
-                           " of the tokens are clipped before the first update: old_logprobs are " +
-                           "not those of this model. Is it the one that sampled? Is temperature recorded?";
-  context.progress.note("note: " + note);
-  context.result["notes"].push_back(note);
+  tell(context, format_percent(clipped) + " of the tokens are clipped before the first update: old_logprobs are " +
+                    "not those of this model. Is it the one that sampled? Is temperature recorded?");
 }
 
 }  // namespace
 
 int run_train(Context& context) {
   context.result["steps"] = Json::array();
+  std::int64_t steps = 0, empty_steps = 0;
   train(context.options, context.progress, [&](const StepReport& step) {
     context.progress.end();  // takes the bar away; the next report draws it again
     print_step(context.text, step);
@@ -54,7 +68,9 @@ int run_train(Context& context) {
     if (step.critic) print_critic(context.text, *step.critic);
     if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
     context.result["steps"].push_back(step_json(step));
+    ++steps, empty_steps += !nothing_to_learn(step).empty();
   });
+  if (empty_steps > 0) tell(context, text_of(empty_steps, " of ", steps, " steps had nothing to learn from"));
   if (!context.options.out.empty()) context.text << "written: " << context.options.out << "\n";
   return 0;
 }

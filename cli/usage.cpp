@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
+#include "espalier/options/nearest_name.h"
 #include "espalier/options/option_help.h"
 
 namespace espalier::cli {
@@ -12,21 +14,8 @@ std::string padded(std::string text, std::size_t width) {
   return text;
 }
 
-}  // namespace
-
-std::string program_usage() {
-  std::string out =
-      "Espalier: the training side of LLM reinforcement learning with every shared prompt computed once, exactly.\n\n"
-      "espalier VERB [options]\n\n";
-  for (const Verb& verb : verbs())
-    out += "  " + padded(verb.name, 10) + padded(verb.arguments, 13) + verb.summary + '\n';
-  return out +
-         "\nespalier VERB --help lists the options with their defaults and units; espalier --version.\n"
-         "Exit codes: 0 fine, 2 usage, 3 bad input, 4 not supported, 5 does not fit the memory budget,\n"
-         "6 verification failed, 7 communication failed, 8 no such device, 70 internal error (please report).\n";
-}
-
-std::string verb_usage(const Verb& verb) {
+// "espalier train (--model | --resume PATH) ... [options]" and what the verb does.
+std::string head_of(const Verb& verb) {
   std::string usage = std::string("espalier ") + verb.name;
   for (const std::string& required : verb.required) {
     std::string alternatives;
@@ -35,13 +24,60 @@ std::string verb_usage(const Verb& verb) {
     usage += std::string(several ? " (--" : " --") + alternatives + (several ? ")" : "") + " PATH";
   }
   if (verb.arguments[0] != '\0') usage += std::string(" ") + verb.arguments;
-  usage += std::string(" [options]\n\n") + verb.summary + '\n' + option_help(verb.letter) + "\nProgram:\n";
+  return usage + " [options]\n\n" + verb.summary + "\n";
+}
+
+std::int64_t options_of(const Verb& verb) {
+  return std::ranges::count_if(option_rows(), [&](const OptionRow& row) { return row.taken_by(verb.letter); });
+}
+
+}  // namespace
+
+std::string program_usage() {
+  std::string out =
+      "Espalier: the training side of LLM reinforcement learning with every shared prompt computed once, exactly.\n\n"
+      "espalier VERB [options]\n\n";
+  for (const Verb& verb : verbs())
+    out += "  " + padded(verb.name, 12) + padded(verb.arguments, 20) + verb.summary + '\n';
+  return out +
+         "\nespalier VERB --help shows its options, --help WORD searches them; espalier --version.\n"
+         "Exit codes: 0 fine, 2 usage, 3 bad input, 4 not supported, 5 does not fit the memory budget,\n"
+         "6 verification failed, 7 communication failed, 8 no such device, 70 internal error (please report).\n";
+}
+
+std::string verb_usage(const Verb& verb) {
+  return head_of(verb) + "\n" + short_option_help(verb.letter) + "\n" + "--help-all shows all " +
+         std::to_string(options_of(verb)) +
+         " options, --help WORD searches them. For every verb: --config FILE, --json, --quiet,\n"
+         "--dry-run (check everything, run nothing), --print-config (all options as TOML). Defaults in brackets.\n";
+}
+
+std::string full_verb_usage(const Verb& verb) {
+  std::string usage = head_of(verb) + option_help(verb.letter) + "\nProgram:\n";
   for (const auto& [name, meaning] :
        {std::pair("--json", "one JSON object on stdout and nothing else there"),
         std::pair("--config FILE", "options from a TOML file; the command line wins"),
-        std::pair("--quiet", "no progress and no notes on stderr"), std::pair("--help", "this text")})
+        std::pair("--print-config", "print all options as TOML that --config reads, and stop"),
+        std::pair("--dry-run", "check options and input, print what would run, and stop"),
+        std::pair("--quiet", "no progress and no notes on stderr"),
+        std::pair("--help [WORD]", "what most people need, or the options that have to do with WORD"),
+        std::pair("--help-all", "this text")})
     usage += "  " + padded(name, 28) + meaning + '\n';
   return usage + "\nDefaults stand in brackets. Names may be written with '_' for '-'.\n";
+}
+
+std::string usage_of_word(const Verb* verb, const std::string& word) {
+  const std::string found = option_search(verb ? verb->letter : '\0', word);
+  if (!found.empty()) return found;
+  const std::string elsewhere = verb ? option_search('\0', word) : "";
+  std::vector<std::string> names;
+  for (const Verb& known : verbs()) names.emplace_back(known.name);
+  const std::string near = verb ? "" : nearest_name(word, names);
+  throw OptionError({"--help", "a word of the options" + (verb ? std::string(" of ") + verb->name : ""),
+                     '"' + word + '"',
+                     !near.empty()       ? "did you mean " + near + "?"
+                     : elsewhere.empty() ? "espalier --help lists the verbs"
+                                         : "espalier --help " + word + " finds it at other verbs"});
 }
 
 }  // namespace espalier::cli

@@ -8,6 +8,12 @@
 namespace espalier::cli {
 
 std::string program_usage();
+
+// What most people need of a verb, about a screen.
 std::string verb_usage(const Verb& verb);
+std::string full_verb_usage(const Verb& verb);
+
+// The options of a verb, or with null of all, that have to do with `word`. Errors: OptionError where none has.
+std::string usage_of_word(const Verb* verb, const std::string& word);
 
 }  // namespace espalier::cli

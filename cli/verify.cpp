@@ -11,7 +11,8 @@
 namespace espalier::cli {
 namespace {
 
-constexpr int kFailed = 6;  // the exit code of a failed verification
+constexpr int kFailed = 6;           // the exit code of a failed verification
+constexpr double kShownRatio = 1e4;  // a larger one is only "beyond"
 
 Json choices_json(const moe::ChoiceDifference& d) {
   return {{"choices", d.choices}, {"differing", d.differing}, {"share", d.share()}};
@@ -59,7 +60,7 @@ Json verdict_json(const Verdict& verdict) {
 
 std::string ratio_text(double ratio, int digits) {
   std::ostringstream out;
-  if (ratio < 1e4)
+  if (ratio < kShownRatio)
     out << std::fixed << std::setprecision(digits) << ratio;
   else
     out << "beyond";
@@ -85,10 +86,10 @@ void print(std::ostream& out, const Verdict& verdict) {
       << " tokens: one step dense, and shared in " << verdict.schedules.size() << " ways\n\n";
   for (const ScheduleCheck& s : verdict.schedules)
     out << "  " << std::left << std::setw(44) << s.name << std::right << std::setw(11) << format_count(s.physical_rows)
-        << " rows" << std::setw(6) << s.trunks << " trunks" << std::setw(6) << s.waves << " waves   worst "
-        << ratio_text(s.worst_ratio, 3) << " of what is allowed\n";
+        << " rows" << std::setw(6) << s.trunks << " trunks" << std::setw(6) << s.waves << " waves   largest error "
+        << ratio_text(s.worst_ratio, 2) << (s.worst_ratio < kShownRatio ? "x the tolerance\n" : " the tolerance\n");
   out << "\n  " << std::left << std::setw(46) << "farthest from dense" << std::right << std::setw(12) << "error"
-      << std::setw(12) << "floor" << std::setw(12) << "allowed" << std::setw(9) << "ratio"
+      << std::setw(12) << "floor" << std::setw(12) << "tolerance" << std::setw(9) << "ratio"
       << "\n";
   std::vector<ParameterCheck> sorted = verdict.parameters;
   std::ranges::sort(sorted, std::greater<>(), [](const ParameterCheck& p) { return p.distance.ratio(); });

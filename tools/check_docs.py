@@ -1,6 +1,6 @@
 """What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
-and docs/options.md lists the options of the table, with their help. (That the page is exactly what the table generates
-is a C++ unit test.) Exit 1 with the faults.
+commands name the Python that `make` chose; and docs/options.md lists the options of the table, with their help. (That the
+page is exactly what the table generates is a C++ unit test.) Exit 1 with the faults.
 """
 
 import re
@@ -14,6 +14,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 FOLDERS = ("espalier", "cli", "tests", "tools", "docs", "bench", "cmake", "python", "examples", ".ci")
 PATH = re.compile(r"^(?:%s)/[A-Za-z0-9_./+-]*$" % "|".join(re.escape(f) for f in FOLDERS))
 TABLE, PAGE = "espalier/options/option_table.def", "docs/options.md"
+VERBS = "espalier/options/option_help.cpp"
+NAKED = re.compile(r"^(?:python3? |bench/\w+\.py )")
+CHOSEN = "$(cat build/setup/python)"
 ROW = re.compile(r'^ESPALIER_OPTION\(\s*\w+\s*,\s*"([^"]+)".*"((?:[^"\\]|\\.)*)"\)', re.M)
 
 
@@ -27,10 +30,22 @@ def faults_of(name, targets):
         command = re.match(r"make ([a-z][a-z-]*)$", word)
         if command and command.group(1) not in targets:
             yield f"{name}: names `{word}`, which the Makefile does not have"
+    blocks = re.findall(r"^```.*?^```", text, flags=re.M | re.S) + re.findall(r"^    .*$", text, flags=re.M)
+    for command in CODE.findall(prose) + [line.strip() for block in blocks for line in block.split("\n")]:
+        if NAKED.match(command):
+            yield f"{name}: `{command}` does not run with the Python that make chose: {CHOSEN} ..."
     for match in LINK.finditer(prose):
         link = match.group(1)
         if not re.match(r"[a-z]+:", link) and not ((ROOT / name).parent / link).exists():
             yield f"{name}: links to {link}, which does not exist"
+
+
+def meaning_for_all(text, verbs):
+    """A row's help as the page shows it: of "{tr|the file}{l|each batch}" every part, with the verbs it is for."""
+    def part(match):
+        names = ", ".join(name for letter, name in verbs if letter in match.group(1))
+        return f"{match.group(2)} ({names})"
+    return re.sub(r"\{(\w+)\|([^}]*)\}", part, text.replace("}{", "}, {"))
 
 
 def option_faults():
@@ -39,6 +54,8 @@ def option_faults():
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     shown = dict(re.findall(r"^\| `--([a-z0-9-]+)` \|.*\| ([^|]*) \|$", page, re.M))
     wanted = dict(ROW.findall((ROOT / TABLE).read_text(encoding="utf-8")))
+    verbs = re.findall(r"\{'(\w)', +\"(\w+)\"\}", (ROOT / VERBS).read_text(encoding="utf-8"))
+    wanted = {name: meaning_for_all(meaning, verbs) for name, meaning in wanted.items()}
     faults = [f"{PAGE}: option --{name} is missing or has another meaning; make docs writes the page"
               for name, meaning in wanted.items() if shown.get(name, "").replace("\\", "") != meaning.replace("|", "/")]
     return faults + [f"{PAGE}: option --{name} does not exist" for name in shown if name not in wanted]

@@ -86,7 +86,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
   RunStart out;
   out.options = given;
   if (out.options.memory_budget.empty())
-    out.options.memory_budget = std::to_string(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20));
+    out.options.memory_budget = text_of(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20), "B");
   check_sampling(out.options);
   const ModelShape shape = shape_of(given);
   check_room(shape, out.options);

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "espalier/base/error.h"
+#include "espalier/base/json.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 
@@ -96,6 +97,17 @@ class ConfigReader {
   std::vector<OptionSetting> settings_;
 };
 
+std::string toml_value(const OptionRow& row, const std::string& text) {
+  if (row.type == OptionType::list && !text.empty()) {
+    std::string out;
+    for (const double number : parse_numbers(row.name, text)) out += (out.empty() ? "[" : ", ") + number_text(number);
+    return out + "]";
+  }
+  if (row.type != OptionType::text && row.type != OptionType::list) return text;
+  // JSON's strings are TOML's; what is no UTF-8 neither can hold.
+  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
 }  // namespace
 
 std::vector<OptionSetting> read_config(const std::string& path, const std::string& verb, char letter,
@@ -109,6 +121,17 @@ std::vector<OptionSetting> read_config(const std::string& path, const std::strin
   } catch (const toml::parse_error& error) {
     throw OptionError({text_of(path, ":", error.source().begin.line), "TOML", std::string(error.description()), ""});
   }
+}
+
+std::string config_text(const Options& options, const std::string& verb, char letter) {
+  std::string out = "# espalier " + verb + " --config FILE\n";
+  std::string_view section;
+  for (const OptionRow& row : option_rows()) {
+    if (!row.taken_by(letter)) continue;
+    if (section != row.section) out += text_of("\n# ", section = row.section, "\n");
+    out += text_of(row.name, " = ", toml_value(row, option_text(options, row.name)), "\n");
+  }
+  return out;
 }
 
 }  // namespace espalier

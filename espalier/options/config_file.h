@@ -20,4 +20,7 @@ namespace espalier {
 std::vector<OptionSetting> read_config(const std::string& path, const std::string& verb, char letter,
                                        const std::vector<std::string>& verbs);
 
+// All options that the verb takes as such a file: read_config and apply_settings give the same options again.
+std::string config_text(const Options& options, const std::string& verb, char letter);
+
 }  // namespace espalier

@@ -63,6 +63,11 @@ const std::map<std::string, std::vector<std::string>>& names_elsewhere() {
 
 }  // namespace
 
+std::vector<std::string> names_elsewhere_of(const std::string& option) {
+  const auto found = names_elsewhere().find(option);
+  return found == names_elsewhere().end() ? std::vector<std::string>() : found->second;
+}
+
 std::string nearest_option(std::string_view name, const std::vector<std::string>& options) {
   std::string asked(name);
   std::replace(asked.begin(), asked.end(), '_', '-');

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <sstream>
 
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/options.h"
 #include "espalier/options/settings.h"
 
 namespace espalier {
@@ -59,10 +59,87 @@ std::string with_spaces(std::string choices) {
   return choices;
 }
 
+// "--lr X", then what it means from column kIndent on, with choices, default and unit.
+std::string entry_of(const OptionRow& row, const std::string& meaning, std::size_t width) {
+  constexpr std::size_t kIndent = 30;
+  std::string head = std::string("  --") + row.name + ' ' + word_of(row);
+  head.resize(std::max(kIndent, head.size() + 1), ' ');
+  if (head.size() > kIndent) head += '\n' + std::string(kIndent, ' ');
+  std::string text = meaning;
+  if (has_choices(row)) text += ": " + with_spaces(row.range);
+  if (const std::string value = default_of(row); !value.empty()) text += " [" + value + "]";
+  return head + wrapped(text, kIndent, width) + '\n';
+}
+
+// "train, verify": the verbs among `letters`.
+std::string verbs_among(const std::string& letters) {
+  std::string out;
+  for (const VerbName& verb : verb_names())
+    if (letters.find(verb.letter) != letters.npos) out += (out.empty() ? "" : ", ") + std::string(verb.name);
+  return out;
+}
+
+std::string verbs_of(const OptionRow& row) {
+  std::string letters;
+  for (const VerbName& verb : verb_names())
+    if (row.taken_by(verb.letter)) letters += verb.letter;
+  return verbs_among(letters);
+}
+
+// Calls common(text) and part(letters, text) for the pieces of a meaning, in their order.
+template <class Common, class Part>
+void for_each_piece(std::string_view help, const Common& common, const Part& part) {
+  while (!help.empty()) {
+    const std::size_t open = std::min(help.find('{'), help.size());
+    common(help.substr(0, open));
+    if (open == help.size()) return;
+    const std::size_t bar = help.find('|', open), close = help.find('}', open);
+    part(std::string(help.substr(open + 1, bar - open - 1)), std::string(help.substr(bar + 1, close - bar - 1)));
+    help.remove_prefix(close + 1);
+  }
+}
+
+std::string lower_case(std::string text) {
+  for (char& c : text) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c == '_' ? '-' : c;
+  return text;
+}
+
+// Everything of an option that a search looks through.
+std::string searched_text(const OptionRow& row, const std::string& meaning) {
+  std::string text = std::string(row.name) + '\n' + meaning + '\n' + row.range + '\n' + row.section + '\n';
+  for (const std::string& alias : alias_names()) {
+    const std::vector<std::string> targets = alias_targets(alias);
+    if (std::ranges::find(targets, row.name) != targets.end()) text += alias + '\n';
+  }
+  for (const std::string& other : names_elsewhere_of(row.name)) text += other + '\n';
+  return lower_case(text);
+}
+
 }  // namespace
 
+std::string meaning_for(const OptionRow& row, char verb) {
+  std::string out;
+  for_each_piece(
+      row.help, [&](std::string_view text) { out += text; },
+      [&](const std::string& letters, const std::string& text) {
+        if (letters.find(verb) != letters.npos) out += text;
+      });
+  return out;
+}
+
+std::string meaning_for_all(const OptionRow& row) {
+  std::string out;
+  bool after_part = false;
+  for_each_piece(
+      row.help, [&](std::string_view text) { out += text, after_part = after_part && text.empty(); },
+      [&](const std::string& letters, const std::string& text) {
+        out += (after_part ? ", " : "") + text + " (" + verbs_among(letters) + ")";
+        after_part = true;
+      });
+  return out;
+}
+
 std::string option_help(char verb, std::size_t width) {
-  constexpr std::size_t kIndent = 30;
   std::string out;
   const char* section = nullptr;
   for (const OptionRow& row : option_rows()) {
@@ -71,14 +148,27 @@ std::string option_help(char verb, std::size_t width) {
       section = row.section;
       out += std::string("\n") + section + ":\n";
     }
-    std::string head = std::string("  --") + row.name + ' ' + word_of(row);
-    head.resize(std::max(kIndent, head.size() + 1), ' ');
-    if (head.size() > kIndent) head += '\n' + std::string(kIndent, ' ');
-    std::string text = row.help;
-    if (has_choices(row)) text += ": " + with_spaces(row.range);
-    const std::string value = default_of(row);
-    if (!value.empty()) text += " [" + value + "]";
-    out += head + wrapped(text, kIndent, width) + '\n';
+    out += entry_of(row, meaning_for(row, verb), width);
+  }
+  return out;
+}
+
+std::string short_option_help(char verb, std::size_t width) {
+  std::string out;
+  for (const OptionRow& row : option_rows())
+    if (row.in_short_help_of(verb)) out += entry_of(row, meaning_for(row, verb), width);
+  return out;
+}
+
+std::string option_search(char verb, const std::string& word, std::size_t width) {
+  std::string wanted = lower_case(word), out;
+  wanted.erase(0, wanted.find_first_not_of('-'));
+  for (const OptionRow& row : option_rows()) {
+    if (verb != '\0' && !row.taken_by(verb)) continue;
+    std::string meaning = verb == '\0' ? meaning_for_all(row) : meaning_for(row, verb);
+    if (searched_text(row, meaning).find(wanted) == std::string::npos) continue;
+    if (verb == '\0' && row.verbs[0] != '*') meaning = "(" + verbs_of(row) + ") " + meaning;
+    out += entry_of(row, meaning, width);
   }
   return out;
 }
@@ -94,8 +184,9 @@ std::string option_docs() {
   std::string out =
       "# Options\n\nEvery option, its values and its default. On the command line an option is `--name value`; in a\n"
       "file given with `--config` it is `name = value` (TOML, at the top or in a table named after a verb; the\n"
-      "command line wins); in Python it is the keyword `name` with `_` for `-`. This page is generated from\n"
-      "`espalier/options/option_table.def` by the target `option_docs`.\n";
+      "command line wins). Sizes have a unit (8GiB); bf16, fp32 and fp64 are read as bfloat16, float32 and float64. "
+      "This\n"
+      "page is generated from `espalier/options/option_table.def` by `make docs`.\n";
   const char* section = nullptr;
   for (const OptionRow& row : option_rows()) {
     if (!section || std::strcmp(section, row.section) != 0) {
@@ -103,15 +194,11 @@ std::string option_docs() {
       out += std::string("\n## ") + section + "\n\n| option | values | default | verbs | meaning |\n";
       out += "| --- | --- | --- | --- | --- |\n";
     }
-    std::string taken;
-    for (const VerbName& verb : verb_names())
-      if (row.verbs[0] != '*' && row.taken_by(verb.letter))
-        taken += (taken.empty() ? "" : ", ") + std::string(verb.name);
     std::string values = has_choices(row) ? with_spaces(row.range) : description_of(row);
     for (std::size_t at = 0; (at = values.find(" | ", at)) != values.npos; at += 2) values.replace(at, 3, ", ");
     const std::string value = default_of(row);
     out += std::string("| `--") + row.name + "` | " + values + " | " + (value.empty() ? "" : '`' + value + '`') +
-           " | " + (row.verbs[0] == '*' ? "all" : taken) + " | " + row.help + " |\n";
+           " | " + (row.verbs[0] == '*' ? "all" : verbs_of(row)) + " | " + meaning_for_all(row) + " |\n";
   }
   out += "\n## Names of TRL\n\nAccepted with a note, on the command line and in files:\n\n";
   out += "| TRL | read as |\n| --- | --- |\n";

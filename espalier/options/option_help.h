@@ -4,11 +4,25 @@
 #include <string>
 #include <vector>
 
+#include "espalier/options/options.h"
+
 namespace espalier {
 
 // The options that `verb` (a letter of the table) takes, by section: name, what it takes, help, default and unit.
 // Lines of at most `width` characters where words allow.
 std::string option_help(char verb, std::size_t width = 100);
+
+// The same for what most people need (a capital letter in the table), without sections.
+std::string short_option_help(char verb, std::size_t width = 100);
+
+// The same for options where `word` stands in the name, the meaning, the choices, or in what TRL, verl and other
+// trainers call them. "" where it is found nowhere. `verb` '\0': of all verbs, which are named.
+std::string option_search(char verb, const std::string& word, std::size_t width = 100);
+
+// The meaning of a row for one verb, and for all of them: "{tr|the file}{l|each batch}" of the table's help is
+// "the file" for train, and "the file (train, replay), each batch (grpo)" for all.
+std::string meaning_for(const OptionRow& row, char verb);
+std::string meaning_for_all(const OptionRow& row);
 
 // The verbs behind the letters of the table, in the order in which they are listed.
 struct VerbName {

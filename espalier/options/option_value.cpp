@@ -7,6 +7,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/options/nearest_name.h"
+#include "espalier/options/values_elsewhere.h"
 
 namespace espalier {
 namespace {
@@ -57,8 +58,20 @@ void check_choice(const OptionRow& row, const std::string& value, const std::str
   const std::vector<std::string> choices = choices_of(row.range);
   for (const std::string& choice : choices)
     if (choice == value) return;
-  const std::string near = nearest_name(value, choices);
-  throw OptionError({where, description_of(row), quoted(value), near.empty() ? "" : "did you mean " + near + "?"});
+  std::string remedy = remedy_elsewhere(row, value);
+  if (remedy.empty()) {
+    const std::string near = nearest_name(value, choices);
+    if (!near.empty()) remedy = "did you mean " + near + "?";
+  }
+  throw OptionError({where, description_of(row), quoted(value), remedy});
+}
+
+// "8" would be eight bytes, which nobody means.
+void check_size(const OptionRow& row, const std::string& value, const std::string& where) {
+  const bool bare = value.find_first_not_of("0123456789. ") == value.npos;
+  if (!bare && parse_bytes(value, where) > 0) return;
+  throw OptionError(
+      {where, description_of(row), quoted(value), bare ? "give a unit: " + value + "GiB, " + value + "MiB" : ""});
 }
 
 }  // namespace
@@ -136,8 +149,8 @@ void check_value(const OptionRow& row, const std::string& value, const std::stri
   if (value.empty()) return;
   if (has_choices(row))
     check_choice(row, value, where);
-  else if (std::string_view(row.unit) == "bytes" && parse_bytes(value, where) == 0)
-    throw OptionError({where, description_of(row), quoted(value), ""});
+  else if (std::string_view(row.unit) == "bytes")
+    check_size(row, value, where);
 }
 
 std::vector<double> parse_numbers(const std::string& option, const std::string& text) {

@@ -7,6 +7,7 @@
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
+#include "espalier/options/values_elsewhere.h"
 
 namespace espalier {
 namespace {
@@ -50,7 +51,13 @@ const OptionRow& row_of(const std::string& name, const std::string& where) {
 
 }  // namespace
 
-bool OptionRow::taken_by(char verb) const { return verbs[0] == '*' || std::strchr(verbs, verb) != nullptr; }
+bool OptionRow::taken_by(char verb) const {
+  return verbs[0] == '*' || std::strchr(verbs, verb) != nullptr || in_short_help_of(verb);
+}
+
+bool OptionRow::in_short_help_of(char verb) const {
+  return verb >= 'a' && verb <= 'z' && std::strchr(verbs, verb - 'a' + 'A') != nullptr;
+}
 
 const std::vector<OptionRow>& option_rows() {
   static const std::vector<OptionRow> rows = make_rows();
@@ -69,9 +76,10 @@ void set_option(Options& options, const std::string& name, const std::string& va
   set_option(options, name, value, "");
 }
 
-void set_option(Options& options, const std::string& name, const std::string& value, const std::string& where) {
+void set_option(Options& options, const std::string& name, const std::string& given, const std::string& where) {
   const OptionRow& row = row_of(name, where);
   const std::string place = where + "--" + row.name;
+  const std::string value = own_word(row, given);
   check_value(row, value, place);
   const std::string_view field = row.field;
 #define ESPALIER_OPTION(member, name, type, value_, range, unit, verbs, help) \

@@ -36,15 +36,17 @@ struct OptionRow {
   const char* help;
   const char* section;
 
-  bool taken_by(char verb) const;  // a letter of the table's `verbs` column
+  bool taken_by(char verb) const;          // a letter of the table's `verbs` column, in lower case
+  bool in_short_help_of(char verb) const;  // it stands there as a capital letter
 };
 const std::vector<OptionRow>& option_rows();
 
 // The row of a name, written with '-' or '_', without leading dashes; null: there is none.
 const OptionRow* find_option(std::string_view name);
 
-// Sets one option from text. Errors: OptionError with the option's name, what it takes and what was given; for a name
-// that does not exist the nearest one that does. `where` stands before the name in the message ("run.toml:3: ").
+// Sets one option from text; other spellings of a choice (bf16) are read as the table's. Errors: OptionError with the
+// option's name, what it takes and what was given; for a name that does not exist the nearest one that does. `where`
+// stands before the name in the message ("run.toml:3: ").
 void set_option(Options& options, const std::string& name, const std::string& value);
 void set_option(Options& options, const std::string& name, const std::string& value, const std::string& where);
 

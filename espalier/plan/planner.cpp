@@ -47,7 +47,7 @@ class Search {
   const Forest& forest() const { return forest_; }
   const EdgeIndex& edges() const { return edges_; }
   const CostModel& model() const { return model_; }
-  std::int64_t constant_bytes() const { return bytes_.constant(); }
+  const ActivationBytes& bytes() const { return bytes_; }
 
  private:
   Candidate build(Schedule schedule, const LayoutOptions& options) const;
@@ -240,15 +240,18 @@ class Tally {
   std::vector<Shared> shared_;
 };
 
-[[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, std::int64_t constant) {
+[[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, const ActivationBytes& bytes) {
   const std::int64_t needed = candidate.cost.bytes.peak();
   std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
-  if (constant < options.memory_budget) {
+  if (bytes.constant() < options.memory_budget) {
     if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
     if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto or recompute";
     if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
   } else {
-    remedy += text_of("; weights, gradients and optimizer state alone are ", format_bytes(constant));
+    const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
+    remedy += text_of("; weights, gradients and optimizer state are ", format_bytes(bytes.model()),
+                      beside > 0 ? text_of(", other models ", format_bytes(beside)) : "", ", the process itself takes ",
+                      format_bytes(own));
   }
   if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
   throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
@@ -329,7 +332,7 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
                         (!chosen.cost.fits && candidate.cost.bytes.peak() < chosen.cost.bytes.peak());
     if (better) chosen = std::move(candidate), found = true;
   }
-  if (!chosen.cost.fits) refuse(chosen, options, search.constant_bytes());
+  if (!chosen.cost.fits) refuse(chosen, options, search.bytes());
 
   plan.chosen = chosen.cost;
   plan.token_budget = chosen.options.budget;

@@ -18,7 +18,8 @@ std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, con
 }
 
 void require_room(const ModelShape& shape, const Options& options, const StepKind& kind) {
-  const std::int64_t needed = ActivationBytes(shape, parse_dtype(options.dtype), kind).constant();
+  const ActivationBytes bytes(shape, parse_dtype(options.dtype), kind);
+  const std::int64_t needed = bytes.constant(), own = needed - bytes.model() - kind.beside_bytes;
   const bool given = !options.memory_budget.empty();
   const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
   if (needed <= room) return;
@@ -28,9 +29,12 @@ void require_room(const ModelShape& shape, const Options& options, const StepKin
   std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
                              : "Free memory, or take a machine with more";
   if (options.dtype != "bfloat16") remedy += ", or take --dtype bfloat16";
-  throw MemoryBudgetError({given ? "--memory-budget" : "memory",
-                           text_of("more than ", format_bytes(needed), " for ", what, " alone"),
-                           text_of(format_bytes(room), given ? "" : " free"), remedy});
+  throw MemoryBudgetError(
+      {given ? "--memory-budget" : "memory",
+       text_of("more than ", format_bytes(needed), ": ", format_bytes(bytes.model()), " of ", what,
+               kind.beside_bytes > 0 ? text_of(", ", format_bytes(kind.beside_bytes), " of other models") : "", " and ",
+               format_bytes(own), " that the process itself takes"),
+       text_of(format_bytes(room), given ? "" : " free"), remedy});
 }
 
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,

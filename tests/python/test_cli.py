@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -41,8 +42,9 @@ def test_help_of_the_program_names_every_verb(espalier):
 
 @pytest.mark.parametrize("verb", ["inspect", "convert", "plan", "train", "score", "verify", "bench"])
 def test_every_verb_has_help_with_defaults(verb, espalier):
-    text = espalier(verb, "--help").stdout
+    text = espalier(verb, "--help-all").stdout
     assert "--threads" in text and "--json" in text and "--config" in text
+    assert "--config" in espalier(verb, "--help").stdout
 
 
 def test_json_is_the_only_thing_on_stdout(espalier, model_of, rollouts, tmp_path):
@@ -70,6 +72,7 @@ def test_inspect_and_plan_print_one_json_object(espalier, model_of, rollouts):
 def test_an_error_is_one_json_object_too(espalier, model_of, tmp_path):
     outcome = train(espalier, model_of("qwen3_tied"), tmp_path / "absent.jsonl", tmp_path, "--json", expect=3)
     assert {"kind", "where", "expected", "got", "remedy"} <= set(outcome.json["error"])
+    assert "absent.jsonl" in outcome.stderr, "who reads a log of stderr sees it, too"
 
 
 def test_quiet_runs_say_nothing_on_stderr(espalier, model_of, rollouts, tmp_path):
@@ -320,6 +323,58 @@ def test_old_logprobs_of_another_model_are_told_before_they_do_harm(shift, said,
         record["old_logprobs"] = [value + sign * shift for value in record["old_logprobs"]]
     outcome = train(espalier, model, write_records(records, tmp_path / "moved.jsonl"), tmp_path)
     assert ("old_logprobs are not those of this model" in outcome.stderr) == said
+
+
+def test_a_step_without_anything_to_learn_from_is_told(espalier, model_of, tmp_path):
+    records = [{"prompt_ids": [3, 4 + group], "response_ids": [6, 7 + i], "reward": 1.0 if group else i}
+               for group in range(2) for i in range(2)]
+    rollouts = write_records(records, tmp_path / "half.jsonl")
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--mini-batch-size", 2)
+    steps = [line for line in outcome.stdout.splitlines() if line.startswith("step ")]
+    assert ["nothing to learn from" in step for step in steps] == [False, True], outcome.stdout
+    assert "1 of 2 steps had nothing to learn from" in outcome.stderr
+    assert "tokens computed" in steps[0]
+
+
+def test_what_became_of_the_mini_batch_size_is_told(espalier, model_of, tmp_path):
+    records = [{"prompt_ids": [3, 4 + group], "response_ids": [6, 7 + i], "reward": i} for group in range(4) for i in range(3)]
+    rollouts = write_records(records, tmp_path / "threes.jsonl")
+    for verb, extra in (("train", ["--out", tmp_path / "out"]), ("plan", [])):
+        said = espalier(verb, "--model", model_of("qwen3_tied"), "--rollouts", rollouts, *extra, "--mini-batch-size", 5).stderr
+        assert "mini-batches hold 3 rollouts (4 in all)" in said
+
+
+def test_a_dry_run_checks_all_and_writes_nothing(espalier, model_of, rollouts, tmp_path):
+    model = copied(model_of, tmp_path)
+    (model / "model.safetensors").unlink()  # weights are not read
+    outcome = train(espalier, model, rollouts, tmp_path, "--dry-run")
+    assert "At most about" in outcome.stdout and "dry run" in outcome.stdout and not (tmp_path / "out").exists()
+    assert train(espalier, model, rollouts, tmp_path, "--dry-run", "--json").json["plan"]["trees"]
+    for extra, code, word in ((["--kl-loss-coef", 0.1], 3, "ref_logprobs"), (["--memory-budget", "1MiB"], 5, "--memory-budget")):
+        assert word in train(espalier, model, rollouts, tmp_path, "--dry-run", *extra, expect=code).stderr
+    for verb in ("score", "verify"):
+        out = ["--out", tmp_path / "out"] if verb == "score" else []
+        assert "nothing was run" in espalier(verb, "--model", model, "--rollouts", rollouts, *out, "--dry-run").stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["tr"], {"train"}), (["train", "--sch"], {"--schedule"}), (["train", "--schedule", "p"], {"packed", "phased"}),
+    (["inspect", "--lr"], set()), (["train", "--lr", ""], set()), (["completion", "z"], {"zsh"}), (["train", "--dry"], {"--dry-run"})])
+def test_bash_completes_verbs_options_and_values(words, expected, espalier, tmp_path):
+    script = tmp_path / "completion.bash"
+    script.write_text(espalier("completion", "bash").stdout)
+    asked = f'source {script}; COMP_WORDS=(espalier "$@"); COMP_CWORD=$#; _espalier; printf "%s\n" "${{COMPREPLY[@]}}"'
+    found = subprocess.run(["bash", "-c", asked, "bash", *words], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+    assert set(found.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_can_read_their_completion(shell, espalier, tmp_path):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(espalier("completion", shell).stdout)
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True)
 
 
 # -- a continued run --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
 #include <random>
 
 #include "espalier/base/json.h"
@@ -44,7 +45,7 @@ const std::vector<Wrong>& wrong_usage() {
       {{"grpo", "--out", "a", "x"}, 2, "options only"},
       {{"grpo"}, 2, "--out"},
       {{"grpo", "--out", "a", "--n", "2.5"}, 2, "one whole number"},
-      {{"grpo", "--out", "a", "--task", "chess"}, 2, "one of retrieval, arithmetic, copy"},
+      {{"grpo", "--out", "a", "--task", "chess"}, 2, "one of retrieval, recite, arithmetic, copy"},
       {{"bench", "--n", "2.5"}, 2, "whole numbers"},
       {{"bench", "--n", "8,2.5"}, 2, "whole numbers"},
       {{"bench", "--splits", ""}, 2, "--splits"},
@@ -59,7 +60,15 @@ const std::vector<Wrong>& wrong_usage() {
       {{"train", "--shedule", "auto"}, 2, "did you mean --schedule?"},
       {{"train", "--clip_ratio_hihg", "1"}, 2, "did you mean --clip-ratio-high?"},
       {{"train", "--shedule=auto"}, 2, "did you mean --schedule?"},
-      {{"inspect", "--lr", "1", "x"}, 2, "train"},
+      {{"inspect", "--lr", "1", "x"}, 2, "an option of train, verify, replay, grpo"},
+      {{"train", "--num-generations", "8"}, 2, "did you mean --n? It is an option of generate, grpo, bench"},
+      {{"train", "--help", "zebra"}, 2, "a word of the options of train"},
+      {{"--help", "trian"}, 2, "did you mean train?"},
+      {{"train", "--policy-loss", "ppo"}, 2, "vanilla"},
+      {{"train", "--dtype", "fp16"}, 2, "bfloat16"},
+      {{"train", "--memory-budget", "8"}, 2, "8GiB"},
+      {{"inspect", "x", "--dry-run"}, 2, "leave it out"},
+      {{"completion", "tcsh"}, 2, "bash, zsh or fish"},
       {{"train", "--lr", "abc"}, 2, "a number in [0, inf)"},
       {{"train", "--lr=-1"}, 2, "a number in [0, inf)"},
       {{"train", "--lr", "nan"}, 2, "a number in [0, inf)"},
@@ -110,6 +119,7 @@ TEST(WrongUsage, GivesOneObjectUnderJson) {
     const Json json = object_of(outcome);
     EXPECT_EQ(outcome.code, words == Words{"--json"} ? 2 : wrong.code) << joined(words);
     ASSERT_TRUE(json.contains("error")) << joined(words) << outcome.out;
+    EXPECT_NE(outcome.err.find(wrong.says), outcome.err.npos) << joined(words) << outcome.err;  // for who reads a log
     EXPECT_EQ(json["exit_code"], outcome.code);
     for (const char* part : {"kind", "where", "expected", "got", "remedy"})
       EXPECT_TRUE(json["error"].contains(part)) << part << " of " << joined(words);
@@ -119,7 +129,7 @@ TEST(WrongUsage, GivesOneObjectUnderJson) {
 TEST(Help, ShowsEveryOptionOfEveryVerb) {
   const Folder folder;
   for (const auto& [letter, name] : verb_names()) {
-    for (const Words& words : {Words{name, "--help"}, Words{"help", name}, Words{name, "-h"}}) {
+    for (const Words& words : {Words{name, "--help-all"}, Words{"help", name, "--help-all"}}) {
       const Outcome outcome = run(folder.path(), words);
       EXPECT_EQ(outcome.code, 0);
       EXPECT_EQ(outcome.err, "");
@@ -127,6 +137,52 @@ TEST(Help, ShowsEveryOptionOfEveryVerb) {
         EXPECT_EQ(outcome.out.find(std::string("\n  --") + row.name + ' ') != outcome.out.npos, row.taken_by(letter))
             << name << " --" << row.name;
     }
+  }
+}
+
+TEST(Help, IsShortUnlessAllIsAskedFor) {
+  const Folder folder;
+  for (const Words& words :
+       {Words{"train", "--help"}, Words{"help", "grpo"}, Words{"verify", "-h"}, Words{"train", "--model", "--help"}}) {
+    const Outcome outcome = run(folder.path(), words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_LE(std::count(outcome.out.begin(), outcome.out.end(), '\n'), 32) << outcome.out;
+    EXPECT_NE(outcome.out.find("--help-all"), outcome.out.npos);
+  }
+}
+
+TEST(Help, SearchesForAWord) {
+  const Folder folder;
+  for (const Words& words : {Words{"train", "--help", "learning-rate"}, Words{"help", "train", "learning rate"},
+                             Words{"--help", "learning-rate"}, Words{"train", "--help-all", "learning_rate"}}) {
+    const Outcome outcome = run(folder.path(), words);
+    EXPECT_EQ(outcome.code, 0) << joined(words) << outcome.err;
+    EXPECT_NE(outcome.out.find("--critic-lr"), outcome.out.npos) << joined(words);
+    EXPECT_EQ(outcome.out.find("--schedule"), outcome.out.npos) << joined(words);
+  }
+}
+
+TEST(PrintConfig, GivesAFileThatConfigReads) {
+  const Folder folder;
+  const Words given = {"train", "--lr", "0.25", "--beta", "0.5", "--dtype", "bf16", "--betas", "0.8,0.9"};
+  Words words = given;
+  words.push_back("--print-config");
+  const Outcome printed = run(folder.path(), words);
+  EXPECT_EQ(printed.code, 0) << printed.err;
+  std::ofstream(folder.path() / "run.toml") << printed.out;
+  const Outcome again = run(folder.path(), {"train", "--config", "run.toml", "--print-config"});
+  EXPECT_EQ(again.out, printed.out);
+  for (const char* line : {"lr = 0.25\n", "kl-loss-coef = 0.5\n", "dtype = \"bfloat16\"\n", "betas = [0.8, 0.9]\n"})
+    EXPECT_NE(again.out.find(line), again.out.npos) << again.out;
+}
+
+TEST(Completion, NamesEveryVerbAndOption) {
+  const Folder folder;
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const Outcome outcome = run(folder.path(), {"completion", shell});
+    EXPECT_EQ(outcome.code, 0);
+    for (const auto& [letter, name] : verb_names()) EXPECT_NE(outcome.out.find(name), outcome.out.npos) << shell;
+    for (const OptionRow& row : option_rows()) EXPECT_NE(outcome.out.find(row.name), outcome.out.npos) << shell;
   }
 }
 
@@ -140,6 +196,7 @@ TEST(Help, OfTheProgramNamesEveryVerb) {
 
 TEST(Version, IsOneLine) {
   const Folder folder;
+  EXPECT_EQ(run(folder.path(), {"-V"}).out, run(folder.path(), {"--version"}).out);
   const Outcome outcome = run(folder.path(), {"--version"});
   EXPECT_EQ(outcome.code, 0);
   EXPECT_EQ(outcome.out.rfind("espalier ", 0), 0u);

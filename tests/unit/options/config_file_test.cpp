@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "espalier/options/option_help.h"
 #include "tests/unit/options/thrown_error.h"
 
 namespace espalier {
@@ -80,6 +81,27 @@ TEST_F(ConfigFile, WhatIsNoTomlIsRefusedWithItsLine) {
 }
 
 TEST_F(ConfigFile, TakesTheNamesOfTrl) { EXPECT_EQ(options("beta = 0.04\n").kl_loss_coef, 0.04); }
+
+TEST_F(ConfigFile, TheTextOfAllOptionsReadsBackAsTheSameOptions) {
+  Options given;
+  given.lr = 1.0 / 3, given.seed = 9007199254740993, given.betas = "0.9,0.95", given.decay_matrices_only = true;
+  given.model = "a \"quoted\" \\ path\twith\ncontrol", given.memory_budget = "8GiB", given.n = "2,8";
+  for (const auto& [letter, name] : verb_names()) {
+    const std::string text = config_text(given, name, letter);
+    Options back = given;
+    for (const OptionRow& row : option_rows())
+      if (row.taken_by(letter)) set_option(back, row.name, row.default_text);
+    std::vector<std::string> notes;
+    std::ofstream(path_) << text;
+    apply_settings(back, read_config(path_.string(), name, letter, {"inspect", "train", "verify"}), notes);
+    for (const OptionRow& row : option_rows())
+      if (row.type == OptionType::list)
+        EXPECT_EQ(parse_numbers("", option_text(back, row.name)), parse_numbers("", option_text(given, row.name)));
+      else
+        EXPECT_EQ(option_text(back, row.name), option_text(given, row.name)) << name << ' ' << row.name;
+    EXPECT_TRUE(notes.empty());
+  }
+}
 
 TEST_F(ConfigFile, AnEmptyFileSetsNothing) { EXPECT_TRUE(read("").empty()); }
 

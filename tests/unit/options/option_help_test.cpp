@@ -1,5 +1,6 @@
 #include "espalier/options/option_help.h"
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 
@@ -16,6 +17,51 @@ TEST(OptionHelp, NamesEveryOptionOfTheVerbAndNoOther) {
       EXPECT_EQ(help.find(std::string("\n  --") + row.name + ' ') != help.npos, row.taken_by(verb))
           << verb << ' ' << row.name;
   }
+}
+
+TEST(ShortHelp, IsAScreenOfTheVerbsOwnOptions) {
+  for (const auto& [verb, name] : verb_names()) {
+    const std::string help = short_option_help(verb);
+    EXPECT_LE(std::count(help.begin(), help.end(), '\n'), 25) << name << '\n' << help;
+    EXPECT_LE(help.size(), option_help(verb).size()) << name;
+    for (const OptionRow& row : option_rows())
+      EXPECT_EQ(help.find(std::string("  --") + row.name + ' ') != help.npos, row.in_short_help_of(verb))
+          << name << ' ' << row.name;
+  }
+  for (const char* name : {"--model", "--rollouts", "--out", "--lr", "--policy-loss", "--mini-batch-size"})
+    EXPECT_NE(short_option_help('t').find(std::string("  ") + name + ' '), std::string::npos) << name;
+}
+
+TEST(OptionHelp, ShowsAVerbItsOwnHalfOfASharedMeaning) {
+  const OptionRow &out = *find_option("out"), &model = *find_option("model");
+  EXPECT_EQ(meaning_for(out, 't'), "what is written: a model directory");
+  EXPECT_EQ(meaning_for(out, 'o'), "what is written: a page");
+  EXPECT_EQ(meaning_for(model, 't'), "Hugging Face model directory");
+  EXPECT_EQ(meaning_for(model, 'b'), "Hugging Face model directory; config.json is enough");
+  EXPECT_EQ(meaning_for_all(model), "Hugging Face model directory; config.json is enough (plan, bench)");
+  EXPECT_EQ(
+      meaning_for_all(out),
+      "what is written: a model directory (train), records (score, generate), a run folder (grpo), a page (report)");
+  for (const OptionRow& row : option_rows())
+    for (const auto& [verb, name] : verb_names())
+      EXPECT_EQ(meaning_for(row, verb).find_first_of("{|}"), std::string::npos) << row.name << ' ' << name;
+}
+
+TEST(OptionSearch, FindsNamesMeaningsChoicesAndTheWordsOfOthers) {
+  const auto finds = [](char verb, const char* word, const char* option) {
+    return option_search(verb, word).find(std::string("  --") + option + ' ') != std::string::npos;
+  };
+  EXPECT_TRUE(finds('t', "lr", "lr"));
+  EXPECT_TRUE(finds('t', "learning-rate", "lr"));
+  EXPECT_TRUE(finds('t', "--Learning_Rate", "critic-lr"));
+  EXPECT_TRUE(finds('t', "gspo", "policy-loss"));
+  EXPECT_TRUE(finds('t', "epsilon", "clip-ratio-low"));
+  EXPECT_TRUE(finds('t', "batch_size", "mini-batch-size"));
+  EXPECT_FALSE(finds('t', "gspo", "lr"));
+  EXPECT_FALSE(finds('t', "prompt-length", "prompt-length"));
+  EXPECT_TRUE(finds('\0', "prompt-length", "prompt-length"));
+  EXPECT_NE(option_search('\0', "prompt-length").find("(grpo)"), std::string::npos);
+  EXPECT_EQ(option_search('t', "zebra"), "");
 }
 
 TEST(OptionHelp, ShowsDefaultsUnitsAndChoices) {

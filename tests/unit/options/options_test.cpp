@@ -33,7 +33,8 @@ TEST(OptionTable, FieldIsTheNameWithUnderscoresAndNoNameStandsTwice) {
 TEST(OptionTable, EveryOptionIsTakenByAVerb) {
   for (const OptionRow& row : option_rows()) {
     const std::string verbs = row.verbs;
-    EXPECT_TRUE(verbs == "*" || (!verbs.empty() && verbs.find_first_not_of("icptsvrbglo") == verbs.npos)) << row.name;
+    EXPECT_TRUE(!verbs.empty() && verbs.find_first_not_of("icptsvrbgloICPTSVRBGLO", verbs[0] == '*') == verbs.npos)
+        << row.name;
   }
 }
 
@@ -130,8 +131,44 @@ TEST(SetOption, ReadsSizesAndRefusesOthers) {
   Options options;
   EXPECT_NO_THROW(set_option(options, "memory-budget", "8GiB"));
   EXPECT_EQ(options.memory_budget, "8GiB");
-  for (const char* text : {"0", "8GiBs", "lots", "-1GiB", "99999999999999TiB"})
+  for (const char* text : {"0", "0GiB", "8GiBs", "lots", "-1GiB", "99999999999999TiB"})
     EXPECT_THROW(set_option(options, "memory-budget", text), OptionError) << text;
+}
+
+TEST(SetOption, AsksForTheUnitOfASize) {
+  Options options;
+  for (const char* text : {"8", "8.5", "8589934592"}) {
+    const ErrorText error = thrown_error<OptionError>([&] { set_option(options, "memory-budget", text); });
+    EXPECT_NE(error.remedy.find(std::string("give a unit: ") + text + "GiB"), std::string::npos) << error.remedy;
+  }
+  EXPECT_NO_THROW(set_option(options, "memory-budget", "8589934592B"));
+}
+
+TEST(SetOption, ReadsOtherSpellingsOfAWord) {
+  Options options;
+  for (const auto& [given, meant] : {std::pair("bf16", "bfloat16"),
+                                     {"fp32", "float32"},
+                                     {"fp64", "float64"},
+                                     {"torch.bfloat16", "bfloat16"},
+                                     {"bfloat16", "bfloat16"}}) {
+    set_option(options, "dtype", given);
+    EXPECT_EQ(options.dtype, meant) << given;
+    set_option(options, "save-dtype", given);
+    EXPECT_EQ(options.save_dtype, meant) << given;
+  }
+  set_option(options, "adv-estimator", "reinforce++");
+  EXPECT_EQ(options.adv_estimator, "reinforce_plus_plus");
+}
+
+TEST(SetOption, LeadsFromAWordOfOtherTrainersToItsOwn) {
+  Options options;
+  const auto remedy = [&](const char* name, const char* value) {
+    return thrown_error<OptionError>([&] { set_option(options, name, value); }).remedy;
+  };
+  for (const char* word : {"ppo", "grpo", "dapo", "dr_grpo"})
+    EXPECT_NE(remedy("policy-loss", word).find("vanilla"), std::string::npos) << word;
+  EXPECT_NE(remedy("dtype", "fp16").find("bfloat16"), std::string::npos);
+  EXPECT_NE(remedy("adv-estimator", "ppo").find("gae"), std::string::npos);
 }
 
 TEST(Validate, RefusesCombinationsWithoutAMeaning) {

@@ -1,0 +1,104 @@
+#include "cli/dry_run.h"
+
+#include "espalier/base/error.h"
+#include "espalier/base/units.h"
+#include "espalier/generate/generate_records.h"
+#include "espalier/generate/prompts_file.h"
+#include "espalier/loop/sampling.h"
+#include "espalier/objective/objective.h"
+#include "espalier/train/planning.h"
+#include "espalier/train/training_data.h"
+
+namespace espalier::cli {
+namespace {
+
+// The fields that the objective needs, in every rollout. A critic's advantages would need its values first.
+void check_objective(const TrainingData& data, const Options& options) {
+  if (!options.critic.empty()) return;
+  for (std::int64_t i = 0; i < data.mini_batches(); ++i) {
+    const MiniBatch batch = data.mini_batch(i);
+    Objective(batch.rollouts, batch.advantages, options);
+  }
+}
+
+// `verify` and `train`: the rollouts as an update takes them.
+void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
+  const Options& options = context.options;
+  require_room(shape, options, {});
+  const TrainingData data(read_for_model(options.rollouts, shape, context.progress), options, !options.critic.empty());
+  check_objective(data, options);
+  if (!data.mini_batch_note().empty()) context.progress.note("note: " + data.mini_batch_note());
+  const std::int64_t all = epochs * data.mini_batches(), steps = options.steps > 0 ? options.steps : all;
+  context.result["rollouts"] = data.rollouts().size();
+  context.result["steps"] = std::min(all, steps);
+  context.text << format_count(static_cast<std::int64_t>(data.rollouts().size())) << " rollouts, "
+               << format_count(std::min(all, steps)) << (std::min(all, steps) == 1 ? " step\n" : " steps\n");
+}
+
+void dry_train(Context& context) {
+  Options options = context.options;
+  if (options.model.empty()) options.model = options.resume;
+  check_update(read_model_shape(options.model), context, options.epochs);
+  NoProgress silent;  // notes on the rollouts were given
+  Context planned{options, context.arguments, silent, context.text, {}};
+  run_plan(planned);
+  context.result["plan"] = std::move(planned.result);
+}
+
+void dry_score(Context& context) {
+  const Options& options = context.options;
+  const ModelShape shape = read_model_shape(options.model);
+  require_room(shape, options, {.gradients = false, .optimizer = false});
+  const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress).size();
+  context.result["rollouts"] = rollouts;
+  context.text << format_count(static_cast<std::int64_t>(rollouts)) << " rollouts to score\n";
+}
+
+void dry_generate(Context& context) {
+  const Options& options = context.options;
+  const ModelShape shape = read_model_shape(options.model);
+  const SamplingSettings settings = sampling_settings(options);
+  require_room(shape, options, {.gradients = false, .optimizer = false});
+  stop_ids(options, shape.vocabulary);
+  const auto prompts =
+      static_cast<std::int64_t>(read_prompts(options.prompts, shape.vocabulary, context.progress).prompts.size());
+  context.result["prompts"] = prompts;
+  context.text << format_count(prompts) << " prompts, " << format_count(settings.n) << " responses each\n";
+}
+
+void dry_grpo(Context& context) {
+  const Options& options = context.options;
+  check_sampling(options);
+  if (!options.model.empty()) require_room(read_model_shape(options.model), options, {});
+  context.text << (options.resume.empty() ? "a new run in " + options.out : "more of the run in " + options.resume)
+               << "\n";
+}
+
+}  // namespace
+
+int dry_run(const Verb& verb, Context& context) {
+  switch (verb.letter) {
+    case 't':
+      dry_train(context);
+      break;
+    case 'v':
+      check_update(read_model_shape(context.options.model), context, 1);
+      break;
+    case 's':
+      dry_score(context);
+      break;
+    case 'g':
+      dry_generate(context);
+      break;
+    case 'l':
+      dry_grpo(context);
+      break;
+    default:
+      throw OptionError({"--dry-run", "train, score, verify, generate or grpo", verb.name, "leave it out"});
+  }
+  context.result["dry_run"] = true;
+  context.text << "dry run: options and input are fine; no weights were read, nothing was run or written\n";
+  return 0;
+}
+
+}  // namespace espalier::cli
