@@ -17,7 +17,7 @@
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/mlp.h"
 #include "espalier/ops/cpu/dispatch.h"
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include "bench/spread.h"
 #include "espalier/base/random.h"
 #include "espalier/generate/sampler.h"
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // `bench`: a row a cell.
-#include "espalier/train/bench.h"
+#include "espalier/prove/bench.h"
 
 #include <iomanip>
 #include <sstream>
@@ -7,7 +7,7 @@
 #include "cli/profile_text.h"
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
-#include "espalier/train/step_json.h"
+#include "espalier/step/step_json.h"
 
 namespace espalier::cli {
 namespace {

@@ -6,7 +6,7 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/sampling.h"
 #include "espalier/objective/objective.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::cli {

@@ -7,11 +7,11 @@
 #include "cli/reading.h"
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
+#include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_report.h"
 #include "espalier/plan/route_fit.h"
 #include "espalier/rollout/batch.h"
-#include "espalier/train/machine.h"
 
 namespace espalier::cli {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <ostream>
 
-#include "espalier/train/step_profile.h"
+#include "espalier/measure/step_profile.h"
 
 namespace espalier::cli {
 

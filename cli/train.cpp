@@ -8,7 +8,7 @@
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/train/step_json.h"
+#include "espalier/step/step_json.h"
 
 namespace espalier::cli {
 namespace {

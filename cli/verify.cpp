@@ -1,5 +1,5 @@
 // `verify`: the verdict, the worst parameters, and what was compared.
-#include "espalier/train/verify.h"
+#include "espalier/prove/verify.h"
 
 #include <algorithm>
 #include <iomanip>

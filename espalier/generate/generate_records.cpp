@@ -13,8 +13,8 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/train/model_state.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/model_state.h"
+#include "espalier/step/planning.h"
 
 namespace espalier {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
-#include "espalier/train/critic.h"
+#include "espalier/step/critic.h"
 #include "espalier/train/trained_model.h"
 
 namespace espalier {

@@ -18,10 +18,11 @@
 #include "espalier/report/plan_picture.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/step/step.h"
+#include "espalier/step/step_json.h"
 #include "espalier/train/score.h"
-#include "espalier/train/step.h"
-#include "espalier/train/step_json.h"
 #include "espalier/train/trace.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

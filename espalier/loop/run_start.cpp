@@ -8,10 +8,10 @@
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/sampling.h"
 #include "espalier/loop/vocabulary.h"
+#include "espalier/measure/machine.h"
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 
 namespace espalier {
 namespace {

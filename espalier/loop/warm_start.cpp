@@ -8,8 +8,9 @@
 #include "espalier/base/error.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/optimizer/adamw.h"
+#include "espalier/step/step.h"
 #include "espalier/train/score.h"
-#include "espalier/train/step.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

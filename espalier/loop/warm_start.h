@@ -9,7 +9,7 @@
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/cost_model.h"
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 namespace espalier {
 

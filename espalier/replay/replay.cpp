@@ -4,8 +4,9 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/train/machine.h"
+#include "espalier/measure/machine.h"
 #include "espalier/train/trace.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

@@ -5,8 +5,9 @@
 #include <filesystem>
 
 #include "espalier/base/error.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/step.h"
+#include "espalier/measure/machine.h"
+#include "espalier/step/step.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 

@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/measure/machine.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/train/critic.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/model_state.h"
-#include "espalier/train/pass.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/critic.h"
+#include "espalier/step/model_state.h"
+#include "espalier/step/pass.h"
+#include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {

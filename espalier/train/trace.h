@@ -14,7 +14,7 @@
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/writer.h"
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
 
 namespace espalier {
 

@@ -7,7 +7,7 @@
 
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/optimizer/adamw.h"
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 namespace espalier {
 

@@ -11,13 +11,14 @@
 #include "espalier/base/mutation.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/measure/machine.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/trained_model.h"
+#include "espalier/train/training_data.h"
 #include "espalier/train/values_file.h"
 
 namespace espalier {

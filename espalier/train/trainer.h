@@ -4,7 +4,7 @@
 #include <functional>
 
 #include "espalier/observe/progress.h"
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
 
 namespace espalier {
 

@@ -11,17 +11,12 @@
 #include "espalier/options/options.h"
 #include "espalier/plan/model_shape.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/step/mini_batch.h"
 
 namespace espalier {
 
-struct MiniBatch {
-  std::span<const Rollout> rollouts;
-  std::span<const std::vector<double>> advantages;    // one series per rollout
-  std::span<const std::vector<double>> targets = {};  // of the critic's values; empty without a critic
-};
-
 // Values of all response tokens under the critic as it is now.
-using ValueFunction = std::function<std::vector<std::vector<double>>(std::span<const Rollout>)>;
+using ValueFunction = std::function<TokenSeries(std::span<const Rollout>)>;
 
 class TrainingData {
  public:

@@ -10,6 +10,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier::testing {
 namespace {

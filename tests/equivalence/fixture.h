@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "espalier/train/critic.h"
-#include "espalier/train/step.h"
+#include "espalier/step/critic.h"
+#include "espalier/step/step.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/support/oracle.h"
 

@@ -4,6 +4,7 @@
 
 #include "espalier/base/random.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

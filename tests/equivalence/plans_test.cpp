@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

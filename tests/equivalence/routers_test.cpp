@@ -10,6 +10,7 @@
 #include "espalier/observe/progress.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/score.h"
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

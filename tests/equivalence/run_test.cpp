@@ -13,10 +13,11 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trainer.h"
-#include "espalier/train/verify.h"
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

@@ -5,7 +5,7 @@
 
 #include <filesystem>
 
-#include "espalier/train/verify.h"
+#include "espalier/prove/verify.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

@@ -11,7 +11,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/train/verify.h"
+#include "espalier/prove/verify.h"
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

@@ -11,6 +11,7 @@
 #include "espalier/base/random.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/trainer.h"
+#include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/mutation/battery.h"
 

@@ -4,7 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
+#include "espalier/train/training_data.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/allocations/heap_count.h"
 

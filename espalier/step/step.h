@@ -7,9 +7,9 @@
 #include "espalier/objective/objective.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/phase/language_head.h"
-#include "espalier/train/critic.h"
-#include "espalier/train/pass.h"
-#include "espalier/train/training_data.h"
+#include "espalier/step/critic.h"
+#include "espalier/step/mini_batch.h"
+#include "espalier/step/pass.h"
 
 namespace espalier {
 

@@ -1,10 +1,10 @@
-#include "espalier/train/pass.h"
+#include "espalier/step/pass.h"
 
 #include "espalier/base/mutation.h"
 #include "espalier/observe/memory.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/phase/schedule.h"
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 
 namespace espalier {
 

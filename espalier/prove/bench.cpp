@@ -1,4 +1,4 @@
-#include "espalier/train/bench.h"
+#include "espalier/prove/bench.h"
 
 #include <ATen/ATen.h>
 
@@ -9,10 +9,11 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/measure/cost_fit.h"
+#include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
-#include "espalier/train/cost_fit.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

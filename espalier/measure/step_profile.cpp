@@ -1,4 +1,4 @@
-#include "espalier/train/step_profile.h"
+#include "espalier/measure/step_profile.h"
 
 #include <algorithm>
 

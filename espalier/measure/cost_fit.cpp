@@ -1,4 +1,4 @@
-#include "espalier/train/cost_fit.h"
+#include "espalier/measure/cost_fit.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "espalier/train/machine.h"
+#include "espalier/measure/machine.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-#include "espalier/train/verify.h"
+#include "espalier/prove/verify.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -13,10 +13,11 @@
 
 #include "espalier/base/error.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/measure/machine.h"
 #include "espalier/ops/cpu/dispatch.h"
-#include "espalier/train/machine.h"
-#include "espalier/train/planning.h"
-#include "espalier/train/verified_step.h"
+#include "espalier/prove/verified_step.h"
+#include "espalier/step/planning.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {

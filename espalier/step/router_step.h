@@ -13,7 +13,7 @@
 #include "espalier/options/options.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-#include "espalier/train/model_state.h"
+#include "espalier/step/model_state.h"
 
 #include <ATen/ATen.h>
 

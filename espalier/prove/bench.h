@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "espalier/measure/step_profile.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/train/step_profile.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-#include "espalier/train/router_step.h"
+#include "espalier/step/router_step.h"
 
 #include <unordered_map>
 

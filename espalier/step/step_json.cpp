@@ -1,4 +1,4 @@
-#include "espalier/train/step_json.h"
+#include "espalier/step/step_json.h"
 
 namespace espalier {
 namespace {

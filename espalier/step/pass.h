@@ -10,15 +10,15 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
+#include "espalier/measure/step_profile.h"
 #include "espalier/observe/progress.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options.h"
 #include "espalier/phase/step_run.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
-#include "espalier/train/model_state.h"
-#include "espalier/train/router_step.h"
-#include "espalier/train/step_profile.h"
+#include "espalier/step/model_state.h"
+#include "espalier/step/router_step.h"
 
 namespace espalier {
 

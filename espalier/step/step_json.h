@@ -5,7 +5,7 @@
 #include <string>
 
 #include "espalier/base/json.h"
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
 
 namespace espalier {
 

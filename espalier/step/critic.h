@@ -16,12 +16,10 @@
 #include "espalier/objective/value_loss.h"
 #include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
-#include "espalier/train/pass.h"
-#include "espalier/train/training_data.h"
+#include "espalier/step/mini_batch.h"
+#include "espalier/step/pass.h"
 
 namespace espalier {
-
-using TokenSeries = std::vector<std::vector<double>>;  // one series per rollout, one number per response token
 
 struct CriticReport : PassReport {
   ValueLossParts loss;

@@ -1,5 +1,5 @@
 // When a fit is kept, and what it is.
-#include "espalier/train/cost_fit.h"
+#include "espalier/measure/cost_fit.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "espalier/train/critic.h"
+#include "espalier/step/critic.h"
 
 #include <algorithm>
 #include <utility>

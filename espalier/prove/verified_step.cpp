@@ -1,4 +1,4 @@
-#include "espalier/train/verified_step.h"
+#include "espalier/prove/verified_step.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"

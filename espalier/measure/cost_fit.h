@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "espalier/measure/step_profile.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
-#include "espalier/train/step_profile.h"
 
 namespace espalier {
 

@@ -1,6 +1,6 @@
-#include "espalier/train/step.h"
+#include "espalier/step/step.h"
 
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 
 namespace espalier {
 

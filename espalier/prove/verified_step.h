@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "espalier/train/critic.h"
-#include "espalier/train/step.h"
+#include "espalier/step/critic.h"
+#include "espalier/step/step.h"
 
 namespace espalier {
 

@@ -1,5 +1,5 @@
 // What cannot fit is refused from the shape alone.
-#include "espalier/train/planning.h"
+#include "espalier/step/planning.h"
 
 #include <gtest/gtest.h>
 
