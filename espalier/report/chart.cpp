@@ -14,7 +14,7 @@ namespace espalier {
 namespace {
 
 constexpr double kWidth = 360, kTop = 12, kBottom = 166;
-constexpr double kAxisCharacter = 6.2, kNameCharacter = 7;  // widths in the style sheet's 11 and 12 pixel fonts
+constexpr double kAxisCharacter = 6.2, kNameCharacter = 7.6;  // widths in the style sheet's 11 and 12 pixel fonts
 constexpr std::size_t kSmoothFrom = 40, kMostBands = 120, kMostBars = 60, kMostPairs = 500;
 
 bool less_value(const std::pair<double, double>& a, const std::pair<double, double>& b) { return a.second < b.second; }

@@ -79,7 +79,7 @@ std::string time_section(const RunRecord& run) {
         phase_table(phases, mean_of(whole_seconds(run.steps))) + "</div>\n";
   }
   std::string figures = figure_of(
-      {"Measured against the plan",
+      {"Against the plan",
        "seconds of A, B and C together",
        Unit::seconds,
        {{"measured", "c1", phase_seconds(run.steps)}, {"predicted", "c3", points_of(run.steps, "/predicted/seconds")}},

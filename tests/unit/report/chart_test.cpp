@@ -120,7 +120,7 @@ std::vector<TextBox> texts_of(const std::string& figure) {
   std::vector<TextBox> out;
   for (std::sregex_iterator at(figure.begin(), figure.end(), kText), end; at != end; ++at) {
     const std::string text = (*at)[5], anchor = (*at)[4];
-    const double width = static_cast<double>(text.size()) * ((*at)[3] == "axis" ? 6.2 : 7.0), x = std::stod((*at)[1]);
+    const double width = static_cast<double>(text.size()) * ((*at)[3] == "axis" ? 6.2 : 7.6), x = std::stod((*at)[1]);
     const double from = anchor == "end" ? x - width : anchor == "middle" ? x - width / 2 : x;
     out.push_back({from, from + width, std::stod((*at)[2]), text});
   }
