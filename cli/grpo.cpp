@@ -1,5 +1,5 @@
-// `grpo`: a line a batch for a person, evaluations and sample answers between them; steps and evaluations for a
-// program.
+// `grpo`: a line every ten batches for a person, evaluations and sample answers between them; steps and evaluations for
+// a program.
 #include "espalier/loop/grpo.h"
 
 #include <cmath>
@@ -9,6 +9,7 @@
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
+#include "espalier/observe/timer.h"
 
 namespace espalier::cli {
 namespace {
@@ -23,7 +24,7 @@ std::string shortened(const std::string& text) {
   return text.substr(0, head) + " ..." + text.substr(tail);
 }
 
-// Gathers the steps of a batch into one line, and prints what else a run says.
+// Gathers the steps of some batches into one line, and prints what else a run says.
 class RunText {
  public:
   RunText(std::ostream& out, std::int64_t show) : out_(out), show_(show) {}
@@ -40,30 +41,45 @@ class RunText {
  private:
   void print_warm_start(const Json& line) {
     warm_start_steps_ = line["step"];
-    if (warm_start_steps_ % 50 != 0) return;
+    if (warm_start_steps_ % 100 != 0) return;
     out_ << "warm start " << std::setw(5) << warm_start_steps_ << "  prompts of "
          << line["prompt_length"].get<std::int64_t>() << " tokens  loss " << std::fixed << std::setprecision(3)
          << line["loss"].get<double>() << std::defaultfloat << "  right " << format_percent(line["right"].get<double>())
          << "  held out, full length " << format_percent(line["held_out"].get<double>()) << '\n';
   }
 
+  // A line for the first and every tenth batch, and for any after kSeconds without one: means over the batches since
+  // the last line.
   void print_step(const Json& line) {
+    constexpr std::int64_t kBatches = 10;
+    constexpr double kSeconds = 10;
     ++steps_;
     for (const char* field : {"kl_loss", "entropy", "clip_fraction"}) sums_[field] += line[field].get<double>();
-    for (const char* part : {"generate", "score", "update"}) sums_[part] += line["seconds"][part].get<double>();
+    for (const char* part : {"generate", "score", "update"}) batch_sums_[part] += line["seconds"][part].get<double>();
     for (const char* rows : {"physical", "logical"}) rows_[rows] += line["rows"][rows].get<std::int64_t>();
     if (line["steps_left"].get<std::int64_t>() > 0) return;
-    const auto mean = [&](const char* field) { return sums_[field] / static_cast<double>(steps_); };
-    out_ << "step " << std::setw(4) << line["step"].get<std::int64_t>() << std::fixed << std::setprecision(3)
-         << "  reward " << line["reward"].get<double>() << "  right " << std::setw(6)
-         << format_percent(line["accuracy"].get<double>()) << "  kl " << mean("kl_loss") << "  entropy "
-         << mean("entropy") << "  clipped " << format_percent(mean("clip_fraction")) << std::setprecision(1)
-         << "  length " << line["length"]["mean"].get<double>();
-    if (const std::int64_t dropped = line["groups_dropped"]; dropped > 0) out_ << "  dropped " << dropped;
-    out_ << std::setprecision(2) << "  generate " << sums_["generate"] << " score " << sums_["score"] << " update "
-         << sums_["update"] << " s  tokens computed " << format_count(rows_["physical"]) << " of "
+    ++batches_;
+    for (const char* field : {"reward", "accuracy"}) batch_sums_[field] += line[field].get<double>();
+    batch_sums_["length"] += line["length"]["mean"].get<double>();
+    dropped_ += line["groups_dropped"].get<std::int64_t>();
+    const std::int64_t batch = line["batch"];
+    if (batch != 1 && batch % kBatches != 0 && since_line_.total() < kSeconds) return;
+    print_line(line["step"]);
+    steps_ = batches_ = dropped_ = 0, sums_.clear(), batch_sums_.clear(), rows_.clear();
+    since_line_ = Timer();
+  }
+
+  void print_line(std::int64_t step) {
+    const auto of_step = [&](const char* field) { return sums_[field] / static_cast<double>(steps_); };
+    const auto of_batch = [&](const char* field) { return batch_sums_[field] / static_cast<double>(batches_); };
+    out_ << "step " << std::setw(4) << step << std::fixed << std::setprecision(3) << "  reward " << of_batch("reward")
+         << "  right " << std::setw(6) << format_percent(of_batch("accuracy")) << "  kl " << of_step("kl_loss")
+         << "  entropy " << of_step("entropy") << "  clipped " << format_percent(of_step("clip_fraction"))
+         << std::setprecision(1) << "  length " << of_batch("length");
+    if (dropped_ > 0) out_ << "  dropped " << dropped_;
+    out_ << std::setprecision(2) << "  generate " << of_batch("generate") << " score " << of_batch("score")
+         << " update " << of_batch("update") << " s  tokens computed " << format_count(rows_["physical"]) << " of "
          << format_count(rows_["logical"]) << std::defaultfloat << '\n';
-    steps_ = 0, sums_.clear(), rows_.clear();
   }
 
   void print_evaluation(const Json& line) {
@@ -81,9 +97,11 @@ class RunText {
   }
 
   std::ostream& out_;
-  std::int64_t show_, shown_ = 0, warm_start_steps_ = 0, steps_ = 0;
-  std::map<std::string, double> sums_;
+  std::int64_t show_, shown_ = 0, warm_start_steps_ = 0;
+  std::int64_t steps_ = 0, batches_ = 0, dropped_ = 0;  // since the last line, as all below
+  std::map<std::string, double> sums_, batch_sums_;     // over steps, over batches
   std::map<std::string, std::int64_t> rows_;
+  Timer since_line_;
 };
 
 Json without_kind(const Json& line) {
