@@ -14,6 +14,7 @@
 #include "cli/threads.h"
 #include "cli/usage.h"
 #include "espalier/base/error.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/processors.h"
 #include "espalier/observe/progress_text.h"
@@ -105,6 +106,7 @@ void check_options(const Verb& verb, const Options& options) {
   check_required(verb, options);
   check_device(options);
   check_parallel(verb, options);
+  instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
 }
 
 // The fields that every object has, before those of the verb or of the error.

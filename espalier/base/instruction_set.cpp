@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <iterator>
 
 #include "espalier/base/error.h"
 
@@ -74,18 +76,50 @@ const char* name_of(Bfloat16Products products) {
   return "";
 }
 
+bool processor_has(const InstructionLevel& level) { return processor_has(level.set) && processor_has(level.products); }
+
+std::string instruction_levels() {
+  std::string names;
+  for (const InstructionLevel& level : kInstructionLevels)
+    if (processor_has(level)) names += (names.empty() ? "" : ", ") + std::string(level.name);
+  return names;
+}
+
+namespace {
+
+constexpr const char* kVariable = "ESPALIER_INSTRUCTION_SET";
+
+const InstructionLevel& widest_level() {
+  const InstructionLevel* level = std::end(kInstructionLevels) - 1;
+  while (!processor_has(*level) || level->products == Bfloat16Products::emulated_tiles) --level;
+  return *level;
+}
+
+}  // namespace
+
+const InstructionLevel& instruction_level(std::string_view name) {
+  for (const InstructionLevel& level : kInstructionLevels)
+    if (level.name == name && processor_has(level)) return level;
+  throw OptionError({kVariable, "one that this processor has: " + instruction_levels(), std::string(name),
+                     "unset it to use the widest"});
+}
+
+const InstructionLevel& instruction_level() {
+  static const InstructionLevel& level = [&]() -> const InstructionLevel& {
+    const char* name = std::getenv(kVariable);
+    return name && *name ? instruction_level(name) : widest_level();
+  }();
+  return level;
+}
+
 namespace {
 
 std::atomic<InstructionSet>& chosen() {
-  static std::atomic<InstructionSet> set = processor_has(InstructionSet::avx512) ? InstructionSet::avx512
-                                           : processor_has(InstructionSet::avx2) ? InstructionSet::avx2
-                                                                                 : InstructionSet::baseline;
+  static std::atomic<InstructionSet> set = instruction_level().set;
   return set;
 }
 std::atomic<Bfloat16Products>& chosen_products() {
-  static std::atomic<Bfloat16Products> products = processor_has(Bfloat16Products::tiles) ? Bfloat16Products::tiles
-                                                  : processor_has(Bfloat16Products::dot) ? Bfloat16Products::dot
-                                                                                         : Bfloat16Products::converted;
+  static std::atomic<Bfloat16Products> products = instruction_level().products;
   return products;
 }
 

@@ -1,7 +1,12 @@
-// Which of the compiled versions of a kernel runs: the widest that this processor has.
+// Which of the compiled versions of a kernel runs: the widest that this processor has, or the one that the environment
+// variable ESPALIER_INSTRUCTION_SET names, so that one machine can test what others will run.
 //
-// Asked once; tests may hold the choice to a narrower set.
+// Asked once; tests may hold the choice to a narrower set. The libraries (ATen, oneDNN, MKL) choose for themselves, by
+// variables of their own that they read when they are loaded: tools/run_tests.py sets them beside ours.
 #pragma once
+
+#include <string>
+#include <string_view>
 
 namespace espalier {
 
@@ -47,5 +52,30 @@ const char* name_of(Bfloat16Products products);
 Bfloat16Products bfloat16_products();
 // For tests, as force_instruction_set.
 void force_bfloat16_products(Bfloat16Products products);
+
+// A choice of both by the name that ESPALIER_INSTRUCTION_SET takes.
+struct InstructionLevel {
+  const char* name;
+  InstructionSet set;
+  Bfloat16Products products;
+};
+// Narrowest first; what the processor has and is not emulated is chosen from the end.
+inline constexpr InstructionLevel kInstructionLevels[] = {
+    {"baseline", InstructionSet::baseline, Bfloat16Products::converted},
+    {"avx2", InstructionSet::avx2, Bfloat16Products::converted},
+    {"avx512", InstructionSet::avx512, Bfloat16Products::converted},
+    {"emulated_amx_bf16", InstructionSet::avx512, Bfloat16Products::emulated_tiles},
+    {"avx512_bf16", InstructionSet::avx512, Bfloat16Products::dot},
+    {"amx_bf16", InstructionSet::avx512, Bfloat16Products::tiles}};
+
+bool processor_has(const InstructionLevel& level);
+// The levels that this processor has: "baseline, avx2".
+std::string instruction_levels();
+
+// The level of that name; OptionError where there is none or the processor lacks it.
+const InstructionLevel& instruction_level(std::string_view name);
+// The level of ESPALIER_INSTRUCTION_SET, by default the widest; OptionError as above. Both choices above start from
+// it, so that a program asks here first, where an error can still be reported.
+const InstructionLevel& instruction_level();
 
 }  // namespace espalier

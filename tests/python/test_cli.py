@@ -96,6 +96,13 @@ def test_verify_says_that_a_gradient_is_zero_and_passes(espalier, model_of, tmp_
 
 # -- 2: wrong usage ---------------------------------------------------------------------------------------------------
 
+def test_an_instruction_set_that_the_processor_lacks_is_wrong_usage(espalier, model_of, rollouts, tmp_path):
+    outcome = train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, expect=2,
+                    env={**os.environ, "ESPALIER_INSTRUCTION_SET": "sse9"})
+    assert "ESPALIER_INSTRUCTION_SET" in outcome.stderr and "sse9" in outcome.stderr and "baseline" in outcome.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unknown_verb_is_wrong_usage(espalier):
     assert "trian" in espalier("trian", expect=2).stderr
 
