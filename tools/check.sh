@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# make check: everything that reads the sources without building them. TIDY=1 adds clang-tidy on the files free of torch.
+# make check: everything that reads the sources without building them.
+#   TIDY=REVISION  clang-tidy goes over what differs from that revision (default HEAD: what is not committed)
+#   TIDY=all       over everything; TIDY_MINUTES=n ends that early and says how far it came
+#   TIDY=0         left out
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=python3
@@ -13,25 +16,37 @@ step() {
 
 sources() { git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' | sort; }
 
+# The first of $1's candidates whose version is 14, or a complaint: versions differ in what they want.
+version_14() {
+  local candidate
+  for candidate in ".venv/bin/$1" "build/python/bin/$1" "$1-14" "$1"; do
+    command -v "$candidate" >/dev/null && "$candidate" --version 2>/dev/null | grep -q 'version 14\.' && { echo "$candidate"; return; }
+  done
+  echo "check: no $1 of version 14, the one that this tree is held to: tools/setup.sh tests installs it" >&2
+  return 1
+}
+
 format() {
-  local version
-  version=$(clang-format --version | sed -n 's/.*version \([0-9]*\).*/\1/p')
-  if [ "$version" != 14 ]; then
-    echo "check: clang-format $version found; the tree is formatted with 14, versions differ in details"
-    sources | xargs -r clang-format --dry-run 2>&1 | grep -c warning | sed 's/$/ places differ/' || true
-    return 0
-  fi
-  sources | xargs -r clang-format --dry-run --Werror
+  local tool
+  tool=$(version_14 clang-format) && sources | xargs -r "$tool" --dry-run --Werror
 }
 
 tidy() {
-  [ -f build/compile_commands.json ] || { echo "check: clang-tidy needs build/compile_commands.json: run make first"; return 1; }
-  sources | grep '\.cpp$' | xargs grep -LE 'ATen|torch' | grep -v '^tests/' | xargs -r -P "$(nproc)" -n 4 clang-tidy -p build --quiet --warnings-as-errors='*'
+  local tool which=(--changed "$TIDY")
+  [ "$TIDY" != all ] || which=()
+  tool=$(version_14 clang-tidy) && "$python" tools/tidy.py --tidy "$tool" ${which[@]+"${which[@]}"} --minutes "${TIDY_MINUTES:-1000}"
 }
 
 step "include order" "$python" tools/check_includes.py
 step "sizes and names" "$python" tools/check_sizes.py
 step "documents" "$python" tools/check_docs.py
-if command -v clang-format >/dev/null; then step "format" format; else echo "check: format left out, no clang-format"; fi
-if [ "${TIDY-0}" = 1 ]; then step "tidy" tidy; else echo "check: tidy left out (TIDY=1 runs it, minutes)"; fi
+step "format" format
+TIDY=${TIDY-HEAD}
+if [ "$TIDY" = 0 ]; then
+  echo "check: tidy left out, as TIDY=0 asks"
+elif [ "$TIDY" = HEAD ] && [ -z "$(git status --porcelain -- '*.cpp' '*.h')" ]; then
+  echo "check: tidy has nothing to do, all is committed (TIDY=main: what a branch changed; TIDY=all: everything)"
+else
+  step "tidy" tidy
+fi
 exit $status

@@ -34,6 +34,9 @@ def faults_of(name, targets):
     for command in CODE.findall(prose) + [line.strip() for block in blocks for line in block.split("\n")]:
         if NAKED.match(command):
             yield f"{name}: `{command}` does not run with the Python that make chose: {CHOSEN} ..."
+        unbuilt = re.match(r"(?:build/\S*/)?(\w+_(?:bench|test)) ", command)
+        if unbuilt and f"--target {unbuilt.group(1)}" not in text:
+            yield f"{name}: `{command}` runs a program that make leaves out: cmake --build build --target {unbuilt.group(1)} before it"
     for match in LINK.finditer(prose):
         link = match.group(1)
         if not re.match(r"[a-z]+:", link) and not ((ROOT / name).parent / link).exists():

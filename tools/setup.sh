@@ -175,6 +175,15 @@ esac
 
 test_packages="numpy, torch, transformers, safetensors, pytest"
 
+# Whether tool $1 is here in the version that tools/check.sh wants.
+have_version_14() {
+  local candidate
+  for candidate in "build/python/bin/$1" "$1-14" "$1"; do
+    ! have "$candidate" || ! "$candidate" --version 2>/dev/null | grep -q 'version 14\.' || return 0
+  done
+  return 1
+}
+
 # Installs what the loader misses when torch is imported, one library at a time; prints nothing when all is there.
 complete_cuda_libraries() {
   local error library pin
@@ -205,6 +214,11 @@ if [ "$mode" = tests ]; then
         log "$python lacks some of $test_packages: installing the pinned ones into build/python"
         pip_install "$python" -q --upgrade --target build/python -r build/setup/pins.txt ||
           log "pip could not install them: the Python tests that need them will be skipped"
+      fi
+      if ! have_version_14 clang-format || ! have_version_14 clang-tidy; then
+        log "no clang-format and clang-tidy of version 14: installing them into build/python, for make check"
+        mapfile -t pins < <(grep '^clang-' tools/requirements-tests.txt)
+        pip_install "$python" -q --upgrade --target build/python "${pins[@]}" || log "pip could not install them: make check will say so"
       fi
       ;;
   esac
