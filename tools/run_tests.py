@@ -1,14 +1,16 @@
-"""Runs every test of a build folder and says what happened: GoogleTest binaries (from ctest's list), then pytest.
+"""Runs every test of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list), and
+under every narrower instruction set of the processor once more the cases that judge float32 or bfloat16.
 
-    python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX]
+    python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N]
 
-One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; and as the
-last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when a case failed, when a
-binary ended without a report, or when fewer cases exist than tests/minimum_cases.txt says (a test that silently
-disappears is a failure).
+One line per binary with its cases and seconds; the output of what failed; the skipped cases with their reasons; the
+instruction sets; and as the last line exactly `N passed, N failed, N skipped`, where N counts single test cases. Exit 1 when
+a case failed, when a binary ended without a report, or when fewer cases exist than tests/minimum_cases.txt says, repetitions
+not counted (a test that silently disappears is a failure).
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -18,8 +20,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from instruction_levels import described, environment_of, levels_to_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
@@ -36,6 +41,9 @@ class Result:
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
+
+    def cases(self):
+        return self.passed + len(self.failed) + len(self.skipped)
 
     def text(self):
         return f"{self.passed} passed, {len(self.failed)} failed, {len(self.skipped)} skipped"
@@ -100,28 +108,74 @@ def listed_tests(build):
     return json.loads(done.stdout).get("tests", []) if done.returncode == 0 else []
 
 
-def run_cpp(build, only, reports):
-    total = Result()
-    tests = [t for t in listed_tests(build) if re.search(only, t["name"])]
-    if not tests:
-        print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
-    width = max((len(t["name"]) for t in tests), default=0)
-    for number, test in enumerate(tests, 1):
-        name = test["name"]
-        if "command" not in test:
-            total.add(Result(failed=[f"{name}: not built"]))
-            continue
-        report = reports / f"{name}.xml"
-        environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no")
-        cwd = next((p["value"] for p in test.get("properties", []) if p["name"] == "WORKING_DIRECTORY"), str(build))
+@dataclass
+class Job:
+    """One program of tests. `level`: the instruction set it is held to (tools/instruction_levels.py), empty for none."""
+
+    name: str
+    command: list
+    report: Path
+    environment: dict
+    cwd: str
+    repeated: bool = False  # under another instruction set: its cases are counted, but not as cases that must exist
+
+    def run(self):
+        """Returns (result, output, seconds)."""
         start = time.monotonic()
-        status, output = run_logged(test["command"], environment, cwd, BINARY_TIMEOUT)
-        result = collect(report, status, name)
-        print(f"[{number:2}/{len(tests)}] {name:{width}}  {time.monotonic() - start:6.1f} s  {result.text()}", flush=True)
-        if result.failed:
-            print_failures(output)
-        total.add(result)
-    return total
+        status, output = run_logged(self.command, self.environment, self.cwd, BINARY_TIMEOUT)
+        result = collect(self.report, status, self.name)
+        if self.repeated and not (result.passed or result.failed or result.skipped):
+            result.failed.append(f"{self.name}: no case was selected")
+        return result, output, time.monotonic() - start
+
+
+def run_jobs(jobs, at_once):
+    """Runs them, `at_once` side by side, the longest known first. Returns (result of all, cases that are repetitions)."""
+    total, repetitions = Result(), 0
+    width = max((len(job.name) for job in jobs), default=0)
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {pool.submit(job.run): job for job in jobs}
+        for number, future in enumerate(as_completed(running), 1):
+            job, (result, output, seconds) = running[future], future.result()
+            print(f"[{number:2}/{len(jobs)}] {job.name:{width}}  {seconds:6.1f} s  {result.text()}", flush=True)
+            if result.failed:
+                print_failures(output)
+            total.add(result)
+            repetitions += result.cases() if job.repeated else 0
+    return total, repetitions
+
+
+def property_of(test, name):
+    return next((p["value"] for p in test.get("properties", []) if p["name"] == name), None)
+
+
+def rounding_filter(test):
+    """The GoogleTest filter of its cases that judge float32 or bfloat16 (ROUNDING of espalier_test), or nothing."""
+    labels = property_of(test, "LABELS") or []
+    return next((label.removeprefix("rounding=") for label in labels if label.startswith("rounding=")), None)
+
+
+def cpp_jobs(build, only, reports, level, others):
+    jobs, failed = [], []
+    for test in listed_tests(build):
+        name, judged = test["name"], rounding_filter(test)
+        if not re.search(only, name):
+            continue
+        if "command" not in test:
+            failed.append(f"{name}: not built")
+            continue
+        cwd = property_of(test, "WORKING_DIRECTORY") or str(build)
+        for other in [level, *(others if judged else [])]:
+            report = reports / f"{name}-{other}.xml"
+            environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **environment_of(other))
+            environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the program: two binaries share the processors
+            if other != level:
+                environment["GTEST_FILTER"] = judged
+            jobs.append(Job(name if other == level else f"{name} ({other})", test["command"], report, environment, cwd, other != level))
+    if not jobs:
+        print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
+    # The largest binaries run longest: they come first, and the short repetitions fill up at the end.
+    return sorted(jobs, key=lambda job: (job.repeated, -Path(job.command[0]).stat().st_size)), Result(failed=failed)
 
 
 def print_failures(output):
@@ -131,51 +185,53 @@ def print_failures(output):
     print("\n".join("    " + line[:500] for line in text.splitlines()[:400]), flush=True)
 
 
-def run_python(build, only, reports):
-    environment = dict(os.environ, ESPALIER_BINARY=str(build / "espalier"), PYTHONDONTWRITEBYTECODE="1")
+def python_environment(build, level):
+    environment = dict(os.environ, ESPALIER_BINARY=str(build / "espalier"), PYTHONDONTWRITEBYTECODE="1", **environment_of(level))
+    environment.setdefault("GOMP_SPINCOUNT", "1000")  # threads that spin for long take the processor from each other
     extra = build / "python"
     if extra.is_dir():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(extra), environment.get("PYTHONPATH")]))
-    probe = subprocess.run([sys.executable, "-c", "import pytest, torch, transformers"], env=environment,
+    return environment
+
+
+def python_absence(build):
+    """Why the Python tests cannot run here, or nothing."""
+    probe = subprocess.run([sys.executable, "-c", "import pytest, torch, transformers"], env=python_environment(build, ""),
                            capture_output=True, text=True)
-    if probe.returncode != 0:
-        reason = probe.stderr.strip().splitlines()[-1] if probe.stderr.strip() else describe_end(probe.returncode)
-        print(f"[python] not run: {reason}")
-        return Result(skipped=[(PYTHON_ABSENT, f"this Python lacks what its tests need: {reason}")])
-    report = reports / "pytest.xml"
-    command = [sys.executable, "-m", "pytest", "tests/python", "-q", "--no-header", "--durations=5", "-p", "no:cacheprovider",
-               "-o", "junit_family=xunit2", f"--junitxml={report}"]
-    if only:
-        command += ["-k", only]
+    if probe.returncode == 0:
+        return None
+    return probe.stderr.strip().splitlines()[-1] if probe.stderr.strip() else describe_end(probe.returncode)
+
+
+def pytest_command(report, only, *more):
+    command = [sys.executable, "-m", "pytest", "tests/python", "-q", "--no-header", "-p", "no:cacheprovider", "-o",
+               "junit_family=xunit2", f"--junitxml={report}", *more]
+    return command + (["-k", only] if only else [])
+
+
+def run_python(build, only, reports, level, at_once):
+    """All of them, as they come; two processes share them where pytest-xdist is there (a file's cases stay together)."""
+    report, environment = reports / "pytest.xml", python_environment(build, level)
+    spread = ["-n", str(at_once), "--dist", "loadfile"] if at_once > 1 and importlib.util.find_spec("xdist") else []
     start = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    status = subprocess.run(pytest_command(report, only, "--durations=5", *spread), cwd=ROOT, env=environment).returncode
     # 5: nothing was selected, which only --only may cause
     result = collect(report, 0 if status == 5 and only else status, "pytest", silent_status=None)
     print(f"[python] {time.monotonic() - start:6.1f} s  {result.text()}", flush=True)
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", type=Path, default=Path("build"))
-    parser.add_argument("--only", default="", help="C++: regular expression on binaries; Python: pytest -k")
-    parser.add_argument("--no-python", action="store_true")
-    parser.add_argument("--no-cpp", action="store_true")
-    arguments = parser.parse_args()
-    build = arguments.build.resolve()
+def python_jobs(build, reports, others):
+    return [Job(f"python ({level})", pytest_command(reports / f"pytest-{level}.xml", "", "-m", "rounding"),
+                reports / f"pytest-{level}.xml", python_environment(build, level), str(ROOT), True) for level in others]
 
-    total = Result()
-    with tempfile.TemporaryDirectory(prefix="espalier-tests-") as folder:
-        if not arguments.no_cpp:
-            total.add(run_cpp(build, arguments.only, Path(folder)))
-        if not arguments.no_python:
-            total.add(run_python(build, arguments.only, Path(folder)))
 
-    # Where the Python tests cannot run at all, that stands among the skipped ones with its reason.
+def summarise(total, repetitions, everything):
+    """Prints what was skipped and failed, and the last line; adds the failure of too few cases."""
     minimum_file = ROOT / "tests/minimum_cases.txt"
-    everything = not (arguments.only or arguments.no_python or arguments.no_cpp) and PYTHON_ABSENT not in dict(total.skipped)
-    cases = total.passed + len(total.failed) + len(total.skipped)
-    if everything and minimum_file.exists() and cases < int(minimum_file.read_text()):
+    cases = total.cases() - repetitions
+    # Where the Python tests cannot run at all, that stands among the skipped ones with its reason.
+    if everything and PYTHON_ABSENT not in dict(total.skipped) and cases < int(minimum_file.read_text()):
         total.failed.append(f"{cases} cases exist, tests/minimum_cases.txt wants {minimum_file.read_text().strip()}")
     if total.skipped:
         print("\nSkipped:")
@@ -186,6 +242,36 @@ def main():
         print("\nFailed:")
         print("\n".join(f"  {name}" for name in total.failed))
     print(f"\n{total.text()}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, default=Path("build"))
+    parser.add_argument("--only", default="", help="C++: regular expression on binaries; Python: pytest -k")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="programs that run side by side")
+    parser.add_argument("--no-python", action="store_true")
+    parser.add_argument("--no-cpp", action="store_true")
+    arguments = parser.parse_args()
+    build, start = arguments.build.resolve(), time.monotonic()
+    level, others = levels_to_run(build)
+
+    total, jobs = Result(), []
+    with tempfile.TemporaryDirectory(prefix="espalier-tests-") as folder:
+        if not arguments.no_cpp:
+            jobs, missing = cpp_jobs(build, arguments.only, Path(folder), level, others)
+            total.add(missing)
+        if not arguments.no_python:
+            absence = python_absence(build)
+            if absence:
+                print(f"[python] not run: {absence}")
+                total.skipped.append((PYTHON_ABSENT, f"this Python lacks what its tests need: {absence}"))
+            else:
+                total.add(run_python(build, arguments.only, Path(folder), level, arguments.jobs))
+                jobs += python_jobs(build, Path(folder), others) if not arguments.only else []
+        ran, repetitions = run_jobs(jobs, arguments.jobs)
+        total.add(ran)
+    print(f"\n{described(level, others)}; {time.monotonic() - start:.0f} s")
+    summarise(total, repetitions, not (arguments.only or arguments.no_python or arguments.no_cpp))
     return 1 if total.failed else 0
 
 

@@ -14,9 +14,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python")]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+# Processes of pytest-xdist share the processors already.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else max(1, min(2, os.cpu_count() or 1)))
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "rounding: judges float32 or bfloat16; repeated under every instruction set")
 
 
 @pytest.fixture(scope="session")

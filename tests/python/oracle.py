@@ -99,14 +99,15 @@ def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     return model
 
 
-def response_logprobs(model, record):
-    """Log-probs of the response tokens and entropies of their distributions, both [R]."""
+def response_logprobs(model, record, more=0):
+    """Log-probs of the response tokens and entropies of their distributions, both [R]. `more` tokens behind the response change
+    nothing but the sizes of the products, and so what is rounded."""
     prompt, response = record["prompt_ids"], record["response_ids"]
     if not response:
         empty = torch.zeros(0, dtype=model.dtype)
         return empty, empty
-    ids = torch.tensor([prompt + response])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1]
+    ids = torch.tensor([prompt + response + prompt[:1] * more])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:len(prompt) + len(response) - 1]
     log_softmax = torch.log_softmax(logits / record.get("temperature", 1.0), dim=-1)
     logprob = log_softmax.gather(1, torch.tensor(response)[:, None])[:, 0]
     return logprob, -(log_softmax.exp() * log_softmax).sum(-1)
@@ -118,10 +119,10 @@ def score(model, records):
     return [p[0].tolist() for p in pairs], [p[1].tolist() for p in pairs]
 
 
-def gradients(model, records, advantage_series, options):
+def gradients(model, records, advantage_series, options, more=0):
     """(loss, its parts, {name: gradient}, log-probs, entropies) of one mini-batch; tied weights stand once."""
     model.zero_grad(set_to_none=True)
-    pairs = [response_logprobs(model, record) for record in records]
+    pairs = [response_logprobs(model, record, more) for record in records]
     logprobs, entropies = [p[0] for p in pairs], [p[1] for p in pairs]
     loss, parts = objective.loss(records, logprobs, entropies, advantage_series, options)
     if loss.requires_grad:

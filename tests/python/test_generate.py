@@ -51,6 +51,7 @@ def test_greedy_is_what_transformers_generates(family, espalier, model_of, tmp_p
             assert record["finish_reason"] == ("stop" if wanted[-1] == STOP else "length")
 
 
+@pytest.mark.rounding
 def test_greedy_stories_are_those_of_transformers(espalier, stories, tmp_path):
     seen, prompts = set(), []
     for record in read(stories / "rollouts.jsonl"):

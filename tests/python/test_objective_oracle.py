@@ -86,6 +86,7 @@ def test_straight_through_kl_has_the_value_of_k1_and_the_slope_of_k2():
     assert float(value.detach()) == pytest.approx(0.3) and float(logprob.grad) == pytest.approx(0.3)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_float64_model_is_the_one_transformers_ships(family, model_of):
     """float32 log-probs of the unchanged model lie within float32's reach of the float64 ones: logits here stay below 40,

@@ -161,14 +161,34 @@ def one_thread_of_torch():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """drawn(seed): `draw`, once."""
+    made = {}
+
+    def find(seed):
+        if seed not in made:
+            made[seed] = draw(seed, tmp_path_factory.mktemp("case"))
+        return made[seed]
+
+    return find
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
-def test_a_drawn_update_is_the_oracles_under_every_plan(seed, program, tmp_path):
-    case, model, critic, steps, paths = draw(seed, tmp_path)
+def test_a_drawn_update_is_the_oracles_under_every_plan(seed, program, drawn, tmp_path):
+    case, model, critic, steps, paths = drawn(seed)
     for number, plan in enumerate(case.plans):
         run = Run(program, case, plan, paths, tmp_path / f"plan{number}")
         check(run, case, steps, FIRST_STEP, LATER_STEP)
         check_weights(run, run.out, model, weight_bound(case, steps, "gradient"))
         if critic is not None:
             check_weights(run, run.out / "critic", critic, weight_bound(case, steps, "critic_gradient"))
-    if len(steps) == 1 and case.is_smooth():
-        check(Run(program, case, case.plans[0], paths, tmp_path / "float32", "float32"), case, steps, FLOAT32, None)
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("seed", [seed for seed in range(FIRST, FIRST + DRAWS) if Case(seed).is_smooth()])
+def test_a_drawn_update_in_float32_is_the_oracles(seed, program, drawn, tmp_path):
+    case, _, _, steps, paths = drawn(seed)
+    if len(steps) > 1:
+        pytest.skip("several steps: the later ones start from weights that differ by what AdamW makes of float32's rounding")
+    check(Run(program, case, case.plans[0], paths, tmp_path / "float32", "float32"), case, steps, FLOAT32, None)

@@ -207,6 +207,7 @@ def test_other_choices_are_followed_and_end_the_prefix(espalier, model_of, recor
     assert verdict["verdict"] == "pass" and "router" not in verdict
 
 
+@pytest.mark.rounding
 def test_verify_reports_the_choices_that_rounding_makes(espalier, model_of, records, path):
     """Every token chooses in the first two layers; in the last one, those that predict something."""
     choices = sum(3 * len(r["response_ids"]) + 2 * len(r["prompt_ids"]) for r in records)
@@ -216,6 +217,7 @@ def test_verify_reports_the_choices_that_rounding_makes(espalier, model_of, reco
     assert 0 < router["differing"] < choices and router["share"] == router["differing"] / choices
 
 
+@pytest.mark.rounding
 def test_no_expert_has_a_floor_far_below_its_layers(espalier, model_of, path):
     """The least floor m of n experts' matrices is at least their root mean square before the low ones were raised to it, so
     n m^2 >= the sum of the squares of those that were not raised."""

@@ -67,6 +67,7 @@ def test_scored_old_logprobs_make_every_ratio_one(espalier, model_of, tmp_path):
     assert run["steps"][0]["clip_fraction"] == 0
 
 
+@pytest.mark.rounding
 def test_real_rollouts_score_close_to_what_was_recorded(espalier, stories, tmp_path):
     """`old_logprobs` of the data are this float32 model's own: two float32 runs differ by rounding, logits below 30."""
     out = tmp_path / "out.jsonl"

@@ -1,0 +1,47 @@
+"""The instruction sets that tests are repeated under (ESPALIER_INSTRUCTION_SET, espalier/base/instruction_set.h), and the
+environment that holds the program and its libraries to one of them."""
+
+import os
+import subprocess
+
+VARIABLE = "ESPALIER_INSTRUCTION_SET"
+# Each library by its own variable, read when it is loaded: ATen's kernels, oneDNN's products in bfloat16, MKL's in float32.
+# MKL takes MKL_ENABLE_INSTRUCTIONS as an upper bound on Intel's processors and may overlook it on others.
+LIBRARIES = {
+    "baseline": dict(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41", MKL_ENABLE_INSTRUCTIONS="SSE4_2"),
+    "avx2": dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
+    "avx512": dict(ATEN_CPU_CAPABILITY="avx512", ONEDNN_MAX_CPU_ISA="AVX512_CORE", MKL_ENABLE_INSTRUCTIONS="AVX512"),
+    "emulated_amx_bf16": dict(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16"),
+    "avx512_bf16": dict(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16"),
+    "amx_bf16": {},
+}
+
+
+def environment_of(level):
+    return {VARIABLE: level, **LIBRARIES[level]} if level else {}
+
+
+def levels_to_run(build):
+    """(the level of the whole suite, "" where only the program knows it; those that judgements of rounding are repeated under)."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return named, []
+    tool = build / "tests/support/list_instruction_levels"
+    if not tool.is_file():
+        return "", []
+    levels = subprocess.run([tool], capture_output=True, text=True, check=True).stdout.split()
+    return levels[-1], levels[:-1]
+
+
+def described(level, repeated):
+    if not level:
+        return "Instruction sets: the processor's widest alone; the C++ tests are not built, which list the others"
+    text = f"Instruction sets: every case under {level}"
+    if repeated:
+        text += f"; those that judge float32 or bfloat16 again under {', '.join(repeated)}"
+    elif os.environ.get(VARIABLE):
+        text += f", as {VARIABLE} asks"
+    absent = [name for name in LIBRARIES if name not in (level, *repeated)]
+    if absent and not os.environ.get(VARIABLE):
+        text += f"; not on this processor: {', '.join(absent)}"
+    return text
