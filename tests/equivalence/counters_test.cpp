@@ -1,6 +1,8 @@
-// What ran, counted: the prompt once, every contribution, and the bytes that were predicted.
+// What ran, counted: rows forwarded (the prompt's once), contributions to each accumulator, bytes taken.
 #include <gtest/gtest.h>
 
+#include "espalier/base/error.h"
+#include "espalier/model/kv_path.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -16,9 +18,17 @@ Case one_group(std::int64_t prompt, std::int64_t response, std::int64_t n) {
   return c;
 }
 
+// Items that hang below a trunk, at any depth: each adds once to every layer of the trunk's gradients.
+std::int64_t items_below(const PlanItem& trunk) {
+  std::int64_t count = 0;
+  for (const PlanItem& item : trunk.below) count += 1 + items_below(item);
+  return count;
+}
+
 TEST(Counters, ThePromptIsForwardedOnceForAnyNumberOfWaves) {
   const std::int64_t prompt = 30, response = 6, n = 8;
   for (const auto& [waves, critic] : {std::pair<std::int64_t, bool>(1, false), {2, false}, {4, true}, {8, false}}) {
+    SCOPED_TRACE(text_of(waves, " waves"));
     Case c = one_group(prompt, response, n);
     c.critic = c.rollouts.values = critic;
     c.options.schedule = "phased";
@@ -31,6 +41,41 @@ TEST(Counters, ThePromptIsForwardedOnceForAnyNumberOfWaves) {
     EXPECT_EQ(r.trunk_rows, prompt - 1);
     EXPECT_EQ(r.wave_rows, n * response + r.plan.waves);
     EXPECT_EQ(r.trunk_rows + r.wave_rows, r.plan.physical_rows());
+    EXPECT_EQ(r.trunk_forwards, 1);
+    EXPECT_EQ(r.plan.waves, waves);
+    ASSERT_EQ(r.plan.items.size(), 1u);
+    EXPECT_EQ(items_below(r.plan.items[0]), waves);
+    const PhasePeaks predicted = predicted_arena_bytes(c, r.plan, DType::float64);
+    EXPECT_EQ(r.arena_bytes.a, predicted.a);
+    EXPECT_EQ(r.arena_bytes.b, predicted.b);
+    EXPECT_EQ(r.arena_bytes.c, predicted.c);
+  }
+}
+
+// A run whose count is not the plan's ends with an internal error, so that the runs above had exactly these.
+TEST(Counters, ATrunksGradientsAreReadAfterTheLastContributionToTheirLayerAndNotBefore) {
+  const ModelShape shape = tiny_shape("qwen3");
+  Arena arena(1 << 20);
+  KvPath path(shape, 9, at::kDouble, true, arena);
+  const std::int64_t bytes_of_a_row =
+      shape.layers * 4 * shape.kv_heads * shape.head_dim * 8;  // k, v and their gradients
+  EXPECT_EQ(arena.in_use(), 9 * bytes_of_a_row);
+  path.push(5, 4);  // two waves, an inner trunk, and a wave below that
+  path.push(4, 1);
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    EXPECT_THROW(path.expect_complete(layer), InternalError);
+    path.count_contribution(layer, 9);  // the innermost wave sees both trunks
+    path.expect_complete(layer);
+    EXPECT_THROW(path.count_contribution(layer, 9), InternalError) << "one more than the inner trunk was promised";
+  }
+  path.pop();
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    // The refused one was counted for the outer trunk, which comes first: two are left to come.
+    path.count_contribution(layer, 5);
+    EXPECT_THROW(path.expect_complete(layer), InternalError) << "layer " << layer << " has three of four";
+    path.count_contribution(layer, 5);
+    path.expect_complete(layer);
+    EXPECT_THROW(path.count_contribution(layer, 5), InternalError);
   }
 }
 
@@ -41,6 +86,10 @@ TEST(Counters, DenseForwardsEveryRowOfEveryRollout) {
   EXPECT_EQ(run.report.wave_rows, 8 * 36);
   EXPECT_EQ(run.report.trunk_rows, 0);
   EXPECT_EQ(run.report.trunk_forwards, 0);
+  const PhasePeaks predicted = predicted_arena_bytes(c, run.report.plan, DType::float64);
+  EXPECT_EQ(run.report.arena_bytes.a, 0);
+  EXPECT_EQ(run.report.arena_bytes.b, predicted.b);
+  EXPECT_EQ(run.report.arena_bytes.c, 0);
 }
 
 // Every moment belongs to one part, and the rest is small beside them.

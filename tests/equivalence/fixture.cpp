@@ -10,6 +10,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {
@@ -188,6 +189,17 @@ OracleResult run_oracle(const Case& c, DType dtype) {
                : oracle(model.shape, model.table, model.weights, batch.rollouts, batch.advantages, c.options);
   result.gradient = result.gradient.to(at::kDouble);
   return result;
+}
+
+PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype) {
+  const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
+  const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_routed = routers};
+  const ActivationBytes bytes(shape_of(c), dtype, kind);
+  const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows);
+  PhasePeaks arena = plan.chosen.bytes;
+  for (std::int64_t* phase : {&arena.a, &arena.b, &arena.c})
+    if (*phase != 0) *phase -= beside;
+  return arena;
 }
 
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {

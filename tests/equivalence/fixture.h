@@ -60,6 +60,9 @@ struct Outcome {
 Outcome run_case(const Case& c, DType dtype = DType::float64);
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 
+// What the plan says the passes of the case take from the arena in each phase, without what it counts beside the arena.
+PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype);
+
 // |a - b| / |b| of the whole vector, and the worst over the table's parameters with its name.
 struct Worst {
   std::string parameter;

@@ -13,6 +13,7 @@
 
 #include "tests/mutation/battery.h"
 #include "tests/mutation/faults.h"
+#include "tests/support/source_dir.h"
 
 namespace espalier::testing {
 
@@ -95,7 +96,7 @@ TEST(FaultList, IsThatOfTheEngine) {
     if (!fault.together_with.empty()) listed.insert(fault.together_with);
   }
   const std::regex pattern("ESPALIER_MUTATION\\((\\w+)\\)");
-  for (const auto& file : std::filesystem::recursive_directory_iterator(ESPALIER_SOURCE_DIR "/espalier")) {
+  for (const auto& file : std::filesystem::recursive_directory_iterator(testing::source_dir() + "/espalier")) {
     if (file.path().extension() != ".cpp") continue;
     std::ifstream in(file.path());
     const std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};

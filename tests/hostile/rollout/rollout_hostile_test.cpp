@@ -13,6 +13,7 @@
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/writer.h"
 #include "tests/support/make_rollouts.h"
+#include "tests/support/source_dir.h"
 
 namespace espalier {
 namespace {
@@ -20,7 +21,7 @@ namespace {
 constexpr std::int64_t kVocabulary = 1000;
 
 std::string golden(const std::string& name) {
-  std::ifstream in(ESPALIER_SOURCE_DIR "/tests/golden/" + name, std::ios::binary);
+  std::ifstream in(testing::source_dir() + "/tests/golden/" + name, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(in), {}};
   EXPECT_FALSE(text.empty()) << name;
   return text;

@@ -2,6 +2,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
+#include "tests/support/source_dir.h"
 #include "tests/unit/checkpoint/small_model.h"
 
 namespace espalier::test {
@@ -178,7 +179,7 @@ TEST_F(LoadModel, ReportsProgressUpToTheEnd) {
 }
 
 TEST(RecordedModels, LoadsATrainedLlamaWithATiedHead) {
-  const std::filesystem::path directory = ESPALIER_SOURCE_DIR "/../shared/data/stories260K/hf";
+  const std::filesystem::path directory = testing::source_dir() + "/../shared/data/stories260K/hf";
   if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded model is not there: " << directory;
   ModelShape shape = llama_shape();
   shape.layers = 5, shape.hidden = 64, shape.inner = 172, shape.heads = 8, shape.kv_heads = 4, shape.head_dim = 8;
@@ -200,7 +201,7 @@ TEST(RecordedModels, LoadsATrainedLlamaWithATiedHead) {
 }
 
 TEST(RecordedModels, LoadsTheCheckpointsOfATrace) {
-  const std::filesystem::path directory = ESPALIER_SOURCE_DIR "/../shared/data/trace_grpo20";
+  const std::filesystem::path directory = testing::source_dir() + "/../shared/data/trace_grpo20";
   if (!std::filesystem::exists(directory)) GTEST_SKIP() << "the recorded trace is not there: " << directory;
   ModelShape shape = llama_shape();
   shape.layers = 4, shape.hidden = 128, shape.inner = 320, shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 32;

@@ -8,11 +8,12 @@
 
 #include "espalier/base/json.h"
 #include "espalier/rollout/reader.h"
+#include "tests/support/source_dir.h"
 
 namespace espalier {
 namespace {
 
-const std::string kData = ESPALIER_SOURCE_DIR "/../shared/data/";
+const std::string kData = testing::source_dir() + "/../shared/data/";
 
 Inspection inspected(const std::string& text) { return inspect_rollouts(parse_rollouts(text, "f").rollouts); }
 

@@ -11,12 +11,13 @@
 #include "espalier/objective/objective.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/reader.h"
+#include "tests/support/source_dir.h"
 
 namespace espalier {
 namespace {
 
 TEST(RecordedTrace, LossOfOnPolicyStepsFollowsFromTheRewards) {
-  const std::filesystem::path folder = ESPALIER_SOURCE_DIR "/../shared/data/trace_grpo20";
+  const std::filesystem::path folder = testing::source_dir() + "/../shared/data/trace_grpo20";
   if (!std::filesystem::exists(folder / "trace.json")) GTEST_SKIP() << "no recorded trace in ../shared/data";
   std::ifstream file(folder / "trace.json");
   const Json trace = Json::parse(file);

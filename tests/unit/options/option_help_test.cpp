@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "espalier/options/options.h"
+#include "tests/support/source_dir.h"
 #include "tests/unit/options/thrown_error.h"
 
 namespace espalier {
@@ -86,7 +87,7 @@ TEST(OptionDocs, NamesEveryOption) {
 }
 
 TEST(OptionDocs, TheCommittedPageIsWhatTheTableGives) {
-  std::ifstream file(ESPALIER_SOURCE_DIR "/docs/options.md");
+  std::ifstream file(testing::source_dir() + "/docs/options.md");
   std::ostringstream page;
   page << file.rdbuf();
   EXPECT_EQ(page.str(), option_docs()) << "write it anew: option_docs > docs/options.md";

@@ -4,6 +4,7 @@
 
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/reader.h"
+#include "tests/support/source_dir.h"
 #include "tests/unit/rollout/expect_error.h"
 
 namespace espalier {
@@ -15,7 +16,7 @@ using Mask = std::vector<std::uint8_t>;
 using Numbers = std::vector<double>;
 
 TEST(NemoRl, ReadsTheGoldenDump) {
-  const RolloutFile file = read_rollouts({ESPALIER_SOURCE_DIR "/tests/golden/train_data_step3.jsonl"});
+  const RolloutFile file = read_rollouts({testing::source_dir() + "/tests/golden/train_data_step3.jsonl"});
   EXPECT_EQ(file.format, "NeMo-RL train data");
   ASSERT_EQ(file.rollouts.size(), 4u);
   const Rollout &plain = file.rollouts[0], &tool = file.rollouts[1];

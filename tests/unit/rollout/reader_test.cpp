@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "espalier/rollout/line_reader.h"
+#include "tests/support/source_dir.h"
 #include "tests/unit/rollout/expect_error.h"
 
 namespace espalier {
@@ -15,8 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 using testing::expect_error;
 
-const std::string kGolden = ESPALIER_SOURCE_DIR "/tests/golden/";
-const std::string kData = ESPALIER_SOURCE_DIR "/../shared/data/";
+const std::string kGolden = testing::source_dir() + "/tests/golden/";
+const std::string kData = testing::source_dir() + "/../shared/data/";
 
 Rollout read_one(const std::string& record) { return parse_rollouts(record, "f").rollouts.at(0); }
 
