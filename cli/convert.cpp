@@ -18,8 +18,8 @@ void check_name(const std::string& path) {
   std::error_code error;
   const auto kind = std::filesystem::status(path, error).type();
   const bool device = kind == std::filesystem::file_type::character || kind == std::filesystem::file_type::fifo;
-  if (!device && !ends_in(".jsonl") && !ends_in(".jsonl.gz"))
-    throw OptionError({"OUT", "a name that ends in .jsonl or .jsonl.gz", '"' + path + '"', ""});
+  if (!device && !ends_in(".jsonl") && !ends_in(".jsonl.gz") && !ends_in(".jsonl.zst"))
+    throw OptionError({"OUT", "a name that ends in .jsonl, .jsonl.gz or .jsonl.zst", '"' + path + '"', ""});
 }
 
 }  // namespace
@@ -28,8 +28,6 @@ int run_convert(Context& context) {
   const std::string& in = context.arguments[0];
   const std::string& out = context.arguments[1];
   check_name(out);
-  if (std::error_code error; std::filesystem::equivalent(in, out, error))
-    throw OptionError({"OUT", "another file than IN", '"' + out + '"', "the original would be lost"});
   const RolloutFile file = read_for(context, {in});
   RolloutWriter writer(out);
   context.progress.begin("writing", static_cast<std::int64_t>(file.rollouts.size()), "rollouts");

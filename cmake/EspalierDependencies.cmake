@@ -7,6 +7,9 @@ if(TARGET OpenMP::OpenMP_CXX)  # by its flag alone: the library's path would sta
 endif()
 find_package(ZLIB QUIET)
 find_package(simdjson QUIET)
+find_path(ESPALIER_ZSTD_INCLUDE zstd.h)
+find_library(ESPALIER_ZSTD_LIBRARY zstd)
+mark_as_advanced(ESPALIER_ZSTD_INCLUDE ESPALIER_ZSTD_LIBRARY)
 find_path(ESPALIER_JSON_INCLUDE nlohmann/json.hpp)
 find_path(ESPALIER_CLI11_INCLUDE CLI/CLI.hpp)
 find_path(ESPALIER_TOMLPP_INCLUDE toml++/toml.h)
@@ -25,7 +28,7 @@ endif()
 if(NOT OpenMP_CXX_FOUND)
   string(APPEND missing "\n  OpenMP: the compiler ${CMAKE_CXX_COMPILER} has none; use g++")
 endif()
-foreach(need "ZLIB_FOUND|zlib|zlib1g-dev" "simdjson_FOUND|simdjson|libsimdjson-dev"
+foreach(need "ZLIB_FOUND|zlib|zlib1g-dev" "ESPALIER_ZSTD_LIBRARY|zstd|libzstd-dev" "simdjson_FOUND|simdjson|libsimdjson-dev"
     "ESPALIER_JSON_INCLUDE|nlohmann/json.hpp|nlohmann-json3-dev" "ESPALIER_CLI11_INCLUDE|CLI/CLI.hpp|libcli11-dev"
     "ESPALIER_TOMLPP_INCLUDE|toml++/toml.h|libtomlplusplus-dev")
   string(REPLACE "|" ";" need "${need}")
@@ -39,6 +42,9 @@ endforeach()
 if(missing)
   message(FATAL_ERROR "Espalier cannot be configured; missing:${missing}\n`make` installs or names all of this.")
 endif()
+add_library(Zstd::Zstd UNKNOWN IMPORTED)
+set_target_properties(Zstd::Zstd PROPERTIES IMPORTED_LOCATION "${ESPALIER_ZSTD_LIBRARY}"
+  INTERFACE_INCLUDE_DIRECTORIES "${ESPALIER_ZSTD_INCLUDE}")
 if(NOT ESPALIER_TORCH_REPORTED STREQUAL ESPALIER_TORCH_DIR)
   message(STATUS "torch ${EspalierTorch_VERSION} in ${ESPALIER_TORCH_DIR}")
   set(ESPALIER_TORCH_REPORTED "${ESPALIER_TORCH_DIR}" CACHE INTERNAL "")

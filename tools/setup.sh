@@ -71,6 +71,7 @@ find_missing() {
 CLI/CLI.hpp libcli11-dev
 toml++/toml.h libtomlplusplus-dev
 zlib.h zlib1g-dev
+zstd.h libzstd-dev
 simdjson.h libsimdjson-dev"
   local test_headers="gtest/gtest.h libgtest-dev
 gmock/gmock.h libgmock-dev"

@@ -4,10 +4,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <zlib.h>
+#include <zstd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -127,10 +129,54 @@ class GzipBytes : public ByteStream {
   bool inside_member_ = false;
 };
 
+class ZstdBytes : public ByteStream {
+ public:
+  ZstdBytes(std::unique_ptr<ByteStream> packed, std::string name)
+      : packed_(std::move(packed)), name_(std::move(name)), block_(kPackedBlock), context_(ZSTD_createDCtx()) {
+    if (!context_) throw std::bad_alloc();
+  }
+
+  std::size_t read(char* out, std::size_t capacity) override {
+    ZSTD_outBuffer text{out, capacity, 0};
+    while (text.pos == 0 && capacity > 0) {
+      if (input_.pos == input_.size && !refill()) {
+        if (inside_frame_) throw damaged("the end of the file in the middle of the compressed data");
+        return 0;
+      }
+      const std::size_t left = ZSTD_decompressStream(context_.get(), &text, &input_);
+      if (ZSTD_isError(left) != 0) throw damaged(ZSTD_getErrorName(left));
+      inside_frame_ = left != 0;
+    }
+    return text.pos;
+  }
+  std::int64_t consumed_bytes() const override { return packed_->consumed_bytes(); }
+
+ private:
+  struct Free {
+    void operator()(ZSTD_DCtx* context) const { ZSTD_freeDCtx(context); }
+  };
+
+  bool refill() {
+    input_ = {block_.data(), packed_->read(block_.data(), block_.size()), 0};
+    return input_.size > 0;
+  }
+  InputError damaged(const std::string& got) const {
+    return InputError({name_, "a complete zstd file", got, "It was cut short or damaged; copy or write it again"});
+  }
+
+  std::unique_ptr<ByteStream> packed_;
+  std::string name_;
+  std::vector<char> block_;
+  std::unique_ptr<ZSTD_DCtx, Free> context_;
+  ZSTD_inBuffer input_{nullptr, 0, 0};
+  bool inside_frame_ = false;
+};
+
 }  // namespace
 
 std::unique_ptr<ByteStream> open_file_bytes(const std::string& path, std::int64_t& total_bytes) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const bool standard_input = path == "-";
+  const int descriptor = standard_input ? ::dup(STDIN_FILENO) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) {
     const std::string remedy = errno == ENOENT ? "Check the path" : "Check its permissions";
     throw InputError({path, "a readable file", std::strerror(errno), remedy});
@@ -147,7 +193,7 @@ std::unique_ptr<ByteStream> open_file_bytes(const std::string& path, std::int64_
 std::unique_ptr<ByteStream> memory_bytes(std::string_view text) { return std::make_unique<MemoryBytes>(text); }
 
 std::unique_ptr<ByteStream> unpacked(std::unique_ptr<ByteStream> stream, const std::string& name) {
-  std::string first(2, '\0');
+  std::string first(4, '\0');
   std::size_t have = 0;
   while (have < first.size()) {
     const std::size_t got = stream->read(first.data() + have, first.size() - have);
@@ -156,7 +202,8 @@ std::unique_ptr<ByteStream> unpacked(std::unique_ptr<ByteStream> stream, const s
   }
   first.resize(have);
   auto whole = std::make_unique<ResumedBytes>(first, std::move(stream));
-  if (first == "\x1f\x8b") return std::make_unique<GzipBytes>(std::move(whole), name);
+  if (first.starts_with("\x1f\x8b")) return std::make_unique<GzipBytes>(std::move(whole), name);
+  if (first == "\x28\xb5\x2f\xfd") return std::make_unique<ZstdBytes>(std::move(whole), name);
   return whole;
 }
 

@@ -1,9 +1,9 @@
-// Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain or gzip, told apart by what
-// they hold; a folder of the latter; and through the Python package what python_records.h says. Files are read in
-// blocks; every value is checked, and one bad value refuses the whole read.
+// Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain, gzip or zstd, told apart by
+// what they hold; folders of them; standard input ("-"); and through the Python package what python_records.h says.
+// Files are read in blocks; every value is checked, and one bad value refuses the whole read.
 //
 // Errors: InputError with "file:line", the field, what was expected and found, for anything that breaks the record
-// format; UnsupportedError for formats that are known and not read (text-only dumps, Parquet).
+// format; UnsupportedError for formats that are known and not read (text-only dumps).
 #pragma once
 
 #include <cstdint>

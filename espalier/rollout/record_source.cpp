@@ -20,6 +20,7 @@ constexpr const char* kTable =
     "Tables of completions hold text and no token ids: write neutral JSON Lines (docs/rollout_format.md) where tokens "
     "are "
     "known";
+constexpr const char* kLines = "JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst)";
 constexpr const char* kByPath = "Save it as a file and give its path: it is read by the Python package";
 constexpr const char* kNeverRead =
     "Write neutral JSON Lines from it (docs/rollout_format.md); tables of completions hold text and no token ids";
@@ -36,12 +37,12 @@ bool ends_with_any(std::string_view name, std::initializer_list<std::string_view
 // "a pickle file", from the first bytes; null: perhaps text.
 const char* python_type_of(std::string_view start) {
   if (start.starts_with("PK\x03\x04")) return "a torch file";
+  if (start.starts_with("PAR1")) return "a Parquet file";
   const bool pickle = start.size() > 1 && start[0] == '\x80' && start[1] >= 2 && start[1] <= 5;
   return pickle ? "a pickle file" : nullptr;
 }
 
-const char* refused_type_of(const std::string& path, std::string_view start) {
-  if (path.ends_with(".parquet") || start.starts_with("PAR1")) return "a Parquet file";
+const char* refused_type_of(const std::string& path) {
   if (ends_with_any(path, {".npy", ".npz", ".arrow", ".msgpack"})) return "a binary file";
   return nullptr;
 }
@@ -56,7 +57,31 @@ const char* table_type_of(const std::string& path, std::string_view line) {
 }
 
 bool named_for_python(const std::string& path) {
-  return ends_with_any(lower_case(path), {".pt", ".pth", ".pkl", ".pickle", ".safetensors"});
+  return ends_with_any(lower_case(path), {".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet"});
+}
+
+bool named_lines(const std::string& path) {
+  return ends_with_any(lower_case(path), {".jsonl", ".jsonl.gz", ".jsonl.zst"});
+}
+
+// "part2" before "part10": runs of digits are compared as numbers.
+bool before(std::string_view a, std::string_view b) {
+  const auto digits = [](std::string_view text) { return std::min(text.find_first_not_of("0123456789"), text.size()); };
+  while (!a.empty() && !b.empty()) {
+    const std::size_t in_a = digits(a), in_b = digits(b);
+    if (in_a > 0 && in_b > 0) {
+      std::string_view x = a.substr(0, in_a), y = b.substr(0, in_b);
+      x.remove_prefix(std::min(x.find_first_not_of('0'), x.size()));
+      y.remove_prefix(std::min(y.find_first_not_of('0'), y.size()));
+      if (x.size() != y.size()) return x.size() < y.size();
+      if (x != y) return x < y;
+      a.remove_prefix(in_a), b.remove_prefix(in_b);
+      continue;
+    }
+    if (a.front() != b.front()) return a.front() < b.front();
+    a.remove_prefix(1), b.remove_prefix(1);
+  }
+  return a.size() < b.size();
 }
 
 std::string first_bytes(const std::string& path) {
@@ -72,28 +97,36 @@ void add_file(const std::string& path, std::vector<RecordSource>& out) {
   std::error_code error;
   const bool regular = fs::is_regular_file(path, error);  // looking into a pipe would take its first bytes away
   const std::string start = regular ? first_bytes(path) : std::string();
-  if (const char* const type = refused_type_of(lower_case(path), start))
-    throw UnsupportedError(
-        {path, "JSON Lines (.jsonl, .jsonl.gz) or a dump of docs/rollout_format.md", type, kNeverRead});
+  if (const char* const type = refused_type_of(lower_case(path)))
+    throw UnsupportedError({path, std::string(kLines) + " or a dump of docs/rollout_format.md", type, kNeverRead});
   const bool by_python = regular && (python_type_of(start) != nullptr || named_for_python(path));
   out.push_back({path, by_python, bytes});
 }
 
 void add_folder(const std::string& path, std::vector<RecordSource>& out) {
   std::vector<std::pair<std::int64_t, std::string>> steps;
+  std::vector<std::string> lines;
   bool for_python = false;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
     const std::string name = entry.path().string();
-    if (const std::optional<std::int64_t> step = step_of_nemo_rl_name(name)) steps.emplace_back(*step, name);
+    if (const std::optional<std::int64_t> step = step_of_nemo_rl_name(name))
+      steps.emplace_back(*step, name);
+    else if (named_lines(name) && !entry.path().filename().string().starts_with('.'))
+      lines.push_back(name);
     for_python = for_python || named_for_python(name);
   }
-  if (steps.empty() && !for_python)
-    throw InputError({path, "a file of rollouts, or a folder of dumps", "a directory without any",
+  if (steps.empty() && lines.empty() && !for_python)
+    throw InputError({path, "a file of rollouts, or a folder of them", "a directory without any",
                       "Name the files in it, such as DIR/*.jsonl"});
-  if (steps.empty()) return out.push_back({path, true, 0});
+  if (!lines.empty() && (for_python || !steps.empty()))
+    throw InputError(
+        {path, "a folder of rollouts of one kind", "several", "Name the files in it, such as DIR/*.jsonl"});
+  if (steps.empty() && for_python) return out.push_back({path, true, 0});
   std::sort(steps.begin(), steps.end());
+  std::sort(lines.begin(), lines.end(), before);
   for (const auto& [step, name] : steps) add_file(name, out);
+  for (const std::string& name : lines) add_file(name, out);
 }
 
 }  // namespace
@@ -112,15 +145,13 @@ std::vector<RecordSource> record_sources(const std::vector<std::string>& paths) 
 
 void refuse_binary(const std::string& name, std::string_view first_line) {
   if (const char* const type = python_type_of(first_line))
-    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kByPath});
-  if (const char* const type = refused_type_of(name, first_line))
-    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kNeverRead});
+    throw UnsupportedError({name, kLines, type, kByPath});
   if (const char* const type = table_type_of(lower_case(name), first_line))
-    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", type, kTable});
+    throw UnsupportedError({name, kLines, type, kTable});
   const std::size_t begin = std::min(first_line.find_first_not_of(" \t\r"), first_line.size());
   const std::string_view text = first_line.substr(begin);
   if (text == "[" || text.starts_with("[{"))
-    throw UnsupportedError({name, "JSON Lines (.jsonl, .jsonl.gz)", "a JSON array of records", kArray});
+    throw UnsupportedError({name, kLines, "a JSON array of records", kArray});
 }
 
 }  // namespace espalier

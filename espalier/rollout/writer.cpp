@@ -1,9 +1,11 @@
 #include "espalier/rollout/writer.h"
 
 #include <zlib.h>
+#include <zstd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <new>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
@@ -118,21 +120,27 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
 }
 
 // Text on its way to the file, packed where the name asks for it.
-struct RolloutWriter::Sink {
-  explicit Sink(const std::string& path) : file(path), packs(path.ends_with(".gz")) {
+struct RolloutSink {
+  explicit RolloutSink(const std::string& path) : file(path) {}
+  virtual ~RolloutSink() = default;
+  virtual void put(std::string_view text, bool) { file.write(text); }
+
+  AtomicFile file;
+};
+
+namespace {
+
+struct GzipSink : RolloutSink {
+  explicit GzipSink(const std::string& path) : RolloutSink(path) {
     constexpr int kGzip = 16 + MAX_WBITS, kLevel = 6, kMemory = 8;
-    if (!packs) return;
     const int status = deflateInit2(&deflater, kLevel, Z_DEFLATED, kGzip, kMemory, Z_DEFAULT_STRATEGY);
     ESPALIER_INTERNAL_EQ(status, Z_OK);
   }
-  Sink(const Sink&) = delete;
-  Sink& operator=(const Sink&) = delete;
-  ~Sink() {
-    if (packs) deflateEnd(&deflater);
-  }
+  GzipSink(const GzipSink&) = delete;
+  GzipSink& operator=(const GzipSink&) = delete;
+  ~GzipSink() override { deflateEnd(&deflater); }
 
-  void put(std::string_view text, bool last) {
-    if (!packs) return file.write(text);
+  void put(std::string_view text, bool last) override {
     deflater.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
     deflater.avail_in = static_cast<uInt>(text.size());
     do {
@@ -144,12 +152,42 @@ struct RolloutWriter::Sink {
     } while (deflater.avail_out == 0);
   }
 
-  AtomicFile file;
-  bool packs;
   z_stream deflater{};
 };
 
-RolloutWriter::RolloutWriter(const std::string& path) : sink_(std::make_unique<Sink>(path)) {}
+struct ZstdSink : RolloutSink {
+  explicit ZstdSink(const std::string& path) : RolloutSink(path), context(ZSTD_createCCtx()) {
+    if (context == nullptr) throw std::bad_alloc();
+  }
+  ZstdSink(const ZstdSink&) = delete;
+  ZstdSink& operator=(const ZstdSink&) = delete;
+  ~ZstdSink() override { ZSTD_freeCCtx(context); }
+
+  void put(std::string_view text, bool last) override {
+    ZSTD_inBuffer input{text.data(), text.size(), 0};
+    std::size_t left = 0;
+    do {
+      char packed[1 << 15];
+      ZSTD_outBuffer output{packed, sizeof packed, 0};
+      left = ZSTD_compressStream2(context, &output, &input, last ? ZSTD_e_end : ZSTD_e_continue);
+      ESPALIER_INTERNAL(ZSTD_isError(left) == 0, ZSTD_getErrorName(left));
+      file.write({packed, output.pos});
+    } while (last ? left != 0 : input.pos < input.size);
+  }
+
+  ZSTD_CCtx* context;
+};
+
+}  // namespace
+
+RolloutWriter::RolloutWriter(const std::string& path) {
+  if (path.ends_with(".gz"))
+    sink_ = std::make_unique<GzipSink>(path);
+  else if (path.ends_with(".zst"))
+    sink_ = std::make_unique<ZstdSink>(path);
+  else
+    sink_ = std::make_unique<RolloutSink>(path);
+}
 RolloutWriter::~RolloutWriter() = default;
 
 void RolloutWriter::write(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {

@@ -1,4 +1,5 @@
-// Writes rollouts as neutral JSON Lines, one record at a time; gzip where the name ends in ".gz".
+// Writes rollouts as neutral JSON Lines, one record at a time; gzip where the name ends in ".gz",
+// zstd where it ends in ".zst".
 //
 // The file is complete after finish() and as it was before otherwise (base/atomic_file.h). Numbers are the shortest
 // decimals that read back as the same bits; a record read, written and read again is the same record.
@@ -23,6 +24,8 @@ struct ExtraSeries {
 // One record as JSON, without a newline. Not finite values are an InternalError: they have no JSON.
 std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
 
+struct RolloutSink;  // where the text goes, packed or not
+
 class RolloutWriter {
  public:
   explicit RolloutWriter(const std::string& path);  // OptionError where the file cannot be created
@@ -34,8 +37,7 @@ class RolloutWriter {
   void finish();
 
  private:
-  struct Sink;
-  std::unique_ptr<Sink> sink_;
+  std::unique_ptr<RolloutSink> sink_;
 };
 
 }  // namespace espalier

@@ -512,3 +512,54 @@ def test_the_module_ends_with_the_code_of_its_error(tmp_path):
         said = json.loads(done.stderr)
         assert (done.returncode, done.stdout) == (code, "") and set(said) == {"where", "expected", "got", "remedy"}
         assert str(path) in said["where"]
+
+
+# ---- Parquet --------------------------------------------------------------------------------------------------------
+
+
+def parquet_file(path, rows):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow, which writes the file, is not in this Python")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet_with_neutral_columns_comes_back(tmp_path):
+    rows = [{"prompt_ids": [1, 2], "response_ids": [3, 4 + i], "reward": 0.5 * i, "old_logprobs": [-1.0, -2.0] if i else None,
+             "loss_mask": [1, 0], "meta": {"k": i}} for i in range(600)]
+    found = read(parquet_file(tmp_path / "a.parquet", rows))
+    assert found == [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def test_parquet_with_columns_of_verl_comes_back_as_the_pickle_does(tmp_path):
+    samples = make_samples()[:6]
+    tensors = verl_tensors(samples)
+    torch.save(tensors, tmp_path / "a.pt")
+    rows = [{name: values[i].tolist() for name, values in tensors.items()} for i in range(len(samples))]
+    assert read(parquet_file(tmp_path / "a.parquet", rows)) == read(tmp_path / "a.pt")
+    plain = read(parquet_file(tmp_path / "b.parquet", [{"prompts": [1, 2], "responses": [3], "uid": "a", "step": 4}]))
+    assert plain == [{"prompt_ids": [1, 2], "response_ids": [3], "loss_mask": [1], "group": "a", "step": 4}]
+
+
+@pytest.mark.parametrize("rows, error, said", [
+    ([{"prompt": "text", "response": "text"}], UnsupportedRecords, "columns prompt, response"),
+    ([{"prompts": "text", "responses": "text"}], RecordError, "sample 0: prompts"),
+    ([{"prompt_ids": [1], "response_ids": [2], "reward": float("nan")}], RecordError, "sample 0: reward")])
+def test_parquet_that_cannot_be_trained_on_is_refused(rows, error, said, tmp_path):
+    with pytest.raises(error, match=said):
+        read(parquet_file(tmp_path / "a.parquet", rows))
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path):
+    path = parquet_file(tmp_path / "a.parquet", [{"prompt_ids": [1], "response_ids": [2]}])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RecordError, match="complete Parquet"):
+        read(path)
+
+
+def test_pyarrow_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UnsupportedRecords, match="pip install pyarrow"):
+        read(tmp_path / "a.parquet")

@@ -6,7 +6,7 @@
 
     python -m espalier.records dump.pt > rollouts.jsonl
 
-Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders; a folder of dumps
+Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders, Parquet; a folder of dumps
 of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
 """
 
@@ -17,15 +17,15 @@ import re
 import tempfile
 from pathlib import Path
 
-from . import art, pickles, safetensors_files, slime, torch_files, trl, verl
+from . import art, parquet_files, pickles, safetensors_files, slime, torch_files, trl, verl
 from .errors import RecordError, UnsupportedRecords
 
 __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 
-ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors")
-_FORMATS = (slime, verl, trl)
+ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet")
+_FORMATS = (parquet_files, slime, verl, trl)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
-_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches and ART folders (docs/rollout_format.md)"
+_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches, ART folders and Parquet (docs/rollout_format.md)"
 
 
 def read(path):
@@ -132,11 +132,13 @@ def _content(file, path):
         return torch_files.load_legacy(file, path)
     if start.startswith(pickles.PROTOCOL_STARTS):
         return pickles.load(file, path)
+    if start.startswith(parquet_files.START):
+        return parquet_files.Table(path)
     if path.lower().endswith(".safetensors") and start[8:9] == b"{":
         return safetensors_files.load(file, os.path.getsize(path), path)
     if not start:
         raise RecordError(path, "at least one rollout", "an empty file", "Was it written completely?")
-    raise UnsupportedRecords(path, "a file of torch.save, a pickle or safetensors", "other bytes", _REMEDY)
+    raise UnsupportedRecords(path, "a file of torch.save, a pickle, safetensors or Parquet", "other bytes", _REMEDY)
 
 
 def _format_of(content, path):

@@ -56,10 +56,11 @@ def _records(path, content, step, notes):
         place = Place(path, index)
         row = {name: batch[name][index] for name in _USED if isinstance(batch.get(name), Tensor)}
         extra = {name: values[index] for name, values in objects.items()}
-        yield _record(place, row, extra, meta.get("temperature"), step)
+        yield record_of(place, row, extra, meta.get("temperature"), step)
 
 
-def _record(place, row, extra, temperature, step):
+def record_of(place, row, extra, temperature, step):
+    """One sample: `row` holds its tensors by verl's names, `extra` what is no tensor."""
     prompt, response = row["prompts"].tolist(), row["responses"].tolist()
     attended = zero_or_one(place, "attention_mask", row["attention_mask"])
     if len(attended) != len(prompt) + len(response):

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <zlib.h>
+#include <zstd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -259,7 +260,8 @@ TEST(Reader, RefusesEmptyFilesFoldersAndWhatCannotBeOpened) {
   expect_error<InputError>([&] { read_rollouts({folder.file("empty.jsonl", "")}); }, "empty.jsonl", "an empty file");
   expect_error<InputError>([&] { read_rollouts({folder.file("blank.jsonl", " \n\n")}); }, "blank.jsonl",
                            "blank lines only");
-  expect_error<InputError>([&] { read_rollouts({folder.path()}); }, folder.path(), "a directory");
+  fs::create_directory(folder.path() + "/folder");
+  expect_error<InputError>([&] { read_rollouts({folder.path() + "/folder"}); }, "/folder", "a directory without any");
   expect_error<InputError>([&] { read_rollouts({folder.path() + "/none.jsonl"}); }, "none.jsonl", "No such file");
   const std::string locked = folder.file("locked.jsonl", with("\"reward\":1"));
   fs::permissions(locked, fs::perms::none);
@@ -282,11 +284,11 @@ TEST(Reader, RefusesTextDumpsByTheNameOfTheirWriter) {
 
 TEST(Reader, RefusesTypesThatAreNeverRead) {
   const TemporaryFolder folder;
-  for (const char* name : {"a.Parquet", "a.npz"})
+  for (const char* name : {"a.npz", "a.Arrow"})
     expect_error<UnsupportedError>([&] { read_rollouts({folder.file(name, "x")}); }, name, "Write neutral JSON Lines");
-  expect_error<UnsupportedError>([&] { parse_rollouts("PAR1", "f"); }, "f", "a Parquet file");
   // What Python reads must have a path.
   expect_error<UnsupportedError>([&] { parse_rollouts("PK\x03\x04 zip", "f"); }, "f", "a torch file");
+  expect_error<UnsupportedError>([&] { parse_rollouts("PAR1", "f"); }, "f", "a Parquet file");
   expect_error<UnsupportedError>([&] { parse_rollouts("\x80\x04\x95 pickle", "f"); }, "f", "a pickle file");
 }
 
@@ -308,6 +310,26 @@ TEST(Reader, KnowsWhatScoreWrites) {
   const RolloutFile file = parse_rollouts(with(R"("logprobs":[-1,-2],"entropies":[0.5,0.25])"), "f");
   EXPECT_TRUE(file.notes.empty()) << file.notes[0];
   EXPECT_EQ(file.rollouts[0].carried, R"({"logprobs":[-1,-2],"entropies":[0.5,0.25]})");
+}
+
+std::string packed_by_zstd(const std::string& text) {
+  std::string out(ZSTD_compressBound(text.size()), '\0');
+  out.resize(ZSTD_compress(out.data(), out.size(), text.data(), text.size(), 3));
+  return out;
+}
+
+TEST(Reader, UnpacksZstdByContentAndKnowsWhenItIsCut) {
+  std::string text;
+  for (int i = 0; i < 20'000; ++i) text += with("\"reward\":" + std::to_string(i)) + "\n";
+  const std::string packed = packed_by_zstd(text);
+  ASSERT_EQ(parse_rollouts(packed, "f").rollouts.size(), 20'000u);
+  const RolloutFile two_frames = parse_rollouts(packed + packed, "f");
+  ASSERT_EQ(two_frames.rollouts.size(), 40'000u);
+  EXPECT_EQ(two_frames.rollouts.back().reward, 19'999);
+  EXPECT_EQ(two_frames.bytes, static_cast<std::int64_t>(2 * packed.size()));
+  for (const std::size_t kept : {packed.size() - 1, packed.size() / 2, std::size_t{5}})
+    expect_error<InputError>([&] { parse_rollouts(packed.substr(0, kept), "f"); }, "f", "complete zstd file");
+  expect_error<InputError>([&] { parse_rollouts(packed + "more", "f"); }, "f", "complete zstd file");
 }
 
 TEST(Reader, UnpacksGzipByContentAndKnowsWhenItIsCut) {

@@ -1,0 +1,96 @@
+"""Parquet with a rollout a row: columns under the neutral names, or under verl's.
+
+  prompt_ids, response_ids, and any other field of the neutral record, as lists and numbers
+  prompts, responses, and optionally attention_mask, response_mask, old_log_probs, advantages, token_level_scores, uid ...:
+  as verl's DataProto names them (verl.py), padded with attention_mask, or without both
+
+pyarrow reads the file; it is needed for nothing else.
+"""
+
+import math
+
+from . import verl
+from .errors import RecordError, UnsupportedRecords
+from .neutral import Place, plain_scalars
+
+NAME = "Parquet file"
+START = b"PAR1"
+_ROWS = 256  # held at once
+
+
+class Table:
+    """A file that was opened, not read."""
+
+    def __init__(self, path):
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise UnsupportedRecords(path, "a Python with pyarrow, which reads Parquet", "none",
+                                     "pip install pyarrow for the Python that ESPALIER_PYTHON names, or write JSON Lines") from None
+        try:
+            self.file = parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are both
+            raise RecordError(path, "a complete Parquet file", str(error).split("\n")[0][:120], "Write or copy it again") from None
+
+    def rows(self, path):
+        try:
+            for batch in self.file.iter_batches(_ROWS):
+                yield from batch.to_pylist()
+        except (OSError, ValueError) as error:
+            raise RecordError(path, "a complete Parquet file", str(error).split("\n")[0][:120], "Write or copy it again") from None
+
+
+class _Series(list):
+    tolist = list.copy
+
+
+def matches(content):
+    return isinstance(content, Table)
+
+
+def records(contents, notes):
+    for path, table, step in contents:
+        names = set(table.file.schema_arrow.names)
+        if {"prompt_ids", "response_ids"} <= names:
+            make = _neutral
+        elif {"prompts", "responses"} <= names:
+            make = _verl
+        else:
+            raise UnsupportedRecords(path, "columns prompt_ids and response_ids, or prompts and responses, with token ids",
+                                     f"columns {', '.join(sorted(names))[:120]}",
+                                     "Text does not tell which tokens were sampled: record token ids")
+        for index, row in enumerate(table.rows(path)):
+            yield make(Place(path, index), {name: value for name, value in row.items() if value is not None}, step)
+
+
+def _neutral(place, row, step):
+    for name, value in row.items():
+        _check(place, name, value)
+    if step is not None:
+        row.setdefault("step", step)
+    return row
+
+
+def _check(place, name, value):
+    """Whether JSON can hold it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise place.wrong(name, "a finite number", repr(value))
+    if isinstance(value, dict):
+        for key, member in value.items():
+            _check(place, f"{name}.{key}", member)
+    elif isinstance(value, list):
+        for at, member in enumerate(value):
+            _check(place, f"{name}[{at}]", member)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        raise place.wrong(name, "numbers, texts, lists and structs", type(value).__name__)
+
+
+def _verl(place, row, step):
+    for name in ("prompts", "responses"):
+        if not isinstance(row.get(name), list):
+            raise place.wrong(name, "a list of token ids", "text" if isinstance(row.get(name), str) else "none")
+    tokens = {name: _Series(value) for name, value in row.items() if isinstance(value, list)}
+    tokens.setdefault("attention_mask", _Series([1] * (len(row["prompts"]) + len(row["responses"]))))
+    rest = {name: value for name, value in row.items() if not isinstance(value, (list, dict))}
+    temperature, found = rest.pop("temperature", None), rest.pop("global_steps", rest.pop("step", None))
+    return verl.record_of(place, tokens, rest, temperature, step if found is None else found)
