@@ -63,7 +63,7 @@ class Baseline:
 
 
 def espalier_update(schedule, model, rollouts, threads, folder, program=ROOT / "build/espalier"):
-    found = run_json([program, "train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", "--epochs", 2,
+    found = run_json([program, "train", "--model", model, "--rollouts", rollouts, "--out", folder / "out", "--overwrite", "--epochs", 2,
                       "--schedule", schedule, "--threads", threads, "--profile", "--json", "--quiet"])
     return {**found["steps"][1], "process_peak_bytes": found["peak_bytes"]}
 

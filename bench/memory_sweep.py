@@ -154,6 +154,8 @@ def command(case, folder, program, threads):
     words = [program, case.verb, "--model", model, "--json", "--quiet", "--threads", threads]
     words += ["--prompts" if case.verb == "generate" else "--rollouts", rollouts]
     words += ["--out", folder / ("out.jsonl" if case.verb != "train" else "out")]
+    if case.verb == "train":
+        words += ["--overwrite"]
     if case.verb == "train" and "--epochs" not in case.options:
         words += ["--epochs", 2]
     return [str(word) for word in words] + [option.format(model=model) for option in case.options]

@@ -103,14 +103,14 @@ class VerbParser {
     app_.set_help_flag();
     app_.allow_extras();
     for (const OptionRow& row : option_rows())
-      if (row.taken_by(verb.letter)) add(row.name, row.type == OptionType::flag);
+      if (row.taken_by(verb.letter)) add(row.name, row.type);
     for (const std::string& alias : alias_names())
-      if (takes_alias(verb, alias)) add(alias, false);
+      if (takes_alias(verb, alias)) add(alias, OptionType::text);
     app_.add_flag("--json", line_.json);
     app_.add_flag("--quiet", line_.quiet);
     app_.add_flag("--dry-run", line_.dry_run);
     app_.add_flag("--print-config", line_.print_config);
-    config_ = app_.add_option("--config", line_.config)->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+    config_ = app_.add_option("--config")->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   }
 
   void parse(std::vector<std::string> words) {
@@ -120,25 +120,44 @@ class VerbParser {
     } catch (const CLI::ParseError& error) {
       refuse(error.what());
     }
-    for (const auto& [name, option] : options_)
-      if (option->count() > 0) line_.settings.push_back({name, value_of(*option), ""});
-    if (config_->count() > 0) value_of(*config_);
+    for (const Known& known : options_)
+      if (known.option->count() > 0) line_.settings.push_back({known.name, value_of(*known.option, known.type), ""});
+    if (config_->count() > 0) line_.config = value_of(*config_, OptionType::text);
     line_.arguments = arguments_among(verb_, app_.remaining());
     if (!line_.print_config) check_arguments(verb_, line_.arguments);
   }
 
  private:
-  void add(const std::string& name, bool flag) {
+  struct Known {
+    std::string name;
+    OptionType type;
+    CLI::Option* option;
+  };
+
+  void add(const std::string& name, OptionType type) {
+    const bool flag = type == OptionType::flag;
     CLI::Option* option = flag ? app_.add_flag(both_spellings(name)) : app_.add_option(both_spellings(name));
-    if (!flag) option->expected(1);
-    options_.emplace_back(name, option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast));
+    if (type == OptionType::paths)
+      option->expected(1, CLI::detail::expected_max_vector_size)->allow_extra_args();
+    else if (!flag)
+      option->expected(1);
+    options_.push_back({name, type, option->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)});
   }
 
-  // An option followed by another one has lost its value.
-  std::string value_of(const CLI::Option& option) const {
-    const std::string value = option.reduced_results().at(0);
-    if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": it was followed by " + value);
-    return value;
+  // All values of a list or of paths, the one value of any other. An option followed by another one has lost its value.
+  std::string value_of(const CLI::Option& option, OptionType type) const {
+    const std::vector<std::string> values = option.reduced_results();
+    const bool several = type == OptionType::list || type == OptionType::paths;
+    if (values.size() > 1 && !several)
+      throw OptionError({option.get_name(), "one value", "\"" + values[0] + "\" and \"" + values[1] + '"',
+                         "say it once; only lists may be repeated"});
+    std::string out;
+    for (const std::string& value : values) {
+      if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": it was followed by " + value);
+      if (!out.empty()) out += type == OptionType::paths ? kBetweenPaths : ',';
+      out += value;
+    }
+    return out;
   }
 
   // "--lr: 1 required TEXT missing" and the like: CLI11 names the option first.
@@ -153,7 +172,7 @@ class VerbParser {
   CommandLine& line_;
   CLI::App app_;
   CLI::Option* config_ = nullptr;
-  std::vector<std::pair<std::string, CLI::Option*>> options_;
+  std::vector<Known> options_;
 };
 
 bool is_help(const std::string& word) { return word == "--help" || word == "-h" || word == "--help-all"; }

@@ -25,7 +25,6 @@ std::string words_of(std::string choices) {
 }
 
 bool is_flag(const OptionRow& row) { return row.type == OptionType::flag; }
-bool is_path(const OptionRow& row) { return std::string_view(row.unit) == "path"; }
 bool has_words(const OptionRow& row) { return row.type == OptionType::text && row.range[0] != '\0'; }
 
 std::string names_of_verbs() {
@@ -53,7 +52,7 @@ std::string bash_script() {
   for (const OptionRow& row : option_rows()) {
     if (has_words(row))
       out << "    --" << row.name << ") words=\"" << words_of(row.range) << "\" ;;\n";
-    else if (is_path(row))
+    else if (row.is_path())
       paths += std::string("|--") + row.name;
     else if (!is_flag(row))
       values += (values.empty() ? "--" : "|--") + std::string(row.name);
@@ -97,7 +96,7 @@ std::string zsh_script() {
       if (has_words(row))
         out << ":word:(" << words_of(row.range) << ")";
       else if (!is_flag(row))
-        out << (is_path(row) ? ":path:_files" : ":value:");
+        out << (row.is_path() ? ":path:_files" : ":value:");
       out << "'";
     }
     out << " ;;\n";
@@ -128,7 +127,7 @@ std::string fish_script() {
       if (has_words(row))
         out << " -x -a '" << words_of(row.range) << "'";
       else if (!is_flag(row))
-        out << (is_path(row) ? " -r -F" : " -x");
+        out << (row.is_path() ? " -r -F" : " -x");
       out << " -d '" << plain(meaning_for(row, verb.letter), "'") << "'\n";
     }
   }

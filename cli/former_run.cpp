@@ -13,10 +13,18 @@ namespace {
 
 bool continued(const OptionRow& row) {
   if (!row.taken_by('t')) return false;
-  const std::string_view section = row.section, name = row.name, unit = row.unit;
-  if (unit == "path" || name == "steps" || name == "threads" || name == "device" || name == "record-every")
-    return false;
-  return name != "profile" && section != "Parallel degrees";
+  const std::string_view section = row.section, name = row.name;
+  for (const char* own : {"steps", "threads", "device", "record-every", "profile", "overwrite"})
+    if (name == own) return false;
+  return !row.is_path() && section != "Parallel degrees";
+}
+
+std::string quoted_for_shell(const std::string& word) {
+  constexpr std::string_view kPlain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-+=./,:@%";
+  if (!word.empty() && word.find_first_not_of(kPlain) == word.npos) return word;
+  std::string out = "'";
+  for (const char c : word) out += c == '\'' ? "'\\''" : std::string(1, c);
+  return out + "'";
 }
 
 }  // namespace
@@ -41,6 +49,26 @@ std::string told_by_former_run(const Options& options) {
     if (continued(row))
       if (const std::string value = option_text(options, row.name); value != option_text(defaults, row.name))
         out += (out.empty() ? "--" : " --") + std::string(row.name) + ' ' + value;
+  return out;
+}
+
+std::string continuing_command(char verb, const std::vector<OptionSetting>& told, const std::string& config,
+                               const std::string& directory) {
+  std::string out = verb == 'l' ? "espalier grpo" : "espalier train";
+  out += " --resume " + quoted_for_shell(directory);
+  if (verb == 'l') return out;  // run.json has everything
+  if (!config.empty()) out += " --config " + quoted_for_shell(config);
+  for (const auto& [name, value, where] : told) {
+    const OptionRow* row = find_option(name);
+    if (!row || continued(*row)) continue;
+    bool replaced = false;
+    for (const char* other : {"model", "critic", "resume", "overwrite", "record", "record-every"})
+      replaced = replaced || row->name == std::string_view(other);
+    if (replaced) continue;
+    out += std::string(" --") + row->name;
+    if (row->type == OptionType::flag) continue;
+    for (const std::string& word : split_paths(value)) out += ' ' + quoted_for_shell(word);
+  }
   return out;
 }
 

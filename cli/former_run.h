@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "espalier/options/options.h"
+#include "espalier/options/settings.h"
 
 namespace espalier::cli {
 
@@ -16,5 +17,10 @@ void apply_former_run(Options& options, const std::string& directory);
 
 // "--lr 0.0001 --epochs 2": what a former run gave to `options` that is not the default. Empty where there is none.
 std::string told_by_former_run(const Options& options);
+
+// The command that goes on where `verb` was interrupted, given what it was told: what the former run recorded need not
+// be said again.
+std::string continuing_command(char verb, const std::vector<OptionSetting>& told, const std::string& config,
+                               const std::string& directory);
 
 }  // namespace espalier::cli

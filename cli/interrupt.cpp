@@ -7,11 +7,12 @@ namespace espalier::cli {
 namespace {
 
 volatile sig_atomic_t received = 0;
+volatile sig_atomic_t patient = 0;  // the work ends by itself
 
 extern "C" void on_interrupt(int signal) {
   if (received != 0) _exit(128 + signal);
   received = signal;
-  alarm(kGraceSeconds);
+  if (patient == 0) alarm(kGraceSeconds);
 }
 
 extern "C" void on_alarm(int) {
@@ -42,8 +43,33 @@ void install_interrupt_handlers() {
   handle(SIGALRM, on_alarm);
 }
 
-void throw_if_interrupted() {
-  if (received != 0) throw Interrupted{received};
+int received_interrupt() { return received; }
+
+void set_interrupt_mode(OnInterrupt mode) {
+  patient = mode == OnInterrupt::stop ? 0 : 1;
+  alarm(received != 0 && patient == 0 ? kGraceSeconds : 0);
+}
+
+void InterruptibleProgress::look() {
+  if (received == 0) return;
+  if (mode_ != OnInterrupt::finish) throw Interrupted{received};
+  if (!told_) shown_.note("finishing the step, then saving; a second signal stops at once");
+  told_ = true;
+}
+
+void InterruptibleProgress::begin(std::string_view task, std::int64_t total, std::string_view unit) {
+  look();
+  shown_.begin(task, total, unit);
+}
+
+void InterruptibleProgress::advance_to(std::int64_t done) {
+  look();
+  shown_.advance_to(done);
+}
+
+void InterruptibleProgress::on_interrupt(OnInterrupt mode) {
+  mode_ = mode;
+  set_interrupt_mode(mode);
 }
 
 }  // namespace espalier::cli

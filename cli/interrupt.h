@@ -1,7 +1,8 @@
-// Ctrl-C and SIGTERM: the work is stopped where it reports progress, so that nothing is left half written.
+// Ctrl-C and SIGTERM: the work is stopped where it reports progress, so that nothing is left half written, or where it
+// says itself that it can save (espalier/observe/progress.h).
 //
-// The first signal is noticed at the next progress report, which throws Interrupted; temporary files are removed as the
-// stack unwinds. Work that does not report within kGraceSeconds is ended at once, and so it is by a second signal.
+// Temporary files are removed as the stack unwinds. Work under OnInterrupt::stop that does not report within
+// kGraceSeconds is ended at once, and so is any work by a second signal.
 #pragma once
 
 #include "espalier/observe/progress.h"
@@ -10,31 +11,27 @@ namespace espalier::cli {
 
 constexpr unsigned kGraceSeconds = 3;
 
-struct Interrupted {
-  int signal;
-  int exit_code() const { return 128 + signal; }  // what shells expect
-};
-
 void install_interrupt_handlers();
-void throw_if_interrupted();
+void set_interrupt_mode(OnInterrupt mode);
+int received_interrupt();  // 0: none
 
 // Passes everything on, and stops the work on an interrupt.
 class InterruptibleProgress final : public Progress {
  public:
   explicit InterruptibleProgress(Progress& shown) : shown_(shown) {}
-  void begin(std::string_view task, std::int64_t total, std::string_view unit) override {
-    throw_if_interrupted();
-    shown_.begin(task, total, unit);
-  }
-  void advance_to(std::int64_t done) override {
-    throw_if_interrupted();
-    shown_.advance_to(done);
-  }
+  void begin(std::string_view task, std::int64_t total, std::string_view unit) override;
+  void advance_to(std::int64_t done) override;
   void end() override { shown_.end(); }
   void note(std::string_view text) override { shown_.note(text); }
+  void on_interrupt(OnInterrupt mode) override;
+  int interrupted() const override { return received_interrupt(); }
 
  private:
+  void look();
+
   Progress& shown_;
+  OnInterrupt mode_ = OnInterrupt::stop;
+  bool told_ = false;
 };
 
 }  // namespace espalier::cli

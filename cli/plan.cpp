@@ -176,7 +176,7 @@ int run_plan(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_model_shape(options.model);
   const PlanOptions plan_options = plan_options_of(options);
-  RolloutFile file = read_for(context, {options.rollouts}, shape.vocabulary);
+  RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_routes(file.rollouts, shape);
   const MachineProfile profile = machine_profile(options, context.progress);
   std::vector<StepPlan> plans;

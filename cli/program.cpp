@@ -1,5 +1,7 @@
 #include "cli/program.h"
 
+#include <poll.h>
+#include <signal.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -11,6 +13,7 @@
 #include "cli/dry_run.h"
 #include "cli/former_run.h"
 #include "cli/interrupt.h"
+#include "cli/path_check.h"
 #include "cli/threads.h"
 #include "cli/usage.h"
 #include "espalier/base/error.h"
@@ -31,6 +34,8 @@ struct Run {
   CommandLine line;
   Options options;
   Timer timer;
+  bool survives_closed_pipe = false;
+  Json partial = Json::object();  // what a verb had to tell when it was interrupted
 };
 
 ProgressText::Output standard_error() {
@@ -84,6 +89,7 @@ void resolve_options(Run& run, Progress& progress) {
   std::vector<std::string> notes, names;
   for (const VerbName& known : verb_names()) names.push_back(known.name);
   std::vector<OptionSetting> config;
+  run.options = default_options(verb.letter);
   if (!run.line.config.empty()) config = read_config(run.line.config, verb.name, verb.letter, names);
   apply_settings(run.options, config, notes);
   apply_settings(run.options, run.line.settings, notes);
@@ -102,10 +108,11 @@ void resolve_options(Run& run, Progress& progress) {
   if (run.options.threads == 0) run.options.threads = usable_threads();
 }
 
-void check_options(const Verb& verb, const Options& options) {
-  check_required(verb, options);
-  check_device(options);
-  check_parallel(verb, options);
+void check_options(const Verb& verb, const Run& run) {
+  check_required(verb, run.options);
+  check_device(run.options);
+  check_parallel(verb, run.options);
+  check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
 }
 
@@ -156,11 +163,18 @@ int run_verb(Run& run) {
   }
   check_options(verb, run.options);
   use_threads(static_cast<int>(run.options.threads));
+  // Whoever reads the output may leave; a run that writes files goes on without.
+  if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
+  if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);
   Context context{run.options, run.line.arguments, progress, run.line.json ? nowhere : std::cout};
   int code = 0;
   try {
     code = run.line.dry_run ? dry_run(verb, context) : verb.run(context);
+  } catch (const Interrupted&) {
+    progress.end();
+    run.partial = context.result;
+    throw;
   } catch (...) {
     progress.end();  // takes the bar away before the message is printed
     throw;
@@ -177,6 +191,7 @@ int run_verb(Run& run) {
 int report(const Run& run, bool as_json, const char* kind, int code, const ErrorText& text) {
   if (as_json) {
     Json json = common_fields(run);
+    json.update(run.partial);
     json["error"] = {
         {"kind", kind}, {"where", text.where}, {"expected", text.expected}, {"got", text.got}, {"remedy", text.remedy}};
     json["exit_code"] = code;
@@ -191,6 +206,20 @@ int report(const Run& run, bool as_json, const char* kind, int code, const Error
   return code;
 }
 
+ErrorText told_of(const Run& run, const Interrupted& interrupted) {
+  ErrorText text{"", "", "stopped by a signal", ""};
+  if (!interrupted.done.empty()) text.got += ' ' + interrupted.done;
+  if (!interrupted.saved.empty())
+    text.remedy = "continue with: " +
+                  continuing_command(run.line.verb->letter, run.line.settings, run.line.config, interrupted.saved);
+  return text;
+}
+
+bool reader_has_left() {
+  pollfd out{STDOUT_FILENO, POLLOUT, 0};
+  return poll(&out, 1, 0) == 1 && (out.revents & POLLERR) != 0;
+}
+
 int run_words(Run& run, const std::vector<std::string>& words) {
   parse_command_line(words, run.line);
   int code = 0;
@@ -198,8 +227,8 @@ int run_words(Run& run, const std::vector<std::string>& words) {
     print_help(run.line);
   else
     code = run_verb(run);
-  if (!std::cout.flush())
-    throw OptionError({"stdout", "the result to be written", "a refusal of the system", "is the disk full?"});
+  if (!std::cout.flush() && !(run.survives_closed_pipe && reader_has_left()))
+    throw WriteError({"stdout", "the result to be written", "a refusal of the system", "is the disk full?"});
   return code;
 }
 
@@ -217,7 +246,7 @@ int run_program(const std::vector<std::string>& words) {
   } catch (const Error& error) {
     return report(run, as_json, error.kind(), error.exit_code(), error.text());
   } catch (const Interrupted& interrupted) {
-    return report(run, as_json, "interrupt", interrupted.exit_code(), {"", "", "stopped by a signal", ""});
+    return report(run, as_json, "interrupt", interrupted.exit_code(), told_of(run, interrupted));
   } catch (const std::bad_alloc&) {
     return report(run, as_json, no_memory.kind(), no_memory.exit_code(), no_memory.text());
   } catch (const std::exception& error) {

@@ -71,7 +71,12 @@ int run_train(Context& context) {
     ++steps, empty_steps += !nothing_to_learn(step).empty();
   });
   if (empty_steps > 0) tell(context, text_of(empty_steps, " of ", steps, " steps had nothing to learn from"));
-  if (!context.options.out.empty()) context.text << "written: " << context.options.out << "\n";
+  for (const OptionRow& row : option_rows()) {
+    const PathRole role = path_role(row, 't');
+    if (!row.taken_by('t') || role == PathRole::none || role == PathRole::input) continue;
+    if (const std::string path = option_text(context.options, row.name); !path.empty())
+      context.text << "written: " << path << "\n";
+  }
   return 0;
 }
 

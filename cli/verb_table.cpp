@@ -12,7 +12,7 @@ const std::vector<Verb>& verbs() {
   // clang-format off
   static const std::vector<Verb> table = {
       {'i', "inspect", "ROLLOUTS...", 1, kAny, {}, "sizes, what sharing could save, every anomaly", run_inspect},
-      {'c', "convert", "IN OUT", 2, 2, {}, "any supported format to the neutral one (.jsonl, .jsonl.gz)", run_convert},
+      {'c', "convert", "IN OUT", 2, 2, {}, "any supported format to the neutral one (.jsonl, .gz, .zst)", run_convert},
       {'p', "plan", "", 0, 0, {"model", "rollouts"}, "the schedule that would run, its time and memory", run_plan},
       {'t', "train", "", 0, 0, {"model|resume", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
       {'s', "score", "", 0, 0, {"model", "rollouts", "out"}, "log-probs of recorded rollouts, forward only", run_score},

@@ -5,14 +5,17 @@
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <system_error>
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/base/units.h"
 
 namespace espalier {
 namespace fs = std::filesystem;
@@ -51,6 +54,13 @@ pid_t writer_of(const std::string& name, std::size_t prefix_length) {
   return value > 0 ? static_cast<pid_t>(value) : 0;
 }
 
+// Whether the open file is the one that has this name.
+bool is_at(int descriptor, const fs::path& path) {
+  struct stat by_descriptor, by_name;
+  return ::fstat(descriptor, &by_descriptor) == 0 && ::stat(path.c_str(), &by_name) == 0 &&
+         by_descriptor.st_ino == by_name.st_ino && by_descriptor.st_dev == by_name.st_dev;
+}
+
 // True when nobody can still be writing: the lock is free, or locks do not work here and the process is gone.
 bool abandoned(const fs::path& path, pid_t writer) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -66,7 +76,7 @@ bool abandoned(const fs::path& path, pid_t writer) {
 }  // namespace
 
 void throw_output_error(const fs::path& path, const std::string& action, int error_number) {
-  throw OptionError({path.string(), "to " + action, std::strerror(error_number), remedy_for(error_number)});
+  throw WriteError({path.string(), "to " + action, std::strerror(error_number), remedy_for(error_number)});
 }
 
 OutputFile::OutputFile(fs::path path) : path_(std::move(path)) {
@@ -139,12 +149,23 @@ int create_partial(const fs::path& target, bool directory, fs::path& partial) {
     if (descriptor < 0 && errno == EEXIST && attempt < 1000) continue;
     if (descriptor < 0) throw_output_error(target, action, errno);
     (void)::flock(descriptor, LOCK_EX | LOCK_NB);
-    struct stat by_descriptor, by_name;
-    if (::fstat(descriptor, &by_descriptor) == 0 && ::stat(partial.c_str(), &by_name) == 0 &&
-        by_descriptor.st_ino == by_name.st_ino && by_descriptor.st_dev == by_name.st_dev)
-      return descriptor;
+    if (is_at(descriptor, partial)) return descriptor;
     ::close(descriptor);
     if (attempt >= 1000) throw_output_error(target, action, EAGAIN);
+  }
+}
+
+int create_lock(const fs::path& target, fs::path& lock_file) {
+  lock_file = target.parent_path() / (partial_prefix(target) + "lock");
+  while (true) {
+    const int descriptor = ::open(lock_file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (descriptor < 0) throw_output_error(target, "lock this place", errno);
+    if (::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+      ::close(descriptor);
+      return -1;
+    }
+    if (is_at(descriptor, lock_file)) return descriptor;
+    ::close(descriptor);  // whoever had it removed it meanwhile
   }
 }
 
@@ -166,6 +187,34 @@ void sync_directory(const fs::path& directory) {
   const int reason = errno;
   ::close(descriptor);
   if (failed) throw_output_error(directory, "write into this directory", reason);
+}
+
+void check_output_file(const fs::path& given) {
+  const fs::path target = resolved_target(given);
+  std::error_code failure;
+  if (fs::is_directory(target, failure)) throw_output_error(target, "write this file", EISDIR);
+  remove_leftovers(target);
+  // The only sure test of permissions, quotas and read-only mounts is to create something.
+  fs::path probe;
+  const int descriptor = create_partial(target, false, probe);
+  ::unlink(probe.c_str());
+  ::close(descriptor);
+}
+
+void require_disk_space(const std::vector<ExpectedOutput>& outputs) {
+  std::map<dev_t, std::int64_t> needed;
+  for (const ExpectedOutput& output : outputs) {
+    fs::path folder = resolved_target(output.path).parent_path();
+    struct stat status;
+    while (::stat(folder.c_str(), &status) != 0 && folder.has_relative_path()) folder = folder.parent_path();
+    struct statvfs system;
+    if (::stat(folder.c_str(), &status) != 0 || ::statvfs(folder.c_str(), &system) != 0) continue;
+    const std::int64_t sum = needed[status.st_dev] += output.bytes;
+    const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
+    if (free_bytes < static_cast<std::uint64_t>(sum))
+      throw WriteError({output.path.string(), format_bytes(sum) + " of free space for what will be written there",
+                        format_bytes(static_cast<std::int64_t>(free_bytes)), remedy_for(ENOSPC)});
+  }
 }
 
 AtomicFile::AtomicFile(fs::path target) : target_(std::move(target)) {

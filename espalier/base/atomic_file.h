@@ -3,14 +3,16 @@
 // Output is written beside its target as `.<name>.espalier-partial-<pid>` and renamed onto it at the end. Whoever
 // writes holds an advisory lock on the partial file, so that the next run can tell the leftovers of a killed one from
 // the work of a living one, also across containers that reuse process ids.
-// Errors everywhere: OptionError with the path, what was attempted, the system's reason and what to do.
+// Errors everywhere: WriteError, an OptionError, with the path, what was attempted, the system's reason and what to do.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace espalier {
 
@@ -58,6 +60,16 @@ class AtomicFile {
   std::unique_ptr<OutputFile> file_;
 };
 
+// Refuses a file that could not be written, before any work is done for it. A target that exists is left as it is.
+void check_output_file(const std::filesystem::path& target);
+
+// Refuses outputs, existing or not, whose file system has not the room for all of them that go there.
+struct ExpectedOutput {
+  std::filesystem::path path;
+  std::int64_t bytes = 0;
+};
+void require_disk_space(const std::vector<ExpectedOutput>& outputs);
+
 // --- What directories that are replaced as a whole share with files ---
 
 // Absolute, normalised, without a trailing slash, symbolic links of an existing target resolved.
@@ -66,13 +78,17 @@ std::filesystem::path resolved_target(const std::filesystem::path& target);
 // Creates the partial file (or directory) of `target` and locks it. Returns its descriptor, sets `partial`.
 int create_partial(const std::filesystem::path& target, bool directory, std::filesystem::path& partial);
 
+// Creates and locks a file beside `target`, named like a partial one, so that it goes with the leftovers of a killed
+// process. Returns its descriptor and sets `lock_file`; -1: another process holds it.
+int create_lock(const std::filesystem::path& target, std::filesystem::path& lock_file);
+
 // Removes partial files and directories of `target` whose writer is gone. Never throws: leftovers are only untidy.
 void remove_leftovers(const std::filesystem::path& target);
 
 // Waits until the entries of a directory (names, not contents) are on the device.
 void sync_directory(const std::filesystem::path& directory);
 
-// Throws the OptionError for a failed system call on an output path: "cannot <action>: <reason>".
+// Throws the WriteError for a failed system call on an output path: "cannot <action>: <reason>".
 [[noreturn]] void throw_output_error(const std::filesystem::path& path, const std::string& action, int error_number);
 
 }  // namespace espalier

@@ -32,13 +32,27 @@ class Error : public std::runtime_error {
   ErrorText text_;
 };
 
+// Wrong usage or option.
+class OptionError : public Error {
+ public:
+  explicit OptionError(ErrorText text) : OptionError("option", std::move(text)) {}
+
+ protected:
+  OptionError(const char* kind, ErrorText text) : Error(kind, 2, std::move(text)) {}
+};
+
+// A place that was named for output and that the system refuses.
+class WriteError : public OptionError {
+ public:
+  explicit WriteError(ErrorText text) : OptionError("write", std::move(text)) {}
+};
+
 #define ESPALIER_ERROR_CLASS(Name, kind, code)                            \
   class Name : public Error {                                             \
    public:                                                                \
     explicit Name(ErrorText text) : Error(kind, code, std::move(text)) {} \
   }
 
-ESPALIER_ERROR_CLASS(OptionError, "option", 2);              // wrong usage or option
 ESPALIER_ERROR_CLASS(InputError, "input", 3);                // bad rollouts, model, trace or checkpoint
 ESPALIER_ERROR_CLASS(UnsupportedError, "unsupported", 4);    // valid, but not supported; names what
 ESPALIER_ERROR_CLASS(MemoryBudgetError, "memory", 5);        // cannot fit the memory budget

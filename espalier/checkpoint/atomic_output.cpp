@@ -113,6 +113,24 @@ void check_output_directory(const fs::path& given) {
   ::close(descriptor);
 }
 
+ClaimedDirectory::ClaimedDirectory(const fs::path& given, bool may_replace) {
+  const fs::path target = resolved_target(given);
+  check_output_directory(target);
+  std::error_code failure;
+  if (!may_replace && exists_at_all(target) && !fs::is_empty(target, failure))
+    throw OptionError({target.string(), "a directory that does not exist yet", "one that exists",
+                       "say --overwrite to replace it, or choose another name"});
+  lock_ = create_lock(target, lock_file_);
+  if (lock_ < 0)
+    throw OptionError({target.string(), "a directory that no other process writes", "one that is being written",
+                       "wait for the other process, or choose another name"});
+}
+
+ClaimedDirectory::~ClaimedDirectory() {
+  ::unlink(lock_file_.c_str());
+  ::close(lock_);
+}
+
 AtomicDirectory::AtomicDirectory(const fs::path& target) : target_(resolved_target(target)) {
   check_output_directory(target_);
   lock_ = create_partial(target_, true, partial_);

@@ -15,6 +15,21 @@ namespace espalier {
 // Errors: OptionError.
 void check_output_directory(const std::filesystem::path& target);
 
+// An output directory that belongs to one run until the object's end: it checks the target as above and keeps other
+// processes from writing it. Errors: OptionError: another process has it; or it exists, is not empty, and `may_replace`
+// is false.
+class ClaimedDirectory {
+ public:
+  ClaimedDirectory(const std::filesystem::path& target, bool may_replace);
+  ClaimedDirectory(const ClaimedDirectory&) = delete;
+  ClaimedDirectory& operator=(const ClaimedDirectory&) = delete;
+  ~ClaimedDirectory();
+
+ private:
+  std::filesystem::path lock_file_;
+  int lock_ = -1;
+};
+
 // True when AtomicDirectory::commit wrote this directory.
 bool is_espalier_output(const std::filesystem::path& directory);
 

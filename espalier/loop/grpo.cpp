@@ -41,24 +41,32 @@ class Loop {
   }
 
   GrpoReport run() {
+    progress_.on_interrupt(OnInterrupt::finish);
     prepare();
     bool nothing_left = false;
-    while (state_.step < last_step_ && !nothing_left) nothing_left = !run_batch();
+    while (state_.step < last_step_ && !nothing_left) {
+      if (const int signal = progress_.interrupted(); signal != 0) interrupt(signal);
+      nothing_left = !run_batch();
+    }
     if (recorder_) recorder_->finish();
     if (evaluated_at_ != state_.step) evaluate();
     if (saved_at_ != state_.step) save();
     write_model();
+    if (const int signal = progress_.interrupted(); signal != 0)
+      throw Interrupted{signal, text_of("after the last step, ", state_.step)};
     return {folder_.root(), state_.step, state_.accuracy, nothing_left};
   }
 
  private:
   void begin(const MetricLine& on_line);
-  void start_warm();
+  void start_warm(const MetricLine& on_line);
   void restore(const std::filesystem::path& checkpoint, const MetricLine& on_line);
   void prepare();
   void prepare_critic();
   void share_memory();
   bool run_batch();
+  SampledBatch sample();
+  [[noreturn]] void interrupt(int signal);
   void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
   void run_steps(const TrainingData& data, const Json& batch);
   void evaluate();
@@ -89,7 +97,6 @@ class Loop {
 
 // Weights as given, or fresh ones after a warm start.
 void Loop::begin(const MetricLine& on_line) {
-  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), 0, 0, on_line);
   std::filesystem::path source = options_.model;
   if (source.empty()) {
     source = folder_.fresh();
@@ -98,16 +105,17 @@ void Loop::begin(const MetricLine& on_line) {
   const DType dtype = parse_dtype(options_.dtype);
   if (has_weights(source)) {
     model_ = load_model(source, dtype, progress_);
+    metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), 0, 0, on_line);
   } else {
     model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key());
     model_->source = source;
     model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
-    start_warm();
+    start_warm(on_line);
   }
   optimizer_ = std::make_unique<AdamW>(model_->table, model_->weights, AdamWSettings::from(options_));
 }
 
-void Loop::start_warm() {
+void Loop::start_warm(const MetricLine& on_line) {
   const auto write = [&](const WarmStartStep& step) {
     Json line{{"kind", "warm_start"},
               {"step", step.step},
@@ -117,7 +125,21 @@ void Loop::start_warm() {
     if (step.held_out) line["held_out"] = *step.held_out;
     metrics_->write(line);
   };
-  const WarmStartStep last = warm_start(*model_, task_of(options_), options_, start_.machine, progress_, write);
+  WarmStart warm(*model_, task_of(options_), options_, start_.machine);
+  std::int64_t bytes = 0;
+  if (is_espalier_output(folder_.warm_start())) bytes = warm.load(folder_.warm_start());
+  if (warm.last().step > 0)
+    progress_.note(
+        text_of("continuing ", folder_.root().string(), " in its warm start, after step ", warm.last().step));
+  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), bytes, warm.last().step + 1, on_line);
+  progress_.on_interrupt(OnInterrupt::finish);
+  if (!warm.run(progress_, write)) {
+    std::filesystem::create_directories(folder_.checkpoint(0).parent_path());
+    warm.save(folder_.warm_start(), metrics_->bytes());
+    throw Interrupted{progress_.interrupted(), text_of("in the warm start, after step ", warm.last().step),
+                      folder_.root()};
+  }
+  const WarmStartStep& last = warm.last();
   if (last.held_out.value_or(0) < kWarmStartRight)
     progress_.note(text_of("the warm start ended after ", last.step, " steps with ", format_percent(last.right),
                            " right answers at ", last.prompt_length, " of ", options_.prompt_length,
@@ -178,8 +200,27 @@ void Loop::share_memory() {
 }
 
 // False where no group was left to learn from.
+// Nothing changes while a batch is sampled, so an interrupt there need not wait for its end.
+SampledBatch Loop::sample() {
+  progress_.on_interrupt(OnInterrupt::unwind);
+  std::optional<SampledBatch> sampled;
+  try {
+    sampled = sampling_->batch(state_.batches);
+  } catch (const Interrupted&) {
+  }
+  progress_.on_interrupt(OnInterrupt::finish);
+  if (!sampled) interrupt(progress_.interrupted());
+  return std::move(*sampled);
+}
+
+void Loop::interrupt(int signal) {
+  if (recorder_) recorder_->finish();
+  if (saved_at_ != state_.step) save();
+  throw Interrupted{signal, text_of("after step ", state_.step, " of ", last_step_), folder_.root()};
+}
+
 bool Loop::run_batch() {
-  SampledBatch sampled = sampling_->batch(state_.batches);
+  SampledBatch sampled = sample();
   if (sampled.rollouts.empty()) {
     progress_.note(text_of("no group of unequal rewards in ", sampled.samplings,
                            " samplings: nothing is left to learn from, the loop ends"));
@@ -300,6 +341,7 @@ void Loop::save() {
   save_checkpoint(folder_.checkpoint(state_.step), state_, *model_, *optimizer_, critic_ ? &*critic_ : nullptr,
                   options_);
   saved_at_ = state_.step;
+  std::filesystem::remove_all(folder_.warm_start());
   progress_.end();
 }
 
@@ -319,7 +361,8 @@ void Loop::write_model() const {
 }  // namespace
 
 GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line) {
-  if (!options.record.empty()) check_output_directory(options.record);
+  std::optional<ClaimedDirectory> record;
+  if (!options.record.empty()) record.emplace(options.record, options.overwrite);
   return Loop(start_run(options, progress), progress, on_line).run();
 }
 

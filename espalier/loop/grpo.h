@@ -31,7 +31,8 @@ struct GrpoReport {
 
 // Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees every
 // line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done.
-// Errors: OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each.
+// On an interrupt what was begun of a batch's steps is finished and saved, then Interrupted is thrown. Errors:
+// OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each.
 GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line);
 
 }  // namespace espalier

@@ -35,7 +35,14 @@ PythonProcess::PythonProcess(const std::string& program, const std::string& argu
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  const int failure = ::posix_spawnp(&process_, words.front().c_str(), &actions, nullptr, arguments.data(), environ);
+  // In a group of its own, so that Ctrl-C does not take it away from a step that is still finished.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
+  posix_spawnattr_setpgroup(&attributes, 0);
+  const int failure =
+      ::posix_spawnp(&process_, words.front().c_str(), &actions, &attributes, arguments.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   ::close(ends[1]);
   if (failure == 0) return;

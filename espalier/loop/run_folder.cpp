@@ -22,8 +22,9 @@ namespace fs = std::filesystem;
 namespace {
 
 // What may differ between a run and its continuation.
-constexpr std::array<std::string_view, 9> kFree = {"threads",   "out",      "resume", "steps",          "save_freq",
-                                                   "test_freq", "val_size", "show",   "expect_accuracy"};
+constexpr std::array<std::string_view, 11> kFree = {"threads",         "out",       "resume",   "steps",
+                                                    "save_freq",       "test_freq", "val_size", "show",
+                                                    "expect_accuracy", "record",    "overwrite"};
 
 bool is_free(std::string_view field) { return std::ranges::find(kFree, field) != kFree.end(); }
 
@@ -56,6 +57,8 @@ RunFolder::RunFolder(fs::path root) : root_(resolved_target(root)) {
   check_usable(root_);
   std::error_code failure;
   fs::create_directories(root_, failure);
+  if (failure) throw_output_error(root_, "create this folder", failure.value());
+  check_output_file(root_ / "run.json");
   lock_ = ::open(root_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (lock_ < 0) throw_output_error(root_, "create this folder", errno);
   if (::flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
@@ -84,6 +87,18 @@ std::optional<std::int64_t> RunFolder::newest_checkpoint() const {
   return newest;
 }
 
+void RunFolder::clear() const {
+  // What makes it a run goes last: killed before that, it is one without checkpoints, which starts anew.
+  std::error_code ignored;
+  for (const fs::path& part : {root_ / "checkpoints", model(), fresh(), last_rollouts(), metrics()})
+    fs::remove_all(part, ignored);
+  for (const fs::directory_entry& entry : fs::directory_iterator(root_, ignored))
+    if (entry.path().filename().string().starts_with("events.out.tfevents.")) fs::remove(entry.path(), ignored);
+  fs::remove(root_ / "run.json", ignored);
+}
+
+bool RunFolder::has_progress() const { return newest_checkpoint().has_value() || is_espalier_output(warm_start()); }
+
 void RunFolder::write_description(const Json& run) const {
   AtomicFile file(root_ / "run.json");
   file.write(run.dump(2, ' ', false, Json::error_handler_t::replace) + "\n");
@@ -94,7 +109,8 @@ Json RunFolder::description() const { return read_json_object(root_ / "run.json"
 
 Options continued_options(const Options& given, const Json& recorded, const std::string& where) {
   Options options = options_from_json(recorded, where);
-  const Options defaults;
+  options.record = given.record;  // a trace is of one start
+  const Options defaults = default_options('l');
   for (const OptionRow& row : option_rows()) {
     if (!row.taken_by('l')) continue;
     const std::string now = option_text(given, row.name), before = option_text(options, row.name);

@@ -4,6 +4,7 @@
 //   metrics.jsonl       one object a line: warm_start, step, evaluation, sample, picture
 //   events.out.tfevents.*  the same numbers for TensorBoard
 //   fresh/              config.json and tokenizer of a fresh model
+//   checkpoints/warm-start/   of an interrupted warm start, until it is over
 //   checkpoints/step-000010/  a Hugging Face directory, with what exact continuation needs in espalier/
 //   last_rollouts.jsonl the records of the last batch before the newest checkpoint
 //   model/              the trained model
@@ -37,8 +38,12 @@ class RunFolder {
   std::filesystem::path fresh() const { return root_ / "fresh"; }
   std::filesystem::path model() const { return root_ / "model"; }
   std::filesystem::path last_rollouts() const { return root_ / "last_rollouts.jsonl"; }
+  std::filesystem::path warm_start() const { return root_ / "checkpoints" / "warm-start"; }
   std::filesystem::path checkpoint(std::int64_t step) const;
   std::optional<std::int64_t> newest_checkpoint() const;  // the step of the last complete one
+
+  bool has_progress() const;  // a checkpoint, or a warm start that was interrupted
+  void clear() const;         // removes the run, for another one to start here
 
   void write_description(const Json& run) const;  // run.json
   Json description() const;                       // Errors: InputError

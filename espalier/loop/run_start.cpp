@@ -4,6 +4,7 @@
 #include <chrono>
 #include <ctime>
 
+#include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/sampling.h"
@@ -12,6 +13,7 @@
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
 #include "espalier/step/planning.h"
+#include "espalier/train/trained_model.h"
 
 namespace espalier {
 namespace {
@@ -82,16 +84,26 @@ void check_room(const ModelShape& shape, const Options& options) {
   require_room(shape, options, kind);
 }
 
+// A checkpoint and the trained model.
+void check_disk_space(const std::filesystem::path& root, const ModelShape& shape, const Options& options) {
+  std::int64_t bytes = 2 * bytes_of_saved_model(shape, options);
+  if (!options.critic.empty()) bytes += bytes_of_saved_model(read_critic_shape(options.critic).shape, options);
+  require_disk_space({{root, bytes}});
+}
+
 RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
   RunStart out;
   out.options = given;
+  out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
     out.options.memory_budget = text_of(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20), "B");
   check_sampling(out.options);
   const ModelShape shape = shape_of(given);
   check_room(shape, out.options);
   out.machine = machine_profile(out.options, progress);
+  check_disk_space(root, shape, out.options);
   out.folder = std::make_unique<RunFolder>(root);
+  if (given.overwrite) out.folder->clear();
   Json run;
   run["espalier"] = ESPALIER_VERSION;
   run["verb"] = "grpo";
@@ -107,8 +119,10 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
 
 RunStart start_run(const Options& given, Progress& progress) {
   const std::filesystem::path root = root_of(given);
+  if (given.overwrite && !given.resume.empty())
+    throw OptionError({"--overwrite", "a new run", "one that --resume continues", "leave one of the two out"});
   // Without a checkpoint nothing has been done that other options could contradict.
-  if (RunFolder::is_run(root) && (!given.resume.empty() || RunFolder(root).newest_checkpoint()))
+  if (RunFolder::is_run(root) && !given.overwrite && (!given.resume.empty() || RunFolder(root).has_progress()))
     return continue_run(root, given, progress);
   return new_run(root, given, progress);
 }

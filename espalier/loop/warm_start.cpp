@@ -6,10 +6,12 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/checkpoint/atomic_output.h"
+#include "espalier/checkpoint/run_state.h"
 #include "espalier/loop/random_streams.h"
-#include "espalier/optimizer/adamw.h"
-#include "espalier/step/step.h"
 #include "espalier/train/score.h"
+#include "espalier/train/trained_model.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -57,58 +59,83 @@ std::vector<Rollout> demonstrations(const Task& task, Split split, Random random
   return out;
 }
 
-// Documents that grow to the full length.
-class Curriculum {
- public:
-  explicit Curriculum(const Task& full) : task_(full), full_length_(full.prompt_length) {
-    task_.prompt_length = std::min(full_length_, task_.shortest_prompt());
-  }
-
-  const Task& task() const { return task_; }
-
-  void advance(double right) {
-    constexpr double kWeight = 0.2;  // of the newest step
-    smoothed_ += kWeight * (right - smoothed_);
-    if (smoothed_ < kStageRight) return;
-    task_.prompt_length = std::min(full_length_, 2 * task_.prompt_length);
-    smoothed_ = 0;
-  }
-
- private:
-  Task task_;
-  std::int64_t full_length_;
-  double smoothed_ = 0;
-};
-
 }  // namespace
 
-WarmStartStep warm_start(ModelState& model, const Task& task, const Options& given, const MachineProfile& machine,
-                         Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
-  const Options options = supervised(given);
-  Actor actor(model, options, machine);
-  AdamW optimizer(model.table, model.weights, AdamWSettings::from(options));
-  const Random random = random_of(options.seed, Stream::warm_start);
-  const auto held_out = demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out));
-  Curriculum curriculum(task);
-  WarmStartStep found;
-  progress.begin("warm start", options.warm_start_steps, "steps");
-  while (found.step < options.warm_start_steps && found.held_out.value_or(0) < kWarmStartRight) {
-    const Random draws = random.fork(static_cast<std::uint64_t>(found.step));
-    const TrainingData data(demonstrations(curriculum.task(), Split::train, draws), options);
-    const StepReport report = run_step(actor, optimizer, data.mini_batch(0), false);
-    found = {report.step, report.gradient.loss.loss, mean_probability(report.gradient.series),
-             curriculum.task().prompt_length, std::nullopt};
-    curriculum.advance(found.right);
-    if (found.step % kProbeEvery == 0) {
-      NoProgress silent;  // a part of the task that is shown
-      found.held_out =
-          mean_probability(score_rollouts(model.decoder, held_out, options, machine, actor.arena, silent).series);
-    }
-    on_step(found);
-    progress.advance_to(found.step);
+Curriculum::Curriculum(const Task& full) : task_(full), full_length_(full.prompt_length) {
+  task_.prompt_length = std::min(full_length_, task_.shortest_prompt());
+}
+
+void Curriculum::advance(double right) {
+  constexpr double kWeight = 0.2;  // of the newest step
+  smoothed_ += kWeight * (right - smoothed_);
+  if (smoothed_ < kStageRight) return;
+  task_.prompt_length = std::min(full_length_, 2 * task_.prompt_length);
+  smoothed_ = 0;
+}
+
+void Curriculum::restore(std::int64_t prompt_length, double smoothed) {
+  task_.prompt_length = prompt_length;
+  smoothed_ = smoothed;
+}
+
+WarmStart::WarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine)
+    : model_(model),
+      options_(supervised(options)),
+      machine_(machine),
+      actor_(model, options_, machine),
+      optimizer_(model.table, model.weights, AdamWSettings::from(options_)),
+      held_out_(demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out))),
+      curriculum_(task) {}
+
+WarmStartStep WarmStart::step() {
+  const Random draws = random_of(options_.seed, Stream::warm_start).fork(static_cast<std::uint64_t>(last_.step));
+  const TrainingData data(demonstrations(curriculum_.task(), Split::train, draws), options_);
+  const StepReport report = run_step(actor_, optimizer_, data.mini_batch(0), false);
+  WarmStartStep found{report.step, report.gradient.loss.loss, mean_probability(report.gradient.series),
+                      curriculum_.task().prompt_length, std::nullopt};
+  curriculum_.advance(found.right);
+  if (found.step % kProbeEvery == 0) {
+    NoProgress silent;  // a part of the task that is shown
+    found.held_out =
+        mean_probability(score_rollouts(model_.decoder, held_out_, options_, machine_, actor_.arena, silent).series);
+  }
+  return found;
+}
+
+bool WarmStart::run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
+  progress.begin("warm start", options_.warm_start_steps, "steps");
+  while (last_.step < options_.warm_start_steps && last_.held_out.value_or(0) < kWarmStartRight) {
+    if (progress.interrupted() != 0) return false;
+    last_ = step();
+    on_step(last_);
+    progress.advance_to(last_.step);
   }
   progress.end();
-  return found;
+  return true;
+}
+
+void WarmStart::save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const {
+  RunState state;
+  state.random_state = std::to_string(options_.seed);
+  state.extra = Json{{"metrics_bytes", metrics_bytes},
+                     {"prompt_length", curriculum_.task().prompt_length},
+                     {"smoothed", curriculum_.smoothed()}}
+                    .dump();
+  AtomicDirectory target(directory);
+  save_trained_model(target.path(), model_, optimizer_, state, options_.save_dtype);
+  target.commit();
+}
+
+std::int64_t WarmStart::load(const std::filesystem::path& directory) {
+  const RunState former = continue_trained_model(directory, model_, optimizer_);
+  const Json extra = Json::parse(former.extra);
+  for (const char* member : {"metrics_bytes", "prompt_length", "smoothed"})
+    if (!extra.contains(member))
+      throw InputError({(directory / "espalier" / "state.json").string(), text_of("a warm start with ", member), "none",
+                        "start the run again with --overwrite"});
+  last_.step = former.step;
+  curriculum_.restore(extra["prompt_length"].get<std::int64_t>(), extra["smoothed"].get<double>());
+  return extra["metrics_bytes"].get<std::int64_t>();
 }
 
 }  // namespace espalier

@@ -2,14 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <optional>
+#include <vector>
 
 #include "espalier/loop/task.h"
 #include "espalier/observe/progress.h"
+#include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/cost_model.h"
+#include "espalier/rollout/rollout.h"
 #include "espalier/step/model_state.h"
+#include "espalier/step/step.h"
 
 namespace espalier {
 
@@ -27,10 +32,49 @@ struct WarmStartStep {
 inline constexpr double kStageRight = 0.7, kWarmStartRight = 0.25;
 inline constexpr std::int64_t kProbeEvery = 10;
 
+// Documents that grow to the full length.
+class Curriculum {
+ public:
+  explicit Curriculum(const Task& full);
+
+  const Task& task() const { return task_; }
+  void advance(double right);  // after a step
+
+  double smoothed() const { return smoothed_; }
+  void restore(std::int64_t prompt_length, double smoothed);
+
+ private:
+  Task task_;
+  std::int64_t full_length_;
+  double smoothed_ = 0;
+};
+
 // Minimises -log p(answer and end) by AdamW at --warm-start-lr, at most --warm-start-steps steps. Documents of a step
-// are asked many questions each, so most rows are shared. Overwrites the model's weights. Returns what the last step
-// found.
-WarmStartStep warm_start(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine,
-                         Progress& progress, const std::function<void(const WarmStartStep&)>& on_step);
+// are asked many questions each, so most rows are shared. Everything is a function of the options and the steps done,
+// so that a warm start that is saved, loaded and run ends in the bits of one that was never interrupted.
+class WarmStart {
+ public:
+  WarmStart(ModelState& model, const Task& task, const Options& options, const MachineProfile& machine);
+
+  // Overwrites the model's weights, step by step. False: an interrupt came, and the rest is still to do.
+  bool run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step);
+  const WarmStartStep& last() const { return last_; }
+
+  // A checkpoint beside which `metrics_bytes` is kept; load gives it back. Errors: OptionError, InputError.
+  void save(const std::filesystem::path& directory, std::int64_t metrics_bytes) const;
+  std::int64_t load(const std::filesystem::path& directory);
+
+ private:
+  WarmStartStep step();
+
+  ModelState& model_;
+  Options options_;
+  const MachineProfile& machine_;
+  Actor actor_;
+  AdamW optimizer_;
+  std::vector<Rollout> held_out_;
+  Curriculum curriculum_;
+  WarmStartStep last_;
+};
 
 }  // namespace espalier

@@ -28,11 +28,14 @@ std::string scalar_text(const toml::node& node, const std::string& place) {
   throw OptionError({place, "a string, a number, true, false or an array of numbers", kind.str(), ""});
 }
 
-std::string text_of_node(const toml::node& node, const std::string& place) {
+std::string text_of_node(const toml::node& node, char between, const std::string& place) {
   const toml::array* array = node.as_array();
   if (!array) return scalar_text(node, place);
   std::string text;
-  for (const toml::node& element : *array) text += (text.empty() ? "" : ",") + scalar_text(element, place);
+  for (const toml::node& element : *array) {
+    if (!text.empty()) text += between;
+    text += scalar_text(element, place);
+  }
   return text;
 }
 
@@ -83,7 +86,9 @@ class ConfigReader {
   void add(const std::string& name, const toml::node& node, bool own_table) {
     const std::string place = place_of(path_, node.source());
     check_known(name, place, verbs_);
-    const std::string text = text_of_node(node, place + name);
+    const OptionRow* row = find_option(name);
+    const char between = row && row->type == OptionType::paths ? kBetweenPaths : ',';
+    const std::string text = text_of_node(node, between, place + name);
     if (taken_by(name, letter_))
       settings_.push_back({name, text, place});
     else if (own_table)
@@ -103,9 +108,10 @@ std::string toml_value(const OptionRow& row, const std::string& text) {
     for (const double number : parse_numbers(row.name, text)) out += (out.empty() ? "[" : ", ") + number_text(number);
     return out + "]";
   }
-  if (row.type != OptionType::text && row.type != OptionType::list) return text;
-  // JSON's strings are TOML's; what is no UTF-8 neither can hold.
-  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+  if (row.type != OptionType::text && row.type != OptionType::list && row.type != OptionType::paths) return text;
+  const std::vector<std::string> paths = row.type == OptionType::paths ? split_paths(text) : std::vector<std::string>();
+  // JSON's strings are TOML's, and its arrays of them; what is no UTF-8 neither can hold.
+  return (paths.size() > 1 ? Json(paths) : Json(text)).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
 }  // namespace

@@ -21,19 +21,21 @@ const char* word_of(const OptionRow& row) {
       return "X,X";
     case OptionType::flag:
       return "";
+    case OptionType::paths:
+      return "PATH...";
     case OptionType::text:
       break;
   }
   if (has_choices(row)) return "WORD";
   const std::string_view unit = row.unit;
-  return unit == "bytes" ? "SIZE" : unit == "path" ? "PATH" : "TEXT";
+  return unit == "bytes" ? "SIZE" : row.is_path() ? "PATH" : "TEXT";
 }
 
-std::string default_of(const OptionRow& row) {
+std::string default_of(const OptionRow& row, char verb = '\0') {
   if (row.type == OptionType::flag) return row.default_text == "true" ? "on" : "off";
-  if (row.default_text.empty()) return "";
-  std::string text = row.default_text;
-  if (row.unit[0] != '\0' && std::string_view(row.unit) != "path") text += std::string(" ") + row.unit;
+  std::string text = option_text(default_options(verb), row.name);
+  if (text.empty()) return "";
+  if (row.unit[0] != '\0' && !row.is_path()) text += std::string(" ") + row.unit;
   return text;
 }
 
@@ -60,14 +62,14 @@ std::string with_spaces(std::string choices) {
 }
 
 // "--lr X", then what it means from column kIndent on, with choices, default and unit.
-std::string entry_of(const OptionRow& row, const std::string& meaning, std::size_t width) {
+std::string entry_of(const OptionRow& row, const std::string& meaning, char verb, std::size_t width) {
   constexpr std::size_t kIndent = 30;
   std::string head = std::string("  --") + row.name + ' ' + word_of(row);
   head.resize(std::max(kIndent, head.size() + 1), ' ');
   if (head.size() > kIndent) head += '\n' + std::string(kIndent, ' ');
   std::string text = meaning;
   if (has_choices(row)) text += ": " + with_spaces(row.range);
-  if (const std::string value = default_of(row); !value.empty()) text += " [" + value + "]";
+  if (const std::string value = default_of(row, verb); !value.empty()) text += " [" + value + "]";
   return head + wrapped(text, kIndent, width) + '\n';
 }
 
@@ -148,7 +150,7 @@ std::string option_help(char verb, std::size_t width) {
       section = row.section;
       out += std::string("\n") + section + ":\n";
     }
-    out += entry_of(row, meaning_for(row, verb), width);
+    out += entry_of(row, meaning_for(row, verb), verb, width);
   }
   return out;
 }
@@ -156,7 +158,7 @@ std::string option_help(char verb, std::size_t width) {
 std::string short_option_help(char verb, std::size_t width) {
   std::string out;
   for (const OptionRow& row : option_rows())
-    if (row.in_short_help_of(verb)) out += entry_of(row, meaning_for(row, verb), width);
+    if (row.in_short_help_of(verb)) out += entry_of(row, meaning_for(row, verb), verb, width);
   return out;
 }
 
@@ -168,7 +170,7 @@ std::string option_search(char verb, const std::string& word, std::size_t width)
     std::string meaning = verb == '\0' ? meaning_for_all(row) : meaning_for(row, verb);
     if (searched_text(row, meaning).find(wanted) == std::string::npos) continue;
     if (verb == '\0' && row.verbs[0] != '*') meaning = "(" + verbs_of(row) + ") " + meaning;
-    out += entry_of(row, meaning, width);
+    out += entry_of(row, meaning, verb, width);
   }
   return out;
 }

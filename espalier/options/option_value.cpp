@@ -89,12 +89,14 @@ std::string description_of(const OptionRow& row) {
       return "numbers with commas between them, each" + in_range;
     case OptionType::flag:
       return "true or false";
+    case OptionType::paths:
+      return "files or folders, - for standard input";
     case OptionType::text:
       break;
   }
   const std::string_view unit = row.unit;
   if (!has_choices(row))
-    return unit == "bytes" ? "a size with its unit, like 8GiB" : unit == "path" ? "a path" : "a text";
+    return unit == "bytes" ? "a size with its unit, like 8GiB" : row.is_path() ? "a path" : "a text";
   std::string text;
   for (const std::string& choice : choices_of(row.range)) text += (text.empty() ? "one of " : ", ") + choice;
   return text;
@@ -142,6 +144,8 @@ void check_value(const OptionRow& row, const std::string& value, const std::stri
     case OptionType::list:
       if (value.empty() && !row.default_text.empty()) throw OptionError({where, description_of(row), "nothing", ""});
       for (double number : parse_numbers(where, value)) check_interval(row, number, value, where);
+      return;
+    case OptionType::paths:
       return;
     case OptionType::text:
       break;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_option.h"
@@ -25,6 +26,11 @@ void assign(std::int64_t& member, const std::string& value, const std::string& w
   member = parse_integer(value, where, "a whole number");
 }
 void assign(bool& member, const std::string& value, const std::string& where) { member = parse_flag(value, where); }
+
+#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) \
+  static_assert(std::string_view(unit) != "path", name ": say whether the path is an input or an output");
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
 
 std::vector<OptionRow> make_rows() {
   const Options defaults;
@@ -51,12 +57,56 @@ const OptionRow& row_of(const std::string& name, const std::string& where) {
 
 }  // namespace
 
+std::vector<std::string> split_paths(const std::string& text) {
+  std::vector<std::string> out;
+  for (std::size_t begin = 0; !text.empty() && begin <= text.size();) {
+    const std::size_t end = std::min(text.find(kBetweenPaths, begin), text.size());
+    out.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return out;
+}
+
+Options default_options([[maybe_unused]] char verb) {
+  Options options;
+#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help)
+#define ESPALIER_VERB_DEFAULT(letter, field, value) \
+  if (verb == letter) options.field = value;
+#include "espalier/options/option_table.def"
+#undef ESPALIER_OPTION
+  return options;
+}
+
 bool OptionRow::taken_by(char verb) const {
   return verbs[0] == '*' || std::strchr(verbs, verb) != nullptr || in_short_help_of(verb);
 }
 
 bool OptionRow::in_short_help_of(char verb) const {
   return verb >= 'a' && verb <= 'z' && std::strchr(verbs, verb - 'a' + 'A') != nullptr;
+}
+
+bool OptionRow::is_path() const {
+  const std::string_view text = unit;
+  return text.starts_with("input") || text.starts_with("output");
+}
+
+PathRole path_role(const OptionRow& row, char verb) {
+  constexpr std::pair<std::string_view, PathRole> kRoles[] = {{"input", PathRole::input},
+                                                              {"output file", PathRole::output_file},
+                                                              {"output folder", PathRole::output_folder},
+                                                              {"output run", PathRole::output_run}};
+  if (!row.is_path()) return PathRole::none;
+  std::string_view rest = row.unit;
+  while (true) {
+    const std::string_view one = rest.substr(0, rest.find(", "));
+    for (const auto& [words, role] : kRoles) {
+      if (!one.starts_with(words)) continue;
+      const std::string_view letters = one.substr(std::min(one.size(), words.size() + 1));
+      if (letters.empty() || letters.find(verb) != letters.npos) return role;
+    }
+    if (one.size() == rest.size()) return PathRole::none;
+    rest.remove_prefix(one.size() + 2);
+  }
 }
 
 const std::vector<OptionRow>& option_rows() {

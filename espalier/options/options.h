@@ -13,7 +13,8 @@ using text = std::string;
 using number = double;
 using integer = std::int64_t;
 using flag = bool;
-using list = std::string;  // as written, "0.9,0.999"; see parse_numbers
+using list = std::string;   // as written, "0.9,0.999"; see parse_numbers
+using paths = std::string;  // with kBetweenPaths between them; see split_paths
 }  // namespace option_type
 
 struct Options {
@@ -22,7 +23,14 @@ struct Options {
 #undef ESPALIER_OPTION
 };
 
-enum class OptionType { text, number, integer, flag, list };
+// What a verb, a letter of the table, has where nothing is said.
+Options default_options(char verb);
+
+enum class OptionType { text, number, integer, flag, list, paths };
+
+// The only byte that no path has.
+inline constexpr char kBetweenPaths = '\0';
+std::vector<std::string> split_paths(const std::string& text);
 
 // A row of the table as data, for the command line, the help and the documentation.
 struct OptionRow {
@@ -38,7 +46,14 @@ struct OptionRow {
 
   bool taken_by(char verb) const;          // a letter of the table's `verbs` column, in lower case
   bool in_short_help_of(char verb) const;  // it stands there as a capital letter
+  bool is_path() const;                    // of something that is read or written, by the `unit` column
 };
+
+// What a verb does with the path that an option names. `run`: a folder that grows and is continued in place; `folder`:
+// one that is replaced as a whole.
+enum class PathRole { none, input, output_file, output_folder, output_run };
+PathRole path_role(const OptionRow& row, char verb);
+
 const std::vector<OptionRow>& option_rows();
 
 // The row of a name, written with '-' or '_', without leading dashes; null: there is none.

@@ -16,13 +16,17 @@ Json value_of(const OptionRow& row, const std::string& text) {
       return parse_flag(text, row.name);
     case OptionType::list:
       return parse_numbers(row.name, text);
+    case OptionType::paths: {  // one as a text, several as an array
+      const std::vector<std::string> paths = split_paths(text);
+      return paths.size() > 1 ? Json(paths) : Json(text);
+    }
     case OptionType::text:
       break;
   }
   return text;
 }
 
-std::string text_of_json(const Json& value, const std::string& place) {
+std::string text_of_json(const Json& value, bool paths, const std::string& place) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_number_float()) return number_text(value.get<double>());
   if (value.is_number() || value.is_boolean()) return value.dump();
@@ -30,8 +34,10 @@ std::string text_of_json(const Json& value, const std::string& place) {
     throw OptionError({place, "a string, a number, true, false or an array", value.type_name(), ""});
   std::string text;
   for (const Json& element : value) {
-    if (!element.is_number()) throw OptionError({place, "numbers in the array", element.type_name(), ""});
-    text += (text.empty() ? "" : ",") + text_of_json(element, place);
+    if (paths ? !element.is_string() : !element.is_number())
+      throw OptionError({place, paths ? "paths in the array" : "numbers in the array", element.type_name(), ""});
+    if (!text.empty()) text += paths ? kBetweenPaths : ',';
+    text += text_of_json(element, paths, place);
   }
   return text;
 }
@@ -48,8 +54,11 @@ Json options_to_json(const Options& options, char verb) {
 Options options_from_json(const Json& json, const std::string& where) {
   if (!json.is_object()) throw OptionError({where, "an object of options", json.type_name(), ""});
   Options options;
-  for (const auto& [name, value] : json.items())
-    set_option(options, name, text_of_json(value, where + ": " + name), where + ": ");
+  for (const auto& [name, value] : json.items()) {
+    const OptionRow* row = find_option(name);
+    const bool paths = row && row->type == OptionType::paths;
+    set_option(options, name, text_of_json(value, paths, where + ": " + name), where + ": ");
+  }
   return options;
 }
 

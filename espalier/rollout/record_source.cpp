@@ -144,14 +144,12 @@ std::vector<RecordSource> record_sources(const std::vector<std::string>& paths) 
 }
 
 void refuse_binary(const std::string& name, std::string_view first_line) {
-  if (const char* const type = python_type_of(first_line))
-    throw UnsupportedError({name, kLines, type, kByPath});
+  if (const char* const type = python_type_of(first_line)) throw UnsupportedError({name, kLines, type, kByPath});
   if (const char* const type = table_type_of(lower_case(name), first_line))
     throw UnsupportedError({name, kLines, type, kTable});
   const std::size_t begin = std::min(first_line.find_first_not_of(" \t\r"), first_line.size());
   const std::string_view text = first_line.substr(begin);
-  if (text == "[" || text.starts_with("[{"))
-    throw UnsupportedError({name, kLines, "a JSON array of records", kArray});
+  if (text == "[" || text.starts_with("[{")) throw UnsupportedError({name, kLines, "a JSON array of records", kArray});
 }
 
 }  // namespace espalier

@@ -29,6 +29,12 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
                  optimizer.exp_avg_sq().data_ptr());
 }
 
+std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
+  constexpr std::int64_t kParts = 3;  // masters and both moments
+  const DType weights = options.save_dtype == "source" ? shape.stored_dtype : parse_dtype(options.save_dtype);
+  return shape.parameters() * (bytes_of(weights) + kParts * bytes_of(accumulator_of(parse_dtype(options.dtype))));
+}
+
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
   at::Tensor first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
   if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);

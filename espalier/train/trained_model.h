@@ -22,6 +22,9 @@ void write_trained_weights(const std::filesystem::path& directory, const ModelSt
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, const std::string& save_dtype);
 
+// Bytes of the weights and the state that save_trained_model writes.
+std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options);
+
 // Overwrites masters, moments, the optimizer's step and the weights with those of a directory that save_trained_model
 // filled. Errors: as load_run_state.
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer);

@@ -5,7 +5,9 @@
 #include <filesystem>
 #include <optional>
 #include <utility>
+#include <vector>
 
+#include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/mutation.h"
@@ -42,12 +44,36 @@ std::string critic_source_of(const Options& options) {
   return std::filesystem::exists(former) ? former : "";
 }
 
+bool is_same(const std::string& a, const std::string& b) {
+  std::error_code absent;
+  return std::filesystem::equivalent(a, b, absent);
+}
+
 // Actor and critic, both with gradients and moments, before either is read.
 void check_room(const Options& options) {
   StepKind kind;
   if (const std::string critic = critic_source_of(options); !critic.empty())
     kind.beside_bytes = bytes_of_model(read_critic_shape(critic).shape, options, kind);
   require_room(read_model_shape(source_of(options)), options, kind);
+}
+
+// What is known before the first step; records and log-probs are small beside it.
+void check_disk_space(const Options& options) {
+  const ModelShape shape = read_model_shape(source_of(options));
+  const std::int64_t sums = shape.parameters() * bytes_of(accumulator_of(parse_dtype(options.dtype)));
+  std::int64_t model = bytes_of_saved_model(shape, options);
+  if (const std::string critic = critic_source_of(options); !critic.empty())
+    model += bytes_of_saved_model(read_critic_shape(critic).shape, options);
+  std::vector<ExpectedOutput> outputs;
+  if (!options.out.empty()) outputs.push_back({options.out, model});
+  if (!options.record.empty()) outputs.push_back({options.record, 2 * sums});  // the first weights and the last
+  if (!options.gradients.empty()) outputs.push_back({options.gradients, sums});
+  require_disk_space(outputs);
+}
+
+void check_options(const Options& options) {
+  if (options.save_freq > 0 && options.out.empty())
+    throw OptionError({"--save-freq", "--out with it, where checkpoints are kept", "none", "give --out DIR"});
 }
 
 std::int64_t tokens_of(const MiniBatch& batch) {
@@ -76,8 +102,10 @@ class Training {
     const std::int64_t all = options_.epochs * data_.mini_batches();
     const std::int64_t end = options_.steps == 0 ? all : std::min(options_.steps, all);
     if (position_ >= end)
-      throw OptionError({"--steps", text_of("more than the ", position_, " steps that were done on these rollouts"),
-                         text_of(end), "raise --steps or --epochs, or give other --rollouts"});
+      throw OptionError(
+          {split_paths(options_.rollouts).front(),
+           text_of("something left to do after the ", position_, " steps that were done on these rollouts"),
+           text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
     if (!options_.record.empty())
       recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
     if (!data_.has_steps()) prepare(0, progress_);
@@ -85,7 +113,8 @@ class Training {
     for (std::int64_t at = position_; at < end; ++at)
       all_tokens += tokens_of(data_.mini_batch(at % data_.mini_batches()));
     progress_.begin("training", all_tokens, "tokens");
-    for (; position_ < end; ++position_) {
+    if (!options_.out.empty()) progress_.on_interrupt(OnInterrupt::finish);
+    while (position_ < end) {
       const bool last = position_ + 1 == end;
       const std::int64_t index = position_ % data_.mini_batches();
       const bool all_logprobs = last && !options_.logprobs.empty();
@@ -99,31 +128,47 @@ class Training {
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report);
-      if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last);
+      ++position_;
+      const int signal = options_.out.empty() ? 0 : progress_.interrupted();
+      if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last || signal != 0);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
+      if (!last && signal != 0) interrupt(signal, end);
+      if (!last && options_.save_freq > 0 && report.step % options_.save_freq == 0) save();
     }
     progress_.end();
   }
 
   void write() {
-    std::optional<AtomicDirectory> out;
-    if (!options_.out.empty()) out.emplace(options_.out);
     if (!options_.gradients.empty()) write_gradients();
     if (!options_.logprobs.empty()) write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
     if (recorder_) recorder_->finish();
-    if (!out) return;
-    progress_.begin("saving", 0, "bytes");
-    save_trained_model(out->path(), *model_, optimizer_, state(), options_.save_dtype);
-    if (critic_) {
-      const std::filesystem::path folder = critic_folder(out->path().string());
-      save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
-      if (!data_.has_steps()) save_values(folder, data_.values());
-    }
-    out->commit();
-    progress_.end();
+    if (options_.out.empty()) return;
+    save();
+    if (const int signal = progress_.interrupted(); signal != 0)
+      throw Interrupted{signal, text_of("after the last step, ", position_)};
   }
 
  private:
+  // What there is after the steps done so far: the run continues from it.
+  void save() {
+    progress_.begin("saving", 0, "bytes");
+    AtomicDirectory out(options_.out);
+    save_trained_model(out.path(), *model_, optimizer_, state(), options_.save_dtype);
+    if (critic_) {
+      const std::filesystem::path folder = critic_folder(out.path().string());
+      save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
+      if (!data_.has_steps()) save_values(folder, data_.values());
+    }
+    out.commit();
+    progress_.end();
+  }
+
+  [[noreturn]] void interrupt(int signal, std::int64_t end) {
+    if (recorder_) recorder_->finish();
+    save();
+    throw Interrupted{signal, text_of("after step ", position_, " of ", end), options_.out};
+  }
+
   TrainingData read(Progress& progress) {
     const Timer timer;
     TrainingData data(read_for_model(options_.rollouts, model_->shape, progress), options_,
@@ -138,15 +183,28 @@ class Training {
     const RunState former = continue_trained_model(options_.resume, *model_, optimizer_);
     if (critic_) continue_trained_model(critic_folder(options_.resume), critic_->model(), critic_->optimizer());
     const Json extra = Json::parse(former.extra);
-    const bool same = extra.value("rollouts", "") == data_.fingerprint();
+    const bool same_tokens = extra.value("rollouts", "") == data_.fingerprint();
+    const std::string differing = same_tokens ? differing_fields(extra.value("fields", Json::object())) : "";
+    const bool same = same_tokens && differing.empty();
     if (same) check_mini_batches(former);
     if (same && !ESPALIER_MUTATION(position_lost_after_resume))
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
+    else if (same_tokens)
+      progress_.note(text_of(split_paths(options_.rollouts).front(), ": the tokens of before with other ", differing,
+                             ": read from the beginning"));
     else
       progress_.note("--resume: other rollouts than before, or cut otherwise, so they are read from their beginning");
     if (same && critic_ && !data_.has_steps() && !data_.restore_values(load_values(critic_folder(options_.resume))))
       throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of them",
                         "The checkpoint is damaged; continue from another one"});
+  }
+
+  // "reward, values": what the file had in other numbers when the former run read it.
+  std::string differing_fields(const Json& former) const {
+    std::string out;
+    for (const auto& [name, fingerprint] : data_.field_fingerprints())
+      if (former.value(name, fingerprint) != fingerprint) out += (out.empty() ? "" : ", ") + name;
+    return out;
   }
 
   // The position counts mini-batches: inside an epoch it means something for mini-batches of the same size only.
@@ -202,7 +260,7 @@ class Training {
     state.mini_batch = position_ % data_.mini_batches();
     state.random_state = std::to_string(options_.seed);
     state.options = options_to_json(options_, 't').dump();
-    state.extra = Json{{"rollouts", data_.fingerprint()}}.dump();
+    state.extra = Json{{"rollouts", data_.fingerprint()}, {"fields", data_.field_fingerprints()}}.dump();
     return state;
   }
 
@@ -223,9 +281,12 @@ class Training {
 }  // namespace
 
 void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step) {
-  if (!options.out.empty()) check_output_directory(options.out);
-  if (!options.record.empty()) check_output_directory(options.record);
+  std::optional<ClaimedDirectory> out, record;
+  if (!options.out.empty()) out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
+  if (!options.record.empty()) record.emplace(options.record, options.overwrite);
+  check_options(options);
   check_room(options);
+  check_disk_space(options);
   Training training(options, progress);
   training.run(on_step);
   training.write();

@@ -1,6 +1,7 @@
 #include "espalier/train/training_data.h"
 
 #include <algorithm>
+#include <bit>
 #include <iterator>
 
 #include "espalier/base/error.h"
@@ -22,11 +23,38 @@ class Fingerprint {
     add(static_cast<std::uint32_t>(ids.size()));
     for (const std::int32_t id : ids) add(static_cast<std::uint32_t>(id));
   }
+  void add(const std::vector<double>& values) {
+    add(static_cast<std::uint32_t>(values.size()));
+    for (const double value : values) add(value);
+  }
+  void add(double value) {
+    const auto bits = std::bit_cast<std::uint64_t>(value);
+    add(static_cast<std::uint32_t>(bits));
+    add(static_cast<std::uint32_t>(bits >> 32));
+  }
   std::string text() const { return text_of(std::hex, hash_); }
 
  private:
   std::uint64_t hash_ = 0xcbf29ce484222325u;
 };
+
+std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& rollouts) {
+  std::map<std::string, Fingerprint> fields;
+  for (const Rollout& rollout : rollouts) {
+    fields["reward"].add(rollout.reward ? std::vector{*rollout.reward} : std::vector<double>());
+    fields["advantage"].add(rollout.advantages);
+    for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
+    fields["temperature"].add(rollout.temperature);
+    fields["old_logprobs"].add(rollout.old_logprobs);
+    fields["ref_logprobs"].add(rollout.ref_logprobs);
+    fields["rollout_logprobs"].add(rollout.rollout_logprobs);
+    fields["values"].add(rollout.values);
+    fields["returns"].add(rollout.returns);
+  }
+  std::map<std::string, std::string> out;
+  for (const auto& [name, fingerprint] : fields) out[name] = fingerprint.text();
+  return out;
+}
 
 // Advantages of rollouts that stand together, in the unit they are computed over: one `step`, or everything.
 std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
@@ -61,6 +89,7 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
     for (const std::int64_t index : batch) rollouts_.push_back(std::move(rollouts[static_cast<std::size_t>(index)]));
     begins_.push_back(rollouts_.size());
   }
+  fields_ = fingerprints_of(rollouts_);
   if (!with_critic) {
     advantages_ = advantages_of(rollouts_, begins_, options);
     return;
@@ -125,12 +154,12 @@ std::string TrainingData::fingerprint() const {
   for (const Rollout& rollout : rollouts_) {
     fingerprint.add(rollout.prompt_ids);
     fingerprint.add(rollout.response_ids);
-    for (const std::uint16_t expert : rollout.routes.ids) fingerprint.add(expert);
+    for (const std::uint16_t expert : rollout.routes.ids) fingerprint.add(std::uint32_t{expert});
   }
   return fingerprint.text();
 }
 
-std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& shape, Progress& progress) {
+std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress) {
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
   bool begun = false;
@@ -139,7 +168,7 @@ std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& s
     begun = true;
     progress.advance_to(done);
   };
-  RolloutFile file = read_rollouts({path}, options);
+  RolloutFile file = read_rollouts(split_paths(paths), options);
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
   if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <span>
 #include <string>
 #include <vector>
@@ -45,6 +46,8 @@ class TrainingData {
   // Tells one file's tokens and order from another's, so that a resumed run knows whether its position still means
   // anything.
   std::string fingerprint() const;
+  // The same for everything else that an update depends on, by field, as the file had it.
+  const std::map<std::string, std::string>& field_fingerprints() const { return fields_; }
 
  private:
   Options options_;
@@ -52,11 +55,12 @@ class TrainingData {
   std::vector<std::vector<double>> advantages_, targets_;
   std::vector<std::uint8_t> values_are_recorded_;  // with a critic, one per rollout
   std::vector<std::size_t> begins_;
+  std::map<std::string, std::string> fields_;
   bool prepared_ = false;
   std::string mini_batch_note_;
 };
 
-// Reads --rollouts, checking ids and recorded experts against the model; remarks go to progress.
-std::vector<Rollout> read_for_model(const std::string& path, const ModelShape& shape, Progress& progress);
+// Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
+std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress);
 
 }  // namespace espalier

@@ -36,6 +36,7 @@ class Runs : public ::testing::Test {
     write_jsonl(path("rollouts.jsonl"), make_rollouts(rollouts, 3));
     options_ = test_options();
     options_.model = path("model"), options_.rollouts = path("rollouts.jsonl");
+    options_.overwrite = true;
     options_.mini_batch_size = 6, options_.lr = 1e-3, options_.epochs = 3, options_.warmup_steps = 2;
   }
   void TearDown() override { fs::remove_all(folder_); }

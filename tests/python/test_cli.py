@@ -237,7 +237,7 @@ def test_an_existing_output_survives_a_failed_run(espalier, model_of, rollouts, 
     train(espalier, model_of("qwen3_tied"), rollouts, tmp_path)
     before = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    train(espalier, model_of("qwen3_tied"), tmp_path / "bad.jsonl", tmp_path, expect=3)
+    train(espalier, model_of("qwen3_tied"), tmp_path / "bad.jsonl", tmp_path, "--overwrite", expect=3)
     after = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
     assert before == after
 
@@ -390,7 +390,7 @@ def test_a_continued_run_keeps_its_options_unless_told_otherwise(espalier, model
     records = [{"prompt_ids": [3, 4 + group], "response_ids": [6, 7 + i], "reward": i} for group in range(6) for i in range(2)]
     rollouts = write_records(records, tmp_path / "pairs.jsonl")
     train(espalier, model_of("qwen3_tied"), rollouts, tmp_path, "--mini-batch-size", 4, "--lr", 0.001, "--epochs", 2, "--steps", 1)
-    rest = ["train", "--resume", tmp_path / "out", "--rollouts", rollouts, "--out", tmp_path / "rest", "--json"]
+    rest = ["train", "--resume", tmp_path / "out", "--rollouts", rollouts, "--out", tmp_path / "rest", "--overwrite", "--json"]
     outcome = espalier(*rest)
     options = outcome.json["options"]
     assert (options["lr"], options["mini_batch_size"], options["epochs"], options["steps"]) == (0.001, 4, 2, 0)

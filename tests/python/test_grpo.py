@@ -1,6 +1,7 @@
 """`grpo`, the closed loop: the same bits twice, the same bits after kill -9, a trace that replays, honest endings."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -17,6 +18,15 @@ TINY = ["--prompt-length", 64, "--max-response-length", 4, "--train-batch-size",
         "--val-size", 6, "--test-freq", 2, "--save-freq", 1, "--warm-start-steps", 6, "--steps", 16, "--lr", "1e-3",
         "--kl-loss-coef", 0.01, "--entropy-coeff", 0.001, "--rollout-is", "token", "--threads", 2]
 TIMES = {"seconds", "peak_bytes", "arena_bytes", "predicted", "profile"}
+
+
+def tiny(*changes):
+    """TINY with other values and more options: each option is said once."""
+    said = [str(word) for word in changes]
+    starts = [at for at, word in enumerate(said) if word.startswith("--")] + [len(said)]
+    options = {str(name): [str(value)] for name, value in zip(TINY[::2], TINY[1::2])}
+    options |= {said[begin]: said[begin + 1:end] for begin, end in zip(starts, starts[1:])}
+    return [word for name, values in options.items() for word in (name, *values)]
 
 
 def metrics(run):
@@ -104,7 +114,7 @@ def test_killed_at_any_moment_it_ends_in_the_same_bits(finished, program, tmp_pa
 
 
 def test_more_steps_continue_a_finished_run_as_one_run_would_have(finished, espalier, tmp_path):
-    longer = [*TINY[:TINY.index("--steps") + 1], 24, *TINY[TINY.index("--steps") + 2:]]
+    longer = tiny("--steps", 24)
     espalier("grpo", "--out", tmp_path / "whole", *longer)
     shutil.copytree(finished[0], tmp_path / "parts")
     espalier("grpo", "--resume", tmp_path / "parts", "--steps", 24, "--threads", 2)
@@ -133,14 +143,14 @@ def test_a_folder_with_other_content_is_refused(espalier, tmp_path):
 @pytest.mark.parametrize("bad", [["--n", "2,4"], ["--task", "copy"], ["--task", "copy", "--prompt-length", 64, "--overlong-buffer-len", 30,
                                  "--max-response-length", 25]], ids=["two_n", "answers_do_not_fit", "buffer_above_limit"])
 def test_options_without_a_meaning_are_refused_before_anything_is_written(bad, espalier, tmp_path):
-    espalier("grpo", "--out", tmp_path / "run", *TINY, *bad, expect=2)
+    espalier("grpo", "--out", tmp_path / "run", *tiny(*bad), expect=2)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_may_start_with_other_options(finished, espalier, tmp_path):
     """A broken reward file ends the run in its first evaluation; the corrected command must not be refused."""
     (tmp_path / "broken.py").write_text("def compute_score(**_): raise RuntimeError('no')")
-    espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "broken.py", *TINY, "--lr", 0.5, expect=3)
+    espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "broken.py", *tiny("--lr", 0.5), expect=3)
     espalier("grpo", "--out", tmp_path / "run", *TINY)
     assert_same_run(tmp_path / "run", finished[0])
 
@@ -178,8 +188,7 @@ def test_shared_and_dense_learn_alike(espalier, tmp_path):
     ["--filter-groups", "--max-num-gen-batches", 3], ["--overlong-buffer-len", 2], ["--policy-loss", "gspo", "--adv-estimator", "rloo"],
     ["--dtype", "bfloat16"]], ids=lambda v: "_".join(map(str, v)).replace("--", ""))
 def test_variants_run_and_continue_to_the_same_bits(variant, espalier, tmp_path):
-    short = [*TINY, *variant]
-    short[short.index("--steps") + 1] = 8
+    short = tiny("--steps", 8, *variant)
     espalier("grpo", "--out", tmp_path / "whole", *short)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for name in ("model", "checkpoints/step-000008"):
@@ -266,3 +275,50 @@ def test_a_critic_makes_it_ppo(finished, espalier, tmp_path):
         shutil.rmtree(tmp_path / f"parts/checkpoints/step-{step:06d}")
     espalier("grpo", "--resume", tmp_path / "parts", "--threads", 2)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+def interrupted(program, run, words, kind, count, number):
+    """Starts `words`, sends `number` once metrics.jsonl has `count` lines of a kind, and gives what was said."""
+    process = subprocess.Popen([str(program), "grpo", *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while process.poll() is None:
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        if sum(f'"kind":"{kind}"' in line.replace(" ", "") for line in lines) >= count:
+            os.killpg(process.pid, number)  # as a terminal does: the process of the rewards gets it too
+            break
+        time.sleep(0.01)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + number, errors
+    assert f"continue with: espalier grpo --resume {run}" in errors, errors
+    return errors
+
+
+def test_interrupted_it_says_how_to_continue_and_ends_in_the_same_bits(program, espalier, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+                                        "    return float(len(solution_str) % 3)\n")
+    words = tiny("--warm-start-steps", 40, "--save-freq", 0, "--reward", tmp_path / "reward.py")
+    espalier("grpo", "--out", tmp_path / "whole", *words)
+    run = tmp_path / "run"
+    errors = interrupted(program, run, ["--out", run, *words], "warm_start", 3, signal.SIGINT)
+    assert "in the warm start" in errors and not list((run / "checkpoints").glob("step-*"))
+    done = sum(line["kind"] == "warm_start" for line in metrics(run))
+    errors = interrupted(program, run, ["--resume", run], "step", 1, signal.SIGTERM)
+    assert "after step" in errors
+    lines = metrics(run)
+    assert [line["step"] for line in lines if line["kind"] == "warm_start"] == list(range(1, 41)) and done < 40
+    espalier("grpo", "--resume", run)
+    assert_same_run(run, tmp_path / "whole")
+    assert not (run / "checkpoints/warm-start").exists()
+
+
+def test_a_run_that_exists_starts_anew_only_when_told(finished, espalier, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    words = ["grpo", "--out", tmp_path / "run", *TINY, "--seed", 5]
+    assert "--seed" in espalier(*words, expect=2).stderr
+    assert_same_run(tmp_path / "run", finished[0])
+    espalier(*words, "--overwrite")
+    assert json.loads((tmp_path / "run/run.json").read_text())["options"]["seed"] == 5
+    espalier("grpo", "--resume", tmp_path / "run")
+    assert sum(line["kind"] == "step" for line in metrics(tmp_path / "run")) == 16

@@ -34,7 +34,7 @@ int open_output(const std::filesystem::path& caught, Output output) {
 }  // namespace
 
 Started::Started(const std::filesystem::path& where, const std::vector<std::string>& words, Output output,
-                 bool ignores_broken_pipes)
+                 bool ignores_broken_pipes, const std::string& input)
     : out_(where / kOut), err_(where / kErr) {
   std::vector<char*> argv = {const_cast<char*>("espalier")};
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
@@ -47,6 +47,7 @@ Started::Started(const std::filesystem::path& where, const std::vector<std::stri
   signal(SIGPIPE, ignores_broken_pipes ? SIG_IGN : SIG_DFL);
   // A test run that a script started in the background ignores interrupts, and its children would.
   for (const int interrupt : {SIGINT, SIGTERM, SIGHUP}) signal(interrupt, SIG_DFL);
+  dup2(open(input.c_str(), O_RDONLY), STDIN_FILENO);
   dup2(out_file, STDOUT_FILENO);
   dup2(err_file, STDERR_FILENO);
   execv(ESPALIER_PROGRAM, argv.data());

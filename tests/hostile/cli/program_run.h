@@ -18,11 +18,11 @@ struct Outcome {
 // Where the standard output goes: a file that is read at the end, a full disk, or a pipe whose reader has left.
 enum class Output { caught, full_disk, closed_pipe };
 
-// A program under way in the folder `where`.
+// A program under way in the folder `where`; `input` is what stands on its standard input.
 class Started {
  public:
   Started(const std::filesystem::path& where, const std::vector<std::string>& words, Output output = Output::caught,
-          bool ignores_broken_pipes = false);
+          bool ignores_broken_pipes = false, const std::string& input = "/dev/null");
   pid_t pid() const { return pid_; }
   Outcome wait();  // at most once
 

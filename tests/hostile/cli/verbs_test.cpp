@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/json.h"
+#include "espalier/options/option_help.h"
+#include "espalier/options/options.h"
 #include "tests/hostile/cli/program_run.h"
 
 namespace espalier::testing {
@@ -144,6 +146,93 @@ TEST(Convert, AnOutputThatCannotBeWrittenIsWrongUsage) {
   EXPECT_EQ(run(folder.path(), {"convert", "r.jsonl", "no/such/folder/b.jsonl"}).code, 2);
   EXPECT_EQ(run(folder.path(), {"convert", "r.jsonl", "/dev/full"}).code, 2);
   EXPECT_EQ(folder.names(), (std::vector<std::string>{"r.jsonl"}));
+}
+
+// Whatever the option table calls an output may not be what it calls an input, for every verb.
+TEST(Paths, NoOutputIsAnInput) {
+  for (const auto& [letter, verb] : verb_names())
+    for (const OptionRow& output : option_rows())
+      for (const OptionRow& input : option_rows()) {
+        const PathRole role = path_role(output, letter);
+        if (!output.taken_by(letter) || role == PathRole::none || role == PathRole::input) continue;
+        if (!input.taken_by(letter) || path_role(input, letter) != PathRole::input) continue;
+        if (input.name == std::string("resume") && output.name == std::string("out")) continue;  // continued in place
+        const Folder folder;
+        folder.put("same/file", "precious");
+        std::filesystem::create_symlink("same", folder.path() / "link");
+        const std::string end = role == PathRole::output_file ? "/file" : "";
+        std::vector<std::string> words = {verb, std::string("--") + input.name, "same" + end,
+                                          std::string("--") + output.name, "link" + end};
+        for (const char* needed : {"model", "rollouts", "prompts", "out"}) {
+          const OptionRow& row = *find_option(needed);
+          if (!row.taken_by(letter) || row.name == std::string(input.name) || row.name == std::string(output.name))
+            continue;
+          words.push_back(std::string("--") + needed);
+          words.push_back(std::string("other-") + needed);
+        }
+        const Outcome outcome = run(folder.path(), words);
+        EXPECT_EQ(outcome.code, 2) << verb << ' ' << output.name << ' ' << input.name << outcome.err;
+        EXPECT_NE(outcome.err.find(std::string(" at --") + output.name), std::string::npos) << verb << outcome.err;
+        EXPECT_NE(outcome.err.find(std::string("than --") + input.name), std::string::npos) << verb << outcome.err;
+        EXPECT_EQ(folder.read("same/file"), "precious");
+        EXPECT_EQ(folder.names(), (std::vector<std::string>{"link", "same"}));
+      }
+}
+
+TEST(Options, AreSaidOnceUnlessTheyAreLists) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const std::vector<std::string> plan = {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl"};
+  const auto outcome = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), plan.begin(), plan.end());
+    return run(folder.path(), more);
+  };
+  for (const std::vector<std::string>& twice : {std::vector<std::string>{"--seed", "1", "--seed", "1"},
+                                                {"--mini-batch-size", "2", "--mini_batch_size=4"},
+                                                {"--model", "m"},
+                                                {"--explain", "--explain"},
+                                                {"--config", "a.toml", "--config", "b.toml"}}) {
+    const Outcome refused = outcome(twice);
+    EXPECT_EQ(refused.code, 2) << twice[0];
+    EXPECT_NE(refused.out.find("one value"), std::string::npos) << refused.out;
+  }
+  EXPECT_EQ(json_of(outcome({"--rollouts", "r.jsonl"}))["rows"]["logical"], 2 * kLogical);
+}
+
+TEST(Rollouts, ComeFromSeveralFilesAFolderAndStandardInput) {
+  const Folder folder;
+  for (const char* name : {"d/part10.jsonl", "d/part2.jsonl", "d/part1.jsonl"})
+    folder.put(name, std::string("{\"prompt_ids\":[1],\"response_ids\":[2],\"id\":\"") + name + "\",\"reward\":1}\n");
+  folder.put("d/notes.txt", "mine");
+  folder.put("m/config.json", kModel);
+  const auto rows = [&](const std::vector<std::string>& words) {
+    std::vector<std::string> all = {"plan", "--json", "--model", "m", "--share", "off", "--rollouts"};
+    all.insert(all.end(), words.begin(), words.end());
+    return json_of(run(folder.path(), all))["rows"]["logical"].get<int>();
+  };
+  EXPECT_EQ(rows({"d"}), 6);
+  EXPECT_EQ(rows({"d/part1.jsonl", "d/part2.jsonl"}), 4);  // as a shell expands d/*.jsonl
+  EXPECT_EQ(rows({"d/part1.jsonl", "--rollouts=d/part2.jsonl", "--rollouts", "d"}), 10);
+  folder.put("c.toml", "model = \"m\"\nrollouts = [\"d/part1.jsonl\", \"d/part10.jsonl\"]\nshare = \"off\"\n");
+  EXPECT_EQ(json_of(run(folder.path(), {"plan", "--json", "--config", "c.toml"}))["rows"]["logical"], 4);
+  ASSERT_EQ(run(folder.path(), {"convert", "d", "all.jsonl.zst"}).code, 0);
+  ASSERT_EQ(run(folder.path(), {"convert", "all.jsonl.zst", "all.jsonl"}).code, 0);
+  const std::string text = folder.read("all.jsonl");
+  EXPECT_EQ(folder.read("all.jsonl.zst").substr(0, 4), "\x28\xb5\x2f\xfd");
+  EXPECT_LT(text.find("part1.jsonl"), text.find("part2.jsonl"));
+  EXPECT_LT(text.find("part2.jsonl"), text.find("part10.jsonl"));
+  const Outcome fed = Started(folder.path(), {"inspect", "--json", "-"}, Output::caught, false, "all.jsonl").wait();
+  EXPECT_EQ(json_of(fed)["rollouts"], 3);
+}
+
+TEST(Rollouts, AFolderOfSeveralKindsIsRefused) {
+  const Folder folder;
+  folder.put("d/a.jsonl", kRollouts);
+  folder.put("d/train_data_step1.jsonl", kRollouts);
+  const Outcome outcome = run(folder.path(), {"inspect", "d"});
+  EXPECT_EQ(outcome.code, 3);
+  EXPECT_NE(outcome.err.find("several"), std::string::npos) << outcome.err;
 }
 
 TEST(Plan, NeedsNoWeightsAndPredictsEverySchedule) {

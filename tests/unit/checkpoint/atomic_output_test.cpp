@@ -219,5 +219,36 @@ TEST(AtomicDirectory, NamesAReadOnlyParent) {
   EXPECT_EQ(entries_in(folder.path()), 1u);
 }
 
+TEST(ClaimedDirectory, IsOneRunsAndReplacesOnlyWhenToldTo) {
+  const TemporaryDirectory folder;
+  {
+    const ClaimedDirectory first(folder / "out", false);
+    EXPECT_HOLDS(message_of<OptionError>([&] { ClaimedDirectory second(folder / "out", true); }), "no other process");
+    AtomicDirectory(folder / "out").commit();
+  }
+  EXPECT_EQ(entries_in(folder.path()), 1u);
+  EXPECT_HOLDS(message_of<OptionError>([&] { ClaimedDirectory again(folder / "out", false); }), "--overwrite");
+  EXPECT_NO_THROW(ClaimedDirectory again(folder / "out", true));
+}
+
+TEST(ClaimedDirectory, ALockThatAKilledProcessLeftHoldsNobodyBack) {
+  const TemporaryDirectory folder;
+  write_text(folder / ".out.espalier-partial-lock", "");
+  EXPECT_NO_THROW(ClaimedDirectory out(folder / "out", false));
+  EXPECT_EQ(entries_in(folder.path()), 0u);
+}
+
+TEST(DiskSpace, OfAllOutputsOnOneFileSystemIsAskedForTogether) {
+  const TemporaryDirectory folder;
+  const auto free_bytes = static_cast<std::int64_t>(fs::space(folder.path()).available);
+  EXPECT_NO_THROW(require_disk_space({{folder / "a", 1}, {folder / "not" / "there" / "b", 1}}));
+  const std::int64_t most = free_bytes / 10 * 6;
+  EXPECT_NO_THROW(require_disk_space({{folder / "a", most}}));
+  EXPECT_HOLDS(message_of<OptionError>([&] {
+                 require_disk_space({{folder / "a", most}, {folder / "b", most}});
+               }),
+               "free space");
+}
+
 }  // namespace
 }  // namespace espalier::test

@@ -85,6 +85,7 @@ TEST_F(ConfigFile, TakesTheNamesOfTrl) { EXPECT_EQ(options("beta = 0.04\n").kl_l
 TEST_F(ConfigFile, TheTextOfAllOptionsReadsBackAsTheSameOptions) {
   Options given;
   given.lr = 1.0 / 3, given.seed = 9007199254740993, given.betas = "0.9,0.95", given.decay_matrices_only = true;
+  given.rollouts = std::string("a b,c") + kBetweenPaths + "-";
   given.model = "a \"quoted\" \\ path\twith\ncontrol", given.memory_budget = "8GiB", given.n = "2,8";
   for (const auto& [letter, name] : verb_names()) {
     const std::string text = config_text(given, name, letter);

@@ -18,6 +18,38 @@ TEST(OptionTable, EveryDefaultPassesItsOwnCheck) {
   EXPECT_NO_THROW(validate(Options{}));
 }
 
+TEST(OptionTable, EveryVerbKnowsWhatItDoesWithAPathItTakes) {
+  for (const OptionRow& row : option_rows())
+    for (const char verb : std::string("icptsvbrglo")) {
+      const bool knows = path_role(row, verb) != PathRole::none;
+      if (row.taken_by(verb)) {
+        EXPECT_EQ(knows, row.is_path()) << row.name << " " << verb;
+      }
+    }
+  EXPECT_EQ(path_role(*find_option("out"), 't'), PathRole::output_folder);
+  EXPECT_EQ(path_role(*find_option("out"), 'l'), PathRole::output_run);
+  EXPECT_EQ(path_role(*find_option("out"), 's'), PathRole::output_file);
+  EXPECT_EQ(path_role(*find_option("model"), 't'), PathRole::input);
+  EXPECT_EQ(path_role(*find_option("lr"), 't'), PathRole::none);
+}
+
+TEST(OptionTable, AVerbMayHaveADefaultOfItsOwn) {
+  EXPECT_EQ(default_options('t').save_freq, 0);
+  EXPECT_EQ(default_options('l').save_freq, 10);
+}
+
+TEST(Paths, SeveralAreAnArrayInJsonAndOneIsAText) {
+  Options options;
+  const std::vector<std::string> paths = {"a,b.jsonl", "c d.jsonl", "-"};
+  set_option(options, "rollouts", paths[0] + kBetweenPaths + paths[1] + kBetweenPaths + paths[2]);
+  EXPECT_EQ(split_paths(options.rollouts), paths);
+  EXPECT_EQ(options_to_json(options)["rollouts"], Json(paths));
+  EXPECT_EQ(options_from_json(options_to_json(options), "f").rollouts, options.rollouts);
+  options.rollouts = paths[0];
+  EXPECT_EQ(options_to_json(options)["rollouts"], paths[0]);
+  EXPECT_EQ(split_paths("").size(), 0u);
+}
+
 TEST(OptionTable, FieldIsTheNameWithUnderscoresAndNoNameStandsTwice) {
   std::set<std::string> seen;
   for (const OptionRow& row : option_rows()) {
