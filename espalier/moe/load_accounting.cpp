@@ -88,17 +88,25 @@ void LoadAccounting::add_owner_terms(std::int64_t layer, const RowOwners& owners
     add_share(counts_of(layer, rollout), lengths_[static_cast<std::size_t>(rollout)], weight / rollouts, probability_E);
 }
 
+// The weight of one row in a mean over logical tokens: of the mini-batch, or of each rollout, averaged over rollouts.
+double LoadAccounting::share_of_mean(const RowOwners& owners) const {
+  if (ESPALIER_MUTATION(router_multiplicity_ignored)) return 1 / static_cast<double>(tokens_);
+  if (losses_.scope == AuxScope::minibatch)
+    return static_cast<double>(owners.rollouts.size()) / static_cast<double>(tokens_);
+  double share = 0;
+  for (const std::int32_t rollout : owners.rollouts)
+    share += 1 / static_cast<double>(lengths_[static_cast<std::size_t>(rollout)]);
+  return share / static_cast<double>(lengths_.size());
+}
+
 LoadAccounting::Penalty LoadAccounting::penalty(std::int64_t layer, std::span<const RowOwners> owners) const {
   Penalty out;
-  const bool one = ESPALIER_MUTATION(router_multiplicity_ignored);
   if (losses_.aux_coef != 0) out.probability_GE.resize(owners.size() * static_cast<std::size_t>(shape_.experts));
   for (std::size_t g = 0; g < owners.size(); ++g) {
     out.group_R.resize(static_cast<std::size_t>(owners[g].end), static_cast<std::int32_t>(g));
     if (losses_.aux_coef != 0)
       add_owner_terms(layer, owners[g], out.probability_GE.data() + g * static_cast<std::size_t>(shape_.experts));
-    if (losses_.z_coef != 0)
-      out.z_G.push_back(losses_.z_coef * static_cast<double>(one ? 1 : owners[g].rollouts.size()) /
-                        static_cast<double>(tokens_));
+    if (losses_.z_coef != 0) out.z_G.push_back(losses_.z_coef * share_of_mean(owners[g]));
   }
   return out;
 }

@@ -3,7 +3,7 @@
 // With m_u rollouts through row u, over the rows of rollout i (scope rollout) or of the mini-batch:
 //   C_e = sum_u m_u [e in top-k(u)],  f_e = C_e / (k T),  P_e = sum_u m_u p_ue / T,  T = sum_u m_u
 //   aux = E sum_e f_e P_e, layers summed;  scope rollout: averaged over the mini-batch's rollouts
-//   z = sum_u m_u (log sum exp logits_u)^2 / T over the mini-batch's logical tokens, layers summed
+//   z = sum_u m_u (log sum exp logits_u)^2 / T, layers summed;  scope rollout: averaged over the mini-batch's rollouts
 // f has no gradient, and aux is linear in p, so dL/dp of a row is a vector of E numbers,
 //   scope rollout: coef E / N sum_i f_e^i / T_i over the row's rollouts;  scope minibatch: coef E m_u f_e / T,
 // and the loss is the sum over rows of that vector times p. A rollout's counts are complete once its last row was
@@ -80,6 +80,7 @@ class LoadAccounting {
   std::int64_t* counts_of(std::int64_t layer, std::int64_t rollout);
   const std::int64_t* counts_of(std::int64_t layer, std::int64_t rollout) const;
   void add_owner_terms(std::int64_t layer, const RowOwners& owners, double* probability_E) const;
+  double share_of_mean(const RowOwners& owners) const;
   void add_share(const std::int64_t* counts, std::int64_t tokens, double factor, double* probability_E) const;
 
   std::int64_t layers_;

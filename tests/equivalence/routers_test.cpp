@@ -72,6 +72,7 @@ INSTANTIATE_TEST_SUITE_P(Scopes, RouterLosses,
                          ::testing::Values(RouterLoss{"qwen3-moe", "rollout", 0.5, 0},
                                            RouterLoss{"qwen3-moe", "minibatch", 0.5, 0},
                                            RouterLoss{"qwen3-moe", "rollout", 0, 0.3},
+                                           RouterLoss{"qwen3-moe", "minibatch", 0, 0.3},
                                            RouterLoss{"qwen3-moe-plain", "rollout", 0.7, 0.2},
                                            RouterLoss{"qwen3-moe-plain", "minibatch", 0.7, 0.2},
                                            RouterLoss{"qwen3-moe-sparse", "rollout", 0.5, 0.1},
@@ -120,6 +121,9 @@ TEST(Routers, SharedRowsRunOnceWithRouterLosses) {
 TEST(Routers, ScopesDiffer) {
   const Case one = router_case("qwen3-moe", "rollout", 0.5, 0), all = router_case("qwen3-moe", "minibatch", 0.5, 0);
   EXPECT_GT(std::abs(run_oracle(one).aux_loss - run_oracle(all).aux_loss), 1e-3);
+  const Case square_of_one = router_case("qwen3-moe", "rollout", 0, 0.5),
+             square_of_all = router_case("qwen3-moe", "minibatch", 0, 0.5);
+  EXPECT_GT(std::abs(run_oracle(square_of_one).z_loss - run_oracle(square_of_all).z_loss), 1e-3);
 }
 
 TEST(Routers, TheirLossesAreRefusedForDenseModels) {

@@ -41,7 +41,6 @@ class Router:
 def router_losses(logits, choices, experts, options):
     """(aux loss, z loss, loads by layer) from logits[rollout][layer], [tokens, experts], and choices, [tokens, k]."""
     balance, square, loads = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), []
-    tokens = sum(layers[0].shape[0] for layers in logits)
     count = lambda chosen: torch.bincount(chosen.flatten(), minlength=experts)
     for layer, chosen in zip(zip(*logits, strict=True), zip(*choices, strict=True), strict=True):
         whole = options.get("router-aux-loss-scope") == "minibatch"
@@ -49,7 +48,7 @@ def router_losses(logits, choices, experts, options):
         for rows, picked in units:
             share = count(picked).double() / picked.numel()
             balance = balance + experts * (share * torch.softmax(rows, -1).mean(0)).sum() / len(units)
-        square = square + torch.logsumexp(torch.cat(layer), -1).square().sum() / tokens
+            square = square + torch.logsumexp(rows, -1).square().mean() / len(units)
         loads.append(count(torch.cat(chosen)).tolist())
     return balance, square, loads
 

@@ -62,9 +62,10 @@ def aux_loss(logits, scope, layer_loss):
     return sum(layer_loss(rows) for layer in by_layer for rows in layer) / len(logits)
 
 
-def z_loss(logits):
-    tokens = sum(layers[0].shape[0] for layers in logits)
-    return sum(torch.logsumexp(rows, -1).square().sum() for layers in logits for rows in layers) / tokens
+def z_loss(logits, scope):
+    """The mean over tokens, of the mini-batch or of each rollout and then over rollouts; layers summed."""
+    squares = [sum(torch.logsumexp(rows, -1).square() for rows in layers) for layers in logits]
+    return torch.cat(squares).mean() if scope == "minibatch" else torch.stack([of_tokens.mean() for of_tokens in squares]).mean()
 
 
 def expected(directory, records, scope, aux, z, layer_loss):
@@ -74,7 +75,7 @@ def expected(directory, records, scope, aux, z, layer_loss):
     _, _, policy, *_ = oracle.gradients(model, records, objective.advantages(records, resolved), resolved)
     model.zero_grad(set_to_none=True)
     logits = [router_logits(model, record) for record in records]
-    balance, square = aux_loss(logits, scope, layer_loss), z_loss(logits)
+    balance, square = aux_loss(logits, scope, layer_loss), z_loss(logits, scope)
     (aux * balance + z * square).backward()
     routers = oracle.by_expert({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
     return float(balance.detach()), float(square.detach()), {name: policy[name] + routers[name] for name in policy}

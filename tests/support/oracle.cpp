@@ -232,11 +232,13 @@ void add_router_losses(const ModelShape& shape, const Weights& w, std::span<cons
   else
     for (const auto& layers : rollouts) aux = aux + balance(shape, {layers}) / static_cast<double>(batch.size());
   std::int64_t tokens = 0;
+  for (const Rollout& rollout : batch) tokens += rollout.length();
   out.load.assign(static_cast<std::size_t>(shape.layers), {});
   for (std::size_t i = 0; i < batch.size(); ++i) {
-    tokens += batch[i].length();
     for (const Routing& routing : rollouts[i]) {
-      z = z + routing.log_sum_exp.pow(2).sum();
+      const Tensor square = routing.log_sum_exp.pow(2);
+      z = z + (options.router_aux_loss_scope == "minibatch" ? square.sum() / static_cast<double>(tokens)
+                                                            : square.mean() / static_cast<double>(batch.size()));
       auto& load = out.load[static_cast<std::size_t>(routing.layer)];
       load.resize(static_cast<std::size_t>(shape.experts));
       const Tensor counts = routing.chosen.sum(0);
@@ -244,7 +246,6 @@ void add_router_losses(const ModelShape& shape, const Weights& w, std::span<cons
         load[static_cast<std::size_t>(e)] += static_cast<std::int64_t>(counts[e].item<double>());
     }
   }
-  z = z / static_cast<double>(tokens);
   const Tensor loss = options.router_aux_loss_coef * aux + options.router_z_loss_coef * z;
   if (options.router_aux_loss_coef != 0) out.aux_loss = aux.item<double>();
   if (options.router_z_loss_coef != 0) out.z_loss = z.item<double>();

@@ -63,6 +63,16 @@ TEST(LoadAccounting, ScopeMinibatchWeighsByMultiplicity) {
   EXPECT_NEAR(penalty.z_G[2], 0.7 / 7, 1e-16);
 }
 
+TEST(LoadAccounting, ScopeRolloutIsAMeanOfTheRolloutsMeans) {
+  const LoadAccounting accounting(1, kShape, {3, 4}, {0, 0.6, AuxScope::rollout});
+  EXPECT_FALSE(accounting.needs_counts_first());
+  const auto penalty = accounting.penalty(0, all_rows());
+  EXPECT_NEAR(penalty.z_G[0], 0.6 / 2 * (1.0 / 3 + 1.0 / 4), 1e-16);  // shared rows
+  EXPECT_NEAR(penalty.z_G[1], 0.6 / 2 / 3, 1e-16);                    // of rollout 0
+  EXPECT_NEAR(penalty.z_G[2], 0.6 / 2 / 4, 1e-16);                    // of rollout 1
+  EXPECT_TRUE(penalty.probability_GE.empty());
+}
+
 TEST(LoadAccounting, RefusesABackwardBeforeARolloutIsCounted) {
   LoadAccounting accounting(1, kShape, {3, 4}, {0.1, 0, AuxScope::rollout});
   accounting.add_choices(0, shared_rows(), kChoice.data());
