@@ -8,6 +8,18 @@
 
 namespace espalier {
 
+namespace {
+
+// As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
+void drop_look_ups(std::int64_t token, const std::vector<std::int32_t>& id_T, at::Tensor& grad_stream_TM) {
+  std::vector<std::int64_t> rows;
+  for (std::size_t row = 0; row < id_T.size(); ++row)
+    if (id_T[row] == token) rows.push_back(static_cast<std::int64_t>(row));
+  if (!rows.empty()) grad_stream_TM.index_fill_(0, at::tensor(rows, at::kLong), 0);
+}
+
+}  // namespace
+
 Decoder::Decoder(const ModelShape& shape, ModelViews weights) : shape_(shape), weights_(std::move(weights)) {}
 
 void Decoder::reserve_positions(std::int64_t positions) {
@@ -106,6 +118,7 @@ void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, cons
     }
     if (c.last) grad_stream = widened;
   }
+  drop_look_ups(shape_.pad_token, rows.id, grad_stream);
   if (ESPALIER_MUTATION(embedding_repeat_lost)) grads.embedding_VM.index_fill_(0, at::tensor(rows.id, at::kLong), 0);
   dispatch(dtype(), [&]<class T>() {
     rows::scatter_add<T, accumulator_t<T>>(rows.rows(), shape_.hidden, pointer<T>(grad_stream), rows.id.data(),

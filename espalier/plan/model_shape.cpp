@@ -271,6 +271,10 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   shape.rms_norm_eps = config.positive("rms_norm_eps", 1e-6);
   shape.initializer_range = config.positive("initializer_range", 0.02);
   shape.tied_head = config.flag("tie_word_embeddings", false);
+  if (config.has("pad_token_id")) {
+    shape.pad_token = config.integer("pad_token_id", -shape.vocabulary, shape.vocabulary - 1);
+    if (shape.pad_token < 0) shape.pad_token += shape.vocabulary;  // from the end, as nn.Embedding counts
+  }
   const bool attention_bias = family.bias_members && config.flag("attention_bias", false);
   shape.qkv_bias = family.qkv_bias || attention_bias;
   shape.output_bias = attention_bias;

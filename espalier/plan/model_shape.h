@@ -28,11 +28,12 @@ struct ModelShape {
   bool has_rope_scaling = false;
   RopeScaling rope_scaling;
   bool tied_head = false;
-  bool value_head = false;   // a critic: one number a row (score.weight [1, M], score.bias [1]), tied to nothing
-  bool qkv_bias = false;     // q, k, v projections (Qwen2, or attention_bias)
-  bool output_bias = false;  // o projection (Llama with attention_bias)
-  bool mlp_bias = false;     // Llama with mlp_bias
-  bool qk_norm = false;      // Qwen3
+  std::int64_t pad_token = -1;  // its look-ups in the embedding have no gradient (nn.Embedding's padding_idx); -1: none
+  bool value_head = false;      // a critic: one number a row (score.weight [1, M], score.bias [1]), tied to nothing
+  bool qkv_bias = false;        // q, k, v projections (Qwen2, or attention_bias)
+  bool output_bias = false;     // o projection (Llama with attention_bias)
+  bool mlp_bias = false;        // Llama with mlp_bias
+  bool qk_norm = false;         // Qwen3
   double initializer_range = 0.02;
   // Mixture of experts; experts = 0: dense.
   std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;

@@ -33,6 +33,11 @@ void add_experts(ModelShape& shape, const std::string& family) {
 }  // namespace
 
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
+  if (family.ends_with("-pad")) {
+    ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
+    shape.pad_token = kPadToken;
+    return shape;
+  }
   ModelShape shape;
   shape.layers = 3, shape.hidden = 24, shape.inner = 40;
   shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;

@@ -20,7 +20,8 @@ namespace espalier::testing {
 // layer), "-one" (one of 2), "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses
 // experts 0 and 1, nobody the others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to
 // float32 decides many choices),
-// "-128" (8 of 128, narrow).
+// "-128" (8 of 128, narrow). "-pad" behind any of them: the model has a padding token.
+inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.

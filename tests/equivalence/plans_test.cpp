@@ -70,12 +70,30 @@ TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
                                            "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
-                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties"),
+                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen2-pad",
+                                           "qwen3-pad"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::erase(name, '-');
                            return name;
                          });
+
+// Every row of the pad token that is looked up gets a gradient without it, and none with it; a tied head's stays.
+TEST(PadToken, HasNoGradientButThatOfATiedHead) {
+  for (const std::string family : {"qwen2", "qwen3", "llama"}) {
+    Case c;
+    c.rollouts = ragged_rollouts();
+    const auto row = [&](const std::string& name) {
+      c.family = name;
+      const Parameter& table = ParameterTable(shape_of(c)).at("model.embed_tokens.weight");
+      return run_case(c).gradient.narrow(0, table.offset, table.count).view(table.shape)[kPadToken].clone();
+    };
+    const at::Tensor plain = row(family), padded = row(family + "-pad");
+    const bool tied = shape_of(c).tied_head;
+    EXPECT_GT((plain - padded).abs().max().item<double>(), 1e-4) << family << ": no rollout has the token";
+    EXPECT_EQ(padded.abs().max().item<double>() > 0, tied) << family;
+  }
+}
 
 struct Loss {
   const char* policy_loss;

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import objective
 import oracle
 from comparison import TermSizes, Trained, assert_as_exact_as, assert_equal_gradients, assert_equal_series
-from make_model import FAMILIES, add_series, make_rollouts, write_records
+from make_model import FAMILIES, VOCABULARY, add_series, make_model, make_rollouts, write_records
 
 SEED = 11
 # Logits of these models stay below 40 and a row's log-sum-exp adds about 100 terms: 40 x 2^-52 x a few dozen roundings.
@@ -173,6 +174,48 @@ def test_weights_after_training_are_those_of_torch_adamw(settings, espalier, pre
         assert (exact - start[name]).abs().max() > 0.1 * settings["lr"], f"{name} did not move: the test would prove nothing"
         worst = float((parameter.detach() - exact).abs().max())
         assert worst <= len(history) * settings["lr"] * 1e-7, f"{name}: off by {worst:.3e}"
+
+
+@pytest.mark.parametrize("family, pad", [("qwen3_tied", 7), ("llama_untied", -1), ("qwen2_untied", 0), ("qwen3_moe", 7)])
+@pytest.mark.parametrize("schedule", ["dense", "phased"])
+def test_a_look_up_of_the_pad_token_has_no_gradient(family, pad, schedule, espalier, tmp_path):
+    """As in nn.Embedding(padding_idx), where -1 is the last token; what a tied head adds to the row stays."""
+    directory = make_model(family, tmp_path / "model", pad_token_id=pad)
+    row = pad % VOCABULARY
+    records = [{**record, "prompt_ids": [*record["prompt_ids"], row]} for record in make_rollouts(SEED)]
+    path = write_records(records, tmp_path / "rollouts.jsonl")
+    model = oracle.load_model(directory, torch.float64)
+    assert model.model.embed_tokens.padding_idx == row
+    _, _, exact, *_ = oracle_step(model, records, {})
+    run = Trained(espalier, directory, path, tmp_path, schedule=schedule)
+    assert_equal_gradients(run.gradients, exact, SEED)
+    of_row = run.gradients["model.embed_tokens.weight"][row]
+    assert bool(of_row.any()) == (family == "qwen3_tied")
+    # The same without a pad token is another gradient: the token is looked up.
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    without = Trained(espalier, directory, path, tmp_path / "without", schedule=schedule).gradients["model.embed_tokens.weight"][row]
+    assert not torch.allclose(of_row, without, rtol=1e-3, atol=0)
+
+
+def test_replay_of_a_recorded_run_follows_the_pad_token(espalier, tmp_path):
+    """Three updates by transformers and torch, recorded as a trace: replay ends at their weights, to float64's rounding as in
+    test_weights_after_training_are_those_of_torch_adamw."""
+    directory, rate = make_model("qwen3_tied", tmp_path / "trace/model", pad_token_id=7), 1e-3
+    records = [{**record, "prompt_ids": [*record["prompt_ids"], 7], "step": 1 + int(record["group"][1:]) % 3}
+               for record in make_rollouts(SEED)]
+    write_records(records, tmp_path / "trace/rollouts.jsonl")
+    model = oracle.load_model(directory, torch.float64)
+    history = oracle.train(model, records, objective.resolve({}), lr=rate)
+    assert len(history) == 3
+    (tmp_path / "trace/checkpoints").mkdir()
+    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, tmp_path / "trace/checkpoints/step-000003.safetensors")
+    (tmp_path / "trace/trace.json").write_text(json.dumps({
+        "model": "model", "rollouts": "rollouts.jsonl", "dtype": "float64", "options": {"lr": rate, "dtype": "float64"},
+        "steps": [{"step": i + 1, "loss": loss, "grad_norm": norm} for i, (loss, norm, _) in enumerate(history)],
+        "checkpoints": [{"step": 3, "file": "checkpoints/step-000003.safetensors"}]}))
+    checkpoint, = espalier("replay", tmp_path / "trace", "--json").json["checkpoints"]
+    assert checkpoint["max_abs"] <= 3 * rate * 1e-7
 
 
 def test_the_prompt_is_forwarded_once(espalier, model_of, tmp_path):

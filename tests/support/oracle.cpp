@@ -101,7 +101,9 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
   const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
   std::vector<std::int64_t> ids;
   for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
-  Tensor x = w["model.embed_tokens.weight"].index_select(0, at::tensor(ids, at::kLong));
+  const Tensor id = at::tensor(ids, at::kLong);
+  const Tensor found = w["model.embed_tokens.weight"].index_select(0, id);
+  Tensor x = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found);
   const Tensor angle = at::outer(at::arange(n, x.options()), inverse_frequencies(shape, x.options())).unsqueeze(1);
   const Tensor cos = angle.cos(), sin = angle.sin();
   const Tensor hidden_keys = at::ones({n, n}, at::kBool).triu(1);

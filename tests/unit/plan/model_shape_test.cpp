@@ -111,6 +111,21 @@ TEST(ModelShape, ReadsTheNumberOfExpertsUnderEitherName) {
   EXPECT_EQ(model_shape_of(config, "").experts, 64);
 }
 
+TEST(ModelShape, CountsAPadTokenFromEitherEnd) {
+  Json config = qwen2_config();
+  EXPECT_EQ(model_shape_of(config, "config.json").pad_token, -1);
+  config["pad_token_id"] = nullptr;
+  EXPECT_EQ(model_shape_of(config, "config.json").pad_token, -1);
+  config["pad_token_id"] = 151643;
+  EXPECT_EQ(model_shape_of(config, "config.json").pad_token, 151643);
+  config["pad_token_id"] = -1;
+  EXPECT_EQ(model_shape_of(config, "config.json").pad_token, 151935);
+  for (const int absurd : {151936, -151937}) {
+    config["pad_token_id"] = absurd;
+    EXPECT_NE(message<InputError>(config).find("pad_token_id"), std::string::npos) << absurd;
+  }
+}
+
 TEST(ModelShape, PlacesExpertLayers) {
   Json config = qwen3_moe_config();
   config["decoder_sparse_step"] = 2;
