@@ -157,7 +157,7 @@ class Training {
     if (critic_) {
       const std::filesystem::path folder = critic_folder(out.path().string());
       save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
-      if (!data_.has_steps()) save_values(folder, data_.values());
+      save_values(folder, data_.values());
     }
     out.commit();
     progress_.end();
@@ -194,7 +194,7 @@ class Training {
                              ": read from the beginning"));
     else
       progress_.note("--resume: other rollouts than before, or cut otherwise, so they are read from their beginning");
-    if (same && critic_ && !data_.has_steps() && !data_.restore_values(load_values(critic_folder(options_.resume))))
+    if (same && critic_ && !data_.restore_values(load_values(critic_folder(options_.resume))))
       throw InputError({critic_folder(options_.resume), "a value of every response token", "another number of them",
                         "The checkpoint is damaged; continue from another one"});
   }

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <iterator>
+#include <limits>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
@@ -95,14 +98,15 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
     return;
   }
   check_value_targets(rollouts_);  // before the first step, not when its turn comes
+  prepared_.resize(batches.size());
   advantages_.resize(rollouts_.size()), targets_.resize(rollouts_.size());
   for (const Rollout& rollout : rollouts_)
     values_are_recorded_.push_back(rollout.values.size() == rollout.response_ids.size());
 }
 
 void TrainingData::prepare(std::int64_t index, const ValueFunction& values_of) {
-  if (!has_steps() && prepared_) return;
-  prepared_ = true;
+  std::uint8_t& prepared = prepared_.at(has_steps() ? static_cast<std::size_t>(index) : 0);
+  if (std::exchange(prepared, 1)) return;
   const std::size_t begin = has_steps() ? begins_.at(static_cast<std::size_t>(index)) : 0;
   const std::size_t end = has_steps() ? begins_.at(static_cast<std::size_t>(index) + 1) : rollouts_.size();
   const std::span<Rollout> unit(rollouts_.data() + begin, end - begin);
@@ -118,7 +122,11 @@ void TrainingData::prepare(std::int64_t index, const ValueFunction& values_of) {
 
 std::vector<double> TrainingData::values() const {
   std::vector<double> out;
-  for (const Rollout& rollout : rollouts_) out.insert(out.end(), rollout.values.begin(), rollout.values.end());
+  for (const Rollout& rollout : rollouts_) {
+    out.insert(out.end(), rollout.values.begin(), rollout.values.end());
+    out.resize(out.size() + rollout.response_ids.size() - rollout.values.size(),
+               std::numeric_limits<double>::quiet_NaN());
+  }
   return out;
 }
 
@@ -127,12 +135,14 @@ bool TrainingData::restore_values(std::span<const double> values) {
   for (const Rollout& rollout : rollouts_) tokens += rollout.response_ids.size();
   if (tokens != values.size()) return false;
   auto next = values.begin();
-  for (Rollout& rollout : rollouts_) {
-    const auto last = next + rollout.response_length();
-    rollout.values.assign(next, last);
+  for (std::size_t i = 0; i < rollouts_.size(); ++i) {
+    const auto last = next + rollouts_[i].response_length();
+    if (std::none_of(next, last, [](double value) { return std::isnan(value); })) {
+      rollouts_[i].values.assign(next, last);
+      values_are_recorded_[i] = 1;
+    }
     next = last;
   }
-  std::ranges::fill(values_are_recorded_, 1);
   return true;
 }
 

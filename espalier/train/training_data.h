@@ -26,8 +26,8 @@ class TrainingData {
   TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic = false);
 
   // With a critic, before mini_batch(index) is trained on: gives rollouts without recorded `values` the critic's, then
-  // computes advantages and targets. Where records have steps, those of the step, every time; else those of the whole
-  // file, the first time: they hold for all its epochs.
+  // computes advantages and targets. Where records have steps, those of the step, else those of the whole file; the
+  // first time alone: they are those before the first update on the records, and hold for all epochs.
   void prepare(std::int64_t index, const ValueFunction& values_of);
 
   std::int64_t mini_batches() const { return static_cast<std::int64_t>(begins_.size()) - 1; }
@@ -39,7 +39,8 @@ class TrainingData {
   // What became of --mini-batch-size, where that is not what it says; else "".
   const std::string& mini_batch_note() const { return mini_batch_note_; }
 
-  // Values of the whole file end to end, for a run that goes on with them; and their way back.
+  // Values of the whole file end to end, not-a-number where none are known yet, for a run that goes on with them; and
+  // their way back.
   std::vector<double> values() const;
   bool restore_values(std::span<const double> values);  // false, and nothing done: not as many as response tokens
 
@@ -56,7 +57,7 @@ class TrainingData {
   std::vector<std::uint8_t> values_are_recorded_;  // with a critic, one per rollout
   std::vector<std::size_t> begins_;
   std::map<std::string, std::string> fields_;
-  bool prepared_ = false;
+  std::vector<std::uint8_t> prepared_;  // with a critic, one per step; without steps the first stands for all
   std::string mini_batch_note_;
 };
 

@@ -125,6 +125,35 @@ def test_a_trained_critic_has_the_weights_of_torch_adamw(espalier, model_of, cri
         assert float((parameter.detach() - exact).abs().max()) <= len(batches) * rate * 1e-7, name
 
 
+def test_values_of_records_with_steps_are_those_before_their_first_update(espalier, model_of, critic_of, tmp_path):
+    """Two epochs over two steps: the second epoch clips around, and aims at, what the critic said in the first; also after a
+    resumption between them."""
+    rate, family, epochs = 1e-3, "qwen3_sharded", 2
+    critic, options = load_critic(critic_of(family)), objective.resolve(GAE)
+    records = [{**record, "step": int(record["group"] in ("g2", "g3"))} for record in make_rollouts(SEED)]
+    path = write_records(records, tmp_path / "rollouts.jsonl")
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=rate, weight_decay=0.01)
+    known, losses = {}, []
+    for _ in range(epochs):
+        for step, indices in enumerate(oracle.mini_batches(records, 0)):
+            if step not in known:
+                own = with_values([records[i] for i in indices], critic, 0)
+                known[step] = own, objective.gae(own, options)[1]
+            losses.append(oracle.value_gradients(critic, *known[step], options)[0])
+            torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+            optimizer.step()
+    settings = {"critic-lr": rate, "save-dtype": "float64", "epochs": epochs, **GAE}
+    run = Trained(espalier, model_of(family), path, tmp_path, critic=critic_of(family), **settings)
+    assert [step["critic"]["loss"] for step in run.json["steps"]] == pytest.approx(losses, rel=1e-7)
+    first = Trained(espalier, model_of(family), path, tmp_path / "first", critic=critic_of(family), steps=3, **settings)
+    second = Trained(espalier, model_of(family), path, tmp_path / "second", resume=first.out, critic=critic_of(family), **settings)
+    assert second.json["steps"][0]["critic"]["loss"] == run.json["steps"][-1]["critic"]["loss"]
+    trained = load_critic(run.out / "critic")
+    for name, parameter in trained.named_parameters():
+        # As in test_a_trained_critic_has_the_weights_of_torch_adamw.
+        assert float((parameter.detach() - critic.get_parameter(name).detach()).abs().max()) <= len(losses) * rate * 1e-7, name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_language_model_becomes_a_critic_that_transformers_loads(family, espalier, model_of, tmp_path):
     path = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
