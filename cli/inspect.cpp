@@ -7,6 +7,7 @@
 #include "espalier/grouping/inspection.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/rollout/batch.h"
+#include "espalier/rollout/recorded_routes.h"
 
 namespace espalier::cli {
 namespace {
@@ -34,7 +35,8 @@ std::int64_t physical_tokens(const std::vector<Rollout>& rollouts, ShareMode mod
 }  // namespace
 
 int run_inspect(Context& context) {
-  const RolloutFile file = read_for(context, context.arguments);
+  RolloutFile file = read_for(context, context.arguments);
+  for (Rollout& rollout : file.rollouts) sort_routes(rollout.routes);
   Inspection inspection = inspect_rollouts(file.rollouts);
   if (context.options.share != "auto")
     inspection.physical_tokens = physical_tokens(file.rollouts, share_mode_of(context.options));

@@ -4,6 +4,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/rollout/recorded_routes.h"
 
 namespace espalier {
 namespace {
@@ -53,6 +54,7 @@ void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape) {
     if (routes.chosen != shape.experts_per_token)
       refuse(rollout, text_of(shape.experts_per_token, " experts a token and layer"), text_of(routes.chosen));
     if (routes.layers != expert_layers) drop_dense_layers(routes, shape, expert_layers);
+    sort_routes(routes);
     for (auto layer = routes.ids.begin(); layer != routes.ids.end(); layer += routes.chosen) {
       if (*layer == RecordedRoutes::kFree) continue;
       const auto end = layer + routes.chosen;  // ascending

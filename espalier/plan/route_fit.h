@@ -10,9 +10,9 @@
 
 namespace espalier {
 
-// Checks every record of experts. A record may hold all layers or those with experts alone; afterwards it holds the
-// latter. Errors: InputError with the rollout's place where layers, experts a token or an expert's number are not the
-// model's, or where the model has no experts.
+// Checks every record of experts and sorts it. A record may hold all layers or those with experts alone; afterwards it
+// holds the latter. Errors: InputError with the rollout's place where layers, experts a token or an expert's number are
+// not the model's, or where the model has no experts.
 void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape);
 
 // How many rollouts have records, and how many prompt tokens are not shared because their records differ; empty where

@@ -79,7 +79,6 @@ class RouteReader {
     if (chosen == 0 || chosen != out_.chosen)
       throw place_.wrong(at, out_.chosen == 0 ? "at least one expert" : text_of(out_.chosen, " experts, as before"),
                          text_of(chosen));
-    std::sort(token_.begin() + begin, token_.end());
   }
 
   const RecordPlace& place_;
@@ -93,6 +92,11 @@ class RouteReader {
 void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out) {
   out = {};
   RouteReader(place, field, out).read(value);
+}
+
+void sort_routes(RecordedRoutes& routes) {
+  for (auto layer = routes.ids.begin(); layer != routes.ids.end(); layer += routes.chosen)
+    std::sort(layer, layer + routes.chosen);
 }
 
 std::string routes_json(const RecordedRoutes& routes) {

@@ -10,9 +10,12 @@
 
 namespace espalier {
 
-// Overwrites `out`; the experts of a layer are sorted, as they are a set. Errors: InputError for anything but a list of
+// Overwrites `out`; experts stay in the order they came. Errors: InputError for anything but a list of
 // lists of lists of equal sizes, and for experts outside [0, 65535).
 void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out);
+
+// Orders the experts of every token and layer, which are a set: afterwards equal sets are equal.
+void sort_routes(RecordedRoutes& routes);
 
 // The field's value as JSON.
 std::string routes_json(const RecordedRoutes& routes);

@@ -19,7 +19,7 @@ struct RecordedRoutes {
   static constexpr std::uint16_t kFree = 0xffff;
 
   std::int32_t tokens = 0;              // depths [0, tokens) are recorded; 0: nothing is
-  std::int32_t layers = 0, chosen = 0;  // expert layers in order; experts of each, ascending
+  std::int32_t layers = 0, chosen = 0;  // expert layers in order; experts of each: as they came, ascending once sorted
   std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
 };
 

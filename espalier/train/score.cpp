@@ -76,7 +76,8 @@ ScoreReport score(const Options& options, Progress& progress) {
   kind.beside_bytes = critic_bytes;
   require_room(read_model_shape(options.model), options, kind);
   const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
-  const std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress);
+  std::vector<RecordedRoutes> routes;
+  std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress, &routes);
   model->decoder.reserve_positions(longest_of(rollouts));
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
 
@@ -102,6 +103,7 @@ ScoreReport score(const Options& options, Progress& progress) {
     report.tokens += rollouts[i].response_length();
     std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
     if (options.values) extras.push_back({"values", critic.values[i]});
+    rollouts[i].routes = std::move(routes[i]);  // as they came: nothing is lost by scoring
     writer.write(rollouts[i], extras);
   }
   report.rollouts = static_cast<std::int64_t>(rollouts.size());

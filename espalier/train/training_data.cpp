@@ -169,7 +169,8 @@ std::string TrainingData::fingerprint() const {
   return fingerprint.text();
 }
 
-std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress) {
+std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
+                                    std::vector<RecordedRoutes>* routes_as_read) {
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
   bool begun = false;
@@ -182,6 +183,8 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
   if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);
+  if (routes_as_read)
+    for (const Rollout& rollout : file.rollouts) routes_as_read->push_back(rollout.routes);
   fit_routes(file.rollouts, shape);
   if (const std::string note = routes_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

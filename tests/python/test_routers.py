@@ -259,4 +259,18 @@ def test_records_for_a_dense_model_are_refused(espalier, model_of, records, tmp_
 def test_convert_keeps_recorded_experts(espalier, records, tmp_path):
     routed = [{**records[0], "response_ids": [5], "loss_mask": [1], "prompt_ids": [3, 4], "routed_experts": [[[7, 1], [0, 2]], None]}]
     espalier("convert", write_records(routed, tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
-    assert json.loads((tmp_path / "out.jsonl").read_text())["routed_experts"] == [[[1, 7], [0, 2]], None]
+    assert json.loads((tmp_path / "out.jsonl").read_text())["routed_experts"] == [[[7, 1], [0, 2]], None]
+
+
+@pytest.mark.parametrize("family, layers", [("qwen3_moe", "experts"), ("qwen3_moe_sparse", "all")])
+def test_score_writes_recorded_experts_back_as_they_came(family, layers, espalier, model_of, records, tmp_path):
+    """In the order of their probability, dense layers included; a second scoring gives the same log-probs."""
+    routed = with_routes(oracle.load_model(model_of(family), torch.float64), records, layers)
+    assert any(sorted(experts) != experts for record in routed for token in record["routed_experts"] for experts in token)
+    source = write_records(routed, tmp_path / "0.jsonl")
+    for number in (1, 2):
+        espalier("score", "--model", model_of(family), "--rollouts", source, "--out", tmp_path / f"{number}.jsonl", "--dtype", "float64")
+        source = tmp_path / f"{number}.jsonl"
+        scored = [json.loads(line) for line in source.read_text().splitlines()]
+        assert [record["routed_experts"] for record in scored] == [record["routed_experts"] for record in routed]
+    assert source.read_bytes() == (tmp_path / "1.jsonl").read_bytes()

@@ -45,6 +45,12 @@ TEST(RouteFit, KeepsTheLayersWithExperts) {
   EXPECT_EQ(all[0].routes.tokens, 2);
 }
 
+TEST(RouteFit, SortsTheExpertsOfEveryTokenAndLayer) {
+  auto given = rollouts(2, 2, {1, 0, 3, 4, 2, 1, 4, 0});
+  fit_routes(given, shape());
+  EXPECT_EQ(given[0].routes.ids, (std::vector<std::uint16_t>{0, 1, 3, 4, 1, 2, 0, 4}));
+}
+
 TEST(RouteFit, RefusesTheRecordsOfAnotherModel) {
   expect_refused(rollouts(4, 2, std::vector<std::uint16_t>(8)), shape(), "2 layers a token (those with experts) or 3");
   expect_refused(rollouts(2, 3, std::vector<std::uint16_t>(6)), shape(), "2 experts a token");

@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "espalier/rollout/line_reader.h"
+#include "espalier/rollout/recorded_routes.h"
 #include "tests/support/source_dir.h"
 #include "tests/unit/rollout/expect_error.h"
 
@@ -187,7 +188,10 @@ TEST(Reader, ReadsRecordedExperts) {
   EXPECT_EQ(all.routes.layers, 2);
   EXPECT_EQ(all.routes.chosen, 2);
   const auto second = all.route_at(1);
-  EXPECT_EQ(std::vector<std::uint16_t>(second.begin(), second.end()), (std::vector<std::uint16_t>{3, 4, 6, 7}));
+  EXPECT_EQ(std::vector<std::uint16_t>(second.begin(), second.end()), (std::vector<std::uint16_t>{3, 4, 7, 6}));
+  RecordedRoutes sorted = all.routes;
+  sort_routes(sorted);
+  EXPECT_EQ(sorted.ids, (std::vector<std::uint16_t>{1, 5, 0, 2, 3, 4, 6, 7, 0, 1, 2, 3}));
   // Engines do not run the last token; null: a token without a record, also before the first one.
   const Rollout some = read_one(with(R"("routed_experts":[null,[[3,4],[7,6]]])"));
   EXPECT_EQ(some.routes.tokens, 2);
