@@ -27,7 +27,8 @@ void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_R
                            Timer* timer = nullptr);
 
 // grad_weight_NK += grad_RN^T x_RK and grad_bias_N += column sums of grad (grad_bias may be undefined), in the
-// accumulator dtype. In bfloat16 the product of one set of rows is rounded once before it is added.
+// accumulator dtype. In bfloat16 the product of one set of rows is rounded once before it is added, but not where
+// products are widened (cpu/widened_products.h).
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
                             const at::Tensor& x_RK, Arena& arena, Timer* timer = nullptr);
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "espalier/base/instruction_set.h"
+
 namespace espalier {
 namespace {
 
@@ -12,6 +14,7 @@ namespace {
 constexpr std::int64_t kProcessBytes = 130 << 20, kBfloat16CodeBytes = 13 << 20;
 // The matrix library packs a product's weight (bfloat16 as float32) up to a limit; attention takes about 4 MiB at most.
 constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20;
+constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
 constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 2 << 10;
 
 // The head's block of logits: objective/fused_head.cpp.
@@ -28,6 +31,7 @@ ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const Ste
       kind_(kind),
       b_(bytes_of(dtype)),
       a_(dtype == DType::float64 ? 8 : 4),
+      widens_(b_ == 2 && bfloat16_products() == Bfloat16Products::converted),
       q_width_(shape.heads * shape.head_dim),
       kv_width_(shape.kv_heads * shape.head_dim) {
   const auto experts = [&](std::int64_t layer) {
@@ -57,7 +61,8 @@ std::int64_t ActivationBytes::constant() const {
 std::int64_t ActivationBytes::scratch(std::int64_t rows) const {
   const std::int64_t widest =
       std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width_, 2 * shape_.inner, 2 * shape_.expert_inner});
-  return std::min(kMostPackedBytes + kMostPackedElements * b_, shape_.hidden * widest * a_) +
+  const std::int64_t panels = std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * a_);
+  return std::min(kMostPackedBytes + kMostPackedElements * b_, shape_.hidden * widest * a_) + (widens_ ? panels : 0) +
          std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
 }
 
@@ -80,9 +85,10 @@ std::int64_t ActivationBytes::layer_saved(const LayerRows& r) const {
          stream(r.continuing) + mlp_saved(r);
 }
 
-// In bfloat16 a weight's gradient is rounded once, in a tensor of its own, before it is added.
+// In bfloat16 a weight's gradient is rounded once, in a tensor of its own, before it is added; not where products are
+// widened.
 std::int64_t ActivationBytes::rounded_product(std::int64_t outputs, std::int64_t inputs) const {
-  return b_ == a_ ? 0 : tensor(outputs, inputs, b_);
+  return b_ == a_ || widens_ ? 0 : tensor(outputs, inputs, b_);
 }
 
 // Expert layers have scratch for as many rows as there are, since any expert may be everybody's.

@@ -82,6 +82,7 @@ class ActivationBytes {
   ModelShape shape_;
   StepKind kind_;
   std::int64_t b_, a_;
+  bool widens_;                      // bfloat16 products are made of float32 panels here
   std::int64_t q_width_, kv_width_;  // H D, J D
   bool last_has_experts_ = false, last_is_narrow_ = true;
   std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/plan/rank_report.h"
@@ -45,7 +46,9 @@ TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
   const ModelShape large = testing::llama_3_8b();
   EXPECT_EQ(ActivationBytes(large, DType::float64).scratch(1 << 20), (16 + 16 + 4) << 20);
   EXPECT_EQ(ActivationBytes(large, DType::float32).scratch(1 << 20), (16 + 8 + 4) << 20);
-  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), (16 + 4 + 4) << 20);
+  // And three panels of 4 MiB where bfloat16 products are widened.
+  const bool widened = bfloat16_products() == Bfloat16Products::converted;
+  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), (16 + 4 + (widened ? 12 : 0) + 4) << 20);
 }
 
 TEST(MemoryModel, HoldsTheCodeOfBfloat16Products) {

@@ -1,0 +1,21 @@
+// bfloat16 products where the processor has no instructions for them: panels of both factors are widened to float32 and
+// multiplied in float32, and a sum is rounded once, when it is whole. The matrix library's own way runs at a tenth of
+// that there.
+//
+// R rows, N columns, K summed over.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+// Whether products of this dtype are made so in this process.
+bool widens_products(at::ScalarType dtype);
+
+// out_RN = base_RN + a_RK b_KN. a, b: bfloat16, each contiguous along one of its dimensions. out: bfloat16, or float32,
+// which takes the sum as it is; base: as out, and it may be out; undefined: 0. Holds three panels of float32
+// (kWidenedPanelBytes of the memory model) from the first call on.
+void widened_product(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK,
+                     const at::Tensor& b_KN);
+
+}  // namespace espalier
