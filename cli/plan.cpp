@@ -2,12 +2,14 @@
 #include <algorithm>
 #include <iomanip>
 #include <map>
+#include <optional>
 #include <sstream>
 
 #include "cli/reading.h"
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
 #include "espalier/measure/machine.h"
+#include "espalier/plan/planned_machine.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_report.h"
 #include "espalier/plan/route_fit.h"
@@ -17,6 +19,7 @@ namespace espalier::cli {
 namespace {
 
 constexpr std::size_t kShownSteps = 20;
+constexpr int kDoesNotFit = 5;  // the exit code of a plan that does not fit, and is shown all the same
 
 // The steps of a file as one cost: work and time add up, peaks do not.
 PlanCost sum_of(const std::vector<StepPlan>& plans, PlanCost StepPlan::*member) {
@@ -93,6 +96,7 @@ Json json_of(const std::vector<StepPlan>& plans) {
                                      {"fits", cost.fits}};
   }
   out["ceiling"] = ceiling_of(plans);
+  out["memory_budget"] = plans.empty() ? 0 : plans.front().memory_budget;
   out["machine"] = plans.empty() ? "" : plans.front().machine;
   return out;
 }
@@ -157,17 +161,46 @@ void print_explanations(std::ostream& out, const std::vector<StepPlan>& plans) {
   if (plans.size() > kExplained) out << "\n(the first " << kExplained << " of " << plans.size() << " steps)\n";
 }
 
-void report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape, DType dtype,
-                  const MachineProfile& profile) {
+struct Shortage {
+  std::int64_t missing_bytes = 0;  // 0: everything fits
+  std::string remedy;
+};
+
+// Of the step that lacks most, in one process.
+Shortage shortage_of(const std::vector<StepPlan>& plans) {
+  const auto worst = std::ranges::max_element(plans, {}, &StepPlan::missing_bytes);
+  return worst == plans.end() ? Shortage{} : Shortage{worst->missing_bytes, worst->remedy};
+}
+
+// The shortage of one process of the layout, where degrees are given.
+std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape,
+                                     const PlanOptions& options, const MachineProfile& profile) {
   const ParallelDegrees degrees = degrees_of(context.options);
-  if (degrees.ranks() == 1 && degrees.ep == 1) return;
+  if (degrees.ranks() == 1 && degrees.ep == 1) return std::nullopt;
   const auto longest = std::max_element(plans.begin(), plans.end(), [](const StepPlan& a, const StepPlan& b) {
     return a.chosen.seconds < b.chosen.seconds;
   });
-  if (longest == plans.end()) return;
-  const RankReport report = rank_report(*longest, shape, dtype, degrees, profile);
+  if (longest == plans.end()) return std::nullopt;
+  const RankReport report = rank_report(*longest, shape, options.dtype, degrees, profile, options.kind);
   context.result["rank"] = to_json(report);
   context.text << "\nOne process of the layout, in step " << longest - plans.begin() + 1 << ":\n" << explain(report);
+  if (report.cost.fits) return Shortage{};
+  return Shortage{report.cost.bytes.peak() - options.memory_budget,
+                  "Take larger degrees, or machines with more memory"};
+}
+
+// The machine that is planned for, and the kind of device and memory that the options leave to it.
+MachineProfile machine_of(Context& context, PlanOptions& options) {
+  const std::string& named = context.options.machine;
+  const bool any_gpu = named.empty() && context.options.device == "cuda";
+  if (any_gpu) context.progress.note("note: planning for an h100; --machine names another");
+  const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype)
+                                 : named.empty() ? machine_profile(context.options, context.progress)
+                                                 : planned_machine(named, options.dtype);
+  options.kind.cuda = profile.device == "cuda";
+  if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
+  context.result["device"] = profile.device;
+  return profile;
 }
 
 }  // namespace
@@ -175,10 +208,11 @@ void report_ranks(Context& context, const std::vector<StepPlan>& plans, const Mo
 int run_plan(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_model_shape(options.model);
-  const PlanOptions plan_options = plan_options_of(options);
+  PlanOptions plan_options = plan_options_of(options);
+  plan_options.must_fit = false;
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_routes(file.rollouts, shape);
-  const MachineProfile profile = machine_profile(options, context.progress);
+  const MachineProfile profile = machine_of(context, plan_options);
   std::vector<StepPlan> plans;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
   if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())
@@ -195,8 +229,13 @@ int run_plan(Context& context) {
   print_steps(context.text, plans);
   print_costs(context.text, plans);
   if (options.explain) print_explanations(context.text, plans);
-  report_ranks(context, plans, shape, plan_options.dtype, profile);
-  return 0;
+  const Shortage shortage = report_ranks(context, plans, shape, plan_options, profile).value_or(shortage_of(plans));
+  context.result["fits"] = shortage.missing_bytes == 0;
+  context.result["missing_bytes"] = shortage.missing_bytes;
+  if (shortage.missing_bytes == 0) return 0;
+  context.text << "\nDoes not fit " << format_bytes(plan_options.memory_budget) << ": "
+               << format_bytes(shortage.missing_bytes) << " are missing. " << shortage.remedy << ".\n";
+  return kDoesNotFit;
 }
 
 }  // namespace espalier::cli

@@ -65,8 +65,9 @@ void check_required(const Verb& verb, const Options& options) {
   }
 }
 
-void check_device(const Options& options) {
-  if (options.device == "cuda")
+// Planning needs no device: it may ask about machines that are not there.
+void check_device(const Verb& verb, const Options& options) {
+  if (verb.letter != 'p' && options.device == "cuda")
     throw DeviceError({"--device", "a device this program was built for (cpu)", "cuda",
                        "the CUDA library is not part of this build; leave --device out"});
 }
@@ -110,7 +111,7 @@ void resolve_options(Run& run, Progress& progress) {
 
 void check_options(const Verb& verb, const Run& run) {
   check_required(verb, run.options);
-  check_device(run.options);
+  check_device(verb, run.options);
   check_parallel(verb, run.options);
   check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads

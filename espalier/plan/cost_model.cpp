@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/plan/planned_machine.h"
 
 namespace espalier {
 namespace {
@@ -61,18 +62,10 @@ std::string MachineProfile::line() const {
 }
 
 MachineProfile default_profile(const std::string& device, DType dtype, int threads) {
+  if (device == "cuda") return planned_machine("h100", dtype);
   MachineProfile profile;
   profile.dtype = dtype;
   const double width = dtype == DType::float64 ? 0.5 : 1.0;
-  if (device == "cuda") {
-    const double peak = dtype == DType::bfloat16 ? 700e12 : dtype == DType::float32 ? 300e12 : 50e12;
-    profile.name = "one data-centre GPU";
-    profile.matrix = {{16, peak / 40}, {128, peak / 5}, {512, peak / 2}, {2048, peak * 0.9}, {4096, peak}};
-    profile.attention_flops_per_second = 0.6 * peak;
-    profile.bytes_per_second = 3e12;
-    profile.seconds_per_call = 6e-6;
-    return profile;
-  }
   const double cores = std::max(threads, 1), peak = 60e9 * width * cores;
   profile.name = text_of("a CPU, ", static_cast<int>(cores), cores == 1 ? " thread" : " threads");
   profile.matrix = {{1, peak / 40},    {16, peak / 4},      {64, peak / 2},
@@ -89,11 +82,13 @@ Json to_json(const MachineProfile& profile) {
     matrix.push_back({{"rows", rate.rows}, {"flops_per_second", rate.flops_per_second}});
   return {{"name", profile.name},
           {"source", profile.source},
+          {"device", profile.device},
           {"dtype", name_of(profile.dtype)},
           {"matrix", matrix},
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
+          {"memory_bytes", profile.memory_bytes},
           {"fit",
            {{"products", profile.fit.products},
             {"attention", profile.fit.attention},
@@ -104,7 +99,7 @@ Json to_json(const MachineProfile& profile) {
 
 MachineProfile profile_of(const Json& json, const std::string& where) {
   const auto fail = [&where](const std::string& expected) {
-    throw InputError({where, expected, "something else", "Delete the file: it is measured again"});
+    throw InputError({where, expected, "something else", "A profile is as espalier keeps it in ~/.cache/espalier"});
   };
   const auto number = [&](const Json& object, const char* member) {
     if (!object.is_object() || !object.contains(member) || !object.at(member).is_number() ||
@@ -124,11 +119,17 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.attention_flops_per_second = number(json, "attention_flops_per_second");
   profile.bytes_per_second = number(json, "bytes_per_second");
   profile.seconds_per_call = number(json, "seconds_per_call");
-  if (!json.contains("fit")) fail("an object as 'fit'");
-  const Json& fit = json.at("fit");
-  profile.fit = {number(fit, "products"), number(fit, "attention"), number(fit, "rows"), number(fit, "head")};
-  if (!fit.contains("steps") || !fit.at("steps").is_number_integer() || fit.at("steps") < 0) fail("a count as 'steps'");
-  profile.fitted_steps = fit.at("steps").get<std::int64_t>();
+  if (json.contains("device")) profile.device = text("device");
+  if (profile.device != "cpu" && profile.device != "cuda") fail("cpu or cuda as 'device'");
+  if (json.contains("memory_bytes") && json.at("memory_bytes") != Json(0))
+    profile.memory_bytes = static_cast<std::int64_t>(number(json, "memory_bytes"));
+  if (json.contains("fit")) {
+    const Json& fit = json.at("fit");
+    profile.fit = {number(fit, "products"), number(fit, "attention"), number(fit, "rows"), number(fit, "head")};
+    if (!fit.contains("steps") || !fit.at("steps").is_number_integer() || fit.at("steps") < 0)
+      fail("a count as 'steps'");
+    profile.fitted_steps = fit.at("steps").get<std::int64_t>();
+  }
   if (!json.contains("matrix") || !json.at("matrix").is_array() || json.at("matrix").empty())
     fail("a list as 'matrix'");
   for (const Json& entry : json.at("matrix")) {

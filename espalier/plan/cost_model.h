@@ -32,12 +32,14 @@ struct MachineProfile {
     double flops_per_second;
   };
   std::string name = "default";
-  std::string source = "default";  // or "measured"
+  std::string source = "default";  // or "measured", "published"
+  std::string device = "cpu";      // or "cuda"
   DType dtype = DType::float32;
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
   double attention_flops_per_second = 0;
-  double bytes_per_second = 0;  // of memory-bound passes
-  double seconds_per_call = 0;  // overhead of one kernel
+  double bytes_per_second = 0;    // of memory-bound passes
+  double seconds_per_call = 0;    // overhead of one kernel
+  std::int64_t memory_bytes = 0;  // that the device has; 0: not said
   // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
   CostParts fit = {1, 1, 1, 1};
   std::int64_t fitted_steps = 0;
@@ -48,11 +50,12 @@ struct MachineProfile {
   std::string line() const;  // for a person, one line
 };
 
-// Round figures for a machine nobody measured. `threads` scales CPU rates.
+// Round figures for a machine nobody measured: a CPU, whose rates `threads` scales, or with "cuda" an H100 as
+// published.
 MachineProfile default_profile(const std::string& device, DType dtype, int threads);
 
 Json to_json(const MachineProfile& profile);
-// Errors: InputError naming the member that is missing or absurd.
+// `device`, `memory_bytes` and `fit` may be absent. Errors: InputError naming the member that is missing or absurd.
 MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {

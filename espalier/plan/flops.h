@@ -33,6 +33,7 @@ struct StepKind {
   std::int64_t beside_bytes = 0;  // held by other models of the process
   bool all_routed = false;        // router losses or whole loads: a last layer of experts runs all rows
   bool counting_pass = false;     // a forward pass for the routers' choices comes first
+  bool cuda = false;              // on a GPU: its context and libraries are held in place of the process
 };
 
 // Rows at depths [begin, end), all of them with or without edges.

@@ -12,6 +12,8 @@ namespace {
 // dtype, one thread and two; met within 8 MiB, and rather above. Program, libraries and heap before any model; in
 // bfloat16 also the code that the matrix library writes for its products.
 constexpr std::int64_t kProcessBytes = 130 << 20, kBfloat16CodeBytes = 13 << 20;
+// Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
+constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
 // The matrix library packs a product's weight (bfloat16 as float32) up to a limit; attention takes about 4 MiB at most.
 constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20;
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
@@ -31,7 +33,7 @@ ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const Ste
       kind_(kind),
       b_(bytes_of(dtype)),
       a_(dtype == DType::float64 ? 8 : 4),
-      widens_(b_ == 2 && bfloat16_products() == Bfloat16Products::converted),
+      widens_(b_ == 2 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
       q_width_(shape.heads * shape.head_dim),
       kv_width_(shape.kv_heads * shape.head_dim) {
   const auto experts = [&](std::int64_t layer) {
@@ -55,10 +57,12 @@ std::int64_t ActivationBytes::model() const {
 }
 
 std::int64_t ActivationBytes::constant() const {
-  return kProcessBytes + (b_ == 2 ? kBfloat16CodeBytes : 0) + kind_.beside_bytes + model();
+  const std::int64_t process = kind_.cuda ? kCudaBytes : kProcessBytes + (b_ == 2 ? kBfloat16CodeBytes : 0);
+  return process + kind_.beside_bytes + model();
 }
 
 std::int64_t ActivationBytes::scratch(std::int64_t rows) const {
+  if (kind_.cuda) return tensor(rows, q_width_, 4);  // attention's backward sums dL/dq in float32
   const std::int64_t widest =
       std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width_, 2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels = std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * a_);
@@ -86,9 +90,9 @@ std::int64_t ActivationBytes::layer_saved(const LayerRows& r) const {
 }
 
 // In bfloat16 a weight's gradient is rounded once, in a tensor of its own, before it is added; not where products are
-// widened.
+// widened, nor on a GPU, whose products add to float32 sums.
 std::int64_t ActivationBytes::rounded_product(std::int64_t outputs, std::int64_t inputs) const {
-  return b_ == a_ || widens_ ? 0 : tensor(outputs, inputs, b_);
+  return b_ == a_ || widens_ || kind_.cuda ? 0 : tensor(outputs, inputs, b_);
 }
 
 // Expert layers have scratch for as many rows as there are, since any expert may be everybody's.

@@ -240,7 +240,8 @@ class Tally {
   std::vector<Shared> shared_;
 };
 
-[[noreturn]] void refuse(const Candidate& candidate, const PlanOptions& options, const ActivationBytes& bytes) {
+// What would make a plan fit.
+std::string remedy_for(const Candidate& candidate, const PlanOptions& options, const ActivationBytes& bytes) {
   const std::int64_t needed = candidate.cost.bytes.peak();
   std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
   if (bytes.constant() < options.memory_budget) {
@@ -254,8 +255,7 @@ class Tally {
                       format_bytes(own));
   }
   if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
-  throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
-                           text_of(format_bytes(options.memory_budget)), remedy});
+  return remedy;
 }
 
 }  // namespace
@@ -332,7 +332,14 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
                         (!chosen.cost.fits && candidate.cost.bytes.peak() < chosen.cost.bytes.peak());
     if (better) chosen = std::move(candidate), found = true;
   }
-  if (!chosen.cost.fits) refuse(chosen, options, search.bytes());
+  if (!chosen.cost.fits) {
+    const std::int64_t needed = chosen.cost.bytes.peak();
+    plan.remedy = remedy_for(chosen, options, search.bytes());
+    plan.missing_bytes = needed - options.memory_budget;
+    if (options.must_fit)
+      throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
+                               text_of(format_bytes(options.memory_budget)), plan.remedy});
+  }
 
   plan.chosen = chosen.cost;
   plan.token_budget = chosen.options.budget;

@@ -22,6 +22,7 @@ struct PlanOptions {
   std::optional<TrunkState> trunk_state;  // none: kept unless that does not fit
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
+  bool must_fit = true;       // false: what does not fit is planned all the same, and says what is missing
   StepKind kind;
 };
 

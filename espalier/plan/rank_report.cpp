@@ -43,8 +43,8 @@ ModelShape shape_of_rank(const ModelShape& whole, const ParallelDegrees& d) {
 
 class RankWalk {
  public:
-  RankWalk(const ModelShape& shape, DType dtype, std::int64_t cp, const MachineProfile& profile)
-      : model_(shape, profile, dtype), bytes_(shape, dtype), walk_(bytes_), cp_(cp) {}
+  RankWalk(const ModelShape& shape, DType dtype, std::int64_t cp, const MachineProfile& profile, const StepKind& kind)
+      : model_(shape, profile, dtype, kind), bytes_(shape, dtype, kind), walk_(bytes_), cp_(cp) {}
 
   double add(const PlanItem& item, std::int64_t held) {
     const RowSet& set = item.set;
@@ -82,9 +82,9 @@ ParallelDegrees degrees_of(const Options& options) {
 }
 
 RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const ParallelDegrees& degrees,
-                       const MachineProfile& profile) {
+                       const MachineProfile& profile, const StepKind& kind) {
   const ModelShape rank = shape_of_rank(shape, degrees);
-  RankWalk walk(rank, dtype, degrees.cp, profile);
+  RankWalk walk(rank, dtype, degrees.cp, profile, kind);
   std::vector<std::pair<double, double>> items;  // seconds, FLOPs
   for (const PlanItem& item : plan.items) {
     const double seconds = walk.add(item, 0);

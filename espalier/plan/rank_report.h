@@ -31,7 +31,7 @@ struct RankReport {
 
 // Errors: OptionError for degrees that do not divide the model.
 RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const ParallelDegrees& degrees,
-                       const MachineProfile& profile);
+                       const MachineProfile& profile, const StepKind& kind = {});
 Json to_json(const RankReport& report);
 std::string explain(const RankReport& report);
 

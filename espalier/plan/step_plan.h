@@ -108,6 +108,8 @@ struct StepPlan {
   std::int64_t token_budget = 0;   // rows in one wave
   bool budget_given = false;       // then no set has more than max(token_budget, 2) rows
   std::int64_t memory_budget = 0;  // bytes; 0: unlimited
+  std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
+  std::string remedy;              // what would make it fit, for a person; empty where it does
   bool all_logprobs = false;       // masked response tokens have edges too
   Schedule requested = Schedule::automatic;
   PlanCost chosen;

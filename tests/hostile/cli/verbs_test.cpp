@@ -1,6 +1,8 @@
 // inspect, convert, plan and replay from outside: their JSON, their text, and what they leave on the disk.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "espalier/base/json.h"
 #include "espalier/options/option_help.h"
 #include "espalier/options/options.h"
@@ -287,13 +289,50 @@ TEST(Plan, ATextForAPerson) {
   EXPECT_GT(explained.out.size(), plain.out.size());
 }
 
-TEST(Plan, ABudgetThatCannotHoldTheModelIsExitCode5) {
+TEST(Plan, OneThatDoesNotFitIsShownAndIsExitCode5) {
   const Folder folder;
   folder.put("r.jsonl", kRollouts);
   folder.put("m/config.json", kModel);
-  const Outcome outcome =
-      run(folder.path(), {"plan", "--model", "m", "--rollouts", "r.jsonl", "--memory-budget", "1KiB"});
-  EXPECT_EQ(outcome.code, 5) << outcome.err;
+  const std::vector<std::string> words = {"plan", "--model", "m", "--rollouts", "r.jsonl", "--memory-budget", "100MiB"};
+  const Outcome text = run(folder.path(), words);
+  EXPECT_EQ(text.code, 5) << text.err;
+  for (const char* shown : {"predicted", "does not fit the budget", "are missing", "--memory-budget"})
+    EXPECT_NE(text.out.find(shown), text.out.npos) << shown;
+  std::vector<std::string> as_json = words;
+  as_json.push_back("--json");
+  const Outcome outcome = run(folder.path(), as_json);
+  EXPECT_EQ(outcome.code, 5);
+  const Json json = Json::parse(outcome.out);
+  EXPECT_EQ(json["fits"], false);
+  std::int64_t peak = 0;
+  for (const Json& of_phase : json["predicted"]["chosen"]["peak_bytes"])
+    peak = std::max(peak, of_phase.get<std::int64_t>());
+  EXPECT_EQ(json["missing_bytes"], peak - (100 << 20));
+  EXPECT_EQ(json["rows"]["logical"], kLogical);
+}
+
+TEST(Plan, IsForMachinesThatAreNotThere) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  folder.put("m/config.json", kModel);
+  const auto plan = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl", "--dtype", "bfloat16"});
+    return run(folder.path(), more);
+  };
+  const Json h200 = json_of(plan({"--machine", "h200"})), any = json_of(plan({"--device", "cuda"}));
+  EXPECT_NE(h200["machine"].get<std::string>().find("H200"), std::string::npos) << h200["machine"];
+  EXPECT_NE(any["machine"].get<std::string>().find("H100"), std::string::npos) << any["machine"];
+  for (const Json& json : {h200, any}) {
+    EXPECT_EQ(json["device"], "cuda");
+    EXPECT_EQ(json["fits"], true);
+    EXPECT_EQ(json["missing_bytes"], 0);
+  }
+  EXPECT_EQ(h200["memory_budget"], std::int64_t{139} << 30);
+  const Outcome unknown = plan({"--machine", "b300"});
+  EXPECT_EQ(unknown.code, 2);
+  EXPECT_NE(unknown.err.find("h100, h200, a100"), std::string::npos) << unknown.err;
+  folder.put("bad.json", "{}");
+  EXPECT_EQ(plan({"--machine", "bad.json"}).code, 3);
 }
 
 TEST(Plan, ATokenBeyondTheVocabularyIsABadInput) {
