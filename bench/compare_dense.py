@@ -1,6 +1,6 @@
 """espalier against plain PyTorch on the same model and rollouts: the runs alternate, so that both see the same machine.
 
-    python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 3] [--baselines transformers_dense,...]
+    python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 5] [--baselines transformers_dense,...]
 
 Each baseline of bench/baselines/ is one process that waits between its updates; `espalier train` is a process an update. In
 every round each baseline and each schedule makes one timed update, after a warm-up, in turn. Prints medians and ratios;
@@ -132,7 +132,7 @@ def print_cell(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=CELLS, help="prompt/response/n, comma separated")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_threads())
     parser.add_argument("--baselines", type=lambda text: text.split(","), default=["transformers_dense"])
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=["dense", "phased", "auto"])

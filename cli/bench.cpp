@@ -40,6 +40,7 @@ Json cell_json(const BenchCell& cell) {
   out["ceiling"] = cell.ceiling;
   out["fraction"] = cell.fraction();
   out["chosen"] = cell.chosen;
+  out["same_plan"] = cell.same_plan.empty() ? Json(nullptr) : Json(cell.same_plan);
   out["predicted_seconds"] = cell.automatic.predicted_seconds;
   out["peak_bytes"] = cell.automatic.peak_bytes;
   out["predicted_peak_bytes"] = cell.automatic.predicted_peak_bytes;
@@ -49,8 +50,11 @@ Json cell_json(const BenchCell& cell) {
                       {"predicted_peak_bytes", by_schedule(cell, &BenchMeasure::predicted_peak_bytes)},
                       {"flops", by_schedule(cell, &BenchMeasure::flops)},
                       {"rows", by_schedule(cell, &BenchMeasure::physical_rows)},
+                      {"product_flops_per_second", by_schedule(cell, &BenchMeasure::product_flops_per_second)},
                       {"gradient_error", by_schedule(cell, &BenchMeasure::gradient_error)}};
   out["product_flops_per_second"] = cell.product_flops_per_second;
+  out["profile_flops_per_second"] = cell.profile_flops_per_second;
+  out["fitted_steps"] = cell.fitted_steps;
   for (const Column& column : kColumns)
     if (const auto& profile = (cell.*column.measure).profile)
       out["schedules"]["profile"][column.name] = profile_json(*profile);

@@ -35,14 +35,16 @@ void check_update(const ModelShape& shape, Context& context, std::int64_t epochs
                << format_count(std::min(all, steps)) << (std::min(all, steps) == 1 ? " step\n" : " steps\n");
 }
 
-void dry_train(Context& context) {
+// The exit code of its plan, which is shown even where it does not fit.
+int dry_train(Context& context) {
   Options options = context.options;
   if (options.model.empty()) options.model = options.resume;
   check_update(read_model_shape(options.model), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
   Context planned{options, context.arguments, silent, context.text, {}};
-  run_plan(planned);
+  const int code = run_plan(planned);
   context.result["plan"] = std::move(planned.result);
+  return code;
 }
 
 void dry_score(Context& context) {
@@ -79,7 +81,7 @@ void dry_grpo(Context& context) {
 int dry_run(const Verb& verb, Context& context) {
   switch (verb.letter) {
     case 't':
-      dry_train(context);
+      if (const int code = dry_train(context)) return code;
       break;
     case 'v':
       check_update(read_model_shape(context.options.model), context, 1);

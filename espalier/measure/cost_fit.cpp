@@ -5,11 +5,12 @@
 #include <limits>
 
 #include "espalier/base/error.h"
+#include "espalier/measure/machine.h"
 
 namespace espalier {
 namespace {
 
-constexpr double kLeastSeconds = 0.2, kUneven = 0.1, kFarthest = 2;
+constexpr double kLeastSeconds = 0.2, kUneven = 0.1, kFarthest = 2, kBusy = 2.0 / 3;
 constexpr double kNoticeable = 0.02;  // of a step: below that a part's ratio is noise
 constexpr double CostParts::*kParts[] = {&CostParts::products, &CostParts::attention, &CostParts::rows,
                                          &CostParts::head};
@@ -58,15 +59,17 @@ void CostFit::add(const CostParts& measured, const CostParts& predicted, double 
     ratio.*part = predicted.*part < kNoticeable * predicted.total() ? std::numeric_limits<double>::quiet_NaN()
                                                                     : measured.*part / predicted.*part;
   ratios_.push_back(ratio);
+  total_ratios_.push_back(measured.total() / predicted.total());
   product_rates_.push_back(product_flops_per_second);
 }
 
-CostParts CostFit::factors() const {
+CostParts CostFit::factors(const MachineProfile& machine) const {
   CostParts out{1, 1, 1, 1};
+  const double expected = machine.matrix_flops_per_second(kProductRows);
   for (const auto part : kParts) {
     std::vector<double> values;
-    for (const CostParts& ratio : ratios_)
-      if (!std::isnan(ratio.*part)) values.push_back(ratio.*part);
+    for (std::size_t step = 0; step < ratios_.size(); ++step)
+      if (!std::isnan(ratios_[step].*part)) values.push_back(ratios_[step].*part * product_rates_[step] / expected);
     if (static_cast<std::int64_t>(values.size()) >= CostFit::kLeastSteps) out.*part = quantile(values, 0.5);
   }
   return out;
@@ -75,12 +78,18 @@ CostParts CostFit::factors() const {
 std::string CostFit::why_not(const MachineProfile& machine) const {
   if (steps() < kLeastSteps)
     return text_of(steps(), " steps of ", kLeastSeconds, " s or more, ", kLeastSteps, " are needed");
-  const double expected = machine.matrix_flops_per_second(1024), low = quantile(product_rates_, 0.1);
-  const double middle = quantile(product_rates_, 0.5), high = quantile(product_rates_, 0.9);
-  if (middle < (1 - kUneven) * expected || high - low > kUneven * middle)
-    return text_of("the machine was not quiet: matrix products at ", std::llround(low / 1e9), " to ",
-                   std::llround(high / 1e9), " GFLOP/s, ", std::llround(expected / 1e9), " in its profile");
-  const CostParts fit = factors();
+  const double expected = machine.matrix_flops_per_second(kProductRows), rate = quantile(product_rates_, 0.5);
+  if (rate < kBusy * expected)
+    return text_of("the machine was busy: matrix products at ", std::llround(rate / 1e9), " GFLOP/s, ",
+                   std::llround(expected / 1e9), " in its profile");
+  std::vector<double> totals;
+  for (std::size_t step = 0; step < ratios_.size(); ++step)
+    totals.push_back(total_ratios_[step] * product_rates_[step] / expected);
+  const double low = quantile(totals, 0.25), middle = quantile(totals, 0.5), high = quantile(totals, 0.75);
+  if (high - low > kUneven * middle)
+    return text_of("the machine was not quiet: half of the steps took ", low, " to ", high,
+                   " times what was predicted");
+  const CostParts fit = factors(machine);
   for (const auto part : kParts)
     if (!(fit.*part <= kFarthest && fit.*part >= 1 / kFarthest))
       return text_of("a part of the steps took ", fit.*part, " times what was predicted");

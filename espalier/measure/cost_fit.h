@@ -25,17 +25,18 @@ class CostFit {
   // A step that ran; `predicted` by a profile without a fit; the rate of a large matrix product at about that time.
   void add(const CostParts& measured, const CostParts& predicted, double product_flops_per_second);
 
-  // Medians over the steps of measured / predicted; 1 for a part that they hardly have.
-  CostParts factors() const;
+  // Medians over the steps of measured / predicted, as if products had run at the rate of the profile: others who use
+  // the machine slow a step and the product beside it alike. 1 for a part that the steps hardly have.
+  CostParts factors(const MachineProfile& machine) const;
   // Why the factors would tell more about the moment than about the machine: fewer than kLeastSteps of at least 0.2 s,
-  // products that are slower than the profile's or uneven by more than a tenth, or factors outside 1/2 ... 2. "": they
-  // may be kept.
+  // products at less than two thirds of the profile's rate, steps whose ratios differ by more than a tenth between the
+  // quarters, or factors outside 1/2 ... 2. "": they may be kept.
   std::string why_not(const MachineProfile& machine) const;
   std::int64_t steps() const { return static_cast<std::int64_t>(ratios_.size()); }
 
  private:
   std::vector<CostParts> ratios_;
-  std::vector<double> product_rates_;
+  std::vector<double> total_ratios_, product_rates_;  // measured / predicted of the whole step; FLOP/s about then
 };
 
 }  // namespace espalier

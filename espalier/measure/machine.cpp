@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +18,7 @@
 #include "espalier/base/json.h"
 #include "espalier/ops/attention/attention.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/products.h"
 
 namespace espalier {
 namespace {
@@ -39,13 +41,23 @@ double best_seconds(Work&& work) {
   return best;
 }
 
+// One product as a layer makes it.
+class Product {
+ public:
+  Product(std::int64_t rows, at::ScalarType dtype)
+      : x_(at::ones({rows, kWidth}, dtype)), weight_(at::ones({kWidth, kWidth}, dtype)), out_(at::empty_like(x_)) {}
+
+  void operator()() const { linear(out_, x_, weight_, at::Tensor()); }
+  double flops() const { return 2.0 * static_cast<double>(x_.size(0) * kWidth * kWidth); }
+
+ private:
+  static constexpr std::int64_t kWidth = 1024;
+  at::Tensor x_, weight_, out_;
+};
+
 MachineProfile::Rate matrix_rate(std::int64_t rows, at::ScalarType dtype) {
-  constexpr std::int64_t kWidth = 1024;
-  const auto options = at::TensorOptions().dtype(dtype);
-  const at::Tensor x = at::ones({rows, kWidth}, options), weight = at::ones({kWidth, kWidth}, options);
-  at::Tensor out = at::empty({rows, kWidth}, options);
-  const double seconds = best_seconds([&] { at::mm_out(out, x, weight.t()); });
-  return {rows, 2.0 * static_cast<double>(rows * kWidth * kWidth) / seconds};
+  const Product product(rows, dtype);
+  return {rows, product.flops() / best_seconds(product)};
 }
 
 double attention_rate(at::ScalarType dtype) {
@@ -176,7 +188,32 @@ MachineProfile machine_profile(const Options& options, Progress& progress) {
   return profile;
 }
 
-double product_flops_per_second(DType dtype) { return matrix_rate(1024, scalar_type(dtype)).flops_per_second; }
+MachineProfile current_machine_profile(const Options& options, Progress& progress) {
+  constexpr double kFaster = 1.1;
+  const MachineProfile profile = machine_profile(options, progress);
+  if (profile.source != "measured") return profile;
+  const double now = matrix_rate(kProductRows, scalar_type(profile.dtype)).flops_per_second;
+  const double then = profile.matrix_flops_per_second(kProductRows);
+  if (now <= kFaster * then) return profile;
+  progress.note(text_of("matrix products run at ", std::llround(now / 1e9), " GFLOP/s, at ", std::llround(then / 1e9),
+                        " when this machine was measured: measuring it again"));
+  MachineProfile again = measure_machine(profile.dtype);
+  keep_profile(again);
+  return again;
+}
+
+double product_flops_per_second(DType dtype) {
+  const Product product(kProductRows, scalar_type(dtype));
+  product();
+  const auto begin = std::chrono::steady_clock::now();
+  double flops = 0, seconds = 0;
+  while (seconds < 0.05) {
+    product();
+    flops += product.flops();
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  return flops / seconds;
+}
 
 bool keep_profile(const MachineProfile& profile) {
   const std::unique_ptr<AtomicFile> out = open_cache(cache_file(profile.dtype));

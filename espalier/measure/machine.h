@@ -14,11 +14,17 @@ namespace espalier {
 // Cached where it was measured before with these threads and dtype; measured and cached otherwise.
 MachineProfile machine_profile(const Options& options, Progress& progress);
 
+// The same for whoever is about to measure: a profile that was taken while others used the machine, so that products
+// run faster now than it says by more than a tenth, is measured again and kept. A note says so.
+MachineProfile current_machine_profile(const Options& options, Progress& progress);
+
 // Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs in
 // three rounds.
 MachineProfile measure_machine(DType dtype);
 
-// Rate of a large matrix product now, the best of a few: what a step that runs at about this moment can be held to.
+// Rate of a matrix product of kProductRows rows now, over a twentieth of a second and as it comes, disturbances
+// included: what a step that runs at about this moment can be held to.
+inline constexpr std::int64_t kProductRows = 1024;
 double product_flops_per_second(DType dtype);
 
 // Writes the profile where machine_profile finds it. False where that cannot be done.

@@ -32,6 +32,8 @@ struct RowSegment {
   std::int32_t subtree_end;   // one past the last row below this segment (itself included)
   std::int32_t multiplicity;  // last - first: what a shared row counts in statistics
   std::int32_t first, last;
+
+  bool operator==(const RowSegment&) const = default;
 };
 
 // Token `position` of the response of `rollout` (id `target`) is predicted by `row`.
@@ -49,6 +51,8 @@ struct RowSet {
   std::int32_t outputs = 0;       // rows with at least one edge
   std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
   std::int64_t output_pairs = 0;  // those of rows with edges
+
+  bool operator==(const RowSet&) const = default;
 };
 
 // The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
@@ -67,6 +71,8 @@ struct PlanItem {
   std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
   double flops = 0;                     // forward + backward (+ recompute)
   double seconds = 0;                   // predicted
+
+  bool operator==(const PlanItem&) const = default;  // the same rows in the same order, at the same predicted cost
 };
 
 enum class Schedule { automatic, dense, packed, phased };

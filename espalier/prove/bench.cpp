@@ -126,15 +126,20 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
     throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient", text_of("norm ", norm),
                       "check weights, rewards and log-probs for extreme values"});
   std::int64_t runs = 0;
+  std::vector<PlanItem> plans[std::size(kEntrants)];
+  double before = product_flops_per_second(actor.model.dtype);
   progress.begin("measuring", options.repetitions * static_cast<std::int64_t>(std::size(kEntrants)), "runs");
   for (std::int64_t run = 0; run < options.repetitions; ++run)
     for (const Entrant& entrant : kEntrants) {
-      product_rates.push_back(product_flops_per_second(actor.model.dtype));
       actor.options.schedule = entrant.schedule;
       GradientReport report = compute_gradient(actor, batch, false);
-      fit.add(measured_parts(*report.profile), predicted_parts(report.plan, unfitted), product_rates.back());
+      const double after = product_flops_per_second(actor.model.dtype), rate = (before + after) / 2;
+      before = after;
+      product_rates.push_back(rate);
+      fit.add(measured_parts(*report.profile), predicted_parts(report.plan, unfitted), rate);
       BenchMeasure& measure = cell.*entrant.measure;
       measure.runs.push_back(report.seconds.total);
+      measure.product_flops_per_second.push_back(rate);
       measure.predicted_seconds = report.plan.chosen.seconds;
       measure.predicted_peak_bytes = report.plan.chosen.bytes.peak();
       // What is kept to compare gradients with is no part of the step.
@@ -145,17 +150,22 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
       measure.gradient_error = std::max(measure.gradient_error, distance(actor.gradients.flat(), dense));
+      plans[&entrant - kEntrants] = std::move(report.plan.items);
       progress.advance_to(++runs);
     }
   for (const Entrant& entrant : kEntrants) (cell.*entrant.measure).seconds = median((cell.*entrant.measure).runs);
+  for (std::size_t i = 0; i + 1 < std::size(kEntrants); ++i)
+    if (cell.same_plan.empty() && plans[i] == plans[std::size(kEntrants) - 1]) cell.same_plan = kEntrants[i].schedule;
   cell.product_flops_per_second = median(product_rates);
+  cell.fitted_steps = actor.machine.fitted_steps;
+  cell.profile_flops_per_second = actor.machine.matrix_flops_per_second(kProductRows);
   return cell;
 }
 
 // Keeps the fit of enough steps, or says why not.
 void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
   if (machine.source != "measured" || fit.steps() < CostFit::kLeastSteps) return;
-  const CostParts factors = fit.factors();
+  const CostParts factors = fit.factors(machine);
   const std::string found = text_of(fit.steps(), " steps took, of what the unfitted model predicts: products x ",
                                     factors.products, ", attention x ", factors.attention,
                                     ", norms, rotations, activations x ", factors.rows, ", head x ", factors.head);
@@ -173,7 +183,7 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
   const std::vector<Split> splits = parse_splits(options.splits);
   const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
   const auto model = bench_model(options, progress);
-  Actor actor(*model, options, machine_profile(options, progress));
+  Actor actor(*model, options, current_machine_profile(options, progress));
   actor.options.profile = true;
   MachineProfile unfitted_machine = actor.machine;
   unfitted_machine.fit = {1, 1, 1, 1};

@@ -19,6 +19,7 @@ namespace espalier {
 struct BenchMeasure {
   double seconds = 0;        // median of a whole gradient: plan, forward, loss, backward; no optimizer
   std::vector<double> runs;  // seconds of each
+  std::vector<double> product_flops_per_second;  // of a large matrix product, about the time of each run
   double predicted_seconds = 0;
   std::int64_t peak_bytes = 0, predicted_peak_bytes = 0;
   std::int64_t physical_rows = 0;
@@ -31,8 +32,11 @@ struct BenchCell {
   std::int64_t prefix = 0, suffix = 0, n = 0;  // prompt and response tokens, responses; medians for --rollouts
   BenchMeasure dense, packed, phased, automatic;
   double product_flops_per_second = 0;  // of a large matrix product, median over the same turns
+  double profile_flops_per_second = 0;  // the same in the machine's profile, which predicted the seconds
+  std::int64_t fitted_steps = 0;        // that the profile was fitted to; 0: to none
   double ceiling = 1;                   // FLOPs dense / FLOPs with every shared row once
   std::string chosen;                   // schedule that auto took for the first tree
+  std::string same_plan;                // schedule whose plan auto's is, row for row; empty: none
 
   double speedup() const { return automatic.seconds > 0 ? dense.seconds / automatic.seconds : 0; }
   double fraction() const { return speedup() / ceiling; }

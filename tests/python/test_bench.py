@@ -1,0 +1,47 @@
+"""`bench`: what it says beside its seconds, and the machine's profile that it keeps."""
+
+import json
+import os
+
+
+def cells(espalier, model, cache, *words, repetitions=1):
+    outcome = espalier("bench", "--model", model, "--splits", "24/8", "--n", 3, "--repetitions", repetitions, *words, "--json",
+                       env={**os.environ, "XDG_CACHE_HOME": str(cache)})
+    return outcome.json["cells"], outcome.stderr
+
+
+def rates(path):
+    return [entry["flops_per_second"] for entry in json.loads(path.read_text())["matrix"]]
+
+
+def test_every_run_stands_beside_the_rate_of_products_about_then(espalier, model_of, tmp_path):
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path, repetitions=2)
+    for schedule, runs in cell["runs"].items():
+        assert len(runs) == len(cell["schedules"]["product_flops_per_second"][schedule]) == 2
+        assert min(cell["schedules"]["product_flops_per_second"][schedule]) > 0
+    assert cell["profile_flops_per_second"] > 0 and cell["fitted_steps"] == 0
+
+
+def test_auto_says_whose_plan_it_runs(espalier, model_of, tmp_path):
+    """Everything fits one wave: packed. Under a budget of a few rows nothing but trunks and waves of auto's own choosing may be left,
+    and what is named then has the same rows."""
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path)
+    assert cell["same_plan"] == cell["chosen"] == "packed"
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path, "--token-budget", 12)
+    same, rows = cell["same_plan"], cell["schedules"]["rows"]
+    assert same is None or rows[same] == rows["auto"]
+    (cell,), _ = cells(espalier, model_of("qwen3_tied"), tmp_path, "--share", "off")
+    assert cell["same_plan"] == "dense"
+
+
+def test_a_profile_taken_on_a_busy_machine_is_measured_again(espalier, model_of, tmp_path):
+    """Rates a hundredth of those found before: products run faster now than the profile says, whatever else the machine does."""
+    cells(espalier, model_of("qwen3_tied"), tmp_path)
+    path, = (tmp_path / "espalier").iterdir()
+    first, profile = rates(path), json.loads(path.read_text())
+    for entry in profile["matrix"]:
+        entry["flops_per_second"] /= 100
+    path.write_text(json.dumps(profile))
+    _, stderr = cells(espalier, model_of("qwen3_tied"), tmp_path)
+    assert "measuring it again" in stderr
+    assert rates(path)[-1] > 10 * first[-1] / 100
