@@ -4,9 +4,10 @@
 #include "espalier/base/units.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
-#include "espalier/loop/sampling.h"
+#include "espalier/loop/run_start.h"
 #include "espalier/objective/objective.h"
 #include "espalier/step/planning.h"
+#include "espalier/text/reward_function.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::cli {
@@ -61,17 +62,18 @@ void dry_generate(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   const SamplingSettings settings = sampling_settings(options);
   require_room(shape, options, {.gradients = false, .optimizer = false});
-  stop_ids(options, shape.vocabulary);
-  const auto prompts =
-      static_cast<std::int64_t>(read_prompts(options.prompts, shape.vocabulary, context.progress).prompts.size());
+  LazyTokenizer tokenizer(options.model);
+  stop_ids(options, shape.vocabulary, nullptr);
+  if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress);
+  const auto prompts = static_cast<std::int64_t>(file.prompts.size());
   context.result["prompts"] = prompts;
   context.text << format_count(prompts) << " prompts, " << format_count(settings.n) << " responses each\n";
 }
 
 void dry_grpo(Context& context) {
   const Options& options = context.options;
-  check_sampling(options);
-  if (!options.model.empty()) require_room(read_model_shape(options.model), options, {});
+  if (options.resume.empty()) check_new_run(options, context.progress);
   context.text << (options.resume.empty() ? "a new run in " + options.out : "more of the run in " + options.resume)
                << "\n";
 }

@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "cli/verbs.h"
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/generate/generate_records.h"
 
@@ -23,7 +24,8 @@ std::string fixed(double value) {
 }  // namespace
 
 int run_generate(Context& context) {
-  const GenerateReport r = generate_records(context.options, context.progress);
+  const GeneratedRecords records = generate_records(context.options, context.progress);
+  const GenerateReport& r = records.report;
   const double mean = rate(r.response_tokens, static_cast<double>(r.responses));
   context.result["prompts"] = r.prompts;
   context.result["rollouts"] = r.responses;
@@ -36,6 +38,7 @@ int run_generate(Context& context) {
   context.result["decode_steps"] = r.decode_steps;
   context.result["kv_bytes"] = r.kv_bytes;
   context.result["kv_bytes_unshared"] = r.kv_bytes_unshared;
+  if (records.reward) context.result["reward"] = *records.reward;
   context.text << format_count(r.prompts) << " prompts, " << format_count(r.responses) << " responses, mean length "
                << fixed(mean) << "\n"
                << "prompts:   " << format_count(r.prompt_rows_physical)
@@ -46,8 +49,9 @@ int run_generate(Context& context) {
                << " steps, " << format_seconds(r.seconds_decode) << ", "
                << rate_text(r.response_tokens, r.seconds_decode) << "\n"
                << "keys and values: " << format_bytes(r.kv_bytes)
-               << " held (with a prompt for each response: " << format_bytes(r.kv_bytes_unshared)
-               << ")\nwritten: " << context.options.out << "\n";
+               << " held (with a prompt for each response: " << format_bytes(r.kv_bytes_unshared) << ")\n";
+  if (records.reward) context.text << "rewards:   mean " << text_of(*records.reward) << "\n";
+  context.text << "written: " << context.options.out << "\n";
   return 0;
 }
 

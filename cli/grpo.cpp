@@ -34,7 +34,7 @@ class RunText {
     if (kind == "warm_start") print_warm_start(line);
     if (kind == "step") print_step(line);
     if (kind == "evaluation") print_evaluation(line);
-    if (kind == "sample" && shown_++ < show_) print_sample(line);
+    if (kind == "sample") print_sample(line);
     out_.flush();  // seen at once, also through a pipe
   }
 
@@ -64,18 +64,18 @@ class RunText {
     dropped_ += line["groups_dropped"].get<std::int64_t>();
     const std::int64_t batch = line["batch"];
     if (batch != 1 && batch % kBatches != 0 && since_line_.total() < kSeconds) return;
-    print_line(line["step"]);
+    print_line(line["step"], line["steps_total"]);
     steps_ = batches_ = dropped_ = 0, sums_.clear(), batch_sums_.clear(), rows_.clear();
     since_line_ = Timer();
   }
 
-  void print_line(std::int64_t step) {
+  void print_line(std::int64_t step, std::int64_t steps) {
     const auto of_step = [&](const char* field) { return sums_[field] / static_cast<double>(steps_); };
     const auto of_batch = [&](const char* field) { return batch_sums_[field] / static_cast<double>(batches_); };
-    out_ << "step " << std::setw(4) << step << std::fixed << std::setprecision(3) << "  reward " << of_batch("reward")
-         << "  right " << std::setw(6) << format_percent(of_batch("accuracy")) << "  kl " << of_step("kl_loss")
-         << "  entropy " << of_step("entropy") << "  clipped " << format_percent(of_step("clip_fraction"))
-         << std::setprecision(1) << "  length " << of_batch("length");
+    out_ << "step " << std::setw(4) << step << " of " << steps << std::fixed << std::setprecision(3) << "  reward "
+         << of_batch("reward") << "  right " << std::setw(6) << format_percent(of_batch("accuracy")) << "  kl "
+         << of_step("kl_loss") << "  entropy " << of_step("entropy") << "  clipped "
+         << format_percent(of_step("clip_fraction")) << std::setprecision(1) << "  length " << of_batch("length");
     if (dropped_ > 0) out_ << "  dropped " << dropped_;
     out_ << std::setprecision(2) << "  generate " << of_batch("generate") << " score " << of_batch("score")
          << " update " << of_batch("update") << " s  tokens computed " << format_count(rows_["physical"]) << " of "
@@ -83,7 +83,6 @@ class RunText {
   }
 
   void print_evaluation(const Json& line) {
-    shown_ = 0;
     if (const std::int64_t steps = std::exchange(warm_start_steps_, 0); steps > 0)
       out_ << "warm start ended after " << steps << " steps\n";
     out_ << "==== held out, after step " << line["step"].get<std::int64_t>() << ":  "
@@ -92,12 +91,14 @@ class RunText {
   }
 
   void print_sample(const Json& line) {
+    if (const std::int64_t step = line["step"]; std::exchange(shown_at_, step) != step) shown_ = 0;
+    if (shown_++ >= show_) return;
     out_ << "  asked     " << shortened(line["prompt"]) << "\n  answered  " << shortened(line["response"])
          << "\n  expected  " << shortened(line["expected"]) << "\n";
   }
 
   std::ostream& out_;
-  std::int64_t show_, shown_ = 0, warm_start_steps_ = 0;
+  std::int64_t show_, shown_ = 0, shown_at_ = -1, warm_start_steps_ = 0;
   std::int64_t steps_ = 0, batches_ = 0, dropped_ = 0;  // since the last line, as all below
   std::map<std::string, double> sums_, batch_sums_;     // over steps, over batches
   std::map<std::string, std::int64_t> rows_;
@@ -125,10 +126,14 @@ int run_grpo(Context& context) {
   const std::string run = report.run.string();
   context.result["run"] = run;
   context.result["steps_done"] = report.steps;
-  context.result["accuracy"] = report.accuracy;
-  context.text << "after " << report.steps << " steps: " << format_percent(report.accuracy)
-               << " of the held-out problems answered right\nwritten: " << run << "\n";
-  const bool learned = report.accuracy >= context.options.expect_accuracy;
+  context.result["accuracy"] = report.accuracy ? Json(*report.accuracy) : Json();
+  context.text << "after " << report.steps << " steps: ";
+  if (report.accuracy)
+    context.text << format_percent(*report.accuracy) << " of the held-out prompts answered right";
+  else
+    context.text << "nothing was held out (--val-prompts)";
+  context.text << "\nwritten: " << run << "\n";
+  const bool learned = !report.accuracy || *report.accuracy >= context.options.expect_accuracy;
   context.result["learned"] = learned;
   context.result["nothing_left"] = report.nothing_left;
   if (learned) return 0;

@@ -3,11 +3,13 @@
 
 #include "cli/reading.h"
 #include "cli/verbs.h"
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/inspection.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/rollout/batch.h"
 #include "espalier/rollout/recorded_routes.h"
+#include "espalier/text/rollout_text.h"
 
 namespace espalier::cli {
 namespace {
@@ -32,6 +34,36 @@ std::int64_t physical_tokens(const std::vector<Rollout>& rollouts, ShareMode mod
   return tokens;
 }
 
+std::string one_line(const Json& text) {
+  return text.is_string() ? Json(text).dump(-1, ' ', false, Json::error_handler_t::replace) : "(no text)";
+}
+
+// The first rollouts as text: what the records carry, else what the tokenizer of --model says.
+void show_samples(Context& context, const std::vector<Rollout>& rollouts) {
+  const auto count = std::min(rollouts.size(), static_cast<std::size_t>(context.options.show));
+  std::vector<Rollout> shown(rollouts.begin(), rollouts.begin() + static_cast<std::ptrdiff_t>(count));
+  const bool have_text = std::ranges::all_of(shown, [](const Rollout& rollout) {
+    const Json carried = carried_fields(rollout);
+    return carried.contains("prompt") && carried.contains("response");
+  });
+  if (!have_text && context.options.model.empty())
+    throw OptionError({"--show", "records with text, or --model DIR for its tokenizer", "neither", "give --model DIR"});
+  if (!have_text) {
+    Tokenizer tokenizer(context.options.model);
+    add_texts(shown, tokenizer);
+  }
+  for (const Rollout& rollout : shown) {
+    const Json carried = carried_fields(rollout);
+    Json sample{{"where", rollout.where}, {"prompt", carried["prompt"]}, {"response", carried["response"]}};
+    if (rollout.reward) sample["reward"] = *rollout.reward;
+    context.text << "\n" << rollout.where;
+    if (rollout.reward) context.text << "  reward " << *rollout.reward;
+    context.text << "\n  prompt    " << one_line(sample["prompt"]) << "\n  response  " << one_line(sample["response"])
+                 << '\n';
+    context.result["samples"].push_back(std::move(sample));
+  }
+}
+
 }  // namespace
 
 int run_inspect(Context& context) {
@@ -45,6 +77,7 @@ int run_inspect(Context& context) {
   context.result["bytes"] = file.bytes;
   context.text << "read              " << file.format << ", " << format_bytes(file.bytes) << '\n'
                << inspection_text(inspection);
+  if (context.options.show > 0) show_samples(context, file.rollouts);
   return 0;
 }
 

@@ -24,9 +24,9 @@ std::string nothing_to_learn(const StepReport& step) {
   return step.update.grad_norm == 0 ? "the gradient is 0 (are the rewards of every group equal?)" : "";
 }
 
-void print_step(std::ostream& out, const StepReport& step) {
+void print_step(std::ostream& out, const StepReport& step, const Json& line) {
   const GradientReport& g = step.gradient;
-  out << "step " << step.step << std::setprecision(5);
+  out << "step " << step.step << " of " << line["steps_total"].get<std::int64_t>() << std::setprecision(5);
   if (step.reward) out << "  reward " << *step.reward;
   out << "  loss " << g.loss.loss << "  grad norm " << step.update.grad_norm << "  lr " << step.update.lr
       << "  clipped " << format_percent(g.loss.clip_fraction) << "  tokens computed "
@@ -61,13 +61,14 @@ void warn_of_foreign_logprobs(Context& context, const StepReport& step) {
 int run_train(Context& context) {
   context.result["steps"] = Json::array();
   std::int64_t steps = 0, empty_steps = 0;
-  train(context.options, context.progress, [&](const StepReport& step) {
+  train(context.options, context.progress, [&](const StepReport& step, const Json& line) {
     context.progress.end();  // takes the bar away; the next report draws it again
-    print_step(context.text, step);
+    print_step(context.text, step, line);
     warn_of_foreign_logprobs(context, step);
     if (step.critic) print_critic(context.text, *step.critic);
     if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
-    context.result["steps"].push_back(step_json(step));
+    context.result["steps"].push_back(line);
+    context.result["steps"].back().erase("kind");
     ++steps, empty_steps += !nothing_to_learn(step).empty();
   });
   if (empty_steps > 0) tell(context, text_of(empty_steps, " of ", steps, " steps had nothing to learn from"));

@@ -7,7 +7,7 @@
 namespace espalier::cli {
 
 const std::vector<Verb>& verbs() {
-  constexpr const char* kOutputs = "out|gradients|logprobs|record";
+  constexpr const char* kOutputs = "out|gradients|logprobs|rollout-metrics|record";
   constexpr std::size_t kAny = std::numeric_limits<std::size_t>::max();
   // clang-format off
   static const std::vector<Verb> table = {

@@ -10,11 +10,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe device rollout grouping plan ops moe model objective gradient phase optimizer checkpoint "
+    "base options observe device rollout text grouping plan ops moe model objective gradient phase optimizer checkpoint "
     "measure step train prove generate replay report loop"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "rollout", "grouping", "plan"}
+TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "plan"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 

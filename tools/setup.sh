@@ -166,15 +166,15 @@ if [ -z "$python" ]; then
 fi
 case "$python" in
   "$PWD"/.venv/*)  # also when torch is there already: an interrupted installation is completed
-    pip_install "$python" -q -r tools/requirements-build.txt ||
-      fail "pip could not install tools/requirements-build.txt; where there is no network, set PYTHON to a Python with torch 2.11"
+    pip_install "$python" -q -r tools/requirements-build.txt -r tools/requirements-text.txt ||
+      fail "pip could not install tools/requirements-build.txt and requirements-text.txt; where there is no network, set PYTHON to a Python with torch 2.11"
     [ -n "$(torch_folder "$python")" ] || fail "torch 2.11 is not in .venv after the installation: remove .venv and try again"
     ;;
 esac
 
 # ---- packages of the Python tests -----------------------------------------------------------------------------------
 
-test_packages="numpy, torch, transformers, safetensors, pytest"
+test_packages="numpy, torch, transformers, safetensors, pyarrow, pytest"
 
 # Whether tool $1 is here in the version that tools/check.sh wants.
 have_version_14() {
@@ -211,7 +211,7 @@ if [ "$mode" = tests ]; then
       # A Python of the user's own is left as it is: what it lacks goes to build/python, which the test runner adds.
       if ! PYTHONPATH=build/python "$python" -c "import $test_packages" 2>/dev/null; then
         mkdir -p build/setup
-        grep -vE '^(#|nvidia-|typing_extensions)' tools/requirements-tests.txt >build/setup/pins.txt
+        grep -hvE '^(#|nvidia-|typing_extensions)' tools/requirements-t*.txt >build/setup/pins.txt
         log "$python lacks some of $test_packages: installing the pinned ones into build/python"
         pip_install "$python" -q --upgrade --target build/python -r build/setup/pins.txt ||
           log "pip could not install them: the Python tests that need them will be skipped"
@@ -230,7 +230,11 @@ case "$python" in
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     printf '%s\n' "$PWD/python" >"$site/$package_link"
     ;;
-  *) log "for import espalier in $python:  export PYTHONPATH=$PWD/python" ;;
+  *)
+    log "for import espalier in $python:  export PYTHONPATH=$PWD/python"
+    "$python" -c 'import tokenizers, jinja2' 2>/dev/null ||
+      log "for prompts that are text:  $python -m pip install tokenizers jinja2"
+    ;;
 esac
 
 mkdir -p build/setup

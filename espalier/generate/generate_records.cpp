@@ -15,6 +15,8 @@
 #include "espalier/rollout/writer.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/planning.h"
+#include "espalier/text/reward_function.h"
+#include "espalier/text/rollout_text.h"
 
 namespace espalier {
 namespace {
@@ -54,11 +56,13 @@ SamplingSettings sampling_settings(const Options& options) {
   return settings;
 }
 
-std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary) {
+std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer) {
   std::vector<std::int32_t> ids;
   if (options.stop_ids.empty()) {
     const std::filesystem::path model = options.model;
     if (!read_eos(model / "generation_config.json", ids)) read_eos(model / "config.json", ids);
+    const std::optional<std::int32_t> eos = tokenizer ? tokenizer->eos() : std::nullopt;
+    if (eos && std::ranges::find(ids, *eos) == ids.end()) ids.push_back(*eos);
     return ids;
   }
   for (const double id : parse_numbers("--stop-ids", options.stop_ids)) {
@@ -91,14 +95,19 @@ void plan_memory(const ModelShape& shape, const Options& options, SamplingSettin
   if (settings.kv_limit_bytes == 0) settings.kv_limit_bytes = std::max<std::int64_t>(1, limit - most);
 }
 
-GenerateReport generate_records(const Options& options, Progress& progress) {
+GeneratedRecords generate_records(const Options& options, Progress& progress) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
-  require_room(read_model_shape(options.model), options, kForwardOnly);
-  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
-  settings.stop_ids = stop_ids(options, model->shape.vocabulary);
-  const PromptFile file = read_prompts(options.prompts, model->shape.vocabulary, progress);
+  const ModelShape shape = read_model_shape(options.model);
+  require_room(shape, options, kForwardOnly);
+  std::optional<RewardFunction> reward;
+  if (!options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
+  LazyTokenizer tokenizers(options.model);
+  const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
+  Tokenizer* const tokenizer = reward || file.has_text ? &tokenizers.get() : tokenizers.at_hand(progress);
+  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  settings.stop_ids = stop_ids(options, shape.vocabulary, tokenizer);
   if (settings.stop_ids.empty())
     progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
@@ -106,11 +115,17 @@ GenerateReport generate_records(const Options& options, Progress& progress) {
   model->decoder.reserve_positions(positions_needed(model->shape, file.prompts, settings));
 
   Arena arena(arena_limit(options));
-  GenerateReport report;
-  for (const Rollout& rollout : generate(model->decoder, file.prompts, settings, arena, progress, &report))
-    writer.write(rollout);
+  GeneratedRecords out;
+  std::vector<Rollout> rollouts = generate(model->decoder, file.prompts, settings, arena, progress, &out.report);
+  if (tokenizer) add_texts(rollouts, *tokenizer);
+  if (reward) {
+    const std::vector<Score> scores = reward->of(rollouts, progress);
+    add_scores(rollouts, scores);
+    out.reward = mean_score(scores);
+  }
+  for (const Rollout& rollout : rollouts) writer.write(rollout);
   writer.finish();
-  return report;
+  return out;
 }
 
 }  // namespace espalier

@@ -1,9 +1,12 @@
 // `generate`: from a model directory and a file of prompts to records of rollouts.
 #pragma once
 
+#include <optional>
+
 #include "espalier/generate/sampler.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/text/tokenizer.h"
 
 namespace espalier {
 
@@ -12,15 +15,21 @@ namespace espalier {
 SamplingSettings sampling_settings(const Options& options);
 
 // --stop-ids, or eos_token_id (a number or a list) of generation_config.json, or else of config.json, in the model's
-// directory; none: no token ends a response. Errors: OptionError for ids beyond the vocabulary, InputError for an
-// eos_token_id of another kind.
-std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary);
+// directory, and with it the eos token of the tokenizer, where one is given; none: no token ends a response. Errors:
+// OptionError for ids beyond the vocabulary, InputError for an eos_token_id of another kind.
+std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer);
 
 // Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
 // `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.
 void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings);
 
-// Loads --model, reads --prompts, writes the responses to --out in prompt order.
-GenerateReport generate_records(const Options& options, Progress& progress);
+struct GeneratedRecords {
+  GenerateReport report;
+  std::optional<double> reward;  // mean over the responses, with --reward
+};
+
+// Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a
+// tokenizer, and with rewards where --reward gives them. Errors: those of the parts; --out is as it was before then.
+GeneratedRecords generate_records(const Options& options, Progress& progress);
 
 }  // namespace espalier

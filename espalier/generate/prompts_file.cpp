@@ -1,42 +1,123 @@
 #include "espalier/generate/prompts_file.h"
 
 #include <algorithm>
+#include <array>
+#include <filesystem>
 #include <memory>
 
 #include "espalier/base/error.h"
 #include "espalier/rollout/byte_stream.h"
 #include "espalier/rollout/line_reader.h"
+#include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_fields.h"
 #include "espalier/rollout/record_format.h"
+#include "espalier/text/rollout_text.h"
 
 namespace espalier {
 namespace {
 
 constexpr std::string_view kResponseFields[] = {
-    "response_ids", "loss_mask",   "reward",           "advantage", "logprobs", "entropies",     "old_logprobs",
-    "ref_logprobs", "temperature", "rollout_logprobs", "values",    "returns",  "finish_reason", "step"};
+    "response_ids",     "response",     "loss_mask",    "reward",       "advantage", "logprobs",          "values",
+    "returns",          "entropies",    "old_logprobs", "ref_logprobs", "step",      "reward_extra_info", "temperature",
+    "rollout_logprobs", "finish_reason"};
+constexpr std::string_view kCarriedFields[] = {"id",         "meta",         "data_source", "ground_truth",
+                                               "extra_info", "reward_model", "ability"};
 
-Prompt read_prompt(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+using JsonType = simdjson::ondemand::json_type;
+
+// Of a prompt that is text or messages: its JSON, and where it stands among the prompts.
+struct TextPrompt {
+  std::size_t place;
+  std::string json;
+};
+
+struct PromptLines {
+  PromptFile file;
+  std::vector<TextPrompt> texts;
+  RecordReader reader;
+};
+
+JsonType type_of(JsonValue& value, const RecordPlace& place, std::string_view field) {
+  JsonType type{};
+  if (value.type().get(type)) throw place.wrong(field, "a JSON value", "something else");
+  return type;
+}
+
+void check_type(JsonValue& value, JsonType wanted, const char* name, const RecordPlace& place, std::string_view field) {
+  if (type_of(value, place, field) != wanted)
+    throw place.wrong(field, name, std::string(read_raw(value, place, field).substr(0, 80)));
+}
+
+// The raw JSON of `prompt`: a string or a list.
+std::string read_prompt_text(JsonValue value, const RecordPlace& place) {
+  const JsonType type = type_of(value, place, "prompt");
+  const std::string raw(read_raw(value, place, "prompt"));
+  const bool list = type == JsonType::array;
+  if (!list && type != JsonType::string)
+    throw place.wrong("prompt", "a text, or a list of chat messages with role and content", raw.substr(0, 80));
+  if (list &&
+      std::ranges::all_of(raw, [](char c) { return std::string_view("[] \t\n\r").find(c) != std::string_view::npos; }))
+    throw place.wrong("prompt", "at least one message", "an empty list");
+  return raw;
+}
+
+void read_carried(JsonValue value, const RecordPlace& place, std::string_view key, Prompt& prompt) {
+  if (key == "data_source") check_type(value, JsonType::string, "a text", place, key);
+  if (key == "extra_info" || key == "reward_model") check_type(value, JsonType::object, "an object", place, key);
+  add_carried(prompt.carried, key, read_raw(value, place, key));
+}
+
+void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& place) {
   Prompt prompt;
-  bool seen = false;
-  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue value) {
-    if (key == "prompt_ids") {
-      read_token_ids(value, place, key, reader.vocabulary, ListShape::flat, prompt.ids);
-      seen = true;
-    } else if (key == "group") {
-      if (!is_null(value)) prompt.group = read_scalar_text(value, place, key);
-    } else if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields)) {
-      throw place.wrong(key, "a prompt: prompt_ids, and optionally group, id, meta", "a field of a response",
+  std::string text;
+  for_each_member(lines.reader.parser, line, place, [&](std::string_view key, JsonValue value) {
+    if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
+      throw place.wrong(key, "a prompt: prompt or prompt_ids, and what is carried", "a field of a response",
                         "Keep the prompts of a file of rollouts, one line for each");
+    const bool meant = std::ranges::find(kCarriedFields, key) != std::end(kCarriedFields);
+    if (key != "id" && key != "meta" && is_null(value)) return;  // a field left open
+    if (key == "prompt_ids") {
+      read_token_ids(value, place, key, lines.reader.vocabulary, ListShape::flat, prompt.ids);
+      if (prompt.ids.empty()) throw place.wrong("prompt_ids", "at least one token", "an empty list");
+    } else if (key == "prompt") {
+      text = read_prompt_text(value, place);
+    } else if (key == "group") {
+      prompt.group = read_scalar_text(value, place, key);
     } else {
-      if (key != "id" && key != "meta") reader.unknown_fields.try_emplace(std::string(key), place.where());
-      add_carried(prompt.carried, key, read_raw(value, place, key));
+      if (!meant) lines.reader.unknown_fields.try_emplace(std::string(key), place.where());
+      read_carried(value, place, key, prompt);
     }
   });
-  if (!seen) throw place.wrong("prompt_ids", "this field in every record", "none");
-  if (prompt.ids.empty()) throw place.wrong("prompt_ids", "at least one token", "an empty list");
+  if (prompt.ids.empty() && text.empty())
+    throw place.wrong("prompt", "a prompt in every record: this field, or prompt_ids", "neither");
   prompt.where = place.where();
-  return prompt;
+  const bool messages = text.starts_with('[');
+  if (messages) add_carried(prompt.carried, "messages", text);
+  if (!prompt.ids.empty() && !text.empty() && !messages) add_carried(prompt.carried, "prompt", text);
+  if (prompt.ids.empty()) lines.texts.push_back({lines.file.prompts.size(), std::move(text)});
+  lines.file.prompts.push_back(std::move(prompt));
+}
+
+void encode_texts(PromptLines& lines, LazyTokenizer& tokenizer, Progress& progress) {
+  std::vector<std::string> texts;
+  for (TextPrompt& text : lines.texts) texts.push_back(std::move(text.json));
+  const auto prompt_at = [&](std::size_t text) -> Prompt& { return lines.file.prompts[lines.texts[text].place]; };
+  progress.begin("tokenizing prompts", static_cast<std::int64_t>(texts.size()), "prompts");
+  std::vector<EncodedPrompt> encoded = tokenizer.get().encode(
+      texts, [&](std::size_t text) { return prompt_at(text).where; },
+      [&](std::size_t done) { progress.advance_to(static_cast<std::int64_t>(done)); });
+  progress.end();
+  for (std::size_t text = 0; text < texts.size(); ++text) {
+    Prompt& prompt = prompt_at(text);
+    prompt.ids = std::move(encoded[text].ids);
+    if (prompt.ids.empty()) throw InputError({prompt.where + ": prompt", "at least one token", "an empty text", ""});
+    const std::int32_t highest = *std::ranges::max_element(prompt.ids);
+    if (lines.reader.vocabulary > 0 && highest >= lines.reader.vocabulary)
+      throw InputError({prompt.where + ": prompt", text_of("tokens of the model, below ", lines.reader.vocabulary),
+                        text_of("token ", highest, " of the tokenizer"),
+                        "tokenizer and weights in " + tokenizer.get().directory() + " do not belong together"});
+    carry_text(prompt.carried, "prompt", encoded[text].text);
+  }
 }
 
 // Ordinals stand for groups that are not given; beside given ones they could be mistaken for one of them.
@@ -48,36 +129,55 @@ void check_groups(const std::vector<Prompt>& prompts) {
                         given ? "none here" : "one here and none in " + prompts.front().where, ""});
 }
 
-PromptFile read_all(std::unique_ptr<ByteStream> stream, const std::string& name, std::int64_t vocabulary,
-                    const std::function<void(std::int64_t)>& refilled) {
-  PromptFile file;
-  RecordReader reader;
-  reader.vocabulary = vocabulary;
-  stream = unpacked(std::move(stream), name);
-  LineReader lines(*stream, name, refilled);
-  for (Line line; lines.next(line);)
-    file.prompts.push_back(read_prompt(reader, line.text, {name, line.number, line.ends_file}));
+bool is_parquet(const std::string& path) {
+  std::int64_t bytes = 0;
+  std::error_code error;
+  if (path.ends_with(".parquet")) return true;
+  if (!std::filesystem::is_regular_file(path, error)) return false;  // a look into a pipe takes its first bytes away
+  std::array<char, 4> start{};
+  const std::size_t got = open_file_bytes(path, bytes)->read(start.data(), start.size());
+  return std::string_view(start.data(), got) == "PAR1";
+}
+
+PromptFile read_all(ByteStream& stream, const std::string& name, std::int64_t vocabulary, LazyTokenizer& tokenizer,
+                    Progress& progress, const std::function<void(std::int64_t)>& refilled) {
+  PromptLines lines;
+  lines.reader.vocabulary = vocabulary;
+  LineReader reader(stream, name, refilled);
+  for (Line line; reader.next(line);) read_prompt(lines, line.text, {name, line.number, line.ends_file});
+  progress.end();
+  PromptFile& file = lines.file;
   if (file.prompts.empty()) throw InputError({name, "at least one prompt", "none", "Was it written completely?"});
   check_groups(file.prompts);
-  for (const auto& [field, where] : reader.unknown_fields)
+  file.has_text = !lines.texts.empty();
+  if (file.has_text) encode_texts(lines, tokenizer, progress);
+  for (const auto& [field, where] : lines.reader.unknown_fields)
     file.notes.push_back("unknown field \"" + field + "\" is kept and not used (first at " + where + ")");
-  return file;
+  return std::move(file);
 }
 
 }  // namespace
 
-PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, Progress& progress) {
+PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer,
+                        Progress& progress) {
   std::int64_t total = 0;
   auto stream = open_file_bytes(path, total);
-  progress.begin("reading prompts", total, "bytes");
-  PromptFile file =
-      read_all(std::move(stream), path, vocabulary, [&](std::int64_t done) { progress.advance_to(done); });
-  progress.end();
-  return file;
+  const bool parquet = is_parquet(path);
+  progress.begin("reading prompts", parquet ? 0 : total, "bytes");
+  const auto advance = [&](std::int64_t done) { progress.advance_to(done); };
+  if (parquet)
+    stream = std::make_unique<PythonRecords>(
+        path, [&] { progress.advance_to(0); }, std::vector<std::string>{"espalier.texts", "prompts"});
+  else
+    stream = unpacked(std::move(stream), path);
+  return read_all(*stream, path, vocabulary, tokenizer, progress, advance);
 }
 
-PromptFile parse_prompts(std::string_view text, const std::string& name, std::int64_t vocabulary) {
-  return read_all(memory_bytes(text), name, vocabulary, {});
+PromptFile parse_prompts(std::string_view text, const std::string& name, std::int64_t vocabulary,
+                         LazyTokenizer& tokenizer) {
+  NoProgress silent;
+  const auto stream = unpacked(memory_bytes(text), name);
+  return read_all(*stream, name, vocabulary, tokenizer, silent, {});
 }
 
 }  // namespace espalier

@@ -21,7 +21,11 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
   out.mini_batch = state.batches;
   out.random_state = std::to_string(options.seed);
   out.options = options_to_json(options, 'l').dump();
-  out.extra = Json{{"metrics_bytes", state.metrics_bytes}, {"accuracy", state.accuracy}}.dump();
+  out.extra = Json{{"metrics_bytes", state.metrics_bytes},
+                   {"accuracy", state.accuracy ? Json(*state.accuracy) : Json()},
+                   {"prompts_drawn", state.prompts_drawn},
+                   {"prompts", state.prompts}}
+                  .dump();
   AtomicDirectory target(directory);
   save_trained_model(target.path(), model, optimizer, out, options.save_dtype);
   if (critic)
@@ -40,8 +44,13 @@ Restored load_checkpoint(const std::filesystem::path& directory, const Options& 
   if (!extra.contains("metrics_bytes"))
     throw InputError({(directory / "espalier" / "state.json").string(), "a checkpoint of grpo", "one of train",
                       "continue it with train --resume"});
-  out.state = {former.step, former.mini_batch, extra["metrics_bytes"].get<std::int64_t>(),
-               extra.value("accuracy", 0.0)};
+  out.state = {former.step,
+               former.mini_batch,
+               extra["metrics_bytes"].get<std::int64_t>(),
+               extra.value("prompts_drawn", std::int64_t{0}),
+               std::nullopt,
+               extra.value("prompts", "")};
+  if (extra.contains("accuracy") && extra["accuracy"].is_number()) out.state.accuracy = extra["accuracy"].get<double>();
   return out;
 }
 

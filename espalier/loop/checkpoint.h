@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
@@ -17,7 +19,9 @@ struct LoopState {
   std::int64_t step = 0;           // optimizer steps done
   std::int64_t batches = 0;        // batches done
   std::int64_t metrics_bytes = 0;  // of metrics.jsonl up to here
-  double accuracy = 0;             // of the last evaluation
+  std::int64_t prompts_drawn = 0;  // for training
+  std::optional<double> accuracy;  // of the last evaluation
+  std::string prompts;             // Questions::fingerprint
 };
 
 // Complete or absent. `critic` may be null; it goes to critic/. Errors: OptionError.

@@ -13,6 +13,7 @@
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/loop/sampling.h"
+#include "espalier/loop/task_questions.h"
 #include "espalier/loop/warm_start.h"
 #include "espalier/observe/timer.h"
 #include "espalier/report/plan_picture.h"
@@ -70,6 +71,7 @@ class Loop {
   void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
   void run_steps(const TrainingData& data, const Json& batch);
   void evaluate();
+  void write_samples(std::span<const Answer> answers);
   void save();
   void write_last_rollouts() const;
   void write_model() const;
@@ -91,6 +93,7 @@ class Loop {
   std::optional<Sampling> sampling_;
   std::optional<TraceRecorder> recorder_;
   std::vector<Rollout> last_rollouts_;  // of the last batch, with old log-probs
+  std::vector<Answer> last_answers_;    // of the last batch, one to each prompt
   Json last_picture_;                   // of the last step's plan
   std::int64_t evaluated_at_ = -1, saved_at_ = -1;
 };
@@ -151,6 +154,9 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
   model_ = std::move(restored.model);
   optimizer_ = std::move(restored.optimizer);
   state_ = restored.state;
+  if (state_.prompts != start_.questions->fingerprint())
+    throw InputError({options_.prompts, "the prompts that the run was started with", "others",
+                      "restore --prompts and --val-prompts, or start a new run in another --out"});
   evaluated_at_ = saved_at_ = state_.step;
   metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), state_.metrics_bytes, state_.step + 1, on_line);
   progress_.note(text_of("continuing ", folder_.root().string(), " after step ", state_.step));
@@ -162,10 +168,10 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
 // What batches need besides the model. A run that begins is evaluated and saved first: checkpoint 0 is also the
 // reference.
 void Loop::prepare() {
-  model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
   actor_.emplace(*model_, options_, start_.machine);
   actor_->has_optimizer = true;
-  sampling_.emplace(options_, model_->decoder, actor_->arena, progress_);
+  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->arena, progress_);
+  model_->decoder.reserve_positions(sampling_->longest_rollout());
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {
     evaluate();
@@ -173,7 +179,7 @@ void Loop::prepare() {
   }
   if (options_.kl_loss_coef > 0) {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
-    reference_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+    reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
   share_memory();
   if (!options_.record.empty())
@@ -184,7 +190,7 @@ void Loop::prepare() {
 void Loop::prepare_critic() {
   critic_.emplace(load_critic(options_.critic, options_, model_->shape, progress_), options_, start_.machine,
                   actor_->arena);
-  critic_->model().decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
+  critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
   critic_->optimizer();
   if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);
 }
@@ -205,7 +211,7 @@ SampledBatch Loop::sample() {
   progress_.on_interrupt(OnInterrupt::unwind);
   std::optional<SampledBatch> sampled;
   try {
-    sampled = sampling_->batch(state_.batches);
+    sampled = sampling_->batch(state_.batches, state_.prompts_drawn);
   } catch (const Interrupted&) {
   }
   progress_.on_interrupt(OnInterrupt::finish);
@@ -227,6 +233,8 @@ bool Loop::run_batch() {
     return false;
   }
   ++state_.batches;
+  state_.prompts_drawn += sampled.prompts_drawn;
+  last_answers_ = std::move(sampled.answers);
   const auto mini_batches = cut_mini_batches(sampled.rollouts, options_.mini_batch_size).size();
   const Timer scoring;
   add_logprobs(sampled.rollouts, options_.epochs * static_cast<std::int64_t>(mini_batches), sampled.tokens_saved);
@@ -298,6 +306,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     Json seconds = line["seconds"];
     line.update(batch);
     line["steps_left"] = steps - 1 - i;  // in this batch
+    line["steps_total"] = std::max(last_step_, report.step);
     seconds["generate"] = i == 0 ? batch["seconds"]["generate"].get<double>() : 0.0;
     seconds["score"] = i == 0 ? batch["seconds"]["score"].get<double>() : 0.0;
     seconds["update"] = gradient.seconds.total;
@@ -310,33 +319,40 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
   progress_.end();
 }
 
+// Without held-out prompts the samples are those of the last batch.
 void Loop::evaluate() {
-  const Evaluation found = sampling_->evaluate();
-  state_.accuracy = found.accuracy;
   evaluated_at_ = state_.step;
-  metrics_->write({{"kind", "evaluation"},
-                   {"step", state_.step},
-                   {"accuracy", found.accuracy},
-                   {"reward", found.reward},
-                   {"length", found.mean_length}});
+  if (const std::optional<Evaluation> found = sampling_->evaluate()) {
+    state_.accuracy = found->accuracy;
+    metrics_->write({{"kind", "evaluation"},
+                     {"step", state_.step},
+                     {"accuracy", found->accuracy},
+                     {"reward", found->reward},
+                     {"length", found->mean_length}});
+    write_samples(found->answers);
+  } else {
+    write_samples(last_answers_);
+  }
+  if (!last_picture_.is_null()) metrics_->write({{"kind", "picture"}, {"step", state_.step}, {"plan", last_picture_}});
+}
+
+void Loop::write_samples(std::span<const Answer> answers) {
   const auto samples =
-      std::min(found.answers.size(), static_cast<std::size_t>(std::max(kSamplesOfEvaluation, options_.show)));
-  for (std::size_t i = 0; i < samples; ++i) {
-    const Answer& answer = found.answers[i];
+      std::min(answers.size(), static_cast<std::size_t>(std::max(kSamplesOfEvaluation, options_.show)));
+  for (const Answer& answer : answers.first(samples))
     metrics_->write({{"kind", "sample"},
                      {"step", state_.step},
                      {"prompt", answer.prompt},
                      {"response", answer.response},
                      {"expected", answer.expected},
                      {"reward", answer.reward}});
-  }
-  if (!last_picture_.is_null()) metrics_->write({{"kind", "picture"}, {"step", state_.step}, {"plan", last_picture_}});
 }
 
 void Loop::save() {
   progress_.begin("saving", 0, "bytes");
   write_last_rollouts();
   state_.metrics_bytes = metrics_->bytes();
+  state_.prompts = start_.questions->fingerprint();
   std::filesystem::create_directories(folder_.root() / "checkpoints");
   save_checkpoint(folder_.checkpoint(state_.step), state_, *model_, *optimizer_, critic_ ? &*critic_ : nullptr,
                   options_);

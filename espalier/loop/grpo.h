@@ -1,7 +1,7 @@
 // `grpo`: the closed loop. Warm start of a fresh model, then batch after batch: generate, reward, old and reference
 // log-probs, advantages, optimizer steps; evaluations on held-out problems, checkpoints, the trained model.
 //
-//   batch b = 0, 1, ...:  --train-batch-size prompts x --n responses by the current weights
+//   batch b = 0, 1, ...:  --train-batch-size prompts of --task or --prompts x --n responses by the current weights
 //     rewards        the task's own or --reward, plus overlong shaping; with --filter-groups, unequal groups alone
 //     old log-probs  by the shared score pass, where a batch takes several steps or --rollout-is compares them with
 //                    the sampler's; otherwise the policy's own in the step (ratio 1)
@@ -13,8 +13,9 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 
-#include "espalier/loop/metrics.h"
+#include "espalier/observe/metrics.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 
@@ -24,9 +25,9 @@ inline constexpr std::int64_t kDefaultGrpoSteps = 60;  // optimizer steps where 
 
 struct GrpoReport {
   std::filesystem::path run;
-  std::int64_t steps = 0;     // optimizer steps in all, those before a continuation included
-  double accuracy = 0;        // on held-out problems, at the end
-  bool nothing_left = false;  // ended early: --filter-groups found no group of unequal rewards
+  std::int64_t steps = 0;          // optimizer steps in all, those before a continuation included
+  std::optional<double> accuracy;  // on held-out prompts, at the end; none where there are none
+  bool nothing_left = false;       // ended early: --filter-groups found no group of unequal rewards
 };
 
 // Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees every

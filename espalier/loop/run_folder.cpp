@@ -22,9 +22,9 @@ namespace fs = std::filesystem;
 namespace {
 
 // What may differ between a run and its continuation.
-constexpr std::array<std::string_view, 11> kFree = {"threads",         "out",       "resume",   "steps",
-                                                    "save_freq",       "test_freq", "val_size", "show",
-                                                    "expect_accuracy", "record",    "overwrite"};
+constexpr std::array<std::string_view, 12> kFree = {"threads",         "out",       "resume",    "steps",
+                                                    "save_freq",       "test_freq", "val_size",  "show",
+                                                    "expect_accuracy", "record",    "overwrite", "reward_timeout"};
 
 bool is_free(std::string_view field) { return std::ranges::find(kFree, field) != kFree.end(); }
 

@@ -1,18 +1,17 @@
 #include "espalier/loop/run_start.h"
 
 #include <algorithm>
-#include <chrono>
-#include <ctime>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/loop/fresh_model.h"
+#include "espalier/loop/model_words.h"
 #include "espalier/loop/sampling.h"
-#include "espalier/loop/vocabulary.h"
 #include "espalier/measure/machine.h"
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
 #include "espalier/step/planning.h"
+#include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 
 namespace espalier {
@@ -27,36 +26,12 @@ std::filesystem::path root_of(const Options& options) {
   return options.resume;
 }
 
-std::string now() {
-  const std::time_t seconds = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
-  char text[32];
-  std::tm parts{};
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&seconds, &parts));
-  return text;
-}
-
 ModelShape shape_of(const Options& options) {
-  const ModelShape shape =
-      options.model.empty()
-          ? model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh")
-          : read_model_shape(options.model);
-  if (const std::int64_t words = Vocabulary::built_in().size(); shape.vocabulary < words)
-    throw InputError({options.model, text_of("a vocabulary of at least the ", words, " words of the built-in tasks"),
-                      text_of(shape.vocabulary), "give another --model, or none"});
+  if (options.model.empty())
+    return model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh");
+  const ModelShape shape = read_model_shape(options.model);
+  if (options.prompts.empty()) check_words(options.model, shape);
   return shape;
-}
-
-Json shape_json(const ModelShape& shape) {
-  return {{"architecture", shape.architecture},
-          {"layers", shape.layers},
-          {"hidden", shape.hidden},
-          {"heads", shape.heads},
-          {"kv_heads", shape.kv_heads},
-          {"head_dim", shape.head_dim},
-          {"inner", shape.inner},
-          {"vocabulary", shape.vocabulary},
-          {"experts", shape.experts},
-          {"parameters", shape.parameters()}};
 }
 
 RunStart continue_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
@@ -70,6 +45,11 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
     progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
   run["options"] = options_to_json(out.options, 'l');
+  // Its own copy of the tokenizer, which the model directory may have lost.
+  const auto step = out.folder->newest_checkpoint();
+  const std::filesystem::path source = step ? out.folder->checkpoint(*step) : std::filesystem::path(out.options.model);
+  const ModelShape shape = step ? read_model_shape(source) : shape_of(out.options);
+  out.questions = make_questions(out.options, source, shape, progress);
   if (run["options"] != recorded) out.folder->write_description(run);
   return out;
 }
@@ -97,25 +77,33 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
   out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
     out.options.memory_budget = text_of(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20), "B");
-  check_sampling(out.options);
-  const ModelShape shape = shape_of(given);
-  check_room(shape, out.options);
+  CheckedRun checked = check_new_run(out.options, progress);
+  out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);
-  check_disk_space(root, shape, out.options);
+  check_disk_space(root, checked.shape, out.options);
   out.folder = std::make_unique<RunFolder>(root);
   if (given.overwrite) out.folder->clear();
   Json run;
   run["espalier"] = ESPALIER_VERSION;
   run["verb"] = "grpo";
-  run["started"] = now();
+  run["started"] = utc_now();
   run["machine"] = {{"name", out.machine.name}, {"threads", out.options.threads}, {"profile", to_json(out.machine)}};
-  run["model"] = shape_json(shape);
+  run["model"] = shape_json(checked.shape);
   run["options"] = options_to_json(out.options, 'l');
   out.folder->write_description(run);
   return out;
 }
 
 }  // namespace
+
+CheckedRun check_new_run(const Options& options, Progress& progress) {
+  check_sampling(options);
+  CheckedRun out;
+  out.shape = shape_of(options);
+  check_room(out.shape, options);
+  out.questions = make_questions(options, options.model, out.shape, progress);
+  return out;
+}
 
 RunStart start_run(const Options& given, Progress& progress) {
   const std::filesystem::path root = root_of(given);

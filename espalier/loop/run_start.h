@@ -1,8 +1,9 @@
-// How a run begins or continues: its folder, its final options, and the machine it plans for.
+// How a run begins or continues: its folder, its final options, its questions, and the machine it plans for.
 #pragma once
 
 #include <memory>
 
+#include "espalier/loop/questions.h"
 #include "espalier/loop/run_folder.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
@@ -15,7 +16,16 @@ struct RunStart {
   std::unique_ptr<RunFolder> folder;
   Options options;         // with a memory budget, so that plans do not depend on what is free at the moment
   MachineProfile machine;  // of the first start, for the same reason
+  std::unique_ptr<Questions> questions;
 };
+
+// Checks what a new run checks before it writes anything: options, model, room, prompts, reward.
+// Errors: OptionError, InputError, UnsupportedError, MemoryBudgetError.
+struct CheckedRun {
+  ModelShape shape;
+  std::unique_ptr<Questions> questions;
+};
+CheckedRun check_new_run(const Options& options, Progress& progress);
 
 // Opens --resume, or --out; writes run.json where it is new or its options have changed.
 // Errors: OptionError, InputError, UnsupportedError; nothing has been written then.

@@ -11,6 +11,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/rollout/json_text.h"
+#include "espalier/text/rollout_text.h"
 
 namespace espalier {
 namespace {
@@ -34,87 +35,88 @@ Json report_json(const GenerateReport& report) {
           {"kv_bytes", {{"held", report.kv_bytes}, {"unshared", report.kv_bytes_unshared}}}};
 }
 
+std::string text_of_member(const Json& object, const char* name) {
+  if (!object.contains(name)) return "";
+  return object[name].is_string() ? object[name].get<std::string>() : object[name].dump();
+}
+
+Answer answer_of(const Rollout& rollout, const Judgement& judgement) {
+  const Json carried = carried_fields(rollout);
+  std::string expected = text_of_member(carried, "ground_truth");
+  if (expected.empty()) expected = text_of_member(carried.value("reward_model", Json::object()), "ground_truth");
+  return {text_of_member(carried, "prompt"), text_of_member(carried, "response"), expected, judgement.reward};
+}
+
 }  // namespace
 
-Task task_of(const Options& options) { return {options.task, options.prompt_length}; }
-
 void check_sampling(const Options& options) {
-  const Task task = task_of(options);
   (void)sampling_settings(options);
-  if (options.prompt_length < task.shortest_prompt())
-    throw OptionError({"--prompt-length", text_of("at least ", task.shortest_prompt(), " tokens for ", task.name),
-                       text_of(options.prompt_length), ""});
-  if (options.max_response_length < task.longest_answer())
-    throw OptionError({"--max-response-length",
-                       text_of("at least the ", task.longest_answer(), " tokens of a right answer of ", task.name),
-                       text_of(options.max_response_length), ""});
+  if (!options.val_prompts.empty() && options.prompts.empty())
+    throw OptionError(
+        {"--val-prompts", "prompts of one's own to train on, too", "no --prompts", "give --prompts FILE"});
   if (options.overlong_buffer_len > options.max_response_length)
     throw OptionError({"--overlong-buffer-len", text_of("at most --max-response-length ", options.max_response_length),
                        text_of(options.overlong_buffer_len), ""});
 }
 
-Sampling::Sampling(const Options& options, const Decoder& decoder, Arena& arena, Progress& progress)
+Sampling::Sampling(const Options& options, Questions& questions, const Decoder& decoder, Arena& arena,
+                   Progress& progress)
     : options_(options),
-      task_(task_of(options)),
+      questions_(questions),
       decoder_(decoder),
       arena_(arena),
       progress_(progress),
-      reward_(make_reward(options.reward, options.task)),
+      held_out_(questions.held_out()),
       sampled_(sampling_settings(options)) {
-  sampled_.stop_ids = {Vocabulary::built_in().end()};
+  sampled_.stop_ids = questions.stop_ids();
   // Of the run's budget, not of what is free now: how many are decoded at once decides how sums round.
   sampled_.kv_limit_bytes = parse_bytes(options.memory_budget, "--memory-budget") / 4;
 }
 
-Sampling::Scored Sampling::answer(const std::vector<Problem>& problems, const std::string& group,
+// Every prompt is a group of its own.
+Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string& group,
                                   const SamplingSettings& settings, GenerateReport* report) {
-  std::vector<Prompt> prompts;
-  for (std::size_t i = 0; i < problems.size(); ++i) {
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
     const std::string name = text_of(group, ", prompt ", i);
-    const std::string answer = json_quoted(Vocabulary::built_in().text(problems[i].answer_ids));
-    prompts.push_back(
-        {problems[i].prompt_ids, json_quoted(name), text_of("{\"meta\": {\"answer\": ", answer, "}}"), name});
+    prompts[i].group = json_quoted(name);
+    if (prompts[i].where.empty()) prompts[i].where = name;
   }
   Scored out;
   out.rollouts = generate(decoder_, prompts, settings, arena_, progress_, report);
-  ESPALIER_INTERNAL_EQ(out.rollouts.size(), problems.size() * static_cast<std::size_t>(settings.n));
-  for (std::size_t i = 0; i < out.rollouts.size(); ++i) {
-    const Problem& problem = problems[i / static_cast<std::size_t>(settings.n)];
-    ESPALIER_INTERNAL(out.rollouts[i].prompt_ids == problem.prompt_ids, "rollouts out of order");
-    out.problems.push_back(&problem);
-    out.rewards.push_back(reward_->of(problem, out.rollouts[i].response_ids));
-  }
+  ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
+  out.judgements = questions_.judge(out.rollouts, progress_);
   return out;
 }
 
-SampledBatch Sampling::batch(std::int64_t index) {
+SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
   const Timer timer;
   SampledBatch out;
   GenerateReport generated;
   double responses = 0;
-  const Random prompts = random_of(options_.seed, Stream::train_prompts).fork(static_cast<std::uint64_t>(index));
   const Random samples = random_of(options_.seed, Stream::sampling).fork(static_cast<std::uint64_t>(index));
   const std::int64_t most = options_.filter_groups ? options_.max_num_gen_batches : 1;
   while (out.samplings < most && count_groups(out.rollouts) < options_.train_batch_size) {
-    const auto sampling = static_cast<std::uint64_t>(out.samplings++);
-    std::vector<Problem> problems;
-    for (std::int64_t i = 0; i < options_.train_batch_size; ++i)
-      problems.push_back(
-          task_.problems(Split::train, prompts.fork(sampling).fork(static_cast<std::uint64_t>(i)), 1).front());
+    const std::int64_t sampling = out.samplings++;
+    std::vector<Prompt> prompts =
+        questions_.train({index, sampling, drawn + out.prompts_drawn}, options_.train_batch_size);
+    out.prompts_drawn += options_.train_batch_size;
     GenerateReport report;
-    sampled_.seed = samples.fork(sampling).bits();
-    Scored scored = answer(problems, text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_, &report);
+    sampled_.seed = samples.fork(static_cast<std::uint64_t>(sampling)).bits();
+    Scored scored =
+        answer(std::move(prompts), text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_, &report);
     add(generated, report);
     for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
       Rollout& rollout = scored.rollouts[i];
+      const Judgement& judgement = scored.judgements[i];
       rollout.reward =
-          scored.rewards[i] + overlong_penalty(rollout.response_length(), options_.max_response_length,
-                                               options_.overlong_buffer_len, options_.overlong_penalty_factor);
+          judgement.reward + overlong_penalty(rollout.response_length(), options_.max_response_length,
+                                              options_.overlong_buffer_len, options_.overlong_penalty_factor);
       out.reward += *rollout.reward;
-      out.accuracy += answer_score(rollout.response_ids, scored.problems[i]->answer_ids) == 1;
+      out.accuracy += judgement.right;
       out.mean_length += rollout.response_length();
       out.longest = std::max<std::int64_t>(out.longest, rollout.response_length());
       responses += 1;
+      if (i % static_cast<std::size_t>(sampled_.n) == 0) out.answers.push_back(answer_of(rollout, judgement));
     }
     if (options_.filter_groups)
       out.groups_dropped += keep_unequal_groups(std::move(scored.rollouts), options_.train_batch_size, out.rollouts);
@@ -129,33 +131,31 @@ SampledBatch Sampling::batch(std::int64_t index) {
   return out;
 }
 
-Evaluation Sampling::evaluate() {
-  const Random random = random_of(options_.seed, Stream::held_out_prompts);
-  std::vector<Problem> problems;
-  for (std::int64_t i = 0; i < options_.val_size; ++i)
-    problems.push_back(task_.problems(Split::held_out, random.fork(static_cast<std::uint64_t>(i)), 1).front());
+std::optional<Evaluation> Sampling::evaluate() {
+  if (held_out_.empty()) return std::nullopt;
   SamplingSettings greedy = sampled_;
   greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
-  const Scored scored = answer(problems, "held out", greedy, nullptr);
-  const Vocabulary& words = Vocabulary::built_in();
+  const Scored scored = answer(held_out_, "held out", greedy, nullptr);
   Evaluation out;
-  for (std::size_t i = 0; i < problems.size(); ++i) {
-    const Rollout& rollout = scored.rollouts[i];
-    out.accuracy += answer_score(rollout.response_ids, problems[i].answer_ids) == 1;
-    out.reward += scored.rewards[i];
-    out.mean_length += rollout.response_length();
-    out.answers.push_back({words.text(rollout.prompt_ids), words.text(rollout.response_ids),
-                           words.text(problems[i].answer_ids), scored.rewards[i]});
+  for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
+    out.accuracy += scored.judgements[i].right;
+    out.reward += scored.judgements[i].reward;
+    out.mean_length += scored.rollouts[i].response_length();
+    out.answers.push_back(answer_of(scored.rollouts[i], scored.judgements[i]));
   }
-  const auto count = static_cast<double>(problems.size());
+  const auto count = static_cast<double>(scored.rollouts.size());
   out.accuracy /= count, out.reward /= count, out.mean_length /= count;
   return out;
 }
 
+std::int64_t Sampling::longest_rollout() const {
+  return std::min(questions_.longest_prompt() + options_.max_response_length, decoder_.shape().max_positions);
+}
+
 std::int64_t Sampling::most_kv_bytes() const {
-  const std::int64_t batch =
-      options_.train_batch_size * (options_.prompt_length + sampled_.n * options_.max_response_length);
-  const std::int64_t held_out = options_.val_size * (options_.prompt_length + options_.max_response_length);
+  const std::int64_t prompt = questions_.longest_prompt();
+  const std::int64_t batch = options_.train_batch_size * (prompt + sampled_.n * options_.max_response_length);
+  const auto held_out = static_cast<std::int64_t>(held_out_.size()) * (prompt + options_.max_response_length);
   const std::int64_t token = kv_bytes_per_token(decoder_.shape(), parse_dtype(options_.dtype));
   return std::min(sampled_.kv_limit_bytes, std::max(batch, held_out) * token);
 }

@@ -2,15 +2,14 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "espalier/base/json.h"
 #include "espalier/device/arena.h"
 #include "espalier/generate/sampler.h"
-#include "espalier/loop/reward.h"
-#include "espalier/loop/task.h"
+#include "espalier/loop/questions.h"
 #include "espalier/model/decoder.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
@@ -18,20 +17,22 @@
 
 namespace espalier {
 
+struct Answer {
+  std::string prompt, response, expected;
+  double reward = 0;
+};
+
 struct SampledBatch {
   std::vector<Rollout> rollouts;                     // group after group, with reward and rollout_logprobs
+  std::vector<Answer> answers;                       // the first one to each prompt
   double reward = 0, accuracy = 0, mean_length = 0;  // of everything that was sampled, dropped groups included
   std::int64_t longest = 0;                          // tokens of the longest response
   std::int64_t groups_dropped = 0;                   // of equal rewards; 0 without --filter-groups
   std::int64_t samplings = 0;
-  std::int64_t tokens_saved = 0;  // prompt tokens that sharing did not compute
+  std::int64_t prompts_drawn = 0;  // for this batch
+  std::int64_t tokens_saved = 0;   // prompt tokens that sharing did not compute
   double seconds = 0;
   Json generated = Json::object();  // the generator's report
-};
-
-struct Answer {
-  std::string prompt, response, expected;
-  double reward = 0;
 };
 
 struct Evaluation {
@@ -39,41 +40,40 @@ struct Evaluation {
   std::vector<Answer> answers;
 };
 
-// Errors: OptionError for options that contradict each other or the task.
+// Errors: OptionError for options that contradict each other.
 void check_sampling(const Options& options);
 
 class Sampling {
  public:
-  Sampling(const Options& options, const Decoder& decoder, Arena& arena, Progress& progress);
+  Sampling(const Options& options, Questions& questions, const Decoder& decoder, Arena& arena, Progress& progress);
 
-  // Batch `index` (from 0): --train-batch-size new training problems, --n responses each; with --filter-groups groups
-  // of equal rewards are dropped and more are sampled. A function of the weights, the options and the index.
-  SampledBatch batch(std::int64_t index);
+  // Batch `index` (from 0): the next --train-batch-size prompts after `drawn`, --n responses each; with --filter-groups
+  // groups of equal rewards are dropped and more are sampled. A function of the weights, the options and the arguments.
+  SampledBatch batch(std::int64_t index, std::int64_t drawn);
 
-  // --val-size held-out problems, the same ones at every call, answered greedily.
-  Evaluation evaluate();
+  // The held-out prompts, the same ones at every call, answered greedily; none where there are none.
+  std::optional<Evaluation> evaluate();
 
+  // Tokens of the longest rollout.
+  std::int64_t longest_rollout() const;
   // Most bytes of keys and values that a batch or an evaluation holds at once.
   std::int64_t most_kv_bytes() const;
 
  private:
   struct Scored {
     std::vector<Rollout> rollouts;
-    std::vector<const Problem*> problems;  // of each rollout
-    std::vector<double> rewards;           // before shaping
+    std::vector<Judgement> judgements;
   };
-  Scored answer(const std::vector<Problem>& problems, const std::string& group, const SamplingSettings& settings,
+  Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings,
                 GenerateReport* report);
 
   Options options_;
-  Task task_;
+  Questions& questions_;
   const Decoder& decoder_;
   Arena& arena_;
   Progress& progress_;
-  std::unique_ptr<Reward> reward_;
+  std::vector<Prompt> held_out_;
   SamplingSettings sampled_;  // of training batches; the seed is that of the last sampling
 };
-
-Task task_of(const Options& options);
 
 }  // namespace espalier

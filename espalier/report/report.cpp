@@ -34,7 +34,7 @@ ReportFiles write_report(const fs::path& folder, const fs::path& out) {
   page.write(page_of(run));
   page.commit();
   const fs::path beside = target.parent_path();
-  if (has_events(folder) || has_events(beside)) return {target, {}};
+  if (has_events(metrics_folder(folder)) || has_events(beside)) return {target, {}};
   return {target, write_events(run, beside)};
 }
 

@@ -82,20 +82,29 @@ std::string name_of_folder(const fs::path& folder) {
 
 }  // namespace
 
+fs::path metrics_folder(const fs::path& folder) {
+  std::error_code unreadable;
+  const fs::path of_train = folder / "espalier";
+  return !fs::exists(folder / "metrics.jsonl", unreadable) && fs::exists(of_train / "metrics.jsonl", unreadable)
+             ? of_train
+             : folder;
+}
+
 RunRecord read_run(const fs::path& folder) {
   RunRecord run;
   run.name = name_of_folder(folder);
-  const fs::path metrics = folder / "metrics.jsonl", train = folder / "train.json";
+  const fs::path home = metrics_folder(folder), metrics = home / "metrics.jsonl", train = folder / "train.json";
   std::error_code unreadable;
   if (fs::exists(metrics, unreadable)) {
-    run.about = read_json_object(folder / "run.json");
+    run.about = read_json_object(home / "run.json");
     read_metrics(metrics, run);
   } else if (fs::exists(train, unreadable)) {
     read_train_output(train, run);
   } else {
-    throw InputError({folder.string(), "run.json and metrics.jsonl, or train.json",
-                      fs::is_directory(folder, unreadable) ? "a folder without them" : "no such folder",
-                      "give the --out of espalier grpo, or a folder with train.json (what train --json prints)"});
+    throw InputError(
+        {folder.string(), "run.json and metrics.jsonl, or train.json",
+         fs::is_directory(folder, unreadable) ? "a folder without them" : "no such folder",
+         "give the --out of espalier grpo or train, or a folder with train.json (what train --json prints)"});
   }
   if (run.steps.empty() && run.warm_start.empty() && run.evaluations.empty())
     throw InputError({folder.string(), "a run that has made a step", "one without any", "let it run a little longer"});

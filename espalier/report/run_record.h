@@ -22,8 +22,12 @@ struct RunRecord {
   std::vector<std::string> notes;  // what a reader should know of the files
 };
 
-// Reads run.json and metrics.jsonl, or train.json alone (the output of `train --json`). A last line without its end is
-// left out with a note. Errors: InputError with file, line and remedy: neither is there, no steps, damaged lines.
+// Where a run's metrics lie: its folder, or `espalier/` in it, for a model that train wrote.
+std::filesystem::path metrics_folder(const std::filesystem::path& folder);
+
+// Reads run.json and metrics.jsonl of that folder, or train.json alone (the output of `train --json`). A last line
+// without its end is left out with a note. Errors: InputError with file, line and remedy: neither is there, no steps,
+// damaged lines.
 RunRecord read_run(const std::filesystem::path& folder);
 
 // The number at a JSON pointer of `line` ("/seconds/total"); none where it is absent, null, no number, or so large that

@@ -9,14 +9,40 @@
 namespace espalier {
 namespace {
 
-constexpr std::string_view kFields[] = {
-    "prompt_ids", "response_ids",  "group",        "loss_mask",      "reward",
-    "advantage",  "old_logprobs",  "ref_logprobs", "routed_experts", "rollout_logprobs",
-    "values",     "returns",       "temperature",  "step",           "id",
-    "meta",       "finish_reason", "logprobs",     "entropies"};
+constexpr std::string_view kFields[] = {"prompt_ids",
+                                        "response_ids",
+                                        "group",
+                                        "loss_mask",
+                                        "reward",
+                                        "advantage",
+                                        "old_logprobs",
+                                        "ref_logprobs",
+                                        "routed_experts",
+                                        "rollout_logprobs",
+                                        "values",
+                                        "returns",
+                                        "temperature",
+                                        "step",
+                                        "id",
+                                        "meta",
+                                        "finish_reason",
+                                        "logprobs",
+                                        "entropies",
+                                        "prompt",
+                                        "messages",
+                                        "response",
+                                        "data_source",
+                                        "ground_truth",
+                                        "extra_info",
+                                        "ability",
+                                        "reward_model",
+                                        "reward_extra_info"};
 
-// Carried through without a use; the last two are what score writes.
-constexpr std::string_view kCarried[] = {"id", "meta", "finish_reason", "logprobs", "entropies"};
+// Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
+// what the tokens say.
+constexpr std::string_view kCarried[] = {"id",         "meta",     "finish_reason", "logprobs",         "entropies",
+                                         "prompt",     "messages", "response",      "data_source",      "ground_truth",
+                                         "extra_info", "ability",  "reward_model",  "reward_extra_info"};
 
 using Series = std::vector<double> Rollout::*;
 constexpr std::pair<std::string_view, Series> kSeries[] = {

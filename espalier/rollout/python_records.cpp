@@ -11,7 +11,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <utility>
 
 #include "espalier/base/error.h"
@@ -23,26 +22,8 @@ namespace {
 constexpr int kWaitMilliseconds = 200;
 constexpr std::size_t kMostSaid = 64 << 10;
 constexpr int kBadInput = 3, kUnsupported = 4;  // exit codes of espalier.records
-constexpr const char* kPackage = ESPALIER_PYTHON_PACKAGE;
 constexpr const char* kRemedy =
     "Set ESPALIER_PYTHON to a Python 3.11 or newer, and PYTHONPATH to the folder that holds the package espalier";
-
-// This process's environment with the package first on PYTHONPATH. PYTHONSAFEPATH keeps the current folder off it.
-std::vector<std::string> child_environment() {
-  std::vector<std::string> out = {"PYTHONSAFEPATH=1"};
-  std::string search;
-  if (std::filesystem::is_directory(kPackage)) search = kPackage;
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view variable = *entry;
-    if (variable.starts_with("PYTHONSAFEPATH=")) continue;
-    if (variable.starts_with("PYTHONPATH="))
-      search.append(search.empty() ? "" : ":").append(variable.substr(std::strlen("PYTHONPATH=")));
-    else
-      out.emplace_back(variable);
-  }
-  if (!search.empty()) out.push_back("PYTHONPATH=" + search);
-  return out;
-}
 
 std::vector<char*> pointers(std::vector<std::string>& texts) {
   std::vector<char*> out;
@@ -94,10 +75,12 @@ std::string ending(int status) {
 
 }  // namespace
 
-PythonRecords::PythonRecords(std::string path, std::function<void()> waiting)
+PythonRecords::PythonRecords(std::string path, std::function<void()> waiting, std::vector<std::string> reader)
     : path_(std::move(path)), python_(python_interpreter()), waiting_(std::move(waiting)) {
   Pipe out, err;
-  std::vector<std::string> words = {python_, "-m", "espalier.records", "--", path_}, environment = child_environment();
+  std::vector<std::string> words = {python_, "-m"}, environment = python_environment();
+  words.insert(words.end(), reader.begin(), reader.end());
+  words.push_back(path_);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);

@@ -1,8 +1,6 @@
 // Records that the Python package reads: `python -m espalier.records PATH` runs as a child, and the neutral JSON Lines
-// it prints are the stream. No shell and no temporary file; the child never outlives the stream.
-//
-// The Python is that of python_interpreter.h. The source tree's package comes first on PYTHONPATH where the tree still
-// exists.
+// it prints are the stream. No shell and no temporary file; the child never outlives the stream. The Python and its
+// environment are those of python_interpreter.h.
 #pragma once
 
 #include <sys/types.h>
@@ -17,9 +15,10 @@ namespace espalier {
 
 class PythonRecords : public ByteStream {
  public:
-  // Starts the child. `waiting` runs a few times a second while nothing comes; it may throw.
-  // Errors: UnsupportedError where the Python cannot be started.
-  PythonRecords(std::string path, std::function<void()> waiting);
+  // Starts the child: module and arguments of `reader`, then the path. `waiting` runs a few times a second while
+  // nothing comes; it may throw. Errors: UnsupportedError where the Python cannot be started.
+  PythonRecords(std::string path, std::function<void()> waiting,
+                std::vector<std::string> reader = {"espalier.records", "--"});
   PythonRecords(const PythonRecords&) = delete;
   PythonRecords& operator=(const PythonRecords&) = delete;
   ~PythonRecords() override;

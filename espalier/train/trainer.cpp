@@ -17,8 +17,10 @@
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/step/planning.h"
+#include "espalier/train/rollout_metrics.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
+#include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 #include "espalier/train/training_data.h"
 #include "espalier/train/values_file.h"
@@ -98,7 +100,7 @@ class Training {
     if (!options.resume.empty()) resume();
   }
 
-  void run(const std::function<void(const StepReport&)>& on_step) {
+  void run(const TrainStep& on_step) {
     const std::int64_t all = options_.epochs * data_.mini_batches();
     const std::int64_t end = options_.steps == 0 ? all : std::min(options_.steps, all);
     if (position_ >= end)
@@ -108,6 +110,9 @@ class Training {
            text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
     if (!options_.record.empty())
       recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
+    if (!options_.rollout_metrics.empty()) rollout_metrics_.emplace(options_.rollout_metrics, options_);
+    record_.emplace(options_.resume, optimizer_.steps_done());
+    const std::int64_t steps_total = optimizer_.steps_done() + end - position_;
     if (!data_.has_steps()) prepare(0, progress_);
     std::int64_t all_tokens = 0, tokens_done = 0;
     for (std::int64_t at = position_; at < end; ++at)
@@ -127,9 +132,10 @@ class Training {
       });
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
-      on_step(report);
+      on_step(report, record_->add(report, batch, steps_total));
       ++position_;
       const int signal = options_.out.empty() ? 0 : progress_.interrupted();
+      if (rollout_metrics_) rollout_metrics_->add(report.step, batch, report.gradient.series);
       if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last || signal != 0);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
       if (!last && signal != 0) interrupt(signal, end);
@@ -142,6 +148,7 @@ class Training {
     if (!options_.gradients.empty()) write_gradients();
     if (!options_.logprobs.empty()) write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
     if (recorder_) recorder_->finish();
+    if (rollout_metrics_) rollout_metrics_->finish();
     if (options_.out.empty()) return;
     save();
     if (const int signal = progress_.interrupted(); signal != 0)
@@ -154,6 +161,7 @@ class Training {
     progress_.begin("saving", 0, "bytes");
     AtomicDirectory out(options_.out);
     save_trained_model(out.path(), *model_, optimizer_, state(), options_.save_dtype);
+    record_->write(out.path(), options_, model_->shape);
     if (critic_) {
       const std::filesystem::path folder = critic_folder(out.path().string());
       save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
@@ -165,6 +173,7 @@ class Training {
 
   [[noreturn]] void interrupt(int signal, std::int64_t end) {
     if (recorder_) recorder_->finish();
+    if (rollout_metrics_) rollout_metrics_->finish();
     save();
     throw Interrupted{signal, text_of("after step ", position_, " of ", end), options_.out};
   }
@@ -273,6 +282,8 @@ class Training {
   AdamW optimizer_;
   std::optional<Critic> critic_;
   std::optional<TraceRecorder> recorder_;
+  std::optional<TrainRecord> record_;
+  std::optional<RolloutMetrics> rollout_metrics_;
   std::int64_t position_ = 0;  // mini-batches of this data that were trained on, over all epochs
   std::vector<RolloutSeries> last_;
   std::int64_t last_index_ = 0;
@@ -280,7 +291,7 @@ class Training {
 
 }  // namespace
 
-void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step) {
+void train(const Options& options, Progress& progress, const TrainStep& on_step) {
   std::optional<ClaimedDirectory> out, record;
   if (!options.out.empty()) out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
   if (!options.record.empty()) record.emplace(options.record, options.overwrite);

@@ -3,15 +3,19 @@
 
 #include <functional>
 
+#include "espalier/base/json.h"
 #include "espalier/observe/progress.h"
 #include "espalier/step/step.h"
 
 namespace espalier {
 
-// Runs the steps that the options ask for and writes --out, --gradients, --logprobs and --record at the end: complete,
-// or not at all; --out also every --save-freq steps. `on_step` sees every step's report as it ends. Errors: those of
-// reading, planning and writing; what was on disk before has not changed then, but for --out where it was saved. On an
-// interrupt with --out the step is finished, --out is saved and Interrupted is thrown.
-void train(const Options& options, Progress& progress, const std::function<void(const StepReport&)>& on_step);
+// Sees every step's report as it ends, and the line that metrics.jsonl gets of it.
+using TrainStep = std::function<void(const StepReport& report, const Json& line)>;
+
+// Runs the steps that the options ask for and writes --out, --gradients, --logprobs, --rollout-metrics and --record at
+// the end: complete, or not at all; --out also every --save-freq steps. Errors: those of reading, planning and writing;
+// what was on disk before has not changed then, but for --out where it was saved. On an interrupt with --out the step
+// is finished, --out is saved and Interrupted is thrown.
+void train(const Options& options, Progress& progress, const TrainStep& on_step);
 
 }  // namespace espalier

@@ -46,7 +46,7 @@ class Runs : public ::testing::Test {
   static std::vector<StepReport> run(const Options& options) {
     std::vector<StepReport> reports;
     NoProgress progress;
-    train(options, progress, [&](const StepReport& report) { reports.push_back(report); });
+    train(options, progress, [&](const StepReport& report, const Json&) { reports.push_back(report); });
     return reports;
   }
 

@@ -124,7 +124,7 @@ void check_resume(const std::string& folder, Findings& findings) {
     options.epochs = 2, options.steps = steps, options.token_budget = 8;
     fs::remove_all(options.out);
     NoProgress progress;
-    train(options, progress, [](const StepReport&) {});
+    train(options, progress, [](const StepReport&, const Json&) {});
     return folder + "/" + name;
   };
   const std::string whole = run("whole", 4, "");

@@ -216,7 +216,7 @@ def test_a_config_without_weights_starts_fresh(finished, espalier, tmp_path):
 
 def test_a_model_with_too_few_words_is_refused(espalier, model_of, tmp_path):
     error = espalier("grpo", "--model", model_of("llama_untied"), "--out", tmp_path / "run", "--json", *TINY, expect=3).json["error"]
-    assert "vocabulary" in error["expected"] and not (tmp_path / "run").exists()
+    assert "words of the built-in tasks" in error["expected"] and "none for" in error["got"] and not (tmp_path / "run").exists()
 
 
 def test_not_learning_is_said_and_ends_with_code_6(finished, espalier):
@@ -262,7 +262,7 @@ def test_a_failing_python_reward_is_an_input_error_and_no_hang(espalier, tmp_pat
     (tmp_path / "reward.py").write_text(REWARD.replace("FAIL", "True"))
     began = time.monotonic()
     error = espalier("grpo", "--out", tmp_path / "run", "--reward", tmp_path / "reward.py", "--json", *TINY, expect=3).json["error"]
-    assert "RuntimeError: broken on" in error["got"] and "(line 5)" in error["got"] and error["where"].endswith("reward.py")
+    assert error["got"].startswith("RuntimeError: broken on") and error["where"].endswith("reward.py:5")
     assert time.monotonic() - began < 60
 
 

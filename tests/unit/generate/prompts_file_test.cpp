@@ -8,11 +8,13 @@
 namespace espalier {
 namespace {
 
+LazyTokenizer no_tokenizer("/no/such/model");
+
 TEST(PromptsFile, ReadsIdsGroupAndWhatIsCarried) {
   const PromptFile file = parse_prompts(
       "{\"prompt_ids\": [1, 2], \"group\": \"a\", \"id\": 7, \"meta\": {\"x\": null}, \"answer\": \"4\"}\n\n"
       "{\"group\": 3, \"prompt_ids\": [0]}",
-      "p.jsonl", 10);
+      "p.jsonl", 10, no_tokenizer);
   ASSERT_EQ(file.prompts.size(), 2u);
   EXPECT_EQ(file.prompts[0].ids, (std::vector<std::int32_t>{1, 2}));
   EXPECT_EQ(file.prompts[0].group, "\"a\"");
@@ -36,7 +38,15 @@ TEST(PromptsFile, RefusesBadRecordsByLineAndField) {
       {"{\"prompt_ids\": [1.5]}", "p.jsonl:1: prompt_ids[0]"},
       {"{\"prompt_ids\": \"text\"}", "p.jsonl:1: prompt_ids"},
       {"{\"prompt_ids\": []}", "p.jsonl:1: prompt_ids"},
-      {"{\"id\": 1}", "p.jsonl:1: prompt_ids"},
+      {"{\"id\": 1}", "p.jsonl:1: prompt"},
+      {"{\"prompt\": null}", "p.jsonl:1: prompt"},
+      {"{\"prompt\": 3}", "p.jsonl:1: prompt"},
+      {"{\"prompt\": {\"role\": \"user\"}}", "p.jsonl:1: prompt"},
+      {"{\"prompt\": [ ]}", "p.jsonl:1: prompt"},
+      {"{\"prompt_ids\": [1], \"extra_info\": 3}", "p.jsonl:1: extra_info"},
+      {"{\"prompt_ids\": [1], \"reward_model\": \"x\"}", "p.jsonl:1: reward_model"},
+      {"{\"prompt_ids\": [1], \"data_source\": 3}", "p.jsonl:1: data_source"},
+      {"{\"prompt_ids\": [1], \"response\": \"x\"}", "p.jsonl:1: response"},
       {"{\"prompt_ids\": [1], \"prompt_ids\": [2]}", "p.jsonl:1: prompt_ids"},
       {"{\"prompt_ids\": [1], \"group\": [1]}", "p.jsonl:1: group"},
       {"{\"prompt_ids\": [1], \"response_ids\": [2]}", "p.jsonl:1: response_ids"},
@@ -49,7 +59,7 @@ TEST(PromptsFile, RefusesBadRecordsByLineAndField) {
   };
   for (const Bad& bad : cases) {
     try {
-      parse_prompts(bad.text, "p.jsonl", 10);
+      parse_prompts(bad.text, "p.jsonl", 10, no_tokenizer);
       ADD_FAILURE() << bad.text;
     } catch (const InputError& error) {
       EXPECT_EQ(error.text().where, bad.where) << bad.text;

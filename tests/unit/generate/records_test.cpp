@@ -50,22 +50,22 @@ TEST(Records, StopIdsComeFromTheOptionElseFromTheModel) {
   const Folder folder;
   Options options;
   options.model = folder.path();
-  EXPECT_TRUE(stop_ids(options, 50).empty());
+  EXPECT_TRUE(stop_ids(options, 50, nullptr).empty());
   folder.write("config.json", R"({"eos_token_id": 3})");
-  EXPECT_EQ(stop_ids(options, 50), std::vector<std::int32_t>{3});
+  EXPECT_EQ(stop_ids(options, 50, nullptr), std::vector<std::int32_t>{3});
   folder.write("generation_config.json", R"({"eos_token_id": [4, 5]})");
-  EXPECT_EQ(stop_ids(options, 50), (std::vector<std::int32_t>{4, 5}));
+  EXPECT_EQ(stop_ids(options, 50, nullptr), (std::vector<std::int32_t>{4, 5}));
   folder.write("generation_config.json", R"({"eos_token_id": null})");
-  EXPECT_EQ(stop_ids(options, 50), std::vector<std::int32_t>{3});
+  EXPECT_EQ(stop_ids(options, 50, nullptr), std::vector<std::int32_t>{3});
   options.stop_ids = "7,8";
-  EXPECT_EQ(stop_ids(options, 50), (std::vector<std::int32_t>{7, 8}));
+  EXPECT_EQ(stop_ids(options, 50, nullptr), (std::vector<std::int32_t>{7, 8}));
   options.stop_ids = "50";
-  EXPECT_THROW(stop_ids(options, 50), OptionError);
+  EXPECT_THROW(stop_ids(options, 50, nullptr), OptionError);
   options.stop_ids = "1.5";
-  EXPECT_THROW(stop_ids(options, 50), OptionError);
+  EXPECT_THROW(stop_ids(options, 50, nullptr), OptionError);
   options.stop_ids = "";
   folder.write("generation_config.json", R"({"eos_token_id": "end"})");
-  EXPECT_THROW(stop_ids(options, 50), InputError);
+  EXPECT_THROW(stop_ids(options, 50, nullptr), InputError);
 }
 
 TEST(Records, SettingsAreTheOptions) {

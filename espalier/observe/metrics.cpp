@@ -1,4 +1,4 @@
-#include "espalier/loop/metrics.h"
+#include "espalier/observe/metrics.h"
 
 #include <fstream>
 #include <string>

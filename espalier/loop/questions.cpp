@@ -1,0 +1,32 @@
+#include "espalier/loop/questions.h"
+
+#include "espalier/base/error.h"
+#include "espalier/loop/file_questions.h"
+#include "espalier/loop/fresh_model.h"
+#include "espalier/loop/task_questions.h"
+
+namespace espalier {
+
+std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
+                                          const ModelShape& shape, Progress& progress) {
+  if (options.prompts.empty()) {
+    if (!options.stop_ids.empty())
+      throw OptionError({"--stop-ids", "nothing for a built-in task, whose answers end with <end>", options.stop_ids,
+                         "leave it out"});
+    return std::make_unique<TaskQuestions>(options);
+  }
+  if (options.model.empty())
+    throw OptionError({"--model", "the model that --prompts is for, with weights and tokenizer", "nothing",
+                       "give --model DIR, or leave --prompts out for a built-in task"});
+  if (!has_weights(source))
+    throw InputError({source.string(), "a model with weights, for --prompts", "none (only tasks have a warm start)",
+                      "give a trained --model"});
+  if (options.reward.empty())
+    throw OptionError({"--reward", "a Python file with compute_score, which judges the answers to --prompts", "nothing",
+                       "give --reward FILE.py (docs/rewards.md)"});
+  if (options.val_prompts.empty() && options.expect_accuracy > 0)
+    throw OptionError({"--expect-accuracy", "--val-prompts to evaluate", "none", "give --val-prompts FILE"});
+  return std::make_unique<FileQuestions>(options, source, shape, progress);
+}
+
+}  // namespace espalier

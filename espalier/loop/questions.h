@@ -1,0 +1,52 @@
+// What the closed loop asks its policy, and how right the answers are: a built-in task, or one's own prompts.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "espalier/generate/sampler.h"
+#include "espalier/observe/progress.h"
+#include "espalier/options/options.h"
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+struct Judgement {
+  double reward = 0;  // before shaping
+  double right = 0;   // what `accuracy` is the mean of
+};
+
+// Where in a run prompts are drawn. All of it follows from the options and the run so far.
+struct Draw {
+  std::int64_t batch = 0, sampling = 0;  // from 0; several samplings with --filter-groups
+  std::int64_t drawn = 0;                // prompts that were drawn for training before
+};
+
+class Questions {
+ public:
+  virtual ~Questions() = default;
+
+  // The next `count` prompts for training. They carry `prompt` (its text), `data_source`, `ground_truth` and what else
+  // their file has; their `group` is the caller's to set.
+  virtual std::vector<Prompt> train(const Draw& draw, std::int64_t count) = 0;
+  // The first --val-size held-out prompts, always the same; none where there are none.
+  virtual std::vector<Prompt> held_out() = 0;
+
+  // Adds `response`, its text, to what the rollouts carry, and tells how good each is. Errors: those of RewardFunction.
+  virtual std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) = 0;
+
+  virtual std::int64_t longest_prompt() const = 0;                // tokens
+  virtual const std::vector<std::int32_t>& stop_ids() const = 0;  // what ends a response
+  // Tells one set of prompts from another, for a run that continues; empty where the options say it all.
+  virtual std::string fingerprint() const = 0;
+};
+
+// `source`: the directory that the model's tokenizer is read from. Everything that can be wrong with prompts, tokenizer
+// and reward function is found here. Errors: OptionError, InputError, UnsupportedError.
+std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
+                                          const ModelShape& shape, Progress& progress);
+
+}  // namespace espalier

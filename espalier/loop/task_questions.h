@@ -1,0 +1,35 @@
+// A built-in task as questions of the closed loop.
+#pragma once
+
+#include <optional>
+
+#include "espalier/loop/questions.h"
+#include "espalier/loop/task.h"
+#include "espalier/text/reward_function.h"
+
+namespace espalier {
+
+Task task_of(const Options& options);
+
+class TaskQuestions final : public Questions {
+ public:
+  // Rewards are the task's own, or those of --reward.
+  explicit TaskQuestions(const Options& options);
+
+  std::vector<Prompt> train(const Draw& draw, std::int64_t count) override;
+  std::vector<Prompt> held_out() override;
+  std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) override;
+  std::int64_t longest_prompt() const override { return task_.prompt_length; }
+  const std::vector<std::int32_t>& stop_ids() const override { return stop_ids_; }
+  std::string fingerprint() const override { return ""; }
+
+ private:
+  Prompt prompt_of(const Problem& problem) const;
+
+  Task task_;
+  std::int64_t seed_, val_size_;
+  std::optional<RewardFunction> reward_;
+  std::vector<std::int32_t> stop_ids_{Vocabulary::built_in().end()};
+};
+
+}  // namespace espalier

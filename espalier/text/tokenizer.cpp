@@ -1,0 +1,115 @@
+#include "espalier/text/tokenizer.h"
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <string_view>
+
+#include "espalier/rollout/json_text.h"
+#include "espalier/rollout/python_interpreter.h"
+
+namespace espalier {
+namespace {
+
+constexpr std::size_t kAtOnce = 256;  // prompts or responses of one request
+constexpr int kPatience = 300'000;    // milliseconds
+
+}  // namespace
+
+bool Tokenizer::is_in(const std::string& directory) {
+  constexpr std::array<std::string_view, 6> kFiles = {"tokenizer.json", "tokenizer.model", "vocab.json",
+                                                      "vocab.txt",      "spiece.model",    "tekken.json"};
+  return std::ranges::any_of(kFiles, [&](std::string_view name) {
+    std::error_code absent;
+    return std::filesystem::is_regular_file(std::filesystem::path(directory) / name, absent);
+  });
+}
+
+Tokenizer::Tokenizer(const std::string& directory)
+    : directory_(directory), service_("tokenizer", directory, kPatience, [this](const Json& error, std::size_t place) {
+        fail(error, place);
+      }) {}
+
+std::int64_t Tokenizer::vocabulary() const { return service_.ready()["vocabulary"].get<std::int64_t>(); }
+
+std::optional<std::int32_t> Tokenizer::eos() const {
+  const Json& eos = service_.ready()["eos"];
+  return eos.is_null() ? std::nullopt : std::optional(eos.get<std::int32_t>());
+}
+
+void Tokenizer::fail(const Json& error, std::size_t) const {
+  const std::string kind = error["kind"], message = error["message"];
+  if (kind == "package") {
+    const std::string package = error["package"];
+    throw UnsupportedError({directory_, "the Python package " + package + " in " + python_interpreter(), message,
+                            python_interpreter() + " -m pip install " + package +
+                                "; or set ESPALIER_PYTHON to a Python that has it; or give prompt_ids"});
+  }
+  if (kind == "none")
+    throw InputError({directory_, "a tokenizer beside the model (tokenizer.json)", message,
+                      "save the tokenizer there (tokenizer.save_pretrained), or give prompt_ids"});
+  if (kind == "tokenizer") throw InputError({directory_, "a tokenizer that can be read", message, ""});
+  if (kind == "template") throw InputError({directory_, "a chat template that jinja2 can read", message, ""});
+  const std::string where = where_(first_ + error["place"].get<std::size_t>()) + ": prompt";
+  if (kind == "no_template")
+    throw InputError({where, "a text, for the model has no chat template", "a list of messages",
+                      "give prompts as texts, or a chat_template in " + directory_ + "/tokenizer_config.json"});
+  if (kind == "message") throw InputError({where, "messages, each with role and content", message, ""});
+  throw InputError({where, "messages that the chat template accepts", message, ""});
+}
+
+std::vector<EncodedPrompt> Tokenizer::encode(std::span<const std::string> prompts,
+                                             const std::function<std::string(std::size_t)>& where,
+                                             const std::function<void(std::size_t)>& on_progress) {
+  where_ = where;
+  std::vector<EncodedPrompt> out;
+  for (first_ = 0; first_ < prompts.size(); first_ += kAtOnce) {
+    const auto part = prompts.subspan(first_, std::min(kAtOnce, prompts.size() - first_));
+    std::string request = "{\"encode\": [";
+    for (const std::string& prompt : part) request.append(&prompt == part.data() ? "" : ", ").append(prompt);
+    std::ranges::replace(request, '\n', ' ');  // between tokens of JSON; in strings it is escaped
+    const Json answer = service_.ask(request + "]}");
+    for (const Json& encoded : answer["encoded"])
+      out.push_back({encoded["ids"].get<std::vector<std::int32_t>>(), encoded["text"].get<std::string>()});
+    if (on_progress) on_progress(out.size());
+  }
+  return out;
+}
+
+std::vector<std::string> Tokenizer::decode(std::span<const std::span<const std::int32_t>> ids,
+                                           bool skip_special_tokens) {
+  std::vector<std::string> out;
+  for (std::size_t first = 0; first < ids.size(); first += kAtOnce) {
+    const auto part = ids.subspan(first, std::min(kAtOnce, ids.size() - first));
+    std::string request = "{\"skip_special_tokens\": ";
+    request.append(skip_special_tokens ? "true" : "false").append(", \"decode\": [");
+    for (const auto& response : part) {
+      request += &response == part.data() ? "[" : ", [";
+      for (const std::int32_t& id : response) {
+        if (&id != response.data()) request += ',';
+        append_number(request, std::int64_t{id});
+      }
+      request += ']';
+    }
+    const Json answer = service_.ask(request + "]}");
+    for (const Json& text : answer["decoded"]) out.push_back(text.get<std::string>());
+  }
+  return out;
+}
+
+Tokenizer& LazyTokenizer::get() {
+  if (!tokenizer_) tokenizer_.emplace(directory_);
+  return *tokenizer_;
+}
+
+Tokenizer* LazyTokenizer::at_hand(Progress& progress) {
+  if (!tokenizer_ && !Tokenizer::is_in(directory_)) return nullptr;
+  try {
+    return &get();
+  } catch (const Error& error) {
+    progress.note(std::string("going on without text: ") + error.what());
+    return nullptr;
+  }
+}
+
+}  // namespace espalier

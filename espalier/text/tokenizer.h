@@ -1,0 +1,70 @@
+// A model directory's own tokenizer and chat template, in a Python process that stays (python/espalier/texts).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "espalier/observe/progress.h"
+#include "espalier/text/python_service.h"
+
+namespace espalier {
+
+struct EncodedPrompt {
+  std::vector<std::int32_t> ids;
+  std::string text;  // of messages: as the chat template renders them
+};
+
+class Tokenizer {
+ public:
+  // Whether `directory` holds a tokenizer's files.
+  static bool is_in(const std::string& directory);
+
+  // Errors: InputError where the directory holds none that can be read; UnsupportedError naming a Python package that
+  // is missing.
+  explicit Tokenizer(const std::string& directory);
+
+  std::int64_t vocabulary() const;          // ids are below
+  std::optional<std::int32_t> eos() const;  // of the special token that ends a response
+  const std::string& directory() const { return directory_; }
+
+  // `prompts`: JSON texts, each a string or a list of chat messages. A string gets the special tokens that the
+  // tokenizer puts around texts, as Hugging Face's tokenizer(text) gives them; messages are rendered by the chat
+  // template up to where the assistant answers, without further ones. `where(i)`: the place of prompt i, for messages.
+  // Errors: InputError for messages without a template, and what the template raises.
+  std::vector<EncodedPrompt> encode(std::span<const std::string> prompts,
+                                    const std::function<std::string(std::size_t)>& where,
+                                    const std::function<void(std::size_t done)>& on_progress = {});
+
+  // Bytes that are no UTF-8 become U+FFFD, as in Hugging Face's decode.
+  std::vector<std::string> decode(std::span<const std::span<const std::int32_t>> ids, bool skip_special_tokens);
+
+ private:
+  void fail(const Json& error, std::size_t place) const;
+
+  std::string directory_;
+  std::function<std::string(std::size_t)> where_;  // of the prompts that are being encoded
+  std::size_t first_ = 0;                          // of those that were asked for at once
+  PythonService service_;
+};
+
+// A model's tokenizer, started when it is first needed.
+class LazyTokenizer {
+ public:
+  explicit LazyTokenizer(std::string directory) : directory_(std::move(directory)) {}
+
+  Tokenizer& get();  // Errors: those of Tokenizer
+  // The same for what is merely nicer with text: null where the directory holds none, and, with a note, where it cannot
+  // be read.
+  Tokenizer* at_hand(Progress& progress);
+
+ private:
+  std::string directory_;
+  std::optional<Tokenizer> tokenizer_;
+};
+
+}  // namespace espalier

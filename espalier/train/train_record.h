@@ -1,0 +1,38 @@
+// What `train` leaves beside its model for whoever wants to see how it went: OUT/espalier/run.json, metrics.jsonl and
+// TensorBoard events, as in the folder of a grpo run (docs/run_folder.md).
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "espalier/base/json.h"
+#include "espalier/options/options.h"
+#include "espalier/plan/model_shape.h"
+#include "espalier/step/step.h"
+
+namespace espalier {
+
+// Fields of run.json that tell the model.
+Json shape_json(const ModelShape& shape);
+
+// The present time in UTC: "2026-01-31T13:00:00Z".
+std::string utc_now();
+
+class TrainRecord {
+ public:
+  // Takes over the lines that the run in `resumed` (empty: none) left up to `step`.
+  TrainRecord(const std::filesystem::path& resumed, std::int64_t step);
+
+  // The line of a step of `steps_total`: step_json, and `length` over the rollouts of its mini-batch.
+  const Json& add(const StepReport& report, const MiniBatch& batch, std::int64_t steps_total);
+
+  // Into `directory`/espalier.
+  void write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape) const;
+
+ private:
+  std::string started_;
+  std::vector<Json> lines_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,141 @@
+"""A reward function of the user's: compute_score of a Python file, in one of three forms told apart by its parameters.
+
+    compute_score(data_source, solution_str, ground_truth, extra_info)         verl's: a number, or a dict with "score"
+    compute_score(data_sources, solution_strs, ground_truths, extra_infos)     verl's for a batch: a list of those
+    compute_score(prompts, completions, **columns)                             TRL's: a list of numbers
+
+It may be a coroutine function.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+
+from .channel import ServiceError
+
+NAME = "compute_score"
+
+
+def _described(error, path, kind="exception"):
+    """Python's message, and the line of the user's file where it was raised or passed through."""
+    message, line = f"{type(error).__name__}: {error}", None
+    if isinstance(error, SyntaxError):
+        message = f"{type(error).__name__}: {error.msg}" + (f": {error.text.strip()}" if error.text else "")
+        line = error.lineno if error.filename == path else None
+    else:
+        places = traceback.extract_tb(error.__traceback__)
+        own = [place for place in places if place.filename == path]
+        line = own[-1].lineno if own else None
+        if places and own and places[-1].filename != path:
+            message += f" (raised in {os.path.basename(places[-1].filename)}:{places[-1].lineno})"
+    return ServiceError(kind, message, line=line)
+
+
+def _storable(value):
+    """`value` as JSON has it, else as text."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _number(value):
+    """A score as the program reads it: {"score", "accuracy" or None, "extra" or None}."""
+    extra = None
+    if isinstance(value, dict):
+        if "score" not in value:
+            raise ServiceError("number", f"a dict without 'score': {value!r}"[:300])
+        extra = {str(name): member for name, member in value.items() if name != "score"}
+        value = value["score"]
+    try:
+        if value is None or isinstance(value, (str, bytes)):
+            raise TypeError
+        score = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ServiceError("number", f"{type(value).__name__}: {value!r}"[:300]) from error
+    if not math.isfinite(score):
+        raise ServiceError("number", f"{score}, which is no finite number")
+    accuracy = extra.get("acc") if extra else None
+    try:
+        accuracy = None if accuracy is None or not math.isfinite(float(accuracy)) else float(accuracy)
+    except (TypeError, ValueError):
+        accuracy = None
+    extra = {name: _storable(member) for name, member in extra.items()} if extra else None
+    return {"score": score, "accuracy": accuracy, "extra": extra}
+
+
+class RewardFunction:
+    def __init__(self, path):
+        self._path = path
+        try:
+            sys.path.insert(0, os.path.dirname(path))
+            spec = importlib.util.spec_from_file_location("espalier_reward", path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules["espalier_reward"] = module  # dataclasses and pickles look a class's module up
+            spec.loader.exec_module(module)
+        except SyntaxError as error:
+            raise _described(error, path, "syntax") from error
+        except BaseException as error:
+            raise _described(error, path, "import") from error
+        self._function = getattr(module, NAME, None)
+        if not callable(self._function):
+            names = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == "espalier_reward"]
+            raise ServiceError("missing", ", ".join(names) or "no function at all")
+        parameters = inspect.signature(self._function).parameters
+        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._names = set(parameters)
+        self.form = "trl" if "completions" in parameters else "batch" if "solution_strs" in parameters else "single"
+
+    def _call(self, arguments):
+        try:
+            value = self._function(**arguments)
+            return asyncio.run(value) if inspect.iscoroutine(value) else value
+        except BaseException as error:  # an exit, too, is the function's failure
+            raise _described(error, self._path) from error
+
+    def _batch_arguments(self, items):
+        def column(name):
+            return [item[name] for item in items]
+
+        if self.form == "batch":
+            return {"data_sources": column("data_source"), "solution_strs": column("solution_str"),
+                    "ground_truths": column("ground_truth"), "extra_infos": column("extra_info")}
+        # TRL: a prompt of messages has a completion of messages.
+        said = [item["solution_str"] if item["messages"] is None else [{"role": "assistant", "content": item["solution_str"]}]
+                for item in items]
+        columns = {"prompts": [item["messages"] or item["prompt"] for item in items], "completions": said,
+                   "completion_ids": column("response_ids"),
+                   **{name: column(name) for name in ("data_source", "ground_truth", "extra_info")}}
+        return columns if self._takes_any else {name: values for name, values in columns.items() if name in self._names}
+
+    def scores(self, items):
+        """One score for each item, as soon as it is known."""
+        if self.form == "single":
+            for item in items:
+                yield _number(self._call({name: item[name] for name in ("data_source", "solution_str", "ground_truth", "extra_info")}))
+            return
+        values = self._call(self._batch_arguments(items))
+        try:
+            values = list(values)
+        except TypeError as error:
+            raise ServiceError("number", f"{type(values).__name__}, where a list of {len(items)} scores belongs") from error
+        if len(values) != len(items):
+            raise ServiceError("number", f"a list of {len(values)} scores for {len(items)} responses")
+        for value in values:
+            yield _number(value)
+
+
+def serve(path, channel):
+    function = RewardFunction(os.path.abspath(path))
+    channel.answer(ready={"form": function.form})
+    for request in channel.requests():
+        try:
+            for score in function.scores(request["score"]):
+                channel.answer(**score)
+        except ServiceError as error:
+            channel.fail(error)

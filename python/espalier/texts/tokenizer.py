@@ -1,0 +1,167 @@
+"""A model directory's tokenizer and chat template, as transformers reads them.
+
+`tokenizer.json` is read by the tokenizers library alone, and templates are rendered by jinja2 in the environment that transformers
+documents: importing these takes a tenth of a second, transformers seconds and a dozen packages more. A directory
+without tokenizer.json (SentencePiece's tokenizer.model, say) is read by transformers where that is installed.
+"""
+
+import datetime
+import json
+from pathlib import Path
+
+from .channel import ServiceError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def _package(name):
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ServiceError("package", f"{type(error).__name__}: {error}", package=name) from error
+
+
+def _json_file(path):
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ServiceError("tokenizer", f"{path.name}: {error}") from error
+
+
+def _text_of(token):
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+class ModelTokenizer:
+    def __init__(self, directory):
+        directory = Path(directory)
+        self._config = _json_file(directory / "tokenizer_config.json")
+        if (directory / "tokenizer.json").is_file():
+            self._read(directory)
+        elif any((directory / name).is_file() for name in _SLOW):
+            self._convert(directory)
+        else:
+            raise ServiceError("none", f"no tokenizer.json in {directory}")
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._template = self._compiled(self._template_text(directory))
+
+    def _read(self, directory):
+        tokenizers = _package("tokenizers")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # the library raises Exception itself
+            raise ServiceError("tokenizer", f"tokenizer.json: {error}") from error
+        config = {**_json_file(directory / "special_tokens_map.json"), **self._config}
+        self.special = {name: _text_of(config[name]) for name in _NAMED if config.get(name)}
+        extra = [*config.get("additional_special_tokens", []), *config.get("extra_special_tokens", [])]
+        if isinstance(config.get("extra_special_tokens"), dict):
+            extra += config["extra_special_tokens"].values()
+        known = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda entry: int(entry[0])):
+            if token["content"] not in known:
+                fields = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in token}
+                added = tokenizers.AddedToken(token["content"], **fields)
+                (self._tokenizer.add_special_tokens if token.get("special") else self._tokenizer.add_tokens)([added])
+                known[token["content"]] = added
+        special = dict.fromkeys([*self.special.values(), *map(_text_of, extra)])
+        self._tokenizer.add_special_tokens([token for token in special if token not in known or not known[token].special])
+
+    def _convert(self, directory):
+        transformers = _package("transformers")
+        try:
+            read = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._tokenizer = read.backend_tokenizer
+        except Exception as error:  # whatever the many readers raise
+            raise ServiceError("tokenizer", f"{type(error).__name__}: {error}") from error
+        self.special = {name: str(token) for name, token in read.special_tokens_map.items() if isinstance(token, str)}
+
+    def _template_text(self, directory):
+        own_file = directory / "chat_template.jinja"
+        if own_file.is_file():
+            return own_file.read_text(encoding="utf-8")
+        template = self._config.get("chat_template") or _json_file(directory / "chat_template.json").get("chat_template")
+        if isinstance(template, list):  # of named ones
+            named = {entry["name"]: entry["template"] for entry in template}
+            return named.get("default")
+        return template
+
+    def _compiled(self, template):
+        if not template:
+            return None
+        _package("jinja2")
+        import jinja2.ext
+        import jinja2.sandbox
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} marks what an assistant said; it adds nothing to the text."""
+
+            tags = {"generation"}
+
+            def parse(self, parser):
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                return jinja2.nodes.Scope(body, lineno=line)
+
+        def raise_exception(message):
+            raise jinja2.exceptions.TemplateError(message)
+
+        def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            return environment.from_string(template)
+        except jinja2.exceptions.TemplateError as error:
+            raise ServiceError("template", f"{type(error).__name__}: {error}") from error
+
+    def about(self):
+        eos = self.special.get("eos_token")
+        return {"vocabulary": self._tokenizer.get_vocab_size(with_added_tokens=True),
+                "eos": None if eos is None else self._tokenizer.token_to_id(eos), "chat_template": self._template is not None}
+
+    def encode(self, prompts):
+        """Of each prompt its text and ids. A text gets the special tokens that the tokenizer puts around texts; messages are
+        rendered by the chat template up to where the assistant answers, and special tokens are the template's alone."""
+        texts = [prompt if isinstance(prompt, str) else self._rendered(prompt, place) for place, prompt in enumerate(prompts)]
+        out = [None] * len(texts)
+        for is_text in (True, False):
+            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_text]
+            found = self._tokenizer.encode_batch([texts[place] for place in places], add_special_tokens=is_text)
+            for place, encoding in zip(places, found):
+                out[place] = {"text": texts[place], "ids": encoding.ids}
+        return out
+
+    def _rendered(self, messages, place):
+        if self._template is None:
+            raise ServiceError("no_template", "the model has no chat template", place=place)
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise ServiceError("message", json.dumps(message)[:200], place=place)
+        try:
+            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.special)
+        except Exception as error:  # templates may do anything
+            raise ServiceError("render", f"{type(error).__name__}: {error}", place=place) from error
+
+    def decode(self, ids, skip_special_tokens):
+        return self._tokenizer.decode_batch(ids, skip_special_tokens=skip_special_tokens)
+
+
+def serve(directory, channel):
+    tokenizer = ModelTokenizer(directory)
+    channel.answer(ready=tokenizer.about())
+    for request in channel.requests():
+        try:
+            if "encode" in request:
+                channel.answer(encoded=tokenizer.encode(request["encode"]))
+            else:
+                channel.answer(decoded=tokenizer.decode(request["decode"], request["skip_special_tokens"]))
+        except ServiceError as error:
+            channel.fail(error)
