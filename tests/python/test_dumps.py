@@ -147,7 +147,8 @@ def test_replay_of_nemo_rl_train_data_finds_its_log_probs_at_every_step(schedule
 
 def test_replay_with_another_learning_rate_leaves_the_recorded_policy(recorded, espalier):
     folder, model, _ = recorded
-    run = espalier("replay", folder / "nemo", "--model", model, *OPTIONS, "--lr", 2e-3, "--steps", 2, "--json").json
+    options = [2e-3 if word == 1e-3 else word for word in OPTIONS]
+    run = espalier("replay", folder / "nemo", "--model", model, *options, "--steps", 2, "--json").json
     first, second = (s["logprobs"] for s in run["steps"])
     assert first["max_abs"] <= LOGPROB_FLOAT64 and second["max_abs"] > 1e-4
     assert second["max_abs"] >= second["mean_abs"] > 0 and second["kl"] > 0
