@@ -162,7 +162,7 @@ int run_verb(Run& run) {
     std::cout << config_text(run.options, verb.name, verb.letter);
     return 0;
   }
-  check_options(verb, run.options);
+  check_options(verb, run);
   use_threads(static_cast<int>(run.options.threads));
   // Whoever reads the output may leave; a run that writes files goes on without.
   if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
