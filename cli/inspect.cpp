@@ -70,8 +70,8 @@ int run_inspect(Context& context) {
   RolloutFile file = read_for(context, context.arguments);
   for (Rollout& rollout : file.rollouts) sort_routes(rollout.routes);
   Inspection inspection = inspect_rollouts(file.rollouts);
-  if (context.options.share != "auto")
-    inspection.physical_tokens = physical_tokens(file.rollouts, share_mode_of(context.options));
+  if (context.options.share != ShareMode::whole_trees)
+    inspection.physical_tokens = physical_tokens(file.rollouts, context.options.share);
   context.result.update(inspection_json(inspection));
   context.result["format"] = file.format;
   context.result["bytes"] = file.bytes;

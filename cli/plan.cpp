@@ -14,6 +14,7 @@
 #include "espalier/plan/rank_report.h"
 #include "espalier/plan/route_fit.h"
 #include "espalier/rollout/batch.h"
+#include "espalier/step/planning.h"
 
 namespace espalier::cli {
 namespace {
@@ -192,7 +193,7 @@ std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPla
 // The machine that is planned for, and the kind of device and memory that the options leave to it.
 MachineProfile machine_of(Context& context, PlanOptions& options) {
   const std::string& named = context.options.machine;
-  const bool any_gpu = named.empty() && context.options.device == "cuda";
+  const bool any_gpu = named.empty() && context.options.device == DeviceType::cuda;
   if (any_gpu) context.progress.note("note: planning for an h100; --machine names another");
   const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype)
                                  : named.empty() ? machine_profile(context.options, context.progress)
@@ -203,6 +204,41 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
   return profile;
 }
 
+// The plans of all steps of one model, actor or critic. Leaves the kind of the last step in plan_options.
+std::vector<StepPlan> plans_of(Context& context, const std::vector<std::vector<Rollout>>& batches,
+                               const ModelShape& shape, std::int64_t beside_bytes, PlanOptions& plan_options,
+                               const MachineProfile& profile) {
+  const Options& options = context.options;
+  const bool cuda = plan_options.kind.cuda;
+  std::vector<StepPlan> plans;
+  context.progress.begin(shape.value_head ? "planning the critic" : "planning",
+                         static_cast<std::int64_t>(batches.size()), "steps");
+  for (const std::vector<Rollout>& batch : batches) {
+    plan_options.kind = step_kind_of(options, shape, batch);
+    plan_options.kind.beside_bytes = beside_bytes, plan_options.kind.cuda = cuda;
+    plans.push_back(make_plan(batch, build_prefix_trees(batch, options.share), shape, plan_options, profile));
+    context.progress.advance_to(static_cast<std::int64_t>(plans.size()));
+  }
+  context.progress.end();
+  return plans;
+}
+
+void print_plans(Context& context, const std::vector<StepPlan>& plans) {
+  print_steps(context.text, plans);
+  print_costs(context.text, plans);
+  if (context.options.explain) print_explanations(context.text, plans);
+}
+
+// The critic's plans; how much they lack.
+Shortage report_critic(Context& context, const std::vector<std::vector<Rollout>>& batches, const ModelShape& critic,
+                       std::int64_t actor_bytes, PlanOptions plan_options, const MachineProfile& profile) {
+  const std::vector<StepPlan> plans = plans_of(context, batches, critic, actor_bytes, plan_options, profile);
+  context.result["critic"] = json_of(plans);
+  context.text << "\nThe critic's steps, each before the actor's:\n\n";
+  print_plans(context, plans);
+  return shortage_of(plans);
+}
+
 }  // namespace
 
 int run_plan(Context& context) {
@@ -210,26 +246,30 @@ int run_plan(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
+  std::optional<ModelShape> critic;
+  if (!options.critic.empty()) critic = read_critic_shape(options.critic).shape;
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_routes(file.rollouts, shape);
   const MachineProfile profile = machine_of(context, plan_options);
-  std::vector<StepPlan> plans;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
   if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())
     context.progress.note("note: " + note);
-  context.progress.begin("planning", static_cast<std::int64_t>(mini_batches.size()), "steps");
+  std::vector<std::vector<Rollout>> batches;
   for (const std::vector<std::int64_t>& indices : mini_batches) {
-    std::vector<Rollout> batch;
-    for (const std::int64_t index : indices) batch.push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
-    plans.push_back(make_plan(batch, build_prefix_trees(batch, share_mode_of(options)), shape, plan_options, profile));
-    context.progress.advance_to(static_cast<std::int64_t>(plans.size()));
+    batches.emplace_back();
+    for (const std::int64_t index : indices)
+      batches.back().push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
   }
-  context.progress.end();
+  const std::int64_t critic_bytes = critic ? bytes_of_model(*critic, options, {}) : 0;
+  const std::vector<StepPlan> plans = plans_of(context, batches, shape, critic_bytes, plan_options, profile);
   context.result.update(json_of(plans));
-  print_steps(context.text, plans);
-  print_costs(context.text, plans);
-  if (options.explain) print_explanations(context.text, plans);
-  const Shortage shortage = report_ranks(context, plans, shape, plan_options, profile).value_or(shortage_of(plans));
+  print_plans(context, plans);
+  Shortage shortage = report_ranks(context, plans, shape, plan_options, profile).value_or(shortage_of(plans));
+  if (critic) {
+    const Shortage of_critic =
+        report_critic(context, batches, *critic, bytes_of_model(shape, options, {}), plan_options, profile);
+    if (of_critic.missing_bytes > shortage.missing_bytes) shortage = of_critic;
+  }
   context.result["fits"] = shortage.missing_bytes == 0;
   context.result["missing_bytes"] = shortage.missing_bytes;
   if (shortage.missing_bytes == 0) return 0;

@@ -67,7 +67,7 @@ void check_required(const Verb& verb, const Options& options) {
 
 // Planning needs no device: it may ask about machines that are not there.
 void check_device(const Verb& verb, const Options& options) {
-  if (verb.letter != 'p' && options.device == "cuda")
+  if (verb.letter != 'p' && options.device == DeviceType::cuda)
     throw DeviceError({"--device", "a device this program was built for (cpu)", "cuda",
                        "the CUDA library is not part of this build; leave --device out"});
 }
@@ -122,8 +122,8 @@ Json common_fields(const Run& run) {
   Json json;
   json["espalier"] = ESPALIER_VERSION;
   json["verb"] = run.line.verb ? Json(run.line.verb->name) : Json(nullptr);
-  json["device"] = run.options.device;
-  json["dtype"] = run.options.dtype;
+  json["device"] = name_of(run.options.device);
+  json["dtype"] = name_of(run.options.dtype);
   json["threads"] = run.options.threads > 0 ? run.options.threads : usable_threads();
   json["options"] = options_to_json(run.options, run.line.verb ? run.line.verb->letter : '\0');
   json["seconds"] = run.timer.total();

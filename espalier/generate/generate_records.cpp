@@ -21,8 +21,6 @@
 namespace espalier {
 namespace {
 
-constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
-
 // eos_token_id of one file; false where it has none.
 bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out) {
   if (!std::filesystem::exists(file)) return false;
@@ -75,7 +73,7 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 
 void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings) {
   constexpr std::int64_t kFewestRows = 16;
-  const ActivationBytes bytes(shape, parse_dtype(options.dtype), kForwardOnly);
+  const ActivationBytes bytes(shape, options.dtype, kForwardOnly);
   // Of what is free, the weights are taken already; of a given budget they are still to be.
   const std::int64_t limit = arena_limit(options) - (options.memory_budget.empty() ? 0 : bytes.constant());
   const auto activations = [&](std::int64_t rows) {
@@ -106,7 +104,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
   Tokenizer* const tokenizer = reward || file.has_text ? &tokenizers.get() : tokenizers.at_hand(progress);
-  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  const auto model = load_model(options.model, options.dtype, progress);
   settings.stop_ids = stop_ids(options, shape.vocabulary, tokenizer);
   if (settings.stop_ids.empty())
     progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");

@@ -255,11 +255,6 @@ std::vector<PrefixTree> prompt_trees(std::span<const Rollout> batch) {
 
 }  // namespace
 
-ShareMode share_mode_of(const Options& options) {
-  if (options.share == "off") return ShareMode::off;
-  return options.share == "prompt" ? ShareMode::prompts : ShareMode::whole_trees;
-}
-
 std::int64_t PrefixTree::physical_tokens() const {
   return std::accumulate(nodes.begin(), nodes.end(), std::int64_t{0},
                          [](std::int64_t sum, const PrefixNode& node) { return sum + node.length(); });

@@ -9,18 +9,10 @@
 #include <span>
 #include <vector>
 
-#include "espalier/options/options.h"
+#include "espalier/options/choices.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
-
-enum class ShareMode {
-  whole_trees,  // --share auto: everything two rollouts have in common
-  prompts,      // --share prompt: whole equal prompts only; responses stay apart
-  off,          // a tree per rollout
-};
-
-ShareMode share_mode_of(const Options& options);  // --share
 
 struct PrefixNode {
   std::int32_t parent = -1;                   // -1: a root

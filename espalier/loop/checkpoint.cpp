@@ -35,7 +35,7 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
 
 Restored load_checkpoint(const std::filesystem::path& directory, const Options& options) {
   Restored out;
-  out.model = std::make_unique<ModelState>(read_model_shape(directory), parse_dtype(options.dtype));
+  out.model = std::make_unique<ModelState>(read_model_shape(directory), options.dtype);
   out.model->source = directory;
   out.model->weights.zero_();
   out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options));

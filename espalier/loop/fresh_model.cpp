@@ -35,8 +35,8 @@ Json tokenizer_json() {
 
 }  // namespace
 
-Json fresh_config(const std::string& kind, std::int64_t positions) {
-  const bool moe = kind == "moe";
+Json fresh_config(FreshModel kind, std::int64_t positions) {
+  const bool moe = kind == FreshModel::moe;
   Json config;
   config["architectures"] = {moe ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM"};
   config["model_type"] = moe ? "qwen3_moe" : "qwen3";

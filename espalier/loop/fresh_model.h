@@ -3,14 +3,14 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <string>
 
 #include "espalier/base/json.h"
+#include "espalier/options/choices.h"
 
 namespace espalier {
 
-// config.json of a fresh model. `kind`: dense (Qwen3) or moe (Qwen3-MoE). `positions`: tokens of the longest rollout.
-Json fresh_config(const std::string& kind, std::int64_t positions);
+// config.json of a fresh model: dense is Qwen3, moe Qwen3-MoE. `positions`: tokens of the longest rollout.
+Json fresh_config(FreshModel kind, std::int64_t positions);
 
 // Writes that config.json and a tokenizer of the built-in vocabulary into `directory`, which is created: a model
 // directory without weights.

@@ -64,7 +64,6 @@ class Loop {
   void restore(const std::filesystem::path& checkpoint, const MetricLine& on_line);
   void prepare();
   void prepare_critic();
-  void share_memory();
   bool run_batch();
   SampledBatch sample();
   [[noreturn]] void interrupt(int signal);
@@ -91,6 +90,7 @@ class Loop {
   std::optional<Actor> actor_;
   std::optional<Critic> critic_;
   std::optional<Sampling> sampling_;
+  std::optional<HeldBytes> reference_bytes_, sampler_bytes_;  // what stands beside the learners
   std::optional<TraceRecorder> recorder_;
   std::vector<Rollout> last_rollouts_;  // of the last batch, with old log-probs
   std::vector<Answer> last_answers_;    // of the last batch, one to each prompt
@@ -105,7 +105,7 @@ void Loop::begin(const MetricLine& on_line) {
     source = folder_.fresh();
     write_fresh_model(source, fresh_config(options_.fresh, options_.prompt_length + options_.max_response_length));
   }
-  const DType dtype = parse_dtype(options_.dtype);
+  const DType dtype = options_.dtype;
   if (has_weights(source)) {
     model_ = load_model(source, dtype, progress_);
     metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), 0, 0, on_line);
@@ -170,7 +170,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
 void Loop::prepare() {
   actor_.emplace(*model_, options_, start_.machine);
   actor_->has_optimizer = true;
-  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->arena, progress_);
+  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->workspace.arena, progress_);
   model_->decoder.reserve_positions(sampling_->longest_rollout());
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {
@@ -181,28 +181,20 @@ void Loop::prepare() {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
-  share_memory();
+  // The sampler's too: the arena keeps what an update touched while the next batch is sampled.
+  if (reference_) reference_bytes_.emplace(actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes()));
+  sampler_bytes_.emplace(actor_->workspace, sampling_->most_kv_bytes());
   if (!options_.record.empty())
     recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_->masters(), options_);
 }
 
-// PPO: the critic shares the actor's arena, for the two take turns.
+// PPO: the critic shares the actor's workspace, for the two take turns.
 void Loop::prepare_critic() {
   critic_.emplace(load_critic(options_.critic, options_, model_->shape, progress_), options_, start_.machine,
-                  actor_->arena);
+                  actor_->workspace);
   critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
   critic_->optimizer();
   if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);
-}
-
-// Tells the plans of actor and critic what is held beside each. The sampler's keys and values are among it: the arena
-// keeps what an update touched while the next batch is sampled.
-void Loop::share_memory() {
-  const auto reference = reference_ ? static_cast<std::int64_t>(reference_->weights.nbytes()) : 0;
-  actor_->beside_bytes = reference + sampling_->most_kv_bytes();
-  if (!critic_) return;
-  critic_->learner().beside_bytes = actor_->beside_bytes + actor_->held_bytes();
-  actor_->beside_bytes += critic_->learner().held_bytes();
 }
 
 // False where no group was left to learn from.
@@ -265,15 +257,14 @@ bool Loop::run_batch() {
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
   const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
     ScoredRollouts scored =
-        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->arena, progress_, counts,
-                       actor_->held_bytes() + actor_->beside_bytes - model_->weights.nbytes());
+        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->workspace, progress_, counts);
     for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
     tokens_saved += scored.logical_rows - scored.physical_rows;
   };
   scored_choices_.reset();
-  const bool count =
-      model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 && options_.router_aux_loss_scope == "minibatch";
-  if (steps > 1 || options_.rollout_is != "none") {
+  const bool count = model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
+                     options_.router_aux_loss_scope == AuxScope::minibatch;
+  if (steps > 1 || options_.rollout_is != RolloutCorrection::none) {
     if (count) scored_choices_.emplace(*model_, rollouts);
     score(model_->decoder, &Rollout::old_logprobs, count ? &scored_choices_->counts : nullptr);
   }
@@ -288,10 +279,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
   progress_.begin("training", steps, "steps");
   for (std::int64_t i = 0; i < steps; ++i) {
     const MiniBatch mini_batch = data.mini_batch(i % data.mini_batches());
-    std::optional<CriticReport> critic;  // moves first: its values are older than both updates
-    if (critic_) critic = critic_->update(mini_batch);
-    StepReport report = run_step(*actor_, *optimizer_, mini_batch, false);
-    report.critic = std::move(critic);
+    const StepReport report = run_step(*actor_, *optimizer_, mini_batch, false, critic_ ? &*critic_ : nullptr);
     state_.step = report.step;
     const bool last_of_batch = i + 1 == steps;
     if (recorder_)

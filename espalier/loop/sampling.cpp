@@ -156,7 +156,7 @@ std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t prompt = questions_.longest_prompt();
   const std::int64_t batch = options_.train_batch_size * (prompt + sampled_.n * options_.max_response_length);
   const auto held_out = static_cast<std::int64_t>(held_out_.size()) * (prompt + options_.max_response_length);
-  const std::int64_t token = kv_bytes_per_token(decoder_.shape(), parse_dtype(options_.dtype));
+  const std::int64_t token = kv_bytes_per_token(decoder_.shape(), options_.dtype);
   return std::min(sampled_.kv_limit_bytes, std::max(batch, held_out) * token);
 }
 

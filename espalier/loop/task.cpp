@@ -169,10 +169,9 @@ Document copying(const Vocabulary& words, std::int64_t prompt_length, Random& ra
 
 Document document_of(const Task& task, Random& random) {
   const Vocabulary& words = Vocabulary::built_in();
-  if (task.name == "arithmetic") return arithmetic(words, task.prompt_length, random);
-  if (task.name == "copy") return copying(words, task.prompt_length, random);
-  if (task.name == "recite") return recital(words, task.prompt_length, random);
-  ESPALIER_INTERNAL_EQ(task.name, "retrieval");
+  if (task.kind == TaskKind::arithmetic) return arithmetic(words, task.prompt_length, random);
+  if (task.kind == TaskKind::copy) return copying(words, task.prompt_length, random);
+  if (task.kind == TaskKind::recite) return recital(words, task.prompt_length, random);
   return retrieval(words, task.prompt_length, random);
 }
 
@@ -186,8 +185,8 @@ Split split_of(std::span<const std::int32_t> prompt_ids) {
 
 std::vector<Problem> Task::problems(Split split, Random random, std::int64_t most) const {
   if (prompt_length < shortest_prompt())
-    throw OptionError(
-        {"--prompt-length", text_of("at least ", shortest_prompt(), " tokens for ", name), text_of(prompt_length), ""});
+    throw OptionError({"--prompt-length", text_of("at least ", shortest_prompt(), " tokens for ", name_of(kind)),
+                       text_of(prompt_length), ""});
   for (;;) {  // a document may have no question of this split; then another is made
     Document document = document_of(*this, random);
     shuffle(document.questions, random);
@@ -204,14 +203,14 @@ std::vector<Problem> Task::problems(Split split, Random random, std::int64_t mos
 }
 
 std::int64_t Task::shortest_prompt() const {
-  if (name == "arithmetic") return kSumQuestion + kFirstSum + kSum;
-  if (name == "copy") return kCopyQuestion + 2 * (kLineFrame + kLeastLineWords);
-  if (name == "recite") return kReciteQuestion + 2 * (kLeastNames + 1);
+  if (kind == TaskKind::arithmetic) return kSumQuestion + kFirstSum + kSum;
+  if (kind == TaskKind::copy) return kCopyQuestion + 2 * (kLineFrame + kLeastLineWords);
+  if (kind == TaskKind::recite) return kReciteQuestion + 2 * (kLeastNames + 1);
   return kFactQuestion + 2 * kFact;
 }
 
 std::int64_t Task::longest_answer() const {
-  return (name == "copy" ? kMostLineWords : name == "recite" ? kMostNames - 1 : 1) + 1;
+  return (kind == TaskKind::copy ? kMostLineWords : kind == TaskKind::recite ? kMostNames - 1 : 1) + 1;
 }
 
 double answer_score(std::span<const std::int32_t> response_ids, std::span<const std::int32_t> answer_ids) {

@@ -17,6 +17,7 @@
 
 #include "espalier/base/random.h"
 #include "espalier/loop/vocabulary.h"
+#include "espalier/options/choices.h"
 
 namespace espalier {
 
@@ -29,7 +30,7 @@ enum class Split { train, held_out };
 Split split_of(std::span<const std::int32_t> prompt_ids);  // one prompt in eight is held out
 
 struct Task {
-  std::string name;                // retrieval, recite, arithmetic or copy
+  TaskKind kind = TaskKind::retrieval;
   std::int64_t prompt_length = 0;  // tokens of every prompt, exactly
 
   // One to `most` problems about one document, so their prompts share all but the question. A function of the

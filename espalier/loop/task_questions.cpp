@@ -13,12 +13,14 @@ Task task_of(const Options& options) { return {options.task, options.prompt_leng
 TaskQuestions::TaskQuestions(const Options& options)
     : task_(task_of(options)), seed_(options.seed), val_size_(options.val_size) {
   if (options.prompt_length < task_.shortest_prompt())
-    throw OptionError({"--prompt-length", text_of("at least ", task_.shortest_prompt(), " tokens for ", task_.name),
+    throw OptionError({"--prompt-length",
+                       text_of("at least ", task_.shortest_prompt(), " tokens for ", name_of(task_.kind)),
                        text_of(options.prompt_length), ""});
   if (options.max_response_length < task_.longest_answer())
-    throw OptionError({"--max-response-length",
-                       text_of("at least the ", task_.longest_answer(), " tokens of a right answer of ", task_.name),
-                       text_of(options.max_response_length), ""});
+    throw OptionError(
+        {"--max-response-length",
+         text_of("at least the ", task_.longest_answer(), " tokens of a right answer of ", name_of(task_.kind)),
+         text_of(options.max_response_length), ""});
   if (!options.reward.empty()) reward_.emplace(options.reward, options.reward_timeout);
 }
 
@@ -27,7 +29,7 @@ Prompt TaskQuestions::prompt_of(const Problem& problem) const {
   const std::string answer = words.text(problem.answer_ids);
   Prompt out;
   out.ids = problem.prompt_ids;
-  carry_text(out.carried, "data_source", "espalier/" + task_.name);
+  carry_text(out.carried, "data_source", std::string("espalier/") + name_of(task_.kind));
   carry_text(out.carried, "prompt", words.text(problem.prompt_ids));
   carry_text(out.carried, "ground_truth", answer);
   return out;

@@ -96,8 +96,8 @@ WarmStartStep WarmStart::step() {
   curriculum_.advance(found.right);
   if (found.step % kProbeEvery == 0) {
     NoProgress silent;  // a part of the task that is shown
-    found.held_out =
-        mean_probability(score_rollouts(model_.decoder, held_out_, options_, machine_, actor_.arena, silent).series);
+    found.held_out = mean_probability(
+        score_rollouts(model_.decoder, held_out_, options_, machine_, actor_.workspace, silent).series);
   }
   return found;
 }

@@ -170,7 +170,7 @@ MachineProfile measure_machine(DType dtype) {
 }
 
 MachineProfile machine_profile(const Options& options, Progress& progress) {
-  const DType dtype = parse_dtype(options.dtype);
+  const DType dtype = options.dtype;
   const std::filesystem::path file = cache_file(dtype);
   if (std::ifstream in(file); in) {
     std::stringstream text;

@@ -16,10 +16,11 @@
 #include <vector>
 
 #include "espalier/ops/cpu/router.h"
+#include "espalier/options/choices.h"
 
 namespace espalier::moe {
 
-enum class AuxScope { rollout, minibatch };
+using espalier::AuxScope;
 
 struct RouterLosses {
   double aux_coef = 0, z_coef = 0;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <string>
 
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
@@ -20,25 +19,16 @@ using Series = std::vector<std::vector<double>>;
 constexpr double kDeviationEpsilon = 1e-6;
 constexpr double kWhitenEpsilon = 1e-8;
 
-enum class Estimator { grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, given };
-
-Estimator parse_estimator(const std::string& name) {
-  if (name == "grpo") return Estimator::grpo;
-  if (name == "dr_grpo") return Estimator::dr_grpo;
-  if (name == "rloo") return Estimator::rloo;
-  if (name == "reinforce_plus_plus") return Estimator::reinforce_plus_plus;
-  if (name == "reinforce_plus_plus_baseline") return Estimator::reinforce_plus_plus_baseline;
-  if (name == "gae") return Estimator::gae;
-  if (name == "given") return Estimator::given;
-  throw OptionError({"--adv-estimator",
-                     "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae or given", name,
-                     "choose one of these"});
+// Estimators whose advantages are whitened over the whole unit.
+bool whitens(Estimator estimator) {
+  return estimator == Estimator::reinforce_plus_plus || estimator == Estimator::reinforce_plus_plus_baseline ||
+         estimator == Estimator::gae;
 }
 
 // Advantages are recorded, or there is no token that could have one.
 bool is_settled(const Rollout& rollout) { return !rollout.advantages.empty() || rollout.response_ids.empty(); }
 
-void check_fields(const Rollout& rollout, Estimator estimator, const std::string& name) {
+void check_fields(const Rollout& rollout, Estimator estimator) {
   if (is_settled(rollout)) {
     ESPALIER_INTERNAL_EQ(rollout.advantages.size(), rollout.response_ids.size(), rollout.where);
     return;
@@ -47,8 +37,8 @@ void check_fields(const Rollout& rollout, Estimator estimator, const std::string
     throw InputError({rollout.where, "a field advantage, for --adv-estimator given", "none",
                       "add advantage (a number or one per response token), or choose another --adv-estimator"});
   if (!rollout.reward)
-    throw InputError({rollout.where, text_of("a field reward or advantage, for --adv-estimator ", name), "neither",
-                      "add reward (a number), or advantage with --adv-estimator given"});
+    throw InputError({rollout.where, text_of("a field reward or advantage, for --adv-estimator ", name_of(estimator)),
+                      "neither", "add reward (a number), or advantage with --adv-estimator given"});
   if (estimator == Estimator::gae && rollout.values.size() != rollout.response_ids.size())
     throw InputError({rollout.where, "a field values with one number per response token, for --adv-estimator gae",
                       rollout.values.empty() ? text_of("none") : text_of(rollout.values.size(), " numbers"),
@@ -171,8 +161,8 @@ std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> 
 }
 
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
-  const Estimator estimator = parse_estimator(options.adv_estimator);
-  for (const Rollout& rollout : rollouts) check_fields(rollout, estimator, options.adv_estimator);
+  const Estimator estimator = options.adv_estimator;
+  for (const Rollout& rollout : rollouts) check_fields(rollout, estimator);
 
   const std::vector<std::int64_t> group = group_of(rollouts);
   const std::vector<GroupStatistics> statistics = compute_group_statistics(rollouts, group);
@@ -194,9 +184,7 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
         if (rollout.loss_mask[t]) series[i][t] = advantage;
     }
   }
-  if (estimator == Estimator::reinforce_plus_plus || estimator == Estimator::reinforce_plus_plus_baseline ||
-      estimator == Estimator::gae)
-    whiten(rollouts, series);
+  if (whitens(estimator)) whiten(rollouts, series);
   return series;
 }
 

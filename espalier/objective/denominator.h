@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "espalier/options/options.h"
@@ -14,17 +13,13 @@
 
 namespace espalier {
 
-// The mode that holds: --loss-agg-mode, or its default for the policy loss.
-// Errors: OptionError for a mode that the policy loss does not take (sapo), or an unknown one.
-std::string resolve_loss_agg_mode(const Options& options);
-
-// The critic's: --loss-agg-mode, by default token-mean whatever the policy loss is.
-std::string value_loss_agg_mode(const Options& options);
+// Of the critic's loss: --loss-agg-mode, by default token-mean whatever the policy loss is.
+Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
-std::vector<double> compute_token_weights(std::span<const Rollout> batch, const std::string& mode,
+std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
                                           double loss_scale_factor);
 
 }  // namespace espalier

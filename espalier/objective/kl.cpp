@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
 
 namespace espalier {
@@ -20,25 +19,14 @@ KlTerm low_variance_term(double x) {
 }
 }  // namespace
 
-KlType parse_kl_type(const std::string& name) {
-  KlType type;
-  std::string base = name;
-  if (!base.empty() && base.back() == '+') {
-    type.straight_through = true;
-    base.pop_back();
-  }
-  if (base == "kl" || base == "k1")
-    type.estimator = KlEstimator::k1;
-  else if (base == "abs")
-    type.estimator = KlEstimator::absolute;
-  else if (base == "mse" || base == "k2")
-    type.estimator = KlEstimator::k2;
-  else if (base == "low_var_kl" || base == "k3")
-    type.estimator = KlEstimator::k3;
-  else
-    throw OptionError({"--kl-loss-type", "kl, k1, abs, mse, k2, low_var_kl or k3, each also with + at its end", name,
-                       "choose one of these"});
-  return type;
+KlType kl_type_of(KlLossType type) {
+  enum class Gradient { own, of_k2 };
+  static constexpr KlType kTypes[] = {
+#define ESPALIER_KL_TYPE(name, word, estimator, gradient) \
+  {KlEstimator::estimator, Gradient::gradient == Gradient::of_k2},
+#include "espalier/options/kl_types.def"
+  };
+  return kTypes[static_cast<std::size_t>(type)];
 }
 
 KlTerm kl_term(KlType type, double logprob, double ref_logprob) {

@@ -2,7 +2,7 @@
 // x = logprob - ref. Equations: docs/objectives.md (25) to (29). Meaning of the names: verl 0.9, kl_penalty.
 #pragma once
 
-#include <string>
+#include "espalier/options/choices.h"
 
 namespace espalier {
 
@@ -13,8 +13,7 @@ struct KlType {
   bool straight_through = false;  // "+": this estimator's value with the gradient of k2
 };
 
-// "kl" or "k1", "abs", "mse" or "k2", "low_var_kl" or "k3", each also with "+". Errors: OptionError.
-KlType parse_kl_type(const std::string& name);
+KlType kl_type_of(KlLossType type);  // by kl_types.def
 
 struct KlTerm {
   double value = 0;

@@ -9,6 +9,7 @@
 #include "espalier/objective/kl.h"
 #include "espalier/objective/policy_loss.h"
 #include "espalier/objective/rollout_weights.h"
+#include "espalier/plan/step_kind.h"
 
 namespace espalier {
 
@@ -16,7 +17,7 @@ namespace {
 
 // What of the rollout's own log-probs enters a token's loss as a constant.
 struct RolloutConstants {
-  double mean_log_ratio = 0;   // gspo: of lp - old
+  double mean_log_ratio = 0;   // of lp - old
   double sequence_weight = 1;  // --rollout-is sequence
 };
 
@@ -62,7 +63,8 @@ void Objective::State::check_fields(const Options& options) const {
       require_series(rollout, rollout.ref_logprobs, "ref_logprobs", text_of("--kl-loss-coef ", options.kl_loss_coef),
                      "add it (espalier score --as ref_logprobs), or set --kl-loss-coef 0");
     if (correction != RolloutCorrection::none)
-      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs", "--rollout-is " + options.rollout_is,
+      require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
+                     text_of("--rollout-is ", options.rollout_is),
                      "record the sampler's log-probs, or set --rollout-is none");
     if (!rollout.old_logprobs.empty()) ESPALIER_INTERNAL_EQ(rollout.old_logprobs.size(), rollout.response_ids.size());
   }
@@ -72,10 +74,7 @@ void Objective::State::prepare_sequence_weights() {
   sequence_weight.assign(batch.size(), 1.0);
   for (std::size_t i = 0; i < batch.size(); ++i) {
     const Rollout& rollout = batch[i];
-    if (rollout.old_logprobs.empty()) {
-      needs_whole_rollout |= !rollout.response_ids.empty();  // the weight then holds the current log-probs
-      continue;
-    }
+    if (rollout.old_logprobs.empty()) continue;  // the weight then holds the current log-probs
     double log_ratio = 0;
     for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t)
       if (rollout.loss_mask[t]) log_ratio += rollout.old_logprobs[t] - rollout.rollout_logprobs[t];
@@ -121,8 +120,7 @@ TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, d
   if (!rollout.loss_mask[position]) return {};
   const double old = rollout.old_logprobs.empty() ? logprob : rollout.old_logprobs[position];
   const double advantage = advantages[index][position];
-  PolicyTerm policy_part = policy.loss == PolicyLoss::gspo ? gspo_term(policy, constants.mean_log_ratio, advantage)
-                                                           : policy_term(policy, logprob, old, advantage);
+  const PolicyTerm policy_part = policy_term(policy, {logprob, old, advantage, constants.mean_log_ratio});
   const double factor = token_factor(rollout, position, old, constants.sequence_weight);
   const double weight = token_weight[index];
 
@@ -148,15 +146,15 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.batch = batch;
   state.advantages = advantages;
   state.policy = PolicySettings::from(options);
-  state.kl_type = parse_kl_type(options.kl_loss_type);
-  state.correction = parse_rollout_correction(options.rollout_is);
+  state.kl_type = kl_type_of(options.kl_loss_type);
+  state.correction = options.rollout_is;
   state.threshold = options.rollout_is_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  state.token_weight = compute_token_weights(batch, resolve_loss_agg_mode(options), options.loss_scale_factor);
+  state.token_weight = compute_token_weights(batch, policy_aggregation(options), options.loss_scale_factor);
   for (const Rollout& rollout : batch) state.batch_loss_tokens += count_loss_tokens(rollout);
   state.check_fields(options);
-  state.needs_whole_rollout = state.policy.loss == PolicyLoss::gspo;
+  state.needs_whole_rollout = espalier::needs_whole_rollout(options, batch);
   if (state.correction == RolloutCorrection::sequence) state.prepare_sequence_weights();
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "espalier/base/error.h"
 #include "espalier/objective/share_of_maximum.h"
 
 namespace espalier {
@@ -22,69 +21,68 @@ PolicyTerm clipped_term(const PolicySettings& settings, double ratio, double adv
   return {std::max(plain, clipped), -advantage * (share + (inside ? 1.0 - share : 0.0)), clipped > plain};
 }
 
-PolicyTerm vanilla_term(const PolicySettings& settings, double ratio, double advantage) {
-  PolicyTerm term = clipped_term(settings, ratio, advantage);
-  if (advantage < 0) {
-    const double bound = -advantage * settings.dual_clip;
+// r = exp(clamp(lp - old)) and its derivative with respect to lp.
+struct Ratio {
+  double value, gradient;
+
+  explicit Ratio(const PolicyToken& token) {
+    const double log_ratio = token.logprob - token.old_logprob;
+    value = std::exp(std::clamp(log_ratio, -kLogRatioBound, kLogRatioBound));
+    gradient = std::abs(log_ratio) <= kLogRatioBound ? value : 0.0;
+  }
+};
+
+PolicyTerm vanilla_term(const PolicySettings& settings, const PolicyToken& token) {
+  const Ratio ratio(token);
+  PolicyTerm term = clipped_term(settings, ratio.value, token.advantage);
+  if (token.advantage < 0) {
+    const double bound = -token.advantage * settings.dual_clip;
     term.gradient *= 1.0 - share_of_maximum(term.value, bound);
     term.value = std::min(term.value, bound);
   }
+  term.gradient *= ratio.gradient;
   return term;
 }
 
-PolicyTerm sapo_term(double ratio, double advantage) {
+PolicyTerm gspo_term(const PolicySettings& settings, const PolicyToken& token) {
+  const double ratio = std::exp(std::min(token.mean_log_ratio, kGspoLogRatioBound));
+  PolicyTerm term = clipped_term(settings, ratio, token.advantage);
+  term.gradient *= token.mean_log_ratio <= kGspoLogRatioBound ? ratio : 0.0;
+  return term;
+}
+
+PolicyTerm cispo_term(const PolicySettings& settings, const PolicyToken& token) {
+  const Ratio ratio(token);
+  const double weight = std::clamp(ratio.value, settings.ratio_low, settings.ratio_high);
+  return {-weight * token.advantage * token.logprob, -weight * token.advantage, weight != ratio.value};
+}
+
+PolicyTerm sapo_term(const PolicySettings&, const PolicyToken& token) {
+  const Ratio ratio(token);
+  const double advantage = token.advantage;
   const double temperature = advantage > 0 ? kSapoTemperaturePositive : kSapoTemperatureNegative;
-  const double gate = 1.0 / (1.0 + std::exp(-temperature * (ratio - 1.0)));
-  return {-advantage * gate * 4.0 / temperature, -advantage * 4.0 * gate * (1.0 - gate), false};
+  const double gate = 1.0 / (1.0 + std::exp(-temperature * (ratio.value - 1.0)));
+  return {-advantage * gate * 4.0 / temperature, -advantage * 4.0 * gate * (1.0 - gate) * ratio.gradient, false};
+}
+
+// The score function: gpg, reinforce.
+PolicyTerm score_term(const PolicySettings&, const PolicyToken& token) {
+  return {-token.advantage * token.logprob, -token.advantage, false};
 }
 }  // namespace
 
-PolicyLoss parse_policy_loss(const std::string& name) {
-  if (name == "vanilla") return PolicyLoss::vanilla;
-  if (name == "gspo") return PolicyLoss::gspo;
-  if (name == "cispo") return PolicyLoss::cispo;
-  if (name == "sapo") return PolicyLoss::sapo;
-  if (name == "gpg") return PolicyLoss::gpg;
-  if (name == "reinforce") return PolicyLoss::reinforce;
-  throw OptionError({"--policy-loss", "vanilla, gspo, cispo, sapo, gpg or reinforce", name, "choose one of these"});
-}
-
 PolicySettings PolicySettings::from(const Options& options) {
-  return {parse_policy_loss(options.policy_loss), 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high,
-          options.clip_ratio_c};
+  return {options.policy_loss, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high, options.clip_ratio_c};
 }
 
-PolicyTerm policy_term(const PolicySettings& settings, double logprob, double old_logprob, double advantage) {
-  const double log_ratio = logprob - old_logprob;
-  const double ratio = std::exp(std::clamp(log_ratio, -kLogRatioBound, kLogRatioBound));
-  const double ratio_gradient = std::abs(log_ratio) <= kLogRatioBound ? ratio : 0.0;
-  PolicyTerm term;
+PolicyTerm policy_term(const PolicySettings& settings, const PolicyToken& token) {
   switch (settings.loss) {
-    case PolicyLoss::gpg:
-    case PolicyLoss::reinforce:
-      return {-advantage * logprob, -advantage, false};
-    case PolicyLoss::cispo: {
-      const double weight = std::clamp(ratio, settings.ratio_low, settings.ratio_high);
-      return {-weight * advantage * logprob, -weight * advantage, weight != ratio};
-    }
-    case PolicyLoss::vanilla:
-      term = vanilla_term(settings, ratio, advantage);
-      break;
-    case PolicyLoss::sapo:
-      term = sapo_term(ratio, advantage);
-      break;
-    case PolicyLoss::gspo:
-      ESPALIER_INTERNAL(false, "gspo needs the mean log-ratio of its rollout");
+#define ESPALIER_POLICY_LOSS(name, term, sees, by_default, allowed) \
+  case PolicyLoss::name:                                            \
+    return term(settings, token);
+#include "espalier/options/policy_losses.def"
   }
-  term.gradient *= ratio_gradient;
-  return term;
-}
-
-PolicyTerm gspo_term(const PolicySettings& settings, double mean_log_ratio, double advantage) {
-  const double ratio = std::exp(std::min(mean_log_ratio, kGspoLogRatioBound));
-  PolicyTerm term = clipped_term(settings, ratio, advantage);
-  term.gradient *= mean_log_ratio <= kGspoLogRatioBound ? ratio : 0.0;
-  return term;
+  return {};
 }
 
 }  // namespace espalier

@@ -6,16 +6,9 @@
 // maximum and minimum of equal numbers give half of it to each.
 #pragma once
 
-#include <string>
-
 #include "espalier/options/options.h"
 
 namespace espalier {
-
-enum class PolicyLoss { vanilla, gspo, cispo, sapo, gpg, reinforce };
-
-// Errors: OptionError for an unknown name.
-PolicyLoss parse_policy_loss(const std::string& name);
 
 struct PolicySettings {
   PolicyLoss loss = PolicyLoss::vanilla;
@@ -31,11 +24,15 @@ struct PolicyTerm {
   bool clipped = false;  // verl's pg_clipfrac: the clipped loss is the larger one (cispo: the ratio was clipped)
 };
 
-// Every loss but gspo.
-PolicyTerm policy_term(const PolicySettings& settings, double logprob, double old_logprob, double advantage);
+// What a token's term is a function of.
+struct PolicyToken {
+  double logprob = 0, old_logprob = 0, advantage = 0;
+  // Of the rollout's loss tokens: the mean of lp - old, for losses that need the whole rollout.
+  double mean_log_ratio = 0;
+};
 
-// gspo: `mean_log_ratio` is the mean of lp - old over the rollout's loss tokens. Its value enters detached and each
+// The loss that `settings` names, at one token. Losses of a whole rollout take their rollout's value detached, and each
 // token's own log-prob carries the gradient.
-PolicyTerm gspo_term(const PolicySettings& settings, double mean_log_ratio, double advantage);
+PolicyTerm policy_term(const PolicySettings& settings, const PolicyToken& token);
 
 }  // namespace espalier

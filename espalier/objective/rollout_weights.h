@@ -6,14 +6,7 @@
 // Constants of the step, they multiply the policy loss only. docs/objectives.md (16), (17); verl 0.9, rollout_is.
 #pragma once
 
-#include <string>
-
 namespace espalier {
-
-enum class RolloutCorrection { none, token, sequence };
-
-// Errors: OptionError for an unknown name.
-RolloutCorrection parse_rollout_correction(const std::string& name);
 
 // log_ratio: old - roll of the token, or its sum over the rollout's loss tokens.
 double truncated_weight(double log_ratio, double threshold);

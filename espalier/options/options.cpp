@@ -17,6 +17,10 @@ std::string text_of_value(const std::string& value) { return value; }
 std::string text_of_value(double value) { return number_text(value); }
 std::string text_of_value(std::int64_t value) { return std::to_string(value); }
 std::string text_of_value(bool value) { return value ? "true" : "false"; }
+template <class E>
+std::string text_of_value(Choice<E> value) {
+  return name_of(value);
+}
 
 void assign(std::string& member, const std::string& value, const std::string&) { member = value; }
 void assign(double& member, const std::string& value, const std::string& where) {
@@ -26,6 +30,31 @@ void assign(std::int64_t& member, const std::string& value, const std::string& w
   member = parse_integer(value, where, "a whole number");
 }
 void assign(bool& member, const std::string& value, const std::string& where) { member = parse_flag(value, where); }
+template <class E>
+void assign(Choice<E>& member, const std::string& value, const std::string& where) {
+  const bool said = !value.empty() || words_of(E{}).front()[0] == '\0';  // an empty text is none of most words
+  if (said) member = {value, where};
+}
+
+// A row's type and range. A choice is a text with its words as range.
+namespace option_kind {
+constexpr OptionType text = OptionType::text, number = OptionType::number, integer = OptionType::integer,
+                     flag = OptionType::flag, list = OptionType::list, paths = OptionType::paths;
+#define ESPALIER_CHOICE(Type, words) constexpr OptionType Type = OptionType::text;
+#define ESPALIER_WORD(name, word)
+#include "espalier/options/choices.def"
+constexpr OptionType DType = text, PolicyLoss = text, KlLossType = text;
+}  // namespace option_kind
+
+template <class T>
+const char* range_of(const T&, const char* range) {
+  return range;
+}
+template <class E>
+const char* range_of(Choice<E>, const char*) {
+  static const std::string words = joined(words_of(E{}));
+  return words.c_str();
+}
 
 #define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) \
   static_assert(std::string_view(unit) != "path", name ": say whether the path is an input or an output");
@@ -37,8 +66,9 @@ std::vector<OptionRow> make_rows() {
   const char* section = "";
   std::vector<OptionRow> rows;
 #define ESPALIER_SECTION(title) section = title;
-#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) \
-  rows.push_back({#field, name, OptionType::type, text_of_value(defaults.field), range, unit, verbs, help, section});
+#define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help)                                        \
+  rows.push_back({#field, name, option_kind::type, text_of_value(defaults.field), range_of(defaults.field, range), \
+                  unit, verbs, help, section});
 #include "espalier/options/option_table.def"
 #undef ESPALIER_OPTION
   return rows;

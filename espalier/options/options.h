@@ -6,6 +6,8 @@
 #include <string_view>
 #include <vector>
 
+#include "espalier/options/choices.h"
+
 namespace espalier {
 
 namespace option_type {
@@ -15,6 +17,12 @@ using integer = std::int64_t;
 using flag = bool;
 using list = std::string;   // as written, "0.9,0.999"; see parse_numbers
 using paths = std::string;  // with kBetweenPaths between them; see split_paths
+#define ESPALIER_CHOICE(Type, words) using Type = Choice<espalier::Type>;
+#define ESPALIER_WORD(name, word)
+#include "espalier/options/choices.def"
+using DType = Choice<espalier::DType>;
+using PolicyLoss = Choice<espalier::PolicyLoss>;
+using KlLossType = Choice<espalier::KlLossType>;
 }  // namespace option_type
 
 struct Options {
@@ -70,6 +78,10 @@ std::string option_text(const Options& options, const std::string& name);
 
 // Rules between options, which no single row can state. Errors: OptionError.
 void validate(const Options& options);
+
+// The aggregation that holds: --loss-agg-mode, or that of the policy loss. Errors: OptionError for one that the policy
+// loss does not take.
+Aggregation policy_aggregation(const Options& options);
 
 // "0.9,0.999" -> {0.9, 0.999}; nothing -> no numbers. Errors: OptionError.
 std::vector<double> parse_numbers(const std::string& option, const std::string& text);

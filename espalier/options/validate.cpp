@@ -6,17 +6,24 @@ namespace espalier {
 namespace {
 
 void check_objective(const Options& options) {
-  const std::string per_sequence = "seq-mean-token-mean";
-  if (options.policy_loss == "sapo" && !options.loss_agg_mode.empty() && options.loss_agg_mode != per_sequence)
-    throw OptionError({"--loss-agg-mode", per_sequence + ", the only mode of --policy-loss sapo",
-                       '"' + options.loss_agg_mode + '"', "leave --loss-agg-mode out"});
-  if (options.loss_scale_factor > 0 && options.loss_agg_mode != "seq-mean-token-sum-norm")
+  policy_aggregation(options);
+  if (options.loss_scale_factor > 0 && options.loss_agg_mode != Aggregation::seq_mean_token_sum_norm)
     throw OptionError({"--loss-scale-factor",
                        "--loss-agg-mode seq-mean-token-sum-norm with it, the mode that divides by it",
-                       '"' + options.loss_agg_mode + '"', "give that mode or leave --loss-scale-factor out"});
+                       text_of('"', options.loss_agg_mode, '"'), "give that mode or leave --loss-scale-factor out"});
 }
 
 }  // namespace
+
+Aggregation policy_aggregation(const Options& options) {
+  const PolicyLossRow& row = row_of(options.policy_loss);
+  if (options.loss_agg_mode == Aggregation::of_the_loss) return row.by_default;
+  if (!row.any_aggregation && options.loss_agg_mode != row.by_default)
+    throw OptionError(
+        {"--loss-agg-mode", text_of(name_of(row.by_default), ", the only mode of --policy-loss ", options.policy_loss),
+         text_of('"', options.loss_agg_mode, '"'), "leave --loss-agg-mode out, or choose another --policy-loss"});
+  return options.loss_agg_mode;
+}
 
 void validate(const Options& options) {
   check_objective(options);

@@ -12,13 +12,11 @@ Keep what_to_keep(const StepRun& step, const PlanItem& item) {
 
 }  // namespace
 
-ItemRun::ItemRun(StepRun& step, const PlanItem& item)
+ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
     : step_(step),
       item_(item),
       rows_(make_item_rows(item, step.batch, step.all_logprobs, step.decoder.shape().value_head, step.accounting,
-                           step.choices)) {
-  (item.kind == ItemKind::trunk ? step.trunk_rows : step.wave_rows) += rows_.rows.rows();
-}
+                           step.choices)) {}
 
 void ItemRun::forward() {
   if (step_.trains())

@@ -9,7 +9,7 @@ namespace espalier {
 class ItemRun {
  public:
   // Takes what it needs from the step's arena; the caller releases it after backward.
-  ItemRun(StepRun& step, const PlanItem& item);
+  ItemRun(const StepRun& step, const PlanItem& item);
 
   // Forwards the rows and has the head score their edges. Token-level objectives take their derivative in the same
   // pass; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
@@ -18,10 +18,12 @@ class ItemRun {
   // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it.
   void backward();
 
+  std::int64_t rows() const { return rows_.rows.rows(); }
+
  private:
   HeadWork head_work() const { return {item_, rows_, saved_.normed_OM, grad_normed_OM_}; }
 
-  StepRun& step_;
+  const StepRun& step_;
   const PlanItem& item_;
   ItemRows rows_;
   DecoderSaved saved_;

@@ -19,6 +19,7 @@ struct PhaseSeconds {
   double trunk_forward = 0, waves = 0, trunk_backward = 0;
 };
 
+// What all items of one run share.
 struct StepRun {
   const Decoder& decoder;
   std::span<const Rollout> batch;
@@ -30,13 +31,17 @@ struct StepRun {
   moe::LoadAccounting* accounting = nullptr;  // router losses; null: none
   moe::ChoiceRecord choices = {};             // of the routers, written down or made again
 
-  std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item, for progress; may be empty
-  PhaseSeconds seconds = {};
-  PhasePeaks arena_bytes = {};  // high-water mark of the arena in each phase
-  Timer* timer = nullptr;       // books the parts of a step; may be null
+  Timer* timer = nullptr;                                    // books the parts of a step; may be null
 
   bool trains() const { return gradients != nullptr; }
+};
+
+// What a run counted and measured.
+struct RunResult {
+  std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
+  PhaseSeconds seconds;
+  PhasePeaks arena_bytes;  // high-water mark of the arena in each phase
 };
 
 }  // namespace espalier

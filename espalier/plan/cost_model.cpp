@@ -61,8 +61,8 @@ std::string MachineProfile::line() const {
                  " us per call", fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
 }
 
-MachineProfile default_profile(const std::string& device, DType dtype, int threads) {
-  if (device == "cuda") return planned_machine("h100", dtype);
+MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads) {
+  if (device == DeviceType::cuda) return planned_machine("h100", dtype);
   MachineProfile profile;
   profile.dtype = dtype;
   const double width = dtype == DType::float64 ? 0.5 : 1.0;

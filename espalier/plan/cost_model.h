@@ -9,6 +9,7 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/json_fwd.h"
+#include "espalier/options/choices.h"
 #include "espalier/plan/flops.h"
 #include "espalier/plan/model_shape.h"
 
@@ -52,7 +53,7 @@ struct MachineProfile {
 
 // Round figures for a machine nobody measured: a CPU, whose rates `threads` scales, or with "cuda" an H100 as
 // published.
-MachineProfile default_profile(const std::string& device, DType dtype, int threads);
+MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads);
 
 Json to_json(const MachineProfile& profile);
 // `device`, `memory_bytes` and `fit` may be absent. Errors: InputError naming the member that is missing or absurd.

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "espalier/plan/model_shape.h"
+#include "espalier/plan/step_kind.h"
 
 namespace espalier {
 
@@ -23,17 +24,6 @@ struct Work {
     return *this;
   }
   bool operator==(const Work&) const = default;
-};
-
-// What a step of this kind runs and holds.
-struct StepKind {
-  bool gradients = true;       // false: forward only
-  bool optimizer = true;       // moments, and masters in bfloat16, are held
-  bool whole_rollout = false;  // the objective's derivative needs whole rollouts: the head runs again in the backward
-  std::int64_t beside_bytes = 0;  // held by other models of the process
-  bool all_routed = false;        // router losses or whole loads: a last layer of experts runs all rows
-  bool counting_pass = false;     // a forward pass for the routers' choices comes first
-  bool cuda = false;              // on a GPU: its context and libraries are held in place of the process
 };
 
 // Rows at depths [begin, end), all of them with or without edges.

@@ -122,10 +122,10 @@ void Search::keep_what_fits(Candidate& candidate) const {
 }
 
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft) const {
-  const bool keep = !options_.trunk_state || *options_.trunk_state == TrunkState::keep;
+  const bool keep = options_.trunk_state != TrunkState::recompute;
   const bool phased = schedule == Schedule::phased;
   Candidate candidate = build(schedule, {budget, soft, !keep, phased});
-  if (candidate.cost.fits || options_.trunk_state) return candidate;
+  if (candidate.cost.fits || options_.trunk_state != TrunkState::automatic) return candidate;
   Candidate recomputed = build(schedule, {budget, soft, true, phased});
   if (recomputed.cost.fits) keep_what_fits(recomputed);
   return recomputed.cost.fits || recomputed.cost.bytes.peak() < candidate.cost.bytes.peak() ? std::move(recomputed)
@@ -260,50 +260,20 @@ std::string remedy_for(const Candidate& candidate, const PlanOptions& options, c
 
 }  // namespace
 
-const char* name_of(Schedule schedule) {
-  switch (schedule) {
-    case Schedule::automatic:
-      return "auto";
-    case Schedule::dense:
-      return "dense";
-    case Schedule::packed:
-      return "packed";
-    case Schedule::phased:
-      return "phased";
-  }
-  return "";
-}
-
-const char* name_of(TrunkState state) { return state == TrunkState::keep ? "keep" : "recompute"; }
-
-Schedule parse_schedule(const std::string& name) {
-  for (Schedule schedule : {Schedule::automatic, Schedule::dense, Schedule::packed, Schedule::phased})
-    if (name == name_of(schedule)) return schedule;
-  throw OptionError({"--schedule", "auto, dense, packed or phased", "'" + name + "'", ""});
-}
-
 PlanOptions plan_options_of(const Options& options) {
   PlanOptions out;
-  out.schedule = parse_schedule(options.schedule);
+  out.schedule = options.schedule;
   if (options.token_budget < 0)
     throw OptionError({"--token-budget", "a number of rows, or 0", text_of(options.token_budget), ""});
   out.token_budget = options.token_budget;
   if (!options.memory_budget.empty()) out.memory_budget = parse_bytes(options.memory_budget, "--memory-budget");
   if (!options.memory_budget.empty() && out.memory_budget == 0)
     throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out for all that is free"});
-  out.dtype = parse_dtype(options.dtype);
-  out.kind.whole_rollout = options.policy_loss == "gspo";
-  out.kind.all_routed = options.router_aux_loss_coef != 0 || options.router_z_loss_coef != 0;
-  out.kind.counting_pass = options.router_aux_loss_coef != 0 && options.router_aux_loss_scope == "minibatch";
-  if (options.trunk_state == "offload")
+  out.dtype = options.dtype;
+  if (options.trunk_state == TrunkState::offload)
     throw UnsupportedError(
         {"--trunk-state", "auto, keep or recompute", "'offload'", "recompute needs the least memory"});
-  if (options.trunk_state == "keep")
-    out.trunk_state = TrunkState::keep;
-  else if (options.trunk_state == "recompute")
-    out.trunk_state = TrunkState::recompute;
-  else if (options.trunk_state != "auto")
-    throw OptionError({"--trunk-state", "auto, keep or recompute", "'" + options.trunk_state + "'", ""});
+  out.trunk_state = options.trunk_state;
   return out;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -17,18 +16,18 @@ namespace espalier {
 
 struct PlanOptions {
   Schedule schedule = Schedule::automatic;
-  std::int64_t token_budget = 0;          // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
-  std::int64_t memory_budget = 0;         // bytes for everything held; 0: unlimited
-  std::optional<TrunkState> trunk_state;  // none: kept unless that does not fit
+  std::int64_t token_budget = 0;   // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
+  std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
+  TrunkState trunk_state = TrunkState::automatic;  // automatic: kept unless that does not fit
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: what does not fit is planned all the same, and says what is missing
   StepKind kind;
 };
 
-// Errors: OptionError for values it cannot read; UnsupportedError for --trunk-state offload.
+// Of what the options say by themselves; the kind of step is the caller's (step_kind_of). Errors: OptionError for
+// values it cannot read; UnsupportedError for --trunk-state offload.
 PlanOptions plan_options_of(const Options& options);
-Schedule parse_schedule(const std::string& name);
 
 // `trees` hold every rollout of the batch exactly once. `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.

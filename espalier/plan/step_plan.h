@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "espalier/base/json_fwd.h"
+#include "espalier/options/choices.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -60,13 +61,12 @@ struct RowSet {
 std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> batch, bool all_logprobs);
 
 enum class ItemKind { wave, trunk };
-enum class TrunkState { keep, recompute };  // saved activations between forward and backward
 
 struct PlanItem {
   ItemKind kind = ItemKind::wave;
   RowSet set;
   std::int32_t path_rows = 0;           // rows of the open trunks above
-  TrunkState state = TrunkState::keep;  // trunks only
+  TrunkState state = TrunkState::keep;  // trunks only: keep or recompute
   std::vector<PlanItem> below;          // trunks only, in plan order
   std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
   double flops = 0;                     // forward + backward (+ recompute)
@@ -74,10 +74,6 @@ struct PlanItem {
 
   bool operator==(const PlanItem&) const = default;  // the same rows in the same order, at the same predicted cost
 };
-
-enum class Schedule { automatic, dense, packed, phased };
-const char* name_of(Schedule schedule);  // "auto", "dense", ...
-const char* name_of(TrunkState state);   // "keep", "recompute"
 
 struct TreePlan {
   Schedule schedule = Schedule::dense;  // what runs for this tree

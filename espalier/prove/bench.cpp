@@ -30,7 +30,7 @@ ModelShape built_in_shape() {
 }
 
 std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progress) {
-  const DType dtype = parse_dtype(options.dtype);
+  const DType dtype = options.dtype;
   const auto seed = static_cast<std::uint64_t>(options.seed);
   if (options.model.empty()) return random_model(built_in_shape(), dtype, seed);
   const std::filesystem::path path = options.model;
@@ -187,14 +187,13 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
   actor.options.profile = true;
   MachineProfile unfitted_machine = actor.machine;
   unfitted_machine.fit = {1, 1, 1, 1};
-  StepKind kind = plan_options_of(options).kind;
-  kind.optimizer = false;
-  const CostModel unfitted(model->shape, unfitted_machine, model->dtype, kind);
   CostFit fit;
   std::vector<BenchCell> cells;
   auto measure = [&](std::vector<Rollout> rollouts, const Split& split, std::int64_t n) {
     const TrainingData data(std::move(rollouts), options);
     model->decoder.reserve_positions(data.longest());
+    const CostModel unfitted(model->shape, unfitted_machine, model->dtype,
+                             step_kind_of(options, model->shape, data.mini_batch(0).rollouts));
     BenchCell cell = measure_cell(actor, options, data, unfitted, fit, progress);
     cell.prefix = split.prefix, cell.suffix = split.suffix, cell.n = n;
     on_cell(cell);

@@ -84,26 +84,27 @@ struct Variant {
 
 std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   std::vector<Variant> out;
-  auto add = [&](const std::string& schedule, std::int64_t budget, const std::string& state) {
+  auto add = [&](Schedule schedule, std::int64_t budget, TrunkState state) {
     Options variant = options;
     variant.schedule = schedule, variant.token_budget = budget, variant.trunk_state = state;
-    std::string name = schedule;
+    std::string name = name_of(schedule);
     if (budget > 0) name += text_of(", ", budget, " rows a wave");
-    if (schedule == "phased") name += ", " + state;
+    if (schedule == Schedule::phased) name += text_of(", ", name_of(state));
     out.push_back({std::move(name), std::move(variant)});
   };
-  if (options.schedule != "auto") {
+  if (options.schedule != Schedule::automatic) {
     add(options.schedule, options.token_budget, options.trunk_state);
     return out;
   }
   std::vector<std::int64_t> budgets{options.token_budget};
   if (options.token_budget == 0) budgets.push_back(std::max(2, longest / 3));
   for (const std::int64_t budget : budgets) {
-    add("packed", budget, options.trunk_state);
-    for (const char* state : {"keep", "recompute"})
-      if (options.trunk_state == "auto" || options.trunk_state == state) add("phased", budget, state);
+    add(Schedule::packed, budget, options.trunk_state);
+    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute})
+      if (options.trunk_state == TrunkState::automatic || options.trunk_state == state)
+        add(Schedule::phased, budget, state);
   }
-  add("auto", options.token_budget, options.trunk_state);
+  add(Schedule::automatic, options.token_budget, options.trunk_state);
   return out;
 }
 
@@ -256,10 +257,10 @@ ExactRun float64_run(const Options& options, const MiniBatch& batch, std::int32_
   NoProgress silent;  // a run of the task that is shown
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
   if (critic) {
-    Arena arena(arena_limit(exact));
+    Workspace workspace(arena_limit(exact));
     Critic value_model(
         load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent), exact,
-        machine, arena);
+        machine, workspace);
     value_model.model().decoder.reserve_positions(longest);
     CriticStep step(value_model);
     return exact_run(step, batch, exact);
@@ -337,7 +338,7 @@ const ParameterCheck& Verdict::worst() const {
 }
 
 Verdict verify(const Options& options, Progress& progress) {
-  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  const auto model = load_model(options.model, options.dtype, progress);
   const bool with_critic = !options.critic.empty();
   TrainingData data(read_for_model(options.rollouts, model->shape, progress), options, with_critic);
   const std::int32_t longest = data.longest();
@@ -345,10 +346,9 @@ Verdict verify(const Options& options, Progress& progress) {
   Actor actor(*model, options, machine_profile(options, progress));
   std::optional<Critic> critic;
   if (with_critic) {
-    critic.emplace(load_critic(options.critic, options, model->shape, progress), options, actor.machine, actor.arena);
+    critic.emplace(load_critic(options.critic, options, model->shape, progress), options, actor.machine,
+                   actor.workspace);
     critic->model().decoder.reserve_positions(longest);
-    actor.beside_bytes = critic->learner().held_bytes();
-    critic->learner().beside_bytes = actor.held_bytes();
     data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });
   }
   const MiniBatch batch = data.mini_batch(0);

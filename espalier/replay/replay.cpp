@@ -45,7 +45,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
                     const std::function<void(const CheckpointDifference&)>& on_checkpoint) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
-  const auto model = load_model(trace.model, parse_dtype(options.dtype), progress);
+  const auto model = load_model(trace.model, options.dtype, progress);
   const TrainingData data(read_for_model(trace.rollouts.string(), model->shape, progress), options);
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)

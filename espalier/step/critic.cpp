@@ -16,8 +16,9 @@ Options critic_options(Options options) {
 
 }  // namespace
 
-Critic::Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine, Arena& arena)
-    : model_(std::move(model)), learner_(*model_, critic_options(options), machine, arena) {
+Critic::Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine,
+               Workspace& workspace)
+    : model_(std::move(model)), learner_(*model_, critic_options(options), machine, workspace) {
   ESPALIER_INTERNAL(model_->shape.value_head, model_->shape.architecture, " without a value head as a critic");
 }
 
@@ -28,10 +29,8 @@ AdamW& Critic::optimizer() {
 }
 
 TokenSeries Critic::values_of(std::span<const Rollout> rollouts, Progress& progress) {
-  const std::int64_t beside =
-      learner_.beside_bytes + learner_.held_bytes() - static_cast<std::int64_t>(model_->weights.nbytes());
   ScoredValues scored =
-      score_values(model_->decoder, rollouts, learner_.options, learner_.machine, learner_.arena, beside, progress);
+      score_values(model_->decoder, rollouts, learner_.options, learner_.machine, learner_.workspace, progress);
   values_seconds_ += scored.report.seconds;
   return std::move(scored.values);
 }
@@ -47,23 +46,20 @@ CriticReport Critic::compute_gradient(const MiniBatch& batch, bool all_tokens) {
   return report;
 }
 
-CriticReport Critic::update(const MiniBatch& batch) {
+CriticReport Critic::update(const MiniBatch& batch, const std::function<void(double share)>& on_share) {
   AdamW& adamw = optimizer();
+  learner_.on_share = on_share;
   CriticReport report = compute_gradient(batch, false);
-  const Timer timer;
-  report.update = adamw.step(learner_.gradients.flat());
-  ++model_->updates;
+  learner_.on_share = {};
+  report.update = update_weights(learner_, adamw, report);
   report.step = adamw.steps_done();
   report.values_seconds = std::exchange(values_seconds_, 0.0);
-  report.seconds.optimizer = timer.total();
-  report.seconds.total += report.seconds.optimizer;
   return report;
 }
 
 std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
                                         const ModelShape& actor, Progress& progress) {
-  auto model =
-      load_value_model(directory, parse_dtype(options.dtype), static_cast<std::uint64_t>(options.seed), progress);
+  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress);
   if (model->shape.vocabulary != actor.vocabulary)
     throw InputError({directory.string(), text_of("a critic with the model's vocabulary of ", actor.vocabulary),
                       text_of("a vocabulary of ", model->shape.vocabulary),
@@ -72,16 +68,15 @@ std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, 
 }
 
 ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                          const MachineProfile& machine, Arena& arena, std::int64_t beside_bytes, Progress& progress) {
+                          const MachineProfile& machine, Workspace& workspace, Progress& progress) {
   CriticHead head(decoder, rollouts);
   const ForwardReport report = run_forward_pass({.decoder = decoder,
                                                  .rollouts = rollouts,
                                                  .options = options,
                                                  .machine = machine,
-                                                 .arena = arena,
+                                                 .workspace = workspace,
                                                  .progress = progress,
-                                                 .task = "values",
-                                                 .beside_bytes = beside_bytes},
+                                                 .task = "values"},
                                                 head);
   return {std::move(head.values()), report};
 }

@@ -2,11 +2,12 @@
 //
 // In a step the critic moves first, as in verl: values (once, before the first update on a batch), advantages and
 // targets from them (train/training_data.h), then for every mini-batch update() and the actor's run_step. Actor and
-// critic take turns, so one arena serves both.
+// critic take turns, so one workspace serves both.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -31,17 +32,18 @@ struct CriticReport : PassReport {
 
 class Critic {
  public:
-  // `model` has a value head. --critic-lr is the learning rate; router losses are the actor's alone. `arena` must
+  // `model` has a value head. --critic-lr is the learning rate; router losses are the actor's alone. `workspace` must
   // outlive the critic.
-  Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine, Arena& arena);
+  Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine,
+         Workspace& workspace);
 
   // Values of all response tokens, masked ones too: forward only, what is shared is run once.
   TokenSeries values_of(std::span<const Rollout> rollouts, Progress& progress);
 
   // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards batch.targets.
   CriticReport compute_gradient(const MiniBatch& batch, bool all_tokens);
-  // compute_gradient and one AdamW update, clipped on its own.
-  CriticReport update(const MiniBatch& batch);
+  // compute_gradient and one AdamW update, clipped on its own. `on_share` is told the share of its rows that have run.
+  CriticReport update(const MiniBatch& batch, const std::function<void(double share)>& on_share = {});
 
   ModelState& model() { return *model_; }
   const GradientSet& gradients() const { return learner_.gradients; }
@@ -67,6 +69,6 @@ struct ScoredValues {
   ForwardReport report;
 };
 ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                          const MachineProfile& machine, Arena& arena, std::int64_t beside_bytes, Progress& progress);
+                          const MachineProfile& machine, Workspace& workspace, Progress& progress);
 
 }  // namespace espalier

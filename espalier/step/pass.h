@@ -13,31 +13,32 @@
 #include "espalier/measure/step_profile.h"
 #include "espalier/observe/progress.h"
 #include "espalier/observe/timer.h"
+#include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
 #include "espalier/phase/step_run.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/router_step.h"
+#include "espalier/step/workspace.h"
 
 namespace espalier {
 
-// A model that is trained: what its steps work on and what outlives them. Learners whose steps take turns may share one
-// arena.
-struct Learner {
+// A model that is trained: what its steps work on and what outlives them. Learners whose steps take turns share one
+// workspace.
+struct Learner : Holder {
   Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
-          Arena& step_arena);
+          Workspace& shared);
 
   // Weights and gradients, and the optimizer's state where there is one.
-  std::int64_t held_bytes() const;
+  std::int64_t held_bytes() const override;
 
   ModelState& model;
   Options options;
   MachineProfile machine;
   GradientSet gradients;
-  Arena& arena;
+  Workspace& workspace;
   bool has_optimizer = false;                       // its state is held beside all this; an update says so
-  std::int64_t beside_bytes = 0;                    // held_bytes of the process's other models, for the planner
   moe::ChoiceRecord choices = {};                   // what the steps do with the choices of routers
   std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
 };
@@ -61,15 +62,17 @@ struct PassReport {
 void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
                        bool all_tokens, Timer& timer, PassReport& report);
 
+// Moves the weights by learner.gradients; adds the update to the report's seconds and profile.
+AdamW::Update update_weights(Learner& learner, AdamW& optimizer, PassReport& report);
+
 struct ForwardPass {
   const Decoder& decoder;  // its rotary tables must cover the rollouts
   std::span<const Rollout> rollouts;
   const Options& options;
   const MachineProfile& machine;
-  Arena& arena;
+  Workspace& workspace;
   Progress& progress;
   std::string_view task;                  // what progress calls it
-  std::int64_t beside_bytes = 0;          // held besides these weights
   moe::LoadAccounting* counts = nullptr;  // gets the choices of the routers; may be null
 };
 

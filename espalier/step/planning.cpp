@@ -14,11 +14,11 @@ std::int64_t arena_limit(const Options& options) {
 }
 
 std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, const StepKind& kind) {
-  return ActivationBytes(shape, parse_dtype(options.dtype), kind).model();
+  return ActivationBytes(shape, options.dtype, kind).model();
 }
 
 void require_room(const ModelShape& shape, const Options& options, const StepKind& kind) {
-  const ActivationBytes bytes(shape, parse_dtype(options.dtype), kind);
+  const ActivationBytes bytes(shape, options.dtype, kind);
   const std::int64_t needed = bytes.constant(), own = needed - bytes.model() - kind.beside_bytes;
   const bool given = !options.memory_budget.empty();
   const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
@@ -28,7 +28,7 @@ void require_room(const ModelShape& shape, const Options& options, const StepKin
                                       : "weights";
   std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
                              : "Free memory, or take a machine with more";
-  if (options.dtype != "bfloat16") remedy += ", or take --dtype bfloat16";
+  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
   throw MemoryBudgetError(
       {given ? "--memory-budget" : "memory",
        text_of("more than ", format_bytes(needed), ": ", format_bytes(bytes.model()), " of ", what,
@@ -43,7 +43,7 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
   if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options);
-  const std::vector<PrefixTree> trees = build_prefix_trees(batch, share_mode_of(options));
+  const std::vector<PrefixTree> trees = build_prefix_trees(batch, options.share);
   return make_plan(batch, trees, shape, plan_options, machine);
 }
 

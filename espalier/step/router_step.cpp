@@ -4,15 +4,13 @@
 
 #include "espalier/base/error.h"
 #include "espalier/model/parameters.h"
-#include "espalier/phase/schedule.h"
+#include "espalier/phase/one_after_another.h"
 
 namespace espalier {
 namespace {
 
 moe::RouterLosses router_losses_of(const Options& options) {
-  const bool whole = options.router_aux_loss_scope == "minibatch";
-  return {options.router_aux_loss_coef, options.router_z_loss_coef,
-          whole ? moe::AuxScope::minibatch : moe::AuxScope::rollout};
+  return {options.router_aux_loss_coef, options.router_z_loss_coef, options.router_aux_loss_scope};
 }
 
 moe::RouterShape router_shape_of(const ModelShape& shape) {
@@ -62,13 +60,13 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, 
 }
 
 void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices) {
-  if (!needs_counting_pass()) return;
+  if (!accounting_ || !accounting_->needs_counts_first() || took_counts_) return;
   const ArenaScope scope(arena);
   KvPath path(decoder_.shape(), plan.max_path_rows, decoder_.dtype(), false, arena);
   StepRun run{decoder_, batch_, path, arena};
   run.accounting = &*accounting_;
   run.choices = choices;
-  run_schedule(run, plan);
+  run_one_after_another(run, plan);
   accounting_->finish_counting();
 }
 

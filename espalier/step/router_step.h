@@ -45,9 +45,7 @@ class RouterStep {
   RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
              const ScoredChoices* scored = nullptr);
 
-  // What this makes of the step.
-  bool all_routed() const { return accounting_ && accounting_->needs_all_rows(); }
-  bool needs_counting_pass() const { return accounting_ && accounting_->needs_counts_first() && !took_counts_; }
+  bool took_counts() const { return took_counts_; }  // those of `scored`
 
   // One forward of the plan for the routers' choices alone, where a loss needs them before any backward. `choices`: as
   // in the pass that follows.

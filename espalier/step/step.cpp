@@ -4,16 +4,15 @@
 
 namespace espalier {
 
-// The base binds the arena before it exists and does not touch it.
 Actor::Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile)
-    : Learner(model_state, run_options, machine_profile, own_arena), own_arena(arena_limit(run_options)) {}
+    : OwnWorkspace(arena_limit(run_options)), Learner(model_state, run_options, machine_profile, own) {}
 
 GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs) {
   Timer timer;
   GradientReport report;
   Objective objective(batch.rollouts, batch.advantages, actor.options);
   RouterStep routers(actor.model, batch.rollouts, actor.options, actor.scored);
-  LanguageHead head(actor.model.decoder, batch.rollouts, actor.arena, &objective, &actor.gradients);
+  LanguageHead head(actor.model.decoder, batch.rollouts, actor.workspace.arena, &objective, &actor.gradients);
   run_gradient_pass(actor, batch.rollouts, head, &routers, all_logprobs, timer, report);
   report.loss = objective.parts();
   report.router = routers.report();
@@ -34,22 +33,21 @@ std::optional<double> mean_reward(std::span<const Rollout> rollouts) {
 
 }  // namespace
 
-StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs) {
+StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs, Critic* critic,
+                    const std::function<void(double share)>& on_share) {
   StepReport report;
   actor.has_optimizer = true;
   report.reward = mean_reward(batch.rollouts);
+  const double before = critic ? 0.5 : 0;  // of the step's rows
+  if (on_share) actor.on_share = [&](double share) { on_share(before + share * (1 - before)); };
+  if (critic)
+    report.critic = critic->update(batch, [&](double share) {
+      if (on_share) on_share(before * share);
+    });
   report.gradient = compute_gradient(actor, batch, all_logprobs);
-  GradientReport& gradient = report.gradient;
-  const Timer timer;
-  report.update = optimizer.step(actor.gradients.flat());
-  ++actor.model.updates;
+  if (on_share) actor.on_share = {};
+  report.update = update_weights(actor, optimizer, report.gradient);
   report.step = optimizer.steps_done();
-  gradient.seconds.optimizer = timer.total();
-  gradient.seconds.total += gradient.seconds.optimizer;
-  if (gradient.profile) {  // before the rest, which comes last
-    auto& parts = gradient.profile->seconds;
-    parts.emplace(parts.end() - 1, part::kOptimizer, gradient.seconds.optimizer);
-  }
   return report;
 }
 

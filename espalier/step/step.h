@@ -1,6 +1,7 @@
 // One optimizer step: records -> prefix trees -> plan -> schedule -> gradients -> AdamW (docs/architecture.md).
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -13,11 +14,15 @@
 
 namespace espalier {
 
-// A learner with an arena of its own.
-struct Actor : Learner {
+struct OwnWorkspace {
+  explicit OwnWorkspace(std::int64_t arena_limit) : own(arena_limit) {}
+  Workspace own;
+};
+
+// A learner with a workspace of its own.
+struct Actor : private OwnWorkspace, Learner {
   Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile);
 
-  Arena own_arena;
   const ScoredChoices* scored = nullptr;  // routers' choices counted by a score pass; may be null
 };
 
@@ -32,12 +37,15 @@ struct StepReport {
   GradientReport gradient;
   AdamW::Update update;
   std::optional<double> reward;        // mean over the rollouts that have one
-  std::optional<CriticReport> critic;  // of its update, before the actor's; the caller's to fill
+  std::optional<CriticReport> critic;  // of its update, before the actor's
 };
 
 // Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
 GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs);
 
-StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs);
+// One update. With a critic (null: none) it moves first, as in verl: its values and targets are older than both
+// updates. `on_share` is told the share of the step's rows that have run, the critic's first; may be empty.
+StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs, Critic* critic = nullptr,
+                    const std::function<void(double share)>& on_share = {});
 
 }  // namespace espalier

@@ -17,8 +17,6 @@
 namespace espalier {
 namespace {
 
-constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
-
 std::vector<ExtraSeries> extras_of(const RolloutSeries& series, const Options& options) {
   std::vector<ExtraSeries> extras{{options.as, series.logprob}};
   if (options.entropies) extras.push_back({"entropies", series.entropy});
@@ -51,17 +49,16 @@ void check_finite(std::span<const double> series, const Rollout& rollout, const 
 }  // namespace
 
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                              const MachineProfile& machine, Arena& arena, Progress& progress,
-                              moe::LoadAccounting* counts, std::int64_t beside_bytes) {
-  LanguageHead head(decoder, rollouts, arena);
+                              const MachineProfile& machine, Workspace& workspace, Progress& progress,
+                              moe::LoadAccounting* counts) {
+  LanguageHead head(decoder, rollouts, workspace.arena);
   const ForwardReport report = run_forward_pass({.decoder = decoder,
                                                  .rollouts = rollouts,
                                                  .options = options,
                                                  .machine = machine,
-                                                 .arena = arena,
+                                                 .workspace = workspace,
                                                  .progress = progress,
                                                  .task = "scoring",
-                                                 .beside_bytes = beside_bytes,
                                                  .counts = counts},
                                                 head);
   return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
@@ -75,16 +72,17 @@ ScoreReport score(const Options& options, Progress& progress) {
   StepKind kind = kForwardOnly;
   kind.beside_bytes = critic_bytes;
   require_room(read_model_shape(options.model), options, kind);
-  const auto model = load_model(options.model, parse_dtype(options.dtype), progress);
+  const auto model = load_model(options.model, options.dtype, progress);
   std::vector<RecordedRoutes> routes;
   std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress, &routes);
   model->decoder.reserve_positions(longest_of(rollouts));
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
 
   const MachineProfile machine = machine_profile(options, progress);
-  Arena arena(arena_limit(options));
-  const ScoredRollouts scored =
-      score_rollouts(model->decoder, rollouts, options, machine, arena, progress, nullptr, critic_bytes);
+  Workspace workspace(arena_limit(options));
+  const HeldBytes weights(workspace, static_cast<std::int64_t>(model->weights.nbytes()));
+  const HeldBytes critic_weights(workspace, critic_bytes);  // loaded later, and room is left for them
+  const ScoredRollouts scored = score_rollouts(model->decoder, rollouts, options, machine, workspace, progress);
   ScoreReport report;
   report.seconds = scored.seconds;
   report.logical_rows = scored.logical_rows;
@@ -93,8 +91,7 @@ ScoreReport score(const Options& options, Progress& progress) {
   if (options.values) {
     const auto value_model = load_critic(options.critic, options, model->shape, progress);
     value_model->decoder.reserve_positions(longest_of(rollouts));
-    critic = score_values(value_model->decoder, rollouts, options, machine, arena,
-                          static_cast<std::int64_t>(model->weights.nbytes()), progress);
+    critic = score_values(value_model->decoder, rollouts, options, machine, workspace, progress);
     report.seconds += critic.report.seconds;
   }
   for (std::size_t i = 0; i < rollouts.size(); ++i) {

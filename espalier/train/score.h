@@ -5,11 +5,11 @@
 #include <span>
 #include <vector>
 
-#include "espalier/device/arena.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/phase/language_head.h"
 #include "espalier/plan/cost_model.h"
+#include "espalier/step/workspace.h"
 
 namespace espalier {
 
@@ -27,10 +27,10 @@ struct ScoredRollouts {
 
 // Log-probs and entropies of the rollouts under `decoder`, whose rotary tables must cover them. `counts` (may be null)
 // gets the choices of its routers: ScoredChoices::counts, of these rollouts in this order. Then every row runs a last
-// block of experts. `beside_bytes`: held besides these weights, for the planner.
+// block of experts.
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
-                              const MachineProfile& machine, Arena& arena, Progress& progress,
-                              moe::LoadAccounting* counts = nullptr, std::int64_t beside_bytes = 0);
+                              const MachineProfile& machine, Workspace& workspace, Progress& progress,
+                              moe::LoadAccounting* counts = nullptr);
 
 // Writes the records of --rollouts to --out, in input order, with the field that --as names; with --critic and --values
 // the critic's `values` too.

@@ -11,15 +11,22 @@ namespace espalier {
 
 DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
+namespace {
+
+DType saved_dtype(SaveDType asked, const ModelShape& shape) {
+  return asked == SaveDType::source ? shape.stored_dtype : parse_dtype(name_of(asked));
+}
+
+}  // namespace
+
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           const std::string& save_dtype) {
-  const DType saved = save_dtype == "source" ? model.shape.stored_dtype : parse_dtype(save_dtype);
+                           SaveDType save_dtype) {
   write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype),
-                        optimizer.masters().data_ptr(), saved);
+                        optimizer.masters().data_ptr(), saved_dtype(save_dtype, model.shape));
 }
 
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, const std::string& save_dtype) {
+                        RunState state, SaveDType save_dtype) {
   state.step = optimizer.steps_done();
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
@@ -31,8 +38,8 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
 
 std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
   constexpr std::int64_t kParts = 3;  // masters and both moments
-  const DType weights = options.save_dtype == "source" ? shape.stored_dtype : parse_dtype(options.save_dtype);
-  return shape.parameters() * (bytes_of(weights) + kParts * bytes_of(accumulator_of(parse_dtype(options.dtype))));
+  const DType weights = saved_dtype(options.save_dtype, shape);
+  return shape.parameters() * (bytes_of(weights) + kParts * bytes_of(accumulator_of(options.dtype)));
 }
 
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <filesystem>
-#include <string>
 
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/optimizer/adamw.h"
@@ -15,12 +14,12 @@ namespace espalier {
 DType accumulator_of(DType dtype);
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
-// of the model's source. `save_dtype`: of the weights; "source": as the source stores them.
+// of the model's source. `save_dtype`: of the weights; source: as the source stores them.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                           const std::string& save_dtype);
+                           SaveDType save_dtype);
 // The same, and what exact continuation needs. What `state` says of step, model and number formats is set here.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
-                        RunState state, const std::string& save_dtype);
+                        RunState state, SaveDType save_dtype);
 
 // Bytes of the weights and the state that save_trained_model writes.
 std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options);

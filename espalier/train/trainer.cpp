@@ -62,7 +62,7 @@ void check_room(const Options& options) {
 // What is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
   const ModelShape shape = read_model_shape(source_of(options));
-  const std::int64_t sums = shape.parameters() * bytes_of(accumulator_of(parse_dtype(options.dtype)));
+  const std::int64_t sums = shape.parameters() * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, options);
   if (const std::string critic = critic_source_of(options); !critic.empty())
     model += bytes_of_saved_model(read_critic_shape(critic).shape, options);
@@ -90,12 +90,13 @@ class Training {
   Training(const Options& options, Progress& progress)
       : options_(options),
         progress_(progress),
-        model_(load_model(source_of(options), parse_dtype(options.dtype), progress)),
+        model_(load_model(source_of(options), options.dtype, progress)),
         data_(read(progress)),
         actor_(*model_, options, machine_profile(options, progress)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options)) {
     model_->decoder.reserve_positions(data_.longest());
     if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
+    actor_.has_optimizer = true;
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
     if (!options.resume.empty()) resume();
   }
@@ -127,9 +128,9 @@ class Training {
       prepare(index, silent);
       const MiniBatch batch = data_.mini_batch(index);
       const std::int64_t tokens = tokens_of(batch);
-      StepReport report = step(batch, all_logprobs, [&](double share) {
-        progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
-      });
+      StepReport report = run_step(
+          actor_, optimizer_, batch, all_logprobs, critic_ ? &*critic_ : nullptr,
+          [&](double share) { progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens))); });
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report, record_->add(report, batch, steps_total));
@@ -226,31 +227,14 @@ class Training {
   }
 
   void load_critic_of(const std::string& directory, const MachineProfile& machine) {
-    critic_.emplace(load_critic(directory, options_, model_->shape, progress_), options_, machine, actor_.arena);
+    critic_.emplace(load_critic(directory, options_, model_->shape, progress_), options_, machine, actor_.workspace);
     critic_->model().decoder.reserve_positions(data_.longest());
     critic_->optimizer();
-    actor_.has_optimizer = true;
-    actor_.beside_bytes = critic_->learner().held_bytes();
-    critic_->learner().beside_bytes = actor_.held_bytes();
   }
 
   void prepare(std::int64_t index, Progress& progress) {
     if (critic_)
       data_.prepare(index, [&](std::span<const Rollout> rollouts) { return critic_->values_of(rollouts, progress); });
-  }
-
-  // The critic first, as in verl: its values and targets are older than both updates.
-  StepReport step(const MiniBatch& batch, bool all_logprobs, const std::function<void(double share)>& on_share) {
-    const double before = critic_ ? 0.5 : 0;  // of the step's rows
-    actor_.on_share = [&](double share) { on_share(before + share * (1 - before)); };
-    std::optional<CriticReport> report;
-    if (critic_) {
-      critic_->learner().on_share = [&](double share) { on_share(before * share); };
-      report = critic_->update(batch);
-    }
-    StepReport out = run_step(actor_, optimizer_, batch, all_logprobs);
-    out.critic = std::move(report);
-    return out;
   }
 
   void write_gradients() {

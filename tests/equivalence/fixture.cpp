@@ -170,8 +170,8 @@ Outcome run_case(const Case& c, DType dtype) {
   options.dtype = name_of(dtype);
   Outcome run;
   if (c.critic) {
-    Arena arena(std::int64_t{1} << 30);
-    Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, 2), arena);
+    Workspace workspace(std::int64_t{1} << 30);
+    Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, 2), workspace);
     run.critic = critic.compute_gradient(prepared.data.mini_batch(0), true);
     static_cast<PassReport&>(run.report) = run.critic;
     run.gradient = critic.gradients().flat().to(at::kDouble, false, true);

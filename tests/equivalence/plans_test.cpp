@@ -30,7 +30,8 @@ void expect_series_near(const Outcome& run, const OracleResult& expected) {
 void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets) {
   const OracleResult expected = run_oracle(c);
   for (const Plan& plan : all_plans(budgets)) {
-    SCOPED_TRACE(plan.name + ", " + c.family + (c.critic ? ", critic" : ", " + c.options.policy_loss) + ", seed " +
+    SCOPED_TRACE(plan.name + ", " + c.family +
+                 (c.critic ? ", critic" : std::string(", ") + name_of(c.options.policy_loss)) + ", seed " +
                  std::to_string(c.seed));
     const Outcome run = run_case(with(c, plan));
     validate(run.report.plan, TrainingData(make_rollouts(c.rollouts, c.seed), c.options).mini_batch(0).rollouts);

@@ -216,7 +216,7 @@ TEST(Routers, CountsOfAScorePassStandInForACountingPass) {
   Actor actor(*model, c.options, machine);
   NoProgress progress;
   ScoredChoices scored(*model, rollouts), few(*model, std::span(rollouts).first(1));
-  score_rollouts(model->decoder, rollouts, c.options, machine, actor.arena, progress, &scored.counts);
+  score_rollouts(model->decoder, rollouts, c.options, machine, actor.workspace, progress, &scored.counts);
   for (std::int64_t b = 0; b < data.mini_batches(); ++b) {
     actor.scored = nullptr;
     const GradientReport counted = compute_gradient(actor, data.mini_batch(b), false);

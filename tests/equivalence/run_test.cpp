@@ -241,7 +241,7 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   const MachineProfile machine = default_profile("cpu", DType::float64, 2);
   Actor actor(*model, options_, machine);
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options_));
-  Critic critic(load_critic(options_.critic, options_, model->shape, progress), options_, machine, actor.arena);
+  Critic critic(load_critic(options_.critic, options_, model->shape, progress), options_, machine, actor.workspace);
   TrainingData data(read_for_model(options_.rollouts, model->shape, progress), options_, true);
   model->decoder.reserve_positions(data.longest());
   critic.model().decoder.reserve_positions(data.longest());

@@ -69,6 +69,18 @@ def test_inspect_and_plan_print_one_json_object(espalier, model_of, rollouts):
     assert planned["trees"] and planned["flops"]["phased"] < planned["flops"]["dense"]
 
 
+def test_plan_counts_what_the_options_of_a_step_add(espalier, model_of, rollouts):
+    def planned(*extra):
+        return espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--json", *extra).json
+
+    plain, sequence = planned(), planned("--policy-loss", "gspo")
+    assert sequence["flops"]["dense"] > plain["flops"]["dense"], "the head runs again in the backward"
+    critic = planned("--critic", model_of("qwen3_tied"))
+    held = {name: plan["predicted"]["dense"]["peak_bytes"]["B"] for name, plan in (("plain", plain), ("critic", critic))}
+    assert held["critic"] > held["plain"], "the critic stands beside the actor"
+    assert critic["critic"]["trees"] and critic["critic"]["flops"]["dense"] < plain["flops"]["dense"], "one number a row"
+
+
 def test_an_error_is_one_json_object_too(espalier, model_of, tmp_path):
     outcome = train(espalier, model_of("qwen3_tied"), tmp_path / "absent.jsonl", tmp_path, "--json", expect=3)
     assert {"kind", "where", "expected", "got", "remedy"} <= set(outcome.json["error"])

@@ -219,7 +219,7 @@ TEST(ObjectiveGradient, AgreesWithAutogradForEveryCombination) {
         options.rollout_is = (const char*[]){"none", "token", "sequence"}[++seed % 3];
         options.rollout_is_threshold = 1.5;
         const bool kinks = seed % 2, absent_old = seed / 2 % 2;
-        const std::string label = std::string(loss) + " " + kl + " " + mode + " " + options.rollout_is;
+        const std::string label = std::string(loss) + " " + kl + " " + mode + " " + name_of(options.rollout_is);
         expect_same(make_case(seed, kinks, absent_old, false), options, label + ", seed " + std::to_string(seed));
         if (HasFailure()) return;
       }

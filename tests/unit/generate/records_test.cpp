@@ -36,10 +36,10 @@ TEST(Records, LogprobsAreThoseOfScore) {
     const auto rollouts = sample(*model, make_prompts({5, 40, 1, 5}, 50, 2), settings).rollouts;
     Options options = test_options();
     options.dtype = "float64";
-    Arena arena(std::int64_t{1} << 30);
+    Workspace workspace(std::int64_t{1} << 30);
     NoProgress progress;
-    const ScoredRollouts scored =
-        score_rollouts(model->decoder, rollouts, options, default_profile("cpu", DType::float64, 2), arena, progress);
+    const ScoredRollouts scored = score_rollouts(model->decoder, rollouts, options,
+                                                 default_profile("cpu", DType::float64, 2), workspace, progress);
     for (std::size_t i = 0; i < rollouts.size(); ++i)
       for (std::size_t t = 0; t < rollouts[i].response_ids.size(); ++t)
         ASSERT_NEAR(scored.series[i].logprob[t], rollouts[i].rollout_logprobs[t], 1e-12) << family;

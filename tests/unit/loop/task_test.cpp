@@ -63,13 +63,13 @@ std::string answer_by_reading(const std::string& task, const std::vector<std::st
 
 class EveryTask : public testing::TestWithParam<std::tuple<std::string, std::int64_t>> {
  protected:
-  Task task() const { return {std::get<0>(GetParam()), std::get<1>(GetParam())}; }
+  Task task() const { return {Choice<TaskKind>(std::get<0>(GetParam())), std::get<1>(GetParam())}; }
 };
 
 TEST_P(EveryTask, TheAnswerFollowsFromTheText) {
   for (std::uint64_t i = 0; i < 40; ++i)
     for (const Problem& p : task().problems(Split::train, Random(7).fork(i), 4))
-      EXPECT_EQ(words().text(p.answer_ids), answer_by_reading(task().name, split(words().text(p.prompt_ids))))
+      EXPECT_EQ(words().text(p.answer_ids), answer_by_reading(name_of(task().kind), split(words().text(p.prompt_ids))))
           << "problem " << i << ": " << words().text(p.prompt_ids);
 }
 
@@ -112,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Tasks, EveryTask,
                          });
 
 TEST(Task, QuestionsAboutOneDocumentShareEverythingBeforeTheQuestion) {
-  const auto problems = Task{"retrieval", 256}.problems(Split::train, Random(5), 16);
+  const auto problems = Task{TaskKind::retrieval, 256}.problems(Split::train, Random(5), 16);
   ASSERT_EQ(problems.size(), 16u);
   for (const Problem& p : problems)
     EXPECT_TRUE(std::equal(p.prompt_ids.begin(), p.prompt_ids.end() - 1, problems.front().prompt_ids.begin()));
@@ -120,14 +120,14 @@ TEST(Task, QuestionsAboutOneDocumentShareEverythingBeforeTheQuestion) {
 
 TEST(Task, TooShortAPromptIsRefusedWithTheShortestThereIs) {
   for (const char* name : {"retrieval", "recite", "arithmetic", "copy"}) {
-    const Task task{name, 7};
+    const Task task{Choice<TaskKind>(name), 7};
     try {
       (void)task.problems(Split::train, Random(1), 1);
       FAIL() << name;
     } catch (const OptionError& error) {
       EXPECT_NE(error.text().expected.find(std::to_string(task.shortest_prompt())), std::string::npos);
     }
-    EXPECT_FALSE(Task(name, task.shortest_prompt()).problems(Split::train, Random(1), 1).empty());
+    EXPECT_FALSE(Task{task.kind, task.shortest_prompt()}.problems(Split::train, Random(1), 1).empty());
   }
 }
 

@@ -91,21 +91,11 @@ TEST(ObjectiveErrors, SapoTakesNoOtherAggregation) {
   EXPECT_EQ(error_of<OptionError>([&] { Objective(rollouts, advantages, options); }).where, "--loss-agg-mode");
 }
 
-TEST(ObjectiveErrors, UnknownNamesAreRefused) {
-  const std::vector<std::vector<double>> advantages(2, {1, 1});
-  const std::vector<Rollout> rollouts = two_rollouts();
-  const std::pair<std::string Options::*, const char*> fields[] = {{&Options::policy_loss, "--policy-loss"},
-                                                                   {&Options::loss_agg_mode, "--loss-agg-mode"},
-                                                                   {&Options::kl_loss_type, "--kl-loss-type"},
-                                                                   {&Options::rollout_is, "--rollout-is"}};
-  for (const auto& [field, where] : fields) {
+TEST(ObjectiveErrors, AWordThatIsNoneOfAnOptionsIsRefusedWhereItIsSaid) {
+  for (const std::string name : {"policy-loss", "loss-agg-mode", "kl-loss-type", "rollout-is", "adv-estimator"}) {
     Options options;
-    options.*field = "nonsense";
-    EXPECT_EQ(error_of<OptionError>([&] { Objective(rollouts, advantages, options); }).where, where);
+    EXPECT_EQ(error_of<OptionError>([&] { set_option(options, name, "nonsense"); }).where, "--" + name);
   }
-  Options options;
-  options.adv_estimator = "nonsense";
-  EXPECT_EQ(error_of<OptionError>([&] { compute_advantages(rollouts, options); }).where, "--adv-estimator");
 }
 
 TEST(ObjectiveErrors, TokenByTokenUseOfASequenceLossIsADefect) {

@@ -19,8 +19,10 @@ constexpr double kRounding = 1e-14;
 PolicyTerm at_ratio(PolicyLoss loss, double ratio, double advantage) {
   PolicySettings settings;
   settings.loss = loss;
-  return policy_term(settings, kOld + std::log(ratio), kOld, advantage);
+  return policy_term(settings, {kOld + std::log(ratio), kOld, advantage});
 }
+
+KlType kl_type(const std::string& word) { return kl_type_of(Choice<KlLossType>(word)); }
 
 struct Point {
   double ratio, advantage, value, gradient;
@@ -50,7 +52,7 @@ TEST(PolicyLoss, VanillaClipsOnTheSideThatHelps) {
 TEST(PolicyLoss, VanillaHalvesTheGradientWhereDualClipTies) {
   PolicySettings settings;
   settings.dual_clip = 1.0;
-  const PolicyTerm term = policy_term(settings, kOld, kOld, -1.0);
+  const PolicyTerm term = policy_term(settings, {kOld, kOld, -1.0});
   EXPECT_EQ(term.value, 1.0);
   EXPECT_EQ(term.gradient, 0.5);
 }
@@ -58,10 +60,10 @@ TEST(PolicyLoss, VanillaHalvesTheGradientWhereDualClipTies) {
 TEST(PolicyLoss, LogRatiosBeyondTwentyHaveNoGradient) {
   PolicySettings settings;
   settings.dual_clip = 1e300;
-  EXPECT_EQ(policy_term(settings, 18.0, -2.0, -1.0).gradient, std::exp(20.0));  // at the bound it still passes
-  EXPECT_EQ(policy_term(settings, 18.5, -2.0, -1.0).gradient, 0.0);
-  EXPECT_EQ(policy_term(settings, 18.5, -2.0, -1.0).value, std::exp(20.0));
-  EXPECT_EQ(policy_term(settings, -900.0, -2.0, 1.0).value, -std::exp(-20.0));
+  EXPECT_EQ(policy_term(settings, {18.0, -2.0, -1.0}).gradient, std::exp(20.0));  // at the bound it still passes
+  EXPECT_EQ(policy_term(settings, {18.5, -2.0, -1.0}).gradient, 0.0);
+  EXPECT_EQ(policy_term(settings, {18.5, -2.0, -1.0}).value, std::exp(20.0));
+  EXPECT_EQ(policy_term(settings, {-900.0, -2.0, 1.0}).value, -std::exp(-20.0));
 }
 
 TEST(PolicyLoss, CispoWeighsTheLogProbByTheClippedRatio) {
@@ -87,46 +89,46 @@ TEST(PolicyLoss, GpgAndReinforceAreTheLogProbTimesTheAdvantage) {
 TEST(PolicyLoss, GspoClipsTheSequenceRatioWithoutDualClip) {
   PolicySettings settings;
   settings.loss = PolicyLoss::gspo;
-  EXPECT_EQ(gspo_term(settings, std::log(1.5), 1.0).value, -1.2);
-  EXPECT_EQ(gspo_term(settings, std::log(1.5), 1.0).gradient, 0.0);
-  EXPECT_NEAR(gspo_term(settings, std::log(5.0), -1.0).value, 5.0, kRounding * 100);
-  EXPECT_NEAR(gspo_term(settings, std::log(5.0), -1.0).gradient, 5.0, kRounding * 100);
-  EXPECT_EQ(gspo_term(settings, 11.0, -1.0).value, std::exp(10.0));
-  EXPECT_EQ(gspo_term(settings, 11.0, -1.0).gradient, 0.0);
-  EXPECT_EQ(gspo_term(settings, 10.0, -1.0).gradient, std::exp(10.0));
+  EXPECT_EQ(policy_term(settings, {0, 0, 1.0, std::log(1.5)}).value, -1.2);
+  EXPECT_EQ(policy_term(settings, {0, 0, 1.0, std::log(1.5)}).gradient, 0.0);
+  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).value, 5.0, kRounding * 100);
+  EXPECT_NEAR(policy_term(settings, {0, 0, -1.0, std::log(5.0)}).gradient, 5.0, kRounding * 100);
+  EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 11.0}).value, std::exp(10.0));
+  EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 11.0}).gradient, 0.0);
+  EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 10.0}).gradient, std::exp(10.0));
 }
 
 TEST(KlEstimators, HaveTheValuesOfTheirFormulas) {
   const double x = 0.5;  // lp - ref
-  EXPECT_EQ(kl_term(parse_kl_type("kl"), -1.0, -1.5).value, x);
-  EXPECT_EQ(kl_term(parse_kl_type("k1"), -1.0, -1.5).gradient, 1.0);
-  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.5, -1.0).value, x);
-  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.5, -1.0).gradient, -1.0);
-  EXPECT_EQ(kl_term(parse_kl_type("abs"), -1.0, -1.0).gradient, 0.0);
-  EXPECT_EQ(kl_term(parse_kl_type("mse"), -1.0, -1.5).value, 0.125);
-  EXPECT_EQ(kl_term(parse_kl_type("k2"), -1.0, -1.5).gradient, x);
-  EXPECT_NEAR(kl_term(parse_kl_type("low_var_kl"), -1.0, -1.5).value, std::exp(-x) + x - 1, 1e-15);
-  EXPECT_NEAR(kl_term(parse_kl_type("k3"), -1.0, -1.5).gradient, 1 - std::exp(-x), 1e-15);
+  EXPECT_EQ(kl_term(kl_type("kl"), -1.0, -1.5).value, x);
+  EXPECT_EQ(kl_term(kl_type("k1"), -1.0, -1.5).gradient, 1.0);
+  EXPECT_EQ(kl_term(kl_type("abs"), -1.5, -1.0).value, x);
+  EXPECT_EQ(kl_term(kl_type("abs"), -1.5, -1.0).gradient, -1.0);
+  EXPECT_EQ(kl_term(kl_type("abs"), -1.0, -1.0).gradient, 0.0);
+  EXPECT_EQ(kl_term(kl_type("mse"), -1.0, -1.5).value, 0.125);
+  EXPECT_EQ(kl_term(kl_type("k2"), -1.0, -1.5).gradient, x);
+  EXPECT_NEAR(kl_term(kl_type("low_var_kl"), -1.0, -1.5).value, std::exp(-x) + x - 1, 1e-15);
+  EXPECT_NEAR(kl_term(kl_type("k3"), -1.0, -1.5).gradient, 1 - std::exp(-x), 1e-15);
 }
 
 TEST(KlEstimators, LowVarianceStopsAtItsBounds) {
-  const KlTerm far_above = kl_term(parse_kl_type("k3"), -1.0, 4.0);  // e^5 - 6 is above 10
+  const KlTerm far_above = kl_term(kl_type("k3"), -1.0, 4.0);  // e^5 - 6 is above 10
   EXPECT_EQ(far_above.value, 10.0);
   EXPECT_EQ(far_above.gradient, 0.0);
-  const KlTerm far_below = kl_term(parse_kl_type("k3"), -1.0, -40.0);  // exponent -39, held at -20
+  const KlTerm far_below = kl_term(kl_type("k3"), -1.0, -40.0);  // exponent -39, held at -20
   EXPECT_EQ(far_below.value, 10.0);
   EXPECT_EQ(far_below.gradient, 0.0);
 }
 
 TEST(KlEstimators, PlusKeepsTheValueWithTheGradientOfK2) {
   for (const char* name : {"kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"}) {
-    const KlTerm plain = kl_term(parse_kl_type(name), -1.0, 4.0);
-    const KlTerm plus = kl_term(parse_kl_type(std::string(name) + "+"), -1.0, 4.0);
+    const KlTerm plain = kl_term(kl_type(name), -1.0, 4.0);
+    const KlTerm plus = kl_term(kl_type(std::string(name) + "+"), -1.0, 4.0);
     EXPECT_EQ(plus.value, plain.value) << name;
     EXPECT_EQ(plus.gradient, -5.0) << name;
   }
-  EXPECT_THROW(parse_kl_type("full"), OptionError);
-  EXPECT_THROW(parse_kl_type("+"), OptionError);
+  EXPECT_THROW(kl_type("full"), OptionError);
+  EXPECT_THROW(kl_type("+"), OptionError);
 }
 
 TEST(RolloutWeights, AreTruncatedAboveOnly) {

@@ -22,7 +22,7 @@ using testing::planned;
 constexpr Schedule kSchedules[] = {Schedule::automatic, Schedule::dense, Schedule::packed, Schedule::phased};
 constexpr ShareMode kShares[] = {ShareMode::whole_trees, ShareMode::prompts, ShareMode::off};
 
-PlanOptions with(Schedule schedule, std::int64_t budget, std::optional<TrunkState> state = {}) {
+PlanOptions with(Schedule schedule, std::int64_t budget, TrunkState state = TrunkState::automatic) {
   PlanOptions options;
   options.schedule = schedule;
   options.token_budget = budget;
@@ -338,7 +338,7 @@ TEST(Planner, KeepsWhatFitsWhenSomethingDoesNot) {
   options.trunk_state = TrunkState::recompute;
   const std::int64_t recompute = planned(batch, options).chosen.bytes.peak();
   ASSERT_LT(recompute, keep);
-  options.trunk_state.reset();
+  options.trunk_state = TrunkState::automatic;
   options.memory_budget = (keep + recompute) / 2;
   const StepPlan plan = planned(batch, options);
   validate(plan, batch);
