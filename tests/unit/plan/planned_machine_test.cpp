@@ -12,6 +12,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/plan/planner.h"
+#include "tests/support/source_dir.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -19,7 +20,7 @@ namespace {
 
 // The numbers of a machine's row in the document: FLOP/s by dtype, of attention, B/s, GiB.
 std::vector<double> documented(const std::string& name) {
-  std::ifstream in(ESPALIER_SOURCE_DIR "/docs/machines.md");
+  std::ifstream in(testing::source_dir() + "/docs/machines.md");
   std::vector<double> numbers;
   for (std::string line; std::getline(in, line);) {
     if (line.find("| `" + name + "` |") != 0) continue;
