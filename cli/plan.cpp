@@ -97,7 +97,6 @@ Json json_of(const std::vector<StepPlan>& plans) {
                                      {"fits", cost.fits}};
   }
   out["ceiling"] = ceiling_of(plans);
-  out["memory_budget"] = plans.empty() ? 0 : plans.front().memory_budget;
   out["machine"] = plans.empty() ? "" : plans.front().machine;
   return out;
 }
@@ -173,21 +172,21 @@ Shortage shortage_of(const std::vector<StepPlan>& plans) {
   return worst == plans.end() ? Shortage{} : Shortage{worst->missing_bytes, worst->remedy};
 }
 
-// The shortage of one process of the layout, where degrees are given.
+// The shortage of one process of the layout, where degrees are given; `budget`: bytes of one process, 0: unlimited.
 std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape,
-                                     const PlanOptions& options, const MachineProfile& profile) {
+                                     const PlanOptions& options, std::int64_t budget, const MachineProfile& profile) {
   const ParallelDegrees degrees = degrees_of(context.options);
   if (degrees.ranks() == 1 && degrees.ep == 1) return std::nullopt;
   const auto longest = std::max_element(plans.begin(), plans.end(), [](const StepPlan& a, const StepPlan& b) {
     return a.chosen.seconds < b.chosen.seconds;
   });
   if (longest == plans.end()) return std::nullopt;
-  const RankReport report = rank_report(*longest, shape, options.dtype, degrees, profile, options.kind);
+  RankReport report = rank_report(*longest, shape, options.dtype, degrees, profile, options.kind);
+  const std::int64_t missing = budget == 0 ? 0 : std::max<std::int64_t>(0, report.cost.bytes.peak() - budget);
+  report.cost.fits = missing == 0;
   context.result["rank"] = to_json(report);
   context.text << "\nOne process of the layout, in step " << longest - plans.begin() + 1 << ":\n" << explain(report);
-  if (report.cost.fits) return Shortage{};
-  return Shortage{report.cost.bytes.peak() - options.memory_budget,
-                  "Take larger degrees, or machines with more memory"};
+  return Shortage{missing, missing == 0 ? "" : "Take larger degrees, or machines with more memory"};
 }
 
 // The machine that is planned for, and the kind of device and memory that the options leave to it.
@@ -251,6 +250,10 @@ int run_plan(Context& context) {
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_routes(file.rollouts, shape);
   const MachineProfile profile = machine_of(context, plan_options);
+  // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
+  const std::int64_t budget = plan_options.memory_budget;
+  const ParallelDegrees degrees = degrees_of(options);
+  plan_options.memory_budget *= degrees.ranks() / degrees.dp;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
   if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())
     context.progress.note("note: " + note);
@@ -263,8 +266,9 @@ int run_plan(Context& context) {
   const std::int64_t critic_bytes = critic ? bytes_of_model(*critic, options, {}) : 0;
   const std::vector<StepPlan> plans = plans_of(context, batches, shape, critic_bytes, plan_options, profile);
   context.result.update(json_of(plans));
+  context.result["memory_budget"] = budget;
   print_plans(context, plans);
-  Shortage shortage = report_ranks(context, plans, shape, plan_options, profile).value_or(shortage_of(plans));
+  Shortage shortage = report_ranks(context, plans, shape, plan_options, budget, profile).value_or(shortage_of(plans));
   if (critic) {
     const Shortage of_critic =
         report_critic(context, batches, *critic, bytes_of_model(shape, options, {}), plan_options, profile);
@@ -273,8 +277,8 @@ int run_plan(Context& context) {
   context.result["fits"] = shortage.missing_bytes == 0;
   context.result["missing_bytes"] = shortage.missing_bytes;
   if (shortage.missing_bytes == 0) return 0;
-  context.text << "\nDoes not fit " << format_bytes(plan_options.memory_budget) << ": "
-               << format_bytes(shortage.missing_bytes) << " are missing. " << shortage.remedy << ".\n";
+  context.text << "\nDoes not fit " << format_bytes(budget) << ": " << format_bytes(shortage.missing_bytes)
+               << " are missing. " << shortage.remedy << ".\n";
   return kDoesNotFit;
 }
 

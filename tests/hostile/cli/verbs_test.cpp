@@ -335,6 +335,33 @@ TEST(Plan, IsForMachinesThatAreNotThere) {
   EXPECT_EQ(plan({"--machine", "bad.json"}).code, 3);
 }
 
+// Eight billion parameters: 147 GB with their optimizer, which four of 79 GiB hold together.
+TEST(Plan, OfALayoutHasTheMemoryOfItsProcesses) {
+  const Folder folder;
+  folder.put("r.jsonl", kRollouts);
+  Json config = Json::parse(kModel);
+  config.update({{"hidden_size", 4096},
+                 {"num_hidden_layers", 36},
+                 {"num_attention_heads", 32},
+                 {"num_key_value_heads", 8},
+                 {"head_dim", 128},
+                 {"intermediate_size", 12288},
+                 {"vocab_size", 151936},
+                 {"tie_word_embeddings", false}});
+  folder.put("m/config.json", config.dump());
+  const auto plan = [&](const char* tp) {
+    return run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl", "--dtype", "bfloat16",
+                               "--machine", "h100", "--tp", tp});
+  };
+  const Outcome alone = plan("1");
+  EXPECT_EQ(alone.code, 5) << alone.err;
+  EXPECT_GT(Json::parse(alone.out)["missing_bytes"], std::int64_t{60} << 30);
+  const Json four = json_of(plan("4"));
+  EXPECT_EQ(four["fits"], true);
+  EXPECT_EQ(four["predicted"]["chosen"]["fits"], true);
+  EXPECT_EQ(four["memory_budget"], std::int64_t{79} << 30);
+}
+
 TEST(Plan, ATokenBeyondTheVocabularyIsABadInput) {
   const Folder folder;
   folder.put("r.jsonl", "{\"prompt_ids\":[1],\"response_ids\":[64]}\n");
