@@ -12,7 +12,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
-	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cli
+	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cli espalier_core
 
 setup:
 	@tools/setup.sh program

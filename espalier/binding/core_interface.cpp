@@ -1,0 +1,180 @@
+// The C interface of the torch-free core: copies buffers in, hands tables out, turns exceptions into JSON.
+#include "espalier/binding/core_interface.h"
+
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/plan/planner.h"
+#include "espalier/rollout/batch.h"
+
+using namespace espalier;  // NOLINT: the interface's own names are the C ones
+
+struct espalier_plan {
+  std::vector<Rollout> batch;
+  StepPlan plan;
+  std::vector<std::pair<const PlanItem*, std::int32_t>> items;  // with their parents
+  std::vector<std::int32_t> table;
+  std::string text;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+void remember(const char* kind, int exit_code, const ErrorText& text) {
+  const Json error = {{"kind", kind},    {"exit_code", exit_code}, {"where", text.where}, {"expected", text.expected},
+                      {"got", text.got}, {"remedy", text.remedy}};
+  last_error = error.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+// Runs `call`; what it throws is remembered and `failed` returned.
+template <class Result, class Call>
+Result guarded(Result failed, Call call) {
+  try {
+    return call();
+  } catch (const Error& error) {
+    remember(error.kind(), error.exit_code(), error.text());
+  } catch (const std::exception& error) {
+    remember("internal", 70, {"the core library", "no exception", error.what(), "please report this"});
+  }
+  return failed;
+}
+
+std::vector<Rollout> batch_of(const espalier_rollouts& in) {
+  std::vector<Rollout> batch(static_cast<std::size_t>(in.rollouts));
+  for (std::int64_t i = 0; i < in.rollouts; ++i) {
+    Rollout& rollout = batch[static_cast<std::size_t>(i)];
+    rollout.where = text_of("rollout ", i);
+    rollout.index = i;
+    const std::int64_t length = in.starts[i + 1] - in.starts[i], prompt = in.prompt_lengths[i];
+    if (prompt < 1) throw InputError({rollout.where, "at least one prompt token", text_of(prompt), ""});
+    if (length < prompt || length > INT32_MAX)
+      throw InputError({rollout.where, "prompt and response end to end", text_of(length, " tokens"), ""});
+    const std::int32_t* tokens = in.tokens + in.starts[i];
+    rollout.prompt_ids.assign(tokens, tokens + prompt);
+    rollout.response_ids.assign(tokens + prompt, tokens + length);
+    for (std::int64_t at = 0; at < length; ++at)
+      if (tokens[at] < 0) throw InputError({rollout.where, "token ids from 0", text_of(tokens[at], " at ", at), ""});
+    rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+  }
+  return batch;
+}
+
+ModelShape shape_of(const espalier_shape& in) {
+  for (const std::int64_t size : {in.layers, in.hidden, in.heads, in.kv_heads, in.head_dim, in.vocabulary})
+    if (size < 1) throw InputError({"the model's shape", "sizes of at least 1", text_of(size), ""});
+  ModelShape shape;
+  shape.layers = in.layers;
+  shape.hidden = in.hidden;
+  shape.inner = in.inner;
+  shape.heads = in.heads;
+  shape.kv_heads = in.kv_heads;
+  shape.head_dim = in.head_dim;
+  shape.vocabulary = in.vocabulary;
+  shape.experts = in.experts;
+  shape.experts_per_token = in.experts > 0 ? in.experts_per_token : 0;
+  shape.expert_inner = in.expert_inner;
+  if (in.experts > 0) shape.expert_layer.assign(static_cast<std::size_t>(in.layers), 1);
+  return shape;
+}
+
+void number(const std::vector<PlanItem>& items, std::int32_t parent,
+            std::vector<std::pair<const PlanItem*, std::int32_t>>& out) {
+  for (const PlanItem& item : items) {
+    const auto own = static_cast<std::int32_t>(out.size());
+    out.emplace_back(&item, parent);
+    number(item.below, own, out);
+  }
+}
+
+espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& shape,
+                       const espalier_plan_request& request) {
+  Options options;
+  options.schedule = request.schedule;
+  options.share = request.share;
+  options.trunk_state = request.trunk_state;
+  options.dtype = request.dtype;
+  options.token_budget = request.wave_tokens;
+  PlanOptions plan_options = plan_options_of(options);
+  plan_options.all_logprobs = true;
+  plan_options.kind.gradients = request.gradients != 0;
+  auto out = std::make_unique<espalier_plan>();
+  out->batch = batch_of(rollouts);
+  const auto trees = build_prefix_trees(out->batch, share_mode_of(options));
+  const auto profile = default_profile(request.device, plan_options.dtype, static_cast<int>(request.threads));
+  out->plan = make_plan(out->batch, trees, shape_of(shape), plan_options, profile);
+  number(out->plan.items, -1, out->items);
+  return out.release();
+}
+
+std::int64_t fill_table(espalier_plan& plan, std::int64_t index, const std::string& table, std::int64_t& width) {
+  ESPALIER_INTERNAL(index >= 0 && index < static_cast<std::int64_t>(plan.items.size()), "item ", index);
+  const auto& [item, parent] = plan.items[static_cast<std::size_t>(index)];
+  std::vector<std::int32_t>& out = plan.table;
+  out.clear();
+  if (table == "item") {
+    out = {item->kind == ItemKind::trunk,
+           item->state == TrunkState::recompute,
+           parent,
+           item->path_rows,
+           item->set.rows,
+           item->set.outputs};
+    width = 6;
+  } else if (table == "segments") {
+    for (const RowSegment& s : item->set.segments)
+      out.insert(out.end(), {s.rollout, s.begin, s.end, s.row, s.subtree_end, s.multiplicity, s.first, s.last});
+    width = 8;
+  } else if (table == "edges") {
+    for (const LossEdge& edge : edges_of(item->set, plan.batch, true))
+      out.insert(out.end(), {edge.row, edge.target, edge.rollout, edge.position});
+    width = 4;
+  } else {
+    ESPALIER_INTERNAL(table == "rollouts" || table == "finished", "table ", table);
+    out = table == "rollouts" ? item->set.rollouts : item->finished;
+    width = 1;
+  }
+  return static_cast<std::int64_t>(out.size()) / width;
+}
+
+}  // namespace
+
+const char* espalier_last_error() { return last_error.c_str(); }
+
+int32_t espalier_group(const espalier_rollouts* rollouts, int32_t* groups) {
+  return guarded(-1, [&] {
+    const std::vector<Rollout> batch = batch_of(*rollouts);
+    for (const std::int64_t group : group_of(batch)) *groups++ = static_cast<std::int32_t>(group);
+    return 0;
+  });
+}
+
+espalier_plan* espalier_plan_new(const espalier_rollouts* rollouts, const espalier_shape* shape,
+                                 const espalier_plan_request* request) {
+  return guarded<espalier_plan*>(nullptr, [&] { return planned(*rollouts, *shape, *request); });
+}
+
+void espalier_plan_delete(espalier_plan* plan) { delete plan; }
+
+int64_t espalier_plan_items(const espalier_plan* plan) { return static_cast<int64_t>(plan->items.size()); }
+
+int64_t espalier_plan_table(espalier_plan* plan, int64_t item, const char* table, const int32_t** data,
+                            int64_t* width) {
+  return guarded<int64_t>(-1, [&] {
+    const std::int64_t rows = fill_table(*plan, item, table, *width);
+    *data = plan->table.data();
+    return rows;
+  });
+}
+
+const char* espalier_plan_json(espalier_plan* plan) {
+  return guarded<const char*>(nullptr, [&] { return (plan->text = to_json(plan->plan).dump()).c_str(); });
+}
+
+const char* espalier_plan_text(espalier_plan* plan) {
+  return guarded<const char*>(nullptr, [&] { return (plan->text = explain(plan->plan)).c_str(); });
+}

@@ -1,0 +1,147 @@
+"""The torch-free C++ core: prefix trees and plans come from there (espalier/binding/core_interface.h), never from Python.
+
+NumPy int32 and int64 buffers cross the border; ctypes releases the interpreter's lock during every call.
+"""
+
+import ctypes
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from espalier.errors import Error
+
+_PACKAGE = Path(__file__).resolve().parent
+_NAME = "libespalier_core.so"
+
+
+class _Rollouts(ctypes.Structure):
+    _fields_ = [("rollouts", ctypes.c_int64), ("tokens", ctypes.c_void_p), ("starts", ctypes.c_void_p),
+                ("prompt_lengths", ctypes.c_void_p)]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in
+                ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocabulary", "experts", "experts_per_token",
+                 "expert_inner")]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [("wave_tokens", ctypes.c_int64), ("threads", ctypes.c_int64), ("gradients", ctypes.c_int32)] + [
+        (name, ctypes.c_char_p) for name in ("schedule", "share", "trunk_state", "dtype", "device")]
+
+
+@functools.cache
+def library():
+    """The core library: in the package where a wheel put it, else in the build folder of the source tree."""
+    named = os.environ.get("ESPALIER_CORE_LIBRARY")
+    places = [Path(named)] if named else [_PACKAGE / "bin" / _NAME, _PACKAGE.parents[1] / "build" / _NAME]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise Error("device", "espalier's core library", _NAME, " and ".join(map(str, places)) + " do not exist",
+                    "Run `make` in the source tree, or install the wheel", 8)
+    core = ctypes.CDLL(str(path))
+    core.espalier_last_error.restype = core.espalier_plan_json.restype = core.espalier_plan_text.restype = ctypes.c_char_p
+    core.espalier_plan_new.restype = ctypes.c_void_p
+    core.espalier_plan_items.restype = core.espalier_plan_table.restype = ctypes.c_int64
+    for name in ("espalier_plan_delete", "espalier_plan_items", "espalier_plan_json", "espalier_plan_text"):
+        getattr(core, name).argtypes = [ctypes.c_void_p]
+    core.espalier_plan_table.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p,
+                                         ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)), ctypes.POINTER(ctypes.c_int64)]
+    return core
+
+
+def _failed():
+    return Error.of(json.loads(library().espalier_last_error()))
+
+
+class _Buffers:
+    """Rollouts end to end, as the core reads them; `prompts` and `responses` are lists of id sequences."""
+
+    def __init__(self, prompts, responses):
+        parts = [_ids(ids, f"rollout {i // 2}") for i, ids in enumerate(part for pair in zip(prompts, responses) for part in pair)]
+        lengths = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
+        self.tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        self.starts = np.concatenate([[0], lengths.sum(1).cumsum()]).astype(np.int64)
+        self.prompt_lengths = np.ascontiguousarray(lengths[:, 0])
+        self.struct = _Rollouts(len(lengths), *(array.ctypes.data for array in (self.tokens, self.starts, self.prompt_lengths)))
+
+
+def _ids(ids, where):
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu()
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise Error("input", where, "a flat list of token ids", f"{array.dtype} of shape {array.shape}", "", 3)
+    if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+        raise Error("input", where, "token ids from 0 to 2**31 - 1", f"{array.min()} to {array.max()}", "", 3)
+    return np.ascontiguousarray(array, np.int32)
+
+
+def group(prompts):
+    """The group of each prompt, numbered from 0 in order of first appearance: equal tokens, equal group."""
+    buffers = _Buffers(prompts, [()] * len(prompts))
+    groups = np.zeros(len(prompts), np.int32)
+    if library().espalier_group(ctypes.byref(buffers.struct), ctypes.c_void_p(groups.ctypes.data)) != 0:
+        raise _failed()
+    return groups
+
+
+@dataclass(frozen=True)
+class Item:
+    """A wave or a trunk. `segments` [S, 8] and `edges` [E, 4] have the columns of core_interface.h."""
+    trunk: bool
+    recompute: bool
+    parent: int
+    path_rows: int
+    rows: int
+    segments: np.ndarray
+    rollouts: np.ndarray
+    finished: np.ndarray
+
+
+class Plan:
+    """One step over all rollouts: items depth first, a trunk before what is below it."""
+
+    def __init__(self, prompts, responses, shape, *, wave_tokens, schedule="auto", share="auto", trunk_state="keep",
+                 dtype="float32", device="cpu", threads=1, gradients=True):
+        buffers = _Buffers(prompts, responses)
+        request = _Request(wave_tokens, threads, gradients, *(s.encode() for s in (schedule, share, trunk_state, dtype, device)))
+        self._handle = library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(_Shape(**shape)), ctypes.byref(request))
+        if not self._handle:
+            raise _failed()
+        self.items = [self._item(i) for i in range(library().espalier_plan_items(self._handle))]
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            library().espalier_plan_delete(self._handle)
+
+    def _table(self, item, name):
+        data, width = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()
+        rows = library().espalier_plan_table(self._handle, item, name.encode(), ctypes.byref(data), ctypes.byref(width))
+        if rows < 0:
+            raise _failed()
+        size = rows * width.value
+        flat = np.ctypeslib.as_array(data, (size,)).copy() if size else np.zeros(0, np.int32)
+        return flat.reshape(rows, width.value)
+
+    def _item(self, i):
+        trunk, recompute, parent, path_rows, rows, _ = (int(value) for value in self._table(i, "item")[0])
+        return Item(bool(trunk), bool(recompute), parent, path_rows, rows, self._table(i, "segments"),
+                    self._table(i, "rollouts")[:, 0], self._table(i, "finished")[:, 0])
+
+    def edges(self, item):
+        """Loss edges (row, target, rollout, position) of an item, made when it runs."""
+        return self._table(item, "edges")
+
+    @property
+    def json(self):
+        return json.loads(library().espalier_plan_json(self._handle))
+
+    def __str__(self):
+        return library().espalier_plan_text(self._handle).decode()
