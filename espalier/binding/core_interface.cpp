@@ -2,6 +2,7 @@
 #include "espalier/binding/core_interface.h"
 
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/options/option_help.h"
 #include "espalier/plan/planner.h"
 #include "espalier/rollout/batch.h"
 
@@ -141,7 +143,42 @@ std::int64_t fill_table(espalier_plan& plan, std::int64_t index, const std::stri
   return static_cast<std::int64_t>(out.size()) / width;
 }
 
+const char* type_name(OptionType type) {
+  switch (type) {
+    case OptionType::text:
+      return "text";
+    case OptionType::number:
+      return "number";
+    case OptionType::integer:
+      return "integer";
+    case OptionType::flag:
+      return "flag";
+    case OptionType::list:
+      return "list";
+  }
+  return "";
+}
+
+std::string option_table() {
+  Json verbs = Json::object(), options = Json::array();
+  for (const VerbName& verb : verb_names()) verbs[verb.name] = std::string(1, verb.letter);
+  for (const OptionRow& row : option_rows())
+    options.push_back({{"name", row.name},
+                       {"type", type_name(row.type)},
+                       {"default", row.default_text},
+                       {"range", row.range},
+                       {"unit", row.unit},
+                       {"verbs", row.verbs},
+                       {"help", row.help}});
+  return Json{{"verbs", std::move(verbs)}, {"options", std::move(options)}}.dump();
+}
+
 }  // namespace
+
+const char* espalier_options() {
+  static const std::string table = option_table();
+  return table.c_str();
+}
 
 const char* espalier_last_error() { return last_error.c_str(); }
 

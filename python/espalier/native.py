@@ -62,7 +62,7 @@ class _Buffers:
     """Rollouts end to end, as the core reads them; `prompts` and `responses` are lists of id sequences."""
 
     def __init__(self, prompts, responses):
-        parts = [_ids(ids, f"rollout {i // 2}") for i, ids in enumerate(part for pair in zip(prompts, responses) for part in pair)]
+        parts = [token_ids(ids, f"rollout {i // 2}") for i, ids in enumerate(part for pair in zip(prompts, responses) for part in pair)]
         lengths = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
         self.tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         self.starts = np.concatenate([[0], lengths.sum(1).cumsum()]).astype(np.int64)
@@ -70,7 +70,7 @@ class _Buffers:
         self.struct = _Rollouts(len(lengths), *(array.ctypes.data for array in (self.tokens, self.starts, self.prompt_lengths)))
 
 
-def _ids(ids, where):
+def token_ids(ids, where):
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu()
     array = np.asarray(ids)

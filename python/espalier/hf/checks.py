@@ -1,0 +1,167 @@
+"""What would be silently wrong is refused by name, before anything runs."""
+
+import functools
+import inspect
+import sys
+
+import torch
+
+from espalier.errors import Unsupported
+
+_LAYER_KINDS = {"full_attention", "attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+
+
+def unwrapped(model):
+    """The module under DistributedDataParallel and torch.compile; FSDP2 and PEFT change a module in place."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def base_model(model):
+    """The transformers model itself, below PEFT too."""
+    model = unwrapped(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_config(model):
+    config = base_model(model).config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def attention_layers(model):
+    """The attention modules by layer index: those whose keys and values a trunk must hold."""
+    found = {}
+    for name, module in base_model(model).named_modules():
+        index = getattr(module, "layer_idx", None)
+        if index is not None and (hasattr(module, "is_causal") or hasattr(module, "scaling")):
+            found[index] = (name, module)
+    return found
+
+
+def check(model, *, longest=None):
+    """Raises `espalier.Unsupported`, naming what phased_step could not do right with this model as it is now.
+
+    `longest`: tokens of the longest rollout; a sliding window at least that wide is no window.
+    """
+    if isinstance(model, torch.nn.DataParallel):
+        raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP2")
+    if type(model).__name__ == "DeepSpeedEngine":
+        raise Unsupported("model", "a model, DDP or FSDP2", "a DeepSpeed engine, which forbids a second backward within a step")
+    inner = unwrapped(model)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules()):
+        raise Unsupported("model", "FSDP2 (fully_shard)", "FSDP1 (FullyShardedDataParallel)", "Use torch.distributed.fsdp.fully_shard")
+    base = base_model(model)
+    _check_family(base)
+    _check_layers(base, longest)
+    if inner.training:
+        _check_dropout(inner, base)
+    _check_checkpointing(base)
+    _check_sequence_parallel()
+
+
+def _check_family(base):
+    name = type(base).__name__
+    config = base.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(name, "a decoder-only model", "an encoder-decoder")
+    can_set = getattr(base, "_can_set_attn_implementation", lambda: getattr(base, "_supports_attention_backend", False))
+    if not can_set() or not attention_layers(base):
+        raise Unsupported(name, "attention through transformers' AttentionInterface", "a model with attention of its own")
+    accepted = inspect.signature(type(base).forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or "position_ids" not in accepted:
+        raise Unsupported(name, "a forward that takes position_ids and passes keyword arguments on", "fixed arguments")
+
+
+def _check_layers(base, longest):
+    config = decoder_config(base)
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    for kind in sorted(kinds - _LAYER_KINDS):
+        raise Unsupported("config.layer_types", "attention layers", kind, "Such a layer's state does not pass from prompt to response")
+    for index, (name, module) in sorted(attention_layers(base).items()):
+        window = _window(module, index, config)
+        if window is not None and (longest is None or longest > window):
+            have = "a sliding window" if longest is None else f"rollouts of up to {longest} tokens"
+            raise Unsupported(name, f"full attention, or rollouts within the window of {window} tokens", have)
+        if getattr(module, "is_causal", True) is False:
+            raise Unsupported(name, "causal attention", "bidirectional attention")
+        if getattr(module, "sinks", None) is not None:
+            raise Unsupported(name, "plain softmax attention", "attention sinks")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise Unsupported("config.attn_logit_softcapping", "plain softmax attention", str(config.attn_logit_softcapping))
+    if not (set(attention_layers(base)) >= set(range(getattr(config, "num_hidden_layers", 0)))):
+        missing = sorted(set(range(config.num_hidden_layers)) - set(attention_layers(base)))
+        raise Unsupported("model", "attention in every layer", f"none found in layers {missing}")
+
+
+def _window(module, index, config):
+    """Of one layer; a family keeps it on the module, or in the config for layers that slide (all, where no kinds are listed)."""
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or kinds[index] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides and getattr(config, "use_sliding_window", True) else None
+
+
+def _check_dropout(inner, base):
+    for name, module in inner.named_modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+            raise Unsupported(name, "no dropout: it differs from rollout to rollout", f"p = {module.p}", "model.eval(), or set it to 0")
+        rate = getattr(module, "attention_dropout", 0.0)
+        if isinstance(rate, float) and rate > 0 and module.training:
+            raise Unsupported(name, "no attention dropout", f"attention_dropout = {rate}", "model.eval(), or set it to 0")
+    config = decoder_config(base)
+    for name, value in config.to_dict().items():
+        if (name.endswith("dropout") or name.endswith("pdrop") or name == "layerdrop") and isinstance(value, float) and value > 0:
+            raise Unsupported(f"config.{name}", "no dropout", str(value), "model.eval(), or set it to 0")
+
+
+def _check_checkpointing(base):
+    for name, module in base.named_modules():
+        if not getattr(module, "gradient_checkpointing", False):
+            continue
+        how = getattr(module, "_gradient_checkpointing_func", None)
+        keywords = how.keywords if isinstance(how, functools.partial) else {}
+        if keywords.get("use_reentrant", True):
+            raise Unsupported(name or type(base).__name__, "non-reentrant gradient checkpointing", "use_reentrant=True",
+                              'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})')
+
+
+def _check_sequence_parallel():
+    """verl's Ulysses splits the heads of a sequence over ranks inside its own attention."""
+    ulysses = sys.modules.get("verl.utils.ulysses")
+    if ulysses is not None and ulysses.get_ulysses_sequence_parallel_world_size() > 1:
+        raise Unsupported("verl.utils.ulysses", "sequence parallel size 1", str(ulysses.get_ulysses_sequence_parallel_world_size()),
+                          "ulysses_sequence_parallel_size=1")
+
+
+def check_captured(model, trunk):
+    """Every layer's keys and values are held, and have a graph unless what makes them is frozen."""
+    layers = sorted(attention_layers(model))
+    missing = [layer for layer in layers if layer not in trunk.k]
+    if missing:
+        raise Unsupported("attention", "keys and values of every layer", f"none from layers {missing}",
+                          "The model does not pass keyword arguments to its attention")
+
+
+def check_live(model, trunk):
+    """From the first layer on whose keys or values have a graph, all have one; none at all only where nothing below is trained."""
+    live = [layer for layer in sorted(trunk.live) if any(x.requires_grad for x in trunk.live[layer])]
+    trained = [name for name, p in base_model(model).named_parameters() if p.requires_grad and not _is_head(model, p)]
+    if not live:
+        if trained and len(trunk.live) > 1:
+            raise Unsupported("attention", "keys and values with a graph", "none in any layer: the prompt would get no gradient",
+                              "Non-reentrant checkpointing, or enable_input_require_grads() of a frozen base")
+        return
+    for layer in sorted(trunk.live):
+        if layer > live[0] and not all(x.requires_grad for x in trunk.live[layer]):
+            raise Unsupported(f"attention layer {layer}", "keys and values with a graph", "one without", "")
+
+
+def _is_head(model, parameter):
+    head = base_model(model).get_output_embeddings()
+    return head is not None and any(parameter is p for p in head.parameters())

@@ -1,0 +1,55 @@
+"""Log-probs and entropies of chosen tokens from logits, without a second T x V tensor that autograd would keep.
+
+With z = logits / temperature: log-prob z_t - lse(z), entropy lse(z) - sum_v p_v z_v. Shapes: logits [O, V]; E edges (output,
+target). Sums run in float32 (float64 in float64). Backward: dz = sum_e g_e (1_t - p) - sum_e h_e p (log p + H).
+"""
+
+import torch
+
+from espalier.hf.blocks import accumulator
+
+_CHUNK = 1 << 22  # logits that stand in the accumulator type at once
+
+
+def _chunks(logits):
+    rows = max(1, _CHUNK // logits.shape[1])
+    return [slice(at, at + rows) for at in range(0, logits.shape[0], rows)]
+
+
+def _wide(logits, rows, temperature):
+    z = logits[rows].to(accumulator(logits.dtype))
+    return z if temperature == 1 else z / temperature
+
+
+class TokenStatistics(torch.autograd.Function):
+    """(logits [O, V], output [E], target [E], temperature, with_entropy) -> log-probs [E], entropies [E]."""
+
+    @staticmethod
+    def forward(ctx, logits, output, target, temperature, with_entropy):
+        lse, entropy = [], []
+        for rows in _chunks(logits):
+            z = _wide(logits, rows, temperature)
+            lse.append(z.logsumexp(1))
+            if with_entropy:
+                entropy.append(lse[-1] - ((z - lse[-1][:, None]).exp() * z).sum(1))
+        lse = torch.cat(lse)
+        entropy = torch.cat(entropy) if with_entropy else torch.zeros_like(lse)
+        chosen = logits[output, target].to(lse.dtype)
+        ctx.save_for_backward(logits, output, target, lse, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return (chosen if temperature == 1 else chosen / temperature) - lse[output], entropy[output]
+
+    @staticmethod
+    def backward(ctx, g, h):
+        logits, output, target, lse, entropy = ctx.saved_tensors
+        by_output = lambda x: torch.zeros_like(lse).index_add_(0, output, x.to(lse.dtype))
+        down, spread = by_output(g), by_output(h) if ctx.with_entropy else None
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            logp = _wide(logits, rows, ctx.temperature) - lse[rows, None]
+            weight = -down[rows, None]
+            if spread is not None:
+                weight = weight - spread[rows, None] * (logp + entropy[rows, None])
+            grad[rows] = (logp.exp() * weight / ctx.temperature).to(grad.dtype)
+        grad.index_put_((output, target), (g / ctx.temperature).to(grad.dtype), accumulate=True)
+        return grad, None, None, None, None

@@ -1,0 +1,115 @@
+"""Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP2."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from espalier.hf.checks import unwrapped
+
+_BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
+
+
+def replicas(model):
+    """The DistributedDataParallel around a model that would reduce now, else None (`no_sync()`: the caller does it later)."""
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync else None
+
+
+def sharded(model):
+    """Whether calls of the model are collective (FSDP2 shards its parameters)."""
+    fsdp = getattr(torch.distributed.fsdp, "FSDPModule", ()) if dist.is_available() else ()
+    return fsdp != () and any(isinstance(module, fsdp) for module in unwrapped(model).modules())
+
+
+@torch.no_grad()
+def reduce_gradients(ddp):
+    """What DDP's own backward leaves: the mean over ranks, in whole buckets. A parameter that no rank reached stays without."""
+    group, world = ddp.process_group, dist.get_world_size(ddp.process_group)
+    if world == 1:
+        return
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    parameters = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    if not parameters:
+        return
+    reached = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(reached, dist.ReduceOp.MAX, group)
+    bucket, held = [], 0
+    for p, wanted in zip(parameters, reached.tolist()):
+        if not wanted:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if bucket and (held >= _BUCKET or bucket[0].dtype != p.grad.dtype):
+            _reduce(bucket, group, world)
+            bucket, held = [], 0
+        bucket.append(p.grad)
+        held += p.grad.numel() * p.grad.element_size()
+    if bucket:
+        _reduce(bucket, group, world)
+
+
+def _reduce(bucket, group, world):
+    flat = torch.cat([g.reshape(-1) for g in bucket])
+    dist.all_reduce(flat, group=group)
+    flat /= world
+    for g, part in zip(bucket, flat.split([g.numel() for g in bucket])):
+        g.copy_(part.view_as(g))
+
+
+def run(model, program, device):
+    """Runs a program of (letter, action). Ranks that share layers first agree on one order and fill their gaps with empty calls."""
+    if not (sharded(model) and dist.is_initialized() and dist.get_world_size() > 1):
+        for _, action in program:
+            action()
+        return
+    letters = "".join(letter for letter, _ in program)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, letters)
+    at, rank, empty = 0, dist.get_rank(), []
+    program = list(program)
+    for letter, who in common_order(everyone):
+        while at < len(program) and program[at][0] == "":
+            program[at][1]()
+            at += 1
+        if rank in who:
+            program[at][1]()
+            at += 1
+        elif letter == "F":
+            empty.append(model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False).logits.sum() * 0)
+        else:
+            empty.pop().backward()
+    for _, action in program[at:]:
+        action()
+
+
+def common_order(everyone):
+    """One sequence of (letter, ranks that do it for real) that holds every rank's own sequence.
+
+    Forwards go first, so that a rank without a backward of its own has an empty forward to send one through; where it has none left,
+    all make one.
+    """
+    at = [0] * len(everyone)
+    empty = [0] * len(everyone)
+    out = []
+    while any(a < len(letters) for a, letters in zip(at, everyone)):
+        upcoming = [letters[a] if a < len(letters) else "" for a, letters in zip(at, everyone)]
+        letter = "F" if "F" in upcoming else "B"
+        who = [rank for rank, own in enumerate(upcoming) if own == letter]
+        if letter == "B" and any(empty[rank] == 0 for rank in range(len(everyone)) if rank not in who):
+            letter, who = "F", []
+        for rank in range(len(everyone)):
+            if rank in who:
+                at[rank] += 1
+            else:
+                empty[rank] += 1 if letter == "F" else -1
+        out.append((letter, who))
+    return out
+
+
+def without_replicas(model):
+    """The module that DDP holds; others as they are."""
+    inner = model
+    while hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod
+    return inner.module if isinstance(inner, DistributedDataParallel) else model

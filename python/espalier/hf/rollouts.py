@@ -1,0 +1,62 @@
+"""Rollouts as the phases need them, and their plan from the C++ core."""
+
+import numpy as np
+import torch
+
+from espalier import native
+from espalier.errors import Error
+from espalier.hf.checks import decoder_config
+
+_DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
+
+
+class Rollouts:
+    """`prompts` and `responses` as int32 arrays; errors name the rollout."""
+
+    def __init__(self, records, vocabulary):
+        if not len(records):
+            raise Error("input", "rollouts", "at least one rollout", "none", "", 3)
+        self.prompts, self.responses = [], []
+        for i, record in enumerate(records):
+            for field, out in (("prompt_ids", self.prompts), ("response_ids", self.responses)):
+                if field not in record:
+                    raise Error("input", f"rollouts[{i}]", f"a dict with {field}", ", ".join(map(str, record)) or "nothing", "", 3)
+                out.append(native.token_ids(record[field], f"rollouts[{i}][{field!r}]"))
+                if len(out[-1]) and out[-1].max() >= vocabulary:
+                    raise Error("input", f"rollouts[{i}][{field!r}]", f"ids below the vocabulary's {vocabulary}", str(out[-1].max()), "", 3)
+            if not len(self.prompts[-1]):
+                raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
+        self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
+
+    def __len__(self):
+        return len(self.prompts)
+
+    def tokens(self, rollout, begin, end):
+        """Tokens [begin, end) of prompt + response."""
+        prompt = self.prompts[rollout]
+        if end <= len(prompt):
+            return prompt[begin:end]
+        return np.concatenate([prompt[begin:], self.responses[rollout][max(0, begin - len(prompt)):end - len(prompt)]])
+
+    def plan(self, model, *, wave_tokens, trunk_state, gradients):
+        if wave_tokens < 1:
+            raise Error("option", "wave_tokens", "at least 1", str(wave_tokens), "", 2)
+        if trunk_state not in ("keep", "recompute"):
+            raise Error("option", "trunk_state", "keep or recompute", repr(trunk_state), "", 2)
+        parameter = next(model.parameters())
+        return native.Plan(self.prompts, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
+                           dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
+                           device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads())
+
+
+def shape_of(model):
+    """What the cost model needs of a transformers config; names differ between families."""
+    config = decoder_config(model)
+    get = lambda *names, default=0: next((int(v) for v in (getattr(config, n, None) for n in names) if v), default)
+    heads = get("num_attention_heads", default=1)
+    hidden = get("hidden_size", default=1)
+    experts = get("num_experts", "num_local_experts", "n_routed_experts")
+    return dict(layers=get("num_hidden_layers", default=1), hidden=hidden, inner=get("intermediate_size", default=4 * hidden), heads=heads,
+                kv_heads=get("num_key_value_heads", default=heads), head_dim=get("head_dim", default=max(1, hidden // heads)),
+                vocabulary=get("vocab_size", default=1), experts=experts, experts_per_token=get("num_experts_per_tok", default=1),
+                expert_inner=get("moe_intermediate_size", "intermediate_size", default=1))

@@ -1,0 +1,235 @@
+"""The phases of one step: trunks forward, everything below them, trunks backward.
+
+A plan's items come depth first. A trunk's rows run once; their keys, values and log-probs stay, with sums of the gradients that
+the items below send back; when all below is done, one backward through the trunk's own graph (kept, or made again) spends them.
+"""
+
+import numpy as np
+import torch
+
+from espalier.errors import Error
+from espalier.hf import blocks
+from espalier.hf.attention import Phase, Trunk
+from espalier.hf.checks import base_model, check_captured, check_live
+from espalier.hf.head import TokenStatistics
+
+
+class Wave:
+    """Whole responses of some rollouts, and what the model says about their tokens.
+
+    `rollouts`: indices into the step's list, ascending. `rollout`, `position` [E]: which token of which response each value belongs
+    to. `logprobs`, `entropies` [E]: natural logarithms, differentiable.
+    """
+
+    def __init__(self, rollouts, rollout, position, logprobs, entropies):
+        self.rollouts, self.rollout, self.position, self.logprobs = rollouts, rollout, position, logprobs
+        self._entropies = entropies
+
+    @property
+    def entropies(self):
+        if callable(self._entropies):
+            self._entropies = self._entropies()
+        return self._entropies
+
+    def __len__(self):
+        return len(self.logprobs)
+
+
+class Seed(torch.autograd.Function):
+    """A scalar 0 whose backward gives each tensor the gradient that was gathered for it. Tensors and gradients alternate."""
+
+    @staticmethod
+    def forward(ctx, *pairs):
+        ctx.grads = pairs[1::2]
+        return pairs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, go):
+        return tuple(x for grad in ctx.grads for x in (grad, None))
+
+
+class OpenTrunk:
+    """A trunk between its forward and its backward."""
+
+    def __init__(self, index, item, kv, edges):
+        self.index, self.item, self.kv, self.edges = index, item, kv, edges
+        self.logits, self.logprobs, self.entropies = None, None, None  # with a graph, of the last forward
+        self.values, self.grads = None, None  # [2, E]: log-probs and entropies, and the sums of their gradients
+
+    def keep(self, logits, logprobs, entropies):
+        self.logits, self.logprobs, self.entropies = logits, logprobs, entropies
+        if self.values is None and logprobs is not None:
+            self.values = torch.stack([logprobs.detach(), entropies.detach()])
+            self.grads = torch.zeros_like(self.values)
+
+
+class Executor:
+    """Runs a plan on a model. `loss(wave)` once for each wave with finished responses; None: forward only, `seen(wave)` gets it.
+
+    `through_everything`: a trunk's backward also passes every layer and the head with zeros, so that hooks of a sharding wrapper
+    fire in every module.
+    """
+
+    def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False):
+        self.model, self.rollouts, self.plan = model, rollouts, plan
+        self.loss, self.seen, self.temperature = loss, seen, temperature
+        self.through_everything = through_everything
+        self.device = base_model(model).get_input_embeddings().weight.device
+        self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
+
+    def program(self):
+        """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py)."""
+        out, above = [], []
+        gradients = self.loss is not None
+
+        def close():
+            index = above.pop()
+            if gradients and self.plan.items[index].recompute:
+                out.append(("F", self.forward_again))
+            if gradients:
+                out.append(("B", self.backward_trunk))
+            else:
+                out.append(("", self.forget_trunk))
+
+        for index, item in enumerate(self.plan.items):
+            while above and above[-1] != item.parent:
+                close()
+            if item.trunk:
+                out.append(("F", lambda index=index: self.forward_trunk(index)))
+                above.append(index)
+            else:
+                out.append(("F", lambda index=index: self.forward_wave(index)))
+                if gradients:
+                    out.append(("B", self.backward_wave))
+        while above:
+            close()
+        return out
+
+    # ---- one call of the model ------------------------------------------------------------------------------------------
+
+    def _call(self, item, edges, trunks, captures=None):
+        """Logits of the rows with edges [O, V] (one row where there are none), and each edge's place among them."""
+        ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
+        positions = np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
+        outputs, place = np.unique(edges[:, 0], return_inverse=True)
+        if not len(outputs):
+            outputs = np.array([item.rows - 1])
+        longest = int(positions.max()) + 1
+        phase = Phase.of_segments(item.segments, item.rows, trunks, longest, captures)
+        as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
+        with phase.forward():
+            logits = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs))
+        return logits, as_tensor(place), as_tensor(edges[:, 1])
+
+    def _statistics(self, logits, place, target, with_entropy):
+        return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy)
+
+    # ---- trunks ---------------------------------------------------------------------------------------------------------
+
+    def forward_trunk(self, index):
+        item = self.plan.items[index]
+        trunk = OpenTrunk(index, item, Trunk(item.rows), self.plan.edges(index))
+        self._run_trunk(trunk, torch.is_grad_enabled() and self.loss is not None and not item.recompute)
+        check_captured(self.model, trunk.kv)
+        self.rows += item.rows
+        self.open.append(trunk)
+        if len(item.finished):
+            wave, leaves = self._wave(index, trunk.edges[:0], None, None)
+            self._deliver(wave, leaves)
+
+    def forward_again(self):
+        self._run_trunk(self.open[-1], True)
+
+    def _run_trunk(self, trunk, gradients):
+        above = [t.kv for t in self.open if t is not trunk]
+        with torch.set_grad_enabled(gradients):
+            logits, place, target = self._call(trunk.item, trunk.edges, above, trunk.kv)
+            statistics = self._statistics(logits, place, target, True) if len(target) else (None, None)
+        if gradients:
+            check_live(self.model, trunk.kv)
+        trunk.keep(logits, *statistics)
+
+    def backward_trunk(self):
+        trunk = self.open.pop()
+        pairs = []
+        for layer, live in trunk.kv.live.items():
+            for x, sums in zip(live, (trunk.kv.dk, trunk.kv.dv)):
+                if x.requires_grad and layer in sums:
+                    pairs += [x, sums[layer].to(x.dtype)[None]]
+        if trunk.grads is not None and trunk.logprobs.requires_grad:
+            pairs += [trunk.logprobs, trunk.grads[0], trunk.entropies, trunk.grads[1]]
+        if self.through_everything and trunk.logits.requires_grad:
+            pairs += [trunk.logits, torch.zeros_like(trunk.logits)]
+        if pairs:
+            backward(Seed.apply(*pairs))
+
+    def forget_trunk(self):
+        self.open.pop()
+
+    # ---- waves ----------------------------------------------------------------------------------------------------------
+
+    def forward_wave(self, index):
+        item, edges = self.plan.items[index], self.plan.edges(index)
+        logits, place, target = self._call(item, edges, [t.kv for t in self.open])
+        self.rows += item.rows
+        self.waves += 1
+        own = self._statistics(logits, place, target, False)[0] if len(edges) else None
+        wave, leaves = self._wave(index, edges, own, lambda: self._statistics(logits, place, target, True)[1])
+        self._deliver(wave, leaves, logits)
+
+    def backward_wave(self):
+        loss, leaves = self.pending
+        self.pending = None
+        backward(loss)
+        for trunk, leaf in leaves:
+            if leaf.grad is not None:
+                trunk.grads += leaf.grad
+
+    def _wave(self, index, edges, own, own_entropies):
+        """The finished rollouts' tokens, in order: from this item's rows and from those of the open trunks."""
+        finished = np.sort(self.plan.items[index].finished)
+        above = [t for t in self.open if t.values is not None]
+        leaves = [(t, t.values.clone().requires_grad_(self.loss is not None)) for t in above]
+        keys = np.concatenate([t.edges for t in above] + [edges])
+        chosen = np.flatnonzero(np.isin(keys[:, 2], finished))
+        chosen = chosen[np.lexsort((keys[chosen, 3], keys[chosen, 2]))]
+        as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
+        order = as_tensor(chosen)
+        values = lambda which, mine: torch.cat([leaf[which] for _, leaf in leaves] + ([mine] if mine is not None else [])) if (
+            leaves or mine is not None) else torch.zeros(0, device=self.device)
+        entropies = lambda: values(1, own_entropies() if own is not None else None)[order]
+        return Wave(finished.tolist(), as_tensor(keys[chosen, 2]), as_tensor(keys[chosen, 3]), values(0, own)[order], entropies), leaves
+
+    def _deliver(self, wave, leaves, logits=None):
+        if self.loss is None:
+            self.seen(wave)
+            return
+        zero = logits.sum() * 0 if self.through_everything and logits is not None else None
+        if wave.rollouts:
+            loss = self.loss(wave)
+            if not torch.is_tensor(loss) or loss.numel() != 1:
+                raise Error("input", "loss(wave)", "a scalar tensor", f"{type(loss).__name__} {tuple(getattr(loss, 'shape', ()))}", "", 2)
+            self.total += float(loss.detach())
+            zero = loss if zero is None else loss + zero
+        if zero is None or not zero.requires_grad:
+            zero = None
+        if logits is None:  # of a trunk's finished rollouts: the graph ends at the leaves
+            if zero is not None:
+                self.pending = (zero, leaves)
+                self.backward_wave()
+            return
+        self.pending = (zero, leaves)
+
+
+def backward(loss):
+    """Outside autocast: a backward runs in the types that its forward had."""
+    if loss is not None:
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+
+
+def call_model(model, ids, positions, phase, outputs):
+    """Logits [O, V] of rows `outputs` of one call [1, T]."""
+    result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase)
+    logits = result.logits[0]
+    return logits if logits.shape[0] == len(outputs) else logits[outputs]

@@ -1,0 +1,197 @@
+"""TRL's trainers with prompts computed once. TRL's own loss, head, optimizer loop and logging stay in charge; nothing is patched.
+
+    from espalier.trl import GRPOTrainer          (or RLOOTrainer; same arguments, and shared_prompts=True)
+
+Prompts stay shared over all micro-batches of an accumulation window, also where TRL's shuffle tears a group over them: their
+backward comes once, at the window's end. Where a batch cannot be shared (images, a router loss, a sharded model, what
+`espalier.hf.check` refuses) TRL's own path runs, with one note.
+"""
+
+import logging
+
+import numpy as np
+import torch
+import trl
+
+from espalier import native
+from espalier.errors import Unsupported
+from espalier.hf import attention, ranks
+from espalier.hf.attention import Phase, Trunk
+from espalier.hf.checks import base_model, check, check_captured, check_live
+from espalier.hf.step import Seed, backward
+
+__all__ = ["GRPOTrainer", "RLOOTrainer", "SharedPrompts"]
+_log = logging.getLogger("espalier")
+
+
+class SharedPrompts:
+    """Mixin in front of a trainer with TRL's `_get_per_token_logps_and_entropies`. `shared_rows` counts token rows of the policy's
+    passes: those that ran, and those that a plain run has without its padding.
+    """
+
+    def __init__(self, *args, shared_prompts=True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.shared_prompts = shared_prompts
+        self.shared_rows = {"run": 0, "without_sharing": 0}
+        self._prompts = {}  # of the open accumulation window: prompt tokens -> Trunk
+        self._noted = set()
+        if shared_prompts:
+            for model in (self.model, getattr(self, "ref_model", None)):
+                if model is not None:
+                    self._adopt(model)
+
+    def _adopt(self, model):
+        if not ranks.sharded(model):
+            try:
+                check(model, longest=0)
+                base_model(model).set_attn_implementation(attention.NAME)
+            except Unsupported as reason:
+                self._note(str(reason))
+
+    def _note(self, reason):
+        if reason not in self._noted:
+            self._noted.add(reason)
+            _log.warning("prompts are not shared: %s", reason)
+
+    def _sharing(self, model, longest):
+        """Whether this model shares; the same on every rank."""
+        if not self.shared_prompts:
+            return False
+        if ranks.sharded(model):
+            self._note("the model's parameters are sharded, and ranks would call it different numbers of times")
+            return False
+        if base_model(model).config._attn_implementation != attention.NAME:
+            return False
+        try:
+            check(model, longest=longest)
+        except Unsupported as reason:
+            self._note(str(reason))
+            return False
+        return True
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
+                                           **others):
+        plain = super()._get_per_token_logps_and_entropies
+        in_use = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if in_use:
+            self._note("this batch has " + ", ".join(in_use))
+        if in_use or not self._sharing(model, input_ids.shape[1]):
+            return plain(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
+        model = ranks.without_replicas(model)  # the window's end reduces once
+        rows = _Rows(input_ids, attention_mask, logits_to_keep)
+        if not rows.can_share:
+            return plain(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
+        return (*self._shared(model, rows, batch_size or len(input_ids), compute_entropy), None)
+
+    def _shared(self, model, rows, batch_size, compute_entropy):
+        trunks = self._prompts if torch.is_grad_enabled() else {}
+        order = np.argsort(rows.groups, kind="stable")
+        parts = []
+        for at in range(0, len(order), batch_size):
+            members = order[at:at + batch_size]
+            for row in members:
+                self._prompt(model, rows.prompt(row), trunks)
+            parts.append(self._responses(model, rows, [int(row) for row in members if rows.live[row]], trunks))
+        place = torch.cat([part[0] for part in parts])
+
+        def spread(values):
+            values = torch.cat(values)
+            return values.new_zeros(rows.shape).index_put((place[:, 0], place[:, 1]), values)
+
+        entropies = spread([part[2] for part in parts]) if compute_entropy else None
+        return spread([part[1] for part in parts]), entropies
+
+    def _prompt(self, model, prompt, trunks):
+        """The rows of all prompt tokens but the last, which every response's rows begin with."""
+        key = tuple(prompt.tolist())
+        if key in trunks or len(key) < 2:
+            return
+        trunk = Trunk(len(key) - 1)
+        phase = Phase(trunk.rows, trunk.rows, [], [(0, trunk.rows)], captures=trunk)
+        positions = torch.arange(trunk.rows, device=prompt.device)[None]
+        with self.accelerator.autocast(), phase.forward():
+            model(input_ids=prompt[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase)
+        check_captured(model, trunk)
+        if torch.is_grad_enabled():
+            check_live(model, trunk)
+        trunks[key] = trunk
+        self.shared_rows["run"] += trunk.rows
+
+    def _responses(self, model, rows, members, trunks):
+        """(row, position) of each response token [T, 2], its log-prob and its entropy [T]; all members in one call of the model."""
+        device = rows.ids.device
+        ids, positions, labels, place, paths, squares, at = [], [], [], [], [], [], 0
+        for row in members:
+            prompt, response = rows.prompt(row), rows.response(row)
+            n, depth = len(response), len(prompt) - 1
+            ids += [prompt[-1:], response[:-1]]
+            labels.append(response)
+            positions.append(torch.arange(depth, depth + n, device=device))
+            place.append(torch.stack([torch.full((n,), row, device=device), torch.arange(n, device=device)], 1))
+            if depth > 0:
+                paths.append((at, at + n, (trunks[tuple(prompt.tolist())],)))
+            squares.append((at, n))
+            at += n
+            self.shared_rows["without_sharing"] += len(prompt) + n
+        if not members:
+            return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device)
+        self.shared_rows["run"] += at
+        phase = Phase(at, int(max(p[-1] for p in positions)) + 1, paths, squares)
+        with self.accelerator.autocast(), phase.forward():
+            out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions)[None], shift_labels=torch.cat(labels)[None],
+                        fused_lm_head=True, espalier=phase)
+        entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
+        return torch.cat(place), out.log_probs[0], entropy[0]
+
+    def training_step(self, model, *args, **kwargs):
+        try:
+            loss = super().training_step(model, *args, **kwargs)
+            if self.accelerator.sync_gradients:
+                self._finish_window(model)
+            return loss
+        except BaseException:
+            self._prompts = {}
+            raise
+
+    def _finish_window(self, model):
+        """The prompts' backward, before the weights change; then one reduction over ranks."""
+        trunks, self._prompts = self._prompts, {}
+        for trunk in trunks.values():
+            pairs = [part for layer, sums in ((layer, (trunk.dk[layer], trunk.dv[layer])) for layer in trunk.live if layer in trunk.dk)
+                     for x, total in zip(trunk.live[layer], sums) if x.requires_grad for part in (x, total.to(x.dtype)[None])]
+            if pairs:
+                backward(Seed.apply(*pairs))
+        ddp = ranks.replicas(model)
+        if ddp is not None and self.shared_prompts and base_model(model).config._attn_implementation == attention.NAME:
+            ranks.reduce_gradients(ddp)
+
+
+class _Rows:
+    """TRL's padded batch: prompts padded on the left, responses on the right."""
+
+    def __init__(self, input_ids, attention_mask, logits_to_keep):
+        self.split = input_ids.shape[1] - logits_to_keep
+        self.shape = (len(input_ids), logits_to_keep)
+        self.ids = input_ids
+        mask = attention_mask.bool().cpu().numpy()
+        prompts, responses = mask[:, :self.split], mask[:, self.split:]
+        self.first = self.split - prompts.sum(1)
+        self.live = responses.sum(1)
+        gaps = (np.diff(prompts.astype(np.int8), axis=1) < 0).any() or (np.diff(responses.astype(np.int8), axis=1) > 0).any()
+        self.can_share = not gaps and bool((self.first < self.split).all()) and bool(self.live.any())
+        host = input_ids.cpu().numpy()
+        self.groups = native.group([host[i, self.first[i]:self.split] for i in range(len(host))]) if self.can_share else None
+
+    def prompt(self, row):
+        return self.ids[row, self.first[row]:self.split]
+
+    def response(self, row):
+        return self.ids[row, self.split:self.split + self.live[row]]
+
+
+class GRPOTrainer(SharedPrompts, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with shared prompts."""
+
+
+class RLOOTrainer(SharedPrompts, trl.RLOOTrainer):
+    """`trl.RLOOTrainer` with shared prompts."""

@@ -1,0 +1,124 @@
+"""What would be silently wrong is refused by name before anything runs, and bad input with its place."""
+
+import pytest
+import torch
+import transformers
+
+import espalier
+from hf_models import batch, loss_of, make
+
+hf = pytest.importorskip("espalier.hf")
+ROLLOUTS = batch()
+LOSS = loss_of(ROLLOUTS)
+
+
+def refused(model, *words):
+    with pytest.raises(espalier.Unsupported) as caught:
+        hf.phased_step(model, ROLLOUTS, LOSS)
+    assert caught.value.exit_code == 4 and caught.value.kind == "unsupported"
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_attention_dropout_in_training():
+    model = make("Qwen3", torch.float32, attention_dropout=.1)
+    refused(model, "attention_dropout = 0.1")
+    hf.check(model.eval())
+
+
+def test_a_dropout_module():
+    model = make("Phi3", torch.float32, resid_pdrop=.2)
+    refused(model, "p = 0.2")
+
+
+def test_reentrant_checkpointing():
+    model = make("Qwen3", torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    refused(model, "use_reentrant=True")
+
+
+def test_a_sliding_window_shorter_than_a_rollout():
+    model = make("Mistral", torch.float32, sliding_window=16)
+    refused(model, "window of 16 tokens", "rollouts of up to 70 tokens")
+    hf.check(model, longest=16)
+    with pytest.raises(espalier.Unsupported, match="sliding window"):
+        hf.check(model)
+
+
+def test_recurrent_layers():
+    config = transformers.Qwen3NextConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=0,
+        mlp_only_layers=[0, 1, 2, 3], decoder_sparse_step=1)
+    refused(transformers.Qwen3NextForCausalLM(config), "linear_attention")
+
+
+def test_soft_capped_attention():
+    config = transformers.Gemma2Config(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                       num_key_value_heads=2, head_dim=16, sliding_window=512)
+    refused(transformers.Gemma2ForCausalLM(config), "softcapping")
+
+
+def test_an_encoder_decoder():
+    config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    with pytest.raises(espalier.Unsupported, match="encoder-decoder"):
+        hf.check(transformers.T5ForConditionalGeneration(config))
+
+
+def test_one_process_with_many_replicas():
+    with pytest.raises(espalier.Unsupported, match="DataParallel"):
+        hf.check(torch.nn.DataParallel(make("Llama", torch.float32)))
+
+
+def test_sequence_parallelism_of_verl(monkeypatch):
+    import sys
+    import types
+    monkeypatch.setitem(sys.modules, "verl.utils.ulysses", types.SimpleNamespace(get_ulysses_sequence_parallel_world_size=lambda: 2))
+    refused(make("Llama", torch.float32), "ulysses_sequence_parallel_size=1")
+
+
+def test_keys_and_values_without_a_graph(monkeypatch):
+    """Whatever detaches them: the prompt's gradient would be zero."""
+    from espalier.hf.attention import Trunk
+    take = Trunk.take
+    monkeypatch.setattr(Trunk, "take", lambda self, layer, k, v: take(self, layer, k.detach(), v.detach()))
+    model = make("Llama", torch.float32)
+    with pytest.raises(espalier.Unsupported, match="would get no gradient"):
+        hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=30)
+
+
+def test_a_layer_that_is_not_captured(monkeypatch):
+    from espalier.hf.attention import Trunk
+    take = Trunk.take
+    monkeypatch.setattr(Trunk, "take", lambda self, layer, k, v: take(self, layer, k, v) if layer != 1 else None)
+    with pytest.raises(espalier.Unsupported, match=r"none from layers \[1\]"):
+        hf.logprobs(make("Llama", torch.float32), ROLLOUTS, wave_tokens=30)
+
+
+@pytest.mark.parametrize("rollouts,where", [
+    ([], "rollouts"), ([{"prompt_ids": [1]}], "rollouts[0]"), ([{"prompt_ids": [], "response_ids": [1]}], "rollouts[0]['prompt_ids']"),
+    ([{"prompt_ids": [1, 97], "response_ids": [1]}], "rollouts[0]['prompt_ids']"),
+    ([{"prompt_ids": [1], "response_ids": [-1]}], "rollouts[0]['response_ids']"),
+    ([{"prompt_ids": [1], "response_ids": [1.5]}], "rollouts[0]['response_ids']")])
+def test_bad_rollouts_are_named(rollouts, where):
+    with pytest.raises(espalier.Error) as caught:
+        hf.phased_step(make("Llama", torch.float32), rollouts, LOSS)
+    assert (caught.value.kind, caught.value.where, caught.value.exit_code) == ("input", where, 3)
+
+
+@pytest.mark.parametrize("how,where", [(dict(wave_tokens=0), "wave_tokens"), (dict(trunk_state="offload"), "trunk_state")])
+def test_bad_arguments_are_named(how, where):
+    with pytest.raises(espalier.Error) as caught:
+        hf.phased_step(make("Llama", torch.float32), ROLLOUTS, LOSS, **how)
+    assert (caught.value.kind, caught.value.where, caught.value.exit_code) == ("option", where, 2)
+
+
+def test_a_loss_that_is_no_scalar():
+    with pytest.raises(espalier.Error, match="a scalar tensor"):
+        hf.phased_step(make("Llama", torch.float32), ROLLOUTS, lambda wave: wave.logprobs)
+
+
+def test_errors_keep_their_fields_when_pickled():
+    import pickle
+    error = pickle.loads(pickle.dumps(espalier.Unsupported("here", "this", "that", "do")))
+    assert isinstance(error, espalier.Unsupported) and (error.where, error.remedy, error.exit_code) == ("here", "do", 4)
