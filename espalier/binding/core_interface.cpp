@@ -97,11 +97,11 @@ void number(const std::vector<PlanItem>& items, std::int32_t parent,
 espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& shape,
                        const espalier_plan_request& request) {
   Options options;
-  options.schedule = request.schedule;
-  options.share = request.share;
-  options.trunk_state = request.trunk_state;
-  options.dtype = request.dtype;
-  options.token_budget = request.wave_tokens;
+  set_option(options, "schedule", request.schedule);
+  set_option(options, "share", request.share);
+  set_option(options, "trunk-state", request.trunk_state);
+  set_option(options, "dtype", request.dtype);
+  set_option(options, "token-budget", std::to_string(request.wave_tokens));
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = true;
   plan_options.kind.gradients = request.gradients != 0;

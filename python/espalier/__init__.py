@@ -1,11 +1,21 @@
 """Espalier from Python. Importing the package imports nothing heavy: each part is loaded where it is first used.
 
-espalier.records   rollouts recorded by other systems, read without executing what their files hold (no torch, no NumPy)
+espalier.train(...), plan, verify, score, ...   the program's verbs (keyword arguments are its options)
 espalier.texts     the program's tokenizer and reward processes (tokenizers and jinja2, where prompts are text)
 espalier.hf        shared prompts around an unmodified transformers model (torch >= 2.6, transformers)
+espalier.trl       TRL's GRPOTrainer and RLOOTrainer with shared prompts
+espalier.records   rollouts recorded by other systems, read without executing what their files hold (no torch, no NumPy)
 """
 
 from espalier.errors import Error, Unsupported
 
-__all__ = ["Error", "Unsupported"]
+_VERBS = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
+__all__ = ["Error", "Unsupported", *_VERBS]
 __version__ = "0.1.0"
+
+
+def __getattr__(name):
+    if name in _VERBS:
+        from espalier.verbs import FUNCTIONS
+        return FUNCTIONS[name]
+    raise AttributeError(f"module 'espalier' has no attribute {name!r}")

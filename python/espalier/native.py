@@ -44,7 +44,8 @@ def library():
         raise Error("device", "espalier's core library", _NAME, " and ".join(map(str, places)) + " do not exist",
                     "Run `make` in the source tree, or install the wheel", 8)
     core = ctypes.CDLL(str(path))
-    core.espalier_last_error.restype = core.espalier_plan_json.restype = core.espalier_plan_text.restype = ctypes.c_char_p
+    for name in ("espalier_last_error", "espalier_options", "espalier_plan_json", "espalier_plan_text"):
+        getattr(core, name).restype = ctypes.c_char_p
     core.espalier_plan_new.restype = ctypes.c_void_p
     core.espalier_plan_items.restype = core.espalier_plan_table.restype = ctypes.c_int64
     for name in ("espalier_plan_delete", "espalier_plan_items", "espalier_plan_json", "espalier_plan_text"):

@@ -1,0 +1,149 @@
+"""The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` is `espalier train --model m ...`.
+
+Keyword arguments are the program's options with `_` for `-`; names, types and help come from its option table (the core library
+prints it). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
+as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
+"""
+
+import difflib
+import functools
+import inspect as signatures
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from espalier.errors import Error
+from espalier.native import library
+
+_PACKAGE = Path(__file__).resolve().parent
+_POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run"}  # verbs whose files come without an option's name
+NAMES = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
+
+
+def program():
+    """The program: in the package where a wheel put it, else in the build folder of the source tree."""
+    named = os.environ.get("ESPALIER_BINARY")
+    places = [Path(named)] if named else [_PACKAGE / "bin" / "espalier", _PACKAGE.parents[1] / "build" / "espalier"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise Error("device", "espalier's program", "espalier", " and ".join(map(str, places)) + " do not exist",
+                "Run `make` in the source tree, or install the wheel", 8)
+
+
+@functools.cache
+def option_table():
+    """{"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}]}."""
+    return json.loads(library().espalier_options())
+
+
+def options_of(verb):
+    """The rows of the table that a verb takes, by Python name."""
+    letter = option_table()["verbs"][verb]
+    takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
+    return {row["name"].replace("-", "_"): row for row in option_table()["options"] if takes(row)}
+
+
+def _arguments(verb, given):
+    known, out = options_of(verb), []
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in ("config", "quiet", "dry_run", "overwrite") and name not in known:
+            row = {"name": name.replace("_", "-"), "type": "text" if name == "config" else "flag"}
+        elif name in known:
+            row = known[name]
+        else:
+            near = difflib.get_close_matches(name, known, 1)
+            raise Error("option", f"espalier.{verb}", "an option that it takes", repr(name), f"Did you mean {near[0]}?" if near else
+                        f"help(espalier.{verb}) lists them", 2)
+        flag = "--" + row["name"]
+        if row["type"] == "flag":
+            out += [flag] if value else []
+        elif isinstance(value, (list, tuple)) and row["type"] != "list":
+            out += [part for one in value for part in (flag, str(one))]
+        else:
+            out += [flag, ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)]
+    return out
+
+
+def run(verb, *files, **options):
+    """Runs a verb. Returns its JSON object; raises `espalier.Error` with the program's fields and exit code."""
+    command = [str(program()), verb, *map(os.fspath, files), *_arguments(verb, options), "--json"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    interrupted = False
+    while True:
+        try:
+            output, _ = child.communicate()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            child.send_signal(signal.SIGINT)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    if interrupted:
+        raise KeyboardInterrupt
+    return _result(verb, child.returncode, output)
+
+
+def _result(verb, status, output):
+    try:
+        result = json.loads(output)
+    except ValueError:
+        raise Error("internal", f"espalier {verb}", "a JSON object", f"exit status {status} and {output[-200:]!r}", "", status or 70) from None
+    if "error" in result:
+        raise Error.of(result["error"], status)
+    if status != 0:
+        kind = {5: "memory", 6: "verification"}.get(status, "internal")
+        error = Error(kind, f"espalier {verb}", "exit status 0", f"{status}: {result.get('verdict', '')}", "", status)
+        error.result = result
+        raise error
+    return result
+
+
+def _function(verb):
+    positional = _POSITIONAL.get(verb)
+    if positional:
+        def call(*files, **options):
+            return run(verb, *files, **options)
+    else:
+        def call(**options):
+            return run(verb, **options)
+    call.__name__ = call.__qualname__ = verb
+    call.__module__ = "espalier"
+    return call
+
+
+class _Described:
+    """A verb's function whose signature and help are read from the option table when somebody asks."""
+
+    def __init__(self, verb):
+        self._verb, self._call = verb, _function(verb)
+        self.__name__ = self.__qualname__ = verb
+        self.__module__ = "espalier"
+
+    def __call__(self, *files, **options):
+        return self._call(*files, **options)
+
+    def __repr__(self):
+        return f"<function espalier.{self._verb}>"
+
+    @property
+    def __signature__(self):
+        files = _POSITIONAL.get(self._verb)
+        parameters = [signatures.Parameter(files, signatures.Parameter.VAR_POSITIONAL)] if files else []
+        names = [name for name in options_of(self._verb) if name != files]
+        parameters += [signatures.Parameter(name, signatures.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        return signatures.Signature(parameters, return_annotation=dict)
+
+    @property
+    def __doc__(self):
+        rows = [f"    {name}: {row['help']}" + (f" [{row['default']}]" if row["default"] else "") for name, row in options_of(self._verb).items()]
+        return f"`espalier {self._verb}`. Returns its JSON object.\n\n" + "\n".join(rows)
+
+
+FUNCTIONS = {verb: _Described(verb) for verb in NAMES}
