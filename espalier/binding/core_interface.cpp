@@ -155,6 +155,8 @@ const char* type_name(OptionType type) {
       return "flag";
     case OptionType::list:
       return "list";
+    case OptionType::paths:
+      return "paths";
   }
   return "";
 }
