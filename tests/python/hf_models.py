@@ -23,13 +23,10 @@ def make(family, dtype=torch.float64, **changes):
 
 class Wide(TorchFunctionMode):
     """Keeps float64 where transformers rounds to float32 (norms, rotary tables, router softmax), so that what is left of a
-    difference is Espalier's."""
+    difference is Espalier's. Not for checkpointed layers: what runs again inside a backward does not pass here."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if function is torch.Tensor.backward:  # a checkpoint runs its layer again in there
-            with self:
-                return function(*args, **kwargs)
         if function is torch.Tensor.float:
             return args[0].double()
         wide = lambda x: torch.float64 if x is torch.float32 else x

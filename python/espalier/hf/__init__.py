@@ -45,17 +45,19 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     check(model, longest=int(prepared.lengths.max()))
     with _our_attention(model):
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
-        shared = ranks.sharded(model)
-        step = lambda: Executor(_callable(model), prepared, plan, loss=loss, temperature=temperature, through_everything=shared)
+        inner = ranks.without_replicas(model)
+        executor = Executor(inner, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model))
         before = verification.begin(model) if verify and verification.is_first(model) else None
         with measure.Peak() as peak:
             start = time.perf_counter()
-            executor = step()
-            ranks.run(_callable(model), executor.program(), executor.device)
+            try:
+                ranks.run(inner, executor.program(), executor.device)
+            except BaseException:
+                if before is not None:
+                    before.put_back()
+                raise
             seconds = time.perf_counter() - start
-        table = None
-    if before is not None:
-        table = before.compare(prepared, loss, temperature, executor.total)
+    table = before.compare(prepared, loss, temperature, executor.total) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
     return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table)
@@ -74,15 +76,11 @@ def logprobs(model, rollouts, *, wave_tokens=4096, temperature=1.0):
 
     with _our_attention(model):
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
-        executor = Executor(_callable(model), prepared, plan, seen=seen, temperature=temperature)
-        ranks.run(_callable(model), executor.program(), executor.device)
+        inner = ranks.without_replicas(model)
+        executor = Executor(inner, prepared, plan, seen=seen, temperature=temperature)
+        ranks.run(inner, executor.program(), executor.device)
     empty = torch.zeros(0, device=executor.device)
     return [empty if values is None else values for values in out]
-
-
-def _callable(model):
-    """DDP is passed by: its reducer would fire after the first wave."""
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 @contextlib.contextmanager

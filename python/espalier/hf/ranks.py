@@ -1,5 +1,7 @@
 """Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP2."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +20,8 @@ def replicas(model):
 
 def sharded(model):
     """Whether calls of the model are collective (FSDP2 shards its parameters)."""
-    fsdp = getattr(torch.distributed.fsdp, "FSDPModule", ()) if dist.is_available() else ()
-    return fsdp != () and any(isinstance(module, fsdp) for module in unwrapped(model).modules())
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in unwrapped(model).modules())
 
 
 @torch.no_grad()

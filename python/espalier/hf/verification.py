@@ -75,6 +75,11 @@ class _Comparison:
             p.grad = None
         return grads
 
+    def put_back(self):
+        """The gradients of before, where the step itself failed."""
+        for name, p in self.named:
+            p.grad = self.before[name]
+
     def compare(self, rollouts, loss, temperature, shared_loss):
         """Two dense runs, the table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
         shared = self._take()
@@ -98,7 +103,7 @@ class _Comparison:
     def _dense(self, rollouts, loss, temperature, batches):
         run = _DenseRun(self.model, rollouts, loss, temperature)
         program = [step for batch in batches for step in (("F", lambda batch=batch: run.forward(batch)), ("B", run.backward))]
-        inner = self.model.module if isinstance(self.model, torch.nn.parallel.DistributedDataParallel) else self.model
+        inner = ranks.without_replicas(self.model)
         base = base_model(self.model)
         was = base.config._attn_implementation
         if was == attention.NAME:
@@ -113,7 +118,7 @@ class _Comparison:
 
 class _DenseRun:
     def __init__(self, model, rollouts, loss, temperature):
-        self.model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        self.model = ranks.without_replicas(model)
         self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
         self.device = base_model(model).get_input_embeddings().weight.device
         self.total, self.pending = 0.0, None
