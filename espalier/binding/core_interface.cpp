@@ -107,7 +107,7 @@ espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& 
   plan_options.kind.gradients = request.gradients != 0;
   auto out = std::make_unique<espalier_plan>();
   out->batch = batch_of(rollouts);
-  const auto trees = build_prefix_trees(out->batch, share_mode_of(options));
+  const auto trees = build_prefix_trees(out->batch, options.share);
   const auto profile = default_profile(request.device, plan_options.dtype, static_cast<int>(request.threads));
   out->plan = make_plan(out->batch, trees, shape_of(shape), plan_options, profile);
   number(out->plan.items, -1, out->items);
