@@ -15,6 +15,8 @@ LIBRARIES = {
     "avx512_bf16": dict(ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16"),
     "amx_bf16": {},
 }
+# As avx512 but for products of bfloat16: of the Python tests only those that name it are repeated.
+BFLOAT16_ALONE = ("emulated_amx_bf16", "avx512_bf16", "amx_bf16")
 
 
 def environment_of(level):

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instruction_levels import described, environment_of, levels_to_run
+from instruction_levels import BFLOAT16_ALONE, described, environment_of, levels_to_run
 
 ROOT = Path(__file__).resolve().parent.parent
 BINARY_TIMEOUT = 900.0  # seconds
@@ -222,8 +222,12 @@ def run_python(build, only, reports, level, at_once):
 
 
 def python_jobs(build, reports, others):
-    return [Job(f"python ({level})", pytest_command(reports / f"pytest-{level}.xml", "", "-m", "rounding"),
-                reports / f"pytest-{level}.xml", python_environment(build, level), str(ROOT), True) for level in others]
+    jobs = []
+    for level in others:
+        report = reports / f"pytest-{level}.xml"
+        command = pytest_command(report, "bfloat16" if level in BFLOAT16_ALONE else "", "-m", "rounding")
+        jobs.append(Job(f"python ({level})", command, report, python_environment(build, level), str(ROOT), True))
+    return jobs
 
 
 def summarise(total, repetitions, everything):

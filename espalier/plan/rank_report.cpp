@@ -2,6 +2,7 @@
 #include "espalier/plan/rank_report.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -139,8 +140,7 @@ std::string explain(const RankReport& report) {
                  "): ", report.parameters, " parameters, peak ", format_bytes(report.cost.bytes.peak()), " (A ",
                  format_bytes(report.cost.bytes.a), ", B ", format_bytes(report.cost.bytes.b), ", C ",
                  format_bytes(report.cost.bytes.c), "), ", report.cost.seconds, " s without communication, balance ",
-                 static_cast<int>(100 * report.balance + 0.5), "%, pipeline bubble ",
-                 static_cast<int>(100 * report.bubble + 0.5), "%\n");
+                 std::lround(100 * report.balance), "%, pipeline bubble ", std::lround(100 * report.bubble), "%\n");
 }
 
 }  // namespace espalier

@@ -209,7 +209,7 @@ def test_other_choices_are_followed_and_end_the_prefix(espalier, model_of, recor
 
 
 @pytest.mark.rounding
-def test_verify_reports_the_choices_that_rounding_makes(espalier, model_of, records, path):
+def test_verify_reports_the_choices_that_rounding_to_bfloat16_makes(espalier, model_of, records, path):
     """Every token chooses in the first two layers; in the last one, those that predict something."""
     choices = sum(3 * len(r["response_ids"]) + 2 * len(r["prompt_ids"]) for r in records)
     run = espalier("verify", "--model", model_of("qwen3_moe"), "--rollouts", path, "--dtype", "bfloat16", "--json")
