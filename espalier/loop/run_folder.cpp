@@ -53,7 +53,7 @@ bool RunFolder::is_run(const fs::path& root) {
   return fs::is_regular_file(root / "run.json", failure);
 }
 
-RunFolder::RunFolder(fs::path root) : root_(resolved_target(root)) {
+RunFolder::RunFolder(const fs::path& root) : root_(resolved_target(root)) {
   check_usable(root_);
   std::error_code failure;
   fs::create_directories(root_, failure);

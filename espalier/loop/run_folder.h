@@ -26,7 +26,7 @@ class RunFolder {
  public:
   // Creates `root`, or takes the run that it holds, and locks it until the object's end. Errors: OptionError where it
   // holds something else, cannot be written, or another process works on it.
-  explicit RunFolder(std::filesystem::path root);
+  explicit RunFolder(const std::filesystem::path& root);
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
   ~RunFolder();

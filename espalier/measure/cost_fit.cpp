@@ -27,7 +27,7 @@ CostParts sum_of(const std::vector<PlanItem>& items, const CostModel& model) {
 
 double quantile(std::vector<double> values, double share) {
   if (values.empty()) return 0;
-  const auto at = static_cast<std::ptrdiff_t>(share * static_cast<double>(values.size() - 1) + 0.5);
+  const std::ptrdiff_t at = std::lround(share * static_cast<double>(values.size() - 1));
   std::nth_element(values.begin(), values.begin() + at, values.end());
   return values[static_cast<std::size_t>(at)];
 }
