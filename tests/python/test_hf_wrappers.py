@@ -1,4 +1,4 @@
-"""phased_step around wrapped models: LoRA, torch.compile, autocast, two processes under DDP and FSDP2 with unequal work."""
+"""phased_step around wrapped models: LoRA, autocast, a frozen base, two processes under DDP and FSDP2 with unequal work."""
 
 import os
 import subprocess
@@ -44,15 +44,6 @@ def test_lora_with_checkpointing(trunk_state):
     model.enable_input_require_grads()
     result = hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=30, trunk_state=trunk_state, verify=True)
     assert result.verification.verdict == "pass" and result.verification.worst["floor"] < 1e-5
-
-
-def test_compiled_model():
-    """Graph breaks at attention; the gradient stays within the noise floor of two dense runs (verify raises beyond it)."""
-    model = make("Qwen2", torch.float32)
-    model.set_attn_implementation("espalier")
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    result = hf.phased_step(compiled, ROLLOUTS, LOSS, wave_tokens=60, verify=True)
-    assert result.verification.verdict == "pass" and result.rows < result.rows_without_sharing
 
 
 @pytest.mark.parametrize("trunk_state", ["keep", "recompute"])

@@ -1,15 +1,16 @@
 """The real TRL trainer, plain against shared: losses and gradients of three accumulation windows, float32.
 
-Two plain float32 runs that add in another order differ by about 1e-6 of the gradient's norm here (two layers, head dimension 16, some
-2,000 token rows: roundings of 6e-8 each, growing as the root of the rows a sum has); 2e-5 is allowed because the second and third
-windows start from weights that AdamW's first steps, +-lr whatever the gradient's size, moved apart where a gradient is near zero.
+Allowed is twice what plain float32 differs by between two of transformers' own attention functions (sdpa, eager), at least 4e-6: a
+gradient here is a sum over some 1,000 to 4,000 token rows, each with roundings of 6e-8, and the root of 4,096 of them is 3.8e-6.
 """
 
 import logging
 import os
 
 import pytest
+import torch
 from conftest import ROOT
+from transformers import AutoModelForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 trl = pytest.importorskip("trl")
@@ -17,7 +18,7 @@ pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
 
 EXAMPLES = ROOT / "examples"
-ALLOWED = 2e-5
+LEAST_ALLOWED = 4e-6
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def example():
     return module
 
 
-def run(example, trainer_class, config_class, folder, **settings):
+def run(example, trainer_class, config_class, folder, attention=None, **settings):
     from datasets import Dataset
 
     class Recording(trainer_class):
@@ -48,40 +49,55 @@ def run(example, trainer_class, config_class, folder, **settings):
         per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_completion_length=10, learning_rate=1e-3,
         lr_scheduler_type="constant", max_steps=3, seed=7, disable_tqdm=True, dataloader_pin_memory=False), **settings))
     prompts = [" ".join(f"w{3 + (7 * i + k) % 93}" for k in range(60 + 9 * i)) for i in range(4)]
-    trainer = Recording(model=example.small_model(), reward_funcs=example.reward, args=config, processing_class=example.tokenizer(),
+    model = example.small_model()
+    if config.beta != 0:  # the reference is loaded from where the model came from
+        model.save_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if attention:
+        model.set_attn_implementation(attention)
+    trainer = Recording(model=model, reward_funcs=example.reward, args=config, processing_class=example.tokenizer(),
                         train_dataset=Dataset.from_dict({"prompt": prompts}))
     trainer.train()
     return trainer
 
 
-def compare(plain, ours):
-    assert len(plain.grads) == len(ours.grads) == 3
+def distances(plain, other):
+    """Relative L2 of each window's gradient."""
+    assert len(plain.grads) == len(other.grads) == 3
+    for a, b in zip(plain.grads, other.grads):
+        assert set(a) == set(b) and any(g.any() for g in a.values())
+    return [float((sum((a[n] - b[n]).square().sum() for n in a) / sum(g.square().sum() for g in a.values())).sqrt())
+            for a, b in zip(plain.grads, other.grads)]
+
+
+def compare(plain, eager, ours):
     assert ours.losses == pytest.approx(plain.losses, rel=1e-4, abs=1e-5)
-    for a, b in zip(plain.grads, ours.grads):
-        assert set(a) == set(b)
-        error = (sum((a[n] - b[n]).square().sum() for n in a) / sum(g.square().sum() for g in a.values())).sqrt()
-        assert 0 < error <= ALLOWED
+    allowed = max(LEAST_ALLOWED, 2 * max(distances(plain, eager)))
+    assert 0 < max(distances(plain, ours)) <= allowed
     assert ours.shared_rows["run"] < ours.shared_rows["without_sharing"] / 2
+
+
+def three_runs(example, plain_class, shared_class, config_class, folder, **settings):
+    plain = run(example, plain_class, config_class, folder / "plain", **settings)
+    eager = run(example, plain_class, config_class, folder / "eager", attention="eager", **settings)
+    compare(plain, eager, run(example, shared_class, config_class, folder / "ours", **settings))
 
 
 CASES = {
     "dapo": {}, "grpo with beta and a second iteration": dict(loss_type="grpo", beta=.04, num_iterations=2),
     "bnpo, shuffled over windows": dict(loss_type="bnpo", steps_per_generation=4), "dr_grpo": dict(loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0), "sapo": dict(loss_type="sapo"),
-    "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2),
+    "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2, learning_rate=1e-5),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_plain_trainer_s(example, case, tmp_path):
-    plain = run(example, trl.GRPOTrainer, trl.GRPOConfig, tmp_path / "plain", **CASES[case])
-    ours = run(example, shared.GRPOTrainer, trl.GRPOConfig, tmp_path / "ours", **CASES[case])
-    compare(plain, ours)
+    three_runs(example, trl.GRPOTrainer, shared.GRPOTrainer, trl.GRPOConfig, tmp_path, **CASES[case])
 
 
 def test_rloo(example, tmp_path):
-    plain = run(example, trl.RLOOTrainer, trl.RLOOConfig, tmp_path / "plain")
-    compare(plain, run(example, shared.RLOOTrainer, trl.RLOOConfig, tmp_path / "ours"))
+    three_runs(example, trl.RLOOTrainer, shared.RLOOTrainer, trl.RLOOConfig, tmp_path)
 
 
 def test_what_cannot_be_shared_runs_plain_with_one_note(example, tmp_path, caplog):

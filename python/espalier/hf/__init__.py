@@ -4,7 +4,7 @@
     values = espalier.hf.logprobs(model, rollouts)              log-probs of all response tokens, no gradients
     espalier.hf.check(model)                                    refuses by name what would be silently wrong
 
-The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, torch.compile, DDP and FSDP2 are fine.
+The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP2 are fine.
 """
 
 import contextlib
