@@ -61,8 +61,8 @@ std::string continuing_command(char verb, const std::vector<OptionSetting>& told
   for (const auto& [name, value, where] : told) {
     const OptionRow* row = find_option(name);
     if (!row || continued(*row)) continue;
-    bool replaced = false;
-    for (const char* other : {"model", "critic", "resume", "overwrite", "record", "record-every"})
+    bool replaced = false;  // what the former run wrote is not written over with the rest alone
+    for (const char* other : {"model", "critic", "resume", "overwrite", "record", "record-every", "rollout-metrics"})
       replaced = replaced || row->name == std::string_view(other);
     if (replaced) continue;
     out += std::string(" --") + row->name;
