@@ -86,8 +86,8 @@ TEST(PadToken, HasNoGradientButThatOfATiedHead) {
     c.rollouts = ragged_rollouts();
     const auto row = [&](const std::string& name) {
       c.family = name;
-      const Parameter& table = ParameterTable(shape_of(c)).at("model.embed_tokens.weight");
-      return run_case(c).gradient.narrow(0, table.offset, table.count).view(table.shape)[kPadToken].clone();
+      const Parameter embedding = ParameterTable(shape_of(c)).at("model.embed_tokens.weight");
+      return run_case(c).gradient.narrow(0, embedding.offset, embedding.count).view(embedding.shape)[kPadToken].clone();
     };
     const at::Tensor plain = row(family), padded = row(family + "-pad");
     const bool tied = shape_of(c).tied_head;
