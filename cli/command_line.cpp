@@ -8,6 +8,7 @@
 #include "espalier/options/nearest_name.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
+#include "espalier/options/trl_names.h"
 
 namespace espalier::cli {
 namespace {

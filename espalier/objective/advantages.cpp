@@ -16,7 +16,6 @@ namespace {
 
 using Series = std::vector<std::vector<double>>;
 
-constexpr double kDeviationEpsilon = 1e-6;
 constexpr double kWhitenEpsilon = 1e-8;
 
 // Estimators whose advantages are whitened over the whole unit.
@@ -79,9 +78,24 @@ std::vector<GroupStatistics> compute_group_statistics(std::span<const Rollout> r
   return statistics;
 }
 
-double outcome_advantage(Estimator estimator, double reward, const GroupStatistics& group) {
+// Unbiased standard deviation of all rewards; 0 for fewer than two. Differences are taken from the first.
+double batch_deviation(std::span<const Rollout> rollouts) {
+  double count = 0, first = 0, shifted = 0, squares = 0;
+  for (const Rollout& rollout : rollouts)
+    if (rollout.reward) {
+      if (count == 0) first = *rollout.reward;
+      count += 1, shifted += *rollout.reward - first;
+    }
+  if (count < 2) return 0;
+  const double mean = first + shifted / count;
+  for (const Rollout& rollout : rollouts)
+    if (rollout.reward) squares += (*rollout.reward - mean) * (*rollout.reward - mean);
+  return std::sqrt(squares / (count - 1));
+}
+
+double outcome_advantage(Estimator estimator, double reward, const GroupStatistics& group, double epsilon) {
   const double centred = reward - group.mean;
-  if (estimator == Estimator::grpo) return centred / (group.deviation + kDeviationEpsilon);
+  if (estimator == Estimator::grpo) return centred / (group.deviation + epsilon);
   if (estimator == Estimator::rloo && group.count > 1)
     return centred * static_cast<double>(group.count) / static_cast<double>(group.count - 1);
   return centred;
@@ -165,7 +179,11 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
   for (const Rollout& rollout : rollouts) check_fields(rollout, estimator);
 
   const std::vector<std::int64_t> group = group_of(rollouts);
-  const std::vector<GroupStatistics> statistics = compute_group_statistics(rollouts, group);
+  std::vector<GroupStatistics> statistics = compute_group_statistics(rollouts, group);
+  if (options.adv_std == DeviationOf::batch) {
+    const double deviation = batch_deviation(rollouts);
+    for (GroupStatistics& of : statistics) of.deviation = deviation;
+  }
   Series series(rollouts.size());
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     const Rollout& rollout = rollouts[i];
@@ -179,7 +197,7 @@ std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rol
     } else if (estimator == Estimator::gae) {
       compute_gae(rollout, options.gamma, options.lam, series[i]);
     } else {
-      const double advantage = outcome_advantage(estimator, *rollout.reward, statistics[group[i]]);
+      const double advantage = outcome_advantage(estimator, *rollout.reward, statistics[group[i]], options.adv_epsilon);
       for (std::size_t t = 0; t < series[i].size(); ++t)
         if (rollout.loss_mask[t]) series[i][t] = advantage;
     }

@@ -21,7 +21,7 @@ std::int64_t count_loss_tokens(const Rollout& rollout) {
 }
 
 std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
-                                          double loss_scale_factor) {
+                                          const AggregationDivisors& divisors) {
   const double rollouts = static_cast<double>(batch.size());
   std::int64_t loss_tokens = 0;
   std::int32_t longest = 0;
@@ -29,7 +29,8 @@ std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggreg
     loss_tokens += count_loss_tokens(rollout);
     longest = std::max(longest, rollout.response_length());
   }
-  const double scale = loss_scale_factor > 0 ? loss_scale_factor : std::max<double>(longest, 1);
+  const double scale = divisors.longest > 0 ? divisors.longest : std::max<double>(longest, 1);
+  const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : static_cast<double>(loss_tokens);
 
   std::vector<double> weights;
   weights.reserve(batch.size());
@@ -40,7 +41,7 @@ std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggreg
         weights.push_back(1);
         break;
       case Aggregation::token_mean:
-        weights.push_back(loss_tokens > 0 ? 1.0 / static_cast<double>(loss_tokens) : 0.0);
+        weights.push_back(divisor > 0 ? 1.0 / divisor : 0.0);
         break;
       case Aggregation::seq_mean_token_sum:
         weights.push_back(1.0 / rollouts);

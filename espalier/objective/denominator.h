@@ -18,8 +18,14 @@ Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
+// 0: as the mini-batch says, its longest response and its loss tokens.
+struct AggregationDivisors {
+  double longest = 0;      // of seq-mean-token-sum-norm: --loss-scale-factor
+  double loss_tokens = 0;  // of token-mean: --token-mean-divisor
+};
+
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
 std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
-                                          double loss_scale_factor);
+                                          const AggregationDivisors& divisors);
 
 }  // namespace espalier

@@ -17,6 +17,8 @@ KlTerm low_variance_term(double x) {
   // Where the exponent is held at its bound, the value is beyond its own.
   return {std::min(value, kValueBound), value <= kValueBound ? -std::expm1(exponent) : 0.0};
 }
+
+KlTerm unbounded_term(double x) { return {std::expm1(-x) + x, -std::expm1(-x)}; }
 }  // namespace
 
 KlType kl_type_of(KlLossType type) {
@@ -44,6 +46,10 @@ KlTerm kl_term(KlType type, double logprob, double ref_logprob) {
       break;
     case KlEstimator::k3:
       term = low_variance_term(x);
+      break;
+    case KlEstimator::k3_unbounded:
+    case KlEstimator::k3_unbiased:
+      term = unbounded_term(x);
       break;
   }
   if (type.straight_through) term.gradient = x;

@@ -6,7 +6,7 @@
 
 namespace espalier {
 
-enum class KlEstimator { k1, absolute, k2, k3 };
+enum class KlEstimator { k1, absolute, k2, k3, k3_unbounded, k3_unbiased };
 
 struct KlType {
   KlEstimator estimator = KlEstimator::k3;
@@ -20,6 +20,7 @@ struct KlTerm {
   double gradient = 0;  // d value / d logprob, as torch.autograd gives it (clamps pass the gradient at their bounds)
 };
 
+// Of k3_unbiased (DeepSeek-V3.2; TRL's use_bias_correction_kl) the factor beside the importance ratio: k3_unbounded.
 KlTerm kl_term(KlType type, double logprob, double ref_logprob);
 
 }  // namespace espalier

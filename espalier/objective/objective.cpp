@@ -1,6 +1,8 @@
 // The objective of a mini-batch, token by token. Equations: docs/objectives.md, (19) is the whole loss.
 #include "espalier/objective/objective.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 
 #include "espalier/base/error.h"
@@ -18,7 +20,10 @@ namespace {
 // What of the rollout's own log-probs enters a token's loss as a constant.
 struct RolloutConstants {
   double mean_log_ratio = 0;   // of lp - old
+  double sum_log_ratio = 0;    // of lp - old and the log of the token's weight, each clamped (vespo)
   double sequence_weight = 1;  // --rollout-is sequence
+  double mean_kl = 0;          // of k3_unbiased, beside its ratio
+  bool off_policy = false;     // --off-policy-threshold
 };
 
 void require_series(const Rollout& rollout, const std::vector<double>& series, const char* field,
@@ -35,9 +40,10 @@ struct Objective::State {
   std::span<const std::vector<double>> advantages;
   PolicySettings policy;
   KlType kl_type;
-  RolloutCorrection correction = RolloutCorrection::none;
-  double threshold = 0, kl_coefficient = 0, entropy_coefficient = 0;
-  std::vector<double> token_weight;     // [rollouts]
+  RolloutWeights correction;
+  double off_policy_threshold = 0, kl_coefficient = 0, entropy_coefficient = 0;
+  std::vector<double> token_weight;     // [rollouts], of policy loss and KL
+  std::vector<double> entropy_weight;   // [rollouts]
   std::vector<double> sequence_weight;  // [rollouts], where old log-probs are recorded and --rollout-is is sequence
   bool needs_whole_rollout = false;
   std::int64_t batch_loss_tokens = 0;
@@ -49,6 +55,7 @@ struct Objective::State {
   void prepare_sequence_weights();
   RolloutConstants constants_of(std::int32_t rollout, std::span<const double> logprob) const;
   double token_factor(const Rollout& rollout, std::int32_t position, double old, double sequence_weight) const;
+  KlTerm kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const;
   TokenGradient add(std::int32_t rollout, std::int32_t position, double logprob, double entropy,
                     const RolloutConstants& constants);
 };
@@ -62,7 +69,7 @@ void Objective::State::check_fields(const Options& options) const {
     if (kl_coefficient != 0)
       require_series(rollout, rollout.ref_logprobs, "ref_logprobs", text_of("--kl-loss-coef ", options.kl_loss_coef),
                      "add it (espalier score --as ref_logprobs), or set --kl-loss-coef 0");
-    if (correction != RolloutCorrection::none)
+    if (correction.level != RolloutCorrection::none)
       require_series(rollout, rollout.rollout_logprobs, "rollout_logprobs",
                      text_of("--rollout-is ", options.rollout_is),
                      "record the sampler's log-probs, or set --rollout-is none");
@@ -78,34 +85,45 @@ void Objective::State::prepare_sequence_weights() {
     double log_ratio = 0;
     for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t)
       if (rollout.loss_mask[t]) log_ratio += rollout.old_logprobs[t] - rollout.rollout_logprobs[t];
-    sequence_weight[i] = truncated_weight(log_ratio, threshold);
+    sequence_weight[i] = correction.weight(log_ratio);
   }
 }
 
 RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<const double> logprob) const {
+  constexpr double kLogBound = 20;
   const Rollout& rollout = batch[index];
-  const bool has_old = !rollout.old_logprobs.empty();
+  const bool has_old = !rollout.old_logprobs.empty(), has_sampled = !rollout.rollout_logprobs.empty();
   RolloutConstants constants;
-  double tokens = 0, log_ratio = 0, mismatch = 0;
+  double tokens = 0, log_ratio = 0, mismatch = 0, fallen = 0, kl = 0;
   for (std::size_t t = 0; t < logprob.size(); ++t) {
     if (!rollout.loss_mask[t]) continue;
+    const double old = has_old ? rollout.old_logprobs[t] : logprob[t];
+    const double sampled = has_sampled ? rollout.rollout_logprobs[t] : old;
     tokens += 1;
-    if (has_old)
-      log_ratio += logprob[t] - rollout.old_logprobs[t];
-    else if (correction == RolloutCorrection::sequence)
-      mismatch += logprob[t] - rollout.rollout_logprobs[t];
+    log_ratio += logprob[t] - old;
+    mismatch += old - sampled;
+    fallen += sampled - logprob[t];
+    constants.sum_log_ratio += std::clamp(logprob[t] - old, -kLogBound, kLogBound);
+    if (correction.level == RolloutCorrection::token)
+      constants.sum_log_ratio += std::clamp(std::log(correction.weight(old - sampled)), std::log(1e-8), kLogBound);
+    if (kl_type.estimator == KlEstimator::k3_unbiased && kl_coefficient != 0)
+      kl += kl_term(kl_type, logprob[t], rollout.ref_logprobs[t]).value;
   }
-  if (tokens > 0) constants.mean_log_ratio = log_ratio / tokens;
-  if (correction == RolloutCorrection::sequence)
-    constants.sequence_weight = has_old ? sequence_weight[index] : truncated_weight(mismatch, threshold);
+  if (tokens == 0) return constants;
+  constants.mean_log_ratio = log_ratio / tokens;
+  constants.mean_kl = kl / tokens;
+  constants.off_policy = fallen / tokens > off_policy_threshold;
+  if (correction.level == RolloutCorrection::sequence)
+    constants.sequence_weight = has_old ? sequence_weight[index] : correction.weight(mismatch);
   return constants;
 }
 
 double Objective::State::token_factor(const Rollout& rollout, std::int32_t position, double old,
                                       double sequence) const {
-  switch (correction) {
+  if (policy.loss == PolicyLoss::vespo) return 1.0;  // its own weight holds the correction
+  switch (correction.level) {
     case RolloutCorrection::token:
-      return truncated_weight(old - rollout.rollout_logprobs[position], threshold);
+      return correction.weight(old - rollout.rollout_logprobs[position]);
     case RolloutCorrection::sequence:
       return sequence;
     case RolloutCorrection::none:
@@ -114,26 +132,36 @@ double Objective::State::token_factor(const Rollout& rollout, std::int32_t posit
   return 1.0;
 }
 
+KlTerm Objective::State::kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const {
+  const KlTerm kl = kl_term(kl_type, logprob, ref);
+  if (kl_type.estimator != KlEstimator::k3_unbiased) return kl;
+  // d (r k) / d lp: a token's own ratio meets its own k, a rollout's meets the mean of all.
+  return {ratio.value * kl.value,
+          ratio.value * kl.gradient + ratio.gradient * (policy.by_sequence() ? mean_kl : kl.value)};
+}
+
 TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, double logprob, double entropy,
                                     const RolloutConstants& constants) {
   const Rollout& rollout = batch[index];
   if (!rollout.loss_mask[position]) return {};
   const double old = rollout.old_logprobs.empty() ? logprob : rollout.old_logprobs[position];
   const double advantage = advantages[index][position];
-  const PolicyTerm policy_part = policy_term(policy, {logprob, old, advantage, constants.mean_log_ratio});
-  const double factor = token_factor(rollout, position, old, constants.sequence_weight);
+  const PolicyToken token{logprob, old, advantage, constants.mean_log_ratio, constants.sum_log_ratio};
+  const PolicyTerm policy_part = policy_term(policy, token);
+  const bool dropped = constants.off_policy && advantage < 0;
+  const double factor = dropped ? 0.0 : token_factor(rollout, position, old, constants.sequence_weight);
   const double weight = token_weight[index];
 
   TokenGradient gradient;
   policy_sum.add(weight * factor * policy_part.value);
   gradient.logprob = weight * factor * policy_part.gradient;
   if (kl_coefficient != 0) {
-    const KlTerm kl = kl_term(kl_type, logprob, rollout.ref_logprobs[position]);
+    const KlTerm kl = kl_part(logprob, rollout.ref_logprobs[position], ratio_of(policy, token), constants.mean_kl);
     kl_sum.add(weight * kl.value);
     gradient.logprob += kl_coefficient * weight * kl.gradient;
   }
-  entropy_sum.add(weight * entropy);
-  if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * weight;
+  entropy_sum.add(entropy_weight[index] * entropy);
+  if (entropy_coefficient != 0) gradient.entropy = -entropy_coefficient * entropy_weight[index];
   loss_tokens += 1;
   clipped_tokens += policy_part.clipped;
   return gradient;
@@ -147,15 +175,19 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.advantages = advantages;
   state.policy = PolicySettings::from(options);
   state.kl_type = kl_type_of(options.kl_loss_type);
-  state.correction = options.rollout_is;
-  state.threshold = options.rollout_is_threshold;
+  state.correction = RolloutWeights::from(options);
+  state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  state.token_weight = compute_token_weights(batch, policy_aggregation(options), options.loss_scale_factor);
+  const AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor};
+  state.token_weight = compute_token_weights(batch, policy_aggregation(options), divisors);
+  state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
+                             ? state.token_weight
+                             : compute_token_weights(batch, options.entropy_agg_mode, divisors);
   for (const Rollout& rollout : batch) state.batch_loss_tokens += count_loss_tokens(rollout);
   state.check_fields(options);
   state.needs_whole_rollout = espalier::needs_whole_rollout(options, batch);
-  if (state.correction == RolloutCorrection::sequence) state.prepare_sequence_weights();
+  if (state.correction.level == RolloutCorrection::sequence) state.prepare_sequence_weights();
 }
 
 Objective::~Objective() = default;
@@ -164,7 +196,8 @@ bool Objective::needs_whole_rollout() const { return state_->needs_whole_rollout
 TokenGradient Objective::add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy) {
   ESPALIER_INTERNAL(!state_->needs_whole_rollout, "add_token where only add_rollout may be used");
   RolloutConstants constants;
-  if (state_->correction == RolloutCorrection::sequence) constants.sequence_weight = state_->sequence_weight[rollout];
+  if (state_->correction.level == RolloutCorrection::sequence)
+    constants.sequence_weight = state_->sequence_weight[rollout];
   return state_->add(rollout, position, logprob, entropy, constants);
 }
 

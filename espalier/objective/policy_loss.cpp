@@ -8,32 +8,21 @@
 namespace espalier {
 
 namespace {
-constexpr double kLogRatioBound = 20;
-constexpr double kGspoLogRatioBound = 10;
-constexpr double kSapoTemperaturePositive = 1.0, kSapoTemperatureNegative = 1.05;
+constexpr double kSequenceLogRatioBound = 10;
 
-// max(-A r, -A clip(r)) and its derivative with respect to r.
+// max(-A min(r, cap), -A clip(r)) and its derivative with respect to r.
 PolicyTerm clipped_term(const PolicySettings& settings, double ratio, double advantage) {
-  const double plain = -advantage * ratio;
+  const double plain = -advantage * std::min(ratio, settings.ratio_cap);
   const double clipped = -advantage * std::clamp(ratio, settings.ratio_low, settings.ratio_high);
   const double share = share_of_maximum(plain, clipped);
+  const bool uncapped = ratio <= settings.ratio_cap;
   const bool inside = ratio >= settings.ratio_low && ratio <= settings.ratio_high;
-  return {std::max(plain, clipped), -advantage * (share + (inside ? 1.0 - share : 0.0)), clipped > plain};
+  return {std::max(plain, clipped), -advantage * ((uncapped ? share : 0.0) + (inside ? 1.0 - share : 0.0)),
+          clipped > plain};
 }
 
-// r = exp(clamp(lp - old)) and its derivative with respect to lp.
-struct Ratio {
-  double value, gradient;
-
-  explicit Ratio(const PolicyToken& token) {
-    const double log_ratio = token.logprob - token.old_logprob;
-    value = std::exp(std::clamp(log_ratio, -kLogRatioBound, kLogRatioBound));
-    gradient = std::abs(log_ratio) <= kLogRatioBound ? value : 0.0;
-  }
-};
-
 PolicyTerm vanilla_term(const PolicySettings& settings, const PolicyToken& token) {
-  const Ratio ratio(token);
+  const Ratio ratio = ratio_of(settings, token);
   PolicyTerm term = clipped_term(settings, ratio.value, token.advantage);
   if (token.advantage < 0) {
     const double bound = -token.advantage * settings.dual_clip;
@@ -45,24 +34,34 @@ PolicyTerm vanilla_term(const PolicySettings& settings, const PolicyToken& token
 }
 
 PolicyTerm gspo_term(const PolicySettings& settings, const PolicyToken& token) {
-  const double ratio = std::exp(std::min(token.mean_log_ratio, kGspoLogRatioBound));
-  PolicyTerm term = clipped_term(settings, ratio, token.advantage);
-  term.gradient *= token.mean_log_ratio <= kGspoLogRatioBound ? ratio : 0.0;
+  const Ratio ratio = ratio_of(settings, token);
+  PolicyTerm term = clipped_term(settings, ratio.value, token.advantage);
+  term.gradient *= ratio.gradient;
   return term;
 }
 
 PolicyTerm cispo_term(const PolicySettings& settings, const PolicyToken& token) {
-  const Ratio ratio(token);
+  const Ratio ratio = ratio_of(settings, token);
   const double weight = std::clamp(ratio.value, settings.ratio_low, settings.ratio_high);
   return {-weight * token.advantage * token.logprob, -weight * token.advantage, weight != ratio.value};
 }
 
-PolicyTerm sapo_term(const PolicySettings&, const PolicyToken& token) {
-  const Ratio ratio(token);
+PolicyTerm sapo_term(const PolicySettings& settings, const PolicyToken& token) {
+  const Ratio ratio = ratio_of(settings, token);
   const double advantage = token.advantage;
-  const double temperature = advantage > 0 ? kSapoTemperaturePositive : kSapoTemperatureNegative;
+  const double temperature = advantage > 0 ? settings.tau_positive : settings.tau_negative;
   const double gate = 1.0 / (1.0 + std::exp(-temperature * (ratio.value - 1.0)));
   return {-advantage * gate * 4.0 / temperature, -advantage * 4.0 * gate * (1.0 - gate) * ratio.gradient, false};
+}
+
+// -phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) held constant; w is clamped to [1e-8, e^20].
+PolicyTerm vespo_term(const PolicySettings& settings, const PolicyToken& token) {
+  const double log_w = std::clamp(token.sum_log_ratio, std::log(1e-8), 20.0);
+  const bool gains = token.advantage >= 0;
+  const double k = settings.vespo[gains ? 0 : 2], lambda = std::max(settings.vespo[gains ? 1 : 3], 1e-4);
+  const double phi = std::exp(lambda + k * log_w - lambda * std::exp(log_w));
+  const double weight = std::isfinite(phi) ? phi : 0.0;
+  return {-weight * token.advantage * token.logprob, -weight * token.advantage, false};
 }
 
 // The score function: gpg, reinforce.
@@ -72,7 +71,28 @@ PolicyTerm score_term(const PolicySettings&, const PolicyToken& token) {
 }  // namespace
 
 PolicySettings PolicySettings::from(const Options& options) {
-  return {options.policy_loss, 1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high, options.clip_ratio_c};
+  PolicySettings out;
+  out.loss = options.policy_loss;
+  out.ratio_low = 1.0 - options.clip_ratio_low;
+  out.ratio_high = 1.0 + options.clip_ratio_high;
+  out.dual_clip = options.clip_ratio_c;
+  out.ratio_cap = options.ratio_cap;
+  out.log_ratio_bound = options.log_ratio_bound;
+  out.level = options.ratio_level;
+  out.tau_positive = options.tau_pos;
+  out.tau_negative = options.tau_neg;
+  std::ranges::copy(parse_numbers("--vespo-weights", options.vespo_weights), out.vespo.begin());
+  return out;
+}
+
+Ratio ratio_of(const PolicySettings& settings, const PolicyToken& token) {
+  const bool by_sequence = settings.by_sequence();
+  const double bound = settings.log_ratio_bound;
+  const double above = by_sequence && std::isfinite(bound) ? kSequenceLogRatioBound : bound;
+  const double below = by_sequence ? -std::numeric_limits<double>::infinity() : -bound;
+  const double log_ratio = by_sequence ? token.mean_log_ratio : token.logprob - token.old_logprob;
+  const double ratio = std::exp(std::clamp(log_ratio, below, above));
+  return {ratio, log_ratio >= below && log_ratio <= above ? ratio : 0.0};
 }
 
 PolicyTerm policy_term(const PolicySettings& settings, const PolicyToken& token) {

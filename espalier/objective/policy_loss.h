@@ -1,10 +1,15 @@
 // Policy losses of one token, to be minimised, with their derivatives.
 //
-// lp current log-prob, old the old policy's, A advantage, r = exp(clamp(lp - old, -20, 20)).
-// Equations: docs/objectives.md (9) to (15). Meaning of the names: verl 0.9, register_policy_loss.
-// Derivatives are those of torch.autograd on verl's formulas, kinks included: clamp passes the gradient at its bounds,
-// maximum and minimum of equal numbers give half of it to each.
+// lp current log-prob, old the old policy's, A advantage, r = exp(clamp(lp - old, -B, B)), B 20 unless
+// --log-ratio-bound says otherwise; by sequence r is exp(min(mean of lp - old over the rollout's loss tokens, 10)),
+// unbounded where B is. Equations: docs/objectives.md (9) to (15). Meaning of the names: verl 0.9,
+// register_policy_loss, and TRL 1.16's GRPOTrainer for what verl does not have. Derivatives are those of torch.autograd
+// on those formulas, kinks included: clamp passes the gradient at its bounds, maximum and minimum of equal numbers give
+// half of it to each.
 #pragma once
+
+#include <array>
+#include <limits>
 
 #include "espalier/options/options.h"
 
@@ -12,9 +17,15 @@ namespace espalier {
 
 struct PolicySettings {
   PolicyLoss loss = PolicyLoss::vanilla;
-  double ratio_low = 0.8, ratio_high = 1.2;  // where the ratio is clipped
-  double dual_clip = 3.0;                    // --clip-ratio-c
+  double ratio_low = 0.8, ratio_high = 1.2;                    // where the ratio is clipped
+  double dual_clip = 3.0;                                      // --clip-ratio-c
+  double ratio_cap = std::numeric_limits<double>::infinity();  // of the unclipped branch
+  double log_ratio_bound = 20;                                 // B
+  RatioLevel level = RatioLevel::token;
+  double tau_positive = 1.0, tau_negative = 1.05;  // sapo, by the advantage's sign
+  std::array<double, 4> vespo = {2, 3, 3, 2};      // k, lambda for A >= 0, then for A < 0
 
+  bool by_sequence() const { return loss == PolicyLoss::gspo || level == RatioLevel::sequence; }
   static PolicySettings from(const Options& options);
 };
 
@@ -27,9 +38,18 @@ struct PolicyTerm {
 // What a token's term is a function of.
 struct PolicyToken {
   double logprob = 0, old_logprob = 0, advantage = 0;
-  // Of the rollout's loss tokens: the mean of lp - old, for losses that need the whole rollout.
-  double mean_log_ratio = 0;
+  // Of the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old, and the sum of the
+  // log of what the rollout is weighed by (vespo).
+  double mean_log_ratio = 0, sum_log_ratio = 0;
 };
+
+// An importance ratio and its derivative with respect to the log-prob that carries it (0 beyond the bound). By sequence
+// its value enters detached and each token's own log-prob carries the gradient: summed over the rollout with equal
+// weights that is the derivative through the mean.
+struct Ratio {
+  double value = 1, gradient = 1;
+};
+Ratio ratio_of(const PolicySettings& settings, const PolicyToken& token);
 
 // The loss that `settings` names, at one token. Losses of a whole rollout take their rollout's value detached, and each
 // token's own log-prob carries the gradient.

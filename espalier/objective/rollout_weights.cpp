@@ -5,9 +5,15 @@
 
 namespace espalier {
 
-double truncated_weight(double log_ratio, double threshold) {
-  constexpr double kBound = 20;
-  return std::min(std::exp(std::clamp(log_ratio, -kBound, kBound)), threshold);
+RolloutWeights RolloutWeights::from(const Options& options) {
+  return {options.rollout_is, options.rollout_is_mode, options.rollout_is_floor, options.rollout_is_threshold,
+          options.log_ratio_bound};
+}
+
+double RolloutWeights::weight(double log_ratio) const {
+  const double ratio = std::exp(std::clamp(log_ratio, -bound, bound));
+  if (beyond == OutOfBounds::mask) return ratio < floor || ratio > threshold ? 0.0 : ratio;
+  return std::min(std::max(ratio, floor), threshold);
 }
 
 }  // namespace espalier

@@ -10,6 +10,7 @@
 #include "espalier/base/json.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
+#include "espalier/options/trl_names.h"
 
 namespace espalier {
 namespace {

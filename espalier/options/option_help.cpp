@@ -6,7 +6,7 @@
 
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
-#include "espalier/options/settings.h"
+#include "espalier/options/trl_names.h"
 
 namespace espalier {
 namespace {

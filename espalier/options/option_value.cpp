@@ -105,7 +105,7 @@ std::string description_of(const OptionRow& row) {
 double parse_number(const std::string& text, const std::string& where, const std::string& expected) {
   double value = 0;
   const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size() || !std::isfinite(value))
+  if (result.ec != std::errc() || result.ptr != text.data() + text.size() || std::isnan(value))
     throw OptionError({where, expected, quoted(text), ""});
   return value;
 }

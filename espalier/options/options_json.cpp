@@ -1,5 +1,7 @@
 #include "espalier/options/options_json.h"
 
+#include <cmath>
+
 #include "espalier/base/error.h"
 #include "espalier/options/option_value.h"
 
@@ -8,8 +10,10 @@ namespace {
 
 Json value_of(const OptionRow& row, const std::string& text) {
   switch (row.type) {
-    case OptionType::number:
-      return parse_number(text, row.name, "a number");
+    case OptionType::number: {
+      const double value = parse_number(text, row.name, "a number");
+      return std::isfinite(value) ? Json(value) : Json(text);  // JSON has no infinity
+    }
     case OptionType::integer:
       return parse_integer(text, row.name, "a whole number");
     case OptionType::flag:

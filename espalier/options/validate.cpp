@@ -1,4 +1,6 @@
 // Rules between options (the meanings are those of docs/options.md and of the objective).
+#include <cmath>
+
 #include "espalier/base/error.h"
 #include "espalier/options/options.h"
 
@@ -11,6 +13,29 @@ void check_objective(const Options& options) {
     throw OptionError({"--loss-scale-factor",
                        "--loss-agg-mode seq-mean-token-sum-norm with it, the mode that divides by it",
                        text_of('"', options.loss_agg_mode, '"'), "give that mode or leave --loss-scale-factor out"});
+}
+
+void check_ratios(const Options& options) {
+  const PolicyLoss loss = options.policy_loss;
+  const bool takes_ratio = loss != PolicyLoss::gpg && loss != PolicyLoss::reinforce && loss != PolicyLoss::vespo;
+  if (options.ratio_level == RatioLevel::sequence && !takes_ratio)
+    throw OptionError({"--ratio-level", text_of("token with --policy-loss ", options.policy_loss),
+                       name_of(RatioLevel::sequence), "leave --ratio-level out, or choose another --policy-loss"});
+  if (std::isfinite(options.ratio_cap) && loss != PolicyLoss::vanilla && loss != PolicyLoss::gspo)
+    throw OptionError({"--ratio-cap", "--policy-loss vanilla or gspo with it, whose unclipped branch it caps",
+                       name_of(loss), "leave --ratio-cap out"});
+  if (loss == PolicyLoss::vespo && options.rollout_is == RolloutCorrection::sequence)
+    throw OptionError({"--rollout-is", "none or token with --policy-loss vespo, whose weight takes one for each token",
+                       name_of(RolloutCorrection::sequence), ""});
+  if (options.rollout_is_floor >= options.rollout_is_threshold)
+    throw OptionError({"--rollout-is-floor", "a number below --rollout-is-threshold",
+                       text_of(options.rollout_is_floor, ", and ", options.rollout_is_threshold), ""});
+  if (parse_numbers("--vespo-weights", options.vespo_weights).size() != 4)
+    throw OptionError({"--vespo-weights", "four numbers: k, lambda for advantages from 0 up, then below 0",
+                       options.vespo_weights, ""});
+  if (options.token_mean_divisor > 0 && policy_aggregation(options) != Aggregation::token_mean)
+    throw OptionError({"--token-mean-divisor", "--loss-agg-mode token-mean with it",
+                       name_of(policy_aggregation(options)), "leave --token-mean-divisor out"});
 }
 
 }  // namespace
@@ -27,6 +52,7 @@ Aggregation policy_aggregation(const Options& options) {
 
 void validate(const Options& options) {
   check_objective(options);
+  check_ratios(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();
   if (betas != 2)
     throw OptionError({"--betas", "two numbers, for the first and the second moment", text_of(betas), ""});

@@ -1,11 +1,14 @@
 #include "espalier/plan/step_kind.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace espalier {
 
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> batch) {
-  if (row_of(options.policy_loss).needs_whole_rollout) return true;
+  if (row_of(options.policy_loss).needs_whole_rollout || options.ratio_level == RatioLevel::sequence ||
+      std::isfinite(options.off_policy_threshold))
+    return true;
   if (options.rollout_is != RolloutCorrection::sequence) return false;
   return std::ranges::any_of(
       batch, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });

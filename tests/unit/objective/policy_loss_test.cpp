@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
 #include "espalier/base/error.h"
 #include "espalier/objective/kl.h"
@@ -98,6 +99,46 @@ TEST(PolicyLoss, GspoClipsTheSequenceRatioWithoutDualClip) {
   EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 10.0}).gradient, std::exp(10.0));
 }
 
+TEST(PolicyLoss, TheRatioOfTheUnclippedBranchIsCapped) {
+  PolicySettings settings;
+  settings.dual_clip = std::numeric_limits<double>::infinity();
+  settings.ratio_cap = 4;
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).value, 4.0, kRounding * 100);
+  EXPECT_EQ(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).gradient, 0.0);
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(3.0), kOld, -1.0}).gradient, 3.0, kRounding * 100);
+  settings.ratio_cap = 1.1;  // below the clip: positive advantages meet it too
+  EXPECT_NEAR(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).value, -1.1, kRounding * 100);
+  EXPECT_EQ(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).gradient, 0.0);
+}
+
+TEST(PolicyLoss, WithoutABoundLogRatiosKeepTheirGradient) {
+  PolicySettings settings;
+  settings.dual_clip = settings.log_ratio_bound = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(policy_term(settings, {23.0, -2.0, -1.0}).gradient, std::exp(25.0));
+  settings.level = RatioLevel::sequence;
+  EXPECT_EQ(policy_term(settings, {0, 0, -1.0, 12.0}).gradient, std::exp(12.0));
+}
+
+TEST(PolicyLoss, VespoWeighsBySignAndIsReinforceAtRatioOne) {
+  PolicySettings settings;
+  settings.loss = PolicyLoss::vespo;
+  EXPECT_EQ(policy_term(settings, {kOld, kOld, 3.0, 0, 0}).value, 6.0);
+  EXPECT_EQ(policy_term(settings, {kOld, kOld, -3.0, 0, 0}).gradient, 3.0);
+  // phi(2) = exp(k log 2 - lambda): 2^2 exp(-3) and 2^3 exp(-2).
+  EXPECT_NEAR(policy_term(settings, {kOld, kOld, 1.0, 0, std::log(2.0)}).gradient, -4 * std::exp(-3.0), kRounding);
+  EXPECT_NEAR(policy_term(settings, {kOld, kOld, -1.0, 0, std::log(2.0)}).gradient, 8 * std::exp(-2.0), kRounding);
+  EXPECT_EQ(policy_term(settings, {kOld, kOld, 1.0, 0, 50.0}).gradient,
+            policy_term(settings, {kOld, kOld, 1.0, 0, 20.0}).gradient);
+}
+
+TEST(KlEstimators, UnboundedGoesOnWhereLowVarianceStops) {
+  for (const char* name : {"k3_unbounded", "k3_unbiased"}) {
+    const KlTerm far = kl_term(kl_type(name), -1.0, 4.0);
+    EXPECT_NEAR(far.value, std::exp(5.0) - 6, 1e-12);  // numbers below 150, a few roundings of 2^-52 x 150
+    EXPECT_NEAR(far.gradient, 1 - std::exp(5.0), 1e-12);
+  }
+}
+
 TEST(KlEstimators, HaveTheValuesOfTheirFormulas) {
   const double x = 0.5;  // lp - ref
   EXPECT_EQ(kl_term(kl_type("kl"), -1.0, -1.5).value, x);
@@ -131,12 +172,24 @@ TEST(KlEstimators, PlusKeepsTheValueWithTheGradientOfK2) {
   EXPECT_THROW(kl_type("+"), OptionError);
 }
 
-TEST(RolloutWeights, AreTruncatedAboveOnly) {
-  EXPECT_EQ(truncated_weight(0.0, 2.0), 1.0);
-  EXPECT_EQ(truncated_weight(5.0, 2.0), 2.0);
-  EXPECT_EQ(truncated_weight(-3.0, 2.0), std::exp(-3.0));
-  EXPECT_EQ(truncated_weight(-500.0, 2.0), std::exp(-20.0));
-  EXPECT_EQ(truncated_weight(500.0, 1e300), std::exp(20.0));
+TEST(RolloutWeights, AreTruncatedAboveOnlyUnlessAFloorIsGiven) {
+  RolloutWeights weights{.level = RolloutCorrection::token};
+  EXPECT_EQ(weights.weight(0.0), 1.0);
+  EXPECT_EQ(weights.weight(5.0), 2.0);
+  EXPECT_EQ(weights.weight(-3.0), std::exp(-3.0));
+  EXPECT_EQ(weights.weight(-500.0), std::exp(-20.0));
+  weights.threshold = 1e300;
+  EXPECT_EQ(weights.weight(500.0), std::exp(20.0));
+  weights.floor = 0.5;
+  EXPECT_EQ(weights.weight(-3.0), 0.5);
+}
+
+TEST(RolloutWeights, MaskedOnesAreZeroBeyondTheirBounds) {
+  const RolloutWeights weights{
+      .level = RolloutCorrection::token, .beyond = OutOfBounds::mask, .floor = 0.5, .threshold = 2};
+  EXPECT_EQ(weights.weight(0.25), std::exp(0.25));
+  EXPECT_EQ(weights.weight(1.0), 0.0);
+  EXPECT_EQ(weights.weight(-1.0), 0.0);
 }
 
 }  // namespace

@@ -1,4 +1,7 @@
-#include "espalier/options/settings.h"
+#include "espalier/options/trl_names.h"
+
+#include <array>
+#include <cmath>
 
 #include "tests/unit/options/thrown_error.h"
 
@@ -31,44 +34,98 @@ TEST(Aliases, EpsilonSetsBothSidesUnlessEpsilonHighIsGiven) {
   EXPECT_EQ(high_alone.options.clip_ratio_high, 0.28);
 }
 
-TEST(Aliases, BetaIsTheKlCoefficientAndDeltaTheDualClip) {
-  const Applied result = applied({{"beta", "0.04", ""}, {"delta", "4", ""}});
-  EXPECT_EQ(result.options.kl_loss_coef, 0.04);
-  EXPECT_EQ(result.options.clip_ratio_c, 4);
-  ASSERT_EQ(result.notes.size(), 2u);
-  EXPECT_NE(result.notes[1].find("clip-ratio-high"), std::string::npos);  // says when the meanings agree
+TEST(Aliases, AnyOfThemMakesTheUpdateTrls) {
+  const Options options = applied({{"beta", "0.04", ""}}).options;
+  EXPECT_EQ(options.kl_loss_coef, 0.04);
+  EXPECT_EQ(options.kl_loss_type, "k3_unbiased");
+  EXPECT_TRUE(std::isinf(options.clip_ratio_c) && std::isinf(options.log_ratio_bound));
+  EXPECT_EQ(options.adv_epsilon, 1e-4);
+  EXPECT_EQ(options.loss_agg_mode, "token-mean");
+  EXPECT_EQ(options.entropy_agg_mode, "token-mean");
+  EXPECT_EQ(options.weight_decay, 0);
+  EXPECT_EQ(applied({{"use_bias_correction_kl", "False", ""}}).options.kl_loss_type, "k3_unbounded");
 }
 
-TEST(Aliases, LossTypeNamesTheAggregation) {
-  const std::vector<std::pair<const char*, const char*>> expected = {
-      {"grpo", "seq-mean-token-mean"},        {"dapo", "token-mean"},  {"bnpo", "token-mean"},
-      {"dr_grpo", "seq-mean-token-sum-norm"}, {"cispo", "token-mean"}, {"sapo", ""}};
-  for (const auto& [type, mode] : expected) {
-    const Applied result = applied({{"loss_type", type, ""}});
-    EXPECT_EQ(result.options.loss_agg_mode, mode) << type;
-    const std::string loss = type;
-    EXPECT_EQ(result.options.policy_loss, loss == "cispo" || loss == "sapo" ? loss : "vanilla");
-    EXPECT_NO_THROW(validate(result.options)) << type;
+TEST(Aliases, WhatAnEarlierSourceSetStaysButForWhatTheySayThemselves) {
+  Applied result = applied({{"clip-ratio-c", "4", ""}, {"clip-ratio-high", "0.5", ""}, {"weight-decay", "0.3", ""}});
+  apply_settings(result.options, {{"epsilon", "0.1", ""}}, result.notes);
+  EXPECT_EQ(result.options.clip_ratio_c, 4);
+  EXPECT_EQ(result.options.weight_decay, 0.3);
+  EXPECT_EQ(result.options.clip_ratio_high, 0.1);
+  EXPECT_TRUE(std::isinf(result.options.log_ratio_bound));
+}
+
+TEST(Aliases, DeltaCapsTheRatioOfTheUnclippedBranch) {
+  EXPECT_EQ(applied({{"delta", "1.1", ""}}).options.ratio_cap, 1.1);
+  EXPECT_TRUE(std::isinf(applied({{"delta", "None", ""}}).options.ratio_cap));
+  EXPECT_THROW(applied({{"delta", "2", ""}, {"loss_type", "sapo", ""}}), UnsupportedError);
+}
+
+TEST(Aliases, LossTypeNamesLossAndAggregation) {
+  const std::vector<std::array<const char*, 3>> expected = {
+      {"grpo", "vanilla", "seq-mean-token-mean"}, {"dapo", "vanilla", "token-mean"},
+      {"bnpo", "vanilla", "token-mean"},          {"dr_grpo", "vanilla", "seq-mean-token-sum-norm"},
+      {"luspo", "vanilla", "seq-mean-token-sum"}, {"cispo", "cispo", "token-mean"},
+      {"sapo", "sapo", "seq-mean-token-mean"},    {"vespo", "vespo", "token-mean"}};
+  for (const auto& [type, loss, mode] : expected) {
+    const Options options = applied({{"loss_type", type, ""}}).options;
+    EXPECT_EQ(options.policy_loss, loss) << type;
+    EXPECT_EQ(options.loss_agg_mode, mode) << type;
+    EXPECT_NO_THROW(validate(options)) << type;
   }
-  EXPECT_THROW(applied({{"loss_type", "luspo", ""}}), UnsupportedError);
   EXPECT_THROW(applied({{"loss_type", "ppo", ""}}), OptionError);
 }
 
-TEST(Aliases, CispoOfTrlClipsOnlyAboveAtTheCapItself) {
-  const Applied result = applied({{"loss_type", "cispo", ""}, {"epsilon_high", "5", ""}, {"epsilon", "0.2", ""}});
-  EXPECT_EQ(result.options.clip_ratio_low, 1);
-  EXPECT_EQ(result.options.clip_ratio_high, 4);
-  EXPECT_THROW(applied({{"loss_type", "cispo", ""}, {"epsilon_high", "0.2", ""}}), OptionError);
+TEST(Aliases, CispoCapsTheRatioAtEpsilonHighItself) {
+  const Options options =
+      applied({{"loss_type", "cispo", ""}, {"epsilon_high", "5", ""}, {"epsilon", "0.2", ""}}).options;
+  EXPECT_EQ(options.clip_ratio_low, 1);
+  EXPECT_EQ(options.clip_ratio_high, 4);
+  EXPECT_DOUBLE_EQ(applied({{"loss_type", "cispo", ""}}).options.clip_ratio_high, -0.8);  // TRL's default cap is 0.2
 }
 
-TEST(Aliases, ScaleRewardsNamesTheEstimator) {
+TEST(Aliases, DrGrpoDividesByTheLongestCompletionThatTrlAllows) {
+  EXPECT_EQ(applied({{"loss_type", "dr_grpo", ""}}).options.loss_scale_factor, 256);
+  EXPECT_EQ(applied({{"loss_type", "dr_grpo", ""}, {"max_completion_length", "64", ""}}).options.loss_scale_factor, 64);
+  EXPECT_EQ(applied({{"max_completion_length", "64", ""}}).options.loss_scale_factor, 0);
+}
+
+TEST(Aliases, ScaleRewardsNamesEstimatorAndDeviation) {
   for (const char* value : {"group", "true", "True"})
-    EXPECT_EQ(applied({{"adv-estimator", "", ""}, {"scale_rewards", value, ""}}).notes.size(), 1u);
-  EXPECT_EQ(applied({{"scale_rewards", "group", ""}}).options.adv_estimator, "grpo");
+    EXPECT_EQ(applied({{"scale_rewards", value, ""}}).options.adv_estimator, "grpo") << value;
   for (const char* value : {"none", "false", "False"})
     EXPECT_EQ(applied({{"scale_rewards", value, ""}}).options.adv_estimator, "dr_grpo") << value;
-  EXPECT_THROW(applied({{"scale_rewards", "batch", ""}}), UnsupportedError);
+  EXPECT_EQ(applied({{"scale_rewards", "batch", ""}}).options.adv_std, "batch");
   EXPECT_THROW(applied({{"scale_rewards", "often", ""}}), OptionError);
+}
+
+TEST(Aliases, WeightsOfTheSampledPolicyComeOnlyWhenNamed) {
+  EXPECT_EQ(applied({{"beta", "0.1", ""}}).options.rollout_is, "none");
+  const Options options = applied({{"vllm_importance_sampling_correction", "true", ""}}).options;
+  EXPECT_EQ(options.rollout_is, "sequence");
+  EXPECT_EQ(options.rollout_is_mode, "mask");
+  EXPECT_EQ(options.rollout_is_threshold, 3);
+  EXPECT_EQ(applied({{"vllm_importance_sampling_correction", "false", ""}}).options.rollout_is, "none");
+  const Options cut = applied({{"vllm_importance_sampling_mode", "token_truncate", ""},
+                               {"vllm_importance_sampling_clip_min", "0.5", ""},
+                               {"vllm_importance_sampling_clip_max", "None", ""}})
+                          .options;
+  EXPECT_EQ(cut.rollout_is, RolloutCorrection::token);
+  EXPECT_EQ(cut.rollout_is_mode, OutOfBounds::truncate);
+  EXPECT_EQ(cut.rollout_is_floor, 0.5);
+  EXPECT_TRUE(std::isinf(cut.rollout_is_threshold));
+}
+
+TEST(Aliases, WhatHasNoCounterpartIsRefusedByName) {
+  for (const OptionSetting& setting :
+       std::vector<OptionSetting>{{"top_entropy_quantile", "0.2", ""},
+                                  {"use_adaptive_entropy", "true", ""},
+                                  {"multi_objective_aggregation", "normalize_then_sum", ""},
+                                  {"mask_truncated_completions", "true", ""}}) {
+    const ErrorText text = testing::thrown_error<UnsupportedError>([&] { applied({setting}); });
+    EXPECT_EQ(text.where, "--" + setting.name);
+  }
+  EXPECT_NO_THROW(applied({{"top_entropy_quantile", "1.0", ""}, {"use_adaptive_entropy", "false", ""}}));
 }
 
 TEST(Settings, OwnNamesWinOverAliasesOfOneSource) {

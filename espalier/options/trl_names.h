@@ -1,0 +1,25 @@
+// TRL's names of GRPOConfig, read as settings of our options. Where one of them is given the update is TRL's: its
+// formulas, and its defaults for what is not said. What cannot be had so is refused by name.
+// Source: TRL 1.16, trl/trainer/grpo_config.py and GRPOTrainer._compute_loss.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "espalier/options/settings.h"
+
+namespace espalier {
+
+bool is_alias(std::string_view name);
+std::vector<std::string> alias_names();
+
+// The options that a name sets; a verb takes the name where it takes one of them.
+std::vector<std::string> alias_targets(std::string_view name);
+
+// What TRL's names among `settings` mean, defaults first; nothing where none is among them. `notes` are for the user.
+// Errors: OptionError for a value that TRL would not take either, UnsupportedError for what has no counterpart.
+std::vector<OptionSetting> translate_trl_names(const std::vector<OptionSetting>& settings,
+                                               std::vector<std::string>& notes);
+
+}  // namespace espalier
