@@ -1,0 +1,148 @@
+"""TRL's names mean TRL's formulas: `train` with them against the gradient of the real GRPOTrainer's own loss, in float64.
+
+TRL's `_compute_loss` runs as installed; log-probs come from the oracle's model. What TRL does before it (advantages, weights of the
+sampled policy) is written out here from its `_generate_and_score_completions`.
+"""
+
+import collections
+import types
+
+import pytest
+import torch
+
+import oracle
+from comparison import Trained, assert_equal_gradients
+from make_model import add_series, make_rollouts, write_records
+
+trl = pytest.importorskip("trl", reason="TRL is not installed")
+
+SEED = 21
+SEQUENCE = {"importance_sampling_level": "sequence"}
+CASES = {
+    "epsilon": {"epsilon": 0.1},
+    "epsilon_high": {"epsilon_high": 0.28},
+    "delta": {"delta": 1.5},
+    "delta_below_the_clip": {"delta": 1.05, "epsilon": 0.3},
+    "beta": {"beta": 0.3},
+    "beta_without_correction": {"beta": 0.3, "use_bias_correction_kl": False},
+    **{kind: {"loss_type": kind} for kind in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")},
+    "dr_grpo_of_64": {"loss_type": "dr_grpo", "max_completion_length": 64},
+    "cispo_capped_at_5": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo_temperatures": {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+    "vespo_weights": {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 0.5},
+    **{f"sequence_{kind}": {"loss_type": kind, **SEQUENCE} for kind in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")},
+    "sequence_delta": {"delta": 1.02, **SEQUENCE},
+    "sequence_beta": {"loss_type": "grpo", "beta": 0.3, **SEQUENCE},
+    "scale_rewards_none": {"scale_rewards": "none"},
+    "scale_rewards_batch": {"scale_rewards": "batch"},
+    "entropy": {"loss_type": "grpo", "entropy_coef": 0.05},
+    "off_policy_mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+    **{f"sampled_{mode}": {"vllm_importance_sampling_mode": mode}
+       for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")},
+    "sampled_between": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.7,
+                        "vllm_importance_sampling_clip_max": 1.4},
+    "sampled_vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
+    "num_items_in_batch": {"loss_type": "dapo", "num_items_in_batch": 100},
+    "together": {"loss_type": "grpo", "beta": 0.1, "epsilon_high": 0.28, "delta": 2.0, "scale_rewards": "batch",
+                 "vllm_importance_sampling_mode": "sequence_truncate", "off_policy_mask_threshold": 0.2, "entropy_coef": 0.01},
+}
+
+
+def padded(series, dtype):
+    longest = max(map(len, series))
+    return torch.stack([torch.cat([torch.as_tensor(s, dtype=dtype), torch.zeros(longest - len(s), dtype=dtype)]) for s in series])
+
+
+def trl_advantages(records, scale):
+    rewards = torch.tensor([r["reward"] for r in records], dtype=torch.float64)
+    members = [torch.tensor([r["group"] == other["group"] for other in records]) for r in records]
+    centred = rewards - torch.stack([rewards[group].mean() for group in members])
+    if scale == "none":
+        return centred
+    deviation = rewards.std() if scale == "batch" else torch.stack([rewards[group].std() for group in members])
+    return centred / (deviation + 1e-4)
+
+
+def sampling_ratio(args, old, sampled, mask):
+    ratio = (old - sampled) * mask
+    if args.vllm_importance_sampling_mode.startswith("sequence"):
+        ratio = ratio.sum(-1, keepdim=True)
+    ratio = ratio.exp()
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if args.vllm_importance_sampling_mode.endswith("truncate"):
+        return ratio.clamp(min=low, max=high)
+    beyond = (ratio > high) | (ratio < (-torch.inf if low is None else low))
+    return ratio.masked_fill(beyond, 0.0)
+
+
+def trl_gradients(model, records, names, folder):
+    """{name: gradient} of the installed trainer's loss of one accumulation window."""
+    names = dict(names)
+    items = names.pop("num_items_in_batch", None)
+    sampled = any(name.startswith("vllm_") for name in names)
+    args = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **names)
+    model.zero_grad(set_to_none=True)
+    pairs = [oracle.response_logprobs(model, record) for record in records]
+    mask = padded([r["loss_mask"] for r in records], torch.float64)
+    old, ref, sampled_logprobs = (padded([r[name] for r in records], torch.float64)
+                                  for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"))
+
+    def stacked(part):
+        longest = mask.shape[1]
+        return torch.stack([torch.nn.functional.pad(pair[part], (0, longest - len(pair[part]))) for pair in pairs])
+
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    trainer = types.SimpleNamespace(
+        args=args, beta=args.beta, loss_type=args.loss_type, epsilon_low=args.epsilon, epsilon_high=high,
+        importance_sampling_level=args.importance_sampling_level, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=args.off_policy_mask_threshold, use_vllm=sampled,
+        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
+        max_completion_length=args.max_completion_length, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+        _entropy_bonus_enabled=args.entropy_coef != 0, use_adaptive_entropy=False, entropy_coef=args.entropy_coef,
+        accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, *_, **__: x, sync_gradients=True,
+                                          gather_for_metrics=lambda x: x),
+        _metrics={"train": collections.defaultdict(list)},
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask, get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (stacked(0), stacked(1), None))
+    args.steps_per_generation = 1
+    inputs = {"prompt_ids": torch.zeros(len(records), 1, dtype=torch.long), "prompt_mask": torch.ones(len(records), 1),
+              "completion_ids": torch.zeros(mask.shape, dtype=torch.long), "completion_mask": mask,
+              "advantages": trl_advantages(records, args.scale_rewards), "old_per_token_logps": old, "ref_per_token_logps": ref,
+              "num_items_in_batch": torch.tensor(items or mask.sum().item(), dtype=torch.float64)}
+    if sampled:
+        inputs["sampling_per_token_logps"] = sampled_logprobs
+        inputs["importance_sampling_ratio"] = sampling_ratio(args, old, sampled_logprobs, mask)
+    elif args.off_policy_mask_threshold is not None:  # what was recorded is what sampled
+        inputs["sampling_per_token_logps"] = sampled_logprobs
+    trl.GRPOTrainer._compute_loss(trainer, model.train(), inputs).backward()
+    model.eval()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def prepared(model_of, tmp_path_factory):
+    directory = model_of("qwen3_tied")
+    model = oracle.load_model(directory, torch.float64)
+    # TRL has no empty completions, no groups of one and one temperature.
+    records = [{**r, "temperature": 1.0} for r in make_rollouts(SEED) if r["response_ids"] and r["group"] != "g1"]
+    add_series(records, oracle.score(model, records)[0], SEED + 1)
+    return directory, model, records, write_records(records, tmp_path_factory.mktemp("trl") / "rollouts.jsonl")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_train_has_the_trainers_gradient(case, espalier, prepared, tmp_path):
+    directory, model, records, path = prepared
+    exact = trl_gradients(model, records, CASES[case], tmp_path / "trl")
+    run = Trained(espalier, directory, path, tmp_path, **{n.replace("_", "-"): v for n, v in CASES[case].items()})
+    assert_equal_gradients(run.gradients, exact, SEED)
+
+
+def test_every_case_is_another_update(prepared, tmp_path):
+    """Otherwise a name that is accepted and ignored would pass above."""
+    _, model, records, _ = prepared
+    plain = torch.cat([g.flatten() for g in trl_gradients(model, records, {}, tmp_path).values()])
+    for case, names in CASES.items():
+        if case in ("dapo", "bnpo"):  # dapo is the default, and bnpo is it in one micro-batch
+            continue
+        other = torch.cat([g.flatten() for g in trl_gradients(model, records, names, tmp_path).values()])
+        assert (other - plain).norm() > 1e-6 * plain.norm(), case
