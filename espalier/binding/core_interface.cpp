@@ -1,7 +1,6 @@
 // The C interface of the torch-free core: copies buffers in, hands tables out, turns exceptions into JSON.
 #include "espalier/binding/core_interface.h"
 
-#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,6 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/binding/guarded.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/options/option_help.h"
 #include "espalier/plan/planner.h"
@@ -27,25 +27,6 @@ struct espalier_plan {
 namespace {
 
 thread_local std::string last_error;
-
-void remember(const char* kind, int exit_code, const ErrorText& text) {
-  const Json error = {{"kind", kind},    {"exit_code", exit_code}, {"where", text.where}, {"expected", text.expected},
-                      {"got", text.got}, {"remedy", text.remedy}};
-  last_error = error.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
-// Runs `call`; what it throws is remembered and `failed` returned.
-template <class Result, class Call>
-Result guarded(Result failed, Call call) {
-  try {
-    return call();
-  } catch (const Error& error) {
-    remember(error.kind(), error.exit_code(), error.text());
-  } catch (const std::exception& error) {
-    remember("internal", 70, {"the core library", "no exception", error.what(), "please report this"});
-  }
-  return failed;
-}
 
 std::vector<Rollout> batch_of(const espalier_rollouts& in) {
   std::vector<Rollout> batch(static_cast<std::size_t>(in.rollouts));
@@ -176,6 +157,12 @@ std::string option_table() {
 }
 
 }  // namespace
+
+void espalier::keep_error(const char* kind, int exit_code, const ErrorText& text) {
+  const Json error = {{"kind", kind},    {"exit_code", exit_code}, {"where", text.where}, {"expected", text.expected},
+                      {"got", text.got}, {"remedy", text.remedy}};
+  last_error = error.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
 
 const char* espalier_options() {
   static const std::string table = option_table();
