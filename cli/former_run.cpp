@@ -58,8 +58,8 @@ std::string continuing_command(char verb, const std::vector<OptionSetting>& told
   out += " --resume " + quoted_for_shell(directory);
   if (verb == 'l') return out;  // run.json has everything
   if (!config.empty()) out += " --config " + quoted_for_shell(config);
-  for (const auto& [name, value, where] : told) {
-    const OptionRow* row = find_option(name);
+  for (const OptionSetting& setting : told) {
+    const OptionRow* row = find_option(setting.name);
     if (!row || continued(*row)) continue;
     bool replaced = false;  // what the former run wrote is not written over with the rest alone
     for (const char* other : {"model", "critic", "resume", "overwrite", "record", "record-every", "rollout-metrics"})
@@ -67,7 +67,7 @@ std::string continuing_command(char verb, const std::vector<OptionSetting>& told
     if (replaced) continue;
     out += std::string(" --") + row->name;
     if (row->type == OptionType::flag) continue;
-    for (const std::string& word : split_paths(value)) out += ' ' + quoted_for_shell(word);
+    for (const std::string& word : split_paths(setting.value)) out += ' ' + quoted_for_shell(word);
   }
   return out;
 }

@@ -6,11 +6,6 @@
 
 namespace espalier {
 
-namespace {
-constexpr double kTokenMeanEpsilon = 1e-8;  // verl adds it to a rollout's token count
-
-}  // namespace
-
 Aggregation value_aggregation(const Options& options) {
   const Aggregation given = options.loss_agg_mode;
   return given == Aggregation::of_the_loss ? Aggregation::token_mean : given;
@@ -18,6 +13,10 @@ Aggregation value_aggregation(const Options& options) {
 
 std::int64_t count_loss_tokens(const Rollout& rollout) {
   return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });
+}
+
+AggregationDivisors AggregationDivisors::from(const Options& options) {
+  return {options.loss_scale_factor, options.token_mean_divisor, options.token_count_epsilon};
 }
 
 std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
@@ -50,7 +49,7 @@ std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggreg
         weights.push_back(1.0 / rollouts / scale);
         break;
       case Aggregation::seq_mean_token_mean:
-        weights.push_back(1.0 / rollouts / (tokens + kTokenMeanEpsilon));
+        weights.push_back(tokens > 0 ? 1.0 / rollouts / (tokens + divisors.rollout_epsilon) : 0.0);
         break;
       case Aggregation::of_the_loss:
         ESPALIER_INTERNAL(false, "the aggregation of a loss is resolved before it weighs tokens");

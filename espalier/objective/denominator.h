@@ -18,10 +18,13 @@ Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
-// 0: as the mini-batch says, its longest response and its loss tokens.
+// Of what is 0 the mini-batch's own stands: its longest response and its loss tokens.
 struct AggregationDivisors {
-  double longest = 0;      // of seq-mean-token-sum-norm: --loss-scale-factor
-  double loss_tokens = 0;  // of token-mean: --token-mean-divisor
+  double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
+  double loss_tokens = 0;         // of token-mean: --token-mean-divisor
+  double rollout_epsilon = 1e-8;  // added to a rollout's token count by seq-mean-token-mean: --token-count-epsilon
+
+  static AggregationDivisors from(const Options& options);
 };
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.

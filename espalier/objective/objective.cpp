@@ -179,7 +179,7 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  const AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor};
+  const AggregationDivisors divisors = AggregationDivisors::from(options);
   state.token_weight = compute_token_weights(batch, policy_aggregation(options), divisors);
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight

@@ -24,7 +24,8 @@ ValueObjective::ValueObjective(std::span<const Rollout> batch, std::span<const s
     : batch_(batch),
       targets_(targets),
       cliprange_(options.cliprange_value),
-      token_weight_(compute_token_weights(batch, value_aggregation(options), {options.loss_scale_factor, 0})) {
+      token_weight_(
+          compute_token_weights(batch, value_aggregation(options), AggregationDivisors{options.loss_scale_factor})) {
   ESPALIER_INTERNAL_EQ(batch.size(), targets.size());
   for (std::size_t i = 0; i < batch.size(); ++i) {
     ESPALIER_INTERNAL_EQ(targets[i].size(), batch[i].response_ids.size(), batch[i].where);

@@ -133,6 +133,7 @@ class Translation {
     imply("log-ratio-bound", "inf");
     imply("kl-loss-type", "k3_unbiased");
     imply("adv-epsilon", "0.0001");
+    imply("token-count-epsilon", "0");
     imply("loss-agg-mode", "token-mean");
     imply("entropy-agg-mode", "token-mean");
     imply("weight-decay", "0");
@@ -205,8 +206,8 @@ class Translation {
       replace(*length, "max-response-length", length->value);
       if (divides) replace(*length, "loss-scale-factor", length->value);
     } else if (divides) {
-      imply("loss-scale-factor", "256");
-      notes_.push_back("dr_grpo divides by max_completion_length, in TRL 256 where none is given");
+      imply("loss-scale-factor", "512");
+      notes_.push_back("dr_grpo divides by max_completion_length, in TRL 512 where none is given");
     }
   }
 

@@ -93,7 +93,7 @@ def trl_gradients(model, records, names, folder):
 
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     trainer = types.SimpleNamespace(
-        args=args, beta=args.beta, loss_type=args.loss_type, epsilon_low=args.epsilon, epsilon_high=high,
+        args=args, model=model, beta=args.beta, loss_type=args.loss_type, epsilon_low=args.epsilon, epsilon_high=high,
         importance_sampling_level=args.importance_sampling_level, top_entropy_quantile=1.0,
         off_policy_mask_threshold=args.off_policy_mask_threshold, use_vllm=sampled,
         vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,

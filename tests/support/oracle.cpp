@@ -196,7 +196,7 @@ Tensor gradient_of(const ParameterTable& table, const Weights& w, const Tensor& 
 
 Tensor aggregate(const Tensor& loss, const Tensor& mask, const Totals& totals, const Options& o) {
   const std::string usual = o.policy_loss == "gspo" || o.policy_loss == "sapo" ? "seq-mean-token-mean" : "token-mean";
-  const std::string mode = o.loss_agg_mode.empty() ? usual : o.loss_agg_mode;
+  const std::string mode = o.loss_agg_mode == Aggregation::of_the_loss ? usual : name_of(o.loss_agg_mode);
   const Tensor sum = (loss * mask).sum();
   if (mode == "token-sum") return sum;
   if (mode == "token-mean") return sum / std::max(totals.tokens, 1.0);

@@ -139,7 +139,7 @@ Result run_plain(const Case& made, const Options& o) {
       loss = loss * at::clamp_max(at::exp(at::clamp(level, -20.0, 20.0)), o.rollout_is_threshold);
     const double weight = plain_weight(o, made.batch, rollout);
     pg = pg + weight * (loss * mask).sum();
-    kl = kl + weight * (plain_kl(o.kl_loss_type, lp, row(rollout.ref_logprobs)) * mask).sum();
+    kl = kl + weight * (plain_kl(name_of(o.kl_loss_type), lp, row(rollout.ref_logprobs)) * mask).sum();
     entropy = entropy + weight * (H * mask).sum();
     tokens += mask.sum().item<double>();
     clipped_tokens += (clipped * mask).sum().item<double>();

@@ -127,7 +127,7 @@ TEST(Task, TooShortAPromptIsRefusedWithTheShortestThereIs) {
     } catch (const OptionError& error) {
       EXPECT_NE(error.text().expected.find(std::to_string(task.shortest_prompt())), std::string::npos);
     }
-    EXPECT_FALSE(Task{task.kind, task.shortest_prompt()}.problems(Split::train, Random(1), 1).empty());
+    EXPECT_FALSE((Task{task.kind, task.shortest_prompt()}.problems(Split::train, Random(1), 1).empty()));
   }
 }
 

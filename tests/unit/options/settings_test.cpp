@@ -85,7 +85,7 @@ TEST(Aliases, CispoCapsTheRatioAtEpsilonHighItself) {
 }
 
 TEST(Aliases, DrGrpoDividesByTheLongestCompletionThatTrlAllows) {
-  EXPECT_EQ(applied({{"loss_type", "dr_grpo", ""}}).options.loss_scale_factor, 256);
+  EXPECT_EQ(applied({{"loss_type", "dr_grpo", ""}}).options.loss_scale_factor, 512);
   EXPECT_EQ(applied({{"loss_type", "dr_grpo", ""}, {"max_completion_length", "64", ""}}).options.loss_scale_factor, 64);
   EXPECT_EQ(applied({{"max_completion_length", "64", ""}}).options.loss_scale_factor, 0);
 }
