@@ -1,3 +1,4 @@
+// TRL's names and settings from several sources.
 #include "espalier/options/trl_names.h"
 
 #include <array>
