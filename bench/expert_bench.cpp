@@ -14,9 +14,9 @@
 #include <string>
 
 #include "bench/spread.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/mlp.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/step/model_state.h"
 
 namespace {
@@ -52,8 +52,6 @@ class Mlp {
         arena_(std::int64_t{16} << 30),
         path_(model_->shape, 0, scalar_type(dtype), false, arena_) {
     rows_.id.resize(static_cast<std::size_t>(sizes.rows()));
-    context_ = std::make_unique<LayerContext>(LayerContext{model_->shape, model_->decoder.weights().layers[0], rotary_,
-                                                           rows_, path_, 0, false, arena_, nullptr});
     const at::TensorOptions options = at::dtype(scalar_type(dtype));
     stream_ = at::randn({sizes.rows(), sizes.width}, at::kFloat).to(options.dtype());
     grad_ = at::randn({sizes.rows(), sizes.width}, at::kFloat).to(options.dtype());
@@ -65,14 +63,14 @@ class Mlp {
   };
   Seconds run() {
     const ArenaScope scope(arena_);
-    LayerSaved saved = take_layer_saved(*context_, stream_);
+    Timer timer;
+    const LayerContext context{
+        model_->shape, model_->decoder.weights().layers[0], rotary_, rows_, path_, 0, false, arena_, &timer};
+    LayerSaved saved = take_layer_saved(context, stream_);
     saved.stream_mid_RM.copy_(stream_);
     grad_stream_.copy_(grad_);
-    Timer timer;
-    LayerContext context = *context_;
-    context.timer = &timer;
     mlp_forward(context, saved, out_);
-    mlp_backward(context, saved, grad_stream_, gradients_.views().layers[0]);
+    add_mlp_backward(context, saved, grad_stream_, gradients_.views().layers[0]);
     return {timer.seconds(part::kProducts), timer.total()};
   }
 
@@ -83,7 +81,6 @@ class Mlp {
   KvPath path_;
   RotaryTables rotary_;
   Rows rows_;
-  std::unique_ptr<LayerContext> context_;
   at::Tensor stream_, grad_, out_, grad_stream_;
 };
 

@@ -6,6 +6,7 @@
 // The two take turns. One JSON object: seconds materialised over seconds fused, and the bytes of logits of each.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string>
@@ -40,10 +41,13 @@ Problem make_problem(std::int64_t rows, std::int64_t width, std::int64_t vocabul
 }
 
 void run_fused(Problem& p, Arena& arena) {
-  std::vector<double> logprob(p.edges.size()), entropy(p.edges.size());
-  const HeadGradients out{p.grad_hidden, p.grad_weight};
-  const auto gradient = [](std::int64_t, double, double) { return HeadEdgeGradient{-1, 0}; };
-  head_forward_backward({p.hidden, p.weight, p.temperature, p.edges}, gradient, logprob, entropy, out, arena);
+  HeadEdges edges;
+  ControlBlock block;
+  edges.add_to(block, p.temperature, p.edges, p.weight.size(0));
+  block.hand_over(arena.device());
+  const auto objective = [](std::size_t, std::span<const double>, std::span<const double>, std::span<double> by_logprob,
+                            std::span<double>) { std::ranges::fill(by_logprob, -1); };
+  add_head_forward_backward({p.hidden, p.weight, edges}, objective, {p.grad_hidden, p.grad_weight}, arena);
 }
 
 // Returns the log-probs; the gradient is that of minus their sum.

@@ -14,7 +14,7 @@
 
 #include "bench/spread.h"
 #include "espalier/base/instruction_set.h"
-#include "espalier/ops/products.h"
+#include "espalier/model/products.h"
 
 namespace {
 
@@ -41,11 +41,12 @@ struct Operands {
   // Forward and both backward products, as often as makes a tenth of a second of them.
   double rate(Arena& arena) {
     const int times = std::max(1, static_cast<int>(1e10 / flops));
+    const Products products(arena, nullptr);
     const double begin = bench::now();
     for (int i = 0; i < times; ++i) {
-      linear(out, x, weight, at::Tensor());
-      compute_linear_grad_input(grad_x, out, weight);
-      add_linear_grad_weight(grad_weight, at::Tensor(), out, x, arena);
+      products.linear(out, x, weight, at::Tensor());
+      products.linear_grad_input(grad_x, out, weight);
+      products.add_linear_grad_weight(grad_weight, at::Tensor(), out, x);
     }
     return times * flops / (bench::now() - begin);
   }

@@ -1,6 +1,8 @@
 """Folders of espalier/ are stages of the data flow: a file may include only its own folder and those before it.
 
-Also: the folders of TORCH_FREE name neither ATen nor torch, and nobody includes torch/torch.h. Exit 1 with one line per fault.
+Also: the folders of TORCH_FREE name neither ATen nor torch, nobody includes torch/torch.h, and what stands above the operations
+(espalier/ops/operations.h) touches no tensor's memory and no kernel: it calls operations and the device's copies. Exit 1 with one
+line per fault.
 """
 
 import re
@@ -15,6 +17,12 @@ ORDER = (
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "plan"}
+# What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
+ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report"}
+BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/(?:cpu|attention)/[\w/.]+)|#pragma omp")
+# Of those, what runs in a step: its tensors are a device's throughout.
+IN_A_STEP = {"model", "moe", "objective", "gradient", "phase", "optimizer", "generate"}
+KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 
@@ -32,6 +40,16 @@ def tracked(*patterns):
     return sorted(set(names))
 
 
+def faults_above_operations(name, folder, text):
+    fault_injected = False  # a deliberate fault of the mutation tests stands on this line or the line before
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.split("//")[0]
+        found = BELOW.search(code) or folder in IN_A_STEP and KERNEL.search(code)
+        if found and not fault_injected and "ESPALIER_MUTATION" not in code:
+            yield f"{name}:{number}: espalier/{folder} calls operations (espalier/ops/), found {found.group(0)}"
+        fault_injected = "ESPALIER_MUTATION" in code
+
+
 def faults_of(name):
     parts = Path(name).parts
     folder = parts[1] if parts[0] == "espalier" and len(parts) > 2 else None
@@ -39,6 +57,8 @@ def faults_of(name):
         yield f"{name}: folder espalier/{folder} has no place in the order of tools/check_includes.py"
         return
     text = (ROOT / name).read_text(encoding="utf-8")
+    if folder in ABOVE_OPERATIONS:
+        yield from faults_above_operations(name, folder, text)
     for match in INCLUDE.finditer(text):
         where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
         included = match.group(2)

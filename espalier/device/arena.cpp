@@ -1,7 +1,6 @@
 #include "espalier/device/arena.h"
 
-#include <ATen/ops/from_blob.h>
-#include <sys/mman.h>
+#include <algorithm>
 
 #include "espalier/base/error.h"
 
@@ -13,19 +12,15 @@
 #endif
 
 namespace espalier {
-Arena::Arena(std::int64_t limit_bytes) : limit_(limit_bytes) {
-  void* memory = mmap(nullptr, static_cast<std::size_t>(limit_), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED)
-    throw MemoryBudgetError({"Arena", text_of("an address range of ", limit_, " bytes"), "a refusal of the system",
-                             "lower --memory-budget or raise the limit on address space (ulimit -v)"});
-  base_ = static_cast<std::byte*>(memory);
+
+Arena::Arena(std::int64_t limit_bytes, Device& device)
+    : device_(device), base_(device.reserve(limit_bytes)), limit_(limit_bytes) {
   ASAN_POISON_MEMORY_REGION(base_, limit_);
 }
 
 Arena::~Arena() {
   ASAN_UNPOISON_MEMORY_REGION(base_, limit_);
-  munmap(base_, static_cast<std::size_t>(limit_));
+  device_.release(base_, limit_);
 }
 
 at::Tensor Arena::take(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -40,7 +35,7 @@ at::Tensor Arena::take(at::IntArrayRef sizes, at::ScalarType dtype) {
   high_water_ = std::max(high_water_, top_);
   touched_ = std::max(touched_, top_);
   ASAN_UNPOISON_MEMORY_REGION(data, bytes);
-  return at::from_blob(data, sizes, at::TensorOptions().dtype(dtype));
+  return device_.view(data, sizes, dtype);
 }
 
 void Arena::release_to(std::int64_t mark) {

@@ -10,12 +10,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "espalier/device/device.h"
+
 namespace espalier {
 
 class Arena {
  public:
   // Reserves addresses for `limit_bytes`; memory is taken only as it is touched.
-  explicit Arena(std::int64_t limit_bytes);
+  explicit Arena(std::int64_t limit_bytes, Device& device = bound_device());
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -27,6 +29,8 @@ class Arena {
   // Errors: MemoryBudgetError when the limit is passed.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype);
 
+  Device& device() const { return device_; }
+
   std::int64_t in_use() const { return top_; }
   std::int64_t high_water() const { return high_water_; }
   std::int64_t touched() const { return touched_; }  // highest ever: what the arena holds of the machine's memory
@@ -34,6 +38,7 @@ class Arena {
   void release_to(std::int64_t mark);
 
  private:
+  Device& device_;
   std::byte* base_ = nullptr;
   std::int64_t limit_ = 0, top_ = 0, high_water_ = 0, touched_ = 0;
 };

@@ -2,8 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include <cstring>
 #include <numeric>
+
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 namespace {
@@ -18,21 +19,14 @@ std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int
   return taken(shape.hidden) + 2 * shape.layers * (taken(prompt_rows * width) + taken(response_rows * width));
 }
 
-void move_rows(const at::Tensor& rows_PJD, const RowPacking::Move& move) {
-  auto* const data = static_cast<char*>(rows_PJD.data_ptr());
-  const std::int64_t row_bytes = rows_PJD.stride(0) * static_cast<std::int64_t>(rows_PJD.element_size());
-  std::memmove(data + move.to * row_bytes, data + move.from * row_bytes,
-               static_cast<std::size_t>(move.count * row_bytes));
-}
-
 }  // namespace
 
 PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
-                         std::int64_t responses, std::int64_t longest)
+                         std::int64_t responses, std::int64_t longest, Device& device)
     : layers_(shape.layers),
       prompt_rows_(prompt_rows),
       packing_(responses, longest),
-      memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity())),
+      memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity()), device),
       last_hidden_M_(memory_.take({shape.hidden}, dtype)),
       prompt_(shape, prompt_rows, dtype, false, memory_),
       responses_(shape, packing_.capacity(), dtype, false, memory_),
@@ -52,8 +46,8 @@ RowGroup PromptGroup::append_step() {
   for (std::int64_t layer = 0; layer < layers_ && !moves_.empty(); ++layer) {
     const KvPath::Layer own = responses_.path(layer, packing_.capacity());
     for (const RowPacking::Move& move : moves_) {
-      move_rows(own.k, move);
-      move_rows(own.v, move);
+      memory_.device().operations().move_rows(own.k, move.from, move.to, move.count);
+      memory_.device().operations().move_rows(own.v, move.from, move.to, move.count);
     }
   }
   packing_.grow();

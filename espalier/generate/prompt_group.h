@@ -19,7 +19,7 @@ class PromptGroup {
  public:
   // At most `responses` at a time, each keeping at most `longest` rows (its last token has none).
   PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows, std::int64_t responses,
-              std::int64_t longest);
+              std::int64_t longest, Device& device);
 
   std::int64_t prompt_rows() const { return prompt_rows_; }
   std::int64_t held_rows() const { return prompt_rows_ + packing_.touched(); }  // whose memory has been touched

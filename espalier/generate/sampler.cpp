@@ -1,7 +1,6 @@
 #include "espalier/generate/sampler.h"
 
 #include <ATen/ATen.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,12 +13,13 @@
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
 #include "espalier/base/units.h"
+#include "espalier/device/control_block.h"
+#include "espalier/device/host_values.h"
 #include "espalier/generate/prompt_group.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/cpu/token_choice.h"
+#include "espalier/ops/operations.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/rollout/record_format.h"
 
@@ -71,6 +71,12 @@ struct Family {
   std::int64_t live() const { return static_cast<std::int64_t>(admitted - finished); }
 };
 
+// A token and its log-prob.
+struct TokenChoice {
+  std::int32_t token;
+  double logprob;
+};
+
 struct Response {
   Family* family;
   Random random;
@@ -86,7 +92,7 @@ class Generation {
   // Responses whose next token hangs on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
   struct Asked {
     std::vector<std::int64_t> response;
-    std::vector<std::size_t> begin{0};
+    std::vector<std::int32_t> begin{0};
   };
 
   void make_families(std::span<const Prompt> prompts);
@@ -96,12 +102,10 @@ class Generation {
   void compute_prompts(std::span<Family* const> opened);
   void compute_prompt_rows(Rows& rows, std::vector<Family*>& ends);
   void step();
-  Rows rows_of_step(Asked& asked);
-  at::Tensor hidden_of_step(const Rows& rows, Asked& asked);
-  void choose(const at::Tensor& hidden_OM, const Asked& asked, std::vector<TokenChoice>& choices);
-  template <class A>
-  void choose_block(std::int64_t first_row, const at::Tensor& logits_BV, const Asked& asked,
-                    std::vector<TokenChoice>& choices);
+  void add_rows_of_step(Rows& rows, Asked& asked);
+  at::Tensor forward(Rows& rows);
+  at::Tensor hidden_of_step(Rows& rows, Asked& asked);
+  std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void accept(std::int64_t response, const TokenChoice& choice);
   void finish(std::int64_t response, const char* reason);
   void count_held();
@@ -124,7 +128,6 @@ class Generation {
   std::size_t next_family_ = 0;
   std::int64_t live_ = 0;
   std::int64_t done_ = 0;  // of the progress: rows of prompts and tokens of responses, each at its longest
-  std::vector<ChoiceScratch> scratch_;
   GenerateReport report_;
 };
 
@@ -138,8 +141,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       no_path_(decoder.shape(), 0, decoder.dtype(), false, arena),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
       kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : available_bytes() / 2),
-      most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded),
-      scratch_(static_cast<std::size_t>(omp_get_max_threads())) {
+      most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
   check_settings(settings);
   for (const Prompt& prompt : prompts) check_prompt(decoder.shape(), prompt);
   ESPALIER_INTERNAL(positions_needed(decoder.shape(), prompts, settings) <= decoder.positions(), "rotary tables of ",
@@ -249,7 +251,7 @@ void Generation::admit() {
 
 void Generation::open(Family& family) {
   family.group = std::make_unique<PromptGroup>(decoder_.shape(), decoder_.dtype(), family.prompt_rows(), family.places,
-                                               family.longest - 1);
+                                               family.longest - 1, decoder_.device());
   open_.push_back(&family);
 }
 
@@ -282,23 +284,31 @@ void Generation::compute_prompts(std::span<Family* const> opened) {
 void Generation::compute_prompt_rows(Rows& rows, std::vector<Family*>& ends) {
   if (rows.rows() == 0) return;
   const ArenaScope scope(arena_);
-  const DecoderSaved saved = decoder_.forward(rows, no_path_, Keep::nothing, arena_);
+  const at::Tensor normed_OM = forward(rows);
   for (std::size_t i = 0; i < ends.size(); ++i)
-    ends[i]->group->last_hidden_M().copy_(saved.normed_OM[static_cast<std::int64_t>(i)]);
+    decoder_.device().operations().convert(normed_OM.select(0, static_cast<std::int64_t>(i)),
+                                           ends[i]->group->last_hidden_M());
   report_.prompt_rows_physical += rows.rows();
   progress_.advance_to(done_ += rows.rows());
   rows = Rows();
   ends.clear();
 }
 
+// The normalised hidden rows of the outputs.
+at::Tensor Generation::forward(Rows& rows) {
+  ControlBlock block;
+  rows.add_to(block);
+  block.hand_over(decoder_.device());
+  return decoder_.forward(rows, no_path_, Keep::nothing, arena_).normed_OM;
+}
+
 // One token more for every live response.
 void Generation::step() {
   const ArenaScope scope(arena_);
   Asked asked;
-  const Rows rows = rows_of_step(asked);
-  const at::Tensor hidden_OM = hidden_of_step(rows, asked);
-  std::vector<TokenChoice> choices(asked.response.size());
-  choose(hidden_OM, asked, choices);
+  Rows rows;
+  add_rows_of_step(rows, asked);
+  const std::vector<TokenChoice> choices = choose(hidden_of_step(rows, asked), asked);
   count_held();
   for (std::size_t i = 0; i < choices.size(); ++i) accept(asked.response[i], choices[i]);
   std::erase_if(open_, [](const Family* family) { return family->group == nullptr; });
@@ -307,8 +317,7 @@ void Generation::step() {
 }
 
 // The newest token of every response that has one.
-Rows Generation::rows_of_step(Asked& asked) {
-  Rows rows;
+void Generation::add_rows_of_step(Rows& rows, Asked& asked) {
   for (Family* family : open_) {
     if (family->group->responses().empty()) continue;
     rows.groups.push_back(family->group->append_step());
@@ -316,19 +325,18 @@ Rows Generation::rows_of_step(Asked& asked) {
       rows.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
       rows.position.push_back(static_cast<std::int32_t>(family->prompt_rows() + run.count - 1));
       asked.response.push_back(run.owner);
-      asked.begin.push_back(asked.response.size());
+      asked.begin.push_back(static_cast<std::int32_t>(asked.response.size()));
     }
   }
   rows.output_row.resize(rows.id.size());
   std::iota(rows.output_row.begin(), rows.output_row.end(), 0);
   rows.output_position = rows.position;
-  return rows;
 }
 
 // Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token.
-at::Tensor Generation::hidden_of_step(const Rows& rows, Asked& asked) {
+at::Tensor Generation::hidden_of_step(Rows& rows, Asked& asked) {
   std::vector<at::Tensor> parts;
-  if (rows.rows() > 0) parts.push_back(decoder_.forward(rows, no_path_, Keep::nothing, arena_).normed_OM);
+  if (rows.rows() > 0) parts.push_back(forward(rows));
   const Family* last = nullptr;
   for (const std::int64_t response : fresh_) {
     Family* family = responses_[static_cast<std::size_t>(response)].family;
@@ -342,34 +350,42 @@ at::Tensor Generation::hidden_of_step(const Rows& rows, Asked& asked) {
   }
   fresh_.clear();
   if (parts.size() == 1) return parts.front();
-  at::Tensor hidden_OM =
+  const at::Tensor hidden_OM =
       arena_.take({static_cast<std::int64_t>(asked.begin.size()) - 1, decoder_.shape().hidden}, decoder_.dtype());
-  return at::cat_out(hidden_OM, parts);
+  std::int64_t first = 0;
+  for (const at::Tensor& part : parts) {
+    decoder_.device().operations().convert(part, hidden_OM.narrow(0, first, part.size(0)));
+    first += part.size(0);
+  }
+  return hidden_OM;
 }
 
-void Generation::choose(const at::Tensor& hidden_OM, const Asked& asked, std::vector<TokenChoice>& choices) {
+std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const Asked& asked) {
+  Device& device = decoder_.device();
+  std::vector<double> uniforms;
+  for (const std::int64_t response : asked.response)
+    uniforms.push_back(responses_[static_cast<std::size_t>(response)].random.uniform());
+  at::Tensor begin_O1, uniform_N;
+  ControlBlock block;
+  block.add(asked.begin, begin_O1);
+  block.add(uniforms, uniform_N);
+  block.hand_over(device);
+  const auto count = static_cast<std::int64_t>(uniforms.size());
+  const at::Tensor drawn_2N = device.allocate({2, count}, at::kDouble);
   const auto visit = [&](std::int64_t first_row, const at::Tensor& logits_BV) {
-    if (logits_BV.scalar_type() == at::kDouble)
-      choose_block<double>(first_row, logits_BV, asked, choices);
-    else
-      choose_block<float>(first_row, logits_BV, asked, choices);
+    const std::int64_t rows = logits_BV.size(0), begin = asked.begin[static_cast<std::size_t>(first_row)];
+    const std::int64_t tokens = asked.begin[static_cast<std::size_t>(first_row + rows)] - begin;
+    device.operations().choose_tokens(
+        logits_BV, rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
+        drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
   };
   for_each_logits(hidden_OM, decoder_.weights().head_VM, visit, arena_);
-}
-
-template <class A>
-void Generation::choose_block(std::int64_t first_row, const at::Tensor& logits_BV, const Asked& asked,
-                              std::vector<TokenChoice>& choices) {
-  const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
-  const A* logits = logits_BV.const_data_ptr<A>();
-#pragma omp parallel for schedule(dynamic, 1) if (rows * vocabulary >= kParallelLogits)
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const A* raw = logits + row * vocabulary;
-    const HeadRowSums sums = compute_row_sums(raw, vocabulary, rule_.inverse_temperature());
-    for (std::size_t i = asked.begin[first_row + row]; i < asked.begin[first_row + row + 1]; ++i)
-      choices[i] = choose_token(std::span<const A>(raw, static_cast<std::size_t>(vocabulary)), sums, rule_,
-                                responses_[asked.response[i]].random.uniform(), scratch_[omp_get_thread_num()]);
-  }
+  const at::Tensor on_host = device.to_host(drawn_2N);
+  const auto drawn = host_values<const double>(on_host);
+  std::vector<TokenChoice> choices;
+  for (std::size_t i = 0; i < uniforms.size(); ++i)
+    choices.push_back({static_cast<std::int32_t>(drawn[i]), drawn[uniforms.size() + i]});
+  return choices;
 }
 
 void Generation::accept(std::int64_t index, const TokenChoice& choice) {

@@ -1,13 +1,15 @@
 #include "espalier/gradient/gradient_set.h"
 
-#include <ATen/ATen.h>
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
-GradientSet::GradientSet(const ParameterTable& table, const ModelShape& shape, at::ScalarType accumulator)
-    : flat_(at::zeros({table.size()}, at::TensorOptions().dtype(accumulator))),
-      views_(view_model(flat_, table, shape)) {}
+GradientSet::GradientSet(const ParameterTable& table, const ModelShape& shape, at::ScalarType accumulator,
+                         Device& device)
+    : device_(device), flat_(device.allocate({table.size()}, accumulator)), views_(view_model(flat_, table, shape)) {
+  zero();
+}
 
-void GradientSet::zero() { flat_.zero_(); }
+void GradientSet::zero() { device_.operations().zero(flat_); }
 
 }  // namespace espalier

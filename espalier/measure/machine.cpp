@@ -16,9 +16,9 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/ops/attention/attention.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/products.h"
+#include "espalier/device/device.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 namespace {
@@ -47,7 +47,7 @@ class Product {
   Product(std::int64_t rows, at::ScalarType dtype)
       : x_(at::ones({rows, kWidth}, dtype)), weight_(at::ones({kWidth, kWidth}, dtype)), out_(at::empty_like(x_)) {}
 
-  void operator()() const { linear(out_, x_, weight_, at::Tensor()); }
+  void operator()() const { cpu_device().operations().linear(out_, x_, weight_, at::Tensor()); }
   double flops() const { return 2.0 * static_cast<double>(x_.size(0) * kWidth * kWidth); }
 
  private:
@@ -68,25 +68,12 @@ double attention_rate(at::ScalarType dtype) {
                    k = at::full({kRows, kKvHeads * kHeadDim}, 0.01, options);
   const at::Tensor out = at::empty_like(q), grad_q = at::empty_like(q), lse = at::empty({kHeads, kRows}, sums);
   const at::Tensor grad_k = at::zeros({kRows, kKvHeads * kHeadDim}, sums), grad_v = at::zeros_like(grad_k);
-  const std::vector<std::int32_t> subtree_end(kRows, kRows);
-  attention::Shape shape;
-  shape.query_rows = shape.own_rows = shape.path_rows = kRows, shape.heads = kHeads, shape.kv_heads = kKvHeads;
-  shape.subtree_end = subtree_end.data();
-  shape.head_dim = kHeadDim, shape.scale = 0.125;
-  double seconds = 0;
-  dispatch(dtype, [&]<class T>() {
-    using A = accumulator_t<T>;
-    const attention::Rows<const T> keys{pointer<T>(k), kKvHeads * kHeadDim};
-    const attention::Inputs<T> in{{pointer<T>(q), kHeads * kHeadDim}, keys, keys, keys, keys};
-    const attention::Rows<T> out_rows{pointer<T>(out), kHeads * kHeadDim};
-    const attention::Rows<A> grad_k_rows{pointer<A>(grad_k), kKvHeads * kHeadDim},
-        grad_v_rows{pointer<A>(grad_v), kKvHeads * kHeadDim};
-    const attention::Gradients<T> grads{
-        {pointer<T>(grad_q), kHeads * kHeadDim}, grad_k_rows, grad_v_rows, grad_k_rows, grad_v_rows};
-    seconds = best_seconds([&] { attention::forward<T>(shape, in, out_rows, pointer<A>(lse)); });
-    seconds += best_seconds([&] {
-      attention::backward<T>(shape, in, {out_rows.data, out_rows.stride}, pointer<A>(lse), in.q, grads);
-    });
+  const at::Tensor subtree_end = at::full({kRows}, kRows, at::kInt);
+  const AttentionProblem problem{kHeadDim, q, k, k, k, k, at::Tensor(), subtree_end};
+  const Operations& ops = cpu_device().operations();
+  double seconds = best_seconds([&] { ops.attention(problem, out, lse); });
+  seconds += best_seconds([&] {
+    ops.add_attention_backward(problem, out, lse, q, {grad_q, grad_k, grad_v, grad_k, grad_v});
   });
   constexpr double kPairs = kRows * kRows + kRows * (kRows + 1) / 2.0;
   return 3.5 * 4.0 * kHeads * kHeadDim * kPairs / seconds;

@@ -2,32 +2,24 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "espalier/base/mutation.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/cpu/row_kernels.h"
+#include "espalier/device/scalar_type.h"
 
 namespace espalier {
 
-namespace {
-
-// As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
-void drop_look_ups(std::int64_t token, const std::vector<std::int32_t>& id_T, at::Tensor& grad_stream_TM) {
-  std::vector<std::int64_t> rows;
-  for (std::size_t row = 0; row < id_T.size(); ++row)
-    if (id_T[row] == token) rows.push_back(static_cast<std::int64_t>(row));
-  if (!rows.empty()) grad_stream_TM.index_fill_(0, at::tensor(rows, at::kLong), 0);
-}
-
-}  // namespace
-
-Decoder::Decoder(const ModelShape& shape, ModelViews weights) : shape_(shape), weights_(std::move(weights)) {}
+Decoder::Decoder(const ModelShape& shape, ModelViews weights, Device& device)
+    : shape_(shape), weights_(std::move(weights)), device_(device) {}
 
 void Decoder::reserve_positions(std::int64_t positions) {
-  if (positions > rotary_.positions()) rotary_ = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
+  if (positions <= rotary_.positions()) return;
+  const RotaryTables made = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
+  rotary_ = {device_.adopt(made.cos), device_.adopt(made.sin)};
 }
 
 bool Decoder::last_block_is_narrow(const Rows& rows) const {
-  return rows.accounting == nullptr || !rows.accounting->needs_all_rows() || !shape_.has_experts(shape_.layers - 1);
+  return !rows.routes_all_rows || !shape_.has_experts(shape_.layers - 1);
 }
 
 LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const {
@@ -35,8 +27,16 @@ LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer
           layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer};
 }
 
+void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
+  const auto& kinds = shape_.expert_layer;
+  const std::int64_t l = std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
+  const at::Tensor& choice_RK = layer.router_choice_RK;
+  c.ops.convert(choice_RK, choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
+}
+
 DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
   const TimedPart timed(timer, part::kRows);
+  const Operations& ops = device_.operations();
   DecoderSaved out;
   out.keep = keep;
   if (rows.outputs() > 0) {
@@ -44,12 +44,11 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
     out.normed_OM = arena.take({rows.outputs(), shape_.hidden}, dtype());
     out.final_rstd_O = arena.take({rows.outputs()}, accumulator_type(dtype()));
   }
+  if (rows.keeps_choices)
+    out.choice_LTK = device_.allocate({shape_.expert_layers(), rows.rows(), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
   at::Tensor stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
-  dispatch(dtype(), [&]<class T>() {
-    rows::gather<T>(rows.rows(), shape_.hidden, pointer<T>(weights_.embedding_VM), rows.id.data(),
-                    pointer<T>(stream_TM));
-  });
+  ops.gather(weights_.embedding_VM, rows.id_T, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
@@ -57,6 +56,7 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
     const std::int64_t mark = arena.in_use();
     LayerSaved saved = take_layer_saved(c, stream_TM);
     layer_forward(c, saved, next);
+    if (rows.keeps_choices && saved.router_choice_RK.defined()) keep_choices(c, saved, out.choice_LTK);
     if (keep != Keep::everything) {
       arena.release_to(mark);
       saved = LayerSaved{};
@@ -65,39 +65,27 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
     if (keep != Keep::nothing) out.layers.push_back(std::move(saved));
     stream_TM = next;
   }
-  if (!last_block_is_narrow(rows) && rows.outputs() > 0)
-    dispatch(dtype(), [&]<class T>() {
-      rows::gather<T>(rows.outputs(), shape_.hidden, pointer<T>(stream_TM), rows.output_row.data(),
-                      pointer<T>(out.final_stream_OM));
-    });
+  if (!last_block_is_narrow(rows) && rows.outputs() > 0) ops.gather(stream_TM, rows.output_row_O, out.final_stream_OM);
   if (keep == Keep::nothing) arena.release_to(kept_from);
   if (rows.outputs() > 0)
-    dispatch(dtype(), [&]<class T>() {
-      rows::rms_norm<T>(rows.outputs(), shape_.hidden, pointer<T>(out.final_stream_OM),
-                        pointer<T>(weights_.final_norm_M), shape_.rms_norm_eps, pointer<T>(out.normed_OM),
-                        pointer<accumulator_t<T>>(out.final_rstd_O));
-    });
+    ops.norm(out.final_stream_OM, weights_.final_norm_M, shape_.rms_norm_eps, out.normed_OM, out.final_rstd_O);
   return out;
 }
 
-void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                       ModelViews& grads, Arena& arena, Timer* timer) const {
+void Decoder::add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                           ModelViews& grads, Arena& arena, Timer* timer) const {
   const TimedPart timed(timer, part::kRows);
+  const Operations& ops = device_.operations();
   const ArenaScope scope(arena);
-  at::Tensor grad_stream = arena.take({rows.outputs(), shape_.hidden}, dtype()).zero_();
+  at::Tensor grad_stream = arena.take({rows.outputs(), shape_.hidden}, dtype());
+  ops.zero(grad_stream);
   if (rows.outputs() > 0)
-    dispatch(dtype(), [&]<class T>() {
-      rows::rms_norm_backward<T>(rows.outputs(), shape_.hidden, pointer<T>(saved.final_stream_OM),
-                                 pointer<T>(weights_.final_norm_M), pointer<accumulator_t<T>>(saved.final_rstd_O),
-                                 pointer<T>(grad_normed_OM), pointer<T>(grad_stream),
-                                 pointer<accumulator_t<T>>(grads.final_norm_M));
-    });
+    ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM, grad_stream,
+                          grads.final_norm_M);
   if (!last_block_is_narrow(rows)) {
-    const at::Tensor grad_stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype()).zero_();
-    dispatch(dtype(), [&]<class T>() {
-      rows::scatter_add<T, T>(rows.outputs(), shape_.hidden, pointer<T>(grad_stream), rows.output_row.data(),
-                              pointer<T>(grad_stream_TM));
-    });
+    const at::Tensor grad_stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
+    ops.zero(grad_stream_TM);
+    ops.add_scatter(grad_stream, rows.output_row_O, grad_stream_TM);
     grad_stream = grad_stream_TM;
   }
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
@@ -113,17 +101,16 @@ void Decoder::backward(const Rows& rows, KvPath& path, DecoderSaved& saved, cons
         kept = take_layer_saved(c, kept.stream_in_TM);
         layer_forward(c, kept, at::Tensor());
       }
-      layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream,
-                     grads.layers[static_cast<std::size_t>(layer)]);
+      add_layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream,
+                         grads.layers[static_cast<std::size_t>(layer)]);
     }
     if (c.last) grad_stream = widened;
   }
-  drop_look_ups(shape_.pad_token, rows.id, grad_stream);
+  // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
+  if (std::ranges::find(rows.id, shape_.pad_token) != rows.id.end())
+    ops.zero_rows(grad_stream, rows.id_T, shape_.pad_token);
   if (ESPALIER_MUTATION(embedding_repeat_lost)) grads.embedding_VM.index_fill_(0, at::tensor(rows.id, at::kLong), 0);
-  dispatch(dtype(), [&]<class T>() {
-    rows::scatter_add<T, accumulator_t<T>>(rows.rows(), shape_.hidden, pointer<T>(grad_stream), rows.id.data(),
-                                           pointer<accumulator_t<T>>(grads.embedding_VM));
-  });
+  ops.add_scatter(grad_stream, rows.id_T, grads.embedding_VM);
 }
 
 }  // namespace espalier

@@ -27,39 +27,45 @@ struct DecoderSaved {
   Keep keep = Keep::nothing;
   std::vector<LayerSaved> layers;
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
+  // Experts that rows chose, [L, T, k] (int32), where rows.keeps_choices; a narrow last layer has only its output rows.
+  at::Tensor choice_LTK;
 };
 
 class Decoder {
  public:
-  // `weights` are read in every call; their dtype is the dtype of all activations.
-  Decoder(const ModelShape& shape, ModelViews weights);
+  // `weights` are read in every call and lie on the device; their dtype is the dtype of all activations.
+  Decoder(const ModelShape& shape, ModelViews weights, Device& device);
 
   // Makes rotary tables for positions below `positions`; must cover every row.
   void reserve_positions(std::int64_t positions);
   std::int64_t positions() const { return rotary_.positions(); }
 
-  // Runs the rows over the path. The result holds normed_OM, the input of the head. Everything in it is taken from the
-  // arena and stays valid until the caller releases it. Times of its parts are booked where there is a timer.
+  // Runs the rows, which were handed over, over the path. The result holds normed_OM, the input of the head. Everything
+  // in it is taken from the arena and stays valid until the caller releases it. Times of its parts are booked where
+  // there is a timer.
   DecoderSaved forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
   // set's part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter
   // here.
-  void backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
+  void add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                    ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
 
   const ModelShape& shape() const { return shape_; }
   const ModelViews& weights() const { return weights_; }
+  Device& device() const { return device_; }
   at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
 
  private:
-  // False where the last block runs all rows, because its router counts them.
+  // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const Rows& rows) const;
+  void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
   LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
 
   ModelShape shape_;
   ModelViews weights_;
   RotaryTables rotary_;
+  Device& device_;
 };
 
 }  // namespace espalier

@@ -3,10 +3,9 @@
 //   n = norm(y);  (S, w) = router(n Wr^T);  [g_e u_e] = n Wgu_e^T
 //   z = y + sum_{e in S} w_e (silu(g_e) u_e) Wd_e^T
 //
-// Rows are sorted by expert and every product runs over the rows of one expert, so nothing is padded and an expert that
-// nobody chose costs nothing. Sums over a row's experts are kept in the accumulator dtype and rounded once. Router
-// losses come from rows.accounting, which also counts every forwarded row's choices.
-// Shapes: R rows, M width, E experts, k of them a row, F inner width of one expert.
+// Rows are sorted by expert (ops/experts.h). Sums over a row's experts are kept in the accumulator dtype and rounded
+// once. What router losses ask is in rows.penalty_L. Shapes: R rows, M width, E experts, k of them a row, F inner width
+// of one expert.
 #pragma once
 
 #include "espalier/model/layer.h"
@@ -15,7 +14,7 @@ namespace espalier {
 
 void take_expert_mlp_saved(const LayerContext& context, LayerSaved& saved, std::int64_t rows);
 void expert_mlp_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
-void expert_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
-                         const LayerViews& grads);
+void add_expert_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                             const LayerViews& grads);
 
 }  // namespace espalier

@@ -4,12 +4,13 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
 KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena)
-    : capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
+    : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
   const std::int64_t sizes[] = {capacity, shape.kv_heads, shape.head_dim};
   for (Layer& layer : layers_) {
     layer.k = arena.take(sizes, dtype);
@@ -27,8 +28,8 @@ void KvPath::push(std::int64_t rows, std::int64_t contributions) {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     const Layer own = top(static_cast<std::int64_t>(layer));
     if (own.grad_k.defined() && !ESPALIER_MUTATION(path_gradients_not_zeroed)) {
-      own.grad_k.zero_();
-      own.grad_v.zero_();
+      device_.operations().zero(own.grad_k);
+      device_.operations().zero(own.grad_v);
     }
   }
 }

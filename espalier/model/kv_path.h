@@ -47,6 +47,7 @@ class KvPath {
 
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
 
+  Device& device_;
   std::int64_t capacity_, rows_ = 0;
   std::vector<Layer> layers_;
   std::vector<Trunk> trunks_;

@@ -2,16 +2,9 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
-#include <cstring>
-
 #include "espalier/base/mutation.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/model/mlp.h"
-#include "espalier/model/stream_norm.h"
-#include "espalier/ops/attention/attention.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/cpu/row_kernels.h"
-#include "espalier/ops/products.h"
 
 namespace espalier {
 namespace {
@@ -30,27 +23,16 @@ at::ScalarType dtype_of(const LayerContext& c) { return c.weights.q_weight.scala
 // x_R = x_T at the output rows; x itself in blocks where all rows continue.
 at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM) {
   if (!c.last) return x_TM;
-  at::Tensor x_RM = c.arena.take({c.rows.outputs(), x_TM.size(1)}, x_TM.scalar_type());
-  dispatch(x_TM.scalar_type(), [&]<class T>() {
-    rows::gather<T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_TM), c.rows.output_row.data(), pointer<T>(x_RM));
-  });
+  const at::Tensor x_RM = c.arena.take({c.rows.outputs(), x_TM.size(1)}, x_TM.scalar_type());
+  c.ops.gather(x_TM, c.rows.output_row_O, x_RM);
   return x_RM;
 }
 
-void scatter_continuing(const LayerContext& c, const at::Tensor& x_RM, const at::Tensor& into_TM) {
-  dispatch(x_RM.scalar_type(), [&]<class T>() {
-    rows::scatter_add<T, T>(x_RM.size(0), x_RM.size(1), pointer<T>(x_RM), c.rows.output_row.data(),
-                            pointer<T>(into_TM));
-  });
+Rotation rotation_of_queries(const LayerContext& c) {
+  return {c.rotary, c.last ? c.rows.output_position_O : c.rows.position_T, c.weights.q_norm_D, c.shape.rms_norm_eps};
 }
-
-const std::int32_t* continuing_positions(const LayerContext& c) {
-  return c.last ? c.rows.output_position.data() : c.rows.position.data();
-}
-
-rows::HeadShape head_shape(const LayerContext& c, std::int64_t rows, std::int64_t heads,
-                           const std::int32_t* positions) {
-  return {rows, heads, c.shape.head_dim, c.shape.rms_norm_eps, positions};
+Rotation rotation_of_keys(const LayerContext& c) {
+  return {c.rotary, c.rows.position_T, c.weights.k_norm_D, c.shape.rms_norm_eps};
 }
 
 // The operands of attention: rotated queries and keys, and where own values lie.
@@ -63,6 +45,7 @@ struct Operands {
 Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool write_path) {
   const Sizes s = sizes_of(c);
   const at::ScalarType dtype = dtype_of(c);
+  const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, s.kv_width), v_TW = saved.kv_TW.narrow(1, s.kv_width, s.kv_width);
   Operands out;
   out.q = c.arena.take({s.continuing, s.q_width}, dtype);
   if (c.rows.in_path) {
@@ -71,90 +54,47 @@ Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool writ
     out.v = own.v.view({s.rows, s.kv_width});
   } else {
     out.k = c.arena.take({s.rows, s.kv_width}, dtype);
-    out.v = saved.kv_TW.narrow(1, s.kv_width, s.kv_width);
+    out.v = v_TW;
   }
-  dispatch(dtype, [&]<class T>() {
-    using A = accumulator_t<T>;
-    const A* cos = pointer<A>(c.rotary.cos);
-    const A* sin = pointer<A>(c.rotary.sin);
-    rows::norm_rotate<T>(head_shape(c, s.continuing, c.shape.heads, continuing_positions(c)), pointer<T>(saved.q_RW),
-                         s.q_width, pointer<T>(c.weights.q_norm_D), cos, sin, pointer<T>(out.q), s.q_width);
-    if (c.rows.in_path && !write_path) return;
-    rows::norm_rotate<T>(head_shape(c, s.rows, c.shape.kv_heads, c.rows.position.data()), pointer<T>(saved.kv_TW),
-                         2 * s.kv_width, pointer<T>(c.weights.k_norm_D), cos, sin, pointer<T>(out.k), s.kv_width);
-    if (c.rows.in_path)
-      rows::convert<T, T>(s.rows, s.kv_width, pointer<T>(saved.kv_TW) + s.kv_width, 2 * s.kv_width, pointer<T>(out.v),
-                          s.kv_width);
-  });
+  c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);
+  if (!c.rows.in_path || write_path) c.ops.rotate(rotation_of_keys(c), k_TW, out.k);
+  if (c.rows.in_path && write_path) c.ops.convert(v_TW, out.v);
   if (ESPALIER_MUTATION(gqa_head_mixup)) out.q.copy_(out.q.roll(c.shape.head_dim, 1));
   return out;
 }
 
-attention::Shape attention_shape(const LayerContext& c) {
-  const Sizes s = sizes_of(c);
-  attention::Shape shape;
-  shape.query_rows = s.continuing;
-  shape.own_rows = s.rows;
-  shape.path_rows = c.rows.path_rows;
-  if (ESPALIER_MUTATION(path_cut_short) && shape.path_rows > 0) --shape.path_rows;
-  shape.heads = c.shape.heads;
-  shape.kv_heads = c.shape.kv_heads;
-  shape.head_dim = c.shape.head_dim;
-  shape.scale = 1.0 / std::sqrt(static_cast<double>(c.shape.head_dim));
-  shape.query_row = c.last ? c.rows.output_row.data() : nullptr;
-  shape.subtree_end = c.rows.subtree_end.data();
-  return shape;
-}
-
-template <class T>
-attention::Inputs<T> attention_inputs(const Operands& operands, const KvPath::Layer& path) {
-  auto rows = [](const at::Tensor& x) { return attention::Rows<const T>{pointer<T>(x), x.stride(0)}; };
-  return {rows(operands.q), rows(operands.k), rows(operands.v), rows(path.k), rows(path.v)};
-}
-
-// Copies the keys and values of rows that belong to groups to where their groups keep them.
-void append_to_groups(const LayerContext& c, const Operands& operands) {
-  const auto size = static_cast<std::int64_t>(operands.k.element_size());
-  const auto width = static_cast<std::size_t>(sizes_of(c).kv_width * size);
-  const auto row_of = [&](const at::Tensor& x, std::int64_t row) {
-    return static_cast<char*>(x.data_ptr()) + row * x.stride(0) * size;
-  };
-  std::int64_t row = 0;
-  for (const RowGroup& group : c.rows.groups) {
-    const KvPath::Layer own = group.own->path(c.layer, static_cast<std::int64_t>(group.subtree_end.size()));
-    for (const std::int32_t at : group.own_row) {
-      std::memcpy(row_of(own.k, at), row_of(operands.k, row), width);
-      std::memcpy(row_of(own.v, at), row_of(operands.v, row), width);
-      ++row;
-    }
+AttentionProblem attention_problem(const LayerContext& c, const Operands& operands, const KvPath::Layer& path) {
+  AttentionProblem problem{c.shape.head_dim,
+                           operands.q,
+                           operands.k,
+                           operands.v,
+                           path.k,
+                           path.v,
+                           c.last ? c.rows.output_row_O : at::Tensor(),
+                           c.rows.subtree_end_T};
+  if (ESPALIER_MUTATION(path_cut_short) && path.k.size(0) > 0) {
+    problem.path_k_P = path.k.narrow(0, 0, path.k.size(0) - 1);
+    problem.path_v_P = path.v.narrow(0, 0, path.v.size(0) - 1);
   }
+  return problem;
 }
 
-// Attention of rows that belong to groups, one call for each group that has queries.
+// Attention of rows that belong to groups, one call for each group that has queries, after their keys and values are
+// where their groups keep them.
 void attend_in_groups(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
-  const Sizes s = sizes_of(c);
   std::int64_t first_row = 0, first_query = 0;
-  std::vector<std::int32_t> query_row;
   for (const RowGroup& group : c.rows.groups) {
-    const auto rows = static_cast<std::int64_t>(group.own_row.size());
-    query_row.clear();
-    if (!c.last) query_row = group.own_row;
-    for (std::int64_t o = first_query; c.last && o < c.rows.outputs() && c.rows.output_row[o] < first_row + rows; ++o)
-      query_row.push_back(group.own_row[c.rows.output_row[o] - first_row]);
-    const auto queries = static_cast<std::int64_t>(query_row.size());
-    attention::Shape shape = attention_shape(c);
-    shape.query_rows = queries;
-    shape.query_row = query_row.data();
-    shape.own_rows = static_cast<std::int64_t>(group.subtree_end.size());
-    shape.subtree_end = group.subtree_end.data();
-    shape.path_rows = group.path_rows;
-    const KvPath::Layer own = group.own->path(c.layer, shape.own_rows);
-    const Operands read{operands.q.narrow(0, first_query, queries), own.k, own.v};
-    dispatch(dtype_of(c), [&]<class T>() {
-      attention::forward<T>(shape, attention_inputs<T>(read, group.path->path(c.layer, group.path_rows)),
-                            {pointer<T>(saved.attended_RW) + first_query * s.q_width, s.q_width},
-                            pointer<accumulator_t<T>>(saved.lse_HR) + first_query * c.shape.heads);
-    });
+    const at::Tensor& query_row = c.last ? group.output_own_row : group.own_row_N;
+    const std::int64_t rows = group.own_row_N.size(0), queries = query_row.size(0);
+    const KvPath::Layer own = group.own->path(c.layer, group.subtree_end_T.size(0));
+    c.ops.scatter(operands.k.narrow(0, first_row, rows), group.own_row_N, own.k);
+    c.ops.scatter(operands.v.narrow(0, first_row, rows), group.own_row_N, own.v);
+    const KvPath::Layer path = group.path->path(c.layer, group.path_rows);
+    const TimedPart timed(c.timer, part::kAttention);
+    c.ops.attention({c.shape.head_dim, operands.q.narrow(0, first_query, queries), own.k, own.v, path.k, path.v,
+                     query_row, group.subtree_end_T},
+                    saved.attended_RW.narrow(0, first_query, queries),
+                    saved.lse_HR.view({-1}).narrow(0, first_query * c.shape.heads, queries * c.shape.heads));
     first_row += rows;
     first_query += queries;
   }
@@ -162,13 +102,11 @@ void attend_in_groups(const LayerContext& c, const Operands& operands, const Lay
 
 // Overwrites saved.attended and saved.lse. With groups lse is scratch: each group's part in its own order.
 void attend(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
-  const TimedPart timed(c.timer, part::kAttention);
   if (!c.rows.groups.empty()) return attend_in_groups(c, operands, saved);
-  dispatch(dtype_of(c), [&]<class T>() {
-    attention::forward<T>(attention_shape(c), attention_inputs<T>(operands, c.path.path(c.layer, c.rows.path_rows)),
-                          {pointer<T>(saved.attended_RW), sizes_of(c).q_width},
-                          pointer<accumulator_t<T>>(saved.lse_HR));
-  });
+  if (sizes_of(c).continuing == 0) return;
+  const TimedPart timed(c.timer, part::kAttention);
+  c.ops.attention(attention_problem(c, operands, c.path.path(c.layer, c.rows.path_rows)), saved.attended_RW,
+                  saved.lse_HR);
 }
 
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
@@ -176,8 +114,8 @@ struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
 };
 
-ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& saved,
-                                       const at::Tensor& grad_attended_RW, const LayerViews& grads) {
+ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSaved& saved,
+                                           const at::Tensor& grad_attended_RW, const LayerViews& grads) {
   const Sizes s = sizes_of(c);
   const at::ScalarType dtype = dtype_of(c);
   ProjectionGradients out{c.arena.take({s.continuing, s.q_width}, dtype),
@@ -190,39 +128,24 @@ ProjectionGradients attention_backward(const LayerContext& c, const LayerSaved& 
     c.path.expect_complete(c.layer);
     own = c.path.top(c.layer);
   } else {
-    own.grad_k = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
-    own.grad_v = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype)).zero_();
+    own.grad_k = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype));
+    own.grad_v = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype));
+    c.ops.zero(own.grad_k);
+    c.ops.zero(own.grad_v);
   }
   KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
   if (c.rows.path_rows * s.continuing > 0 && ESPALIER_MUTATION(wave_gradient_lost)) path.grad_k = path.grad_k.clone();
   if (c.rows.path_rows > 0 && ESPALIER_MUTATION(unmerged_lse)) saved.lse_HR.sub_(0.01);
-  dispatch(dtype, [&]<class T>() {
-    using A = accumulator_t<T>;
-    attention::Gradients<T> grad;
-    grad.q = {pointer<T>(grad_q_RW), s.q_width};
-    grad.own_k = {pointer<A>(own.grad_k), s.kv_width};
-    grad.own_v = {pointer<A>(own.grad_v), s.kv_width};
-    grad.path_k = {pointer<A>(path.grad_k), s.kv_width};
-    grad.path_v = {pointer<A>(path.grad_v), s.kv_width};
-    if (s.continuing > 0) {
-      const TimedPart timed(c.timer, part::kAttention);
-      attention::backward<T>(attention_shape(c), attention_inputs<T>(operands, path),
-                             {pointer<T>(saved.attended_RW), s.q_width}, pointer<A>(saved.lse_HR),
-                             {pointer<T>(grad_attended_RW), s.q_width}, grad);
-    }
-    const A* cos = pointer<A>(c.rotary.cos);
-    const A* sin = pointer<A>(c.rotary.sin);
-    rows::norm_rotate_backward<T, T>(head_shape(c, s.continuing, c.shape.heads, continuing_positions(c)),
-                                     pointer<T>(saved.q_RW), s.q_width, pointer<T>(c.weights.q_norm_D), cos, sin,
-                                     pointer<T>(grad_q_RW), s.q_width, pointer<T>(out.q_RW), s.q_width,
-                                     pointer<A>(grads.q_norm_D));
-    rows::norm_rotate_backward<T, A>(head_shape(c, s.rows, c.shape.kv_heads, c.rows.position.data()),
-                                     pointer<T>(saved.kv_TW), 2 * s.kv_width, pointer<T>(c.weights.k_norm_D), cos, sin,
-                                     pointer<A>(own.grad_k), s.kv_width, pointer<T>(out.kv_TW), 2 * s.kv_width,
-                                     pointer<A>(grads.k_norm_D));
-    rows::convert<A, T>(s.rows, s.kv_width, pointer<A>(own.grad_v), s.kv_width, pointer<T>(out.kv_TW) + s.kv_width,
-                        2 * s.kv_width);
-  });
+  if (s.continuing > 0) {
+    const TimedPart timed(c.timer, part::kAttention);
+    c.ops.add_attention_backward(attention_problem(c, operands, path), saved.attended_RW, saved.lse_HR,
+                                 grad_attended_RW, {grad_q_RW, own.grad_k, own.grad_v, path.grad_k, path.grad_v});
+  }
+  const auto grad_k_TW = own.grad_k.view({s.rows, s.kv_width}), grad_v_TW = own.grad_v.view({s.rows, s.kv_width});
+  c.ops.add_rotate_backward(rotation_of_queries(c), saved.q_RW, grad_q_RW, out.q_RW, grads.q_norm_D);
+  c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, s.kv_width), grad_k_TW,
+                            out.kv_TW.narrow(1, 0, s.kv_width), grads.k_norm_D);
+  c.ops.convert(grad_v_TW, out.kv_TW.narrow(1, s.kv_width, s.kv_width));
   if (c.rows.path_rows > 0 && ESPALIER_MUTATION(contribution_uncounted)) return out;
   c.path.count_contribution(c.layer, c.rows.path_rows);
   return out;
@@ -252,59 +175,58 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   {
     const ArenaScope projection(c.arena);
     const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
-    norm_forward(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
-    linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias, c.timer);
+    c.ops.norm(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
+    c.products.linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
     if (s.continuing > 0)
-      linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias, c.timer);
+      c.products.linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
   }
   {
     const ArenaScope operands_scope(c.arena);
-    const Operands operands = make_operands(c, saved, true);
-    if (!c.rows.groups.empty()) append_to_groups(c, operands);
-    if (s.continuing == 0) return;
-    attend(c, operands, saved);
+    attend(c, make_operands(c, saved, true), saved);
   }
+  if (s.continuing == 0) return;
   {
     const ArenaScope residual(c.arena);
-    linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW, c.weights.output_weight,
-                c.weights.output_bias, c.timer);
+    c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW,
+                           c.weights.output_weight, c.weights.output_bias);
   }
   mlp_forward(c, saved, stream_out_RM);
 }
 
-void layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
-                    const at::Tensor& grad_in_TM, const LayerViews& grads) {
+void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                        const at::Tensor& grad_in_TM, const LayerViews& grads) {
   const Sizes s = sizes_of(c);
   const at::ScalarType dtype = dtype_of(c);
   const ArenaScope scope(c.arena);
-  if (c.last) grad_in_TM.zero_();
+  if (c.last) c.ops.zero(grad_in_TM);
   const at::Tensor grad_attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
   if (s.continuing > 0) {
-    mlp_backward(c, saved, grad_stream_RM, grads);
-    add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW, c.arena, c.timer);
-    compute_linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight, c.timer);
-    if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost)) scatter_continuing(c, grad_stream_RM, grad_in_TM);
+    add_mlp_backward(c, saved, grad_stream_RM, grads);
+    c.products.add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW);
+    c.products.linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight);
+    if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost))
+      c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
   }
-  const ProjectionGradients grad = attention_backward(c, saved, grad_attended_RW, grads);
+  const ProjectionGradients grad = add_attention_backward(c, saved, grad_attended_RW, grads);
   if (ESPALIER_MUTATION(last_layer_rows_forgotten) && s.continuing == 0) grad.kv_TW.zero_();
   const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
-  norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
-  add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, c.arena, c.timer);
+  c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
+  c.products.add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM);
   if (s.continuing > 0) {
     const ArenaScope gathered(c.arena);
-    add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM), c.arena, c.timer);
+    c.products.add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM));
   }
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
-  compute_linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight, c.timer);
+  c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight);
   if (c.last && s.continuing > 0) {
     const at::Tensor part_RM = c.arena.take({s.continuing, s.width}, dtype);
-    compute_linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight, c.timer);
-    scatter_continuing(c, part_RM, grad_normed_TM);
+    c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight);
+    c.ops.add_scatter(part_RM, c.rows.output_row_O, grad_normed_TM);
   } else if (!c.last) {
-    add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight, c.timer);
+    c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight);
   }
-  norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
-                grads.attention_norm_M);
+  c.ops.add_norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
+                          grads.attention_norm_M);
 }
 
 }  // namespace espalier

@@ -12,9 +12,11 @@
 #include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/model_views.h"
+#include "espalier/model/products.h"
 #include "espalier/model/rotary.h"
 #include "espalier/model/rows.h"
 #include "espalier/observe/timer.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
@@ -37,7 +39,9 @@ struct LayerContext {
   std::int64_t layer;
   bool last;  // only output rows continue
   Arena& arena;
-  Timer* timer = nullptr;  // where matrix products and attention book their time; may be null
+  Timer* timer;  // where matrix products and attention book their time; may be null
+  const Operations& ops = arena.device().operations();
+  const Products products{arena, timer};
 };
 
 // Takes all members but stream_in from the arena.
@@ -49,7 +53,7 @@ void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Ten
 
 // grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself
 // where all rows continue. Adds to `grads`, and to the path's gradients. Consumes `saved`.
-void layer_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
-                    const at::Tensor& grad_in_TM, const LayerViews& grads);
+void add_layer_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                        const at::Tensor& grad_in_TM, const LayerViews& grads);
 
 }  // namespace espalier

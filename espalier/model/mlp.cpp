@@ -4,11 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include "espalier/device/scalar_type.h"
 #include "espalier/model/expert_mlp.h"
-#include "espalier/model/stream_norm.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/cpu/row_kernels.h"
-#include "espalier/ops/products.h"
 
 namespace espalier {
 namespace {
@@ -23,34 +20,29 @@ void dense_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   {
     const ArenaScope scope(c.arena);
     const at::Tensor normed_RM = take_like(c, saved, c.shape.hidden);
-    norm_forward(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
-    linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias, c.timer);
+    c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
+    c.products.linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias);
   }
   if (!stream_out_RM.defined()) return;
   const ArenaScope scope(c.arena);
   const at::Tensor act_RF = take_like(c, saved, c.shape.inner);
-  dispatch(act_RF.scalar_type(), [&]<class T>() {
-    rows::swiglu<T>(act_RF.size(0), c.shape.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
-  });
-  linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias, c.timer);
+  c.ops.swiglu(saved.gate_up_RW, act_RF);
+  c.products.linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias);
 }
 
-void dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
-                    const LayerViews& grads) {
+void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                        const LayerViews& grads) {
   const ArenaScope scope(c.arena);
   const at::Tensor act_RF = take_like(c, saved, c.shape.inner);  // first holds its own gradient
-  compute_linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight, c.timer);
-  dispatch(act_RF.scalar_type(), [&]<class T>() {
-    rows::swiglu_backward<T>(act_RF.size(0), c.shape.inner, pointer<T>(saved.gate_up_RW), pointer<T>(act_RF),
-                             pointer<T>(saved.gate_up_RW), pointer<T>(act_RF));
-  });
-  add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF, c.arena, c.timer);
+  c.products.linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight);
+  c.ops.swiglu_backward(saved.gate_up_RW, act_RF, saved.gate_up_RW, act_RF);
+  c.products.add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF);
   const at::Tensor normed_RM = take_like(c, saved, c.shape.hidden);
-  norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
-  add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM, c.arena, c.timer);
-  compute_linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight, c.timer);
-  norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
-                grads.mlp_norm_M);
+  c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
+  c.products.add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM);
+  c.products.linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight);
+  c.ops.add_norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
+                          grads.mlp_norm_M);
 }
 
 }  // namespace
@@ -68,9 +60,10 @@ void mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& str
   has_experts(c) ? expert_mlp_forward(c, saved, stream_out_RM) : dense_forward(c, saved, stream_out_RM);
 }
 
-void mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM, const LayerViews& grads) {
-  has_experts(c) ? expert_mlp_backward(c, saved, grad_stream_RM, grads)
-                 : dense_backward(c, saved, grad_stream_RM, grads);
+void add_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                      const LayerViews& grads) {
+  has_experts(c) ? add_expert_mlp_backward(c, saved, grad_stream_RM, grads)
+                 : add_dense_backward(c, saved, grad_stream_RM, grads);
 }
 
 }  // namespace espalier

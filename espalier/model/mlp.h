@@ -14,8 +14,8 @@ void take_mlp_saved(const LayerContext& context, LayerSaved& saved, std::int64_t
 // filled again.
 void mlp_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 
-// Turns dL/dz into dL/dy, in place. Consumes `saved`.
-void mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
-                  const LayerViews& grads);
+// Turns dL/dz into dL/dy, in place, and adds to `grads`. Consumes `saved`.
+void add_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                      const LayerViews& grads);
 
 }  // namespace espalier

@@ -6,15 +6,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/ops/rotation.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
 
-struct RotaryTables {
-  at::Tensor cos, sin;  // [N, D/2], accumulator dtype
-  std::int64_t positions() const { return cos.defined() ? cos.size(0) : 0; }
-};
-
+// In the host's memory.
 RotaryTables make_rotary_tables(const ModelShape& shape, std::int64_t positions, at::ScalarType accumulator);
 
 }  // namespace espalier

@@ -5,6 +5,8 @@
 // to `own` before anything reads them; rows of `own` that nobody wrote must hold finite numbers.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -19,6 +21,9 @@ struct RowGroup {
   const KvPath* own = nullptr;
   const KvPath* path = nullptr;  // may be `own` where path_rows is 0
   std::int64_t path_rows = 0;    // P
+
+  // Of the device, after Rows::add_to: the same, and the own rows of the group's outputs.
+  at::Tensor own_row_N, subtree_end_T, output_own_row;
 };
 
 }  // namespace espalier

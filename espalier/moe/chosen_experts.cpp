@@ -17,6 +17,19 @@ ChosenExperts::ChosenExperts(const ModelShape& shape, std::span<const Rollout> b
     ids_.emplace_back(static_cast<std::size_t>(rollout.length() * width()), RecordedRoutes::kFree);
 }
 
+void ChosenExperts::write(std::span<const RowSegment> segments, std::int64_t place, const std::int32_t* choice_RK,
+                          const std::vector<std::int32_t>* rows) {
+  std::vector<std::uint16_t*> record;  // of every row of the set
+  for (const RowSegment& segment : segments)
+    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
+      record.push_back(at(segment.rollout, depth) + place * chosen_);
+  for (std::size_t r = 0; r < (rows ? rows->size() : record.size()); ++r, choice_RK += chosen_) {
+    std::uint16_t* of_row = record[rows ? static_cast<std::size_t>((*rows)[r]) : r];
+    std::copy(choice_RK, choice_RK + chosen_, of_row);
+    std::sort(of_row, of_row + chosen_);
+  }
+}
+
 std::int64_t ChosenExperts::unite(std::span<const PrefixTree> trees) {
   std::int64_t changed = 0;
   // One layer of a shared token.

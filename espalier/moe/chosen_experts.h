@@ -8,6 +8,7 @@
 
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/plan/model_shape.h"
+#include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier::moe {
@@ -29,6 +30,11 @@ class ChosenExperts {
   const std::uint16_t* at(std::int32_t rollout, std::int32_t depth) const {
     return ids_[rollout].data() + depth * width();
   }
+
+  // Writes what the rows of a set chose in one layer with experts, the place-th, [R, k] in any order: R are the rows of
+  // the segments, or those that `rows` names.
+  void write(std::span<const RowSegment> segments, std::int64_t place, const std::int32_t* choice_RK,
+             const std::vector<std::int32_t>* rows);
 
   // Gives a token that rollouts share, in every layer, the experts of the first of these rollouts (in the order of the
   // batch) where they are known. Returns how many known choices that changed. `trees`: of the same batch.

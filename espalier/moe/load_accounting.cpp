@@ -111,8 +111,4 @@ LoadAccounting::Penalty LoadAccounting::penalty(std::int64_t layer, std::span<co
   return out;
 }
 
-RouterPenalty LoadAccounting::Penalty::view() const {
-  return {group_R.data(), probability_GE.empty() ? nullptr : probability_GE.data(), z_G.empty() ? nullptr : z_G.data()};
-}
-
 }  // namespace espalier::moe

@@ -15,7 +15,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/ops/cpu/router.h"
+#include "espalier/ops/router_shape.h"
 #include "espalier/options/choices.h"
 
 namespace espalier::moe {
@@ -57,11 +57,10 @@ class LoadAccounting {
   // Adds the choices of a set's rows, once for each owner. Called once per row and layer.
   void add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK);
 
-  // The penalties of a set's rows; one group for each element of `owners`.
+  // The penalties of a set's rows, as RouterPenalty reads them; one group for each element of `owners`.
   struct Penalty {
     std::vector<std::int32_t> group_R;
     std::vector<double> probability_GE, z_G;  // empty where the loss is off
-    RouterPenalty view() const;
   };
   // Errors: InternalError where a row's rollouts were not counted to their end.
   Penalty penalty(std::int64_t layer, std::span<const RowOwners> owners) const;

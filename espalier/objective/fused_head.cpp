@@ -12,11 +12,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/ops/cpu/dispatch.h"
-#include "espalier/ops/cpu/head_kernels.h"
+#include "espalier/device/host_values.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
@@ -41,54 +43,48 @@ struct Extent {
 
 class HeadPass {
  public:
-  HeadPass(const HeadProblem& problem, const HeadGradients* out, Arena& arena);
+  // `out` is null in forward-only passes.
+  HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const HeadGradients* out, Arena& arena);
 
-  // Every block in turn. `logprob` and `entropy` are overwritten where not empty; `gradient` is asked where there are
-  // gradients to write.
-  void run(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
-  // The logits of every block in turn, nothing else.
-  void run_logits(const LogitsFunction& visit);
+  // The logits of every block in turn, their first row and their number: visit(first, rows).
+  template <class Visit>
+  void run(Visit visit);
+  const at::Tensor& logits() const { return block_logits_; }
+  // Adds what the logits' gradient, which is in logits() now, gives to the hidden rows and the weights.
+  void add_gradients();
 
  private:
-  void check() const;
   void compute_logits();
-  template <class T>
-  void compute_sums();
-  template <class T>
-  void visit_edges(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
-  template <class T>
-  void compute_logit_gradients();
-  void add_gradients();
-  template <class T>
-  void run_block(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy);
+  // Calls with a run of weight rows in the accumulator type: body(begin, weights, the logits' columns).
+  template <class Body>
+  void for_each_weight_run(Body body);
 
-  const HeadProblem& problem_;
+  const at::Tensor hidden_OM_, weight_VM_;
   const HeadGradients* out_;
+  const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
   bool widens_;
   Extent extent_;
   // Buffers for the largest block; those of a block are their first rows. The last three exist for bfloat16 only.
   at::Tensor logits_, hidden_, grad_hidden_, weight_run_;
 
-  // The block in work: rows [first_row_, first_row_ + rows_), and where the edges of each row begin.
+  // The block in work: rows [first_row_, first_row_ + rows_).
   std::int64_t first_row_ = 0, rows_ = 0;
-  std::vector<std::size_t> edge_begin_;
-  std::vector<HeadRowSums> sums_;
-  std::vector<HeadEdgeGradient> edge_gradient_;
   at::Tensor block_logits_, block_hidden_;
 };
 
-HeadPass::HeadPass(const HeadProblem& problem, const HeadGradients* out, Arena& arena)
-    : problem_(problem),
+HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const HeadGradients* out, Arena& arena)
+    : hidden_OM_(hidden_OM),
+      weight_VM_(weight_VM),
       out_(out),
-      outputs_(problem.hidden_OM.size(0)),
-      vocabulary_(problem.weight_VM.size(0)),
-      width_(problem.weight_VM.size(1)),
-      widens_(problem.hidden_OM.scalar_type() == at::kBFloat16),
-      extent_(outputs_, vocabulary_, width_, problem.hidden_OM.scalar_type()) {
-  check();
+      ops_(arena.device().operations()),
+      outputs_(hidden_OM.size(0)),
+      vocabulary_(weight_VM.size(0)),
+      width_(weight_VM.size(1)),
+      widens_(hidden_OM.scalar_type() == at::kBFloat16),
+      extent_(outputs_, vocabulary_, width_, hidden_OM.scalar_type()) {
   if (outputs_ == 0) return;
-  const at::ScalarType accumulator = accumulator_type(problem.hidden_OM.scalar_type());
+  const at::ScalarType accumulator = accumulator_type(hidden_OM.scalar_type());
   logits_ = arena.take({extent_.rows, vocabulary_}, accumulator);
   if (!widens_) return;
   weight_run_ = arena.take({extent_.vocabulary_run, width_}, accumulator);
@@ -96,143 +92,113 @@ HeadPass::HeadPass(const HeadProblem& problem, const HeadGradients* out, Arena& 
   if (out_) grad_hidden_ = arena.take({extent_.rows, width_}, accumulator);
 }
 
-void HeadPass::check() const {
-  const at::ScalarType dtype = problem_.hidden_OM.scalar_type();
-  ESPALIER_INTERNAL(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16, "hidden of dtype ",
-                    c10::toString(dtype));
-  ESPALIER_INTERNAL(problem_.weight_VM.scalar_type() == dtype && problem_.hidden_OM.size(1) == width_ &&
-                        problem_.hidden_OM.is_contiguous() && problem_.weight_VM.is_contiguous() && vocabulary_ > 0,
-                    "hidden ", problem_.hidden_OM.sizes(), ", weight ", problem_.weight_VM.sizes());
-  ESPALIER_INTERNAL_EQ(static_cast<std::int64_t>(problem_.temperature.size()), outputs_);
-  std::int32_t last = 0;
-  for (const HeadEdge& edge : problem_.edges) {
-    ESPALIER_INTERNAL(edge.output >= last && edge.output < outputs_ && edge.target >= 0 && edge.target < vocabulary_,
-                      "edge from row ", edge.output, " to token ", edge.target, " after row ", last, "; ", outputs_,
-                      " rows, vocabulary ", vocabulary_);
-    last = edge.output;
+template <class Body>
+void HeadPass::for_each_weight_run(Body body) {
+  for (std::int64_t begin = 0; begin < vocabulary_; begin += extent_.vocabulary_run) {
+    const std::int64_t count = std::min(extent_.vocabulary_run, vocabulary_ - begin);
+    const at::Tensor weights = weight_run_.narrow(0, 0, count);
+    ops_.convert(weight_VM_.narrow(0, begin, count), weights);
+    body(begin, weights, block_logits_.narrow(1, begin, count));
   }
-  if (!out_) return;
-  ESPALIER_INTERNAL(out_->grad_hidden_OM.sizes() == problem_.hidden_OM.sizes() &&
-                        out_->grad_hidden_OM.scalar_type() == dtype && out_->grad_hidden_OM.is_contiguous(),
-                    "grad_hidden ", out_->grad_hidden_OM.sizes());
-  ESPALIER_INTERNAL(out_->grad_weight_VM.sizes() == problem_.weight_VM.sizes() &&
-                        out_->grad_weight_VM.scalar_type() == accumulator_type(dtype),
-                    "grad_weight ", out_->grad_weight_VM.sizes());
 }
 
 void HeadPass::compute_logits() {
-  block_hidden_ = problem_.hidden_OM.narrow(0, first_row_, rows_);
+  block_hidden_ = hidden_OM_.narrow(0, first_row_, rows_);
   block_logits_ = logits_.narrow(0, 0, rows_);
-  if (!widens_) {
-    at::mm_out(block_logits_, block_hidden_, problem_.weight_VM.t());
-    return;
-  }
-  block_hidden_ = hidden_.narrow(0, 0, rows_).copy_(block_hidden_);
-  for (std::int64_t begin = 0; begin < vocabulary_; begin += extent_.vocabulary_run) {
-    const std::int64_t count = std::min(extent_.vocabulary_run, vocabulary_ - begin);
-    const at::Tensor weights = weight_run_.narrow(0, 0, count).copy_(problem_.weight_VM.narrow(0, begin, count));
-    at::Tensor columns = block_logits_.narrow(1, begin, count);
-    at::mm_out(columns, block_hidden_, weights.t());
-  }
-}
-
-template <class T>
-void HeadPass::compute_sums() {
-  const T* logits = block_logits_.const_data_ptr<T>();
-#pragma omp parallel for schedule(static) if (rows_ * vocabulary_ >= kParallelLogits)
-  for (std::int64_t row = 0; row < rows_; ++row)
-    sums_[row] =
-        compute_row_sums(logits + row * vocabulary_, vocabulary_, 1.0 / problem_.temperature[first_row_ + row]);
-}
-
-template <class T>
-void HeadPass::visit_edges(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy) {
-  const T* logits = block_logits_.const_data_ptr<T>();
-  edge_gradient_.clear();
-  for (std::int64_t row = 0; row < rows_; ++row) {
-    const double inverse = 1.0 / problem_.temperature[first_row_ + row];
-    for (std::size_t e = edge_begin_[row]; e < edge_begin_[row + 1]; ++e) {
-      const double raw = static_cast<double>(logits[row * vocabulary_ + problem_.edges[e].target]);
-      const double value = token_logprob(raw, inverse, sums_[row]);
-      if (!logprob.empty()) logprob[e] = value;
-      if (!entropy.empty()) entropy[e] = sums_[row].entropy;
-      if (out_) edge_gradient_.push_back(gradient(static_cast<std::int64_t>(e), value, sums_[row].entropy));
-    }
-  }
-}
-
-template <class T>
-void HeadPass::compute_logit_gradients() {
-  T* logits = block_logits_.mutable_data_ptr<T>();
-#pragma omp parallel for schedule(static) if (rows_ * vocabulary_ >= kParallelLogits)
-  for (std::int64_t row = 0; row < rows_; ++row) {
-    T* raw = logits + row * vocabulary_;
-    const double inverse = 1.0 / problem_.temperature[first_row_ + row];
-    HeadEdgeGradient total;
-    for (std::size_t e = edge_begin_[row]; e < edge_begin_[row + 1]; ++e) {
-      total.logprob += edge_gradient_[e - edge_begin_[0]].logprob;
-      total.entropy += edge_gradient_[e - edge_begin_[0]].entropy;
-    }
-    compute_row_gradient(raw, vocabulary_, inverse, sums_[row], total.logprob, total.entropy);
-    for (std::size_t e = edge_begin_[row]; e < edge_begin_[row + 1]; ++e)
-      raw[problem_.edges[e].target] += static_cast<T>(edge_gradient_[e - edge_begin_[0]].logprob * inverse);
-  }
+  if (!widens_) return ops_.linear(block_logits_, block_hidden_, weight_VM_, at::Tensor());
+  const at::Tensor wide = hidden_.narrow(0, 0, rows_);
+  ops_.convert(block_hidden_, wide);
+  block_hidden_ = wide;
+  for_each_weight_run([&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
+    ops_.linear(columns, block_hidden_, weights, at::Tensor());
+  });
 }
 
 void HeadPass::add_gradients() {
-  at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, first_row_, rows_);
+  const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, first_row_, rows_);
   if (!widens_) {
-    at::mm_out(grad_hidden, block_logits_, problem_.weight_VM);
+    ops_.linear_grad_input(grad_hidden, block_logits_, weight_VM_);
   } else {
-    at::Tensor sum = grad_hidden_.narrow(0, 0, rows_);
-    for (std::int64_t begin = 0; begin < vocabulary_; begin += extent_.vocabulary_run) {
-      const std::int64_t count = std::min(extent_.vocabulary_run, vocabulary_ - begin);
-      const at::Tensor weights = weight_run_.narrow(0, 0, count).copy_(problem_.weight_VM.narrow(0, begin, count));
-      const at::Tensor columns = block_logits_.narrow(1, begin, count);
-      if (begin == 0)
-        at::mm_out(sum, columns, weights);
-      else
-        sum.addmm_(columns, weights);
-    }
-    grad_hidden.copy_(sum);
+    const at::Tensor sum = grad_hidden_.narrow(0, 0, rows_);
+    for_each_weight_run([&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
+      begin == 0 ? ops_.linear_grad_input(sum, columns, weights) : ops_.add_linear_grad_input(sum, columns, weights);
+    });
+    ops_.convert(sum, grad_hidden);
   }
-  out_->grad_weight_VM.addmm_(block_logits_.t(), block_hidden_);
+  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), block_logits_, block_hidden_, at::Tensor());
 }
 
-template <class T>
-void HeadPass::run_block(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy) {
-  compute_sums<T>();
-  visit_edges<T>(gradient, logprob, entropy);
-  if (!out_) return;
-  compute_logit_gradients<T>();
-  add_gradients();
-}
-
-void HeadPass::run(const EdgeGradientFunction& gradient, std::span<double> logprob, std::span<double> entropy) {
-  std::size_t edge = 0;
-  sums_.resize(extent_.rows);
-  for (first_row_ = 0; first_row_ < outputs_; first_row_ += extent_.rows) {
-    rows_ = std::min(extent_.rows, outputs_ - first_row_);
-    edge_begin_.assign(1, edge);
-    for (std::int64_t row = first_row_; row < first_row_ + rows_; ++row) {
-      while (edge < problem_.edges.size() && problem_.edges[edge].output == row) ++edge;
-      edge_begin_.push_back(edge);
-    }
-    compute_logits();
-    if (logits_.scalar_type() == at::kDouble)
-      run_block<double>(gradient, logprob, entropy);
-    else
-      run_block<float>(gradient, logprob, entropy);
-  }
-}
-
-void HeadPass::run_logits(const LogitsFunction& visit) {
+template <class Visit>
+void HeadPass::run(Visit visit) {
   for (first_row_ = 0; first_row_ < outputs_; first_row_ += extent_.rows) {
     rows_ = std::min(extent_.rows, outputs_ - first_row_);
     compute_logits();
-    visit(first_row_, block_logits_);
+    visit(first_row_, rows_);
   }
 }
+
+void check(const HeadProblem& problem, const HeadGradients* out) {
+  const at::Tensor &hidden = problem.hidden_OM, &weight = problem.weight_VM;
+  const at::ScalarType dtype = hidden.scalar_type();
+  ESPALIER_INTERNAL(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16, "hidden of dtype ",
+                    c10::toString(dtype));
+  ESPALIER_INTERNAL(weight.scalar_type() == dtype && hidden.size(1) == weight.size(1) && hidden.is_contiguous() &&
+                        weight.is_contiguous() && weight.size(0) > 0,
+                    "hidden ", hidden.sizes(), ", weight ", weight.sizes());
+  ESPALIER_INTERNAL_EQ(problem.edges.temperature_O.size(0), hidden.size(0));
+  if (!out) return;
+  ESPALIER_INTERNAL(out->grad_hidden_OM.sizes() == hidden.sizes() && out->grad_hidden_OM.scalar_type() == dtype &&
+                        out->grad_hidden_OM.is_contiguous(),
+                    "grad_hidden ", out->grad_hidden_OM.sizes());
+  ESPALIER_INTERNAL(
+      out->grad_weight_VM.sizes() == weight.sizes() && out->grad_weight_VM.scalar_type() == accumulator_type(dtype),
+      "grad_weight ", out->grad_weight_VM.sizes());
+}
+
+// The edges of a head on the device, block by block, and their numbers.
+class EdgeNumbers {
+ public:
+  EdgeNumbers(const HeadEdges& edges, Arena& arena)
+      : edges_(edges),
+        device_(arena.device()),
+        sums_O3_(device_.allocate({edges.temperature_O.size(0), 3}, at::kDouble)),
+        series_2E_(device_.allocate({2 * static_cast<std::int64_t>(edges.size())}, at::kDouble)) {}
+
+  // The edges of rows [first, first + rows).
+  struct Block {
+    EdgeBlock edges;
+    std::int64_t begin, count;      // of the edges
+    at::Tensor sums_B3, series_2E;  // log-probs, then entropies
+  };
+  Block score(std::int64_t first, std::int64_t rows, const at::Tensor& logits_BV) const {
+    const std::int64_t begin = edges_.begin[static_cast<std::size_t>(first)];
+    const std::int64_t count = edges_.begin[static_cast<std::size_t>(first + rows)] - begin;
+    Block block{{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
+                 edges_.target_E.narrow(0, begin, count)},
+                begin,
+                count,
+                sums_O3_.narrow(0, first, rows),
+                series_2E_.narrow(0, 2 * begin, 2 * count)};
+    device_.operations().score_logits(block.edges, logits_BV, block.sums_B3, block.series_2E.narrow(0, 0, count),
+                                      block.series_2E.narrow(0, count, count));
+    return block;
+  }
+  // The series of all blocks, one after the other.
+  at::Tensor series() const { return device_.to_host(series_2E_); }
+  at::Tensor series(const Block& block) const { return device_.to_host(block.series_2E); }
+
+  // Turns the logits into their gradient; derivatives by log-prob, then by entropy, of the block's edges.
+  void compute_gradient(const Block& block, std::vector<double> derivatives, const at::Tensor& logits_BV) const {
+    const at::Tensor of_edges = device_.upload(std::move(derivatives));
+    device_.operations().logit_gradients(block.edges, block.sums_B3, of_edges.narrow(0, 0, block.count),
+                                         of_edges.narrow(0, block.count, block.count), logits_BV);
+  }
+
+ private:
+  const HeadEdges& edges_;
+  Device& device_;
+  at::Tensor sums_O3_, series_2E_;
+};
 
 void check_series(const HeadProblem& problem, std::span<const double> logprob, std::span<const double> entropy) {
   ESPALIER_INTERNAL_EQ(logprob.size(), problem.edges.size());
@@ -253,34 +219,78 @@ std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, s
   return total;
 }
 
+void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature, std::span<const HeadEdge> edges,
+                       std::int64_t vocabulary) {
+  std::vector<std::int32_t> targets;
+  targets.reserve(edges.size());
+  begin.reserve(temperature.size() + 1);
+  for (const HeadEdge& edge : edges) {
+    const auto row = static_cast<std::int64_t>(begin.size()) - 1,
+               outputs = static_cast<std::int64_t>(temperature.size());
+    ESPALIER_INTERNAL(edge.output >= row && edge.output < outputs && edge.target >= 0 && edge.target < vocabulary,
+                      "edge from row ", edge.output, " to token ", edge.target, " after row ", row, "; ", outputs,
+                      " rows, vocabulary ", vocabulary);
+    begin.resize(static_cast<std::size_t>(edge.output) + 1, static_cast<std::int32_t>(targets.size()));
+    targets.push_back(edge.target);
+  }
+  begin.resize(temperature.size() + 1, static_cast<std::int32_t>(targets.size()));
+  block.add(temperature, temperature_O);
+  block.add(begin, begin_O1);
+  block.add(targets, target_E);
+}
+
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
                      Arena& arena) {
   const ArenaScope scope(arena);
-  const std::vector<double> unused(static_cast<std::size_t>(hidden_OM.size(0)), 1.0);
-  HeadPass({hidden_OM, weight_VM, unused, {}}, nullptr, arena).run_logits(visit);
+  HeadPass pass(hidden_OM, weight_VM, nullptr, arena);
+  pass.run([&](std::int64_t first, std::int64_t) { visit(first, pass.logits()); });
 }
 
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {
+  check(problem, nullptr);
   check_series(problem, logprob, entropy);
   const ArenaScope scope(arena);
-  HeadPass(problem, nullptr, arena).run({}, logprob, entropy);
+  HeadPass pass(problem.hidden_OM, problem.weight_VM, nullptr, arena);
+  const EdgeNumbers numbers(problem.edges, arena);
+  std::vector<EdgeNumbers::Block> blocks;
+  pass.run([&](std::int64_t first, std::int64_t rows) { blocks.push_back(numbers.score(first, rows, pass.logits())); });
+  const at::Tensor series = numbers.series();
+  for (const EdgeNumbers::Block& block : blocks) {
+    const auto begin = static_cast<std::size_t>(block.begin), count = static_cast<std::size_t>(block.count);
+    const auto values = host_values<const double>(series).subspan(2 * begin, 2 * count);
+    std::ranges::copy(values.first(count), logprob.begin() + block.begin);
+    std::ranges::copy(values.last(count), entropy.begin() + block.begin);
+  }
 }
 
-void head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
-                   std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena) {
+void add_head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
+                       std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena) {
   check_series(problem, grad_logprob, grad_entropy);
-  const ArenaScope scope(arena);
-  const auto recorded = [&](std::int64_t edge, double, double) {
-    return HeadEdgeGradient{grad_logprob[edge], grad_entropy[edge]};
+  const auto recorded = [&](std::size_t first, std::span<const double> logprob, std::span<const double>,
+                            std::span<double> by_logprob, std::span<double> by_entropy) {
+    std::ranges::copy(grad_logprob.subspan(first, logprob.size()), by_logprob.begin());
+    std::ranges::copy(grad_entropy.subspan(first, logprob.size()), by_entropy.begin());
   };
-  HeadPass(problem, &out, arena).run(recorded, {}, {});
+  add_head_forward_backward(problem, recorded, out, arena);
 }
 
-void head_forward_backward(const HeadProblem& problem, const EdgeGradientFunction& gradient, std::span<double> logprob,
-                           std::span<double> entropy, const HeadGradients& out, Arena& arena) {
-  check_series(problem, logprob, entropy);
+void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& objective, const HeadGradients& out,
+                               Arena& arena) {
+  check(problem, &out);
   const ArenaScope scope(arena);
-  HeadPass(problem, &out, arena).run(gradient, logprob, entropy);
+  HeadPass pass(problem.hidden_OM, problem.weight_VM, &out, arena);
+  const EdgeNumbers numbers(problem.edges, arena);
+  pass.run([&](std::int64_t first, std::int64_t rows) {
+    const EdgeNumbers::Block block = numbers.score(first, rows, pass.logits());
+    const at::Tensor series = numbers.series(block);
+    const auto values = host_values<const double>(series);
+    const auto count = static_cast<std::size_t>(block.count);
+    std::vector<double> derivatives(2 * count);
+    objective(static_cast<std::size_t>(block.begin), values.first(count), values.last(count),
+              std::span(derivatives).first(count), std::span(derivatives).last(count));
+    numbers.compute_gradient(block, std::move(derivatives), pass.logits());
+    pass.add_gradients();
+  });
 }
 
 }  // namespace espalier

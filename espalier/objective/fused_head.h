@@ -1,11 +1,8 @@
 // Head and log-prob in one: log-probs, entropies and their gradients without ever holding rows x vocabulary.
 //
-// Shapes: O output rows, M width, V vocabulary, E edges. z_ov = hidden_o . weight_v / temperature_o,
-//   lse_o = log sum_v exp z_ov ;  logprob_e = z_{o(e), target(e)} - lse_{o(e)} ;  entropy_o = lse_o - sum_v p_ov z_ov
-//   dz_ov = sum_{e of o} g_e (1[v = target_e] - p_ov)  -  h_o p_ov (log p_ov + entropy_o)
-// with g_e = dL/dlogprob_e and h_o = sum of dL/dentropy over the row's edges.
-// Logits exist for one block of rows at a time ([block, V], taken from the arena), in the accumulator type
-// (float32; float64 in float64 runs).
+// Shapes: O output rows, M width, V vocabulary, E edges. z_ov = hidden_o . weight_v / temperature_o; log-prob, entropy
+// and the gradient of a logit are those of ops/head.h. Logits exist for one block of rows at a time ([block, V], taken
+// from the arena), in the accumulator type (float32; float64 in float64 runs).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +10,10 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/device/control_block.h"
 
 namespace espalier {
 
@@ -23,11 +22,22 @@ struct HeadEdge {
   std::int32_t target;
 };
 
+// The edges of some output rows, for the host and for the device.
+struct HeadEdges {
+  std::vector<std::int32_t> begin{0};            // [O + 1]: edges [begin_o, begin_{o + 1}) leave row o
+  at::Tensor temperature_O, begin_O1, target_E;  // of the device, once the block was handed over
+
+  // Adds them to the block; this object must not move before it is handed over. Errors: InternalError for edges that
+  // are out of order or of range.
+  void add_to(ControlBlock& block, std::span<const double> temperature, std::span<const HeadEdge> edges,
+              std::int64_t vocabulary);
+  std::size_t size() const { return static_cast<std::size_t>(begin.back()); }
+};
+
 struct HeadProblem {
-  at::Tensor hidden_OM;                 // float64, float32 or bfloat16, contiguous
-  at::Tensor weight_VM;                 // same dtype
-  std::span<const double> temperature;  // [O]
-  std::span<const HeadEdge> edges;      // [E]
+  at::Tensor hidden_OM;  // float64, float32 or bfloat16, contiguous
+  at::Tensor weight_VM;  // same dtype
+  const HeadEdges& edges;
 };
 
 struct HeadGradients {
@@ -35,11 +45,11 @@ struct HeadGradients {
   at::Tensor grad_weight_VM;  // accumulator dtype, added to
 };
 
-// Given an edge and its log-prob and entropy, returns dL/dlogprob and dL/dentropy.
-struct HeadEdgeGradient {
-  double logprob = 0, entropy = 0;
-};
-using EdgeGradientFunction = std::function<HeadEdgeGradient(std::int64_t edge, double logprob, double entropy)>;
+// Asked once a block of rows, blocks in order: given the log-probs and entropies of edges [first, first + n),
+// overwrites dL/dlogprob and dL/dentropy, each [n].
+using HeadObjective =
+    std::function<void(std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
+                       std::span<double> grad_logprob, std::span<double> grad_entropy)>;
 
 // Bytes of arena the functions below take at most, for O rows: the logits block and its companions.
 std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
@@ -54,13 +64,12 @@ void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, c
 // Overwrites logprob [E] and entropy [E] (of the edge's row).
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena);
 
-// Recomputes the logits; grad_logprob and grad_entropy are [E].
-void head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
-                   std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena);
+// Recomputes the logits; grad_logprob and grad_entropy are [E]. Overwrites and adds as HeadGradients says.
+void add_head_backward(const HeadProblem& problem, std::span<const double> grad_logprob,
+                       std::span<const double> grad_entropy, const HeadGradients& out, Arena& arena);
 
-// Both in one pass over the logits, for objectives whose derivative needs one token only. `gradient` is called once per
-// edge, in order, from one thread.
-void head_forward_backward(const HeadProblem& problem, const EdgeGradientFunction& gradient, std::span<double> logprob,
-                           std::span<double> entropy, const HeadGradients& out, Arena& arena);
+// Both in one pass over the logits, for objectives whose derivative needs one token only.
+void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& objective, const HeadGradients& out,
+                               Arena& arena);
 
 }  // namespace espalier

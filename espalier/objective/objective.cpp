@@ -201,6 +201,16 @@ TokenGradient Objective::add_token(std::int32_t rollout, std::int32_t position, 
   return state_->add(rollout, position, logprob, entropy, constants);
 }
 
+void Objective::add_edges(std::span<const LossEdge> edges, std::span<const double> logprob,
+                          std::span<const double> entropy, std::span<double> grad_logprob,
+                          std::span<double> grad_entropy) {
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    const TokenGradient token = add_token(edges[e].rollout, edges[e].position, logprob[e], entropy[e]);
+    grad_logprob[e] = token.logprob;
+    grad_entropy[e] = token.entropy;
+  }
+}
+
 void Objective::add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
                             std::span<double> grad_logprob, std::span<double> grad_entropy) {
   const std::size_t tokens = state_->batch[rollout].response_ids.size();

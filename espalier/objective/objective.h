@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "espalier/options/options.h"
+#include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -44,7 +45,10 @@ class Objective {
   // rollout has no old log-probs): then only add_rollout may be used.
   bool needs_whole_rollout() const;
 
-  // Adds the token's parts to parts() and returns its derivative. Masked tokens give zeros and add nothing.
+  // Adds the edges' parts to parts() and overwrites their derivatives. Masked tokens give zeros and add nothing.
+  void add_edges(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy,
+                 std::span<double> grad_logprob, std::span<double> grad_entropy);
+  // The same for one token.
   TokenGradient add_token(std::int32_t rollout, std::int32_t position, double logprob, double entropy);
   // The same for all response tokens of a rollout at once; overwrites grad_logprob and grad_entropy.
   void add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,

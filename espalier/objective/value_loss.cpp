@@ -49,6 +49,12 @@ double ValueObjective::add_token(std::int32_t index, std::int32_t position, doub
   return token_weight_[i] * term.gradient;
 }
 
+void ValueObjective::add_edges(std::span<const LossEdge> edges, std::span<const double> value,
+                               std::span<double> grad_value) {
+  for (std::size_t e = 0; e < edges.size(); ++e)
+    grad_value[e] = add_token(edges[e].rollout, edges[e].position, value[e]);
+}
+
 ValueLossParts ValueObjective::parts() const {
   ValueLossParts parts;
   parts.loss = loss_.value();

@@ -13,6 +13,7 @@
 
 #include "espalier/objective/compensated_sum.h"
 #include "espalier/options/options.h"
+#include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -44,7 +45,9 @@ class ValueObjective {
   // `values`.
   ValueObjective(std::span<const Rollout> batch, std::span<const std::vector<double>> targets, const Options& options);
 
-  // Adds the token's part to parts() and returns dL/dvalue. A masked token gives zero and adds nothing.
+  // Adds the edges' parts to parts() and overwrites dL/dvalue. A masked token gives zero and adds nothing.
+  void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value);
+  // The same for one token.
   double add_token(std::int32_t rollout, std::int32_t position, double value);
 
   ValueLossParts parts() const;  // sums so far, weighted and normalised as the loss is

@@ -5,24 +5,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "espalier/base/error.h"
 #include "espalier/base/mutation.h"
-#include "espalier/ops/cpu/adamw_kernels.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/device/host_values.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
-namespace {
-
-// Calls body with the accumulator type, float or double.
-template <class Body>
-void dispatch_accumulator(const at::Tensor& flat, Body&& body) {
-  if (flat.scalar_type() == at::kDouble)
-    body.template operator()<double>();
-  else
-    body.template operator()<float>();
-}
-
-}  // namespace
-
 AdamWSettings AdamWSettings::from(const Options& options) {
   const std::vector<double> betas = parse_numbers("betas", options.betas);
   if (betas.size() != 2) throw OptionError({"--betas", "two numbers, as 0.9,0.999", "'" + options.betas + "'", ""});
@@ -46,19 +35,30 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step) {
   return settings.lr * static_cast<double>(step - 1) / static_cast<double>(settings.warmup_steps);
 }
 
-AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings)
-    : table_(table), settings_(settings), weights_(weights) {
+AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings, Device& device)
+    : table_(table), settings_(settings), device_(device), weights_(weights) {
+  const Operations& ops = device.operations();
   const at::ScalarType sums = accumulator_type(weights.scalar_type());
-  masters_ = weights.scalar_type() == sums ? weights : weights.to(sums);
-  exp_avg_ = at::zeros({table.size()}, at::TensorOptions().dtype(sums));
-  exp_avg_sq_ = at::zeros({table.size()}, at::TensorOptions().dtype(sums));
+  masters_ = weights;
+  if (weights.scalar_type() != sums) {
+    masters_ = device.allocate({table.size()}, sums);
+    ops.convert(weights, masters_);
+  }
+  for (at::Tensor* moment : {&exp_avg_, &exp_avg_sq_}) {
+    *moment = device.allocate({table.size()}, sums);
+    ops.zero(*moment);
+  }
+}
+
+double AdamW::norm_of(const at::Tensor& gradient) const {
+  const at::Tensor sum_1 = device_.allocate({1}, at::kDouble);
+  device_.operations().sum_of_squares(gradient, sum_1);
+  return std::sqrt(host_values<const double>(device_.to_host(sum_1)).front());
 }
 
 AdamW::Update AdamW::step(const at::Tensor& gradient) {
   Update update;
-  dispatch_accumulator(masters_, [&]<class A>() {
-    update.grad_norm = std::sqrt(sum_of_squares(gradient.numel(), pointer<A>(gradient)));
-  });
+  update.grad_norm = norm_of(gradient);
   if (!std::isfinite(update.grad_norm))
     throw InputError({text_of("optimizer step ", steps_done_ + 1), "a finite gradient",
                       text_of("norm ", update.grad_norm),
@@ -66,25 +66,29 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
   update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);
   if (ESPALIER_MUTATION(clip_factor_ignored)) update.clip_factor = 1;
   update.lr = learning_rate(settings_, ++steps_done_);
-  const std::int64_t t = ESPALIER_MUTATION(bias_correction_off_by_one) ? steps_done_ + 1 : steps_done_;
-  dispatch_accumulator(masters_, [&]<class A>() {
-    bfloat16* rounded = weights_.scalar_type() == at::kBFloat16 ? pointer<bfloat16>(weights_) : nullptr;
-    for (const Parameter& parameter : table_.parameters()) {
-      bool decays = !settings_.decay_matrices_only || parameter.shape.size() >= 2;
-      if (ESPALIER_MUTATION(decay_of_everything)) decays = true;
-      const AdamWStep step{update.lr,
-                           settings_.beta1,
-                           settings_.beta2,
-                           settings_.eps,
-                           decays ? settings_.weight_decay : 0,
-                           update.clip_factor,
-                           t};
-      const std::int64_t at = parameter.offset;
-      adamw(parameter.count, pointer<A>(masters_) + at, pointer<A>(gradient) + at, pointer<A>(exp_avg_) + at,
-            pointer<A>(exp_avg_sq_) + at, step, rounded ? rounded + at : nullptr);
-    }
-  });
+  AdamWStep step{update.lr,
+                 settings_.beta1,
+                 settings_.beta2,
+                 settings_.eps,
+                 settings_.weight_decay,
+                 update.clip_factor,
+                 ESPALIER_MUTATION(bias_correction_off_by_one) ? steps_done_ + 1 : steps_done_};
+  // Neighbours that decay alike are updated at once: no number depends on another.
+  const std::vector<Parameter>& parameters = table_.parameters();
+  for (std::size_t first = 0, last; first < parameters.size(); first = last) {
+    std::int64_t count = 0;
+    for (last = first; last < parameters.size() && decays(parameters[last]) == decays(parameters[first]); ++last)
+      count += parameters[last].count;
+    step.weight_decay = decays(parameters[first]) ? settings_.weight_decay : 0;
+    const auto run = [&](const at::Tensor& flat) { return flat.narrow(0, parameters[first].offset, count); };
+    device_.operations().adamw(run(masters_), run(gradient), run(exp_avg_), run(exp_avg_sq_), step,
+                               weights_.scalar_type() == at::kBFloat16 ? run(weights_) : at::Tensor());
+  }
   return update;
+}
+
+bool AdamW::decays(const Parameter& parameter) const {
+  return !settings_.decay_matrices_only || parameter.shape.size() >= 2 || ESPALIER_MUTATION(decay_of_everything);
 }
 
 }  // namespace espalier

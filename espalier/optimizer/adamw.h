@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/device/device.h"
 #include "espalier/model/parameters.h"
 #include "espalier/options/options.h"
 
@@ -30,8 +31,10 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
 class AdamW {
  public:
-  // `weights`: the model's flat buffer, which step() overwrites. The table must outlive the object.
-  AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings);
+  // `weights`: the model's flat buffer on the device, which step() overwrites. The table must outlive
+  // the object.
+  AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings,
+        Device& device = bound_device());
 
   struct Update {
     double grad_norm = 0, clip_factor = 1, lr = 0;
@@ -48,8 +51,12 @@ class AdamW {
   const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
 
  private:
+  double norm_of(const at::Tensor& gradient) const;
+  bool decays(const Parameter& parameter) const;
+
   const ParameterTable& table_;
   AdamWSettings settings_;
+  Device& device_;
   at::Tensor weights_, masters_, exp_avg_, exp_avg_sq_;
   std::int64_t steps_done_ = 0;
 };

@@ -4,6 +4,8 @@
 #include <limits>
 
 #include "espalier/base/mutation.h"
+#include "espalier/device/host_values.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
@@ -15,25 +17,35 @@ CriticHead::CriticHead(const Decoder& decoder, std::span<const Rollout> batch, V
 }
 
 void CriticHead::score(const HeadWork& work) {
-  if (work.rows.edges.empty()) return;
+  const std::vector<LossEdge>& edges = work.rows.edges;
+  if (edges.empty()) return;
   const ModelViews& weights = decoder_.weights();
-  const ValueHeadProblem problem{work.normed_OM, weights.value_M, weights.value_bias_1};
-  std::vector<double> value(work.rows.rows.output_row.size()), gradient(value.size());
-  value_head_forward(problem, value);
-  for (std::size_t e = 0; e < work.rows.edges.size(); ++e) {
-    const LossEdge& edge = work.rows.edges[e];
-    if (ESPALIER_MUTATION(value_of_the_fork_lost) && work.item.path_rows > 0 && edge.row == 0) continue;
-    const std::int32_t position =
-        ESPALIER_MUTATION(value_after_its_token) ? std::max(edge.position - 1, 0) : edge.position;
-    const auto row = static_cast<std::size_t>(work.rows.head_edges[e].output);
-    values_[static_cast<std::size_t>(edge.rollout)][static_cast<std::size_t>(position)] = value[row];
-    if (!objective_) continue;
-    const double slope = objective_->add_token(edge.rollout, position, value[row]);
-    gradient[row] = (ESPALIER_MUTATION(value_of_one_rollout) ? 0 : gradient[row]) + slope;
+  Device& device = decoder_.device();
+  const at::Tensor value_O = device.allocate({work.rows.rows.outputs()}, at::kDouble);
+  device.operations().value(work.normed_OM, weights.value_M, weights.value_bias_1, value_O);
+  const at::Tensor on_host = device.to_host(value_O);
+  const auto value = host_values<const double>(on_host);
+
+  std::vector<LossEdge> scored;  // those whose value counts, and the row of each
+  std::vector<std::size_t> row;
+  std::vector<double> of_edge;
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    if (ESPALIER_MUTATION(value_of_the_fork_lost) && work.item.path_rows > 0 && edges[e].row == 0) continue;
+    scored.push_back(edges[e]);
+    if (ESPALIER_MUTATION(value_after_its_token)) scored.back().position = std::max(edges[e].position - 1, 0);
+    row.push_back(static_cast<std::size_t>(work.rows.output[e]));
+    of_edge.push_back(value[row.back()]);
+    values_[static_cast<std::size_t>(edges[e].rollout)][static_cast<std::size_t>(scored.back().position)] =
+        of_edge.back();
   }
   if (!objective_) return;
+  std::vector<double> slope(scored.size()), gradient(value.size());
+  objective_->add_edges(scored, of_edge, slope);
+  for (std::size_t e = 0; e < scored.size(); ++e)
+    gradient[row[e]] = (ESPALIER_MUTATION(value_of_one_rollout) ? 0 : gradient[row[e]]) + slope[e];
   ModelViews& grads = gradients_->views();
-  value_head_backward(problem, gradient, {work.grad_normed_OM, grads.value_M, grads.value_bias_1});
+  device.operations().add_value_backward(work.normed_OM, weights.value_M, device.upload(std::move(gradient)),
+                                         work.grad_normed_OM, grads.value_M, grads.value_bias_1);
 }
 
 }  // namespace espalier

@@ -11,7 +11,6 @@
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/ops/cpu/value_head.h"
 #include "espalier/phase/head.h"
 #include "espalier/rollout/rollout.h"
 

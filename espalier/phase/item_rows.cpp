@@ -15,24 +15,37 @@ void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) 
   }
 }
 
-// The experts that every row is to choose: those that are repeated, or, of a policy, those that rollouts record, where
-// any rollout of the set has some; and where its own choices are to be written.
-void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch, bool critic,
-                const moe::ChoiceRecord& choices) {
-  const auto recorded = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
-  const bool from_rollouts = !critic && std::any_of(set.segments.begin(), set.segments.end(), recorded);
+// The experts that rows are to choose: those that are repeated, or, of a policy, those that rollouts record, where any
+// rollout of the set has some.
+void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch, const ModelShape& shape,
+                const moe::ChosenExperts* repeated) {
+  const auto records = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
+  const bool from_rollouts = !shape.value_head && std::any_of(set.segments.begin(), set.segments.end(), records);
+  if (repeated == nullptr && !from_rollouts) return;
+  const auto k = static_cast<std::size_t>(shape.experts_per_token), T = rows.id.size();
+  rows.recorded.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
+  std::size_t row = 0;
   for (const RowSegment& segment : set.segments)
-    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
-      if (choices.repeated != nullptr)
-        rows.route.push_back(choices.repeated->at(segment.rollout, depth));
-      else if (from_rollouts)
-        rows.route.push_back(batch[segment.rollout].route_at(depth).data());
-      if (choices.written != nullptr) rows.chosen.push_back(choices.written->at(segment.rollout, depth));
+    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth, ++row) {
+      const std::uint16_t* route =
+          repeated ? repeated->at(segment.rollout, depth) : batch[segment.rollout].route_at(depth).data();
+      for (std::size_t at = row * k; route != nullptr && at < rows.recorded.size(); at += T * k, route += k)
+        if (*route != RecordedRoutes::kFree) std::copy(route, route + k, rows.recorded.begin() + at);
     }
 }
 
+// Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
+void add_routes_of_outputs(Rows& rows, const ModelShape& shape) {
+  if (rows.recorded.empty() || rows.routes_all_rows || !shape.has_experts(shape.layers - 1)) return;
+  const std::int64_t k = shape.experts_per_token;
+  const auto last = rows.recorded.end() - rows.rows() * k;
+  for (const std::int32_t row : rows.output_row)
+    rows.recorded_output.insert(rows.recorded_output.end(), last + row * k, last + (row + 1) * k);
+}
+
 // One output row per (row, temperature) among the edges, which are ordered that way first.
-void add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
+std::vector<double> add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
+  std::vector<double> temperatures;
   auto temperature_of = [&](const LossEdge& edge) {
     return critic || ESPALIER_MUTATION(temperature_ignored) ? 1.0 : batch[edge.rollout].temperature;
   };
@@ -42,43 +55,51 @@ void add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
   for (const LossEdge& edge : out.edges) {
     const double temperature = temperature_of(edge);
     Rows& rows = out.rows;
-    if (rows.output_row.empty() || rows.output_row.back() != edge.row || out.temperature.back() != temperature) {
+    if (rows.output_row.empty() || rows.output_row.back() != edge.row || temperatures.back() != temperature) {
       rows.output_row.push_back(edge.row);
       rows.output_position.push_back(rows.position[edge.row]);
-      out.temperature.push_back(temperature);
+      temperatures.push_back(temperature);
     }
-    out.head_edges.push_back({static_cast<std::int32_t>(rows.output_row.size()) - 1, edge.target});
+    out.output.push_back(static_cast<std::int32_t>(rows.output_row.size()) - 1);
   }
+  return temperatures;
 }
 
 // The rollouts of every segment's rows.
-void add_owners(Rows& rows, const RowSet& set, moe::LoadAccounting& accounting) {
-  rows.accounting = &accounting;
+std::vector<moe::RowOwners> owners_of(const RowSet& set) {
+  std::vector<moe::RowOwners> owners;
   for (const RowSegment& segment : set.segments) {
-    const auto owners =
+    const auto rollouts =
         std::span<const std::int32_t>(set.rollouts)
             .subspan(static_cast<std::size_t>(segment.first), static_cast<std::size_t>(segment.last - segment.first));
-    rows.owners.push_back({segment.row, segment.row + segment.end - segment.begin, owners});
+    owners.push_back({segment.row, segment.row + segment.end - segment.begin, rollouts});
   }
+  return owners;
 }
 
 }  // namespace
 
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
-                        moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices) {
-  ItemRows out;
-  out.rows.path_rows = item.path_rows;
-  out.rows.in_path = item.kind == ItemKind::trunk;
-  for (const RowSegment& segment : item.set.segments) add_segment(out.rows, segment, batch[segment.rollout]);
-  add_routes(out.rows, item.set, batch, critic, choices);
+ItemRows::ItemRows(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
+                   const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device) {
+  rows.path_rows = item.path_rows;
+  rows.in_path = item.kind == ItemKind::trunk;
+  for (const RowSegment& segment : item.set.segments) add_segment(rows, segment, batch[segment.rollout]);
   if (ESPALIER_MUTATION(mask_leak))
-    for (auto& end : out.rows.subtree_end) end = std::min(end + 1, item.set.rows);
-  if (accounting != nullptr) add_owners(out.rows, item.set, *accounting);
-  out.edges = edges_of(item.set, batch, all_logprobs);
-  if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !out.edges.empty())
-    out.edges.push_back(out.edges.front());
-  add_outputs(out, batch, critic);
-  return out;
+    for (auto& end : rows.subtree_end) end = std::min(end + 1, item.set.rows);
+  if (accounting != nullptr) owners = owners_of(item.set);
+  rows.routes_all_rows = accounting != nullptr && accounting->needs_all_rows();
+  rows.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
+  edges = edges_of(item.set, batch, all_logprobs);
+  if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !edges.empty()) edges.push_back(edges.front());
+  const std::vector<double> temperatures = add_outputs(*this, batch, shape.value_head);
+  add_routes(rows, item.set, batch, shape, choices.repeated);
+  add_routes_of_outputs(rows, shape);
+  std::vector<HeadEdge> of_head;
+  for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
+  ControlBlock block;
+  rows.add_to(block);
+  head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
+  block.hand_over(device);
 }
 
 }  // namespace espalier

@@ -10,6 +10,7 @@
 
 #include "espalier/model/rows.h"
 #include "espalier/moe/chosen_experts.h"
+#include "espalier/moe/load_accounting.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
@@ -17,15 +18,16 @@
 namespace espalier {
 
 struct ItemRows {
-  Rows rows;
-  std::vector<double> temperature;   // [O]
-  std::vector<HeadEdge> head_edges;  // [E], ordered by output row
-  std::vector<LossEdge> edges;       // [E], in the same order
-};
+  // Makes them on the host and hands them over to the device in one copy. `accounting` may be null. The item must
+  // outlive the object, for owners point into it.
+  ItemRows(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
+           const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device);
 
-// `critic`: the rows are a critic's. `accounting` may be null. The item must outlive the result: rows.owners point into
-// it; so must what `choices` names.
-ItemRows make_item_rows(const PlanItem& item, std::span<const Rollout> batch, bool all_logprobs, bool critic,
-                        moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices);
+  Rows rows;
+  std::vector<LossEdge> edges;         // [E], ordered by output row
+  std::vector<std::int32_t> output;    // [E], the output row of each
+  HeadEdges head_edges;                // the same edges as the head reads them
+  std::vector<moe::RowOwners> owners;  // of all rows, in order; empty where no loads are counted
+};
 
 }  // namespace espalier

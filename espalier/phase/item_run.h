@@ -22,6 +22,9 @@ class ItemRun {
 
  private:
   HeadWork head_work() const { return {item_, rows_, saved_.normed_OM, grad_normed_OM_}; }
+  void take_choices();
+  void set_penalties();
+  void take_penalties();
 
   const StepRun& step_;
   const PlanItem& item_;

@@ -20,7 +20,7 @@ LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batc
 }
 
 HeadProblem LanguageHead::problem(const HeadWork& work) const {
-  return {work.normed_OM, decoder_.weights().head_VM, work.rows.temperature, work.rows.head_edges};
+  return {work.normed_OM, decoder_.weights().head_VM, work.rows.head_edges};
 }
 
 void LanguageHead::score(const HeadWork& work) {
@@ -28,29 +28,32 @@ void LanguageHead::score(const HeadWork& work) {
   objective_ && !needs_whole_rollout() ? score_with_gradient(work) : score_forward(work);
 }
 
-void LanguageHead::score_forward(const HeadWork& work) {
-  const std::vector<LossEdge>& edges = work.rows.edges;
-  std::vector<double> logprob(edges.size()), entropy(edges.size());
-  head_forward(problem(work), logprob, entropy, arena_);
+void LanguageHead::keep(std::span<const LossEdge> edges, std::span<const double> logprob,
+                        std::span<const double> entropy) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     series_of(edges[e]).logprob[edges[e].position] = logprob[e];
     series_of(edges[e]).entropy[edges[e].position] = entropy[e];
   }
 }
 
+void LanguageHead::score_forward(const HeadWork& work) {
+  const std::vector<LossEdge>& edges = work.rows.edges;
+  std::vector<double> logprob(edges.size()), entropy(edges.size());
+  head_forward(problem(work), logprob, entropy, arena_);
+  keep(edges, logprob, entropy);
+}
+
 void LanguageHead::score_with_gradient(const HeadWork& work) {
-  std::vector<double> logprob(work.rows.edges.size()), entropy(work.rows.edges.size());
-  const auto gradient = [&](std::int64_t e, double lp, double h) -> HeadEdgeGradient {
-    const LossEdge& edge = work.rows.edges[static_cast<std::size_t>(e)];
-    series_of(edge).logprob[edge.position] = lp;
-    series_of(edge).entropy[edge.position] = h;
-    const TokenGradient token = objective_->add_token(edge.rollout, edge.position, lp, h);
+  const auto objective = [&](std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
+                             std::span<double> grad_logprob, std::span<double> grad_entropy) {
+    const auto edges = std::span(work.rows.edges).subspan(first, logprob.size());
+    keep(edges, logprob, entropy);
+    objective_->add_edges(edges, logprob, entropy, grad_logprob, grad_entropy);
     if (ESPALIER_MUTATION(per_wave_denominator))
-      return {token.logprob * batch_.size() / work.item.set.rollouts.size(), token.entropy};
-    return {token.logprob, token.entropy};
+      for (double& slope : grad_logprob) slope = slope * batch_.size() / work.item.set.rollouts.size();
   };
   if (ESPALIER_MUTATION(tied_head_gradient_overwritten)) gradients_->views().head_VM.zero_();
-  head_forward_backward(problem(work), gradient, logprob, entropy, gradients(work), arena_);
+  add_head_forward_backward(problem(work), objective, gradients(work), arena_);
 }
 
 void LanguageHead::finish_rollouts(const PlanItem& item) {
@@ -69,7 +72,7 @@ void LanguageHead::backward(const HeadWork& work) {
     grad_logprob.push_back(series_of(edge).grad_logprob.at(static_cast<std::size_t>(edge.position)));
     grad_entropy.push_back(series_of(edge).grad_entropy.at(static_cast<std::size_t>(edge.position)));
   }
-  head_backward(problem(work), grad_logprob, grad_entropy, gradients(work), arena_);
+  add_head_backward(problem(work), grad_logprob, grad_entropy, gradients(work), arena_);
 }
 
 }  // namespace espalier

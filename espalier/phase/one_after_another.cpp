@@ -1,7 +1,6 @@
 #include "espalier/phase/one_after_another.h"
 
 #include <algorithm>
-#include <chrono>
 #include <deque>
 
 #include "espalier/base/mutation.h"
@@ -62,11 +61,11 @@ class OneAfterAnother : public Executor {
   // Runs one phase of one item and books its time and its peak.
   template <class Work>
   void book(double& seconds, std::int64_t& peak, Work&& work) {
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = step_.arena.device().seconds();
     step_.arena.reset_high_water();
     work();
     peak = std::max(peak, step_.arena.high_water());
-    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    seconds += step_.arena.device().seconds() - begin;
   }
 
   const StepRun& step_;

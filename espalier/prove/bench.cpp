@@ -121,7 +121,8 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   // One run that is not timed: memory is touched for the first time, and its gradient is what the others are held to.
   actor.options.schedule = "dense";
   compute_gradient(actor, batch, false);
-  const at::Tensor dense = actor.gradients.flat().clone();
+  Device& device = actor.model.decoder.device();
+  const at::Tensor dense = device.to_host(actor.gradients.flat()).clone();
   if (const double norm = dense.norm().item<double>(); !std::isfinite(norm))
     throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient", text_of("norm ", norm),
                       "check weights, rewards and log-probs for extreme values"});
@@ -149,7 +150,8 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
       if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
-      measure.gradient_error = std::max(measure.gradient_error, distance(actor.gradients.flat(), dense));
+      measure.gradient_error =
+          std::max(measure.gradient_error, distance(device.to_host(actor.gradients.flat()), dense));
       plans[&entrant - kEntrants] = std::move(report.plan.items);
       progress.advance_to(++runs);
     }

@@ -7,7 +7,8 @@
 namespace espalier {
 
 StepOutcome VerifiedStep::outcome(PassReport& report, double loss) {
-  return {learner().gradients.flat().to(at::kDouble, false, true), {}, loss, std::move(report.plan)};
+  const at::Tensor gradient = learner().model.decoder.device().to_host(learner().gradients.flat());
+  return {gradient.to(at::kDouble, false, true), {}, loss, std::move(report.plan)};
 }
 
 StepOutcome ActorStep::run(const MiniBatch& batch, const Options& options) {

@@ -12,9 +12,9 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/prove/verified_step.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
@@ -204,13 +204,13 @@ class Verification {
     return (weights_after(gradient) - weights_after(dense_.gradient)).abs().max().item<double>();
   }
   at::Tensor weights_after(const at::Tensor& gradient) const {
-    const at::Tensor weights = step_.learner().gradients.flat().dtype() == at::kDouble
-                                   ? model_.weights.to(at::kDouble, false, true)
-                                   : model_.weights.to(at::kFloat, false, true);
+    Device& device = model_.decoder.device();
+    const at::ScalarType sums = step_.learner().gradients.flat().scalar_type();
+    const at::Tensor weights = device.adopt(device.to_host(model_.weights).to(sums, false, true));
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
-    AdamW(model_.table, weights, settings).step(gradient.to(weights.scalar_type()));
-    return weights.to(at::kDouble);
+    AdamW(model_.table, weights, settings, device).step(device.adopt(gradient.to(sums)));
+    return device.to_host(weights).to(at::kDouble);
   }
 
   VerifiedStep& step_;

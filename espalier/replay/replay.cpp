@@ -4,6 +4,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
@@ -23,7 +24,7 @@ Options replay_options(const Trace& trace, const Options& given) {
 
 at::Tensor recorded_weights(const std::filesystem::path& file, const ParameterTable& table) {
   at::Tensor flat = at::empty({table.size()}, at::kDouble);
-  load_named_tensors(file, table, DType::float64, flat.data_ptr());
+  load_named_tensors(file, table, DType::float64, host_bytes(flat));
   return flat;
 }
 
@@ -54,7 +55,8 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   model->decoder.reserve_positions(data.longest());
   Actor actor(*model, options, machine_profile(options, progress));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
-  const at::Tensor initial = optimizer.masters().to(at::kDouble, false, true);
+  Device& device = model->decoder.device();
+  const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);
 
   ReplayReport report;
   auto checkpoint = trace.checkpoints.begin();
@@ -66,7 +68,8 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
         {recorded.step, step.gradient.loss.loss, step.update.grad_norm, recorded.loss, recorded.grad_norm});
     for (; checkpoint != trace.checkpoints.end() && checkpoint->step <= recorded.step; ++checkpoint) {
       const at::Tensor theirs = recorded_weights(checkpoint->file, model->table);
-      report.checkpoints.push_back(compare(checkpoint->step, optimizer.masters().to(at::kDouble), theirs, initial));
+      report.checkpoints.push_back(
+          compare(checkpoint->step, device.to_host(optimizer.masters()).to(at::kDouble), theirs, initial));
       on_checkpoint(report.checkpoints.back());
     }
     progress.advance_to(i + 1);

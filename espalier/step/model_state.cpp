@@ -2,9 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <vector>
+
+#include "espalier/base/error.h"
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/device/host_values.h"
+#include "espalier/device/scalar_type.h"
 
 namespace espalier {
 namespace {
@@ -12,35 +17,45 @@ namespace {
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
 
-template <class T>
-void fill(const Parameter& parameter, double deviation, Random random, T* out) {
-  for (std::int64_t i = 0; i < parameter.count; ++i) {
-    const double value = is_norm(parameter.name) ? 1 : is_bias(parameter.name) ? 0 : deviation * random.normal();
-    out[i] = static_cast<T>(value);
+// Overwrites a parameter of weights in the host's memory.
+void fill(const Parameter& parameter, double deviation, Random random, const at::Tensor& host) {
+  std::vector<double> values;
+  for (std::int64_t begin = 0; begin < parameter.count; begin += static_cast<std::int64_t>(values.size())) {
+    values.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, parameter.count - begin)));
+    for (double& value : values)
+      value = is_norm(parameter.name) ? 1 : is_bias(parameter.name) ? 0 : deviation * random.normal();
+    const auto count = static_cast<std::int64_t>(values.size());
+    host.narrow(0, parameter.offset + begin, count).copy_(at::from_blob(values.data(), {count}, at::kDouble));
   }
 }
 
-void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, Progress& progress) {
+// A critic's head that is not stored is drawn from `seed`.
+void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
+                  Progress& progress) {
   state.source = directory;
+  Device& device = state.decoder.device();
+  const at::Tensor host = device.host_room(state.weights);
+  if (head == ValueHead::fresh) fill(state.table.at(kValueWeight), state.shape.initializer_range, Random(seed), host);
   progress.begin("weights", state.table.size(), "parameters");
   load_parameters(
-      directory, state.table, state.dtype, state.weights.data_ptr(),
+      directory, state.table, state.dtype, host_bytes(host),
       [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
+  device.to_device(host, state.weights);
   progress.end();
 }
 
 }  // namespace
 
-ModelState::ModelState(const ModelShape& model_shape, DType model_dtype)
+ModelState::ModelState(const ModelShape& model_shape, DType model_dtype, Device& device)
     : shape(model_shape),
       dtype(model_dtype),
       table(shape),
-      weights(at::empty({table.size()}, at::TensorOptions().dtype(scalar_type(dtype)))),
-      decoder(shape, view_model(weights, table, shape)) {}
+      weights(device.allocate({table.size()}, scalar_type(dtype))),
+      decoder(shape, view_model(weights, table, shape), device) {}
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
   auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype);
-  load_weights(*state, directory, ValueHead::stored, progress);
+  load_weights(*state, directory, ValueHead::stored, 0, progress);
   return state;
 }
 
@@ -48,25 +63,20 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
                                              Progress& progress) {
   const CriticShape critic = read_critic_shape(directory);
   auto state = std::make_unique<ModelState>(critic.shape, dtype);
-  if (!critic.head_is_stored) {
-    const Parameter& weight = state->table.at(kValueWeight);
-    dispatch(scalar_type(dtype), [&]<class T>() {
-      fill(weight, critic.shape.initializer_range, Random(seed), pointer<T>(state->weights) + weight.offset);
-    });
+  if (!critic.head_is_stored)
     progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
-  }
-  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, progress);
+  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, progress);
   return state;
 }
 
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed) {
   auto state = std::make_unique<ModelState>(shape, dtype);
   const Random random(seed);
-  dispatch(scalar_type(dtype), [&]<class T>() {
-    std::uint64_t stream = 0;
-    for (const Parameter& parameter : state->table.parameters())
-      fill(parameter, shape.initializer_range, random.fork(stream++), pointer<T>(state->weights) + parameter.offset);
-  });
+  const at::Tensor host = state->decoder.device().host_room(state->weights);
+  std::uint64_t stream = 0;
+  for (const Parameter& parameter : state->table.parameters())
+    fill(parameter, shape.initializer_range, random.fork(stream++), host);
+  state->decoder.device().to_device(host, state->weights);
   return state;
 }
 

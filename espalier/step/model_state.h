@@ -13,12 +13,13 @@
 namespace espalier {
 
 struct ModelState {
-  ModelState(const ModelShape& model_shape, DType model_dtype);  // weights uninitialised
+  // Weights uninitialised.
+  ModelState(const ModelShape& model_shape, DType model_dtype, Device& device = bound_device());
 
   ModelShape shape;
   DType dtype;
   ParameterTable table;
-  at::Tensor weights;            // flat, in the table's layout
+  at::Tensor weights;            // flat, in the table's layout, on the device
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`
   std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones

@@ -1,8 +1,8 @@
 #include "espalier/step/pass.h"
 
 #include "espalier/base/mutation.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/observe/memory.h"
-#include "espalier/ops/cpu/dispatch.h"
 #include "espalier/phase/one_after_another.h"
 #include "espalier/step/planning.h"
 
@@ -14,7 +14,7 @@ Learner::Learner(ModelState& model_state, const Options& run_options, const Mach
       model(model_state),
       options(run_options),
       machine(machine_profile),
-      gradients(model.table, model.shape, accumulator_type(scalar_type(model.dtype))),
+      gradients(model.table, model.shape, accumulator_type(scalar_type(model.dtype)), model.decoder.device()),
       workspace(shared) {}
 
 std::int64_t Learner::held_bytes() const {

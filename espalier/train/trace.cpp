@@ -7,7 +7,7 @@
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/device/host_values.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/trained_model.h"
 
@@ -83,7 +83,8 @@ TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_
       steps_(Json::array()),
       checkpoints_(Json::array()) {
   const DType sums = accumulator_of(model.dtype);
-  write_model_directory(directory_.path() / "model", model.source, model.table, sums, masters.data_ptr(), sums);
+  const at::Tensor host = model.decoder.device().to_host(masters);
+  write_model_directory(directory_.path() / "model", model.source, model.table, sums, host_bytes(host), sums);
   std::filesystem::create_directory(directory_.path() / "checkpoints");
 }
 
@@ -103,7 +104,8 @@ void TraceRecorder::add(const StepReport& report, const MiniBatch& batch, const 
   if (step % every_ != 0 && !last) return;
   char name[64];
   std::snprintf(name, sizeof name, "checkpoints/step-%06lld.safetensors", static_cast<long long>(step));
-  write_named_tensors(directory_.path() / name, model_.table, accumulator_of(model_.dtype), masters.data_ptr());
+  const at::Tensor host = model_.decoder.device().to_host(masters);
+  write_named_tensors(directory_.path() / name, model_.table, accumulator_of(model_.dtype), host_bytes(host));
   checkpoints_.push_back({{"step", step}, {"file", name}});
 }
 

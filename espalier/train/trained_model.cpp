@@ -6,6 +6,8 @@
 
 #include "espalier/base/mutation.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/device/host_values.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 
@@ -22,7 +24,8 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape) {
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype) {
   write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype),
-                        optimizer.masters().data_ptr(), saved_dtype(save_dtype, model.shape));
+                        host_bytes(model.decoder.device().to_host(optimizer.masters())),
+                        saved_dtype(save_dtype, model.shape));
 }
 
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
@@ -32,8 +35,10 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
   write_trained_weights(directory, model, optimizer, save_dtype);
-  save_run_state(directory, state, model.table, optimizer.masters().data_ptr(), optimizer.exp_avg().data_ptr(),
-                 optimizer.exp_avg_sq().data_ptr());
+  Device& device = model.decoder.device();
+  const at::Tensor masters = device.to_host(optimizer.masters()), first = device.to_host(optimizer.exp_avg()),
+                   second = device.to_host(optimizer.exp_avg_sq());
+  save_run_state(directory, state, model.table, host_bytes(masters), host_bytes(first), host_bytes(second));
 }
 
 std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
@@ -43,13 +48,18 @@ std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& option
 }
 
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
-  at::Tensor first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
+  Device& device = model.decoder.device();
+  at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
   if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
+  const at::Tensor read[] = {device.host_room(masters), device.host_room(first), device.host_room(second)};
   RunState former = load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype),
-                                   optimizer.masters().data_ptr(), first.data_ptr(), second.data_ptr());
-  if (ESPALIER_MUTATION(masters_rounded_after_resume)) optimizer.masters().copy_(optimizer.masters().to(at::kBFloat16));
+                                   host_bytes(read[0]), host_bytes(read[1]), host_bytes(read[2]));
+  device.to_device(read[0], masters);
+  device.to_device(read[1], first);
+  device.to_device(read[2], second);
+  if (ESPALIER_MUTATION(masters_rounded_after_resume)) masters.copy_(masters.to(at::kBFloat16));
   if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer.set_steps_done(former.step);
-  if (model.dtype == DType::bfloat16) model.weights.copy_(optimizer.masters());
+  if (model.dtype == DType::bfloat16) device.operations().convert(masters, model.weights);
   return former;
 }
 

@@ -13,6 +13,7 @@
 #include "espalier/base/mutation.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
@@ -239,12 +240,12 @@ class Training {
 
   void write_gradients() {
     const DType sums = accumulator_of(model_->dtype);
-    const NamedTensors actor{"", model_->table, actor_.gradients.flat().data_ptr()};
-    if (critic_)
-      write_named_tensors(options_.gradients,
-                          {actor, {"critic.", critic_->model().table, critic_->gradients().flat().data_ptr()}}, sums);
-    else
-      write_named_tensors(options_.gradients, {actor}, sums);
+    Device& device = model_->decoder.device();
+    const at::Tensor of_actor = device.to_host(actor_.gradients.flat());
+    const NamedTensors actor{"", model_->table, host_bytes(of_actor)};
+    if (!critic_) return write_named_tensors(options_.gradients, {actor}, sums);
+    const at::Tensor of_critic = device.to_host(critic_->gradients().flat());
+    write_named_tensors(options_.gradients, {actor, {"critic.", critic_->model().table, host_bytes(of_critic)}}, sums);
   }
 
   RunState state() const {

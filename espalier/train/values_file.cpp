@@ -1,6 +1,7 @@
 #include "espalier/train/values_file.h"
 
-#include <cstring>
+#include <algorithm>
+#include <span>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
@@ -30,7 +31,7 @@ std::vector<double> load_values(const std::filesystem::path& directory) {
     throw InputError({file.path().string(), "a float64 tensor 'values'", entry ? name_of(entry->type) : "none",
                       "The checkpoint is damaged; continue from another one"});
   std::vector<double> values(static_cast<std::size_t>(entry->count));
-  std::memcpy(values.data(), entry->data, static_cast<std::size_t>(entry->bytes));
+  std::copy_n(entry->data, entry->bytes, std::as_writable_bytes(std::span(values)).data());
   return values;
 }
 

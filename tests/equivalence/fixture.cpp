@@ -9,7 +9,8 @@
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/checkpoint/safetensors.h"
-#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/device/host_values.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/train/training_data.h"
 
@@ -81,21 +82,22 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   ModelShape shape = with_head(tiny_shape(family), critic);
   shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
   auto exact = random_model(shape, DType::float64, seed);
+  const at::Tensor weights = on_host(exact->weights);
+  double* const values = host_values<double>(weights).data();
   Random random(seed, 99);
   for (const Parameter& p : exact->table.parameters())
     if (p.shape.size() == 1)
-      for (std::int64_t i = 0; i < p.count; ++i) pointer<double>(exact->weights)[p.offset + i] += 0.3 * random.normal();
+      for (std::int64_t i = 0; i < p.count; ++i) values[p.offset + i] += 0.3 * random.normal();
   for (const Parameter& p : exact->table.parameters())
     if (family == "qwen3-moe-ties" && p.name.ends_with("mlp.gate.weight"))
-      exact->weights.narrow(0, p.offset, p.count).zero_();
+      weights.narrow(0, p.offset, p.count).zero_();
     else if (family == "qwen3-moe-near-ties" && p.name.ends_with("mlp.gate.weight"))
       for (std::int64_t i = shape.hidden; i < p.count; ++i) {
-        double* rows = pointer<double>(exact->weights) + p.offset;
+        double* rows = values + p.offset;
         rows[i] = rows[i % shape.hidden] * (1 + 1e-6 * random.normal());
       }
-  if (dtype == DType::float64) return exact;
-  auto model = std::make_unique<ModelState>(shape, dtype);
-  model->weights.copy_(exact->weights);
+  auto model = dtype == DType::float64 ? std::move(exact) : std::make_unique<ModelState>(shape, dtype);
+  bound_device().to_device(weights.to(scalar_type(dtype)), model->weights);
   return model;
 }
 
@@ -123,7 +125,7 @@ void write_tiny_model(const ModelState& model, const std::filesystem::path& dire
                    {"norm_topk_prob", s.norm_topk_prob}});
   std::filesystem::create_directories(directory);
   write_json_file(directory / "config.json", config);
-  write_named_tensors(directory / "model.safetensors", model.table, DType::float32, model.weights.data_ptr());
+  write_named_tensors(directory / "model.safetensors", model.table, DType::float32, host_bytes(on_host(model.weights)));
 }
 
 RolloutOptions ragged_rollouts() {
@@ -174,13 +176,13 @@ Outcome run_case(const Case& c, DType dtype) {
     Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, 2), workspace);
     run.critic = critic.compute_gradient(prepared.data.mini_batch(0), true);
     static_cast<PassReport&>(run.report) = run.critic;
-    run.gradient = critic.gradients().flat().to(at::kDouble, false, true);
+    run.gradient = on_host(critic.gradients().flat()).to(at::kDouble, false, true);
     run.loss = run.critic.loss.loss;
     return run;
   }
   Actor actor(*prepared.model, options, default_profile("cpu", dtype, 2));
   run.report = compute_gradient(actor, prepared.data.mini_batch(0), true);
-  run.gradient = actor.gradients.flat().to(at::kDouble, false, true);
+  run.gradient = on_host(actor.gradients.flat()).to(at::kDouble, false, true);
   run.loss = run.report.loss.loss;
   return run;
 }
@@ -190,8 +192,9 @@ OracleResult run_oracle(const Case& c, DType dtype) {
   const MiniBatch batch = prepared.data.mini_batch(0);
   const ModelState& model = *prepared.model;
   OracleResult result =
-      c.critic ? value_oracle(model.shape, model.table, model.weights, batch.rollouts, batch.targets, c.options)
-               : oracle(model.shape, model.table, model.weights, batch.rollouts, batch.advantages, c.options);
+      c.critic
+          ? value_oracle(model.shape, model.table, on_host(model.weights), batch.rollouts, batch.targets, c.options)
+          : oracle(model.shape, model.table, on_host(model.weights), batch.rollouts, batch.advantages, c.options);
   result.gradient = result.gradient.to(at::kDouble);
   return result;
 }

@@ -57,6 +57,9 @@ struct Outcome {
   double loss = 0;
 };
 
+// What a tensor of the run's device holds.
+inline at::Tensor on_host(const at::Tensor& tensor) { return bound_device().to_host(tensor); }
+
 // One gradient; the model is made anew from the case's seed.
 Outcome run_case(const Case& c, DType dtype = DType::float64);
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);

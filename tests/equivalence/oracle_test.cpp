@@ -27,18 +27,18 @@ void expect_gradient_is_slope(const std::vector<const char*>& families, bool cri
                     : oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, options);
     };
     const auto loss_at = [&](const at::Tensor& weights) { return at_weights(weights).loss; };
-    const at::Tensor gradient = at_weights(model->weights).gradient;
+    const at::Tensor own = on_host(model->weights);
+    const at::Tensor gradient = at_weights(own).gradient;
     Random random(7);
     for (const Parameter& p : model->table.parameters()) {
       const auto expert = p.name.find(".experts.");  // two of the eight: they are alike
       if (expert != std::string::npos && p.name[expert + 9] > '1') continue;
       // Along a random direction: central differences err by h^2 f''' / 6 + 1e-16 f / h, about 1e-9 for h = 1e-5.
       constexpr double kStep = 1e-5;
-      at::Tensor direction = at::zeros_like(model->weights);
+      at::Tensor direction = at::zeros_like(own);
       for (std::int64_t i = 0; i < p.count; ++i) pointer<double>(direction)[p.offset + i] = random.normal();
       direction /= direction.norm();
-      const double slope =
-          (loss_at(model->weights + kStep * direction) - loss_at(model->weights - kStep * direction)) / (2 * kStep);
+      const double slope = (loss_at(own + kStep * direction) - loss_at(own - kStep * direction)) / (2 * kStep);
       EXPECT_NEAR(at::dot(gradient, direction).item<double>(), slope, 1e-7) << family << " " << p.name;
     }
   }

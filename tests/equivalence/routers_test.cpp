@@ -142,15 +142,16 @@ TEST(Routers, OracleGradientIsTheSlopeOfItsLoss) {
     const auto run = [&](const at::Tensor& weights) {
       return oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, c.options);
     };
-    const at::Tensor gradient = run(model->weights).gradient;
-    at::Tensor direction = at::zeros_like(model->weights);
+    const at::Tensor weights_at = on_host(model->weights);
+    const at::Tensor gradient = run(weights_at).gradient;
+    at::Tensor direction = at::zeros_like(weights_at);
     for (const Parameter& p : model->table.parameters())
       if (p.name.ends_with("mlp.gate.weight") || p.name.ends_with("q_proj.weight"))
         direction.narrow(0, p.offset, p.count).fill_(1).cos_().narrow(0, 0, p.count / 2).neg_();
     direction /= direction.norm();
     constexpr double kStep = 1e-6;  // errs by 1e-16 f / h = 1e-10 times the loss, and a term in h^2
     const double slope =
-        (run(model->weights + kStep * direction).loss - run(model->weights - kStep * direction).loss) / (2 * kStep);
+        (run(weights_at + kStep * direction).loss - run(weights_at - kStep * direction).loss) / (2 * kStep);
     EXPECT_NEAR(at::dot(gradient, direction).item<double>(), slope, 1e-7) << scope;
   }
 }
@@ -220,13 +221,13 @@ TEST(Routers, CountsOfAScorePassStandInForACountingPass) {
   for (std::int64_t b = 0; b < data.mini_batches(); ++b) {
     actor.scored = nullptr;
     const GradientReport counted = compute_gradient(actor, data.mini_batch(b), false);
-    const at::Tensor gradient = actor.gradients.flat().clone();
+    const at::Tensor gradient = on_host(actor.gradients.flat()).clone();
     actor.scored = &scored;
     const GradientReport taken = compute_gradient(actor, data.mini_batch(b), false);
     EXPECT_EQ(counted.router.counts, "counting pass");
     EXPECT_EQ(taken.router.counts, "score pass");
     EXPECT_EQ(taken.router.load, counted.router.load);
-    EXPECT_TRUE(actor.gradients.flat().equal(gradient));
+    EXPECT_TRUE(on_host(actor.gradients.flat()).equal(gradient));
     EXPECT_LT(taken.plan.chosen.flops, counted.plan.chosen.flops);
   }
   actor.scored = &few;  // not all of the mini-batch

@@ -32,7 +32,7 @@ Case case_of(const std::string& family, const Edit& edit) {
 void record_own_choices(std::vector<Rollout>& rollouts, const ModelState& model) {
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     RecordedRoutes& routes = rollouts[i].routes;
-    routes = routes_of(model.shape, model.table, model.weights, rollouts[i]);
+    routes = routes_of(model.shape, model.table, on_host(model.weights), rollouts[i]);
     if (i % 2 == 1) routes.ids.resize(static_cast<std::size_t>(--routes.tokens * routes.layers * routes.chosen));
   }
 }

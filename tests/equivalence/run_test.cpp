@@ -257,8 +257,8 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
     EXPECT_EQ(report.critic->update.lr, i == 0 ? 0 : options_.critic_lr / 2);  // the second of two warm-up steps
   }
   const auto saved = load_value_model(path("out/critic"), DType::float64, 0, progress);
-  EXPECT_TRUE(saved->weights.equal(critic.model().weights));
-  EXPECT_TRUE(load_model(path("out"), DType::float64, progress)->weights.equal(model->weights));
+  EXPECT_TRUE(on_host(saved->weights).equal(on_host(critic.model().weights)));
+  EXPECT_TRUE(on_host(load_model(path("out"), DType::float64, progress)->weights).equal(on_host(model->weights)));
 }
 
 // What the planner counts for the actor's step grows by the critic's weights, gradients and moments, and the other way
@@ -336,21 +336,25 @@ TEST_F(CriticRuns, AFreshHeadDependsOnTheSeedAlone) {
     return load_value_model(options_.critic, DType::float32, seed, progress);
   };
   const auto a = load(1), b = load(1), c = load(2);
-  EXPECT_TRUE(a->weights.equal(b->weights));
+  EXPECT_TRUE(on_host(a->weights).equal(on_host(b->weights)));
   const Parameter& head = a->table.at(kValueWeight);
-  const auto slice = [&](const ModelState& m) { return m.weights.narrow(0, head.offset, head.count); };
+  const auto slice = [&](const ModelState& m) { return on_host(m.weights).narrow(0, head.offset, head.count); };
   EXPECT_FALSE(slice(*a).equal(slice(*c)));
   EXPECT_GT(slice(*a).abs().max().item<double>(), 0);
   EXPECT_LT(slice(*a).abs().max().item<double>(), 5 * a->shape.initializer_range);
-  EXPECT_EQ(a->decoder.weights().value_bias_1.item<double>(), 0);
+  EXPECT_EQ(on_host(a->decoder.weights().value_bias_1).item<double>(), 0);
 }
 
 TEST_F(CriticRuns, AnAbsentBiasStartsAtZero) {
   const std::string critic = trained_critic();
   NoProgress progress;
-  EXPECT_NE(load_value_model(critic, DType::float32, 0, progress)->decoder.weights().value_bias_1.item<float>(), 0);
+  const auto bias = [&] {
+    const auto model = load_value_model(critic, DType::float32, 0, progress);
+    return on_host(model->decoder.weights().value_bias_1).item<float>();
+  };
+  EXPECT_NE(bias(), 0);
   rewrite_weights(critic, "score.bias", {});
-  EXPECT_EQ(load_value_model(critic, DType::float32, 0, progress)->decoder.weights().value_bias_1.item<float>(), 0);
+  EXPECT_EQ(bias(), 0);
 }
 
 TEST_F(CriticRuns, BadCriticsAreNamed) {

@@ -108,7 +108,7 @@ TEST_F(VerifyExperts, RecordedExpertsAreChosenAgainAndNotCounted) {
       free += choices_of(rollouts_[i]);
       continue;
     }
-    routes = routes_of(model_->shape, model_->table, model_->weights, rollouts_[i]);
+    routes = routes_of(model_->shape, model_->table, on_host(model_->weights), rollouts_[i]);
     routes.ids.resize(static_cast<std::size_t>(--routes.tokens * routes.layers * routes.chosen));
     free += 2;  // of the last token, which predicts nothing and so does not run the last layer
   }

@@ -11,6 +11,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/device/host_values.h"
 #include "espalier/prove/verify.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
@@ -232,7 +233,7 @@ void write_model(const fs::path& folder, const std::string& family) {
       ", \"max_position_embeddings\": ", s.max_positions,
       ", \"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, \"tie_word_embeddings\": ", s.tied_head ? "true" : "false",
       "}");
-  write_named_tensors(folder / "model.safetensors", model->table, DType::float32, model->weights.data_ptr());
+  write_named_tensors(folder / "model.safetensors", model->table, DType::float32, host_bytes(on_host(model->weights)));
 }
 
 RolloutOptions rollouts_of_verify(std::int64_t groups) {

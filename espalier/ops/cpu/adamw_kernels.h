@@ -9,21 +9,13 @@
 #include <cstdint>
 
 #include "espalier/base/dtype.h"
+#include "espalier/ops/adamw_step.h"
 
 namespace espalier {
 
 // sum_i x_i^2, summed in double: blocks of fixed length, added in order. The same bits for any instruction set.
 template <class T>
 double sum_of_squares(std::int64_t count, const T* x);
-
-struct AdamWStep {
-  double lr = 1e-6;
-  double beta1 = 0.9, beta2 = 0.999;
-  double eps = 1e-8;           // outside the root
-  double weight_decay = 0.01;  // decoupled, scaled by lr
-  double grad_scale = 1;       // the clipping factor
-  std::int64_t step = 1;       // t of the bias corrections; the first step is 1
-};
 
 // With g = grad * grad_scale and t = step, in this order, each operation rounded once to T (the last addition of m and
 // of v is fused with the product before it where the processor can, as in torch):

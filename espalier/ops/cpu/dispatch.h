@@ -5,13 +5,9 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/error.h"
+#include "espalier/device/scalar_type.h"
 
 namespace espalier {
-
-inline at::ScalarType scalar_type(DType dtype) {
-  return dtype == DType::float64 ? at::kDouble : dtype == DType::float32 ? at::kFloat : at::kBFloat16;
-}
-inline at::ScalarType accumulator_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 // Calls body.template operator()<T>() with T = double, float or bfloat16.
 template <class Body>
@@ -26,6 +22,12 @@ void dispatch(at::ScalarType dtype, Body&& body) {
     default:
       ESPALIER_INTERNAL(false, "dtype ", c10::toString(dtype));
   }
+}
+
+// The same for what sums are kept in: float or double.
+template <class Body>
+void dispatch_sums(at::ScalarType dtype, Body&& body) {
+  dtype == at::kDouble ? body.template operator()<double>() : body.template operator()<float>();
 }
 
 // First element of a defined tensor, null for an undefined one (an absent bias or norm).

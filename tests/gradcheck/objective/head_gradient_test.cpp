@@ -20,7 +20,14 @@ struct Case {
   std::vector<HeadEdge> edges;
   std::vector<double> grad_logprob, grad_entropy;
 
-  HeadProblem problem() const { return {hidden, weight, temperature, edges}; }
+  HeadProblem problem() const {
+    ControlBlock block;
+    handed_over = {};
+    handed_over.add_to(block, temperature, edges, weight.size(0));
+    block.hand_over(cpu_device());
+    return {hidden, weight, handed_over};
+  }
+  mutable HeadEdges handed_over = {};
 };
 
 struct Gradients {
@@ -72,15 +79,16 @@ Gradients fused_gradients(const Case& made, bool one_pass) {
   const HeadGradients out = {at::full_like(made.hidden, 1e30), at::zeros(made.weight.sizes(), accumulator)};
   Arena arena(kArenaBytes);
   if (one_pass) {
-    std::vector<double> logprob(made.edges.size()), entropy(made.edges.size());
-    head_forward_backward(
+    add_head_forward_backward(
         made.problem(),
-        [&](std::int64_t e, double, double) {
-          return HeadEdgeGradient{made.grad_logprob[e], made.grad_entropy[e]};
+        [&](std::size_t first, std::span<const double> logprob, std::span<const double>, std::span<double> by_logprob,
+            std::span<double> by_entropy) {
+          for (std::size_t e = 0; e < logprob.size(); ++e)
+            by_logprob[e] = made.grad_logprob[first + e], by_entropy[e] = made.grad_entropy[first + e];
         },
-        logprob, entropy, out, arena);
+        out, arena);
   } else {
-    head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
+    add_head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
   }
   return {out.grad_hidden_OM.to(at::kDouble), out.grad_weight_VM.to(at::kDouble)};
 }
@@ -131,7 +139,8 @@ TEST(HeadGradient, WeightGradientIsAddedTo) {
   const Gradients once = fused_gradients(made, false);
   const HeadGradients out = {at::empty_like(made.hidden), at::ones(made.weight.sizes(), at::kDouble)};
   Arena arena(kArenaBytes);
-  for (int time = 0; time < 2; ++time) head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
+  for (int time = 0; time < 2; ++time)
+    add_head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
   EXPECT_LT(relative(out.grad_weight_VM, 1 + 2 * once.weight), 1e-14);
 }
 

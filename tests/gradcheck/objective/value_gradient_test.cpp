@@ -6,9 +6,10 @@
 #include <vector>
 
 #include "espalier/base/random.h"
+#include "espalier/device/device.h"
 #include "espalier/objective/denominator.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/ops/cpu/value_head.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
 namespace {
@@ -107,17 +108,18 @@ TEST(ValueHead, GradientsAreTheSlopesOfItsValues) {
   const at::Tensor bias = at::randn({1}, at::kDouble);
   std::vector<double> outer(O);
   for (double& g : outer) g = at::randn({1}, at::kDouble).item<double>();
-  const ValueHeadProblem problem{hidden, weight, bias};
+  const Operations& ops = cpu_device().operations();
   const auto weighted_sum = [&] {
-    std::vector<double> value(O);
-    value_head_forward(problem, value);
+    const at::Tensor value = at::empty({O}, at::kDouble);
+    ops.value(hidden, weight, bias, value);
     double sum = 0;
-    for (std::int64_t o = 0; o < O; ++o) sum += outer[o] * value[o];
+    for (std::int64_t o = 0; o < O; ++o) sum += outer[o] * value[o].item<double>();
     return sum;
   };
-  const ValueHeadGradients out{at::full({O, M}, 7.0, at::kDouble), at::full({M}, 2.0, at::kDouble),
-                               at::full({1}, 3.0, at::kDouble)};  // hidden is overwritten, the others are added to
-  value_head_backward(problem, outer, out);
+  // That of hidden is overwritten, the others are added to.
+  const at::Tensor grad_hidden = at::full({O, M}, 7.0, at::kDouble), grad_weight = at::full({M}, 2.0, at::kDouble),
+                   grad_bias = at::full({1}, 3.0, at::kDouble);
+  ops.add_value_backward(hidden, weight, at::tensor(outer, at::kDouble), grad_hidden, grad_weight, grad_bias);
   const auto expect_slopes = [&](const at::Tensor& x, const at::Tensor& gradient, double before) {
     double* p = x.data_ptr<double>();
     for (std::int64_t i = 0; i < x.numel(); ++i) {
@@ -130,9 +132,9 @@ TEST(ValueHead, GradientsAreTheSlopesOfItsValues) {
       EXPECT_NEAR(gradient.data_ptr<double>()[i] - before, (up - down) / (2 * kStep), 10 * kAllowed);  // sums of O M
     }
   };
-  expect_slopes(hidden, out.grad_hidden_OM, 0);
-  expect_slopes(weight, out.grad_weight_M, 2);
-  expect_slopes(bias, out.grad_bias_1, 3);
+  expect_slopes(hidden, grad_hidden, 0);
+  expect_slopes(weight, grad_weight, 2);
+  expect_slopes(bias, grad_bias, 3);
 }
 
 // bfloat16: exact products, sums in double, gradients of weights in float32; grad_hidden is rounded once.
@@ -141,18 +143,20 @@ TEST(ValueHead, LowerDtypesRoundOnce) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const at::Tensor hidden = at::randn({300, 160}).to(dtype), weight = at::randn({160}).to(dtype);
     const at::Tensor bias = at::randn({1}).to(dtype);
-    std::vector<double> value(300), outer(300, 0.37);
-    value_head_forward({hidden, weight, bias}, value);
+    const Operations& ops = cpu_device().operations();
+    const at::Tensor value = at::empty({300}, at::kDouble);
+    ops.value(hidden, weight, bias, value);
     const at::Tensor exact = at::mv(hidden.to(at::kDouble), weight.to(at::kDouble)) + bias.to(at::kDouble);
-    for (std::int64_t o = 0; o < 300; ++o) EXPECT_NEAR(value[o], exact[o].item<double>(), 1e-12);
-    const ValueHeadGradients out{at::empty({300, 160}, dtype), at::zeros({160}), at::zeros({1})};
-    value_head_backward({hidden, weight, bias}, outer, out);
+    for (std::int64_t o = 0; o < 300; ++o) EXPECT_NEAR(value[o].item<double>(), exact[o].item<double>(), 1e-12);
+    const at::Tensor grad_hidden = at::empty({300, 160}, dtype), grad_weight = at::zeros({160}),
+                     grad_bias = at::zeros({1});
+    ops.add_value_backward(hidden, weight, at::full({300}, 0.37, at::kDouble), grad_hidden, grad_weight, grad_bias);
     const at::Tensor rows = (at::full({300, 1}, 0.37, at::kDouble) * weight.to(at::kDouble)).to(at::kFloat).to(dtype);
-    EXPECT_TRUE(out.grad_hidden_OM.equal(rows));
+    EXPECT_TRUE(grad_hidden.equal(rows));
     const at::Tensor sums = 0.37 * hidden.to(at::kDouble).sum(0);
     // One rounding to float32 of sums that are exact to 1e-14.
-    EXPECT_TRUE(at::allclose(out.grad_weight_M.to(at::kDouble), sums, 1.2e-7, 1e-12));
-    EXPECT_NEAR(out.grad_bias_1.item<double>(), 300 * 0.37, 1e-5);
+    EXPECT_TRUE(at::allclose(grad_weight.to(at::kDouble), sums, 1.2e-7, 1e-12));
+    EXPECT_NEAR(grad_bias.item<double>(), 300 * 0.37, 1e-5);
   }
 }
 

@@ -255,7 +255,8 @@ TEST(Sampler, RefusesWhatItCannotRun) {
   settings = greedy(1, 5);
   settings.kv_limit_bytes = 6 * kv_bytes_per_token(model->shape, DType::float64);
   EXPECT_THROW(run(prompts, settings), MemoryBudgetError);
-  model->weights.fill_(std::nan(""));
+  bound_device().to_device(at::full(model->weights.sizes(), std::nan(""), model->weights.scalar_type()),
+                           model->weights);
   EXPECT_THROW(run(prompts, greedy(1, 5)), InputError);
 }
 

@@ -39,10 +39,14 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) rows.position.push_back(i);
   rows.subtree_end.assign(ids.size(), static_cast<std::int32_t>(ids.size()));
   rows.output_row = rows.output_position = rows.position;
+  ControlBlock block;
+  rows.add_to(block);
+  block.hand_over(arena.device());
   const DecoderSaved saved = model.decoder.forward(rows, path, Keep::nothing, arena);
+  const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
-    return at::mm(saved.normed_OM.to(at::kFloat), model.decoder.weights().head_VM.to(at::kFloat).t());
-  return at::mm(saved.normed_OM, model.decoder.weights().head_VM.t());
+    return at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t());
+  return at::mm(hidden, head.t());
 }
 
 std::vector<double> dense_logprobs(ModelState& model, const Rollout& rollout) {
@@ -59,7 +63,7 @@ std::vector<double> dense_logprobs(ModelState& model, const Rollout& rollout) {
 
 std::unique_ptr<ModelState> in_float64(const ModelState& model) {
   auto exact = std::make_unique<ModelState>(model.shape, DType::float64);
-  exact->weights.copy_(model.weights);
+  bound_device().to_device(on_host(model.weights).to(at::kDouble), exact->weights);
   return exact;
 }
 

@@ -22,7 +22,14 @@ struct Case {
   std::vector<double> temperature;
   std::vector<HeadEdge> edges;
 
-  HeadProblem problem() const { return {hidden, weight, temperature, edges}; }
+  HeadProblem problem() const {
+    ControlBlock block;
+    handed_over = {};
+    handed_over.add_to(block, temperature, edges, weight.size(0));
+    block.hand_over(cpu_device());
+    return {hidden, weight, handed_over};
+  }
+  mutable HeadEdges handed_over = {};
 };
 
 // Rows with 0, 1, 2, 0, 1, 2, ... edges; every second pair of edges repeats its target.
@@ -154,12 +161,12 @@ TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
       const HeadGradients out = {at::empty_like(made.hidden),
                                  at::zeros({vocabulary, width}, dtype == at::kDouble ? at::kDouble : at::kFloat)};
       std::vector<double> series(made.edges.size());
-      head_backward(made.problem(), series, series, out, arena);
+      add_head_backward(made.problem(), series, series, out, arena);
       EXPECT_EQ(arena.high_water() - before, announced) << dtype << " " << outputs;
       EXPECT_EQ(arena.in_use(), before);
       arena.reset_high_water();
-      head_forward_backward(
-          made.problem(), [](std::int64_t, double, double) { return HeadEdgeGradient{}; }, series, series, out, arena);
+      add_head_forward_backward(
+          made.problem(), [](auto&&...) {}, out, arena);
       EXPECT_EQ(arena.high_water() - before, announced) << dtype << " " << outputs;
       arena.reset_high_water();
       head_forward(made.problem(), series, series, arena);
@@ -187,25 +194,28 @@ TEST(FusedHead, BlocksShrinkWithTheVocabularyAndJoinSeamlessly) {
   }
 }
 
-TEST(FusedHead, AsksForGradientsInEdgeOrderOnTheCallersThread) {
+TEST(FusedHead, AsksForGradientsOnceABlockInEdgeOrderOnTheCallersThread) {
   const Case made = make_case(300, 8, 33, at::kFloat);
   const Reference expected = fused_head(made);
   Arena arena(kArenaBytes);
   const HeadGradients out = {at::empty_like(made.hidden), at::zeros_like(made.weight)};
-  std::vector<double> logprob(made.edges.size()), entropy(made.edges.size());
-  std::int64_t next = 0;
+  std::vector<double> logprob, entropy;
+  int blocks = 0;
   const std::thread::id caller = std::this_thread::get_id();
-  head_forward_backward(
+  add_head_forward_backward(
       made.problem(),
-      [&](std::int64_t edge, double value, double row_entropy) {
-        EXPECT_EQ(edge, next++);
-        EXPECT_EQ(value, expected.logprob[edge]);
-        EXPECT_EQ(row_entropy, expected.entropy[edge]);
+      [&](std::size_t first, std::span<const double> of_block, std::span<const double> entropies,
+          std::span<double> by_logprob, std::span<double> by_entropy) {
+        ++blocks;
+        EXPECT_EQ(first, logprob.size());
+        EXPECT_EQ(by_logprob.size(), of_block.size());
+        EXPECT_EQ(by_entropy.size(), of_block.size());
         EXPECT_EQ(std::this_thread::get_id(), caller);
-        return HeadEdgeGradient{};
+        logprob.insert(logprob.end(), of_block.begin(), of_block.end());
+        entropy.insert(entropy.end(), entropies.begin(), entropies.end());
       },
-      logprob, entropy, out, arena);
-  EXPECT_EQ(next, static_cast<std::int64_t>(made.edges.size()));
+      out, arena);
+  EXPECT_EQ(blocks, 2);  // of 256 and 44 rows
   EXPECT_EQ(logprob, expected.logprob);
   EXPECT_EQ(entropy, expected.entropy);
   EXPECT_EQ(out.grad_hidden_OM.abs().max().item<float>(), 0.0f);
@@ -218,7 +228,7 @@ TEST(FusedHead, NoRowsIsNoWork) {
     Arena arena(kArenaBytes);
     const HeadGradients out = {at::empty_like(made.hidden), at::ones({33, 8})};
     head_forward(made.problem(), {}, {}, arena);
-    head_backward(made.problem(), {}, {}, out, arena);
+    add_head_backward(made.problem(), {}, {}, out, arena);
     EXPECT_EQ(arena.high_water(), 0);
     EXPECT_TRUE(out.grad_weight_VM.equal(at::ones({33, 8})));
   }

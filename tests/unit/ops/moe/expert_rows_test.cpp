@@ -1,12 +1,14 @@
 // Rows by expert: every slot once, and the kernels on an expert's rows against plain loops.
-#include "espalier/ops/cpu/expert_rows.h"
+#include "espalier/ops/cpu/expert_kernels.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <set>
+#include <vector>
 
 #include "espalier/base/random.h"
+#include "espalier/ops/cpu/router_kernels.h"
 
 namespace espalier::moe {
 namespace {
@@ -21,10 +23,12 @@ TEST(ExpertRows, HoldEverySlotOnceByExpertAndRow) {
   std::vector<std::int32_t> choice(static_cast<std::size_t>(shape.rows * shape.chosen));
   std::vector<double> weight(choice.size());
   choose_experts<double>(shape, logits.data(), nullptr, choice.data(), weight.data());
-  const ExpertRows experts = sort_by_expert(shape, choice.data());
-  ASSERT_EQ(experts.begin.size(), 7u);
+  struct {
+    std::vector<std::int32_t> begin, row, slot;
+  } experts{std::vector<std::int32_t>(7), choice, choice};
+  sort_by_expert(shape, choice.data(), experts.begin.data(), experts.row.data(), experts.slot.data());
   EXPECT_EQ(experts.begin[4], experts.begin[5]);
-  EXPECT_EQ(experts.begin.back(), static_cast<std::int64_t>(choice.size()));
+  EXPECT_EQ(experts.begin.back(), static_cast<std::int32_t>(choice.size()));
   std::set<std::int32_t> slots;
   for (std::size_t e = 0; e < 6; ++e)
     for (auto i = static_cast<std::size_t>(experts.begin[e]); i < static_cast<std::size_t>(experts.begin[e + 1]); ++i) {

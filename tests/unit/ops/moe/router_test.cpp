@@ -1,5 +1,5 @@
 // Routing: which experts, what weights, and the derivative of both losses and weights.
-#include "espalier/ops/cpu/router.h"
+#include "espalier/ops/cpu/router_kernels.h"
 
 #include <gtest/gtest.h>
 
@@ -68,8 +68,7 @@ TEST(Router, WeightsAreProbabilitiesOrTheirShares) {
 TEST(Router, RecordedExpertsAreTakenWithTheirOwnProbabilities) {
   const RouterShape plain{2, 4, 2, false}, shares{2, 4, 2, true};
   const std::vector<double> logits{std::log(1.0), std::log(4.0), std::log(3.0), std::log(2.0), 0, 0, 1, 0};
-  const std::uint16_t experts[] = {0, 3};
-  const std::uint16_t* const recorded[] = {experts, nullptr};  // the second row is free
+  const std::int32_t recorded[] = {0, 3, -1, -1};  // the second row is free
   for (const RouterShape& shape : {plain, shares}) {
     std::vector<std::int32_t> choice(4);
     std::vector<double> weight(4);

@@ -1,14 +1,18 @@
 // Matrix products in bfloat16, as the processor makes them and widened, against float64.
-#include "espalier/ops/products.h"
+#include "espalier/ops/operations.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "espalier/base/instruction_set.h"
+#include "espalier/device/arena.h"
+#include "espalier/model/products.h"
 #include "espalier/ops/cpu/widened_products.h"
 
 namespace espalier {
 namespace {
+
+const Operations& ops = cpu_device().operations();
 
 struct Sizes {
   std::int64_t rows, outputs, inputs;
@@ -32,7 +36,7 @@ void expect_near(const at::Tensor& found, const at::Tensor& exact, const at::Ten
   if (over.numel() > 0) EXPECT_LE(over.max().item<double>(), 0);
 }
 
-class Products : public ::testing::TestWithParam<Bfloat16Products> {
+class ProductsOf : public ::testing::TestWithParam<Bfloat16Products> {
  protected:
   void SetUp() override {
     if (!processor_has(GetParam())) GTEST_SKIP() << "this processor has no " << name_of(GetParam());
@@ -47,31 +51,31 @@ class Products : public ::testing::TestWithParam<Bfloat16Products> {
   Bfloat16Products before_ = Bfloat16Products::converted;
 };
 
-TEST_P(Products, AreThoseOfFloat64RoundedOnce) {
+TEST_P(ProductsOf, AreThoseOfFloat64RoundedOnce) {
   for (const auto& [R, N, K] : kSizes) {
     SCOPED_TRACE(std::to_string(R) + " x " + std::to_string(N) + " x " + std::to_string(K));
     const at::Tensor x = random({R, K}), weight = random({N, K}), base = random({R, N}), grad = random({R, N});
     const at::Tensor x64 = x.to(at::kDouble), weight64 = weight.to(at::kDouble), grad64 = grad.to(at::kDouble);
     const at::Tensor forward = x64.mm(weight64.t()), magnitudes = x64.abs().mm(weight64.abs().t());
     at::Tensor out = at::empty_like(base);
-    linear(out, x, weight, at::Tensor());
+    ops.linear(out, x, weight, at::Tensor());
     expect_near(out, forward, allowed(forward, magnitudes, K));
-    linear_onto(out, base, x, weight, at::Tensor());
+    ops.linear_onto(out, base, x, weight, at::Tensor());
     const at::Tensor onto = base.to(at::kDouble) + forward;
     expect_near(out, onto, allowed(onto, base.abs().to(at::kDouble) + magnitudes, K));
     at::Tensor grad_x = at::empty_like(x);
-    compute_linear_grad_input(grad_x, grad, weight);
+    ops.linear_grad_input(grad_x, grad, weight);
     const at::Tensor backward = grad64.mm(weight64), of_backward = grad64.abs().mm(weight64.abs());
     expect_near(grad_x, backward, allowed(backward, of_backward, N));
     grad_x.copy_(x);
-    add_linear_grad_input(grad_x, grad, weight);
+    ops.add_linear_grad_input(grad_x, grad, weight);
     expect_near(grad_x, x64 + backward, allowed(x64 + backward, x64.abs() + of_backward, N));
   }
 }
 
 // A weight's gradient is added to a float32 sum: rounded to bfloat16 before where the processor multiplies bfloat16,
 // with no more than float32's rounding where products are widened.
-TEST_P(Products, AddTheGradientOfAWeightInFloat32) {
+TEST_P(ProductsOf, AddTheGradientOfAWeightInFloat32) {
   const bool widened = widens_products(at::kBFloat16);
   EXPECT_EQ(widened, GetParam() == Bfloat16Products::converted);
   for (const auto& [R, N, K] : kSizes) {
@@ -80,7 +84,7 @@ TEST_P(Products, AddTheGradientOfAWeightInFloat32) {
     const at::Tensor x64 = x.to(at::kDouble), grad64 = grad.to(at::kDouble);
     at::Tensor sum = before.clone();
     Arena arena(std::int64_t{1} << 28);
-    add_linear_grad_weight(sum, at::Tensor(), grad, x, arena);
+    espalier::Products(arena, nullptr).add_linear_grad_weight(sum, at::Tensor(), grad, x);
     const at::Tensor product = grad64.t().mm(x64);
     const at::Tensor magnitudes = before.abs().to(at::kDouble) + grad64.abs().t().mm(x64.abs());
     expect_near(sum, before.to(at::kDouble) + product,
@@ -89,7 +93,7 @@ TEST_P(Products, AddTheGradientOfAWeightInFloat32) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, Products, ::testing::Values(Bfloat16Products::converted, Bfloat16Products::dot),
+INSTANTIATE_TEST_SUITE_P(Kinds, ProductsOf, ::testing::Values(Bfloat16Products::converted, Bfloat16Products::dot),
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace

@@ -1,25 +1,25 @@
-#include "espalier/ops/cpu/expert_rows.h"
+#include "espalier/ops/cpu/expert_kernels.h"
+
+#include <algorithm>
+#include <vector>
 
 namespace espalier::moe {
 namespace {
 constexpr std::int64_t kParallelFrom = 16384;  // elements below which a second thread costs more than it saves
 }
 
-ExpertRows sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK) {
-  const auto slots = static_cast<std::size_t>(shape.rows * shape.chosen);
-  ExpertRows out;
-  out.begin.assign(static_cast<std::size_t>(shape.experts) + 1, 0);
-  out.row.resize(slots);
-  out.slot.resize(slots);
-  for (std::size_t s = 0; s < slots; ++s) ++out.begin[static_cast<std::size_t>(choice_RK[s]) + 1];
-  for (std::size_t e = 1; e < out.begin.size(); ++e) out.begin[e] += out.begin[e - 1];
-  std::vector<std::int64_t> next(out.begin.begin(), out.begin.end() - 1);
-  for (std::size_t s = 0; s < slots; ++s) {
-    const auto at = static_cast<std::size_t>(next[static_cast<std::size_t>(choice_RK[s])]++);
-    out.slot[at] = static_cast<std::int32_t>(s);
-    out.row[at] = static_cast<std::int32_t>(static_cast<std::int64_t>(s) / shape.chosen);
+void sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
+                    std::int32_t* row_S, std::int32_t* slot_S) {
+  const std::int64_t slots = shape.rows * shape.chosen;
+  std::fill(begin_E1, begin_E1 + shape.experts + 1, 0);
+  for (std::int64_t s = 0; s < slots; ++s) ++begin_E1[choice_RK[s] + 1];
+  for (std::int64_t e = 1; e <= shape.experts; ++e) begin_E1[e] += begin_E1[e - 1];
+  std::vector<std::int32_t> next(begin_E1, begin_E1 + shape.experts);
+  for (std::int64_t s = 0; s < slots; ++s) {
+    const std::int32_t at = next[static_cast<std::size_t>(choice_RK[s])]++;
+    slot_S[at] = static_cast<std::int32_t>(s);
+    row_S[at] = static_cast<std::int32_t>(s / shape.chosen);
   }
-  return out;
 }
 
 template <class T>

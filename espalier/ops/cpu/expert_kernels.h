@@ -6,20 +6,16 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "espalier/base/dtype.h"
-#include "espalier/ops/cpu/router.h"
+#include "espalier/ops/router_shape.h"
 
 namespace espalier::moe {
 
-// Expert e has the entries [begin[e], begin[e + 1]) of row and slot; its rows are distinct and ascend.
-struct ExpertRows {
-  std::vector<std::int64_t> begin;      // [E + 1]
-  std::vector<std::int32_t> row, slot;  // [S]
-};
-
-ExpertRows sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK);
+// Overwrites begin [E + 1], row [S] and slot [S]: expert e has the entries [begin[e], begin[e + 1]); its rows are
+// distinct and ascend.
+void sort_by_expert(const RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
+                    std::int32_t* row_S, std::int32_t* slot_S);
 
 // Entries of one expert: rows of `into` or slots of weights, [N].
 struct ExpertRange {

@@ -1,4 +1,4 @@
-#include "espalier/ops/cpu/router.h"
+#include "espalier/ops/cpu/router_kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -79,7 +79,7 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
 }  // namespace
 
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uint16_t* const* recorded_R,
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
                     std::int32_t* choice_RK, accumulator_t<T>* weight_RK) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
@@ -91,8 +91,8 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uin
       std::int32_t* choice = choice_RK + r * k;
       A* weight = weight_RK + r * k;
       softmax(E, logits_RE + r * E, p.data());
-      if (recorded_R != nullptr && recorded_R[r] != nullptr && !ESPALIER_MUTATION(recorded_route_ignored)) {
-        std::copy(recorded_R[r], recorded_R[r] + k, choice);
+      if (recorded_RK != nullptr && recorded_RK[r * k] >= 0 && !ESPALIER_MUTATION(recorded_route_ignored)) {
+        std::copy(recorded_RK + r * k, recorded_RK + (r + 1) * k, choice);
       } else {
         std::copy(p.begin(), p.end(), score.begin());
         take_largest(E, k, score.data(), choice);
@@ -109,7 +109,7 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uin
 
 template <class T>
 PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const std::int32_t* choice_RK,
-                            const accumulator_t<T>* grad_weight_RK, const RouterPenalty& penalty, T* grad_logits_RE) {
+                            const accumulator_t<T>* grad_weight_RK, const RowPenalty& penalty, T* grad_logits_RE) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
   std::vector<PenaltySums> of_row(static_cast<std::size_t>(shape.rows));
@@ -131,10 +131,10 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                                       \
-  template void choose_experts<T>(const RouterShape&, const T*, const std::uint16_t* const*, std::int32_t*,           \
+  template void choose_experts<T>(const RouterShape&, const T*, const std::int32_t*, std::int32_t*,                   \
                                   accumulator_t<T>*);                                                                 \
   template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*, \
-                                          const RouterPenalty&, T*);
+                                          const RowPenalty&, T*);
 ESPALIER_INSTANTIATE(double)
 ESPALIER_INSTANTIATE(float)
 ESPALIER_INSTANTIATE(bfloat16)

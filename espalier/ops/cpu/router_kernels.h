@@ -12,35 +12,26 @@
 #include <cstdint>
 
 #include "espalier/base/dtype.h"
+#include "espalier/ops/router_shape.h"
 
 namespace espalier::moe {
 
-struct RouterShape {
-  std::int64_t rows = 0, experts = 0, chosen = 0;  // R, E, k
-  bool renormalise = false;
-};
-
-// Overwrites choice [R, k] (by falling probability) and weight [R, k]. Where recorded [R] is given, a row whose pointer
-// is not null takes its S from there (k distinct experts) instead of the k largest; all else stays the same.
+// Overwrites choice [R, k] (by falling probability) and weight [R, k]. Where recorded [R, k] is given, a row whose
+// first entry is not negative takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, const std::uint16_t* const* recorded_R,
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
                     std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
 
 // Null pointers: no such penalty.
-struct RouterPenalty {
+struct RowPenalty {
   const std::int32_t* group_R = nullptr;
   const double* probability_GE = nullptr;  // g
   const double* z_G = nullptr;
 };
 
-// Values of the penalties, summed over rows in their order.
-struct PenaltySums {
-  double aux = 0, z = 0;
-};
-
 // Overwrites grad_logits [R, E] with dL/dlogits, given dL/dw [R, k] and the penalties.
 template <class T>
 PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const std::int32_t* choice_RK,
-                            const accumulator_t<T>* grad_weight_RK, const RouterPenalty& penalty, T* grad_logits_RE);
+                            const accumulator_t<T>* grad_weight_RK, const RowPenalty& penalty, T* grad_logits_RE);
 
 }  // namespace espalier::moe

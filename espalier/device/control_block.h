@@ -1,0 +1,31 @@
+// Numbers that the host makes and operations read, handed over in one copy: ids, positions, edges, temperatures.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <vector>
+
+#include "espalier/device/device.h"
+
+namespace espalier {
+
+class ControlBlock {
+ public:
+  // hand_over sets `tensor` to a tensor [n] of the device with these values (int32, float64). It must stay in its
+  // place.
+  void add(std::span<const std::int32_t> values, at::Tensor& tensor);
+  void add(std::span<const double> values, at::Tensor& tensor);
+  void hand_over(Device& device);
+
+ private:
+  struct Part {
+    at::Tensor* tensor;
+    at::ScalarType dtype;
+    std::int64_t begin, count;  // elements of the dtype
+  };
+  std::vector<double> values_;  // integers two to a number
+  std::vector<Part> parts_;
+};
+
+}  // namespace espalier

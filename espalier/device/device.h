@@ -1,0 +1,61 @@
+// A place where tensors live and operations run: the host's processors, or a GPU.
+//
+// What runs on tensors is in `operations()`. Operations run in the order in which they are called, but maybe later:
+// what one wrote is read by the next, and by the host only through to_host. An operation's tensors may be released in
+// the arena they are from, or dropped, as soon as the call returns.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string_view>
+#include <vector>
+
+namespace espalier {
+
+struct Operations;
+
+class Device {
+ public:
+  explicit Device(const Operations& operations) : operations_(operations) {}
+  virtual ~Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  const Operations& operations() const { return operations_; }
+  virtual std::string_view name() const = 0;
+  // Returns when everything called so far has run.
+  virtual void synchronize() = 0;
+  // Seconds of a steady clock, once everything called so far has run.
+  virtual double seconds() = 0;
+
+  // Addresses for an arena; memory is taken as it is touched. Errors: MemoryBudgetError. `release` waits for the work.
+  virtual std::byte* reserve(std::int64_t bytes) = 0;
+  virtual void release(std::byte* memory, std::int64_t bytes) = 0;
+  // Reserved addresses as an uninitialised contiguous tensor.
+  virtual at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
+  // An uninitialised contiguous tensor with memory of its own.
+  virtual at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) = 0;
+
+  // The declared copies. Where the host can touch the device's memory nothing is copied: what to_host and host_room
+  // return is then the tensor itself.
+  virtual at::Tensor to_host(const at::Tensor& tensor) = 0;    // what it holds once everything called so far has run
+  virtual at::Tensor host_room(const at::Tensor& tensor) = 0;  // a host tensor like it, to be filled for to_device
+  virtual void to_device(const at::Tensor& host, const at::Tensor& tensor) = 0;
+  // A host tensor that nobody writes any more, as one of the device.
+  virtual at::Tensor adopt(const at::Tensor& host) = 0;
+  // The values as a tensor [n] of the device.
+  at::Tensor upload(std::vector<double> values);
+
+ private:
+  const Operations& operations_;
+};
+
+// The processors of this machine: operations run at once, copies cost nothing.
+Device& cpu_device();
+
+// The device of this run: cpu_device() unless another was bound, which happens once, before anything is made on it.
+Device& bound_device();
+void bind_device(Device& device);
+
+}  // namespace espalier

@@ -1,0 +1,22 @@
+// AdamW over flat buffers, and the norm that clips its gradient.
+//
+//   g = grad grad_scale;  p = p (1 - lr weight_decay);  m = m + (1 - beta1)(g - m);  v = v beta2 + ((1 - beta2) g) g
+//   p = p - (lr/(1 - beta1^t) m) / (sqrt(v)/sqrt(1 - beta2^t) + eps),  t = step
+// in this order and in the accumulator dtype. Source: Loshchilov and Hutter, "Decoupled weight decay regularization".
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/ops/adamw_step.h"
+
+namespace espalier {
+
+struct OptimizerOperations {
+  // Overwrites sum_1 (float64) with sum_i x_i^2, in an order that does not depend on threads.
+  void (*sum_of_squares)(const at::Tensor& x, const at::Tensor& sum_1);
+  // Overwrites p, m, v, and where it is defined `rounded` with the new p in bfloat16.
+  void (*adamw)(const at::Tensor& p, const at::Tensor& grad, const at::Tensor& m, const at::Tensor& v,
+                const AdamWStep& step, const at::Tensor& rounded);
+};
+
+}  // namespace espalier

@@ -1,0 +1,34 @@
+// Shared-prefix attention on tensors; equations and what is visible: ops/attention/attention.h.
+//
+// Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size. Rows may stand
+// at a stride; what follows the rows is contiguous, in one dimension or two. lse and the gradients of keys and values
+// are in the accumulator dtype.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+struct AttentionProblem {
+  std::int64_t head_dim;             // D
+  at::Tensor q_Q, own_k_T, own_v_T;  // [Q, H D], [T, J D], [T, J D]
+  at::Tensor path_k_P, path_v_P;     // [P, J D]
+  at::Tensor query_row_Q;            // int32, own row of each query, ascending; undefined: query i is own row i
+  at::Tensor subtree_end_T;          // int32: query at own row i sees own row j iff j <= i < subtree_end[j]
+};
+
+struct AttentionGradients {
+  at::Tensor q_Q;                 // overwritten
+  at::Tensor own_k_T, own_v_T;    // added to
+  at::Tensor path_k_P, path_v_P;  // added to
+};
+
+struct AttentionOperations {
+  // Overwrites out [Q, H D] and lse [H, Q] (natural logarithm).
+  void (*attention)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
+  // With what `attention` gave. Overwrites the gradient of q, adds to the others.
+  void (*add_attention_backward)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
+                                 const at::Tensor& grad_out_Q, const AttentionGradients& gradients);
+};
+
+}  // namespace espalier

@@ -1,0 +1,60 @@
+// The processors of this machine as a device: memory is the host's own, so copies return what they are given.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include "espalier/base/error.h"
+#include "espalier/device/device.h"
+#include "espalier/observe/timer.h"
+#include "espalier/ops/cpu/operations.h"
+
+namespace espalier {
+namespace {
+
+class CpuDevice : public Device {
+ public:
+  CpuDevice() : Device(cpu::operations()) {}
+
+  std::string_view name() const override { return "cpu"; }
+  void synchronize() override {}
+  double seconds() override { return Timer::steady_seconds(); }
+
+  std::byte* reserve(std::int64_t bytes) override {
+    void* memory = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+      throw MemoryBudgetError({"Arena", text_of("an address range of ", bytes, " bytes"), "a refusal of the system",
+                               "lower --memory-budget or raise the limit on address space (ulimit -v)"});
+    return static_cast<std::byte*>(memory);
+  }
+  void release(std::byte* memory, std::int64_t bytes) override { munmap(memory, static_cast<std::size_t>(bytes)); }
+  at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) override {
+    return at::from_blob(memory, sizes, at::TensorOptions().dtype(dtype));
+  }
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override {
+    return at::empty(sizes, at::TensorOptions().dtype(dtype));
+  }
+
+  at::Tensor to_host(const at::Tensor& tensor) override { return tensor; }
+  at::Tensor host_room(const at::Tensor& tensor) override { return tensor; }
+  void to_device(const at::Tensor& host, const at::Tensor& tensor) override {
+    if (host.data_ptr() != tensor.data_ptr()) tensor.copy_(host);
+  }
+  at::Tensor adopt(const at::Tensor& host) override { return host; }
+};
+
+}  // namespace
+
+Device& cpu_device() {
+  static CpuDevice device;
+  return device;
+}
+
+const Operations& cpu::operations() {
+  static const Operations all{norm_operations(),      rotation_operations(),  swiglu_operations(), product_operations(),
+                              moving_operations(),    attention_operations(), head_operations(),   expert_operations(),
+                              optimizer_operations(), choice_operations()};
+  return all;
+}
+
+}  // namespace espalier

@@ -1,0 +1,140 @@
+// Routers and experts on a CPU: an expert's products run over the rows that chose it, one expert after the other, so
+// nothing is padded and an expert that nobody chose costs nothing.
+#include <ATen/ATen.h>
+
+#include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/expert_kernels.h"
+#include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/cpu/router_kernels.h"
+#include "espalier/ops/cpu/row_kernels.h"
+
+namespace espalier::cpu {
+namespace {
+
+moe::RouterShape shape_of(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise) {
+  return {choice_RK.size(0), logits_RE.size(1), choice_RK.size(1), renormalise};
+}
+
+void choose_experts(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, bool renormalise,
+                    const at::Tensor& choice_RK, const at::Tensor& weight_RK) {
+  dispatch(logits_RE.scalar_type(), [&]<class T>() {
+    moe::choose_experts<T>(shape_of(logits_RE, choice_RK, renormalise), pointer<T>(logits_RE),
+                           pointer<std::int32_t>(recorded_RK), pointer<std::int32_t>(choice_RK),
+                           pointer<accumulator_t<T>>(weight_RK));
+  });
+}
+
+void router_backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise,
+                     const at::Tensor& grad_weight_RK, const RouterPenalty& penalty, const at::Tensor& grad_logits_RE,
+                     const at::Tensor& penalties_2) {
+  const moe::RowPenalty of_row{pointer<std::int32_t>(penalty.group_R), pointer<double>(penalty.probability_GE),
+                               pointer<double>(penalty.z_G)};
+  dispatch(logits_RE.scalar_type(), [&]<class T>() {
+    const moe::PenaltySums sums = moe::router_backward<T>(
+        shape_of(logits_RE, choice_RK, renormalise), pointer<T>(logits_RE), pointer<std::int32_t>(choice_RK),
+        pointer<accumulator_t<T>>(grad_weight_RK), of_row, pointer<T>(grad_logits_RE));
+    if (penalties_2.defined()) pointer<double>(penalties_2)[0] = sums.aux, pointer<double>(penalties_2)[1] = sums.z;
+  });
+}
+
+void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
+  moe::sort_by_expert({choice_RK.size(0), sorted.begin_E1.size(0) - 1, choice_RK.size(1)},
+                      pointer<std::int32_t>(choice_RK), pointer<std::int32_t>(sorted.begin_E1),
+                      pointer<std::int32_t>(sorted.row_S), pointer<std::int32_t>(sorted.slot_S));
+}
+
+// The rows of one expert: which they are, and where their gate and up values lie.
+struct Expert {
+  Expert(const SortedSlots& sorted, const at::Tensor& gate_up_SW, std::int64_t e) {
+    const auto* begin = pointer<std::int32_t>(sorted.begin_E1);
+    range = {begin[e + 1] - begin[e], pointer<std::int32_t>(sorted.row_S) + begin[e],
+             pointer<std::int32_t>(sorted.slot_S) + begin[e]};
+    gate_up_NW = gate_up_SW.narrow(0, begin[e], range.count);
+  }
+
+  // x_N = x_R at the expert's rows.
+  void gather(const at::Tensor& x_RM, const at::Tensor& x_NM) const {
+    dispatch(x_RM.scalar_type(), [&]<class T>() {
+      rows::gather<T>(range.count, x_RM.size(1), pointer<T>(x_RM), range.row, pointer<T>(x_NM));
+    });
+  }
+  // sum_R += weight y_N; weight undefined: 1.
+  void add_rows(const at::Tensor& y_NM, const at::Tensor& weight_RK, const at::Tensor& sum_RM) const {
+    dispatch(y_NM.scalar_type(), [&]<class T>() {
+      using A = accumulator_t<T>;
+      moe::add_expert_rows<T>(range, y_NM.size(1), pointer<T>(y_NM), pointer<A>(weight_RK), pointer<A>(sum_RM));
+    });
+  }
+
+  moe::ExpertRange range;
+  at::Tensor gate_up_NW;
+};
+
+void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
+                 const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
+                 const ExpertScratch& scratch) {
+  const ProductOperations products = product_operations();
+  const SwigluOperations activation = swiglu_operations();
+  for (std::int64_t e = 0; e < weights.gate_up_EWM.size(0); ++e) {
+    const Expert expert(sorted, gate_up_SW, e);
+    const std::int64_t N = expert.range.count;
+    if (N == 0) continue;
+    const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // x, then the result
+    expert.gather(x_RM, rows_NM);
+    products.linear(expert.gate_up_NW, rows_NM, weights.gate_up_EWM.select(0, e), at::Tensor());
+    if (!sum_RM.defined()) continue;
+    const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
+    activation.swiglu(expert.gate_up_NW, act_NF);
+    products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), at::Tensor());
+    expert.add_rows(rows_NM, weight_RK, sum_RM);
+  }
+}
+
+void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
+                          const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
+                          const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM, const at::Tensor& grad_weight_RK,
+                          const ExpertScratch& scratch) {
+  const ProductOperations products = product_operations();
+  const SwigluOperations activation = swiglu_operations();
+  const auto add_grad_weight = [&](const at::Tensor& grad_weight, const at::Tensor& grad, const at::Tensor& x) {
+    at::Tensor product;
+    if (scratch.product.defined())
+      product = scratch.product.narrow(0, 0, grad_weight.numel()).view(grad_weight.sizes());
+    products.add_linear_grad_weight(grad_weight, at::Tensor(), grad, x, product);
+  };
+  for (std::int64_t e = 0; e < weights.gate_up_EWM.size(0); ++e) {
+    const Expert expert(sorted, gate_up_SW, e);
+    const std::int64_t N = expert.range.count;
+    if (N == 0) continue;
+    const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // dL/dsum, then x, then dL/dx
+    const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);    // first holds its own gradient
+    const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
+    expert.gather(grad_sum_RM, rows_NM);
+    products.linear_grad_input(act_NF, rows_NM, weights.down_EMF.select(0, e));
+    activation.swiglu_backward(expert.gate_up_NW, act_NF, grad_gate_up_NW, act_NF);
+    dispatch(x_RM.scalar_type(), [&]<class T>() {
+      using A = accumulator_t<T>;
+      moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.gate_up_NW), pointer<A>(weight_RK),
+                                    pointer<T>(grad_gate_up_NW), pointer<T>(act_NF), pointer<A>(grad_weight_RK));
+    });
+    add_grad_weight(grads.down_EMF.select(0, e), rows_NM, act_NF);
+    expert.gather(x_RM, rows_NM);
+    add_grad_weight(grads.gate_up_EWM.select(0, e), grad_gate_up_NW, rows_NM);
+    products.linear_grad_input(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e));
+    expert.add_rows(rows_NM, at::Tensor(), grad_x_sum_RM);
+  }
+}
+
+void round_sum(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Tensor& out_RM) {
+  dispatch(out_RM.scalar_type(), [&]<class T>() {
+    moe::round_sum<T>(out_RM.numel(), pointer<T>(base_RM), pointer<accumulator_t<T>>(sum_RM), pointer<T>(out_RM));
+  });
+}
+
+}  // namespace
+
+ExpertOperations expert_operations() {
+  return {choose_experts, router_backward, sort_by_expert, add_experts, add_experts_backward, round_sum};
+}
+
+}  // namespace espalier::cpu

@@ -1,0 +1,22 @@
+// The operations of a CPU, group by group: tensors to the kernels of this folder.
+#pragma once
+
+#include "espalier/ops/operations.h"
+
+namespace espalier::cpu {
+
+NormOperations norm_operations();
+RotationOperations rotation_operations();
+SwigluOperations swiglu_operations();
+ProductOperations product_operations();
+MovingOperations moving_operations();
+AttentionOperations attention_operations();
+HeadOperations head_operations();
+ExpertOperations expert_operations();
+OptimizerOperations optimizer_operations();
+ChoiceOperations choice_operations();
+
+// All of them.
+const Operations& operations();
+
+}  // namespace espalier::cpu

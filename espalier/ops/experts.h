@@ -1,0 +1,66 @@
+// The router of an expert layer and the experts' products over the rows that chose them.
+//
+//   p = softmax(logits);  S = the k largest p, ties to the lower expert;  w_j = p_j, or renormalised p_j / sum_S p
+//   sum_r += sum_{e in S_r} w_e (silu(g_e) u_e) Wd_e^T  with  [g_e u_e] = x_r Wgu_e^T
+//   penalties of a row:  sum_e g_e p_e  (auxiliary loss)  and  z (log sum_e exp logit_e)^2
+//
+// Shapes: R rows, M width, E experts, k of them a row, S = R k slots (slot r k + j: row r at its j-th expert), F inner
+// width of an expert, G groups of rows with the same penalty. Choices and places are int32; weights and sums are in the
+// accumulator dtype (weights rounded to the model's, as Hugging Face does), penalties in float64.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+// Undefined: no such penalty.
+struct RouterPenalty {
+  at::Tensor group_R;         // int32
+  at::Tensor probability_GE;  // g, float64
+  at::Tensor z_G;             // z, float64
+};
+
+// Slots sorted by expert: expert e has the entries [begin_e, begin_{e + 1}) of row and slot, rows ascending.
+struct SortedSlots {
+  at::Tensor begin_E1, row_S, slot_S;
+};
+
+struct ExpertWeights {
+  at::Tensor gate_up_EWM, down_EMF;  // [E, 2 F, M], [E, M, F]
+};
+
+// Scratch of one expert's products; an expert has at most R rows.
+struct ExpertScratch {
+  at::Tensor rows_RM, act_RF;
+  at::Tensor grad_gate_up_RW;  // backward only
+  at::Tensor product;          // backward only: elements of the largest weight, where its gradient is rounded first
+};
+
+struct ExpertOperations {
+  // Overwrites choice (by falling probability) and weight. Where recorded [R, k] (int32) is given, a row whose first
+  // entry is not negative takes its S from there.
+  void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, bool renormalise,
+                         const at::Tensor& choice_RK, const at::Tensor& weight_RK);
+  // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits, and where there is a penalty penalties [2]
+  // (float64): the auxiliary and the z penalty, each summed over rows.
+  void (*router_backward)(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise,
+                          const at::Tensor& grad_weight_RK, const RouterPenalty& penalty,
+                          const at::Tensor& grad_logits_RE, const at::Tensor& penalties_2);
+  // Overwrites all of `sorted`.
+  void (*sort_by_expert)(const at::Tensor& choice_RK, const SortedSlots& sorted);
+
+  // Overwrites gate_up [S, 2 F], sorted by expert; adds to sum, where it is undefined the second products are left out.
+  void (*add_experts)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
+                      const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
+                      const ExpertScratch& scratch);
+  // From dL/d(the rows' sums): adds the gradients of the experts' weights and dL/dx to grad_x_sum (accumulator dtype),
+  // overwrites grad_weight_RK.
+  void (*add_experts_backward)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
+                               const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
+                               const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,
+                               const at::Tensor& grad_weight_RK, const ExpertScratch& scratch);
+  // out = base + sum, rounded once; base undefined: 0; out may be base.
+  void (*round_sum)(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Tensor& out_RM);
+};
+
+}  // namespace espalier

@@ -1,0 +1,27 @@
+// Rows from one tensor to another.
+//
+// Shapes: R rows, M width (a row may have more dimensions), N rows of a table. Row numbers are int32.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+struct MovingOperations {
+  // x_r = table[row_r]. Overwrites x; both contiguous, of one dtype, whichever.
+  void (*gather)(const at::Tensor& table_NM, const at::Tensor& row_R, const at::Tensor& x_RM);
+  // into[row_r] += x_r, in order; rows may repeat. `into` is of x's dtype or its accumulator's.
+  void (*add_scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
+  // into[row_r] = x_r; rows do not repeat. x may have a row stride.
+  void (*scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
+  // Rows [to, to + count) = rows [from, from + count) as they were; the ranges may overlap.
+  void (*move_rows)(const at::Tensor& x_NM, std::int64_t from, std::int64_t to, std::int64_t count);
+  // out = in, rounded to the dtype of out. Two dimensions with row strides, or contiguous.
+  void (*convert)(const at::Tensor& in, const at::Tensor& out);
+  // x_r = 0 where id_r is the given one; contiguous.
+  void (*zero_rows)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t id);
+  // x = 0; contiguous.
+  void (*zero)(const at::Tensor& x);
+};
+
+}  // namespace espalier

@@ -1,0 +1,31 @@
+// Everything that runs on tensors: one table of functions per device, bound once a run (Device::operations).
+//
+// Model, objective, optimizer and sampler call these and nothing else on a device's tensors. An operation is described
+// in its own header. Those named add_... add to some of their results, and say which.
+#pragma once
+
+#include "espalier/ops/adamw.h"
+#include "espalier/ops/attention.h"
+#include "espalier/ops/choice.h"
+#include "espalier/ops/experts.h"
+#include "espalier/ops/head.h"
+#include "espalier/ops/moving.h"
+#include "espalier/ops/norm.h"
+#include "espalier/ops/products.h"
+#include "espalier/ops/rotation.h"
+#include "espalier/ops/swiglu.h"
+
+namespace espalier {
+
+struct Operations : NormOperations,
+                    RotationOperations,
+                    SwigluOperations,
+                    ProductOperations,
+                    MovingOperations,
+                    AttentionOperations,
+                    HeadOperations,
+                    ExpertOperations,
+                    OptimizerOperations,
+                    ChoiceOperations {};
+
+}  // namespace espalier

@@ -1,0 +1,146 @@
+#include "tests/device/guarded_device.h"
+
+#include <ATen/ATen.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string_view>
+
+#include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
+#include "espalier/ops/cpu/operations.h"
+
+namespace espalier::testing {
+namespace {
+
+// An operation of the CPU's table as one that is queued, its arguments kept by value.
+template <auto member>
+struct Late;
+template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>
+struct Late<member> {
+  static void call(Arguments... arguments) {
+    guarded_device().queue([=] { (cpu::operations().*member)(arguments...); });
+  }
+};
+template <auto... members>
+void make_late(Operations& operations) {
+  ((operations.*members = Late<members>::call), ...);
+}
+
+// Every pointer of the table is set here: a table with one left out would be the CPU's at that place, which faults on
+// its first tensor.
+const Operations& late_operations() {
+  static const Operations all = [] {
+    Operations o = cpu::operations();
+    using O = Operations;
+    make_late<&O::norm, &O::norm_again, &O::add_norm_backward, &O::rotate, &O::add_rotate_backward, &O::swiglu,
+              &O::swiglu_backward, &O::linear, &O::linear_onto, &O::linear_grad_input, &O::add_linear_grad_input,
+              &O::add_linear_grad_weight, &O::gather, &O::add_scatter, &O::scatter, &O::move_rows, &O::convert,
+              &O::zero_rows, &O::zero, &O::attention, &O::add_attention_backward, &O::score_logits, &O::logit_gradients,
+              &O::value, &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert,
+              &O::add_experts, &O::add_experts_backward, &O::round_sum, &O::sum_of_squares, &O::adamw,
+              &O::choose_tokens>(o);
+    return o;
+  }();
+  return all;
+}
+
+std::size_t whole_pages(std::int64_t bytes) {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return (static_cast<std::size_t>(bytes) + page) / page * page;  // at least one
+}
+
+struct BindByEnvironment {
+  BindByEnvironment() {
+    const char* named = std::getenv("ESPALIER_TEST_DEVICE");
+    if (named != nullptr && std::string_view(named) == "guarded") bind_device(guarded_device());
+  }
+} const bind_by_environment;
+
+}  // namespace
+
+GuardedDevice& guarded_device() {
+  static auto* const device = new GuardedDevice;  // outlives every tensor
+  return *device;
+}
+
+GuardedDevice::GuardedDevice() : Device(late_operations()) {}
+
+void GuardedDevice::protect(int how) {
+  for (const auto& [memory, bytes] : blocks_) ESPALIER_INTERNAL_EQ(mprotect(memory, bytes, how), 0);
+}
+
+void GuardedDevice::synchronize() {
+  if (queue_.empty()) return;
+  protect(PROT_READ | PROT_WRITE);
+  for (const auto& work : std::exchange(queue_, {})) {
+    work();
+    ++operations_run_;
+  }
+  protect(PROT_NONE);
+}
+
+double GuardedDevice::seconds() {
+  synchronize();
+  return Timer::steady_seconds();
+}
+
+std::byte* GuardedDevice::map(std::int64_t bytes) {
+  void* memory = mmap(nullptr, whole_pages(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ESPALIER_INTERNAL(memory != MAP_FAILED, bytes, " bytes");
+  blocks_[static_cast<std::byte*>(memory)] = whole_pages(bytes);
+  return static_cast<std::byte*>(memory);
+}
+
+std::byte* GuardedDevice::reserve(std::int64_t bytes) { return map(bytes); }
+
+void GuardedDevice::release(std::byte* memory, std::int64_t bytes) {
+  synchronize();
+  release_early(memory, bytes);
+}
+
+void GuardedDevice::release_early(std::byte* memory, std::int64_t bytes) {
+  blocks_.erase(memory);
+  munmap(memory, whole_pages(bytes));
+}
+
+at::Tensor GuardedDevice::view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::from_blob(memory, sizes, at::TensorOptions().dtype(dtype));
+}
+
+at::Tensor GuardedDevice::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<std::int64_t>(c10::elementSize(dtype));
+  // Work that was called holds the tensor, so its memory is released after that work.
+  const auto free = [this, bytes](void* data) { release_early(static_cast<std::byte*>(data), bytes); };
+  const at::Tensor tensor = at::from_blob(map(bytes), sizes, free, at::TensorOptions().dtype(dtype));
+  queue([tensor, bytes] { std::memset(tensor.data_ptr(), 0xff, static_cast<std::size_t>(bytes)); });
+  return tensor;
+}
+
+at::Tensor GuardedDevice::to_host(const at::Tensor& tensor) {
+  synchronize();
+  protect(PROT_READ);
+  at::Tensor copy = tensor.clone();
+  protect(PROT_NONE);
+  return copy;
+}
+
+at::Tensor GuardedDevice::host_room(const at::Tensor& tensor) {
+  return at::full(tensor.sizes(), NAN, at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+void GuardedDevice::to_device(const at::Tensor& host, const at::Tensor& tensor) {
+  const at::Tensor staged = host.clone();
+  queue([staged, tensor] { at::Tensor(tensor).copy_(staged); });
+}
+
+at::Tensor GuardedDevice::adopt(const at::Tensor& host) {
+  const at::Tensor tensor = allocate(host.sizes(), host.scalar_type());
+  to_device(host, tensor);
+  return tensor;
+}
+
+}  // namespace espalier::testing
