@@ -16,12 +16,22 @@ namespace {
 
 constexpr int kVerificationFailed = 6;
 
-// "amber teal ; ... ; ? otter": the two ends of a long prompt.
+// The start of the character that the byte at `place` is part of, or the text's end.
+std::size_t character_at(const std::string& text, std::size_t place) {
+  while (place < text.size() && (text[place] & 0xc0) == 0x80) ++place;
+  return place;
+}
+
+// "amber teal ; ... ; ? otter": the two ends of a long prompt on one line, cut between words where there are some.
 std::string shortened(const std::string& text) {
   constexpr std::size_t kHead = 40, kTail = 60;
-  if (text.size() <= kHead + kTail + 5) return text;
-  const std::size_t head = text.rfind(' ', kHead), tail = text.find(' ', text.size() - kTail);
-  return text.substr(0, head) + " ..." + text.substr(tail);
+  std::string line;
+  for (const char c : text) line += c == '\n' ? "\\n" : std::string(1, c);
+  if (line.size() <= kHead + kTail + 5) return line;
+  std::size_t head = line.rfind(' ', kHead), tail = line.find(' ', line.size() - kTail);
+  if (head == std::string::npos) head = character_at(line, kHead);
+  if (tail == std::string::npos) tail = character_at(line, line.size() - kTail);
+  return line.substr(0, head) + " ..." + line.substr(tail);
 }
 
 // Gathers the steps of some batches into one line, and prints what else a run says.

@@ -23,6 +23,8 @@ class RewardFunction {
   // Imports the file. A call may take `timeout` seconds. Errors: InputError naming what the file lacks, with Python's
   // message and the line where it was raised.
   RewardFunction(const std::string& file, double timeout);
+  RewardFunction(const RewardFunction&) = delete;  // its service reports errors to it
+  RewardFunction& operator=(const RewardFunction&) = delete;
 
   // Scores of responses, in order. The function is told what the records carry (text/rollout_text.h): `data_source`,
   // `response`, `ground_truth` (else that of `reward_model`), each null where absent, and `extra_info` with, where it

@@ -26,9 +26,8 @@ bool Tokenizer::is_in(const std::string& directory) {
 }
 
 Tokenizer::Tokenizer(const std::string& directory)
-    : directory_(directory), service_("tokenizer", directory, kPatience, [this](const Json& error, std::size_t place) {
-        fail(error, place);
-      }) {}
+    : directory_(directory),
+      service_("tokenizer", directory, kPatience, [this](const Json& error, std::size_t) { fail(error); }) {}
 
 std::int64_t Tokenizer::vocabulary() const { return service_.ready()["vocabulary"].get<std::int64_t>(); }
 
@@ -37,7 +36,7 @@ std::optional<std::int32_t> Tokenizer::eos() const {
   return eos.is_null() ? std::nullopt : std::optional(eos.get<std::int32_t>());
 }
 
-void Tokenizer::fail(const Json& error, std::size_t) const {
+void Tokenizer::fail(const Json& error) const {
   const std::string kind = error["kind"], message = error["message"];
   if (kind == "package") {
     const std::string package = error["package"];

@@ -27,6 +27,8 @@ class Tokenizer {
   // Errors: InputError where the directory holds none that can be read; UnsupportedError naming a Python package that
   // is missing.
   explicit Tokenizer(const std::string& directory);
+  Tokenizer(const Tokenizer&) = delete;  // its service reports errors to it
+  Tokenizer& operator=(const Tokenizer&) = delete;
 
   std::int64_t vocabulary() const;          // ids are below
   std::optional<std::int32_t> eos() const;  // of the special token that ends a response
@@ -44,7 +46,7 @@ class Tokenizer {
   std::vector<std::string> decode(std::span<const std::span<const std::int32_t>> ids, bool skip_special_tokens);
 
  private:
-  void fail(const Json& error, std::size_t place) const;
+  [[noreturn]] void fail(const Json& error) const;
 
   std::string directory_;
   std::function<std::string(std::size_t)> where_;  // of the prompts that are being encoded

@@ -391,6 +391,29 @@ def test_without_held_out_prompts_nothing_is_evaluated_but_samples_are_shown(esp
     assert {line["step"] for line in samples} == {2, 4} and samples[0]["expected"] in LETTERS
 
 
+def test_samples_of_any_text_are_printed_on_a_line(espalier, model, reward, tmp_path):
+    """Long texts without a space, and with line ends, in characters of several bytes."""
+    prompts = write_lines([{"prompt": "\u5b57" * 90}, {"prompt": "\u5b57\n" * 60}], tmp_path / "prompts.jsonl")
+    text = espalier("grpo", "--model", model, "--prompts", prompts, "--val-prompts", prompts, "--reward", reward(LENGTH), "--out",
+                    tmp_path / "run", *options_of({**LEARN, "steps": 1, "show": 2})).stdout
+    asked = [line for line in text.splitlines() if line.startswith("  asked")]
+    assert len(asked) == 4 and all("\ufffd" not in line and " ..." in line for line in asked), text
+    assert "\u5b57\\n\u5b57" in asked[1]
+
+
+def test_a_dry_run_reads_prompts_and_reward_and_writes_nothing(espalier, echo, tmp_path):
+    folder, model, text, _ = echo
+    options = ["--model", model, "--prompts", text, "--reward", folder / "reward.py", "--dry-run"]
+    assert "4 prompts" in espalier("generate", *options, "--out", tmp_path / "out.jsonl").stdout
+    espalier("grpo", *options, "--out", tmp_path / "run")
+    (tmp_path / "bad.py").write_text("x = 1\n")
+    options[5] = tmp_path / "bad.py"
+    for verb in ("generate", "grpo"):
+        error = espalier(verb, *options, "--out", tmp_path / "out", "--json", expect=3).json["error"]
+        assert error["expected"].startswith("a function compute_score")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.py"]
+
+
 @pytest.mark.parametrize("options, where", [
     ([], "tokenizer.json"), (["--prompts", "TEXT"], "--reward"), (["--val-prompts", "TEXT"], "--val-prompts"),
     (["--prompts", "TEXT", "--reward", "REWARD", "--expect-accuracy", 0.5], "--expect-accuracy"),
