@@ -18,7 +18,8 @@ ORDER = (
 # These are pure functions of tokens, shapes and options: no tensor may enter.
 TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "plan"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
-ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report"}
+# binding hands memory of a caller on the host to the kernels.
+ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "binding"}
 BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/(?:cpu|attention)/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
 IN_A_STEP = {"model", "moe", "objective", "gradient", "phase", "optimizer", "generate"}
