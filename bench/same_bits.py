@@ -159,7 +159,7 @@ def collect(folder, into, name):
         key = f"{name}/{path.relative_to(folder)}"
         if path.suffix == ".safetensors":
             tensors_of(path, into, key)
-        elif path.suffix == ".jsonl":
+        elif path.suffix == ".jsonl" and path.name != "metrics.jsonl":  # which holds seconds
             for number, line in enumerate(path.read_text().splitlines()):
                 into[f"{key}/{number}"] = digest(line.encode())
 

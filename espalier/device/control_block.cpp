@@ -10,6 +10,7 @@ namespace espalier {
 void ControlBlock::add(std::span<const std::int32_t> values, at::Tensor& tensor) {
   const std::size_t begin = values_.size();
   parts_.push_back({&tensor, at::kInt, static_cast<std::int64_t>(2 * begin), static_cast<std::int64_t>(values.size())});
+  values_.reserve(begin + (values.size() + 1) / 2);  // as much as it holds: doubling would make small blocks large
   values_.resize(begin + (values.size() + 1) / 2);
   if (!values.empty()) std::memcpy(values_.data() + begin, values.data(), values.size_bytes());
 }
@@ -17,6 +18,7 @@ void ControlBlock::add(std::span<const std::int32_t> values, at::Tensor& tensor)
 void ControlBlock::add(std::span<const double> values, at::Tensor& tensor) {
   parts_.push_back(
       {&tensor, at::kDouble, static_cast<std::int64_t>(values_.size()), static_cast<std::int64_t>(values.size())});
+  values_.reserve(values_.size() + values.size());
   values_.insert(values_.end(), values.begin(), values.end());
 }
 

@@ -158,11 +158,7 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
 // The edges of a head on the device, block by block, and their numbers.
 class EdgeNumbers {
  public:
-  EdgeNumbers(const HeadEdges& edges, Arena& arena)
-      : edges_(edges),
-        device_(arena.device()),
-        sums_O3_(device_.allocate({edges.temperature_O.size(0), 3}, at::kDouble)),
-        series_2E_(device_.allocate({2 * static_cast<std::int64_t>(edges.size())}, at::kDouble)) {}
+  EdgeNumbers(const HeadEdges& edges, Arena& arena) : edges_(edges), device_(arena.device()) {}
 
   // The edges of rows [first, first + rows).
   struct Block {
@@ -177,14 +173,12 @@ class EdgeNumbers {
                  edges_.target_E.narrow(0, begin, count)},
                 begin,
                 count,
-                sums_O3_.narrow(0, first, rows),
-                series_2E_.narrow(0, 2 * begin, 2 * count)};
+                device_.allocate({rows, 3}, at::kDouble),
+                device_.allocate({2 * count}, at::kDouble)};
     device_.operations().score_logits(block.edges, logits_BV, block.sums_B3, block.series_2E.narrow(0, 0, count),
                                       block.series_2E.narrow(0, count, count));
     return block;
   }
-  // The series of all blocks, one after the other.
-  at::Tensor series() const { return device_.to_host(series_2E_); }
   at::Tensor series(const Block& block) const { return device_.to_host(block.series_2E); }
 
   // Turns the logits into their gradient; derivatives by log-prob, then by entropy, of the block's edges.
@@ -197,7 +191,6 @@ class EdgeNumbers {
  private:
   const HeadEdges& edges_;
   Device& device_;
-  at::Tensor sums_O3_, series_2E_;
 };
 
 void check_series(const HeadProblem& problem, std::span<const double> logprob, std::span<const double> entropy) {
@@ -254,10 +247,10 @@ void head_forward(const HeadProblem& problem, std::span<double> logprob, std::sp
   const EdgeNumbers numbers(problem.edges, arena);
   std::vector<EdgeNumbers::Block> blocks;
   pass.run([&](std::int64_t first, std::int64_t rows) { blocks.push_back(numbers.score(first, rows, pass.logits())); });
-  const at::Tensor series = numbers.series();
   for (const EdgeNumbers::Block& block : blocks) {
-    const auto begin = static_cast<std::size_t>(block.begin), count = static_cast<std::size_t>(block.count);
-    const auto values = host_values<const double>(series).subspan(2 * begin, 2 * count);
+    const auto count = static_cast<std::size_t>(block.count);
+    const at::Tensor series = numbers.series(block);
+    const auto values = host_values<const double>(series);
     std::ranges::copy(values.first(count), logprob.begin() + block.begin);
     std::ranges::copy(values.last(count), entropy.begin() + block.begin);
   }

@@ -19,6 +19,10 @@ std::int64_t items_below(const PlanItem& trunk) {
 class OneAfterAnother : public Executor {
  public:
   explicit OneAfterAnother(const StepRun& step) : step_(step) {}
+  // After an error the innermost trunk gives its part of the arena back first; a deque would begin with the outermost.
+  ~OneAfterAnother() override {
+    while (!open_.empty()) open_.pop_back();
+  }
 
   void open_trunk(const PlanItem& item) override {
     OpenTrunk& trunk = open_.emplace_back(step_, item);
