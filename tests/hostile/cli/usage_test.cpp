@@ -79,7 +79,7 @@ const std::vector<Wrong>& wrong_usage() {
       {{"train", "--memory-budget", "lots"}, 2, "memory-budget"},
       {{"train", "--decay-matrices-only=perhaps"}, 2, ""},
       {{"train", "--policy-loss", "sapo", "--loss-agg-mode", "token-mean"}, 2, "seq-mean-token-mean"},
-      {{"train", "--top-entropy-quantile", "0.2"}, 4, "top-entropy-quantile"},
+      {{"train", "--top-entropy-quantile", "0.2"}, 4, "top_entropy_quantile"},
       {{"train", "--rollouts", "b", "--out", "c"}, 2, "--model"},
       {{"train", "--model", "a", "--rollouts", "b"}, 2, "--out"},
       {{"train", "--model", "a", "--rollouts", "b", "--out", "c", "d"}, 2, "options only"},
