@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect as signatures
 import json
+import keyword
 import os
 import signal
 import subprocess
@@ -43,7 +44,13 @@ def options_of(verb):
     """The rows of the table that a verb takes, by Python name."""
     letter = option_table()["verbs"][verb]
     takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
-    return {row["name"].replace("-", "_"): row for row in option_table()["options"] if takes(row)}
+    return {_python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
+
+
+def _python_name(option):
+    """`_` for `-`, and one more after a word that is Python's own: `as_`."""
+    name = option.replace("-", "_")
+    return name + "_" if keyword.iskeyword(name) else name
 
 
 def _arguments(verb, given):

@@ -38,6 +38,8 @@ def test_readme_commands_run(program, model_of, tmp_path):
     verbs = {command.split()[1] for command in commands}
     assert set(QUICK) | {"inspect", "plan", "verify", "train", "replay", "score", "generate", "report", "convert"} <= verbs
     write_rollouts(tmp_path / "rollouts.jsonl")
+    write_rollouts(tmp_path / "day1.jsonl")
+    subprocess.run([str(program), "convert", "day1.jsonl", "day2.jsonl.zst"], cwd=tmp_path, check=True, capture_output=True)
     prompts = [{"prompt_ids": list(range(1, 9))}, {"prompt_ids": [3, 1, 4, 1, 5]}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     nemo = ROOT / "tests/golden/train_data_step3.jsonl"
@@ -46,7 +48,12 @@ def test_readme_commands_run(program, model_of, tmp_path):
     (tmp_path / "CRITIC").symlink_to(model_of("qwen3_tied"), target_is_directory=True)
     for command in commands:
         words = [str(program) if word == "$espalier" else word for word in shlex.split(command)]
-        words += QUICK.get(words[1], [])
+        quick = QUICK.get(words[1], [])
+        for name, value in zip(quick[::2], quick[1::2]):  # an option is said once
+            if name in words:
+                words[words.index(name) + 1] = value
+            else:
+                words += [name, value]
         if words[1] == "generate":  # the records that were there stay as they were
             words[words.index("rollouts.jsonl")] = "generated.jsonl"
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -53,4 +53,5 @@ def test_signatures_are_those_of_the_table():
     for verb in ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "report"):
         function = getattr(espalier, verb)
         assert "threads" in inspect.signature(function).parameters and "CPU threads" in function.__doc__
+    assert "as_" in inspect.signature(espalier.score).parameters
     assert "lr" in inspect.signature(espalier.train).parameters and "lr" not in inspect.signature(espalier.inspect).parameters
