@@ -17,6 +17,8 @@ LIBRARIES = {
 }
 # As avx512 but for products of bfloat16: of the Python tests only those that name it are repeated.
 BFLOAT16_ALONE = ("emulated_amx_bf16", "avx512_bf16", "amx_bf16")
+# No processor's own set, and slow: the attention tests run it, whole suites only where the variable asks for it.
+EMULATED = "emulated_amx_bf16"
 
 
 def environment_of(level):
@@ -32,7 +34,7 @@ def levels_to_run(build):
     if not tool.is_file():
         return "", []
     levels = subprocess.run([tool], capture_output=True, text=True, check=True).stdout.split()
-    return levels[-1], levels[:-1]
+    return levels[-1], [level for level in levels[:-1] if level != EMULATED]
 
 
 def described(level, repeated):
@@ -43,7 +45,7 @@ def described(level, repeated):
         text += f"; those that judge float32 or bfloat16 again under {', '.join(repeated)}"
     elif os.environ.get(VARIABLE):
         text += f", as {VARIABLE} asks"
-    absent = [name for name in LIBRARIES if name not in (level, *repeated)]
+    absent = [name for name in LIBRARIES if name not in (level, EMULATED, *repeated)]
     if absent and not os.environ.get(VARIABLE):
         text += f"; not on this processor: {', '.join(absent)}"
     return text
