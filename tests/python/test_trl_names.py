@@ -114,7 +114,11 @@ def trl_gradients(model, records, names, folder):
         inputs["importance_sampling_ratio"] = sampling_ratio(args, old, sampled_logprobs, mask)
     elif args.off_policy_mask_threshold is not None:  # what was recorded is what sampled
         inputs["sampling_per_token_logps"] = sampled_logprobs
-    trl.GRPOTrainer._compute_loss(trainer, model.train(), inputs).backward()
+    torch.set_default_dtype(torch.float64)  # TRL makes tensors of its temperatures, which would be rounded to float32
+    try:
+        trl.GRPOTrainer._compute_loss(trainer, model.train(), inputs).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
     model.eval()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
