@@ -1,8 +1,8 @@
 # FindEspalierTorch.cmake. Input: ESPALIER_TORCH_DIR (torch package folder) or ESPALIER_PYTHON. Torch is not imported.
+if(NOT ESPALIER_PYTHON)
+  find_program(ESPALIER_PYTHON NAMES python3 python)
+endif()
 if(NOT ESPALIER_TORCH_DIR)
-  if(NOT ESPALIER_PYTHON)
-    find_program(ESPALIER_PYTHON NAMES python3 python)
-  endif()
   execute_process(COMMAND "${ESPALIER_PYTHON}" -c
     "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '', end='')"
     OUTPUT_VARIABLE _dir ERROR_QUIET)

@@ -38,6 +38,7 @@ tidy() {
 }
 
 step "include order" "$python" tools/check_includes.py
+step "faults of the mutation tests" "$python" tests/mutation/write_faulty_sources.py espalier
 step "sizes and names" "$python" tools/check_sizes.py
 step "documents" "$python" tools/check_docs.py
 step "format" format

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "espalier/base/mutation.h"
 #include "espalier/rollout/token_hash.h"
 
 namespace espalier {
@@ -18,7 +17,7 @@ class Numbering {
     const Rollout& here = batch_[static_cast<std::size_t>(rollout)];
     const auto route = here.route_at(depth);
     const std::int32_t id = here.token_at(depth);
-    if (route.empty() || ESPALIER_MUTATION(routes_not_compared)) return id;
+    if (route.empty()) return id;
     words_.assign(route.begin(), route.end());
     words_.push_back(id);
     const auto [begin, end] = known_.equal_range(hash_of_tokens(words_));

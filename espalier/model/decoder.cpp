@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "espalier/base/mutation.h"
 #include "espalier/device/scalar_type.h"
 
 namespace espalier {
@@ -97,7 +96,6 @@ void Decoder::add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, 
     {
       const ArenaScope layer_scope(arena);
       if (saved.keep == Keep::streams) {
-        if (ESPALIER_MUTATION(recompute_with_stale_input)) kept.stream_in_TM = saved.layers.front().stream_in_TM;
         kept = take_layer_saved(c, kept.stream_in_TM);
         layer_forward(c, kept, at::Tensor());
       }
@@ -109,7 +107,6 @@ void Decoder::add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, 
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(rows.id, shape_.pad_token) != rows.id.end())
     ops.zero_rows(grad_stream, rows.id_T, shape_.pad_token);
-  if (ESPALIER_MUTATION(embedding_repeat_lost)) grads.embedding_VM.index_fill_(0, at::tensor(rows.id, at::kLong), 0);
   ops.add_scatter(grad_stream, rows.id_T, grads.embedding_VM);
 }
 

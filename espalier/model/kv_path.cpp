@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
 
@@ -27,7 +26,7 @@ void KvPath::push(std::int64_t rows, std::int64_t contributions) {
   rows_ += rows;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
     const Layer own = top(static_cast<std::int64_t>(layer));
-    if (own.grad_k.defined() && !ESPALIER_MUTATION(path_gradients_not_zeroed)) {
+    if (own.grad_k.defined()) {
       device_.operations().zero(own.grad_k);
       device_.operations().zero(own.grad_v);
     }
@@ -52,8 +51,6 @@ KvPath::Layer KvPath::path(std::int64_t layer, std::int64_t rows) const { return
 KvPath::Layer KvPath::top(std::int64_t layer) const { return slice(layer, trunks_.back().begin, trunks_.back().end); }
 
 void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {
-  if (ESPALIER_MUTATION(accumulators_in_bf16))
-    path(layer, rows).grad_k.copy_(path(layer, rows).grad_k.to(at::kBFloat16));
   for (Trunk& trunk : trunks_) {
     if (trunk.end > rows) break;
     std::int64_t& arrived = trunk.arrived.at(static_cast<std::size_t>(layer));
@@ -63,7 +60,6 @@ void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {
 }
 
 void KvPath::expect_complete(std::int64_t layer) const {
-  if (ESPALIER_MUTATION(count_ignored)) return;
   const Trunk& trunk = trunks_.back();
   ESPALIER_INTERNAL_EQ(trunk.arrived.at(static_cast<std::size_t>(layer)), trunk.expected,
                        "gradient contributions of layer ", layer);

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "espalier/base/mutation.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/mlp.h"
 
@@ -59,24 +58,18 @@ Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool writ
   c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);
   if (!c.rows.in_path || write_path) c.ops.rotate(rotation_of_keys(c), k_TW, out.k);
   if (c.rows.in_path && write_path) c.ops.convert(v_TW, out.v);
-  if (ESPALIER_MUTATION(gqa_head_mixup)) out.q.copy_(out.q.roll(c.shape.head_dim, 1));
   return out;
 }
 
 AttentionProblem attention_problem(const LayerContext& c, const Operands& operands, const KvPath::Layer& path) {
-  AttentionProblem problem{c.shape.head_dim,
-                           operands.q,
-                           operands.k,
-                           operands.v,
-                           path.k,
-                           path.v,
-                           c.last ? c.rows.output_row_O : at::Tensor(),
-                           c.rows.subtree_end_T};
-  if (ESPALIER_MUTATION(path_cut_short) && path.k.size(0) > 0) {
-    problem.path_k_P = path.k.narrow(0, 0, path.k.size(0) - 1);
-    problem.path_v_P = path.v.narrow(0, 0, path.v.size(0) - 1);
-  }
-  return problem;
+  return {c.shape.head_dim,
+          operands.q,
+          operands.k,
+          operands.v,
+          path.k,
+          path.v,
+          c.last ? c.rows.output_row_O : at::Tensor(),
+          c.rows.subtree_end_T};
 }
 
 // Attention of rows that belong to groups, one call for each group that has queries, after their keys and values are
@@ -133,9 +126,7 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
     c.ops.zero(own.grad_k);
     c.ops.zero(own.grad_v);
   }
-  KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
-  if (c.rows.path_rows * s.continuing > 0 && ESPALIER_MUTATION(wave_gradient_lost)) path.grad_k = path.grad_k.clone();
-  if (c.rows.path_rows > 0 && ESPALIER_MUTATION(unmerged_lse)) saved.lse_HR.sub_(0.01);
+  const KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
   if (s.continuing > 0) {
     const TimedPart timed(c.timer, part::kAttention);
     c.ops.add_attention_backward(attention_problem(c, operands, path), saved.attended_RW, saved.lse_HR,
@@ -146,7 +137,6 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, s.kv_width), grad_k_TW,
                             out.kv_TW.narrow(1, 0, s.kv_width), grads.k_norm_D);
   c.ops.convert(grad_v_TW, out.kv_TW.narrow(1, s.kv_width, s.kv_width));
-  if (c.rows.path_rows > 0 && ESPALIER_MUTATION(contribution_uncounted)) return out;
   c.path.count_contribution(c.layer, c.rows.path_rows);
   return out;
 }
@@ -204,11 +194,9 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     add_mlp_backward(c, saved, grad_stream_RM, grads);
     c.products.add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW);
     c.products.linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight);
-    if (c.last && !ESPALIER_MUTATION(last_layer_residual_lost))
-      c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
+    if (c.last) c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
   }
   const ProjectionGradients grad = add_attention_backward(c, saved, grad_attended_RW, grads);
-  if (ESPALIER_MUTATION(last_layer_rows_forgotten) && s.continuing == 0) grad.kv_TW.zero_();
   const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
   c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
   c.products.add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM);

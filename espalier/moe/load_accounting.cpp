@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 
 namespace espalier::moe {
 
@@ -78,8 +77,7 @@ void LoadAccounting::add_share(const std::int64_t* counts, std::int64_t tokens, 
 
 void LoadAccounting::add_owner_terms(std::int64_t layer, const RowOwners& owners, double* probability_E) const {
   const double weight = losses_.aux_coef * static_cast<double>(shape_.experts);
-  const double rollouts = ESPALIER_MUTATION(router_scope_denominator) ? static_cast<double>(owners.rollouts.size())
-                                                                      : static_cast<double>(lengths_.size());
+  const double rollouts = static_cast<double>(lengths_.size());
   if (losses_.scope == AuxScope::minibatch) {
     add_share(load(layer).data(), tokens_, weight * static_cast<double>(owners.rollouts.size()), probability_E);
     return;
@@ -90,7 +88,6 @@ void LoadAccounting::add_owner_terms(std::int64_t layer, const RowOwners& owners
 
 // The weight of one row in a mean over logical tokens: of the mini-batch, or of each rollout, averaged over rollouts.
 double LoadAccounting::share_of_mean(const RowOwners& owners) const {
-  if (ESPALIER_MUTATION(router_multiplicity_ignored)) return 1 / static_cast<double>(tokens_);
   if (losses_.scope == AuxScope::minibatch)
     return static_cast<double>(owners.rollouts.size()) / static_cast<double>(tokens_);
   double share = 0;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "espalier/base/mutation.h"
-
 namespace espalier {
 
 namespace {
@@ -32,7 +30,7 @@ KlType kl_type_of(KlLossType type) {
 }
 
 KlTerm kl_term(KlType type, double logprob, double ref_logprob) {
-  const double x = ESPALIER_MUTATION(kl_sign) ? ref_logprob - logprob : logprob - ref_logprob;
+  const double x = logprob - ref_logprob;
   KlTerm term;
   switch (type.estimator) {
     case KlEstimator::k1:

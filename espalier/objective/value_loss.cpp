@@ -3,14 +3,13 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 #include "espalier/objective/denominator.h"
 #include "espalier/objective/share_of_maximum.h"
 
 namespace espalier {
 ValueTerm value_term(double value, double old_value, double target, double cliprange) {
   const double low = old_value - cliprange, high = old_value + cliprange;
-  const double clipped = ESPALIER_MUTATION(value_clip_ignored) ? value : std::max(std::min(value, high), low);
+  const double clipped = std::max(std::min(value, high), low);
   const double passed = share_of_maximum(high, value) * share_of_maximum(value, low);  // d clipped / d value
   const double plain_square = (value - target) * (value - target);
   const double clipped_square = (clipped - target) * (clipped - target);
@@ -40,7 +39,7 @@ double ValueObjective::add_token(std::int32_t index, std::int32_t position, doub
   const Rollout& rollout = batch_[i];
   if (!rollout.loss_mask[t]) return 0;
   // A return that moved with the value would make the loss that of the advantage alone.
-  const double target = targets_[i][t] + (ESPALIER_MUTATION(returns_not_detached) ? value - rollout.values[t] : 0);
+  const double target = targets_[i][t];
   const ValueTerm term = value_term(value, rollout.values[t], target, cliprange_);
   loss_.add(token_weight_[i] * term.loss);
   values_.add(value);

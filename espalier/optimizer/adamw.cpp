@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
@@ -64,15 +63,9 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
                       text_of("norm ", update.grad_norm),
                       "the weights are unchanged; check rewards, log-probs and weights for extreme values"});
   update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);
-  if (ESPALIER_MUTATION(clip_factor_ignored)) update.clip_factor = 1;
   update.lr = learning_rate(settings_, ++steps_done_);
-  AdamWStep step{update.lr,
-                 settings_.beta1,
-                 settings_.beta2,
-                 settings_.eps,
-                 settings_.weight_decay,
-                 update.clip_factor,
-                 ESPALIER_MUTATION(bias_correction_off_by_one) ? steps_done_ + 1 : steps_done_};
+  AdamWStep step{update.lr,          settings_.beta1, settings_.beta2, settings_.eps, settings_.weight_decay,
+                 update.clip_factor, steps_done_};
   // Neighbours that decay alike are updated at once: no number depends on another.
   const std::vector<Parameter>& parameters = table_.parameters();
   for (std::size_t first = 0, last; first < parameters.size(); first = last) {
@@ -88,7 +81,7 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
 }
 
 bool AdamW::decays(const Parameter& parameter) const {
-  return !settings_.decay_matrices_only || parameter.shape.size() >= 2 || ESPALIER_MUTATION(decay_of_everything);
+  return !settings_.decay_matrices_only || parameter.shape.size() >= 2;
 }
 
 }  // namespace espalier

@@ -1,9 +1,7 @@
 #include "espalier/phase/critic_head.h"
 
-#include <algorithm>
 #include <limits>
 
-#include "espalier/base/mutation.h"
 #include "espalier/device/host_values.h"
 #include "espalier/ops/operations.h"
 
@@ -26,23 +24,15 @@ void CriticHead::score(const HeadWork& work) {
   const at::Tensor on_host = device.to_host(value_O);
   const auto value = host_values<const double>(on_host);
 
-  std::vector<LossEdge> scored;  // those whose value counts, and the row of each
-  std::vector<std::size_t> row;
   std::vector<double> of_edge;
   for (std::size_t e = 0; e < edges.size(); ++e) {
-    if (ESPALIER_MUTATION(value_of_the_fork_lost) && work.item.path_rows > 0 && edges[e].row == 0) continue;
-    scored.push_back(edges[e]);
-    if (ESPALIER_MUTATION(value_after_its_token)) scored.back().position = std::max(edges[e].position - 1, 0);
-    row.push_back(static_cast<std::size_t>(work.rows.output[e]));
-    of_edge.push_back(value[row.back()]);
-    values_[static_cast<std::size_t>(edges[e].rollout)][static_cast<std::size_t>(scored.back().position)] =
-        of_edge.back();
+    of_edge.push_back(value[static_cast<std::size_t>(work.rows.output[e])]);
+    values_[static_cast<std::size_t>(edges[e].rollout)][static_cast<std::size_t>(edges[e].position)] = of_edge.back();
   }
   if (!objective_) return;
-  std::vector<double> slope(scored.size()), gradient(value.size());
-  objective_->add_edges(scored, of_edge, slope);
-  for (std::size_t e = 0; e < scored.size(); ++e)
-    gradient[row[e]] = (ESPALIER_MUTATION(value_of_one_rollout) ? 0 : gradient[row[e]]) + slope[e];
+  std::vector<double> slope(edges.size()), gradient(value.size());
+  objective_->add_edges(edges, of_edge, slope);
+  for (std::size_t e = 0; e < edges.size(); ++e) gradient[static_cast<std::size_t>(work.rows.output[e])] += slope[e];
   ModelViews& grads = gradients_->views();
   device.operations().add_value_backward(work.normed_OM, weights.value_M, device.upload(std::move(gradient)),
                                          work.grad_normed_OM, grads.value_M, grads.value_bias_1);

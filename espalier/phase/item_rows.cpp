@@ -2,15 +2,13 @@
 
 #include <algorithm>
 
-#include "espalier/base/mutation.h"
-
 namespace espalier {
 namespace {
 
 void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) {
   for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
     rows.id.push_back(rollout.token_at(depth));
-    rows.position.push_back(ESPALIER_MUTATION(positions_restarted) ? depth - rows.path_rows : depth);
+    rows.position.push_back(depth);
     rows.subtree_end.push_back(segment.subtree_end);
   }
 }
@@ -46,9 +44,7 @@ void add_routes_of_outputs(Rows& rows, const ModelShape& shape) {
 // One output row per (row, temperature) among the edges, which are ordered that way first.
 std::vector<double> add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
   std::vector<double> temperatures;
-  auto temperature_of = [&](const LossEdge& edge) {
-    return critic || ESPALIER_MUTATION(temperature_ignored) ? 1.0 : batch[edge.rollout].temperature;
-  };
+  auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : batch[edge.rollout].temperature; };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
     return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
   });
@@ -84,13 +80,10 @@ ItemRows::ItemRows(const PlanItem& item, std::span<const Rollout> batch, const M
   rows.path_rows = item.path_rows;
   rows.in_path = item.kind == ItemKind::trunk;
   for (const RowSegment& segment : item.set.segments) add_segment(rows, segment, batch[segment.rollout]);
-  if (ESPALIER_MUTATION(mask_leak))
-    for (auto& end : rows.subtree_end) end = std::min(end + 1, item.set.rows);
   if (accounting != nullptr) owners = owners_of(item.set);
   rows.routes_all_rows = accounting != nullptr && accounting->needs_all_rows();
   rows.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
   edges = edges_of(item.set, batch, all_logprobs);
-  if (ESPALIER_MUTATION(boundary_edge_doubled) && item.path_rows > 0 && !edges.empty()) edges.push_back(edges.front());
   const std::vector<double> temperatures = add_outputs(*this, batch, shape.value_head);
   add_routes(rows, item.set, batch, shape, choices.repeated);
   add_routes_of_outputs(rows, shape);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "espalier/base/mutation.h"
 #include "espalier/device/host_values.h"
 #include "espalier/ops/operations.h"
 
@@ -38,7 +37,6 @@ void ItemRun::backward() {
     const TimedPart timed(step_.timer, part::kHead);
     step_.head->backward(head_work());
   }
-  if (ESPALIER_MUTATION(recompute_counts_again) && saved_.keep == Keep::streams) take_choices();
   set_penalties();
   step_.decoder.add_backward(rows_.rows, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
                              step_.timer);

@@ -4,8 +4,6 @@
 
 #include <limits>
 
-#include "espalier/base/mutation.h"
-
 namespace espalier {
 
 LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batch, Arena& arena, Objective* objective,
@@ -49,10 +47,7 @@ void LanguageHead::score_with_gradient(const HeadWork& work) {
     const auto edges = std::span(work.rows.edges).subspan(first, logprob.size());
     keep(edges, logprob, entropy);
     objective_->add_edges(edges, logprob, entropy, grad_logprob, grad_entropy);
-    if (ESPALIER_MUTATION(per_wave_denominator))
-      for (double& slope : grad_logprob) slope = slope * batch_.size() / work.item.set.rollouts.size();
   };
-  if (ESPALIER_MUTATION(tied_head_gradient_overwritten)) gradients_->views().head_VM.zero_();
   add_head_forward_backward(problem(work), objective, gradients(work), arena_);
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <deque>
 
-#include "espalier/base/mutation.h"
 #include "espalier/phase/item_run.h"
 #include "espalier/phase/schedule.h"
 
@@ -30,7 +29,6 @@ class OneAfterAnother : public Executor {
     book(result.seconds.trunk_forward, result.arena_bytes.a, [&] { trunk.run.forward(); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
-    if (ESPALIER_MUTATION(contributions_read_early) && step_.trains()) trunk.run.backward();
   }
 
   void run_wave(const PlanItem& item) override {

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 
 namespace espalier {
 namespace {
@@ -51,8 +50,7 @@ std::vector<std::int32_t> finished_in(const Draft& draft, const Forest& forest, 
   for (const Block& block : draft.blocks)
     for (std::int32_t rollout : forest[block.tree].rollouts(block.leaf_begin, block.leaf_end)) {
       const std::int32_t last = edges.last_row(rollout);
-      const std::int32_t end = ESPALIER_MUTATION(finished_too_early) ? TreeIndex::kToTheEnd : block.to;
-      if (last >= 0 && ((last >= block.from && last < end) || last == boundary)) finished.push_back(rollout);
+      if (last >= 0 && ((last >= block.from && last < block.to) || last == boundary)) finished.push_back(rollout);
     }
   return finished;
 }
@@ -127,7 +125,6 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
     RowSegment& segment = set.segments.front();
     segment.rollout = set.rollouts.front();
     segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());
-    if (ESPALIER_MUTATION(fork_token_dropped)) segment.last = segment.first;
   }
   item.below.reserve(draft.below.size());
   for (const Draft& below : draft.below) item.below.push_back(write_out(below, forest, edges, model));

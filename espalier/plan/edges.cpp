@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -14,9 +13,6 @@ void add_edge(const RowSegment& segment, std::int32_t depth, std::int32_t index,
   if (position < 0 || position >= rollout.response_length()) return;
   if (!all_logprobs && !rollout.loss_mask[position]) return;
   const std::int32_t row = segment.row + depth - segment.begin, target = rollout.response_ids[position];
-  if (ESPALIER_MUTATION(multiplicity_of_edges_ignored) && !edges.empty() && edges.back().row == row &&
-      edges.back().target == target)
-    return;
   edges.push_back({row, target, index, position});
 }
 

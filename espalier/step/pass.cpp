@@ -1,6 +1,5 @@
 #include "espalier/step/pass.h"
 
-#include "espalier/base/mutation.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/observe/memory.h"
 #include "espalier/phase/one_after_another.h"
@@ -40,7 +39,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
     routers->count_choices(report.plan, arena, learner.choices);
   }
 
-  if (!ESPALIER_MUTATION(gradients_not_zeroed)) learner.gradients.zero();
+  learner.gradients.zero();
   const ArenaScope scope(arena);
   KvPath path(decoder.shape(), report.plan.max_path_rows, decoder.dtype(), true, arena);
   StepRun run{decoder, batch, path, arena, &head, &learner.gradients, all_tokens};

@@ -2,9 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <utility>
-
-#include "espalier/base/mutation.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/ops/operations.h"
@@ -49,16 +46,14 @@ std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& option
 
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
   Device& device = model.decoder.device();
-  at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
-  if (ESPALIER_MUTATION(moments_swapped_after_resume)) std::swap(first, second);
+  const at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
   const at::Tensor read[] = {device.host_room(masters), device.host_room(first), device.host_room(second)};
   RunState former = load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype),
                                    host_bytes(read[0]), host_bytes(read[1]), host_bytes(read[2]));
   device.to_device(read[0], masters);
   device.to_device(read[1], first);
   device.to_device(read[2], second);
-  if (ESPALIER_MUTATION(masters_rounded_after_resume)) masters.copy_(masters.to(at::kBFloat16));
-  if (!ESPALIER_MUTATION(stale_step_after_resume)) optimizer.set_steps_done(former.step);
+  optimizer.set_steps_done(former.step);
   if (model.dtype == DType::bfloat16) device.operations().convert(masters, model.weights);
   return former;
 }

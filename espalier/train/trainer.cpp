@@ -10,7 +10,6 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
-#include "espalier/base/mutation.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
@@ -198,7 +197,7 @@ class Training {
     const std::string differing = same_tokens ? differing_fields(extra.value("fields", Json::object())) : "";
     const bool same = same_tokens && differing.empty();
     if (same) check_mini_batches(former);
-    if (same && !ESPALIER_MUTATION(position_lost_after_resume))
+    if (same)
       position_ = former.epoch * data_.mini_batches() + former.mini_batch;
     else if (same_tokens)
       progress_.note(text_of(split_paths(options_.rollouts).front(), ": the tokens of before with other ", differing,

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/base/mutation.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
 #include "espalier/plan/route_fit.h"
@@ -63,7 +62,7 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
 std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
                                                const std::vector<std::size_t>& begins, const Options& options) {
   const bool by_step = !rollouts.empty() && rollouts.front().step.has_value();
-  if (!by_step && !ESPALIER_MUTATION(advantages_from_minibatch)) return compute_advantages(rollouts, options);
+  if (!by_step) return compute_advantages(rollouts, options);
   std::vector<std::vector<double>> out;
   for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
     const std::span<const Rollout> records(rollouts.data() + begins[i], begins[i + 1] - begins[i]);

@@ -1,4 +1,4 @@
-// The deliberate faults, and the switch that turns one of them on.
+// The deliberate faults, and the switch that turns one of them on. The table is tests/mutation/faults.py.
 #pragma once
 
 #include <string>
@@ -6,12 +6,14 @@
 
 namespace espalier::testing {
 
+// A row of the table; its members are described there.
 struct Fault {
-  std::string name;  // as in ESPALIER_MUTATION(name)
+  std::string name;
   std::string meaning;
-  bool seen_by_verify = true;      // it makes the shared step differ from the dense one, so `verify` must fail too
-  bool once = false;               // only the first time in each check that the engine comes to its line
-  std::string together_with = {};  // a second fault that is on at the same time: what would have hidden the first
+  bool seen_by_verify;
+  bool once;
+  std::string together_with;
+  bool alone;
 };
 
 const std::vector<Fault>& all_faults();

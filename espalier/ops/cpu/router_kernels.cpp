@@ -4,8 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "espalier/base/mutation.h"
-
 namespace espalier::moe {
 namespace {
 
@@ -35,7 +33,7 @@ void take_largest(std::int64_t experts, std::int64_t chosen, A* score, std::int3
   for (std::int64_t j = 0; j < chosen; ++j) {
     std::int64_t best = 0;
     for (std::int64_t e = 1; e < experts; ++e)
-      if (score[e] > score[best] || (ESPALIER_MUTATION(top_k_tie_flip) && score[e] == score[best])) best = e;
+      if (score[e] > score[best]) best = e;
     choice[j] = static_cast<std::int32_t>(best);
     score[best] = -1;
   }
@@ -91,7 +89,7 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int
       std::int32_t* choice = choice_RK + r * k;
       A* weight = weight_RK + r * k;
       softmax(E, logits_RE + r * E, p.data());
-      if (recorded_RK != nullptr && recorded_RK[r * k] >= 0 && !ESPALIER_MUTATION(recorded_route_ignored)) {
+      if (recorded_RK != nullptr && recorded_RK[r * k] >= 0) {
         std::copy(recorded_RK + r * k, recorded_RK + (r + 1) * k, choice);
       } else {
         std::copy(p.begin(), p.end(), score.begin());

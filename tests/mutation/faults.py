@@ -1,0 +1,198 @@
+"""The deliberate faults: where a person would have made the mistake, and what the engine's line becomes with it.
+
+write_faulty_sources.py puts them into copies of the files, for mutation_test alone. In `instead`, TEXT stands for the
+replaced text and ON for the question whether this fault is switched on. `text` occurs exactly once in `file`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    meaning: str
+    file: str = ""  # below espalier/; none: this fault's line stands with another entry of its name
+    text: str = ""
+    instead: str = ""
+    seen_by_verify: bool = True  # it makes the shared step differ from the dense one, so `verify` must fail too
+    once: bool = False  # only the first time in each check that the engine comes to its line
+    together_with: str = ""  # a second fault that is on at the same time: what would have hidden the first
+    alone: bool = True  # False: it only helps another one, alone it does no harm
+
+
+NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
+DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
+
+PLAN = [
+    Fault("fork_token_dropped", "the repeated last prompt token of a wave has no loss edges", "plan/draft.cpp",
+          "segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());",
+          "TEXT if (ON) segment.last = segment.first;"),
+    Fault("boundary_edge_doubled", "its first edge stands twice", "phase/item_rows.cpp",
+          "edges = edges_of(item.set, batch, all_logprobs);",
+          "TEXT if (ON && item.path_rows > 0 && !edges.empty()) edges.push_back(edges.front());"),
+    Fault("multiplicity_of_edges_ignored", "rollouts that share a row and its next token count as one", "plan/edges.cpp",
+          "edges.push_back({row, target, index, position});",
+          "if (ON && !edges.empty() && edges.back().row == row && edges.back().target == target) return; TEXT"),
+    Fault("finished_too_early", "a sequence loss is taken when its rollout's last token is not yet known", "plan/draft.cpp",
+          "last < block.to)",
+          "last < (ON ? TreeIndex::kToTheEnd : block.to))"),
+]
+
+ROWS = [
+    Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_rows.cpp",
+          "rows.position.push_back(depth);",
+          "rows.position.push_back(ON ? depth - rows.path_rows : depth);"),
+    Fault("mask_leak", "a sibling's first row sees the row before it", "phase/item_rows.cpp",
+          "if (accounting != nullptr) owners = owners_of(item.set);",
+          "if (ON) for (auto& end : rows.subtree_end) end = std::min(end + 1, item.set.rows); TEXT"),
+    Fault("path_cut_short", "rows do not see the last row of the path", "model/layer.cpp",
+          "const Operands& operands, const KvPath::Layer& path) {",
+          "const Operands& operands, KvPath::Layer path) { if (const auto rows = path.k.size(0); ON && rows > 0)"
+          " path.k = path.k.narrow(0, 0, rows - 1), path.v = path.v.narrow(0, 0, rows - 1);"),
+    Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "model/layer.cpp",
+          "c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);",
+          "TEXT if (ON) out.q.copy_(out.q.roll(c.shape.head_dim, 1));", **DENSE_TOO),
+    Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_rows.cpp",
+          "return critic ?",
+          "return critic || ON ?", **DENSE_TOO),
+]
+
+# Gradients that cross from waves to trunks.
+PATH = [
+    Fault("wave_gradient_lost", "one layer of one wave adds its part to a copy of the path's gradients", "model/layer.cpp",
+          "const KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);",
+          "KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);"
+          " if (c.rows.path_rows * s.continuing > 0 && ON) path.grad_k = path.grad_k.clone();", once=True),
+    Fault("accumulators_in_bf16", "the path's gradients are rounded to bfloat16 after each contribution", "model/kv_path.cpp",
+          "void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {",
+          "TEXT if (ON) path(layer, rows).grad_k.copy_(path(layer, rows).grad_k.to(at::kBFloat16));"),
+    Fault("path_gradients_not_zeroed", "a trunk starts from the gradients of the one before it", "model/kv_path.cpp",
+          "if (own.grad_k.defined()) {",
+          "if (own.grad_k.defined() && !ON) {"),
+    Fault("unmerged_lse", "attention's backward reads a log-sum-exp that leaves keys out (1 % of the sum)", "model/layer.cpp",
+          "c.ops.add_attention_backward(",
+          "if (c.rows.path_rows > 0 && ON) saved.lse_HR.sub_(0.01); TEXT"),
+    Fault("contribution_uncounted", "one contribution arrives without being counted", "model/layer.cpp",
+          "c.path.count_contribution(",
+          "if (!(c.rows.path_rows > 0 && ON)) TEXT", once=True),
+    Fault("contributions_read_early", "a trunk's backward runs before its waves", "phase/one_after_another.cpp",
+          "++result.trunk_forwards;",
+          "TEXT if (ON && step_.trains()) trunk.run.backward();"),
+    Fault("contributions_read_early", "the same with the path's own count switched off", together_with="count_ignored"),
+    Fault("count_ignored", "a trunk's backward does not ask whether its contributions have come", "model/kv_path.cpp",
+          "void KvPath::expect_complete(std::int64_t layer) const {",
+          "TEXT if (ON) return;", alone=False),
+]
+
+PARAMETERS = [
+    Fault("recompute_with_stale_input", "a recomputed block starts from the first block's input", "model/decoder.cpp",
+          "kept = take_layer_saved(c, kept.stream_in_TM);",
+          "if (ON) kept.stream_in_TM = saved.layers.front().stream_in_TM; TEXT"),
+    Fault("last_layer_rows_forgotten", "the last block's keys and values of a trunk without outputs get no gradient",
+          "model/layer.cpp",
+          "const ProjectionGradients grad = add_attention_backward(c, saved, grad_attended_RW, grads);",
+          "TEXT if (ON && s.continuing == 0) grad.kv_TW.zero_();"),
+    Fault("last_layer_residual_lost", "the last block's input gets no gradient around the block", "model/layer.cpp",
+          "if (c.last) c.ops.add_scatter(grad_stream_RM,",
+          "if (c.last && !ON) c.ops.add_scatter(grad_stream_RM,", **DENSE_TOO),
+    Fault("norm_weight_gradient_forgotten", "the weights of the blocks' norms get no gradient", "ops/cpu/row_operations.cpp",
+          "pointer<accumulator_t<T>>(grad_weight)",
+          "pointer<accumulator_t<T>>(ON ? grad_weight.clone() : grad_weight)", **DENSE_TOO),
+    Fault("tied_head_gradient_overwritten", "a wave's head gradient replaces what others have added",
+          "phase/language_head.cpp",
+          "add_head_forward_backward(problem(work)",
+          "if (ON) gradients_->views().head_VM.zero_(); TEXT"),
+    Fault("embedding_repeat_lost", "of a token that occurs twice in a set of rows one gradient is kept", "model/decoder.cpp",
+          "ops.add_scatter(grad_stream, rows.id_T, grads.embedding_VM);",
+          "if (ON) grads.embedding_VM.index_fill_(0, rows.id_T.to(at::kLong), 0); TEXT"),
+    Fault("gradients_not_zeroed", "a step starts from the gradient of the step before it", "step/pass.cpp",
+          "learner.gradients.zero();",
+          "if (!ON) TEXT"),
+]
+
+ROUTERS = [
+    Fault("top_k_tie_flip", "of experts with the same probability the higher one is taken", "ops/cpu/router_kernels.cpp",
+          "if (score[e] > score[best])",
+          "if (score[e] > score[best] || (ON && score[e] == score[best]))", **DENSE_TOO),
+    Fault("router_multiplicity_ignored", "a shared token counts once in the z-loss", "moe/load_accounting.cpp",
+          "double LoadAccounting::share_of_mean(const RowOwners& owners) const {",
+          "TEXT if (ON) return 1 / static_cast<double>(tokens_);"),
+    Fault("router_scope_denominator", "a rollout's auxiliary loss is averaged over its row's rollouts",
+          "moe/load_accounting.cpp",
+          "const double rollouts = static_cast<double>(lengths_.size());",
+          "const double rollouts = static_cast<double>(ON ? owners.rollouts.size() : lengths_.size());"),
+    Fault("recompute_counts_again", "a recomputed trunk counts its routes a second time", "phase/item_run.cpp",
+          "set_penalties();",
+          "if (ON && saved_.keep == Keep::streams) take_choices(); TEXT"),
+    Fault("recorded_route_ignored", "recorded experts are not the ones chosen", "ops/cpu/router_kernels.cpp",
+          "recorded_RK[r * k] >= 0",
+          "TEXT && !ON", **DENSE_TOO),
+    Fault("routes_not_compared", "a prefix goes on where recorded experts differ", "grouping/token_identity.cpp",
+          "if (route.empty())",
+          "if (route.empty() || ON)", **NOT_RECORDED),
+]
+
+OBJECTIVE = [
+    Fault("per_wave_denominator", "the loss is averaged over a wave's rollouts, not over the mini-batch's",
+          "phase/language_head.cpp",
+          "objective_->add_edges(edges, logprob, entropy, grad_logprob, grad_entropy);",
+          "TEXT if (ON) for (double& slope : grad_logprob) slope = slope * batch_.size() / work.item.set.rollouts.size();"),
+    Fault("kl_sign", "the KL penalty's log-ratio has the wrong sign", "objective/kl.cpp",
+          "const double x = logprob - ref_logprob;",
+          "const double x = ON ? ref_logprob - logprob : logprob - ref_logprob;", **DENSE_TOO),
+    Fault("advantages_from_minibatch", "rewards are whitened over a mini-batch, not over the file", "train/training_data.cpp",
+          "if (!by_step) return compute_advantages(",
+          "if (!by_step && !ON) return compute_advantages(", **DENSE_TOO),
+]
+
+CRITIC = [
+    Fault("value_after_its_token", "a token's value is that of its own row, not of the row before it", "phase/critic_head.cpp",
+          "const std::vector<LossEdge>& edges = work.rows.edges;",
+          "std::vector<LossEdge> edges = work.rows.edges;"
+          " if (ON) for (LossEdge& edge : edges) edge.position = std::max(edge.position - 1, 0);", **DENSE_TOO),
+    Fault("value_of_the_fork_lost", "values of the repeated last prompt token of a wave are left out of the loss",
+          "phase/critic_head.cpp",
+          "objective_->add_edges(edges, of_edge, slope);",
+          "const auto lost = work.item.path_rows > 0 && ON ? std::ranges::count(edges, 0, &LossEdge::row) : 0;"
+          " objective_->add_edges(std::span(edges).subspan(lost), std::span(of_edge).subspan(lost),"
+          " std::span(slope).subspan(lost));"),
+    Fault("value_of_one_rollout", "of the rollouts that share a value one moves it", "phase/critic_head.cpp",
+          "gradient[static_cast<std::size_t>(work.rows.output[e])] += slope[e];",
+          "{ if (ON) gradient[static_cast<std::size_t>(work.rows.output[e])] = 0; TEXT }"),
+    Fault("value_clip_ignored", "values may move as far as they like", "objective/value_loss.cpp",
+          "std::max(std::min(value, high), low)",
+          "(ON ? value : TEXT)", **DENSE_TOO),
+    Fault("returns_not_detached", "the return moves with the value, so that the advantage alone is left",
+          "objective/value_loss.cpp",
+          "targets_[i][t]",
+          "TEXT + (ON ? value - rollout.values[t] : 0)", **DENSE_TOO),
+]
+
+# The optimizer and its continuation.
+OPTIMIZER = [
+    Fault("clip_factor_ignored", "the gradient's norm is not clipped", "optimizer/adamw.cpp",
+          "update.clip_factor = clip_factor(update.grad_norm, settings_.max_grad_norm);",
+          "TEXT if (ON) update.clip_factor = 1;", **DENSE_TOO),
+    Fault("bias_correction_off_by_one", "bias corrections are those of the next step", "optimizer/adamw.cpp",
+          "steps_done_};",
+          "ON ? steps_done_ + 1 : TEXT", **DENSE_TOO),
+    Fault("decay_of_everything", "--decay-matrices-only decays norms and biases as well", "optimizer/adamw.cpp",
+          "parameter.shape.size() >= 2",
+          "TEXT || ON", **DENSE_TOO),
+    Fault("stale_step_after_resume", "the optimizer's step starts from 0 again", "train/trained_model.cpp",
+          "optimizer.set_steps_done(former.step);",
+          "if (!ON) TEXT", **DENSE_TOO),
+    Fault("moments_swapped_after_resume", "the first moments are read as the second and the other way round",
+          "train/trained_model.cpp",
+          "const at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();",
+          "at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();"
+          " if (ON) std::swap(first, second);", **DENSE_TOO),
+    Fault("masters_rounded_after_resume", "masters are read from the bfloat16 weights", "train/trained_model.cpp",
+          "device.to_device(read[2], second);",
+          "TEXT if (ON) masters.copy_(masters.to(at::kBFloat16));", **DENSE_TOO),
+    Fault("position_lost_after_resume", "the data starts at its beginning again", "train/trainer.cpp",
+          "if (same)\n",
+          "if (same && !ON)\n", **DENSE_TOO),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER

@@ -1,0 +1,39 @@
+"""The table of deliberate faults (tests/mutation/faults.py) cannot fall behind the engine: what does not fit is an error."""
+
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "mutation"))
+from faults import Fault  # noqa: E402
+from write_faulty_sources import TableError, with_faults  # noqa: E402
+
+SOURCE = "int add(int a, int b) {\n  return a + b;\n}\n"
+SUM = Fault("difference", "a sum is a difference", "add.cpp", "a + b", "ON ? a - b : TEXT")
+
+
+def test_a_fault_stands_behind_its_switch_and_the_line_beside_it():
+    assert with_faults(SOURCE, [SUM]) == SOURCE.replace("a + b", '::espalier::mutation::active("difference") ? a - b : a + b')
+
+
+@pytest.mark.parametrize("text", ["a * b", "int b"])
+def test_a_text_that_is_not_there_once_is_refused(text):
+    with pytest.raises(TableError, match="add.cpp has [02] times"):
+        with_faults(SOURCE + SOURCE.replace("a + b", "b + a"), [Fault("lost", "", "add.cpp", text, "")])
+
+
+def test_texts_of_two_faults_do_not_overlap():
+    with pytest.raises(TableError, match="inside that of"):
+        with_faults(SOURCE, [SUM, Fault("other", "", "add.cpp", "return a", "return b")])
+
+
+def test_the_table_is_checked_against_the_engine(tmp_path):
+    script = str(ROOT / "tests" / "mutation" / "write_faulty_sources.py")
+    fits = subprocess.run([sys.executable, script, str(ROOT / "espalier")], capture_output=True, text=True)
+    assert fits.returncode == 0 and fits.stdout.endswith(" 0 that do not fit the engine\n")
+    (tmp_path / "empty").mkdir()
+    other = subprocess.run([sys.executable, script, str(tmp_path / "empty"), str(tmp_path / "out")], capture_output=True, text=True)
+    assert other.returncode == 1 and not (tmp_path / "out").exists()
