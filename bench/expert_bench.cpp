@@ -80,7 +80,7 @@ class Mlp {
   Arena arena_;
   KvPath path_;
   RotaryTables rotary_;
-  Rows rows_;
+  ModelInput rows_;
   at::Tensor stream_, grad_, out_, grad_stream_;
 };
 

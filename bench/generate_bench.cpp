@@ -34,12 +34,13 @@ std::vector<Rollout> run(const ModelState& model, std::span<const Prompt> prompt
                          Runs& runs) {
   Arena arena(std::int64_t{8} << 30);
   NoProgress progress;
-  std::vector<Rollout> rollouts;
+  Generated generated;
   runs.seconds.push_back(
-      bench::seconds_of([&] { rollouts = generate(model.decoder, prompts, settings, arena, progress, &runs.report); }));
+      bench::seconds_of([&] { generated = generate(model.decoder, prompts, settings, arena, progress); }));
+  runs.report = generated.report;
   runs.prompt_seconds.push_back(runs.report.seconds_prompt);
   runs.decode_seconds.push_back(runs.report.seconds_decode);
-  return rollouts;
+  return std::move(generated.rollouts);
 }
 
 void print_runs(const char* name, const Runs& runs) {

@@ -114,7 +114,9 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
 
   Arena arena(arena_limit(options));
   GeneratedRecords out;
-  std::vector<Rollout> rollouts = generate(model->decoder, file.prompts, settings, arena, progress, &out.report);
+  Generated generated = generate(model->decoder, file.prompts, settings, arena, progress);
+  std::vector<Rollout>& rollouts = generated.rollouts;
+  out.report = generated.report;
   if (tokenizer) add_texts(rollouts, *tokenizer);
   if (reward) {
     const std::vector<Score> scores = reward->of(rollouts, progress);

@@ -11,7 +11,7 @@
 
 #include "espalier/generate/row_packing.h"
 #include "espalier/model/kv_path.h"
-#include "espalier/model/rows.h"
+#include "espalier/model/model_input.h"
 
 namespace espalier {
 

@@ -59,15 +59,15 @@ void check_prompt(const ModelShape& shape, const Prompt& prompt) {
 }
 
 // A distinct prompt and every response to it.
-struct Family {
-  std::span<const std::int32_t> prompt;
+struct PromptState {
+  std::span<const std::int32_t> ids;
   std::string where;
   std::vector<std::int64_t> responses;   // indices into the results
   std::int64_t longest = 0, places = 0;  // tokens of a response; responses that may be live at once
   std::size_t admitted = 0, finished = 0;
   std::unique_ptr<PromptGroup> group;  // while some are live
 
-  std::int64_t prompt_rows() const { return static_cast<std::int64_t>(prompt.size()); }
+  std::int64_t prompt_rows() const { return static_cast<std::int64_t>(ids.size()); }
   std::int64_t live() const { return static_cast<std::int64_t>(admitted - finished); }
 };
 
@@ -78,7 +78,7 @@ struct TokenChoice {
 };
 
 struct Response {
-  Family* family;
+  PromptState* state;
   Random random;
 };
 
@@ -86,7 +86,7 @@ class Generation {
  public:
   Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings, Arena& arena,
              Progress& progress);
-  std::vector<Rollout> run(GenerateReport& report);
+  Generated run();
 
  private:
   // Responses whose next token hangs on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
@@ -95,21 +95,21 @@ class Generation {
     std::vector<std::int32_t> begin{0};
   };
 
-  void make_families(std::span<const Prompt> prompts);
+  void make_prompts(std::span<const Prompt> prompts);
   void make_results(std::span<const Prompt> prompts);
   void admit();
-  void open(Family& family);
-  void compute_prompts(std::span<Family* const> opened);
-  void compute_prompt_rows(Rows& rows, std::vector<Family*>& ends);
+  void open(PromptState& state);
+  void compute_prompts(std::span<PromptState* const> opened);
+  void compute_prompt_rows(ModelInput& input, std::vector<PromptState*>& ends);
   void step();
-  void add_rows_of_step(Rows& rows, Asked& asked);
-  at::Tensor forward(Rows& rows);
-  at::Tensor hidden_of_step(Rows& rows, Asked& asked);
+  void add_rows_of_step(ModelInput& input, Asked& asked);
+  at::Tensor forward(ModelInput& input);
+  at::Tensor hidden_of_step(ModelInput& input, Asked& asked);
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void accept(std::int64_t response, const TokenChoice& choice);
   void finish(std::int64_t response, const char* reason);
   void count_held();
-  std::int64_t promised_bytes(const Family& family, std::int64_t live) const;
+  std::int64_t promised_bytes(const PromptState& state, std::int64_t live) const;
 
   const Decoder& decoder_;
   const SamplingSettings& settings_;
@@ -120,12 +120,12 @@ class Generation {
   std::int64_t kv_bytes_;  // of one row
   std::int64_t kv_limit_, most_at_once_;
 
-  std::vector<std::unique_ptr<Family>> families_;
+  std::vector<std::unique_ptr<PromptState>> prompts_;
   std::vector<Response> responses_;
   std::vector<Rollout> results_;
-  std::vector<Family*> open_;
-  std::vector<std::int64_t> fresh_;  // admitted, without a token yet, family by family
-  std::size_t next_family_ = 0;
+  std::vector<PromptState*> open_;
+  std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
+  std::size_t next_prompt_ = 0;
   std::int64_t live_ = 0;
   std::int64_t done_ = 0;  // of the progress: rows of prompts and tokens of responses, each at its longest
   GenerateReport report_;
@@ -147,7 +147,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
   ESPALIER_INTERNAL(positions_needed(decoder.shape(), prompts, settings) <= decoder.positions(), "rotary tables of ",
                     decoder.positions(), " positions");
   make_results(prompts);
-  make_families(prompts);
+  make_prompts(prompts);
 }
 
 void Generation::make_results(std::span<const Prompt> prompts) {
@@ -165,41 +165,41 @@ void Generation::make_results(std::span<const Prompt> prompts) {
     }
 }
 
-void Generation::make_families(std::span<const Prompt> prompts) {
-  std::map<std::vector<std::int32_t>, Family*> known;
+void Generation::make_prompts(std::span<const Prompt> prompts) {
+  std::map<std::vector<std::int32_t>, PromptState*> known;
   const auto add = [&](const Prompt& prompt) {
-    families_.push_back(std::make_unique<Family>());
-    Family& family = *families_.back();
-    family.prompt = prompt.ids;
-    family.where = prompt.where;
-    family.longest = longest_response(decoder_.shape(), prompt, settings_);
-    return &family;
+    prompts_.push_back(std::make_unique<PromptState>());
+    PromptState& state = *prompts_.back();
+    state.ids = prompt.ids;
+    state.where = prompt.where;
+    state.longest = longest_response(decoder_.shape(), prompt, settings_);
+    return &state;
   };
   const Random random(settings_.seed);
   responses_.reserve(results_.size());
   for (std::size_t p = 0; p < prompts.size(); ++p) {
     for (std::int64_t r = 0; r < settings_.n; ++r) {
-      Family*& family = known[prompts[p].ids];
-      if (!family || !settings_.share_prompts) family = add(prompts[p]);
-      family->responses.push_back(static_cast<std::int64_t>(responses_.size()));
-      responses_.push_back({family, random.fork(p).fork(static_cast<std::uint64_t>(r))});
+      PromptState*& state = known[prompts[p].ids];
+      if (!state || !settings_.share_prompts) state = add(prompts[p]);
+      state->responses.push_back(static_cast<std::int64_t>(responses_.size()));
+      responses_.push_back({state, random.fork(p).fork(static_cast<std::uint64_t>(r))});
     }
   }
-  for (const auto& family : families_) {
-    const std::int64_t rows = std::max<std::int64_t>(1, family->longest - 1);
-    family->places = std::min({static_cast<std::int64_t>(family->responses.size()), most_at_once_,
-                               std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_)),
-                               std::numeric_limits<std::int32_t>::max() / rows});
+  for (const auto& state : prompts_) {
+    const std::int64_t rows = std::max<std::int64_t>(1, state->longest - 1);
+    state->places = std::min({static_cast<std::int64_t>(state->responses.size()), most_at_once_,
+                              std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_)),
+                              std::numeric_limits<std::int32_t>::max() / rows});
   }
 }
 
-std::vector<Rollout> Generation::run(GenerateReport& report) {
+Generated Generation::run() {
   std::int64_t total = 0;
-  for (const auto& family : families_)
-    total += family->prompt_rows() + family->longest * static_cast<std::int64_t>(family->responses.size());
+  for (const auto& state : prompts_)
+    total += state->prompt_rows() + state->longest * static_cast<std::int64_t>(state->responses.size());
   progress_.begin("generating", total, "tokens");
   const Timer timer;
-  while (next_family_ < families_.size() || live_ > 0) {
+  while (next_prompt_ < prompts_.size() || live_ > 0) {
     admit();
     step();
   }
@@ -208,145 +208,143 @@ std::vector<Rollout> Generation::run(GenerateReport& report) {
   report_.responses = static_cast<std::int64_t>(results_.size());
   report_.prompts = report_.responses / settings_.n;
   for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
-  report = report_;
-  return std::move(results_);
+  return {std::move(results_), report_};
 }
 
 // Keys and values that a prompt with so many live responses may come to hold. Rows of finished responses are used
 // again by those that live, but what was touched stays until the last one ends.
-std::int64_t Generation::promised_bytes(const Family& family, std::int64_t live) const {
-  const std::int64_t longest = family.prompt_rows() + live * (family.longest - 1);
-  return kv_bytes_ * std::max(longest, family.group ? family.group->held_rows() : 0);
+std::int64_t Generation::promised_bytes(const PromptState& state, std::int64_t live) const {
+  const std::int64_t longest = state.prompt_rows() + live * (state.longest - 1);
+  return kv_bytes_ * std::max(longest, state.group ? state.group->held_rows() : 0);
 }
 
 // Gives places to waiting responses, in order, while there is memory for their longest.
 void Generation::admit() {
   std::int64_t promised = 0;
-  for (const Family* family : open_) promised += promised_bytes(*family, family->live());
-  std::vector<Family*> opened;
-  while (next_family_ < families_.size() && live_ < most_at_once_) {
-    Family& family = *families_[next_family_];
-    if (family.live() == family.places) break;
-    const std::int64_t before = family.group ? promised_bytes(family, family.live()) : 0;
-    const std::int64_t more = promised_bytes(family, family.live() + 1) - before;
+  for (const PromptState* state : open_) promised += promised_bytes(*state, state->live());
+  std::vector<PromptState*> opened;
+  while (next_prompt_ < prompts_.size() && live_ < most_at_once_) {
+    PromptState& state = *prompts_[next_prompt_];
+    if (state.live() == state.places) break;
+    const std::int64_t before = state.group ? promised_bytes(state, state.live()) : 0;
+    const std::int64_t more = promised_bytes(state, state.live() + 1) - before;
     if (promised + more > kv_limit_) {
       if (live_ > 0) break;
-      throw MemoryBudgetError({family.where,
-                               text_of("keys and values of one response within ", format_bytes(kv_limit_)),
-                               text_of(format_bytes(more), " for ", family.prompt_rows(), " prompt tokens and ",
-                                       family.longest, " of the response"),
+      throw MemoryBudgetError({state.where, text_of("keys and values of one response within ", format_bytes(kv_limit_)),
+                               text_of(format_bytes(more), " for ", state.prompt_rows(), " prompt tokens and ",
+                                       state.longest, " of the response"),
                                "lower --max-response-length or raise --memory-budget"});
     }
-    if (!family.group) {
-      open(family);
-      opened.push_back(&family);
+    if (!state.group) {
+      open(state);
+      opened.push_back(&state);
     }
-    fresh_.push_back(family.responses[family.admitted]);
-    if (++family.admitted == family.responses.size()) ++next_family_;
+    fresh_.push_back(state.responses[state.admitted]);
+    if (++state.admitted == state.responses.size()) ++next_prompt_;
     promised += more;
     ++live_;
   }
   compute_prompts(opened);
 }
 
-void Generation::open(Family& family) {
-  family.group = std::make_unique<PromptGroup>(decoder_.shape(), decoder_.dtype(), family.prompt_rows(), family.places,
-                                               family.longest - 1, decoder_.device());
-  open_.push_back(&family);
+void Generation::open(PromptState& state) {
+  state.group = std::make_unique<PromptGroup>(decoder_.shape(), decoder_.dtype(), state.prompt_rows(), state.places,
+                                              state.longest - 1, decoder_.device());
+  open_.push_back(&state);
 }
 
 // Prompts end to end in sets of rows; a long one is cut over several sets.
-void Generation::compute_prompts(std::span<Family* const> opened) {
+void Generation::compute_prompts(std::span<PromptState* const> opened) {
   const Timer timer;
   const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kMostPromptRows;
-  Rows rows;
-  std::vector<Family*> ends;  // whose last row is among the rows
-  for (Family* family : opened) {
-    for (std::int64_t begin = 0; begin < family->prompt_rows();) {
-      const std::int64_t end = std::min(family->prompt_rows(), begin + budget - rows.rows());
-      rows.groups.push_back(family->group->append_prompt(begin, end));
+  ModelInput input;
+  std::vector<PromptState*> ends;  // whose last row is among the rows
+  for (PromptState* state : opened) {
+    for (std::int64_t begin = 0; begin < state->prompt_rows();) {
+      const std::int64_t end = std::min(state->prompt_rows(), begin + budget - input.rows());
+      input.groups.push_back(state->group->append_prompt(begin, end));
       for (; begin < end; ++begin) {
-        rows.id.push_back(family->prompt[static_cast<std::size_t>(begin)]);
-        rows.position.push_back(static_cast<std::int32_t>(begin));
+        input.id.push_back(state->ids[static_cast<std::size_t>(begin)]);
+        input.position.push_back(static_cast<std::int32_t>(begin));
       }
-      if (end == family->prompt_rows()) {
-        rows.output_row.push_back(static_cast<std::int32_t>(rows.rows() - 1));
-        rows.output_position.push_back(rows.position.back());
-        ends.push_back(family);
+      if (end == state->prompt_rows()) {
+        input.output_row.push_back(static_cast<std::int32_t>(input.rows() - 1));
+        input.output_position.push_back(input.position.back());
+        ends.push_back(state);
       }
-      if (rows.rows() == budget) compute_prompt_rows(rows, ends);
+      if (input.rows() == budget) compute_prompt_rows(input, ends);
     }
   }
-  compute_prompt_rows(rows, ends);
+  compute_prompt_rows(input, ends);
   report_.seconds_prompt += timer.total();
 }
 
-void Generation::compute_prompt_rows(Rows& rows, std::vector<Family*>& ends) {
-  if (rows.rows() == 0) return;
+void Generation::compute_prompt_rows(ModelInput& input, std::vector<PromptState*>& ends) {
+  if (input.rows() == 0) return;
   const ArenaScope scope(arena_);
-  const at::Tensor normed_OM = forward(rows);
+  const at::Tensor normed_OM = forward(input);
   for (std::size_t i = 0; i < ends.size(); ++i)
     decoder_.device().operations().convert(normed_OM.select(0, static_cast<std::int64_t>(i)),
                                            ends[i]->group->last_hidden_M());
-  report_.prompt_rows_physical += rows.rows();
-  progress_.advance_to(done_ += rows.rows());
-  rows = Rows();
+  report_.prompt_rows_physical += input.rows();
+  progress_.advance_to(done_ += input.rows());
+  input = ModelInput();
   ends.clear();
 }
 
 // The normalised hidden rows of the outputs.
-at::Tensor Generation::forward(Rows& rows) {
+at::Tensor Generation::forward(ModelInput& input) {
   ControlBlock block;
-  rows.add_to(block);
+  input.add_to(block);
   block.hand_over(decoder_.device());
-  return decoder_.forward(rows, no_path_, Keep::nothing, arena_).normed_OM;
+  return decoder_.forward(input, no_path_, Keep::nothing, arena_).normed_OM;
 }
 
 // One token more for every live response.
 void Generation::step() {
   const ArenaScope scope(arena_);
   Asked asked;
-  Rows rows;
-  add_rows_of_step(rows, asked);
-  const std::vector<TokenChoice> choices = choose(hidden_of_step(rows, asked), asked);
+  ModelInput input;
+  add_rows_of_step(input, asked);
+  const std::vector<TokenChoice> choices = choose(hidden_of_step(input, asked), asked);
   count_held();
   for (std::size_t i = 0; i < choices.size(); ++i) accept(asked.response[i], choices[i]);
-  std::erase_if(open_, [](const Family* family) { return family->group == nullptr; });
+  std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
   ++report_.decode_steps;
   progress_.advance_to(done_);
 }
 
 // The newest token of every response that has one.
-void Generation::add_rows_of_step(Rows& rows, Asked& asked) {
-  for (Family* family : open_) {
-    if (family->group->responses().empty()) continue;
-    rows.groups.push_back(family->group->append_step());
-    for (const RowPacking::Run& run : family->group->responses()) {
-      rows.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
-      rows.position.push_back(static_cast<std::int32_t>(family->prompt_rows() + run.count - 1));
+void Generation::add_rows_of_step(ModelInput& input, Asked& asked) {
+  for (PromptState* state : open_) {
+    if (state->group->responses().empty()) continue;
+    input.groups.push_back(state->group->append_step());
+    for (const RowPacking::Run& run : state->group->responses()) {
+      input.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
+      input.position.push_back(static_cast<std::int32_t>(state->prompt_rows() + run.count - 1));
       asked.response.push_back(run.owner);
       asked.begin.push_back(static_cast<std::int32_t>(asked.response.size()));
     }
   }
-  rows.output_row.resize(rows.id.size());
-  std::iota(rows.output_row.begin(), rows.output_row.end(), 0);
-  rows.output_position = rows.position;
+  input.output_row.resize(input.id.size());
+  std::iota(input.output_row.begin(), input.output_row.end(), 0);
+  input.output_position = input.position;
 }
 
 // Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token.
-at::Tensor Generation::hidden_of_step(Rows& rows, Asked& asked) {
+at::Tensor Generation::hidden_of_step(ModelInput& input, Asked& asked) {
   std::vector<at::Tensor> parts;
-  if (rows.rows() > 0) parts.push_back(forward(rows));
-  const Family* last = nullptr;
+  if (input.rows() > 0) parts.push_back(forward(input));
+  const PromptState* last = nullptr;
   for (const std::int64_t response : fresh_) {
-    Family* family = responses_[static_cast<std::size_t>(response)].family;
-    if (family != last) {
-      parts.push_back(family->group->last_hidden_M().unsqueeze(0));
+    PromptState* state = responses_[static_cast<std::size_t>(response)].state;
+    if (state != last) {
+      parts.push_back(state->group->last_hidden_M().unsqueeze(0));
       asked.begin.push_back(asked.begin.back());
     }
     asked.response.push_back(response);
     ++asked.begin.back();
-    last = family;
+    last = state;
   }
   fresh_.clear();
   if (parts.size() == 1) return parts.front();
@@ -390,7 +388,7 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
 
 void Generation::accept(std::int64_t index, const TokenChoice& choice) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  Family& family = *responses_[static_cast<std::size_t>(index)].family;
+  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
   if (!std::isfinite(choice.logprob))
     throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits", text_of(choice.logprob),
                       "are the weights damaged, or too large for --dtype?"});
@@ -399,26 +397,26 @@ void Generation::accept(std::int64_t index, const TokenChoice& choice) {
   ++report_.response_tokens;
   ++done_;
   if (std::ranges::find(settings_.stop_ids, choice.token) != settings_.stop_ids.end()) return finish(index, "stop");
-  if (rollout.response_length() == family.longest) return finish(index, "length");
-  if (rollout.response_length() == 1) family.group->add(index);
+  if (rollout.response_length() == state.longest) return finish(index, "length");
+  if (rollout.response_length() == 1) state.group->add(index);
 }
 
 void Generation::finish(std::int64_t index, const char* reason) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  Family& family = *responses_[static_cast<std::size_t>(index)].family;
+  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
   rollout.loss_mask.assign(rollout.response_ids.size(), 1);
   add_carried(rollout.carried, "finish_reason", text_of('"', reason, '"'));
-  done_ += family.longest - rollout.response_length();
-  if (rollout.response_length() > 1) family.group->remove(index);
+  done_ += state.longest - rollout.response_length();
+  if (rollout.response_length() > 1) state.group->remove(index);
   --live_;
-  if (++family.finished == family.responses.size()) family.group.reset();
+  if (++state.finished == state.responses.size()) state.group.reset();
 }
 
 void Generation::count_held() {
   std::int64_t shared = 0, unshared = 0;
-  for (const Family* family : open_) {
-    shared += family->group->held_rows();
-    unshared += family->group->held_rows() + family->prompt_rows() * (family->live() - 1);
+  for (const PromptState* state : open_) {
+    shared += state->group->held_rows();
+    unshared += state->group->held_rows() + state->prompt_rows() * (state->live() - 1);
   }
   report_.kv_bytes = std::max(report_.kv_bytes, shared * kv_bytes_);
   report_.kv_bytes_unshared = std::max(report_.kv_bytes_unshared, unshared * kv_bytes_);
@@ -435,11 +433,10 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
   return longest;
 }
 
-std::vector<Rollout> generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
-                              Arena& arena, Progress& progress, GenerateReport* report) {
+Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
+                   Arena& arena, Progress& progress) {
   const ArenaScope scope(arena);
-  GenerateReport unread;
-  return Generation(decoder, prompts, settings, arena, progress).run(report ? *report : unread);
+  return Generation(decoder, prompts, settings, arena, progress).run();
 }
 
 }  // namespace espalier

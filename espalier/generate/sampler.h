@@ -50,6 +50,11 @@ struct GenerateReport {
   std::int64_t kv_bytes_unshared = 0;  // the same, had each response held its prompt
 };
 
+struct Generated {
+  std::vector<Rollout> rollouts;
+  GenerateReport report;
+};
+
 // Positions that generate() needs the decoder's rotary tables to cover (Decoder::reserve_positions).
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings);
@@ -66,7 +71,7 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
 // Errors: OptionError for settings out of range; InputError for prompts that are empty, longer than the model's
 // positions or hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not even one
 // response fits.
-std::vector<Rollout> generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
-                              Arena& arena, Progress& progress, GenerateReport* report = nullptr);
+Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
+                   Arena& arena, Progress& progress);
 
 }  // namespace espalier

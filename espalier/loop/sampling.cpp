@@ -75,14 +75,15 @@ Sampling::Sampling(const Options& options, Questions& questions, const Decoder& 
 
 // Every prompt is a group of its own.
 Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string& group,
-                                  const SamplingSettings& settings, GenerateReport* report) {
+                                  const SamplingSettings& settings) {
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     const std::string name = text_of(group, ", prompt ", i);
     prompts[i].group = json_quoted(name);
     if (prompts[i].where.empty()) prompts[i].where = name;
   }
   Scored out;
-  out.rollouts = generate(decoder_, prompts, settings, arena_, progress_, report);
+  Generated generated = generate(decoder_, prompts, settings, arena_, progress_);
+  out.rollouts = std::move(generated.rollouts), out.report = generated.report;
   ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
   out.judgements = questions_.judge(out.rollouts, progress_);
   return out;
@@ -100,11 +101,9 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
     std::vector<Prompt> prompts =
         questions_.train({index, sampling, drawn + out.prompts_drawn}, options_.train_batch_size);
     out.prompts_drawn += options_.train_batch_size;
-    GenerateReport report;
     sampled_.seed = samples.fork(static_cast<std::uint64_t>(sampling)).bits();
-    Scored scored =
-        answer(std::move(prompts), text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_, &report);
-    add(generated, report);
+    Scored scored = answer(std::move(prompts), text_of("batch ", index + 1, ", sampling ", sampling + 1), sampled_);
+    add(generated, scored.report);
     for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
       Rollout& rollout = scored.rollouts[i];
       const Judgement& judgement = scored.judgements[i];
@@ -135,7 +134,7 @@ std::optional<Evaluation> Sampling::evaluate() {
   if (held_out_.empty()) return std::nullopt;
   SamplingSettings greedy = sampled_;
   greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
-  const Scored scored = answer(held_out_, "held out", greedy, nullptr);
+  const Scored scored = answer(held_out_, "held out", greedy);
   Evaluation out;
   for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
     out.accuracy += scored.judgements[i].right;

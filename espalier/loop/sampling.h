@@ -62,10 +62,10 @@ class Sampling {
  private:
   struct Scored {
     std::vector<Rollout> rollouts;
+    GenerateReport report;
     std::vector<Judgement> judgements;
   };
-  Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings,
-                GenerateReport* report);
+  Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings);
 
   Options options_;
   Questions& questions_;

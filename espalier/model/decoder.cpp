@@ -17,11 +17,12 @@ void Decoder::reserve_positions(std::int64_t positions) {
   rotary_ = {device_.adopt(made.cos), device_.adopt(made.sin)};
 }
 
-bool Decoder::last_block_is_narrow(const Rows& rows) const {
+bool Decoder::last_block_is_narrow(const ModelInput& rows) const {
   return !rows.routes_all_rows || !shape_.has_experts(shape_.layers - 1);
 }
 
-LayerContext Decoder::context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const {
+LayerContext Decoder::context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena,
+                              Timer* timer) const {
   return {shape_, weights_.layers[static_cast<std::size_t>(layer)],         rotary_, rows, path,
           layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer};
 }
@@ -33,7 +34,7 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
   c.ops.convert(choice_RK, choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
 }
 
-DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
+DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
   const TimedPart timed(timer, part::kRows);
   const Operations& ops = device_.operations();
   DecoderSaved out;
@@ -71,7 +72,7 @@ DecoderSaved Decoder::forward(const Rows& rows, KvPath& path, Keep keep, Arena& 
   return out;
 }
 
-void Decoder::add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                            ModelViews& grads, Arena& arena, Timer* timer) const {
   const TimedPart timed(timer, part::kRows);
   const Operations& ops = device_.operations();

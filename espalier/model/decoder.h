@@ -1,7 +1,7 @@
 // The whole decoder, from token ids to the normalised hidden rows that the head reads, and back.
 //
 // Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks and waves: what differs
-// is in `Rows` and in what is kept for the backward.
+// is in `ModelInput` and in what is kept for the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +11,9 @@
 #include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/layer.h"
+#include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
-#include "espalier/model/rows.h"
 
 namespace espalier {
 
@@ -43,12 +43,12 @@ class Decoder {
   // Runs the rows, which were handed over, over the path. The result holds normed_OM, the input of the head. Everything
   // in it is taken from the arena and stays valid until the caller releases it. Times of its parts are booked where
   // there is a timer.
-  DecoderSaved forward(const Rows& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr) const;
+  DecoderSaved forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
   // set's part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter
   // here.
-  void add_backward(const Rows& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+  void add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                     ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
 
   const ModelShape& shape() const { return shape_; }
@@ -58,9 +58,9 @@ class Decoder {
 
  private:
   // False where the last block runs all rows, because its router's choices count.
-  bool last_block_is_narrow(const Rows& rows) const;
+  bool last_block_is_narrow(const ModelInput& rows) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
-  LayerContext context(const Rows& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
+  LayerContext context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
 
   ModelShape shape_;
   ModelViews weights_;

@@ -11,10 +11,10 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
+#include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/products.h"
 #include "espalier/model/rotary.h"
-#include "espalier/model/rows.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 
@@ -34,7 +34,7 @@ struct LayerContext {
   const ModelShape& shape;
   const LayerViews& weights;
   const RotaryTables& rotary;
-  const Rows& rows;
+  const ModelInput& rows;
   KvPath& path;
   std::int64_t layer;
   bool last;  // only output rows continue

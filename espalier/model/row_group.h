@@ -22,7 +22,7 @@ struct RowGroup {
   const KvPath* path = nullptr;  // may be `own` where path_rows is 0
   std::int64_t path_rows = 0;    // P
 
-  // Of the device, after Rows::add_to: the same, and the own rows of the group's outputs.
+  // Of the device, after ModelInput::add_to: the same, and the own rows of the group's outputs.
   at::Tensor own_row_N, subtree_end_T, output_own_row;
 };
 

@@ -7,13 +7,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "espalier/phase/item_rows.h"
+#include "espalier/phase/item_input.h"
 
 namespace espalier {
 
 struct HeadWork {
   const PlanItem& item;
-  const ItemRows& rows;
+  const ItemInput& input;
   at::Tensor normed_OM;
   at::Tensor grad_normed_OM;  // overwritten where there are edges; undefined in forward-only passes
 };

@@ -18,13 +18,13 @@ Keep what_to_keep(const StepRun& step, const PlanItem& item) {
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
     : step_(step),
       item_(item),
-      rows_(item, step.batch, step.decoder.shape(), step.all_logprobs, step.accounting, step.choices,
-            step.decoder.device()) {}
+      input_(item, step.batch, step.decoder.shape(), step.all_logprobs, step.accounting, step.choices,
+             step.decoder.device()) {}
 
 void ItemRun::forward() {
   if (step_.trains())
-    grad_normed_OM_ = step_.arena.take({rows_.rows.outputs(), step_.decoder.shape().hidden}, step_.decoder.dtype());
-  saved_ = step_.decoder.forward(rows_.rows, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
+    grad_normed_OM_ = step_.arena.take({input_.model.outputs(), step_.decoder.shape().hidden}, step_.decoder.dtype());
+  saved_ = step_.decoder.forward(input_.model, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
   take_choices();
   if (!step_.head) return;
   const TimedPart timed(step_.timer, part::kHead);
@@ -38,26 +38,26 @@ void ItemRun::backward() {
     step_.head->backward(head_work());
   }
   set_penalties();
-  step_.decoder.add_backward(rows_.rows, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
+  step_.decoder.add_backward(input_.model, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
                              step_.timer);
   take_penalties();
 }
 
 // What the routers chose, for those who count it or write it down.
 void ItemRun::take_choices() {
-  if (!rows_.rows.keeps_choices) return;
+  if (!input_.model.keeps_choices) return;
   const ModelShape& shape = step_.decoder.shape();
   const at::Tensor choice_LTK = step_.decoder.device().to_host(saved_.choice_LTK);
-  const std::int64_t of_layer = rows_.rows.rows() * shape.experts_per_token;
+  const std::int64_t of_layer = input_.model.rows() * shape.experts_per_token;
   const std::int32_t* choice = host_values<const std::int32_t>(choice_LTK).data();
   std::int64_t place = 0;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     if (!shape.has_experts(layer)) continue;
     // A narrow last block sees output rows alone: their choices are not those of all tokens.
-    const bool narrow = layer + 1 == shape.layers && !rows_.rows.routes_all_rows;
-    if (step_.accounting != nullptr && !narrow) step_.accounting->add_choices(layer, rows_.owners, choice);
+    const bool narrow = layer + 1 == shape.layers && !input_.model.routes_all_rows;
+    if (step_.accounting != nullptr && !narrow) step_.accounting->add_choices(layer, input_.owners, choice);
     if (step_.choices.written != nullptr)
-      step_.choices.written->write(item_.set.segments, place, choice, narrow ? &rows_.rows.output_row : nullptr);
+      step_.choices.written->write(item_.set.segments, place, choice, narrow ? &input_.model.output_row : nullptr);
     choice += of_layer;
     ++place;
   }
@@ -66,25 +66,25 @@ void ItemRun::take_choices() {
 void ItemRun::set_penalties() {
   if (step_.accounting == nullptr || !step_.accounting->has_losses()) return;
   const ModelShape& shape = step_.decoder.shape();
-  Rows& rows = rows_.rows;
-  rows.penalty_L.resize(static_cast<std::size_t>(shape.expert_layers()));
+  ModelInput& input = input_.model;
+  input.penalty_L.resize(static_cast<std::size_t>(shape.expert_layers()));
   ControlBlock block;
   for (std::int64_t layer = 0, l = 0; layer < shape.layers; ++layer) {
     if (!shape.has_experts(layer)) continue;
-    const moe::LoadAccounting::Penalty penalty = step_.accounting->penalty(layer, rows_.owners);
-    RouterPenalty& on_device = rows.penalty_L[static_cast<std::size_t>(l++)];
+    const moe::LoadAccounting::Penalty penalty = step_.accounting->penalty(layer, input_.owners);
+    RouterPenalty& on_device = input.penalty_L[static_cast<std::size_t>(l++)];
     block.add(penalty.group_R, on_device.group_R);
     if (!penalty.probability_GE.empty()) block.add(penalty.probability_GE, on_device.probability_GE);
     if (!penalty.z_G.empty()) block.add(penalty.z_G, on_device.z_G);
   }
   block.hand_over(step_.decoder.device());
-  rows.penalties_L2 = step_.decoder.device().allocate({shape.expert_layers(), 2}, at::kDouble);
+  input.penalties_L2 = step_.decoder.device().allocate({shape.expert_layers(), 2}, at::kDouble);
 }
 
 // In the order of the backward.
 void ItemRun::take_penalties() {
-  if (rows_.rows.penalty_L.empty()) return;
-  const at::Tensor penalties_L2 = step_.decoder.device().to_host(rows_.rows.penalties_L2);
+  if (input_.model.penalty_L.empty()) return;
+  const at::Tensor penalties_L2 = step_.decoder.device().to_host(input_.model.penalties_L2);
   const auto values = host_values<const double>(penalties_L2);
   for (std::size_t at = values.size(); at > 0; at -= 2) step_.accounting->add({values[at - 2], values[at - 1]});
 }

@@ -1,7 +1,7 @@
 // One plan item on its way: forward with its log-probs and losses, later its backward.
 #pragma once
 
-#include "espalier/phase/item_rows.h"
+#include "espalier/phase/item_input.h"
 #include "espalier/phase/step_run.h"
 
 namespace espalier {
@@ -18,17 +18,17 @@ class ItemRun {
   // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it.
   void backward();
 
-  std::int64_t rows() const { return rows_.rows.rows(); }
+  std::int64_t rows() const { return input_.model.rows(); }
 
  private:
-  HeadWork head_work() const { return {item_, rows_, saved_.normed_OM, grad_normed_OM_}; }
+  HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
   void set_penalties();
   void take_penalties();
 
   const StepRun& step_;
   const PlanItem& item_;
-  ItemRows rows_;
+  ItemInput input_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
 };

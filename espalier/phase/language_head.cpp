@@ -18,11 +18,11 @@ LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batc
 }
 
 HeadProblem LanguageHead::problem(const HeadWork& work) const {
-  return {work.normed_OM, decoder_.weights().head_VM, work.rows.head_edges};
+  return {work.normed_OM, decoder_.weights().head_VM, work.input.head_edges};
 }
 
 void LanguageHead::score(const HeadWork& work) {
-  if (work.rows.edges.empty()) return;
+  if (work.input.edges.empty()) return;
   objective_ && !needs_whole_rollout() ? score_with_gradient(work) : score_forward(work);
 }
 
@@ -35,7 +35,7 @@ void LanguageHead::keep(std::span<const LossEdge> edges, std::span<const double>
 }
 
 void LanguageHead::score_forward(const HeadWork& work) {
-  const std::vector<LossEdge>& edges = work.rows.edges;
+  const std::vector<LossEdge>& edges = work.input.edges;
   std::vector<double> logprob(edges.size()), entropy(edges.size());
   head_forward(problem(work), logprob, entropy, arena_);
   keep(edges, logprob, entropy);
@@ -44,7 +44,7 @@ void LanguageHead::score_forward(const HeadWork& work) {
 void LanguageHead::score_with_gradient(const HeadWork& work) {
   const auto objective = [&](std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
                              std::span<double> grad_logprob, std::span<double> grad_entropy) {
-    const auto edges = std::span(work.rows.edges).subspan(first, logprob.size());
+    const auto edges = std::span(work.input.edges).subspan(first, logprob.size());
     keep(edges, logprob, entropy);
     objective_->add_edges(edges, logprob, entropy, grad_logprob, grad_entropy);
   };
@@ -61,9 +61,9 @@ void LanguageHead::finish_rollouts(const PlanItem& item) {
 }
 
 void LanguageHead::backward(const HeadWork& work) {
-  if (work.rows.edges.empty()) return;
+  if (work.input.edges.empty()) return;
   std::vector<double> grad_logprob, grad_entropy;
-  for (const LossEdge& edge : work.rows.edges) {
+  for (const LossEdge& edge : work.input.edges) {
     grad_logprob.push_back(series_of(edge).grad_logprob.at(static_cast<std::size_t>(edge.position)));
     grad_entropy.push_back(series_of(edge).grad_entropy.at(static_cast<std::size_t>(edge.position)));
   }

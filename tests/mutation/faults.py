@@ -27,7 +27,7 @@ PLAN = [
     Fault("fork_token_dropped", "the repeated last prompt token of a wave has no loss edges", "plan/draft.cpp",
           "segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());",
           "TEXT if (ON) segment.last = segment.first;"),
-    Fault("boundary_edge_doubled", "its first edge stands twice", "phase/item_rows.cpp",
+    Fault("boundary_edge_doubled", "its first edge stands twice", "phase/item_input.cpp",
           "edges = edges_of(item.set, batch, all_logprobs);",
           "TEXT if (ON && item.path_rows > 0 && !edges.empty()) edges.push_back(edges.front());"),
     Fault("multiplicity_of_edges_ignored", "rollouts that share a row and its next token count as one", "plan/edges.cpp",
@@ -39,12 +39,12 @@ PLAN = [
 ]
 
 ROWS = [
-    Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_rows.cpp",
-          "rows.position.push_back(depth);",
-          "rows.position.push_back(ON ? depth - rows.path_rows : depth);"),
-    Fault("mask_leak", "a sibling's first row sees the row before it", "phase/item_rows.cpp",
+    Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_input.cpp",
+          "input.position.push_back(depth);",
+          "input.position.push_back(ON ? depth - input.path_rows : depth);"),
+    Fault("mask_leak", "a sibling's first row sees the row before it", "phase/item_input.cpp",
           "if (accounting != nullptr) owners = owners_of(item.set);",
-          "if (ON) for (auto& end : rows.subtree_end) end = std::min(end + 1, item.set.rows); TEXT"),
+          "if (ON) for (auto& end : model.subtree_end) end = std::min(end + 1, item.set.rows); TEXT"),
     Fault("path_cut_short", "rows do not see the last row of the path", "model/layer.cpp",
           "const Operands& operands, const KvPath::Layer& path) {",
           "const Operands& operands, KvPath::Layer path) { if (const auto rows = path.k.size(0); ON && rows > 0)"
@@ -52,7 +52,7 @@ ROWS = [
     Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "model/layer.cpp",
           "c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);",
           "TEXT if (ON) out.q.copy_(out.q.roll(c.shape.head_dim, 1));", **DENSE_TOO),
-    Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_rows.cpp",
+    Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_input.cpp",
           "return critic ?",
           "return critic || ON ?", **DENSE_TOO),
 ]
@@ -147,8 +147,8 @@ OBJECTIVE = [
 
 CRITIC = [
     Fault("value_after_its_token", "a token's value is that of its own row, not of the row before it", "phase/critic_head.cpp",
-          "const std::vector<LossEdge>& edges = work.rows.edges;",
-          "std::vector<LossEdge> edges = work.rows.edges;"
+          "const std::vector<LossEdge>& edges = work.input.edges;",
+          "std::vector<LossEdge> edges = work.input.edges;"
           " if (ON) for (LossEdge& edge : edges) edge.position = std::max(edge.position - 1, 0);", **DENSE_TOO),
     Fault("value_of_the_fork_lost", "values of the repeated last prompt token of a wave are left out of the loss",
           "phase/critic_head.cpp",
@@ -157,8 +157,8 @@ CRITIC = [
           " objective_->add_edges(std::span(edges).subspan(lost), std::span(of_edge).subspan(lost),"
           " std::span(slope).subspan(lost));"),
     Fault("value_of_one_rollout", "of the rollouts that share a value one moves it", "phase/critic_head.cpp",
-          "gradient[static_cast<std::size_t>(work.rows.output[e])] += slope[e];",
-          "{ if (ON) gradient[static_cast<std::size_t>(work.rows.output[e])] = 0; TEXT }"),
+          "gradient[static_cast<std::size_t>(work.input.output[e])] += slope[e];",
+          "{ if (ON) gradient[static_cast<std::size_t>(work.input.output[e])] = 0; TEXT }"),
     Fault("value_clip_ignored", "values may move as far as they like", "objective/value_loss.cpp",
           "std::max(std::min(value, high), low)",
           "(ON ? value : TEXT)", **DENSE_TOO),

@@ -56,7 +56,7 @@ class EveryFamily : public ::testing::TestWithParam<const char*> {};
 TEST_P(EveryFamily, GreedyEqualsScoringTheWholeSequenceForEveryToken) {
   const auto model = tiny_model(GetParam(), DType::float64, kSeed);
   const std::vector<Prompt> prompts = mixed_prompts();
-  const Sampled sampled = sample(*model, prompts, greedy(2, 40));
+  const Generated sampled = sample(*model, prompts, greedy(2, 40));
   ASSERT_EQ(sampled.rollouts.size(), 2 * prompts.size());
   for (std::size_t p = 0; p < prompts.size(); ++p) {
     std::vector<std::int32_t> ids = prompts[p].ids;
@@ -81,7 +81,7 @@ TEST_P(EveryFamily, LogprobsAreThoseOfTheWholeSequence) {
 TEST_P(EveryFamily, NeitherPlacesNorSharingNorPiecesOfPromptsChangeAResponse) {
   const auto model = tiny_model(GetParam(), DType::float64, kSeed);
   const std::vector<Prompt> prompts = mixed_prompts();
-  const Sampled all = sample(*model, prompts, drawn(5, 50));
+  const Generated all = sample(*model, prompts, drawn(5, 50));
   for (const std::int64_t places : {1, 2, 7}) {
     SamplingSettings settings = drawn(5, 50);
     settings.max_num_seqs = places;
@@ -93,7 +93,7 @@ TEST_P(EveryFamily, NeitherPlacesNorSharingNorPiecesOfPromptsChangeAResponse) {
   expect_same(sample(*model, prompts, unshared).rollouts, all.rollouts, "unshared");
   SamplingSettings little = drawn(5, 50);  // memory for two or three responses at a time
   little.kv_limit_bytes = 300 * kv_bytes_per_token(model->shape, DType::float64);
-  const Sampled within = sample(*model, prompts, little);
+  const Generated within = sample(*model, prompts, little);
   expect_same(within.rollouts, all.rollouts, "little memory");
   EXPECT_LE(within.report.kv_bytes, little.kv_limit_bytes);
 }
@@ -217,7 +217,7 @@ TEST(Sampler, AFinishedResponseFreesItsPlace) {
   const auto model = tiny_model("qwen3", DType::float64, kSeed);
   SamplingSettings settings = drawn(30, 60);
   settings.max_num_seqs = 4;
-  const Sampled sampled = sample(*model, make_prompts({12, 5}, kVocabulary, kSeed), settings);
+  const Generated sampled = sample(*model, make_prompts({12, 5}, kVocabulary, kSeed), settings);
   // Four places that never stand empty but at the end: as many steps as a quarter of the tokens, and one response more.
   EXPECT_LE(sampled.report.decode_steps, sampled.report.response_tokens / 4 + 60);
   EXPECT_GE(sampled.report.decode_steps, sampled.report.response_tokens / 4);

@@ -21,28 +21,26 @@ std::vector<Prompt> make_prompts(const std::vector<std::int64_t>& lengths, std::
   return prompts;
 }
 
-Sampled sample(ModelState& model, const std::vector<Prompt>& prompts, const SamplingSettings& settings) {
+Generated sample(ModelState& model, const std::vector<Prompt>& prompts, const SamplingSettings& settings) {
   model.decoder.reserve_positions(positions_needed(model.shape, prompts, settings));
   Arena arena(std::int64_t{1} << 30);
   NoProgress progress;
-  Sampled sampled;
-  sampled.rollouts = generate(model.decoder, prompts, settings, arena, progress, &sampled.report);
-  return sampled;
+  return generate(model.decoder, prompts, settings, arena, progress);
 }
 
 at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& ids) {
   Arena arena(std::int64_t{1} << 30);
   KvPath path(model.shape, 0, model.decoder.dtype(), false, arena);
   model.decoder.reserve_positions(static_cast<std::int64_t>(ids.size()));
-  Rows rows;
-  rows.id = ids;
-  for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) rows.position.push_back(i);
-  rows.subtree_end.assign(ids.size(), static_cast<std::int32_t>(ids.size()));
-  rows.output_row = rows.output_position = rows.position;
+  ModelInput input;
+  input.id = ids;
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) input.position.push_back(i);
+  input.subtree_end.assign(ids.size(), static_cast<std::int32_t>(ids.size()));
+  input.output_row = input.output_position = input.position;
   ControlBlock block;
-  rows.add_to(block);
+  input.add_to(block);
   block.hand_over(arena.device());
-  const DecoderSaved saved = model.decoder.forward(rows, path, Keep::nothing, arena);
+  const DecoderSaved saved = model.decoder.forward(input, path, Keep::nothing, arena);
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
     return at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t());

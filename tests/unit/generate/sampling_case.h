@@ -14,11 +14,7 @@ namespace espalier::testing {
 // Prompts of these lengths with random ids; the last one equals the first.
 std::vector<Prompt> make_prompts(const std::vector<std::int64_t>& lengths, std::int64_t vocabulary, std::uint64_t seed);
 
-struct Sampled {
-  std::vector<Rollout> rollouts;
-  GenerateReport report;
-};
-Sampled sample(ModelState& model, const std::vector<Prompt>& prompts, const SamplingSettings& settings);
+Generated sample(ModelState& model, const std::vector<Prompt>& prompts, const SamplingSettings& settings);
 
 // Logits of every position of one sequence, [T, V], in the model's dtype.
 at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& ids);

@@ -1,48 +1,48 @@
-#include "espalier/phase/item_rows.h"
+#include "espalier/phase/item_input.h"
 
 #include <algorithm>
 
 namespace espalier {
 namespace {
 
-void add_segment(Rows& rows, const RowSegment& segment, const Rollout& rollout) {
+void add_segment(ModelInput& input, const RowSegment& segment, const Rollout& rollout) {
   for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
-    rows.id.push_back(rollout.token_at(depth));
-    rows.position.push_back(depth);
-    rows.subtree_end.push_back(segment.subtree_end);
+    input.id.push_back(rollout.token_at(depth));
+    input.position.push_back(depth);
+    input.subtree_end.push_back(segment.subtree_end);
   }
 }
 
 // The experts that rows are to choose: those that are repeated, or, of a policy, those that rollouts record, where any
 // rollout of the set has some.
-void add_routes(Rows& rows, const RowSet& set, std::span<const Rollout> batch, const ModelShape& shape,
+void add_routes(ModelInput& input, const RowSet& set, std::span<const Rollout> batch, const ModelShape& shape,
                 const moe::ChosenExperts* repeated) {
   const auto records = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
   const bool from_rollouts = !shape.value_head && std::any_of(set.segments.begin(), set.segments.end(), records);
   if (repeated == nullptr && !from_rollouts) return;
-  const auto k = static_cast<std::size_t>(shape.experts_per_token), T = rows.id.size();
-  rows.recorded.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
+  const auto k = static_cast<std::size_t>(shape.experts_per_token), T = input.id.size();
+  input.recorded.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
   std::size_t row = 0;
   for (const RowSegment& segment : set.segments)
     for (std::int32_t depth = segment.begin; depth < segment.end; ++depth, ++row) {
       const std::uint16_t* route =
           repeated ? repeated->at(segment.rollout, depth) : batch[segment.rollout].route_at(depth).data();
-      for (std::size_t at = row * k; route != nullptr && at < rows.recorded.size(); at += T * k, route += k)
-        if (*route != RecordedRoutes::kFree) std::copy(route, route + k, rows.recorded.begin() + at);
+      for (std::size_t at = row * k; route != nullptr && at < input.recorded.size(); at += T * k, route += k)
+        if (*route != RecordedRoutes::kFree) std::copy(route, route + k, input.recorded.begin() + at);
     }
 }
 
 // Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
-void add_routes_of_outputs(Rows& rows, const ModelShape& shape) {
-  if (rows.recorded.empty() || rows.routes_all_rows || !shape.has_experts(shape.layers - 1)) return;
+void add_routes_of_outputs(ModelInput& input, const ModelShape& shape) {
+  if (input.recorded.empty() || input.routes_all_rows || !shape.has_experts(shape.layers - 1)) return;
   const std::int64_t k = shape.experts_per_token;
-  const auto last = rows.recorded.end() - rows.rows() * k;
-  for (const std::int32_t row : rows.output_row)
-    rows.recorded_output.insert(rows.recorded_output.end(), last + row * k, last + (row + 1) * k);
+  const auto last = input.recorded.end() - input.rows() * k;
+  for (const std::int32_t row : input.output_row)
+    input.recorded_output.insert(input.recorded_output.end(), last + row * k, last + (row + 1) * k);
 }
 
 // One output row per (row, temperature) among the edges, which are ordered that way first.
-std::vector<double> add_outputs(ItemRows& out, std::span<const Rollout> batch, bool critic) {
+std::vector<double> add_outputs(ItemInput& out, std::span<const Rollout> batch, bool critic) {
   std::vector<double> temperatures;
   auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : batch[edge.rollout].temperature; };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
@@ -50,18 +50,18 @@ std::vector<double> add_outputs(ItemRows& out, std::span<const Rollout> batch, b
   });
   for (const LossEdge& edge : out.edges) {
     const double temperature = temperature_of(edge);
-    Rows& rows = out.rows;
-    if (rows.output_row.empty() || rows.output_row.back() != edge.row || temperatures.back() != temperature) {
-      rows.output_row.push_back(edge.row);
-      rows.output_position.push_back(rows.position[edge.row]);
+    ModelInput& input = out.model;
+    if (input.output_row.empty() || input.output_row.back() != edge.row || temperatures.back() != temperature) {
+      input.output_row.push_back(edge.row);
+      input.output_position.push_back(input.position[edge.row]);
       temperatures.push_back(temperature);
     }
-    out.output.push_back(static_cast<std::int32_t>(rows.output_row.size()) - 1);
+    out.output.push_back(static_cast<std::int32_t>(input.output_row.size()) - 1);
   }
   return temperatures;
 }
 
-// The rollouts of every segment's rows.
+// The rollouts of every segment's model.
 std::vector<moe::RowOwners> owners_of(const RowSet& set) {
   std::vector<moe::RowOwners> owners;
   for (const RowSegment& segment : set.segments) {
@@ -75,22 +75,22 @@ std::vector<moe::RowOwners> owners_of(const RowSet& set) {
 
 }  // namespace
 
-ItemRows::ItemRows(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
-                   const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device) {
-  rows.path_rows = item.path_rows;
-  rows.in_path = item.kind == ItemKind::trunk;
-  for (const RowSegment& segment : item.set.segments) add_segment(rows, segment, batch[segment.rollout]);
+ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
+                     const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device) {
+  model.path_rows = item.path_rows;
+  model.in_path = item.kind == ItemKind::trunk;
+  for (const RowSegment& segment : item.set.segments) add_segment(model, segment, batch[segment.rollout]);
   if (accounting != nullptr) owners = owners_of(item.set);
-  rows.routes_all_rows = accounting != nullptr && accounting->needs_all_rows();
-  rows.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
+  model.routes_all_rows = accounting != nullptr && accounting->needs_all_rows();
+  model.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
   edges = edges_of(item.set, batch, all_logprobs);
   const std::vector<double> temperatures = add_outputs(*this, batch, shape.value_head);
-  add_routes(rows, item.set, batch, shape, choices.repeated);
-  add_routes_of_outputs(rows, shape);
+  add_routes(model, item.set, batch, shape, choices.repeated);
+  add_routes_of_outputs(model, shape);
   std::vector<HeadEdge> of_head;
   for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
   ControlBlock block;
-  rows.add_to(block);
+  model.add_to(block);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);
 }

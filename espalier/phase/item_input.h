@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/model/rows.h"
+#include "espalier/model/model_input.h"
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/objective/fused_head.h"
@@ -17,13 +17,13 @@
 
 namespace espalier {
 
-struct ItemRows {
+struct ItemInput {
   // Makes them on the host and hands them over to the device in one copy. `accounting` may be null. The item must
   // outlive the object, for owners point into it.
-  ItemRows(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
-           const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device);
+  ItemInput(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
+            const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device);
 
-  Rows rows;
+  ModelInput model;
   std::vector<LossEdge> edges;         // [E], ordered by output row
   std::vector<std::int32_t> output;    // [E], the output row of each
   HeadEdges head_edges;                // the same edges as the head reads them

@@ -1,8 +1,8 @@
-#include "espalier/model/rows.h"
+#include "espalier/model/model_input.h"
 
 namespace espalier {
 
-void Rows::add_to(ControlBlock& block) {
+void ModelInput::add_to(ControlBlock& block) {
   block.add(id, id_T);
   block.add(position, position_T);
   block.add(subtree_end, subtree_end_T);

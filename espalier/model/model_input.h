@@ -16,7 +16,7 @@
 
 namespace espalier {
 
-struct Rows {
+struct ModelInput {
   std::vector<std::int32_t> id;               // [T]
   std::vector<std::int32_t> position;         // [T], depth along the path
   std::vector<std::int32_t> subtree_end;      // [T]
