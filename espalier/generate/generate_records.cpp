@@ -118,13 +118,23 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
   std::vector<Rollout>& rollouts = generated.rollouts;
   out.report = generated.report;
   if (tokenizer) add_texts(rollouts, *tokenizer);
+  std::optional<ErrorText> unrewarded;  // what was sampled is written whatever the reward function does
   if (reward) {
-    const std::vector<Score> scores = reward->of(rollouts, progress);
-    add_scores(rollouts, scores);
-    out.reward = mean_score(scores);
+    try {
+      const std::vector<Score> scores = reward->of(rollouts, progress);
+      add_scores(rollouts, scores);
+      out.reward = mean_score(scores);
+    } catch (const InputError& error) {
+      unrewarded = error.text();
+    }
   }
   for (const Rollout& rollout : rollouts) writer.write(rollout);
   writer.finish();
+  if (unrewarded) {
+    unrewarded->remedy +=
+        text_of(unrewarded->remedy.empty() ? "" : "; ", "the responses are kept in ", options.out, ", without rewards");
+    throw InputError(*unrewarded);
+  }
   return out;
 }
 

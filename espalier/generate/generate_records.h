@@ -29,7 +29,8 @@ struct GeneratedRecords {
 };
 
 // Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a
-// tokenizer, and with rewards where --reward gives them. Errors: those of the parts; --out is as it was before then.
+// tokenizer, and with rewards where --reward gives them. Errors: those of the parts; --out is as it was before then,
+// except for InputError of the reward function: the responses are in --out, without rewards.
 GeneratedRecords generate_records(const Options& options, Progress& progress);
 
 }  // namespace espalier

@@ -144,7 +144,12 @@ def test_what_is_wrong_with_a_reward_is_told_apart(source, where, got, espalier,
     file = reward(source)
     error = generate(espalier, model, [{"prompt": "x"}], tmp_path, expect=3, **{"reward": file, "reward-timeout": 1})
     assert error["where"] == f"{file}{where}" and got in error["got"], error
-    assert not (tmp_path / "rollouts.jsonl").exists()
+    out, sampled = tmp_path / "rollouts.jsonl", "compute_score(**" in source
+    assert out.exists() == sampled, "what goes wrong with the first response costs none; what goes wrong before stops before"
+    if sampled:
+        assert error["remedy"].endswith(f"the responses are kept in {out}, without rewards")
+        records = read_lines(out)
+        assert len(records) == 2 and all(r["response_ids"] and "reward" not in r for r in records)
 
 
 @pytest.mark.parametrize("prompt, got", [
