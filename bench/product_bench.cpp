@@ -58,7 +58,8 @@ struct Operands {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const int rounds = count > 1 ? std::max(1, std::atoi(arguments[1])) : 7, threads = count > 2 ? std::atoi(arguments[2]) : 0;
+  const int rounds = count > 1 ? std::max(1, std::atoi(arguments[1])) : 7,
+            threads = count > 2 ? std::atoi(arguments[2]) : 0;
   if (threads > 0) at::set_num_threads(threads);
   const Bfloat16Products own = bfloat16_products();
   Arena arena(std::int64_t{1} << 30);
