@@ -4,14 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 
 
-def run(name, *arguments):
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
+def run(name, *arguments, **variables):
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path), **variables)
     done = subprocess.run([sys.executable, str(ROOT / "examples" / name), *arguments], capture_output=True, text=True, timeout=280,
                           env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -27,3 +28,23 @@ def test_plain_loop():
 def test_trl_grpo():
     pytest.importorskip("trl")
     run("trl_grpo.py", "--steps", "1")
+
+
+def test_verl_actor():
+    pytest.importorskip("verl")
+    text = run("verl_actor.py", "--steps", "1", VERL_ENGINE_VENDOR="espalier", ESPALIER_VERIFY="1")
+    assert "step 0: loss" in text
+
+
+def test_verl_grpo_sets_options_that_verl_has():
+    """The command needs GPUs and vLLM; its options are held against the installed trainer's configuration."""
+    verl = pytest.importorskip("verl.trainer.config")
+    hydra = pytest.importorskip("hydra")
+    script = (ROOT / "examples" / "verl_grpo.sh").read_text()
+    overrides = re.findall(r"^    (\+?[a-z_.]+[A-Z_a-z.]*=\S+) \\$", script, re.MULTILINE)
+    assert len(overrides) == script.count("=", script.index("main_ppo"))
+    with hydra.initialize_config_dir(str(Path(verl.__file__).parent), version_base=None):
+        config = hydra.compose("ppo_trainer", overrides)
+    assert config.actor_rollout_ref.actor.strategy == "fsdp2" and config.actor_rollout_ref.actor.use_prefix_grouper
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR == "espalier"
+    assert config.actor_rollout_ref.ref.strategy == "fsdp2"

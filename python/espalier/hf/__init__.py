@@ -2,6 +2,7 @@
 
     result = espalier.hf.phased_step(model, rollouts, loss)     gradients of the sum of loss(wave), every prompt run once
     values = espalier.hf.logprobs(model, rollouts)              log-probs of all response tokens, no gradients
+    scores = espalier.hf.score(model, rollouts, entropies=True) the same with entropies and the rows that ran
     espalier.hf.check(model)                                    refuses by name what would be silently wrong
 
 The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP2 are fine.
@@ -18,7 +19,7 @@ from espalier.hf.checks import base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.step import Executor, Wave
 
-__all__ = ["Result", "Wave", "check", "logprobs", "phased_step"]
+__all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "score"]
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,47 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
                     before.put_back()
                 raise
             seconds = time.perf_counter() - start
-    table = before.compare(prepared, loss, temperature, executor.total) if before is not None else None
+    table = before.compare_dense(prepared, loss, temperature, executor.total) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
     return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Scores:
+    """Of each rollout, by response token: log-probs, and entropies where asked for. `rows` as in `Result`."""
+    logprobs: list
+    entropies: list | None
+    rows: int
+    rows_without_sharing: int
+
+
 def logprobs(model, rollouts, *, wave_tokens=4096, temperature=1.0):
     """One tensor for each rollout: the log-prob of every response token."""
+    return score(model, rollouts, wave_tokens=wave_tokens, temperature=temperature).logprobs
+
+
+@torch.no_grad()
+def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False):
+    """`Scores` of all response tokens, every shared prompt run once."""
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
     check(model, longest=int(prepared.lengths.max()))
-    out = [None] * len(prepared)
+    kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
+    empty = torch.zeros(0, device=ranks.device_of(model))
+    out = {kind: [empty] * len(prepared) for kind in kinds}  # empty responses belong to no wave
 
     def seen(wave):
-        for rollout in wave.rollouts:
-            out[rollout] = wave.logprobs[wave.rollout == rollout]
+        lengths = [len(prepared.responses[rollout]) for rollout in wave.rollouts]
+        for kind in kinds:
+            for rollout, part in zip(wave.rollouts, getattr(wave, kind).split(lengths)):
+                out[kind][rollout] = part
 
     with _our_attention(model):
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
         inner = ranks.without_replicas(model)
         executor = Executor(inner, prepared, plan, seen=seen, temperature=temperature)
         ranks.run(inner, executor.program(), executor.device)
-    empty = torch.zeros(0, device=executor.device)
-    return [empty if values is None else values for values in out]
+    return Scores(out["logprobs"], out.get("entropies"), executor.rows, int(prepared.lengths.sum()))
 
 
 @contextlib.contextmanager

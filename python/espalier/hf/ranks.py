@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.hf.checks import unwrapped
+from espalier.hf.checks import base_model, unwrapped
 
 _BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
 
@@ -22,6 +22,13 @@ def sharded(model):
     """Whether calls of the model are collective (FSDP2 shards its parameters)."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and any(isinstance(module, kind) for module in unwrapped(model).modules())
+
+
+def device_of(model):
+    """Where a model computes, also while FSDP2 keeps its shards in the memory of the host."""
+    weight = base_model(model).get_input_embeddings().weight
+    kind = getattr(getattr(weight, "device_mesh", None), "device_type", weight.device.type)
+    return weight.device if kind == weight.device.type else torch.device(kind, getattr(torch, kind).current_device())
 
 
 @torch.no_grad()

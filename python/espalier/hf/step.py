@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import blocks
+from espalier.hf import blocks, ranks
 from espalier.hf.attention import Phase, Trunk
-from espalier.hf.checks import base_model, check_captured, check_live
+from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
 
 
@@ -74,7 +74,7 @@ class Executor:
         self.model, self.rollouts, self.plan = model, rollouts, plan
         self.loss, self.seen, self.temperature = loss, seen, temperature
         self.through_everything = through_everything
-        self.device = base_model(model).get_input_embeddings().weight.device
+        self.device = ranks.device_of(model)
         self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
 
     def program(self):

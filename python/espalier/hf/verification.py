@@ -80,25 +80,32 @@ class _Comparison:
         for name, p in self.named:
             p.grad = self.before[name]
 
-    def compare(self, rollouts, loss, temperature, shared_loss):
-        """Two dense runs, the table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
+    def compare(self, shared_loss, dense, again):
+        """`dense()` and `again()` run the same step another way and return its loss; embeddings are moved for the second. Returns the
+        table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
         shared = self._take()
-        order = list(range(len(rollouts)))
-        dense_loss = self._dense(rollouts, loss, temperature, [order[i:i + 2] for i in range(0, len(order), 2)])
-        dense = self._take()
+        dense_loss = dense()
+        wanted = self._take()
         with _nudged(base_model(self.model).get_input_embeddings()):
-            self._dense(rollouts, loss, temperature, [[i] for i in reversed(order)])
+            again()
         other = self._take()
         for name, p in self.named:
             parts = [g for g in (self.before[name], shared[name]) if g is not None]
             p.grad = None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        table = _table([(name, shared[name], dense[name], other[name]) for name, _ in self.named], shared_loss, dense_loss)
+        table = _table([(name, shared[name], wanted[name], other[name]) for name, _ in self.named], shared_loss, dense_loss)
         if table.verdict != "pass":
             worst = table.worst
             raise Error("verification", worst["parameter"], f"within {worst['allowed']:.2e} of the dense step's gradient",
                         f"{worst['error']:.2e}\n{table}", "Please report this", 6)
         _verified.add(unwrapped(self.model))
         return table
+
+    def compare_dense(self, rollouts, loss, temperature, shared_loss):
+        """With the same rollouts dense: two at a time, then one by one in reverse."""
+        order = list(range(len(rollouts)))
+        pairs, singles = [order[i:i + 2] for i in range(0, len(order), 2)], [[i] for i in reversed(order)]
+        run = lambda batches: lambda: self._dense(rollouts, loss, temperature, batches)
+        return self.compare(shared_loss, run(pairs), run(singles))
 
     def _dense(self, rollouts, loss, temperature, batches):
         run = _DenseRun(self.model, rollouts, loss, temperature)
@@ -120,7 +127,7 @@ class _DenseRun:
     def __init__(self, model, rollouts, loss, temperature):
         self.model = ranks.without_replicas(model)
         self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
-        self.device = base_model(model).get_input_embeddings().weight.device
+        self.device = ranks.device_of(model)
         self.total, self.pending = 0.0, None
 
     def forward(self, batch):

@@ -1,0 +1,40 @@
+"""verl's FSDP engine with prompts computed once: actor updates, old and reference log-probs.
+
+    export VERL_ENGINE_VENDOR=espalier        and actor_rollout_ref.actor.strategy=fsdp2; the rest of the command stays as it was
+
+verl loads this package itself where Espalier is installed (entry point `verl.plugins`); from a source tree
+VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
+
+verl's losses, denominators, logging, clipping and optimizer stay in charge; its micro-batches become waves of whole responses.
+What cannot be shared runs verl's own path, with one note in the log that names it. ESPALIER_VERIFY=1 compares every gradient of
+the first update with verl's own path and stops the run where they differ by more than rounding explains;
+ESPALIER_TRUNK_STATE=recompute gives up a prompt's activations until its backward, for memory.
+"""
+
+import logging
+import os
+
+VENDOR = "espalier"
+__all__ = ["VENDOR", "adds_up", "register"]
+
+
+def register():
+    """Registers the engines with verl; once is enough."""
+    from espalier.verl import engine
+    engine.register(VENDOR)
+
+
+def adds_up(loss_mode):
+    """Declares that a policy loss of your own (verl's `register_policy_loss`) is a sum over tokens or rollouts, divided by numbers
+    of the whole mini-batch: only such a loss may be computed wave by wave."""
+    from espalier.verl import refusals
+    refusals.ADDITIVE_LOSSES.add(loss_mode)
+
+
+if os.environ.get("VERL_ENGINE_VENDOR") == VENDOR:
+    try:
+        register()
+    except Exception:
+        # verl reports a plugin that fails at debug level only, and would then train without it.
+        logging.getLogger("espalier").exception("VERL_ENGINE_VENDOR=%s, but its engine cannot be registered: nothing is shared", VENDOR)
+        raise

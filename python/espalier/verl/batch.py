@@ -1,0 +1,63 @@
+"""verl's mini-batch as rollouts, and waves as the micro-batches that verl's losses expect."""
+
+import torch
+from verl.utils import tensordict_utils as tu
+
+
+class MiniBatch:
+    """A rank's rows. Row i of `input_ids` (jagged) is prompt i, then response i, without padding."""
+
+    def __init__(self, data):
+        self.data = data
+        self.lengths = data["input_ids"].offsets().diff().cpu()
+        self.prompt_lengths, responses = _lengths(data)
+        if not torch.equal(self.prompt_lengths + responses, self.lengths):
+            raise ValueError("rows that are not a prompt and its response")
+        if not bool((self.prompt_lengths > 0).all() and (responses > 0).all()):
+            raise ValueError("an empty prompt or response")
+
+    def rollouts(self):
+        tokens = self.data["input_ids"].values().cpu().numpy()
+        ends = self.lengths.cumsum(0).tolist()
+        return [{"prompt_ids": tokens[end - n:end - n + p], "response_ids": tokens[end - n + p:end]}
+                for end, n, p in zip(ends, self.lengths.tolist(), self.prompt_lengths.tolist())]
+
+    def tokens(self):
+        """Row and position of every response token, [T] each."""
+        counts = (self.lengths - self.prompt_lengths).tolist()
+        row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return row, torch.cat([torch.arange(n) for n in counts])
+
+    @property
+    def temperature(self):
+        """As verl's engine rounds it."""
+        value = self.data["temperature"]
+        value = value.flatten()[0] if isinstance(value, torch.Tensor) else torch.tensor(value)
+        return float(value.to(torch.float32).clamp(min=1e-8))
+
+    def part(self, rows, device):
+        """The micro-batch of these rows."""
+        return tu.index_select_tensor_dict(self.data, torch.tensor(rows)).to(device)
+
+    def layout(self, rows, row, position, values):
+        """Values of response tokens (`row`, `position` [E]) as verl's engine lays them out: jagged over prompt + response of `rows`,
+        each where its logits come from, one before its token. NaN where nothing was computed, which no loss may read."""
+        device = values.device
+        row, position = row.to(device), position.to(device)
+        lengths = self.lengths[rows]
+        ends = lengths.cumsum(0)
+        first = torch.zeros(len(self.lengths), dtype=torch.long)
+        first[rows] = ends - lengths + self.prompt_lengths[rows] - 1
+        place = first.to(device)[row] + position
+        flat = torch.full((int(ends[-1]),), torch.nan, dtype=values.dtype, device=device).index_put((place,), values)
+        offsets = torch.cat([ends.new_zeros(1), ends]).to(device)
+        return torch.nested.nested_tensor_from_jagged(flat, offsets)
+
+
+def _lengths(data):
+    """Tokens of each prompt and of each response."""
+    prompts, responses = data["prompts"], data["responses"]
+    if prompts.is_nested:
+        return prompts.offsets().diff().cpu(), responses.offsets().diff().cpu()
+    mask, width = data["attention_mask"], prompts.shape[1]
+    return mask[:, :width].sum(1).cpu(), mask[:, width:].sum(1).cpu()

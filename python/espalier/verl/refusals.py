@@ -1,0 +1,70 @@
+"""What verl's engine can do and shared prompts cannot: named, before anything runs."""
+
+import functools
+
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.workers.utils.losses import ppo_loss
+
+# Sums over tokens or rollouts, divided by numbers of the whole mini-batch. The others look at their micro-batch as a whole: geo_mean
+# divides by its rollouts, clip_cov and kl_cov choose tokens among it.
+ADDITIVE_LOSSES = {"vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode"}
+
+
+def of_engine(engine):
+    """Why this engine's configuration cannot share, or ""."""
+    model, config = engine.model_config, engine.engine_config
+    if config.ulysses_sequence_parallel_size > 1:
+        return f"ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} splits a prompt's heads over ranks; use 1"
+    if config.strategy == "fsdp":
+        return "actor_rollout_ref.actor.strategy=fsdp is FSDP1, whose hooks allow one backward after each forward; use fsdp2"
+    in_use = [name for name, on in (
+        ("use_fused_kernels", model.use_fused_kernels), ("use_liger", model.use_liger),
+        ("tiled_mlp", model.tiled_mlp.get("enabled", False)), ("enable_activation_offload", model.enable_activation_offload),
+        ("mtp", model.mtp.enable), ("router_replay", config.router_replay.mode != "disabled"),
+        ("qat", config.qat.enable), ("float16", engine.scaler is not None)) if on]
+    return f"{', '.join(in_use)} in use" if in_use else ""
+
+
+def of_loss(loss_function, data):
+    """Why a loss cannot be computed wave by wave, or ""."""
+    if loss_function is None:
+        return ""
+    if not isinstance(loss_function, functools.partial) or loss_function.func is not ppo_loss or "config" not in loss_function.keywords:
+        return f"the loss {getattr(loss_function, '__name__', None) or getattr(loss_function, 'func', loss_function)} is not verl's ppo_loss"
+    config = loss_function.keywords["config"]
+    mode = config.policy_loss.get("loss_mode", "vanilla")
+    if mode not in ADDITIVE_LOSSES:
+        return f"policy_loss.loss_mode={mode} is not known to add up over parts of a mini-batch"
+    if mode == "bypass_mode" and config.policy_loss.rollout_correction.get("rollout_is_batch_normalize", False):
+        return "rollout_is_batch_normalize divides by a mean over the micro-batch"
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None and data["response_mask"].is_nested:
+        return "seq-mean-token-sum-norm without loss_scale_factor divides by the micro-batch's longest response"
+    return ""
+
+
+def of_batch(data):
+    """Why a mini-batch cannot be shared, or ""."""
+    flag = lambda key: tu.get_non_tensor_data(data=data, key=key, default=False)
+    if "prompts" not in data.keys() or "responses" not in data.keys():
+        return "the batch has no prompts and responses"
+    if tu.get_non_tensor_data(data=data, key="pad_mode", default=DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
+        return "the batch is padded"
+    images = data.get("multi_modal_inputs", [])
+    if any(getattr(row, "data", row) for row in images):
+        return "the batch has images"
+    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "enable_routing_replay"):
+        if flag(key):
+            return key
+    positions, ids = data["position_ids"], data["input_ids"]
+    if positions.dim() == 3:
+        return "position ids of several dimensions"
+    lengths = ids.offsets().diff()
+    counted = torch.arange(ids.values().numel(), device=ids.device) - torch.repeat_interleave(ids.offsets()[:-1], lengths)
+    if not torch.equal(positions.values().to(counted.dtype), counted):
+        return "position ids that do not count from 0"
+    temperature = data["temperature"]
+    if isinstance(temperature, torch.Tensor) and temperature.unique().numel() > 1:
+        return "several temperatures"
+    return ""
