@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "bench/spread.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace {
 
@@ -83,6 +85,6 @@ int main(int argc, char** argv) {
               static_cast<long>(rows), static_cast<long>(width), static_cast<long>(vocabulary), error);
   bench::print_spread("materialised_over_fused", bench::ratios(plain, own));
   std::printf(", \"logits_bytes\": {\"fused\": %ld, \"materialised\": %ld}}\n",
-              static_cast<long>(head_scratch_bytes(rows, vocabulary, width, at::kFloat)),
+              static_cast<long>(HeadBuffers(element_bytes(at::kFloat), rows, vocabulary, width, true).peak()),
               static_cast<long>(4 * rows * vocabulary));
 }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "espalier/device/buffers.h"
 #include "espalier/device/device.h"
 
 namespace espalier {
@@ -22,12 +23,11 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // What take() advances by for so many bytes: whole cache lines, which are also the widest vectors.
-  static constexpr std::int64_t bytes_taken(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-  // An uninitialised contiguous tensor, valid until the stack is released below it.
-  // Errors: MemoryBudgetError when the limit is passed.
+  // An uninitialised contiguous tensor, valid until the stack is released below it. The stack grows by
+  // arena_bytes(its bytes). Errors: MemoryBudgetError when the limit is passed.
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype);
+  // A declared buffer, in a run whose activations have this dtype; undefined where it was not declared.
+  at::Tensor take(const BufferList& declared, BufferList::Place place, at::ScalarType dtype);
 
   Device& device() const { return device_; }
 

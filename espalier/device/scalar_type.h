@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/base/dtype.h"
+#include "espalier/device/buffers.h"
 
 namespace espalier {
 
@@ -11,5 +12,9 @@ inline at::ScalarType scalar_type(DType dtype) {
   return dtype == DType::float64 ? at::kDouble : dtype == DType::float32 ? at::kFloat : at::kBFloat16;
 }
 inline at::ScalarType accumulator_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+inline ElementBytes element_bytes(at::ScalarType dtype) {
+  return {static_cast<std::int64_t>(c10::elementSize(dtype)),
+          static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype)))};
+}
 
 }  // namespace espalier

@@ -13,7 +13,7 @@ namespace {
 std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
                          std::int64_t response_rows) {
   const auto taken = [&](std::int64_t count) {
-    return Arena::bytes_taken(count * static_cast<std::int64_t>(c10::elementSize(dtype)));
+    return arena_bytes(count * static_cast<std::int64_t>(c10::elementSize(dtype)));
   };
   const std::int64_t width = shape.kv_heads * shape.head_dim;
   return taken(shape.hidden) + 2 * shape.layers * (taken(prompt_rows * width) + taken(response_rows * width));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 
 namespace espalier {
@@ -15,6 +16,10 @@ void Decoder::reserve_positions(std::int64_t positions) {
   if (positions <= rotary_.positions()) return;
   const RotaryTables made = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
   rotary_ = {device_.adopt(made.cos), device_.adopt(made.sin)};
+}
+
+BlockShape Decoder::block() const {
+  return {shape_, element_bytes(dtype()), device_.operations().rounds_weight_gradients(dtype())};
 }
 
 bool Decoder::last_block_is_narrow(const ModelInput& rows) const {
@@ -40,19 +45,21 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
   DecoderSaved out;
   out.keep = keep;
   if (rows.outputs() > 0) {
-    out.final_stream_OM = arena.take({rows.outputs(), shape_.hidden}, dtype());
-    out.normed_OM = arena.take({rows.outputs(), shape_.hidden}, dtype());
-    out.final_rstd_O = arena.take({rows.outputs()}, accumulator_type(dtype()));
+    const ItemBuffers item(block(), rows.outputs(), false);
+    out.final_stream_OM = arena.take(item, item.final_stream_OM, dtype());
+    out.normed_OM = arena.take(item, item.normed_OM, dtype());
+    out.final_rstd_O = arena.take(item, item.final_rstd_O, dtype());
   }
+  const StreamBuffer stream(block(), rows.rows());
   if (rows.keeps_choices)
     out.choice_LTK = device_.allocate({shape_.expert_layers(), rows.rows(), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
-  at::Tensor stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
+  at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
   ops.gather(weights_.embedding_VM, rows.id_T, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
-    if (keep != Keep::nothing && !c.last) next = arena.take(stream_TM.sizes(), dtype());
+    if (keep != Keep::nothing && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
     const std::int64_t mark = arena.in_use();
     LayerSaved saved = take_layer_saved(c, stream_TM);
     layer_forward(c, saved, next);
@@ -76,14 +83,16 @@ void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& s
                            ModelViews& grads, Arena& arena, Timer* timer) const {
   const TimedPart timed(timer, part::kRows);
   const Operations& ops = device_.operations();
-  const ArenaScope scope(arena);
-  at::Tensor grad_stream = arena.take({rows.outputs(), shape_.hidden}, dtype());
+  const DecoderBackwardBuffers declared(block(), rows.rows(), rows.outputs());
+  HeldBuffers held(arena, declared, dtype());
+  held.enter(0);
+  at::Tensor grad_stream = held[declared.grad_stream_OM];
+  const at::Tensor& grad_stream_TM = held[declared.grad_stream_TM];
   ops.zero(grad_stream);
   if (rows.outputs() > 0)
     ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM, grad_stream,
                           grads.final_norm_M);
   if (!last_block_is_narrow(rows)) {
-    const at::Tensor grad_stream_TM = arena.take({rows.rows(), shape_.hidden}, dtype());
     ops.zero(grad_stream_TM);
     ops.add_scatter(grad_stream, rows.output_row_O, grad_stream_TM);
     grad_stream = grad_stream_TM;
@@ -91,19 +100,14 @@ void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& s
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
-    // The last block widens the gradient from output rows to all rows: that tensor must outlive its scratch.
-    at::Tensor widened;
-    if (c.last) widened = arena.take({rows.rows(), shape_.hidden}, dtype());
-    {
-      const ArenaScope layer_scope(arena);
-      if (saved.keep == Keep::streams) {
-        kept = take_layer_saved(c, kept.stream_in_TM);
-        layer_forward(c, kept, at::Tensor());
-      }
-      add_layer_backward(c, kept, grad_stream, c.last ? widened : grad_stream,
-                         grads.layers[static_cast<std::size_t>(layer)]);
+    const ArenaScope layer_scope(arena);
+    if (saved.keep == Keep::streams) {
+      kept = take_layer_saved(c, kept.stream_in_TM);
+      layer_forward(c, kept, at::Tensor());
     }
-    if (c.last) grad_stream = widened;
+    // A narrow last block widens the gradient from output rows to all rows.
+    add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
+    grad_stream = grad_stream_TM;
   }
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(rows.id, shape_.pad_token) != rows.id.end())

@@ -54,6 +54,8 @@ class Decoder {
   const ModelShape& shape() const { return shape_; }
   const ModelViews& weights() const { return weights_; }
   Device& device() const { return device_; }
+  // What the declarations of its buffers depend on.
+  BlockShape block() const;
   at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
 
  private:

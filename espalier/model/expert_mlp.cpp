@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "espalier/device/scalar_type.h"
+#include "espalier/device/held_buffers.h"
 
 namespace espalier {
 namespace {
@@ -34,19 +34,6 @@ SortedSlots sort_by_expert(const LayerContext& c, const LayerSaved& saved) {
 
 ExpertWeights weights_of(const LayerViews& views) { return {views.expert_gate_up_EWM, views.expert_down_EMF}; }
 
-// Scratch of the products of one expert, taken once for all of them: each may have as many rows as there are.
-ExpertScratch take_scratch(const LayerContext& c, const at::Tensor& stream_RM, bool with_act, bool with_gradient) {
-  const at::ScalarType dtype = stream_RM.scalar_type();
-  const std::int64_t R = stream_RM.size(0), F = c.shape.expert_inner;
-  ExpertScratch scratch;
-  scratch.rows_RM = c.arena.take(stream_RM.sizes(), dtype);
-  if (with_act) scratch.act_RF = c.arena.take({R, F}, dtype);
-  if (!with_gradient) return scratch;
-  scratch.grad_gate_up_RW = c.arena.take({R, 2 * F}, dtype);
-  if (c.ops.rounds_weight_gradients(dtype)) scratch.product = c.arena.take({2 * F * c.shape.hidden}, dtype);
-  return scratch;
-}
-
 // dL/dlogits from dL/dw and the router losses, whose values go to rows.penalties.
 void router_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_RK,
                      const at::Tensor& grad_logits_RE) {
@@ -59,57 +46,47 @@ void router_backward(const LayerContext& c, const LayerSaved& saved, const at::T
 
 }  // namespace
 
-void take_expert_mlp_saved(const LayerContext& c, LayerSaved& saved, std::int64_t rows) {
-  const at::ScalarType dtype = saved.stream_mid_RM.scalar_type();
-  const std::int64_t k = c.shape.experts_per_token;
-  saved.gate_up_RW = c.arena.take({rows * k, 2 * c.shape.expert_inner}, dtype);
-  saved.router_logits_RE = c.arena.take({rows, c.shape.experts}, dtype);
-  saved.router_choice_RK = c.arena.take({rows, k}, at::kInt);
-  saved.router_weight_RK = c.arena.take({rows, k}, accumulator_type(dtype));
-}
-
 void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
-  const ArenaScope scope(c.arena);
-  const at::ScalarType dtype = saved.stream_mid_RM.scalar_type();
-  const bool whole = stream_out_RM.defined();
-  const at::Tensor normed_RM = c.arena.take(saved.stream_mid_RM.sizes(), dtype);
+  const ExpertForwardBuffers declared(c.block(), saved.stream_mid_RM.size(0), stream_out_RM.defined());
+  HeldBuffers held(c.arena, declared, c.dtype());
+  held.enter(0);
+  const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
   c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router_weight, at::Tensor());
   c.ops.choose_experts(saved.router_logits_RE, recorded_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
                        saved.router_weight_RK);
-  at::Tensor sum_RM;
-  if (whole) {
-    sum_RM = c.arena.take(normed_RM.sizes(), accumulator_type(dtype));
-    c.ops.zero(sum_RM);
-  }
-  const ExpertScratch scratch = take_scratch(c, normed_RM, whole, false);
+  if (sum_RM.defined()) c.ops.zero(sum_RM);
   {
     const TimedPart timed(c.timer, part::kProducts);
     c.ops.add_experts(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
-                      saved.gate_up_RW, sum_RM, scratch);
+                      saved.gate_up_RW, sum_RM, {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}});
   }
-  if (whole) c.ops.round_sum(saved.stream_mid_RM, sum_RM, stream_out_RM);
+  if (sum_RM.defined()) c.ops.round_sum(saved.stream_mid_RM, sum_RM, stream_out_RM);
 }
 
 void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                              const LayerViews& grads) {
-  const ArenaScope scope(c.arena);
-  const at::ScalarType dtype = grad_stream_RM.scalar_type(), sums = accumulator_type(dtype);
-  const at::Tensor normed_RM = c.arena.take(grad_stream_RM.sizes(), dtype);
+  using Stage = ExpertBackwardBuffers::Stage;
+  const ExpertBackwardBuffers declared(c.block(), grad_stream_RM.size(0));
+  HeldBuffers held(c.arena, declared, c.dtype());
+  held.enter(Stage::experts);
+  const at::Tensor normed_RM = held[declared.normed_RM];
   c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
-  const at::Tensor grad_weight_RK = c.arena.take(saved.router_weight_RK.sizes(), sums);
-  const at::Tensor grad_normed_sum_RM = c.arena.take(grad_stream_RM.sizes(), sums);
+  const at::Tensor& grad_weight_RK = held[declared.grad_weight_RK];
+  const at::Tensor& grad_normed_sum_RM = held[declared.grad_normed_sum_RM];
   c.ops.zero(grad_normed_sum_RM);
   {
     const TimedPart timed(c.timer, part::kProducts);
-    const ArenaScope products(c.arena);
     c.ops.add_experts_backward(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
                                saved.gate_up_RW, grad_stream_RM, weights_of(grads), grad_normed_sum_RM, grad_weight_RK,
-                               take_scratch(c, normed_RM, true, true));
+                               {held[declared.expert_rows_RM], held[declared.act_RF], held[declared.grad_gate_up_RW],
+                                held[declared.expert_product]});
   }
-  const at::Tensor grad_logits_RE = c.arena.take(saved.router_logits_RE.sizes(), dtype);
+  held.enter(Stage::router);
+  const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);
-  c.products.add_linear_grad_weight(grads.router_weight, at::Tensor(), grad_logits_RE, normed_RM);
+  c.products.add_linear_grad_weight(grads.router_weight, at::Tensor(), grad_logits_RE, normed_RM,
+                                    held[declared.router_product]);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
   c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router_weight);

@@ -12,7 +12,6 @@
 
 namespace espalier {
 
-void take_expert_mlp_saved(const LayerContext& context, LayerSaved& saved, std::int64_t rows);
 void expert_mlp_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 void add_expert_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                              const LayerViews& grads);

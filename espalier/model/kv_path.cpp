@@ -5,18 +5,22 @@
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 
 KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena)
     : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
-  const std::int64_t sizes[] = {capacity, shape.kv_heads, shape.head_dim};
+  const PathBuffers declared({shape, element_bytes(dtype), false}, capacity, with_gradients);
+  const auto take = [&](BufferList::Place place) {
+    const at::Tensor taken_PW = arena.take(declared, place, dtype);
+    return taken_PW.defined() ? taken_PW.view({capacity, shape.kv_heads, shape.head_dim}) : taken_PW;
+  };
   for (Layer& layer : layers_) {
-    layer.k = arena.take(sizes, dtype);
-    layer.v = arena.take(sizes, dtype);
-    if (!with_gradients) continue;
-    layer.grad_k = arena.take(sizes, accumulator_type(dtype));
-    layer.grad_v = arena.take(sizes, accumulator_type(dtype));
+    layer.k = take(declared.k_PW);
+    layer.v = take(declared.v_PW);
+    layer.grad_k = take(declared.grad_k_PW);
+    layer.grad_v = take(declared.grad_v_PW);
   }
 }
 

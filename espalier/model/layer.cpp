@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/mlp.h"
 
@@ -9,20 +10,16 @@ namespace espalier {
 namespace {
 
 struct Sizes {
-  std::int64_t rows, continuing, width, q_width, kv_width;  // T, R, M, H*D, J*D
+  std::int64_t rows, continuing, kv_width;  // T, R, J*D
 };
 
 Sizes sizes_of(const LayerContext& c) {
-  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.hidden, c.shape.heads * c.shape.head_dim,
-          c.shape.kv_heads * c.shape.head_dim};
+  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.kv_heads * c.shape.head_dim};
 }
 
-at::ScalarType dtype_of(const LayerContext& c) { return c.weights.q_weight.scalar_type(); }
-
-// x_R = x_T at the output rows; x itself in blocks where all rows continue.
-at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM) {
+// Overwrites x_R with x_T at the output rows; in blocks where all rows continue it is x itself.
+at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM, const at::Tensor& x_RM) {
   if (!c.last) return x_TM;
-  const at::Tensor x_RM = c.arena.take({c.rows.outputs(), x_TM.size(1)}, x_TM.scalar_type());
   c.ops.gather(x_TM, c.rows.output_row_O, x_RM);
   return x_RM;
 }
@@ -40,19 +37,19 @@ struct Operands {
 };
 
 // Queries and keys as attention reads them, from what was saved. Keys and values of a trunk live in the path; they are
-// written there in its first forward only.
-Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool write_path) {
+// written there in its first forward only. Others' keys are written to rotated_k.
+Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool write_path, const at::Tensor& rotated_q_RW,
+                       const at::Tensor& rotated_k_TW) {
   const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c);
   const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, s.kv_width), v_TW = saved.kv_TW.narrow(1, s.kv_width, s.kv_width);
   Operands out;
-  out.q = c.arena.take({s.continuing, s.q_width}, dtype);
+  out.q = rotated_q_RW;
   if (c.rows.in_path) {
     const KvPath::Layer own = c.path.top(c.layer);
     out.k = own.k.view({s.rows, s.kv_width});
     out.v = own.v.view({s.rows, s.kv_width});
   } else {
-    out.k = c.arena.take({s.rows, s.kv_width}, dtype);
+    out.k = rotated_k_TW;
     out.v = v_TW;
   }
   c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);
@@ -108,21 +105,19 @@ struct ProjectionGradients {
 };
 
 ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSaved& saved,
-                                           const at::Tensor& grad_attended_RW, const LayerViews& grads) {
+                                           const LayerBackwardBuffers& declared, const HeldBuffers& held,
+                                           const LayerViews& grads) {
   const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c);
-  ProjectionGradients out{c.arena.take({s.continuing, s.q_width}, dtype),
-                          c.arena.take({s.rows, 2 * s.kv_width}, dtype)};
-  const ArenaScope scope(c.arena);
-  const Operands operands = make_operands(c, saved, false);
-  const at::Tensor grad_q_RW = c.arena.take({s.continuing, s.q_width}, dtype);
+  const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW]};
+  const Operands operands = make_operands(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW]);
+  const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
   KvPath::Layer own;
   if (c.rows.in_path) {
     c.path.expect_complete(c.layer);
     own = c.path.top(c.layer);
   } else {
-    own.grad_k = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype));
-    own.grad_v = c.arena.take({s.rows, s.kv_width}, accumulator_type(dtype));
+    own.grad_k = held[declared.grad_k_TW];
+    own.grad_v = held[declared.grad_v_TW];
     c.ops.zero(own.grad_k);
     c.ops.zero(own.grad_v);
   }
@@ -130,7 +125,8 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   if (s.continuing > 0) {
     const TimedPart timed(c.timer, part::kAttention);
     c.ops.add_attention_backward(attention_problem(c, operands, path), saved.attended_RW, saved.lse_HR,
-                                 grad_attended_RW, {grad_q_RW, own.grad_k, own.grad_v, path.grad_k, path.grad_v});
+                                 held[declared.grad_attended_RW],
+                                 {grad_q_RW, own.grad_k, own.grad_v, path.grad_k, path.grad_v});
   }
   const auto grad_k_TW = own.grad_k.view({s.rows, s.kv_width}), grad_v_TW = own.grad_v.view({s.rows, s.kv_width});
   c.ops.add_rotate_backward(rotation_of_queries(c), saved.q_RW, grad_q_RW, out.q_RW, grads.q_norm_D);
@@ -143,71 +139,85 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
 
 }  // namespace
 
+BlockShape LayerContext::block() const { return {shape, element_bytes(dtype()), ops.rounds_weight_gradients(dtype())}; }
+
+BlockRows LayerContext::block_rows() const {
+  return {rows.rows(), last ? rows.outputs() : rows.rows(), last, rows.in_path, weights.router_weight.defined()};
+}
+
 LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_TM) {
-  const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c), sums = accumulator_type(dtype);
+  const LayerSavedBuffers declared(c.block(), c.block_rows());
+  const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
   LayerSaved saved;
   saved.stream_in_TM = stream_in_TM;
-  saved.norm_rstd_T = c.arena.take({s.rows}, sums);
-  saved.kv_TW = c.arena.take({s.rows, 2 * s.kv_width}, dtype);
-  saved.q_RW = c.arena.take({s.continuing, s.q_width}, dtype);
-  saved.attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
-  saved.lse_HR = c.arena.take({c.shape.heads, s.continuing}, sums);
-  saved.stream_mid_RM = c.arena.take({s.continuing, s.width}, dtype);
-  take_mlp_saved(c, saved, s.continuing);
+  saved.norm_rstd_T = take(declared.norm_rstd_T);
+  saved.kv_TW = take(declared.kv_TW);
+  saved.q_RW = take(declared.q_RW);
+  saved.attended_RW = take(declared.attended_RW);
+  saved.lse_HR = take(declared.lse_HR);
+  saved.stream_mid_RM = take(declared.stream_mid_RM);
+  saved.mlp_rstd_R = take(declared.mlp_rstd_R);
+  saved.gate_up_RW = take(declared.gate_up_RW);
+  saved.router_logits_RE = take(declared.router_logits_RE);
+  saved.router_choice_RK = take(declared.router_choice_RK);
+  saved.router_weight_RK = take(declared.router_weight_RK);
   return saved;
 }
 
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
-  const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c);
-  const ArenaScope scope(c.arena);
-  {
-    const ArenaScope projection(c.arena);
-    const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
-    c.ops.norm(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
-    c.products.linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
-    if (s.continuing > 0)
-      c.products.linear(saved.q_RW, continuing_rows(c, normed_TM), c.weights.q_weight, c.weights.q_bias);
-  }
-  {
-    const ArenaScope operands_scope(c.arena);
-    attend(c, make_operands(c, saved, true), saved);
-  }
-  if (s.continuing == 0) return;
-  {
-    const ArenaScope residual(c.arena);
-    c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM), saved.attended_RW,
-                           c.weights.output_weight, c.weights.output_bias);
-  }
+  using Stage = LayerForwardBuffers::Stage;
+  const std::int64_t continuing = sizes_of(c).continuing;
+  const LayerForwardBuffers declared(c.block(), c.block_rows(), stream_out_RM.defined());
+  HeldBuffers held(c.arena, declared, c.dtype());
+  held.enter(Stage::projection);
+  const at::Tensor normed_TM = held[declared.normed_TM];
+  c.ops.norm(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
+  c.products.linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
+  if (continuing > 0)
+    c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.q_weight,
+                      c.weights.q_bias);
+  held.enter(Stage::attention);
+  attend(c, make_operands(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW]), saved);
+  if (continuing == 0) return;
+  held.enter(Stage::residual);
+  c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
+                         saved.attended_RW, c.weights.output_weight, c.weights.output_bias);
+  held.enter(Stage::mlp);
   mlp_forward(c, saved, stream_out_RM);
 }
 
 void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                         const at::Tensor& grad_in_TM, const LayerViews& grads) {
-  const Sizes s = sizes_of(c);
-  const at::ScalarType dtype = dtype_of(c);
-  const ArenaScope scope(c.arena);
+  using Stage = LayerBackwardBuffers::Stage;
+  const bool continues = sizes_of(c).continuing > 0;
+  const LayerBackwardBuffers declared(c.block(), c.block_rows());
+  HeldBuffers held(c.arena, declared, c.dtype());
   if (c.last) c.ops.zero(grad_in_TM);
-  const at::Tensor grad_attended_RW = c.arena.take({s.continuing, s.q_width}, dtype);
-  if (s.continuing > 0) {
+  held.enter(Stage::mlp);
+  if (continues) {
     add_mlp_backward(c, saved, grad_stream_RM, grads);
-    c.products.add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW);
-    c.products.linear_grad_input(grad_attended_RW, grad_stream_RM, c.weights.output_weight);
+    held.enter(Stage::output);
+    c.products.add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW,
+                                      held[declared.output_product]);
+    c.products.linear_grad_input(held[declared.grad_attended_RW], grad_stream_RM, c.weights.output_weight);
     if (c.last) c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
   }
-  const ProjectionGradients grad = add_attention_backward(c, saved, grad_attended_RW, grads);
-  const at::Tensor normed_TM = c.arena.take({s.rows, s.width}, dtype);
+  held.enter(Stage::attention);
+  const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);
+  held.enter(Stage::key_value);
+  const at::Tensor normed_TM = held[declared.normed_TM];
   c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
-  c.products.add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM);
-  if (s.continuing > 0) {
-    const ArenaScope gathered(c.arena);
-    c.products.add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW, continuing_rows(c, normed_TM));
-  }
+  c.products.add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, held[declared.kv_product]);
+  held.enter(Stage::query);
+  if (continues)
+    c.products.add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW,
+                                      continuing_rows(c, normed_TM, held[declared.query_input_RM]),
+                                      held[declared.query_product]);
+  held.enter(Stage::input);
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight);
-  if (c.last && s.continuing > 0) {
-    const at::Tensor part_RM = c.arena.take({s.continuing, s.width}, dtype);
+  if (c.last && continues) {
+    const at::Tensor& part_RM = held[declared.query_part_RM];
     c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight);
     c.ops.add_scatter(part_RM, c.rows.output_row_O, grad_normed_TM);
   } else if (!c.last) {

@@ -17,6 +17,7 @@
 #include "espalier/model/rotary.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 
@@ -41,7 +42,12 @@ struct LayerContext {
   Arena& arena;
   Timer* timer;  // where matrix products and attention book their time; may be null
   const Operations& ops = arena.device().operations();
-  const Products products{arena, timer};
+  const Products products{ops, timer};
+
+  at::ScalarType dtype() const { return weights.q_weight.scalar_type(); }
+  // What the declarations of the block's buffers depend on.
+  BlockShape block() const;
+  BlockRows block_rows() const;
 };
 
 // Takes all members but stream_in from the arena.

@@ -7,9 +7,6 @@
 
 namespace espalier {
 
-// Takes the members of `saved` that this half fills, for R rows.
-void take_mlp_saved(const LayerContext& context, LayerSaved& saved, std::int64_t rows);
-
 // From saved.stream_mid. Overwrites stream_out [R, M], which may be stream_mid; where it is undefined only `saved` is
 // filled again.
 void mlp_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);

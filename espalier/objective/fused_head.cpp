@@ -16,30 +16,15 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/device/held_buffers.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 
 namespace {
-
-constexpr std::int64_t kBlockRows = 256;
-constexpr std::int64_t kBlockBytes = std::int64_t{64} << 20;    // of logits
-constexpr std::int64_t kWidenedBytes = std::int64_t{16} << 20;  // of weights held in float32 at once
-
-// How many rows have logits at once, and how many vocabulary rows are widened at once (all, where none need it).
-struct Extent {
-  std::int64_t rows = 0, vocabulary_run = 0;
-
-  Extent(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width, at::ScalarType dtype) {
-    const auto bytes = static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype)));
-    rows = std::min(outputs, std::clamp<std::int64_t>(kBlockBytes / (vocabulary * bytes), 1, kBlockRows));
-    vocabulary_run = dtype == at::kBFloat16
-                         ? std::min(vocabulary, std::max<std::int64_t>(1, kWidenedBytes / (width * bytes)))
-                         : vocabulary;
-  }
-};
 
 class HeadPass {
  public:
@@ -63,10 +48,9 @@ class HeadPass {
   const HeadGradients* out_;
   const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
-  bool widens_;
-  Extent extent_;
-  // Buffers for the largest block; those of a block are their first rows. The last three exist for bfloat16 only.
-  at::Tensor logits_, hidden_, grad_hidden_, weight_run_;
+  // For the largest block; those of a block are their first rows. All but the logits exist for bfloat16 only.
+  HeadBuffers declared_;
+  HeldBuffers held_;
 
   // The block in work: rows [first_row_, first_row_ + rows_).
   std::int64_t first_row_ = 0, rows_ = 0;
@@ -81,22 +65,16 @@ HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, con
       outputs_(hidden_OM.size(0)),
       vocabulary_(weight_VM.size(0)),
       width_(weight_VM.size(1)),
-      widens_(hidden_OM.scalar_type() == at::kBFloat16),
-      extent_(outputs_, vocabulary_, width_, hidden_OM.scalar_type()) {
-  if (outputs_ == 0) return;
-  const at::ScalarType accumulator = accumulator_type(hidden_OM.scalar_type());
-  logits_ = arena.take({extent_.rows, vocabulary_}, accumulator);
-  if (!widens_) return;
-  weight_run_ = arena.take({extent_.vocabulary_run, width_}, accumulator);
-  hidden_ = arena.take({extent_.rows, width_}, accumulator);
-  if (out_) grad_hidden_ = arena.take({extent_.rows, width_}, accumulator);
+      declared_(element_bytes(hidden_OM.scalar_type()), outputs_, vocabulary_, width_, out != nullptr),
+      held_(arena, declared_, hidden_OM.scalar_type()) {
+  held_.enter(0);
 }
 
 template <class Body>
 void HeadPass::for_each_weight_run(Body body) {
-  for (std::int64_t begin = 0; begin < vocabulary_; begin += extent_.vocabulary_run) {
-    const std::int64_t count = std::min(extent_.vocabulary_run, vocabulary_ - begin);
-    const at::Tensor weights = weight_run_.narrow(0, 0, count);
+  for (std::int64_t begin = 0; begin < vocabulary_; begin += declared_.vocabulary_run) {
+    const std::int64_t count = std::min(declared_.vocabulary_run, vocabulary_ - begin);
+    const at::Tensor weights = held_[declared_.weight_run_NM].narrow(0, 0, count);
     ops_.convert(weight_VM_.narrow(0, begin, count), weights);
     body(begin, weights, block_logits_.narrow(1, begin, count));
   }
@@ -104,9 +82,9 @@ void HeadPass::for_each_weight_run(Body body) {
 
 void HeadPass::compute_logits() {
   block_hidden_ = hidden_OM_.narrow(0, first_row_, rows_);
-  block_logits_ = logits_.narrow(0, 0, rows_);
-  if (!widens_) return ops_.linear(block_logits_, block_hidden_, weight_VM_, at::Tensor());
-  const at::Tensor wide = hidden_.narrow(0, 0, rows_);
+  block_logits_ = held_[declared_.logits_BV].narrow(0, 0, rows_);
+  if (!declared_.widens()) return ops_.linear(block_logits_, block_hidden_, weight_VM_, at::Tensor());
+  const at::Tensor wide = held_[declared_.hidden_BM].narrow(0, 0, rows_);
   ops_.convert(block_hidden_, wide);
   block_hidden_ = wide;
   for_each_weight_run([&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
@@ -116,10 +94,10 @@ void HeadPass::compute_logits() {
 
 void HeadPass::add_gradients() {
   const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, first_row_, rows_);
-  if (!widens_) {
+  if (!declared_.widens()) {
     ops_.linear_grad_input(grad_hidden, block_logits_, weight_VM_);
   } else {
-    const at::Tensor sum = grad_hidden_.narrow(0, 0, rows_);
+    const at::Tensor sum = held_[declared_.grad_hidden_BM].narrow(0, 0, rows_);
     for_each_weight_run([&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
       begin == 0 ? ops_.linear_grad_input(sum, columns, weights) : ops_.add_linear_grad_input(sum, columns, weights);
     });
@@ -130,8 +108,8 @@ void HeadPass::add_gradients() {
 
 template <class Visit>
 void HeadPass::run(Visit visit) {
-  for (first_row_ = 0; first_row_ < outputs_; first_row_ += extent_.rows) {
-    rows_ = std::min(extent_.rows, outputs_ - first_row_);
+  for (first_row_ = 0; first_row_ < outputs_; first_row_ += declared_.block_rows) {
+    rows_ = std::min(declared_.block_rows, outputs_ - first_row_);
     compute_logits();
     visit(first_row_, rows_);
   }
@@ -200,18 +178,6 @@ void check_series(const HeadProblem& problem, std::span<const double> logprob, s
 
 }  // namespace
 
-std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
-                                at::ScalarType dtype) {
-  if (outputs == 0) return 0;
-  const Extent extent(outputs, vocabulary, width, dtype);
-  const auto taken = [&](std::int64_t rows, std::int64_t columns) {
-    return Arena::bytes_taken(rows * columns * static_cast<std::int64_t>(c10::elementSize(accumulator_type(dtype))));
-  };
-  std::int64_t total = taken(extent.rows, vocabulary);
-  if (dtype == at::kBFloat16) total += taken(extent.vocabulary_run, width) + 2 * taken(extent.rows, width);
-  return total;
-}
-
 void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature, std::span<const HeadEdge> edges,
                        std::int64_t vocabulary) {
   std::vector<std::int32_t> targets;
@@ -234,7 +200,6 @@ void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature,
 
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
                      Arena& arena) {
-  const ArenaScope scope(arena);
   HeadPass pass(hidden_OM, weight_VM, nullptr, arena);
   pass.run([&](std::int64_t first, std::int64_t) { visit(first, pass.logits()); });
 }
@@ -242,7 +207,6 @@ void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, c
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {
   check(problem, nullptr);
   check_series(problem, logprob, entropy);
-  const ArenaScope scope(arena);
   HeadPass pass(problem.hidden_OM, problem.weight_VM, nullptr, arena);
   const EdgeNumbers numbers(problem.edges, arena);
   std::vector<EdgeNumbers::Block> blocks;
@@ -270,7 +234,6 @@ void add_head_backward(const HeadProblem& problem, std::span<const double> grad_
 void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& objective, const HeadGradients& out,
                                Arena& arena) {
   check(problem, &out);
-  const ArenaScope scope(arena);
   HeadPass pass(problem.hidden_OM, problem.weight_VM, &out, arena);
   const EdgeNumbers numbers(problem.edges, arena);
   pass.run([&](std::int64_t first, std::int64_t rows) {

@@ -2,7 +2,8 @@
 //
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = hidden_o . weight_v / temperature_o; log-prob, entropy
 // and the gradient of a logit are those of ops/head.h. Logits exist for one block of rows at a time ([block, V], taken
-// from the arena), in the accumulator type (float32; float64 in float64 runs).
+// from the arena), in the accumulator type (float32; float64 in float64 runs); all
+// that is taken for it is HeadBuffers (plan/block_buffers.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,10 +51,6 @@ struct HeadGradients {
 using HeadObjective =
     std::function<void(std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
                        std::span<double> grad_logprob, std::span<double> grad_entropy)>;
-
-// Bytes of arena the functions below take at most, for O rows: the logits block and its companions.
-std::int64_t head_scratch_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
-                                at::ScalarType dtype);
 
 // Calls visit with the first row of each block and its raw logits hidden_o . weight_v, [block, V] in the accumulator
 // type, which are gone after the call: for who samples from them.

@@ -22,8 +22,8 @@ ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
              step.decoder.device()) {}
 
 void ItemRun::forward() {
-  if (step_.trains())
-    grad_normed_OM_ = step_.arena.take({input_.model.outputs(), step_.decoder.shape().hidden}, step_.decoder.dtype());
+  const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
+  grad_normed_OM_ = step_.arena.take(item, item.grad_normed_OM, step_.decoder.dtype());
   saved_ = step_.decoder.forward(input_.model, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
   take_choices();
   if (!step_.head) return;

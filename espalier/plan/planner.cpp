@@ -54,7 +54,7 @@ class Search {
   void evaluate(Candidate& candidate) const;
   // Held besides what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
-    return bytes_.constant() + bytes_.scratch(cost.max_rows) + bytes_.path(cost.max_path_rows);
+    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows) + bytes_.path(cost.max_path_rows);
   }
   void keep_what_fits(Candidate& candidate) const;
   // At one budget: kept trunks, and recomputed ones where those do not fit.

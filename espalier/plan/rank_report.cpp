@@ -65,7 +65,8 @@ class RankWalk {
 
   double take_flops() { return std::exchange(flops_, 0.0); }
   PhasePeaks peaks(std::int64_t path_rows, std::int64_t max_rows) const {
-    return walk_.peaks(bytes_.constant() + bytes_.scratch(share(max_rows, cp_)) + bytes_.path(share(path_rows, cp_)));
+    const std::int64_t rows = share(max_rows, cp_), above = share(path_rows, cp_);
+    return walk_.peaks(bytes_.constant() + bytes_.scratch(rows, above) + bytes_.path(above));
   }
 
  private:

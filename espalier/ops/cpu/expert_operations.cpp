@@ -99,7 +99,7 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
   const auto add_grad_weight = [&](const at::Tensor& grad_weight, const at::Tensor& grad, const at::Tensor& x) {
     at::Tensor product;
     if (scratch.product.defined())
-      product = scratch.product.narrow(0, 0, grad_weight.numel()).view(grad_weight.sizes());
+      product = scratch.product.view({-1}).narrow(0, 0, grad_weight.numel()).view(grad_weight.sizes());
     products.add_linear_grad_weight(grad_weight, at::Tensor(), grad, x, product);
   };
   for (std::int64_t e = 0; e < weights.gate_up_EWM.size(0); ++e) {

@@ -9,8 +9,10 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/cpu/head_kernels.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 namespace {
@@ -150,6 +152,10 @@ TEST(FusedHead, EveryInstructionSetGivesTheSameRow) {
   force_instruction_set(before);
 }
 
+std::int64_t announced_bytes(std::int64_t outputs, std::int64_t vocabulary, std::int64_t width, at::ScalarType dtype) {
+  return HeadBuffers(element_bytes(dtype), outputs, vocabulary, width, true).peak();
+}
+
 TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
   for (at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16})
     for (std::int64_t outputs : {1, 5, 256, 300}) {
@@ -157,7 +163,7 @@ TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
       const Case made = make_case(outputs, width, vocabulary, dtype);
       Arena arena(kArenaBytes);
       const at::Tensor held = arena.take({3}, at::kFloat);
-      const std::int64_t before = arena.in_use(), announced = head_scratch_bytes(outputs, vocabulary, width, dtype);
+      const std::int64_t before = arena.in_use(), announced = announced_bytes(outputs, vocabulary, width, dtype);
       const HeadGradients out = {at::empty_like(made.hidden),
                                  at::zeros({vocabulary, width}, dtype == at::kDouble ? at::kDouble : at::kFloat)};
       std::vector<double> series(made.edges.size());
@@ -178,7 +184,7 @@ TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
 TEST(FusedHead, BlocksShrinkWithTheVocabularyAndJoinSeamlessly) {
   const std::int64_t vocabulary = 100003, outputs = 170, width = 3;
   // 64 MiB / (4 * 100003) = 167 rows.
-  EXPECT_EQ(head_scratch_bytes(outputs, vocabulary, width, at::kFloat), (167 * vocabulary * 4 + 63) / 64 * 64);
+  EXPECT_EQ(announced_bytes(outputs, vocabulary, width, at::kFloat), (167 * vocabulary * 4 + 63) / 64 * 64);
   Case made = make_case(outputs, width, vocabulary, at::kFloat);
   made.edges.clear();
   for (std::int32_t o : {0, 166, 167, 169}) made.edges.push_back({o, 99999 - o});
@@ -224,7 +230,7 @@ TEST(FusedHead, AsksForGradientsOnceABlockInEdgeOrderOnTheCallersThread) {
 TEST(FusedHead, NoRowsIsNoWork) {
   for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     const Case made = make_case(0, 8, 33, dtype);
-    EXPECT_EQ(head_scratch_bytes(0, 33, 8, dtype), 0);
+    EXPECT_EQ(announced_bytes(0, 33, 8, dtype), 0);
     Arena arena(kArenaBytes);
     const HeadGradients out = {at::empty_like(made.hidden), at::ones({33, 8})};
     head_forward(made.problem(), {}, {}, arena);

@@ -37,18 +37,21 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
   EXPECT_EQ(per_parameter(DType::float32, {.gradients = false, .optimizer = false}), 4);
 }
 
-// Packed weights up to 16 MiB and 2 Mi elements more, 2 KiB a row of attention up to 4 MiB.
+// Packed weights up to 16 MiB and 2 Mi elements more, 2 KiB a row of attention up to 4 MiB. The numbers of the rows
+// come to it: 96 bytes each, 24 of a trunk's, and 14 KiB for the sums of the head.
 TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
   const ModelShape tiny = testing::tiny_shape();
   const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.inner, tiny.heads * tiny.head_dim});
-  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), tiny.hidden * widest * 4 + 10 * 2048);
-  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10), tiny.hidden * widest * 8 + 10 * 2048);
+  const std::int64_t ten = 10 * 2048 + 10 * 96 + (14 << 10), many = (std::int64_t{96} << 20) + (14 << 10);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), tiny.hidden * widest * 4 + ten);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10), tiny.hidden * widest * 8 + ten);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10, 5), tiny.hidden * widest * 8 + ten + 5 * 24);
   const ModelShape large = testing::llama_3_8b();
-  EXPECT_EQ(ActivationBytes(large, DType::float64).scratch(1 << 20), (16 + 16 + 4) << 20);
-  EXPECT_EQ(ActivationBytes(large, DType::float32).scratch(1 << 20), (16 + 8 + 4) << 20);
+  EXPECT_EQ(ActivationBytes(large, DType::float64).scratch(1 << 20), many + ((16 + 16 + 4) << 20));
+  EXPECT_EQ(ActivationBytes(large, DType::float32).scratch(1 << 20), many + ((16 + 8 + 4) << 20));
   // And three panels of 4 MiB where bfloat16 products are widened.
   const bool widened = bfloat16_products() == Bfloat16Products::converted;
-  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), (16 + 4 + (widened ? 12 : 0) + 4) << 20);
+  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), many + ((16 + 4 + (widened ? 12 : 0) + 4) << 20));
 }
 
 // A GPU holds its context in place of the process, and no tensor for a rounded gradient of a weight.
@@ -57,7 +60,7 @@ TEST(MemoryModel, OfAGpuHoldsItsContext) {
   const ActivationBytes cpu(shape, DType::bfloat16), gpu(shape, DType::bfloat16, {.cuda = true});
   EXPECT_EQ(gpu.constant() - gpu.model(), std::int64_t{1} << 30);
   EXPECT_EQ(gpu.model(), cpu.model());
-  EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4);
+  EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4 + 1000 * 96 + (14 << 10));
   const Work work = work_of_depths(0, 256, true);
   EXPECT_LE(gpu.backward_peak(work, true, true), cpu.backward_peak(work, true, true));
 }

@@ -1,0 +1,86 @@
+// What a block of the engine holds while it runs, as data: the arena takes it, the planner adds it up.
+//
+// A block runs in stages. A buffer is held from the first stage that needs it to the last; the buffers that begin in a
+// stage are taken in the order of their declaration. What began last ends first: the arena is a stack.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier {
+
+// What the arena's stack advances by for so many bytes: whole cache lines, which are also the widest vectors.
+constexpr std::int64_t arena_bytes(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+enum class Element : std::uint8_t { activation, sum, int32 };  // of the run's dtype; of its accumulator; an index
+
+struct ElementBytes {
+  std::int64_t activation, sum;
+
+  std::int64_t of(Element element) const {
+    return element == Element::activation ? activation : element == Element::sum ? sum : 4;
+  }
+  bool operator==(const ElementBytes&) const = default;
+};
+inline ElementBytes element_bytes(DType dtype) { return {bytes_of(dtype), dtype == DType::float64 ? 8 : 4}; }
+
+struct Buffer {
+  static constexpr std::int64_t kVector = -1;  // as width: one number a row, a tensor of one dimension
+
+  std::string_view name;
+  std::int64_t rows = 0, width = 0;
+  Element element = Element::activation;
+  int first = 0, last = 0;  // stages
+  std::int64_t bytes = 0;   // in the arena
+};
+
+class BufferList {
+ public:
+  static constexpr int kMostBuffers = 16, kMostStages = 8;
+  // A buffer of the list. One that was not declared is nowhere.
+  struct Place {
+    int index = -1;
+  };
+
+  explicit BufferList(ElementBytes bytes) : element_bytes_(bytes) {}
+
+  template <class Stage>
+  Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element, Stage first, Stage last) {
+    return add_buffer({name, rows, width, element, static_cast<int>(first), static_cast<int>(last)});
+  }
+  // Held in one stage only.
+  template <class Stage>
+  Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element, Stage stage) {
+    return add(name, rows, width, element, stage, stage);
+  }
+  // For a block of one stage.
+  Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element = Element::activation) {
+    return add(name, rows, width, element, 0, 0);
+  }
+  // Blocks that run inside a stage take at most so many bytes.
+  template <class Stage>
+  void nest(Stage stage, std::int64_t bytes) {
+    nest_bytes(static_cast<int>(stage), bytes);
+  }
+
+  std::span<const Buffer> buffers() const { return {buffers_.data(), static_cast<std::size_t>(count_)}; }
+  const Buffer& operator[](Place place) const { return buffers_[static_cast<std::size_t>(place.index)]; }
+
+  std::int64_t held(int stage) const;  // bytes of the block's own buffers
+  std::int64_t peak() const;           // the most of any stage, what runs inside included
+
+ private:
+  Place add_buffer(Buffer buffer);
+  void nest_bytes(int stage, std::int64_t bytes);
+
+  ElementBytes element_bytes_;
+  int count_ = 0;
+  std::array<Buffer, kMostBuffers> buffers_;
+  std::array<std::int64_t, kMostStages> nested_{};
+};
+
+}  // namespace espalier

@@ -1,0 +1,161 @@
+#include "espalier/plan/block_buffers.h"
+
+#include <algorithm>
+
+namespace espalier {
+namespace {
+
+constexpr std::int64_t kHeadBlockRows = 256;
+constexpr std::int64_t kHeadBlockBytes = std::int64_t{64} << 20;    // of logits
+constexpr std::int64_t kHeadWidenedBytes = std::int64_t{16} << 20;  // of weights held in the accumulator's type at once
+
+constexpr Element kActivation = Element::activation, kSum = Element::sum, kInt32 = Element::int32;
+
+std::int64_t q_width(const BlockShape& b) { return b.shape.heads * b.shape.head_dim; }
+std::int64_t kv_width(const BlockShape& b) { return b.shape.kv_heads * b.shape.head_dim; }
+
+// The gradient of a weight [outputs, inputs] before it is added, where it is rounded first.
+template <class Stage>
+BufferList::Place add_product(BufferList& list, const BlockShape& b, std::string_view name, std::int64_t outputs,
+                              std::int64_t inputs, Stage stage) {
+  return b.rounds_weight_gradients ? list.add(name, outputs, inputs, kActivation, stage) : BufferList::Place{};
+}
+
+std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
+                      : DenseForwardBuffers(b, rows.continuing, with_output).peak();
+}
+std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
+  return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
+                      : DenseBackwardBuffers(b, rows.continuing).peak();
+}
+
+}  // namespace
+
+PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
+  k_PW = add("keys", rows, kv_width(b));
+  v_PW = add("values", rows, kv_width(b));
+  if (!with_gradients) return;
+  grad_k_PW = add("gradients of keys", rows, kv_width(b), kSum);
+  grad_v_PW = add("gradients of values", rows, kv_width(b), kSum);
+}
+
+ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {
+  if (with_gradients) grad_normed_OM = add("gradient of normed outputs", outputs, b.shape.hidden);
+  final_stream_OM = add("final stream", outputs, b.shape.hidden);
+  normed_OM = add("normed outputs", outputs, b.shape.hidden);
+  final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kSum);
+}
+
+StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  stream_TM = add("stream", rows, b.shape.hidden);
+}
+
+LayerSavedBuffers::LayerSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const ModelShape& s = b.shape;
+  const std::int64_t R = rows.continuing, k = s.experts_per_token;
+  norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kSum);
+  kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
+  q_RW = add("queries", R, q_width(b));
+  attended_RW = add("attended values", R, q_width(b));
+  lse_HR = add("log-sum-exp of attention", s.heads, R, kSum);
+  stream_mid_RM = add("stream after attention", R, s.hidden);
+  mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kSum);
+  if (!rows.experts) {
+    gate_up_RW = add("gate and up", R, 2 * s.inner);
+    return;
+  }
+  gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
+  router_logits_RE = add("router logits", R, s.experts);
+  router_choice_RK = add("experts chosen", R, k, kInt32);
+  router_weight_RK = add("weights of experts", R, k, kSum);
+}
+
+DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
+    : BufferList(b.bytes) {
+  normed_RM = add("normed", rows, b.shape.hidden, kActivation, Stage::up);
+  if (with_output) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
+}
+
+DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden, F = b.shape.inner;
+  act_RF = add("activation", rows, F, kActivation, Stage::down, Stage::up);
+  down_product = add_product(*this, b, "product for down", M, F, Stage::down);
+  normed_RM = add("normed", rows, M, kActivation, Stage::up);
+  gate_up_product = add_product(*this, b, "product for gate and up", 2 * F, M, Stage::up);
+}
+
+ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
+    : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden;
+  normed_RM = add("normed", rows, M);
+  if (with_output) sum_RM = add("sum over experts", rows, M, kSum);
+  expert_rows_RM = add("rows of an expert", rows, M);
+  if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner);
+}
+
+ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden, F = b.shape.expert_inner, E = b.shape.experts, k = b.shape.experts_per_token;
+  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::router);
+  grad_weight_RK = add("gradient of weights", rows, k, kSum, Stage::experts, Stage::router);
+  grad_normed_sum_RM = add("gradient of normed", rows, M, kSum, Stage::experts, Stage::router);
+  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts);
+  act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
+  grad_gate_up_RW = add("gradient of gate and up of an expert", rows, 2 * F, kActivation, Stage::experts);
+  expert_product = add_product(*this, b, "product for an expert", 2 * F, M, Stage::experts);
+  grad_logits_RE = add("gradient of router logits", rows, E, kActivation, Stage::router);
+  router_product = add_product(*this, b, "product for the router", E, M, Stage::router);
+}
+
+LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)
+    : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
+  normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
+  rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
+  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, kv_width(b), kActivation, Stage::attention);
+  if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
+  nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
+}
+
+LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = kv_width(b);
+  grad_attended_RW = add("gradient of attended values", R, Q, kActivation, Stage::mlp, Stage::input);
+  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  if (R > 0) output_product = add_product(*this, b, "product for the output", M, Q, Stage::output);
+  grad_q_RW = add("gradient of queries", R, Q, kActivation, Stage::attention, Stage::input);
+  grad_kv_TW = add("gradient of keys and values", T, 2 * K, kActivation, Stage::attention, Stage::input);
+  rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
+  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
+  grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
+  if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kSum, Stage::attention);
+  if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kSum, Stage::attention);
+  normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
+  kv_product = add_product(*this, b, "product for keys and values", 2 * K, M, Stage::key_value);
+  if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
+  if (R > 0) query_product = add_product(*this, b, "product for queries", Q, M, Stage::query);
+  if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
+}
+
+DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t rows, std::int64_t outputs)
+    : BufferList(b.bytes) {
+  grad_stream_OM = add("gradient of the final stream", outputs, b.shape.hidden);
+  grad_stream_TM = add("gradient of the stream", rows, b.shape.hidden);
+}
+
+HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
+                         bool with_gradients)
+    : BufferList(bytes),
+      block_rows(
+          std::min(outputs, std::clamp<std::int64_t>(kHeadBlockBytes / (vocabulary * bytes.sum), 1, kHeadBlockRows))),
+      vocabulary_run(vocabulary) {
+  if (outputs == 0) return;
+  logits_BV = add("logits", block_rows, vocabulary, kSum);
+  if (bytes.activation == bytes.sum) return;
+  vocabulary_run = std::min(vocabulary, std::max<std::int64_t>(1, kHeadWidenedBytes / (width * bytes.sum)));
+  weight_run_NM = add("widened weights", vocabulary_run, width, kSum);
+  hidden_BM = add("widened hidden rows", block_rows, width, kSum);
+  if (with_gradients) grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kSum);
+}
+
+}  // namespace espalier

@@ -1,0 +1,118 @@
+// The buffers of every block of the engine (device/buffers.h): what model/, objective/ and phase/ take from the arena,
+// and all that the memory model knows of them.
+//
+// T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
+// head size, M width, F inner width (of one expert in expert layers), E experts, k of them a row, V vocabulary. A
+// member that a block does not need is nowhere. Members are named by their shape; W is a width of several parts.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/device/buffers.h"
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+// What the blocks of a run have in common.
+struct BlockShape {
+  const ModelShape& shape;
+  ElementBytes bytes;
+  bool rounds_weight_gradients;  // a product is rounded in a tensor of its own before it is added (ops/products.h)
+};
+
+// The rows of one layer.
+struct BlockRows {
+  std::int64_t all = 0, continuing = 0;  // T, R
+  bool narrow = false;                   // only output rows continue
+  bool in_path = false;                  // keys, values and their gradients are the path's
+  bool experts = false;
+};
+
+// Keys and values of one layer, and their accumulators.
+struct PathBuffers : BufferList {
+  PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
+  Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D]
+};
+
+// What an item holds from its forward to the end of its backward, besides its layers.
+struct ItemBuffers : BufferList {
+  ItemBuffers(const BlockShape& block, std::int64_t outputs, bool with_gradients);
+  Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
+};
+
+// The input of a layer, or of the end.
+struct StreamBuffer : BufferList {
+  StreamBuffer(const BlockShape& block, std::int64_t rows);
+  Place stream_TM;
+};
+
+// What a layer saves for its backward, without its input.
+struct LayerSavedBuffers : BufferList {
+  LayerSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM, mlp_rstd_R;
+  Place gate_up_RW;                                            // with experts [R*k, 2*F]
+  Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+};
+
+// The second half of a block. Without output (recomputation) it stops after gate_up.
+struct DenseForwardBuffers : BufferList {
+  enum class Stage { up, down };
+  DenseForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, act_RF;
+};
+
+struct DenseBackwardBuffers : BufferList {
+  enum class Stage { down, up };
+  DenseBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place act_RF, down_product, normed_RM, gate_up_product;
+};
+
+// An expert's scratch is that of all rows, since any expert may be everybody's.
+struct ExpertForwardBuffers : BufferList {
+  ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, sum_RM, expert_rows_RM, act_RF;
+};
+
+struct ExpertBackwardBuffers : BufferList {
+  enum class Stage { experts, router };
+  ExpertBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place normed_RM, grad_weight_RK, grad_normed_sum_RM;
+  Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product;
+  Place grad_logits_RE, router_product;
+};
+
+struct LayerForwardBuffers : BufferList {
+  enum class Stage { projection, attention, residual, mlp };
+  LayerForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output);
+  Place normed_TM, query_input_RM;  // the latter where the block is narrow
+  Place rotated_q_RW, rotated_k_TW;
+  Place residual_RM;  // where the block is narrow
+};
+
+struct LayerBackwardBuffers : BufferList {
+  enum class Stage { mlp, output, attention, key_value, query, input };
+  LayerBackwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place grad_attended_RW, output_product;
+  Place grad_q_RW, grad_kv_TW;
+  Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
+  Place normed_TM, kv_product, query_input_RM, query_product;
+  Place query_part_RM;  // where the block is narrow
+};
+
+// The backward of an item's layers, under their own buffers.
+struct DecoderBackwardBuffers : BufferList {
+  DecoderBackwardBuffers(const BlockShape& block, std::int64_t rows, std::int64_t outputs);
+  Place grad_stream_OM, grad_stream_TM;
+};
+
+// The head's block of logits. Where the run's dtype is narrower than its sums, hidden rows and a run of the
+// vocabulary's rows are widened first.
+struct HeadBuffers : BufferList {
+  HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
+              bool with_gradients);
+  bool widens() const { return hidden_BM.index >= 0; }
+  std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
+  Place logits_BV, weight_run_NM, hidden_BM, grad_hidden_BM;
+};
+
+}  // namespace espalier

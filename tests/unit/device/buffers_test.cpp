@@ -1,0 +1,100 @@
+// Declared buffers: what they add up to, and that the arena holds exactly them, stage by stage.
+#include "espalier/device/buffers.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "espalier/base/error.h"
+#include "espalier/device/held_buffers.h"
+#include "espalier/plan/block_buffers.h"
+
+namespace espalier {
+namespace {
+
+enum class Stage { begin, middle, end };
+
+struct ThreeStages : BufferList {
+  explicit ThreeStages(DType dtype) : BufferList(element_bytes(dtype)) {
+    throughout = add("throughout", 3, 5, Element::activation, Stage::begin, Stage::end);
+    early = add("early", 100, 7, Element::sum, Stage::begin, Stage::middle);
+    in_the_middle = add("in the middle", 10, Buffer::kVector, Element::int32, Stage::middle);
+    late = add("late", 50, 2, Element::activation, Stage::end);
+    nest(Stage::middle, 1000);
+    nest(Stage::middle, 400);
+  }
+  BufferList::Place throughout, early, in_the_middle, late, absent;
+};
+
+TEST(Buffers, AddUpStageByStage) {
+  const ThreeStages single(DType::bfloat16), twice(DType::float64);
+  // 3 x 5 of 2 bytes and 100 x 7 of 4 in whole lines of 64 bytes, then 10 indices; later 50 x 2 of 2 bytes.
+  EXPECT_EQ(single.held(0), 64 + 2816);
+  EXPECT_EQ(single.held(1), 64 + 2816 + 64);
+  EXPECT_EQ(single.held(2), 64 + 256);
+  EXPECT_EQ(single.peak(), single.held(1) + 1000);
+  EXPECT_EQ(twice.held(0), 128 + 5632);
+  EXPECT_EQ(twice.held(2), 128 + 832);
+}
+
+TEST(Buffers, OnesThatAStackCannotHoldAreRefused) {
+  ThreeStages list(DType::float32);
+  const auto add = [&](Stage first, Stage last) { list.add("wrong", 1, 1, Element::sum, first, last); };
+  EXPECT_THROW(add(Stage::middle, Stage::end), InternalError);    // outlives what lies below it
+  EXPECT_THROW(add(Stage::begin, Stage::middle), InternalError);  // begins below what was declared before
+  EXPECT_THROW(list.add("wrong", -1, 1), InternalError);
+}
+
+TEST(Buffers, TheArenaHoldsWhatWasDeclared) {
+  const ThreeStages declared(DType::bfloat16);
+  Arena arena(1 << 20);
+  const at::Tensor below = arena.take({3}, at::kFloat);
+  const std::int64_t mark = arena.in_use();
+  {
+    HeldBuffers held(arena, declared, at::kBFloat16);
+    EXPECT_EQ(arena.in_use(), mark);
+    for (const Stage stage : {Stage::begin, Stage::middle, Stage::end}) {
+      held.enter(stage);
+      EXPECT_EQ(arena.in_use(), mark + declared.held(static_cast<int>(stage)));
+      EXPECT_EQ(held[declared.throughout].sizes(), at::IntArrayRef({3, 5}));
+      EXPECT_FALSE(held[declared.absent].defined());
+      if (stage == Stage::begin) {
+        EXPECT_EQ(held[declared.early].scalar_type(), at::kFloat);
+      }
+      if (stage == Stage::middle) {
+        EXPECT_EQ(held[declared.in_the_middle].sizes(), at::IntArrayRef({10}));
+      }
+      if (stage == Stage::end) {
+        EXPECT_THROW(held[declared.early], InternalError);
+      }
+      if (stage != Stage::end) {
+        EXPECT_THROW(held[declared.late], InternalError);
+      }
+    }
+  }
+  EXPECT_EQ(arena.in_use(), mark);
+  HeldBuffers held(arena, declared, at::kBFloat16);
+  held.enter(Stage::end);  // what a stage left out would have taken and given back is not taken
+  EXPECT_EQ(arena.in_use(), mark + declared.held(2));
+}
+
+TEST(Buffers, NoRowsOrNoColumnsAreNoBytes) {
+  BufferList list(element_bytes(DType::float32));
+  list.add("no columns", 7, 0);
+  list.add("no rows", 0, 7);
+  list.add("no numbers", 0, Buffer::kVector);
+  EXPECT_EQ(list.peak(), 0);
+}
+
+TEST(Buffers, AHeadTakesNoMoreThanItsBlock) {
+  const HeadBuffers plain(element_bytes(DType::float32), 1000, 8192, 512, true);
+  EXPECT_EQ(plain.block_rows, 256);
+  EXPECT_EQ(plain.peak(), 256 * 8192 * 4);
+  EXPECT_FALSE(plain.widens());
+  const HeadBuffers widened(element_bytes(DType::bfloat16), 100, 150000, 512, false);
+  EXPECT_EQ(widened.block_rows, 100);
+  EXPECT_EQ(widened.vocabulary_run, 8192);  // 16 MiB of float32 rows
+  EXPECT_EQ(widened.peak(), 100 * 150000 * 4 + (16 << 20) + 100 * 512 * 4);
+}
+
+}  // namespace
+}  // namespace espalier
