@@ -1,0 +1,47 @@
+// How many ranks share each axis of a run, and which ranks those are. No tensor enters here: the planner asks, too.
+//
+// Ranks are counted with tp fastest, then cp, pp, dp: rank = ((dp_ * PP + pp_) * CP + cp_) * TP + tp_. Experts are
+// spread over neighbours among the dp x cp x tp ranks of one pipeline stage, tp fastest.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "espalier/options/options.h"
+
+namespace espalier {
+
+struct Degrees {
+  std::int64_t tp = 1, cp = 1, pp = 1, dp = 1, ep = 1;
+
+  std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses those of dp, cp and tp
+  bool operator==(const Degrees&) const = default;
+};
+Degrees degrees_of(const Options& options);
+std::string text_of_degrees(const Degrees& degrees);  // "tp 2, dp 4": those above 1; "one rank"
+
+// Where one rank stands on every axis, from 0.
+struct Place {
+  std::int64_t tp = 0, cp = 0, pp = 0, dp = 0, ep = 0;
+};
+Place place_of(std::int64_t rank, const Degrees& degrees);
+
+enum class Axis {
+  tp,
+  cp,
+  pp,
+  dp,
+  ep,
+  replicas,         // dp x cp: the same parts of the weights that are not experts'
+  expert_replicas,  // the same experts of the same stage
+  world
+};
+
+// Those that share an axis with `rank`, itself included, ascending.
+std::vector<int> ranks_along(Axis axis, std::int64_t rank, const Degrees& degrees);
+
+// Errors: OptionError where ep does not divide the ranks of a stage, dp x cp x tp.
+void check_degrees(const Degrees& degrees);
+
+}  // namespace espalier

@@ -1,0 +1,80 @@
+// Ranks that share one axis of a run: processes, or threads in tests. What stands above sees collectives alone; whether
+// threads or a communication library carry them is below.
+//
+// Every rank of a group calls the same collectives in the same order, with equal shapes (but for exchange) and dtypes.
+// Tensors are contiguous. A group of one is a real object: sums are the tensor itself, nothing is moved or counted.
+// Errors: CommunicationError where another rank is gone, does something else, or is silent for --comm-timeout.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace espalier {
+
+class Group {
+ public:
+  Group(int rank, int size) : rank_(rank), size_(size) {}
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+  virtual ~Group() = default;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // x <- sum of x over ranks. The same bits on all of them.
+  void add_over_ranks(const at::Tensor& x);
+  // x <- element-wise maximum over ranks.
+  void max_over_ranks(const at::Tensor& x);
+  // whole <- the parts end to end in rank order; whole has size() times the elements of part.
+  void gather(const at::Tensor& part, const at::Tensor& whole);
+  // part <- part number rank() of the sum of the wholes, cut into size() equal parts.
+  void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
+  // Rows (along dimension 0) of `send` go to ranks 0, 1, ... in turn, send_rows[r] to rank r; `receive` gets those of
+  // rank 0, 1, ... in turn. Counts may be 0 and must agree between sender and receiver.
+  void exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
+                std::span<const std::int64_t> receive_rows);
+  // x <- that of rank `root`.
+  void broadcast(const at::Tensor& x, int root);
+  // From one rank to another; sends to one rank arrive in order. send may return before the other has received.
+  void send(const at::Tensor& x, int to);
+  void receive(const at::Tensor& x, int from);
+  // Returns when every rank has called it.
+  void wait_for_all();
+
+  // What this rank gave to the collectives so far, in bytes: x of a sum, a maximum, a send, and of a broadcast on its
+  // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks.
+  std::int64_t bytes() const { return bytes_; }
+
+ protected:
+  // The same for groups larger than one, on arguments that were checked.
+  virtual void do_add(const at::Tensor& x) = 0;
+  virtual void do_max(const at::Tensor& x) = 0;
+  virtual void do_gather(const at::Tensor& part, const at::Tensor& whole) = 0;
+  virtual void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) = 0;
+  virtual void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
+                           std::span<const std::int64_t> receive_rows) = 0;
+  virtual void do_broadcast(const at::Tensor& x, int root) = 0;
+  virtual void do_send(const at::Tensor& x, int to) = 0;
+  virtual void do_receive(const at::Tensor& x, int from) = 0;
+
+ private:
+  bool alone() const { return size_ == 1; }
+
+  int rank_, size_;
+  std::int64_t bytes_ = 0;
+};
+
+// Numbers of the host.
+std::vector<double> sums_over_ranks(Group& group, std::vector<double> values);
+void add_over_ranks(Group& group, std::span<std::int64_t> counts);  // in place
+std::vector<double> maxima_over_ranks(Group& group, std::vector<double> values);
+// The text of rank `root`.
+std::string text_of_rank(Group& group, const std::string& text, int root = 0);
+// Every rank's number, in rank order.
+std::vector<std::uint64_t> numbers_of_ranks(Group& group, std::uint64_t number);
+
+}  // namespace espalier

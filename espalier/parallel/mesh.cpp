@@ -1,0 +1,60 @@
+#include "espalier/parallel/mesh.h"
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+// Nothing of it is ever called: Group does by itself what one rank needs.
+class GroupOfOne : public Group {
+ public:
+  GroupOfOne() : Group(0, 1) {}
+
+ private:
+  [[noreturn]] static void refuse() { throw InternalError({"", "a group of several ranks", "a group of one", ""}); }
+  void do_add(const at::Tensor&) override { refuse(); }
+  void do_max(const at::Tensor&) override { refuse(); }
+  void do_gather(const at::Tensor&, const at::Tensor&) override { refuse(); }
+  void do_scatter_sum(const at::Tensor&, const at::Tensor&) override { refuse(); }
+  void do_exchange(const at::Tensor&, std::span<const std::int64_t>, const at::Tensor&,
+                   std::span<const std::int64_t>) override {
+    refuse();
+  }
+  void do_broadcast(const at::Tensor&, int) override { refuse(); }
+  void do_send(const at::Tensor&, int) override { refuse(); }
+  void do_receive(const at::Tensor&, int) override { refuse(); }
+};
+
+}  // namespace
+
+Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make) {
+  std::vector<int> ranks = ranks_along(axis, rank, degrees);
+  for (auto& [known, group] : groups_)
+    if (known == ranks) return *group;
+  auto group = ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(ranks);
+  return *groups_.emplace_back(std::move(ranks), std::move(group)).second;
+}
+
+// The world first: where a rank is missing, that is what everybody finds out.
+OwnedMesh::OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make)
+    : groups_(),
+      mesh_([&]() -> Mesh {
+        const auto along = [&](Axis axis) -> Group& { return group_of(axis, rank, degrees, make); };
+        Group& world = along(Axis::world);
+        return {.tp = along(Axis::tp),
+                .cp = along(Axis::cp),
+                .pp = along(Axis::pp),
+                .dp = along(Axis::dp),
+                .ep = along(Axis::ep),
+                .replicas = along(Axis::replicas),
+                .expert_replicas = along(Axis::expert_replicas),
+                .world = world,
+                .degrees = degrees};
+      }()) {}
+
+const Mesh& mesh_of_one() {
+  static const OwnedMesh one(0, Degrees{}, {});
+  return one.mesh();
+}
+
+}  // namespace espalier

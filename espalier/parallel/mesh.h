@@ -1,0 +1,53 @@
+// The ranks of a run seen from one of them: a group for each axis (espalier/parallel/degrees.h).
+#pragma once
+
+#include <array>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "espalier/parallel/degrees.h"
+#include "espalier/parallel/group.h"
+
+namespace espalier {
+
+struct Mesh {
+  Group& tp;
+  Group& cp;
+  Group& pp;
+  Group& dp;
+  Group& ep;
+  Group& replicas;         // dp x cp: gradients of weights that are not experts' are summed over them
+  Group& expert_replicas;  // gradients of experts are summed over them
+  Group& world;
+  Degrees degrees;
+  int local_ranks = 1;   // of this run on this machine: they share its memory
+  std::string run = {};  // the same in all restarts of a run and in no other one; empty: not known
+
+  Place place() const { return place_of(world.rank(), degrees); }
+  bool writes() const { return world.rank() == 0; }  // files and the terminal
+};
+
+// One process: every group has one rank.
+const Mesh& mesh_of_one();
+
+// A mesh and the groups it refers to. Axes of the same ranks share a group, so that nothing is connected twice.
+class OwnedMesh {
+ public:
+  // Makes the group of these ranks of the world, two or more, ascending, `rank` among them. Every rank makes the groups
+  // of an axis at the same place in the order, so that making them may wait for the others.
+  using MakeGroup = std::function<std::unique_ptr<Group>(const std::vector<int>& ranks)>;
+
+  OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make);
+  const Mesh& mesh() const { return mesh_; }
+  Mesh& mesh() { return mesh_; }
+
+ private:
+  Group& group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make);
+
+  std::vector<std::pair<std::vector<int>, std::unique_ptr<Group>>> groups_;
+  Mesh mesh_;
+};
+
+}  // namespace espalier
