@@ -175,7 +175,7 @@ Shortage shortage_of(const std::vector<StepPlan>& plans) {
 // The shortage of one process of the layout, where degrees are given; `budget`: bytes of one process, 0: unlimited.
 std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape,
                                      const PlanOptions& options, std::int64_t budget, const MachineProfile& profile) {
-  const ParallelDegrees degrees = degrees_of(context.options);
+  const Degrees degrees = degrees_of(context.options);
   if (degrees.ranks() == 1 && degrees.ep == 1) return std::nullopt;
   const auto longest = std::max_element(plans.begin(), plans.end(), [](const StepPlan& a, const StepPlan& b) {
     return a.chosen.seconds < b.chosen.seconds;
@@ -252,7 +252,7 @@ int run_plan(Context& context) {
   const MachineProfile profile = machine_of(context, plan_options);
   // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
   const std::int64_t budget = plan_options.memory_budget;
-  const ParallelDegrees degrees = degrees_of(options);
+  const Degrees degrees = degrees_of(options);
   plan_options.memory_budget *= degrees.ranks() / degrees.dp;
   const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
   if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())

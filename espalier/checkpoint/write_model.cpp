@@ -21,12 +21,12 @@ namespace espalier {
 namespace fs = std::filesystem;
 namespace {
 
-struct Shard {
+struct FileShard {
   std::size_t begin = 0, end = 0;  // parameters
 };
 
-std::vector<Shard> cut_shards(const ParameterTable& table, DType to, std::int64_t shard_bytes) {
-  std::vector<Shard> shards(1);
+std::vector<FileShard> cut_shards(const ParameterTable& table, DType to, std::int64_t shard_bytes) {
+  std::vector<FileShard> shards(1);
   std::int64_t used = 0;
   for (const Parameter& parameter : table.parameters()) {
     const std::int64_t bytes = parameter.count * bytes_of(to);
@@ -51,8 +51,8 @@ void append_converted(SafetensorsWriter& writer, DType from, const std::byte* va
   }
 }
 
-void write_tensors(OutputFile& output, const ParameterTable& table, Shard shard, DType from, const void* flat, DType to,
-                   const ElementProgress& progress) {
+void write_tensors(OutputFile& output, const ParameterTable& table, FileShard shard, DType from, const void* flat,
+                   DType to, const ElementProgress& progress) {
   std::vector<TensorSpec> specs;
   for (std::size_t i = shard.begin; i < shard.end; ++i)
     specs.push_back({table.parameters()[i].name, tensor_type_of(to), table.parameters()[i].shape});
@@ -68,7 +68,7 @@ void write_tensors(OutputFile& output, const ParameterTable& table, Shard shard,
 
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const void* flat, DType to,
                    const WriteOptions& options) {
-  const std::vector<Shard> shards = cut_shards(table, to, options.shard_bytes);
+  const std::vector<FileShard> shards = cut_shards(table, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
     std::string name = "model.safetensors";

@@ -52,7 +52,7 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   held.enter(0);
   const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
   c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
-  c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router_weight, at::Tensor());
+  c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router);
   c.ops.choose_experts(saved.router_logits_RE, recorded_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
@@ -85,11 +85,10 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   held.enter(Stage::router);
   const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);
-  c.products.add_linear_grad_weight(grads.router_weight, at::Tensor(), grad_logits_RE, normed_RM,
-                                    held[declared.router_product]);
+  c.products.add_linear_grad_weight(grads.router, grad_logits_RE, normed_RM, held[declared.router_product]);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
-  c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router_weight);
+  c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
   c.ops.add_norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
                           grads.mlp_norm_M);
 }

@@ -8,7 +8,7 @@
 // of one expert.
 #pragma once
 
-#include "espalier/model/layer.h"
+#include "espalier/model/layer_context.h"
 
 namespace espalier {
 

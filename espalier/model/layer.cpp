@@ -139,12 +139,6 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
 
 }  // namespace
 
-BlockShape LayerContext::block() const { return {shape, element_bytes(dtype()), ops.rounds_weight_gradients(dtype())}; }
-
-BlockRows LayerContext::block_rows() const {
-  return {rows.rows(), last ? rows.outputs() : rows.rows(), last, rows.in_path, weights.router_weight.defined()};
-}
-
 LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_TM) {
   const LayerSavedBuffers declared(c.block(), c.block_rows());
   const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
@@ -172,16 +166,15 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   held.enter(Stage::projection);
   const at::Tensor normed_TM = held[declared.normed_TM];
   c.ops.norm(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
-  c.products.linear(saved.kv_TW, normed_TM, c.weights.kv_weight, c.weights.kv_bias);
+  c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
   if (continuing > 0)
-    c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.q_weight,
-                      c.weights.q_bias);
+    c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.query);
   held.enter(Stage::attention);
   attend(c, make_operands(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW]), saved);
   if (continuing == 0) return;
   held.enter(Stage::residual);
   c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
-                         saved.attended_RW, c.weights.output_weight, c.weights.output_bias);
+                         saved.attended_RW, c.weights.output);
   held.enter(Stage::mlp);
   mlp_forward(c, saved, stream_out_RM);
 }
@@ -197,9 +190,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   if (continues) {
     add_mlp_backward(c, saved, grad_stream_RM, grads);
     held.enter(Stage::output);
-    c.products.add_linear_grad_weight(grads.output_weight, grads.output_bias, grad_stream_RM, saved.attended_RW,
-                                      held[declared.output_product]);
-    c.products.linear_grad_input(held[declared.grad_attended_RW], grad_stream_RM, c.weights.output_weight);
+    c.products.add_linear_grad_weight(grads.output, grad_stream_RM, saved.attended_RW, held[declared.output_product]);
+    c.products.linear_grad_input(held[declared.grad_attended_RW], grad_stream_RM, c.weights.output);
     if (c.last) c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
   }
   held.enter(Stage::attention);
@@ -207,21 +199,21 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   held.enter(Stage::key_value);
   const at::Tensor normed_TM = held[declared.normed_TM];
   c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
-  c.products.add_linear_grad_weight(grads.kv_weight, grads.kv_bias, grad.kv_TW, normed_TM, held[declared.kv_product]);
+  c.products.add_linear_grad_weight(grads.key_value, grad.kv_TW, normed_TM, held[declared.kv_product]);
   held.enter(Stage::query);
   if (continues)
-    c.products.add_linear_grad_weight(grads.q_weight, grads.q_bias, grad.q_RW,
+    c.products.add_linear_grad_weight(grads.query, grad.q_RW,
                                       continuing_rows(c, normed_TM, held[declared.query_input_RM]),
                                       held[declared.query_product]);
   held.enter(Stage::input);
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
-  c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.kv_weight);
+  c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.key_value);
   if (c.last && continues) {
     const at::Tensor& part_RM = held[declared.query_part_RM];
-    c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.q_weight);
+    c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.query);
     c.ops.add_scatter(part_RM, c.rows.output_row_O, grad_normed_TM);
   } else if (!c.last) {
-    c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.q_weight);
+    c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.query);
   }
   c.ops.add_norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
                           grads.attention_norm_M);

@@ -10,7 +10,7 @@
 namespace espalier {
 namespace {
 
-bool has_experts(const LayerContext& c) { return c.weights.router_weight.defined(); }
+bool has_experts(const LayerContext& c) { return c.weights.router.weight.defined(); }
 
 void dense_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
   using Stage = DenseForwardBuffers::Stage;
@@ -19,12 +19,12 @@ void dense_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   held.enter(Stage::up);
   const at::Tensor& normed_RM = held[declared.normed_RM];
   c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
-  c.products.linear(saved.gate_up_RW, normed_RM, c.weights.gate_up_weight, c.weights.gate_up_bias);
+  c.products.linear(saved.gate_up_RW, normed_RM, c.weights.gate_up);
   if (!stream_out_RM.defined()) return;
   held.enter(Stage::down);
   const at::Tensor& act_RF = held[declared.act_RF];
   c.ops.swiglu(saved.gate_up_RW, act_RF);
-  c.products.linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down_weight, c.weights.down_bias);
+  c.products.linear_onto(stream_out_RM, saved.stream_mid_RM, act_RF, c.weights.down);
 }
 
 void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
@@ -34,16 +34,14 @@ void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   HeldBuffers held(c.arena, declared, c.dtype());
   held.enter(Stage::down);
   const at::Tensor act_RF = held[declared.act_RF];  // first holds its own gradient
-  c.products.linear_grad_input(act_RF, grad_stream_RM, c.weights.down_weight);
+  c.products.linear_grad_input(act_RF, grad_stream_RM, c.weights.down);
   c.ops.swiglu_backward(saved.gate_up_RW, act_RF, saved.gate_up_RW, act_RF);
-  c.products.add_linear_grad_weight(grads.down_weight, grads.down_bias, grad_stream_RM, act_RF,
-                                    held[declared.down_product]);
+  c.products.add_linear_grad_weight(grads.down, grad_stream_RM, act_RF, held[declared.down_product]);
   held.enter(Stage::up);
   const at::Tensor& normed_RM = held[declared.normed_RM];
   c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
-  c.products.add_linear_grad_weight(grads.gate_up_weight, grads.gate_up_bias, saved.gate_up_RW, normed_RM,
-                                    held[declared.gate_up_product]);
-  c.products.linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up_weight);
+  c.products.add_linear_grad_weight(grads.gate_up, saved.gate_up_RW, normed_RM, held[declared.gate_up_product]);
+  c.products.linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up);
   c.ops.add_norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM, grad_stream_RM,
                           grads.mlp_norm_M);
 }

@@ -3,7 +3,7 @@
 // Shapes: R rows that continue, M width. Interfaces as layer.h: forward overwrites, backward adds to `grads`.
 #pragma once
 
-#include "espalier/model/layer.h"
+#include "espalier/model/layer_context.h"
 
 namespace espalier {
 

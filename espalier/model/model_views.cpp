@@ -1,5 +1,7 @@
 #include "espalier/model/model_views.h"
 
+#include <initializer_list>
+
 #include "espalier/base/error.h"
 
 namespace espalier {
@@ -14,17 +16,14 @@ class Viewer {
     const Parameter& parameter = table_.at(name);
     return flat_.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
   }
-  at::Tensor if_present(const std::string& name) const { return table_.contains(name) ? one(name) : at::Tensor(); }
+  at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
+    return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
+  }
 
-  // Both, end to end along the first dimension.
-  at::Tensor pair(const std::string& first, const std::string& second) const {
-    if (!table_.contains(first)) return {};
-    const Parameter& a = table_.at(first);
-    const Parameter& b = table_.at(second);
-    ESPALIER_INTERNAL_EQ(a.offset + a.count, b.offset, first, " and ", second, " are read as one matrix");
-    std::vector<std::int64_t> shape = a.shape;
-    shape[0] += b.shape[0];
-    return flat_.narrow(0, a.offset, a.count + b.count).view(shape);
+  // The projections as one, their outputs end to end.
+  Projection projection(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
+    const bool bias = joined.begin()->bias;
+    return {ends(prefix, joined, ".weight"), bias ? ends(prefix, joined, ".bias") : at::Tensor()};
   }
 
   // Gapless parameters from the first to the last named, seen as one tensor.
@@ -35,57 +34,75 @@ class Viewer {
     return values.view(shape);
   }
 
+  // Of a matrix whose rows are divided, those that are not padding.
+  at::Tensor rows(const std::string& name) const {
+    const Shard& shard = table_.at(name).shard;
+    return one(name).narrow(0, 0, shard.end - shard.begin);
+  }
+
  private:
+  at::Tensor ends(const std::string& prefix, std::initializer_list<ProjectionShape> joined, const char* kind) const {
+    const std::string first = prefix + joined.begin()->name + kind;
+    std::vector<std::int64_t> shape = table_.at(first).shape;
+    shape[0] = 0;
+    for (const ProjectionShape& p : joined) shape[0] += table_.at(prefix + p.name + kind).shape[0];
+    return range(first, prefix + (joined.end() - 1)->name + kind, shape);
+  }
+
   const at::Tensor& flat_;
   const ParameterTable& table_;
 };
 
-void view_dense_mlp(const Viewer& viewer, const std::string& mlp, LayerViews& views) {
-  views.gate_up_weight = viewer.pair(mlp + "gate_proj.weight", mlp + "up_proj.weight");
-  views.gate_up_bias = viewer.pair(mlp + "gate_proj.bias", mlp + "up_proj.bias");
-  views.down_weight = viewer.one(mlp + "down_proj.weight");
-  views.down_bias = viewer.if_present(mlp + "down_proj.bias");
+void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerParameters& p, std::int64_t layer,
+                  LayerViews& views) {
+  const std::string first = expert_prefix(layer, shape.experts().begin),
+                    last = expert_prefix(layer, shape.experts().end - 1);
+  const std::int64_t E = shape.experts().size(), M = shape.own().hidden, F = shape.own().expert_inner;
+  const auto weight = [](const std::string& prefix, const ProjectionShape& one) {
+    return prefix + one.name + ".weight";
+  };
+  views.router = viewer.projection(layer_prefix(layer), {p.router});
+  views.expert_gate_up_EWM = viewer.range(weight(first, p.gate), weight(last, p.up), {E, 2 * F, M});
+  views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
 }
 
-void view_experts(const Viewer& viewer, const ModelShape& shape, const std::string& mlp, LayerViews& views) {
-  const std::int64_t E = shape.experts, M = shape.hidden, F = shape.expert_inner;
-  const std::string first = mlp + "experts.0.", last = mlp + "experts." + std::to_string(E - 1) + ".";
-  views.router_weight = viewer.one(mlp + "gate.weight");
-  views.expert_gate_up_EWM = viewer.range(first + "gate_proj.weight", last + "up_proj.weight", {E, 2 * F, M});
-  views.expert_down_EMF = viewer.range(first + "down_proj.weight", last + "down_proj.weight", {E, M, F});
-}
-
-LayerViews view_layer(const Viewer& viewer, const ModelShape& shape, std::int64_t index) {
-  const std::string layer = "model.layers." + std::to_string(index) + ".";
-  const std::string attention = layer + "self_attn.", mlp = layer + "mlp.";
+LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_t layer) {
+  const LayerParameters p = layer_parameters(shape.whole(), shape.whole().has_experts(layer));
+  const std::string prefix = layer_prefix(layer);
   LayerViews views;
-  views.attention_norm_M = viewer.one(layer + "input_layernorm.weight");
-  views.q_weight = viewer.one(attention + "q_proj.weight");
-  views.q_bias = viewer.if_present(attention + "q_proj.bias");
-  views.kv_weight = viewer.pair(attention + "k_proj.weight", attention + "v_proj.weight");
-  views.kv_bias = viewer.pair(attention + "k_proj.bias", attention + "v_proj.bias");
-  views.q_norm_D = viewer.if_present(attention + "q_norm.weight");
-  views.k_norm_D = viewer.if_present(attention + "k_norm.weight");
-  views.output_weight = viewer.one(attention + "o_proj.weight");
-  views.output_bias = viewer.if_present(attention + "o_proj.bias");
-  views.mlp_norm_M = viewer.one(layer + "post_attention_layernorm.weight");
-  shape.has_experts(index) ? view_experts(viewer, shape, mlp, views) : view_dense_mlp(viewer, mlp, views);
+  views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
+  views.query = viewer.projection(prefix, {p.query});
+  views.key_value = viewer.projection(prefix, {p.key, p.value});
+  views.q_norm_D = viewer.norm(prefix, p.query_norm);
+  views.k_norm_D = viewer.norm(prefix, p.key_norm);
+  views.output = viewer.projection(prefix, {p.output});
+  views.mlp_norm_M = viewer.norm(prefix, p.mlp_norm);
+  if (p.experts > 0) {
+    view_experts(viewer, shape, p, layer, views);
+  } else {
+    views.gate_up = viewer.projection(prefix, {p.gate, p.up});
+    views.down = viewer.projection(prefix, {p.down});
+  }
   return views;
 }
 
 }  // namespace
 
-ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const ModelShape& shape) {
+ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const LocalShape& shape) {
   ESPALIER_INTERNAL_EQ(flat.numel(), table.size());
   const Viewer viewer(flat, table);
+  const OuterParameters outer = outer_parameters(shape.whole());
+  const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;
-  views.embedding_VM = viewer.one("model.embed_tokens.weight");
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer) views.layers.push_back(view_layer(viewer, shape, layer));
-  views.final_norm_M = viewer.one("model.norm.weight");
-  if (shape.value_head)
-    views.value_M = viewer.one(kValueWeight).view({shape.hidden}), views.value_bias_1 = viewer.one(kValueBias);
+  views.embedding_VM = viewer.rows(embedding);
+  for (std::int64_t layer = shape.layers().begin; layer < shape.layers().end; ++layer)
+    views.layers.push_back(view_layer(viewer, shape, layer));
+  views.final_norm_M = viewer.norm("", outer.final_norm);
+  if (shape.whole().value_head)
+    views.value_M = viewer.one(kValueWeight).view({shape.own().hidden}), views.value_bias_1 = viewer.one(kValueBias);
   else
-    views.head_VM = shape.tied_head ? views.embedding_VM : viewer.one("lm_head.weight");
+    views.head_VM =
+        shape.whole().tied_head ? views.embedding_VM : viewer.rows(std::string(outer.head.name) + ".weight");
   return views;
 }
 

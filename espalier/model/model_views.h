@@ -1,8 +1,9 @@
 // A flat buffer seen as a model: one tensor view per matrix a product reads. Weights and their gradients share the
 // form.
 //
-// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts. Absent parts
-// (biases, QK-norm, the dense MLP of an expert layer and the experts of a dense one) are undefined tensors.
+// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts: those that
+// this rank has (plan/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the experts
+// of a dense one) are undefined tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +14,26 @@
 
 namespace espalier {
 
+// y = x weight^T + bias.
+struct Projection {
+  at::Tensor weight, bias;  // [out, in], [out]
+};
+
 struct LayerViews {
   at::Tensor attention_norm_M;
-  at::Tensor q_weight, q_bias;    // [H*D, M], [H*D]
-  at::Tensor kv_weight, kv_bias;  // [2*J*D, M], keys then values
+  Projection query;      // [H*D, M]
+  Projection key_value;  // [2*J*D, M], keys then values
   at::Tensor q_norm_D, k_norm_D;
-  at::Tensor output_weight, output_bias;  // [M, H*D]
+  Projection output;  // [M, H*D]
   at::Tensor mlp_norm_M;
-  at::Tensor gate_up_weight, gate_up_bias;         // [2*F, M], gate then up
-  at::Tensor down_weight, down_bias;               // [M, F]
-  at::Tensor router_weight;                        // [E, M]
+  Projection gate_up;                              // [2*F, M], gate then up
+  Projection down;                                 // [M, F]
+  Projection router;                               // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
 };
 
 struct ModelViews {
-  at::Tensor embedding_VM;
+  at::Tensor embedding_VM;  // without padding, as head_VM
   std::vector<LayerViews> layers;
   at::Tensor final_norm_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
@@ -35,6 +41,6 @@ struct ModelViews {
 };
 
 // Views into `flat` (contiguous, table.size() elements).
-ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const ModelShape& shape);
+ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const LocalShape& shape);
 
 }  // namespace espalier

@@ -1,9 +1,7 @@
-// Where every parameter of a model lies in one flat buffer, under its Hugging Face name.
+// Where every parameter of a rank lies in one flat buffer, under its Hugging Face name.
 //
-// Weights, gradients, float32 masters and both moments use the same table. Matrices that one product reads together
-// (q, k, v; gate, up) are neighbours, so that a single view covers them; so are gate and up of all experts of a layer,
-// and then down of all of them. A tied head is `model.embed_tokens.weight` alone; a critic's is kValueWeight,
-// kValueBias.
+// Weights, gradients, float32 masters and both moments use the same table; names, order and neighbours are those of
+// plan/parameter_shapes.h. A tied head is `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "espalier/plan/model_shape.h"
+#include "espalier/plan/local_shape.h"
 
 namespace espalier {
 
@@ -20,14 +18,18 @@ inline constexpr const char* kValueBias = "score.bias";      // [1]
 
 struct Parameter {
   std::string name;
-  std::vector<std::int64_t> shape;
-  std::int64_t offset = 0;  // elements
+  std::vector<std::int64_t> shape;  // here, padding included; the whole one where there is one rank
+  std::int64_t offset = 0;          // elements
   std::int64_t count = 0;
+  Shard shard;  // which part of the file's tensor this is
+
+  std::vector<std::int64_t> whole_shape() const;  // in files
 };
 
 class ParameterTable {
  public:
-  explicit ParameterTable(const ModelShape& shape);
+  // A ModelShape is the LocalShape of one rank.
+  explicit ParameterTable(const LocalShape& shape);
 
   const std::vector<Parameter>& parameters() const { return parameters_; }  // ascending, gapless offsets
   std::int64_t size() const { return size_; }                               // elements
@@ -35,7 +37,7 @@ class ParameterTable {
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
 
  private:
-  void add(std::string name, std::vector<std::int64_t> shape);
+  void add(const ParameterShape& whole, const Shard& shard);
 
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, std::size_t> index_;

@@ -2,35 +2,33 @@
 
 namespace espalier {
 
-void Products::linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const at::Tensor& weight_NK,
-                      const at::Tensor& bias_N) const {
+void Products::linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const {
   const TimedPart timed(timer_, part::kProducts);
-  operations_.linear(out_RN, x_RK, weight_NK, bias_N);
+  operations_.linear(out_RN, x_RK, projection.weight, projection.bias);
 }
 
 void Products::linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
-                           const at::Tensor& weight_NK, const at::Tensor& bias_N) const {
+                           const Projection& projection) const {
   const TimedPart timed(timer_, part::kProducts);
-  operations_.linear_onto(out_RN, base_RN, x_RK, weight_NK, bias_N);
+  operations_.linear_onto(out_RN, base_RN, x_RK, projection.weight, projection.bias);
 }
 
 void Products::linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
-                                 const at::Tensor& weight_NK) const {
+                                 const Projection& projection) const {
   const TimedPart timed(timer_, part::kProducts);
-  operations_.linear_grad_input(grad_x_RK, grad_RN, weight_NK);
+  operations_.linear_grad_input(grad_x_RK, grad_RN, projection.weight);
 }
 
 void Products::add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
-                                     const at::Tensor& weight_NK) const {
+                                     const Projection& projection) const {
   const TimedPart timed(timer_, part::kProducts);
-  operations_.add_linear_grad_input(grad_x_RK, grad_RN, weight_NK);
+  operations_.add_linear_grad_input(grad_x_RK, grad_RN, projection.weight);
 }
 
-void Products::add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N,
-                                      const at::Tensor& grad_RN, const at::Tensor& x_RK,
+void Products::add_linear_grad_weight(const Projection& grads, const at::Tensor& grad_RN, const at::Tensor& x_RK,
                                       const at::Tensor& product_NK) const {
   const TimedPart timed(timer_, part::kProducts);
-  operations_.add_linear_grad_weight(grad_weight_NK, grad_bias_N, grad_RN, x_RK, product_NK);
+  operations_.add_linear_grad_weight(grads.weight, grads.bias, grad_RN, x_RK, product_NK);
 }
 
 }  // namespace espalier

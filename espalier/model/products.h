@@ -3,24 +3,26 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/model/model_views.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
 
-// Time goes to part::kProducts of `timer`, where there is one. Names, arguments and results: ops/products.h.
+// Time goes to part::kProducts of `timer`, where there is one. Names, arguments and results: ops/products.h; weight and
+// bias are those of a projection.
 class Products {
  public:
   Products(const Operations& operations, Timer* timer) : operations_(operations), timer_(timer) {}
 
-  void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const at::Tensor& weight_NK,
-              const at::Tensor& bias_N) const;
+  void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const;
   void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
-                   const at::Tensor& weight_NK, const at::Tensor& bias_N) const;
-  void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK) const;
-  void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK) const;
-  void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N,
-                              const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK) const;
+                   const Projection& projection) const;
+  void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const Projection& projection) const;
+  void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
+                             const Projection& projection) const;
+  void add_linear_grad_weight(const Projection& grads, const at::Tensor& grad_RN, const at::Tensor& x_RK,
+                              const at::Tensor& product_NK) const;
 
  private:
   const ProductOperations& operations_;

@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/plan/parameter_shapes.h"
 #include "espalier/plan/planned_machine.h"
 
 namespace espalier {
@@ -153,10 +154,10 @@ CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DTy
                    expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
   logit_bytes_ = 8 * a * static_cast<double>(shape.head_width()) * (kind.gradients ? 1 : 0.5);
-  const double embedding = static_cast<double>(shape.vocabulary * shape.hidden);
+  const double embedding = static_cast<double>(outer_parameters(shape).embedding.weights());
   const double head = static_cast<double>(shape.head_width() * shape.hidden);
   expert_gradient_bytes_ =
-      2 * a * expert_layers_ * static_cast<double>(3 * shape.experts * shape.hidden * shape.expert_inner);
+      2 * a * expert_layers_ * static_cast<double>(shape.experts * layer_parameters(shape, true).mlp_parameters());
   gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - embedding - (shape.tied_head ? 0 : head)) -
                     expert_gradient_bytes_;
   head_gradient_bytes_ = 2 * a * head;

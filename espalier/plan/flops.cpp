@@ -1,15 +1,22 @@
 // Counts of mathematics, section 9.
 #include "espalier/plan/flops.h"
 
+#include "espalier/plan/parameter_shapes.h"
+
 namespace espalier {
 namespace {
 
 // Matrix weights that one row of a layer meets.
-double query_output_weights(const ModelShape& s) { return 2.0 * s.hidden * s.heads * s.head_dim; }
-double key_value_weights(const ModelShape& s) { return 2.0 * s.hidden * s.kv_heads * s.head_dim; }
-double dense_mlp_weights(const ModelShape& s) { return 3.0 * s.hidden * s.inner; }
-double router_weights(const ModelShape& s) { return static_cast<double>(s.hidden * s.experts); }
-double expert_weights(const ModelShape& s) { return 3.0 * s.hidden * s.experts_per_token * s.expert_inner; }
+struct RowWeights {
+  double query_output, key_value, dense_mlp, router, experts;
+};
+RowWeights row_weights(const ModelShape& s) {
+  const LayerParameters dense = layer_parameters(s, false), experts = layer_parameters(s, true);
+  const auto number = [](std::int64_t weights) { return static_cast<double>(weights); };
+  return {number(dense.query.weights() + dense.output.weights()), number(dense.key.weights() + dense.value.weights()),
+          number(dense.mlp_weights()), number(experts.router.weights()),
+          static_cast<double>(s.experts_per_token) * number(experts.mlp_weights())};
+}
 
 // Of the MLPs of all layers but the last.
 struct FullLayers {
@@ -38,12 +45,13 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_routed) {
   const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs), R = wide ? T : O;
   const double full = static_cast<double>(s.layers - 1);
   const FullLayers mlp = full_layers(s);
-  const double last_mlp = experts_last ? router_weights(s) : dense_mlp_weights(s);
+  const RowWeights w = row_weights(s);
+  const double last_mlp = experts_last ? w.router : w.dense_mlp;
   Flops flops;
-  flops.layers = 2 * (T * (full * query_output_weights(s) + (full + 1) * key_value_weights(s) +
-                           mlp.dense * dense_mlp_weights(s) + mlp.experts * router_weights(s)) +
-                      R * (query_output_weights(s) + last_mlp));
-  flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * expert_weights(s);
+  flops.layers =
+      2 * (T * (full * w.query_output + (full + 1) * w.key_value + mlp.dense * w.dense_mlp + mlp.experts * w.router) +
+           R * (w.query_output + last_mlp));
+  flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
   flops.attention =
       4.0 * s.heads * s.head_dim *
@@ -78,9 +86,10 @@ Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind
 }
 
 double published_ceiling(const ModelShape& s, std::int64_t prompt, std::int64_t response, std::int64_t n) {
-  double layers = static_cast<double>(s.layers) * (query_output_weights(s) + key_value_weights(s));
+  const RowWeights w = row_weights(s);
+  double layers = static_cast<double>(s.layers) * (w.query_output + w.key_value);
   for (std::int64_t layer = 0; layer < s.layers; ++layer)
-    layers += s.has_experts(layer) ? router_weights(s) + expert_weights(s) : dense_mlp_weights(s);
+    layers += s.has_experts(layer) ? w.router + w.experts : w.dense_mlp;
   const double head = static_cast<double>(s.hidden) * static_cast<double>(s.vocabulary);
   const double pair = 4.0 * s.heads * s.head_dim * static_cast<double>(s.layers);
   const double P = static_cast<double>(prompt), R = static_cast<double>(response), N = static_cast<double>(n);

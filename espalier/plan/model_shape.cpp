@@ -357,18 +357,4 @@ std::int64_t ModelShape::expert_layers() const {
   return std::count(expert_layer.begin(), expert_layer.end(), std::uint8_t{1});
 }
 
-std::int64_t ModelShape::parameters() const {
-  const std::int64_t M = hidden, HD = heads * head_dim;
-  std::int64_t attention = M * qkv_width() + HD * M + 2 * M;
-  if (qkv_bias) attention += qkv_width();
-  if (output_bias) attention += M;
-  if (qk_norm) attention += 2 * head_dim;
-  const std::int64_t mlp = 3 * M * inner + (mlp_bias ? 2 * inner + M : 0);
-  const std::int64_t moe = experts * M + 3 * experts * M * expert_inner;
-  const std::int64_t head = value_head ? M + 1 : tied_head ? 0 : vocabulary * M;
-  std::int64_t total = vocabulary * M + M + head;
-  for (std::int64_t layer = 0; layer < layers; ++layer) total += attention + (has_experts(layer) ? moe : mlp);
-  return total;
-}
-
 }  // namespace espalier

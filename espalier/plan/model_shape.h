@@ -45,7 +45,7 @@ struct ModelShape {
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
   }
   std::int64_t expert_layers() const;  // how many have them
-  std::int64_t parameters() const;     // tied weights once
+  std::int64_t parameters() const;     // tied weights once (plan/parameter_shapes.h)
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };

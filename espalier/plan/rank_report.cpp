@@ -8,6 +8,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
+#include "espalier/plan/local_shape.h"
 #include "espalier/plan/memory_model.h"
 
 namespace espalier {
@@ -15,30 +16,11 @@ namespace {
 
 std::int64_t share(std::int64_t whole, std::int64_t parts) { return (whole + parts - 1) / parts; }
 
-void need(bool fine, const char* option, const std::string& expected, std::int64_t got) {
-  if (!fine) throw OptionError({option, expected, text_of(got), ""});
-}
-
-ModelShape shape_of_rank(const ModelShape& whole, const ParallelDegrees& d) {
-  need(d.tp >= 1 && whole.heads % d.tp == 0 && whole.inner % d.tp == 0, "--tp",
-       text_of("a divisor of ", whole.heads, " heads and inner width ", whole.inner), d.tp);
-  need(whole.kv_heads % d.tp == 0 || d.tp % whole.kv_heads == 0, "--tp",
-       text_of("a divisor or a multiple of ", whole.kv_heads, " key/value heads"), d.tp);
-  need(d.pp >= 1 && d.pp <= whole.layers, "--pp", text_of("at most ", whole.layers, " layers"), d.pp);
-  need(d.cp >= 1, "--cp", "at least 1", d.cp);
-  need(d.dp >= 1, "--dp", "at least 1", d.dp);
-  need(d.ep == 1 || (d.ep > 1 && whole.experts > 0 && whole.experts % d.ep == 0), "--ep",
-       whole.experts > 0 ? text_of("a divisor of ", whole.experts, " experts") : "1, as the model has no experts",
-       d.ep);
-  ModelShape rank = whole;
-  rank.heads = whole.heads / d.tp;
-  rank.kv_heads = std::max<std::int64_t>(1, whole.kv_heads / d.tp);
-  rank.inner = whole.inner / d.tp;
-  rank.expert_inner = share(whole.expert_inner, d.tp);
-  rank.vocabulary = share(whole.vocabulary, d.tp);
-  rank.layers = share(whole.layers, d.pp);
-  rank.expert_layer.resize(rank.layers);
-  if (whole.experts > 0) rank.experts = whole.experts / d.ep;
+// Of a rank of the last stage, which has as many layers as any. The router of a rank is charged with its own experts.
+ModelShape shape_of_rank(const ModelShape& whole, const Degrees& degrees) {
+  const LocalShape local(whole, degrees, {.pp = degrees.pp - 1});
+  ModelShape rank = local.own();
+  rank.experts = local.experts().size();
   return rank;
 }
 
@@ -79,11 +61,7 @@ class RankWalk {
 
 }  // namespace
 
-ParallelDegrees degrees_of(const Options& options) {
-  return {options.tp, options.pp, options.dp, options.cp, options.ep};
-}
-
-RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const ParallelDegrees& degrees,
+RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const Degrees& degrees,
                        const MachineProfile& profile, const StepKind& kind) {
   const ModelShape rank = shape_of_rank(shape, degrees);
   RankWalk walk(rank, dtype, degrees.cp, profile, kind);
@@ -117,7 +95,7 @@ RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtyp
 }
 
 Json to_json(const RankReport& report) {
-  const ParallelDegrees& d = report.degrees;
+  const Degrees& d = report.degrees;
   const PhasePeaks& bytes = report.cost.bytes;
   return {{"tp", d.tp},
           {"pp", d.pp},
@@ -136,7 +114,7 @@ Json to_json(const RankReport& report) {
 }
 
 std::string explain(const RankReport& report) {
-  const ParallelDegrees& d = report.degrees;
+  const Degrees& d = report.degrees;
   return text_of("One rank of ", d.ranks(), " (tp ", d.tp, ", pp ", d.pp, ", dp ", d.dp, ", cp ", d.cp, ", ep ", d.ep,
                  "): ", report.parameters, " parameters, peak ", format_bytes(report.cost.bytes.peak()), " (A ",
                  format_bytes(report.cost.bytes.a), ", B ", format_bytes(report.cost.bytes.b), ", C ",

@@ -9,20 +9,14 @@
 #include <cstdint>
 #include <string>
 
-#include "espalier/options/options.h"
+#include "espalier/parallel/degrees.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
 
-struct ParallelDegrees {
-  std::int64_t tp = 1, pp = 1, dp = 1, cp = 1, ep = 1;
-  std::int64_t ranks() const { return tp * pp * dp * cp; }  // ep reuses ranks of the other axes
-};
-ParallelDegrees degrees_of(const Options& options);
-
 struct RankReport {
-  ParallelDegrees degrees;
+  Degrees degrees;
   std::int64_t parameters = 0;  // of one rank
   PlanCost cost;                // of the busiest rank
   double balance = 1;           // mean over busiest dp rank, by predicted time
@@ -30,7 +24,7 @@ struct RankReport {
 };
 
 // Errors: OptionError for degrees that do not divide the model.
-RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const ParallelDegrees& degrees,
+RankReport rank_report(const StepPlan& plan, const ModelShape& shape, DType dtype, const Degrees& degrees,
                        const MachineProfile& profile, const StepKind& kind = {});
 Json to_json(const RankReport& report);
 std::string explain(const RankReport& report);

@@ -1,0 +1,50 @@
+// What the two halves of a decoder block share: what they save for the backward, and what they are run with.
+//
+// Shapes: T rows, R rows that continue past the keys and values (all, or in the last block those with an output), M
+// width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/device/arena.h"
+#include "espalier/model/kv_path.h"
+#include "espalier/model/model_input.h"
+#include "espalier/model/model_views.h"
+#include "espalier/model/products.h"
+#include "espalier/model/rotary.h"
+#include "espalier/observe/timer.h"
+#include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
+
+namespace espalier {
+
+// What the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
+struct LayerSaved {
+  at::Tensor stream_in_TM;
+  at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
+  at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
+  at::Tensor stream_mid_RM, mlp_rstd_R;
+  at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
+  at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+};
+
+struct LayerContext {
+  const ModelShape& shape;
+  const LayerViews& weights;
+  const RotaryTables& rotary;
+  const ModelInput& rows;
+  KvPath& path;
+  std::int64_t layer;
+  bool last;  // only output rows continue
+  Arena& arena;
+  Timer* timer;  // where matrix products and attention book their time; may be null
+  const Operations& ops = arena.device().operations();
+  const Products products{ops, timer};
+
+  at::ScalarType dtype() const { return weights.query.weight.scalar_type(); }
+  // What the declarations of the block's buffers depend on.
+  BlockShape block() const;
+  BlockRows block_rows() const;
+};
+
+}  // namespace espalier

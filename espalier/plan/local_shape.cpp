@@ -1,0 +1,129 @@
+#include "espalier/plan/local_shape.h"
+
+#include <algorithm>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+std::int64_t ceil_div(std::int64_t whole, std::int64_t parts) { return (whole + parts - 1) / parts; }
+
+void need(bool fine, const char* option, const std::string& expected, std::int64_t got) {
+  if (!fine) throw OptionError({option, expected, text_of(got), ""});
+}
+
+// Parts of ceil(size / parts) leave something for the last one.
+bool all_get_some(std::int64_t size, std::int64_t parts) { return (parts - 1) * ceil_div(size, parts) < size; }
+
+void check(const ModelShape& s, const Degrees& d) {
+  need(s.heads % d.tp == 0, "--tp", text_of("a divisor of ", s.heads, " attention heads"), d.tp);
+  need(s.kv_heads % d.tp == 0 || d.tp % s.kv_heads == 0, "--tp",
+       text_of("a divisor or a multiple of ", s.kv_heads, " key/value heads"), d.tp);
+  const bool dense_layers = s.expert_layers()<s.layers, split_experts = s.expert_layers()> 0 && d.ep == 1;
+  need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
+           (!split_experts || all_get_some(s.expert_inner, d.tp)),
+       "--tp", "few enough ranks that each gets a part of the vocabulary and of the inner width", d.tp);
+  need(d.pp <= s.layers, "--pp", text_of("at most ", s.layers, " layers"), d.pp);
+  if (d.ep == 1) return;
+  need(s.experts > 0, "--ep", "1, as the model has no experts", d.ep);
+  need(s.experts % d.ep == 0, "--ep", text_of("a divisor of ", s.experts, " experts"), d.ep);
+  need(d.ep % d.tp == 0, "--ep", text_of("1 or a multiple of --tp ", d.tp), d.ep);
+}
+
+LocalShape::Range part(std::int64_t size, std::int64_t parts, std::int64_t index) {
+  const std::int64_t share = ceil_div(size, parts);
+  return {std::min(size, index * share), std::min(size, (index + 1) * share)};
+}
+
+}  // namespace
+
+LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place)
+    : whole_(whole), own_(whole), degrees_(degrees), place_(place) {
+  check(whole, degrees);
+  layers_ = {whole.layers * place.pp / degrees.pp, whole.layers * (place.pp + 1) / degrees.pp};
+  experts_ = part(whole.experts, degrees.ep, place.ep);
+  own_.heads = ceil_div(whole.heads, portion(Cut::heads).parts);
+  own_.kv_heads = ceil_div(whole.kv_heads, portion(Cut::kv_heads).parts);
+  own_.inner = ceil_div(whole.inner, portion(Cut::inner).parts);
+  own_.expert_inner = ceil_div(whole.expert_inner, portion(Cut::expert_inner).parts);
+  own_.vocabulary = ceil_div(whole.vocabulary, portion(Cut::vocabulary).parts);
+  own_.layers = layers_.size();
+  if (!whole.expert_layer.empty())
+    own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
+}
+
+LocalShape::Portion LocalShape::portion(Cut cut) const {
+  const Portion all{degrees_.tp, place_.tp};
+  switch (cut) {
+    case Cut::none:
+      return {};
+    case Cut::heads:
+    case Cut::inner:
+    case Cut::vocabulary:
+      return all;
+    case Cut::kv_heads: {
+      const std::int64_t parts = std::min(degrees_.tp, whole_.kv_heads);
+      return {parts, place_.tp * parts / degrees_.tp};
+    }
+    case Cut::expert_inner:
+      return degrees_.ep == 1 ? all : Portion{};
+  }
+  return {};
+}
+
+LocalShape::Range LocalShape::vocabulary() const {
+  const Portion p = portion(Cut::vocabulary);
+  return part(whole_.vocabulary, p.parts, p.index);
+}
+
+std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
+  const OuterParameters outer = outer_parameters(whole_);
+  const bool first_stage = place_.pp == 0, last_stage = place_.pp == degrees_.pp - 1;
+  const bool embedding = parameter.layer < 0 && parameter.name.starts_with(outer.embedding.name);
+  if (embedding && !first_stage && !(last_stage && whole_.tied_head)) return {};
+  if (parameter.layer < 0 && !embedding && !last_stage) return {};
+  if (parameter.layer >= 0 && !layers_.has(parameter.layer)) return {};
+  if (parameter.expert >= 0 && !experts_.has(parameter.expert)) return {};
+
+  Shard shard;
+  shard.of_expert = parameter.expert >= 0;
+  shard.whole = shard.local = shard.end = parameter.sides[0].size;
+  shard.copies = degrees_.tp;
+  Cut cut = Cut::none;
+  for (std::size_t dim = 0; dim < parameter.sides.size(); ++dim) {
+    const Side& side = parameter.sides[dim];
+    if (side.cut == Cut::none) continue;
+    cut = side.cut;
+    const Portion p = portion(cut);
+    shard.copies = degrees_.tp / p.parts;
+    if (p.parts == 1) continue;
+    const Range range = part(side.size, p.parts, p.index);
+    shard.dim = static_cast<int>(dim);
+    shard.begin = range.begin, shard.end = range.end, shard.whole = side.size;
+    shard.local = ceil_div(side.size, p.parts);
+  }
+  const bool whole_expert = shard.of_expert && degrees_.ep > 1;
+  if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
+  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads);
+  const bool first_replica = whole_expert
+                                 ? ((place_.dp * degrees_.cp + place_.cp) * degrees_.tp + place_.tp) / degrees_.ep == 0
+                                 : place_.dp == 0 && place_.cp == 0 && place_.tp % shard.copies == 0;
+  shard.counted = first_replica && (!embedding || first_stage);
+  return shard;
+}
+
+std::int64_t LocalShape::parameters() const {
+  std::int64_t total = 0;
+  for_each_parameter(whole_, [&](const ParameterShape& parameter) {
+    const std::optional<Shard> here = shard(parameter);
+    if (!here) return;
+    std::int64_t count = 1;
+    for (const Side& side : parameter.sides) count *= side.size;
+    if (here->dim >= 0) count = count / here->whole * here->local;
+    total += count;
+  });
+  return total;
+}
+
+}  // namespace espalier

@@ -1,0 +1,105 @@
+// The parameters of a model, described once: the projections and norms of its blocks, their names, their sizes, and
+// what ranks may divide. Count, table, views, FLOPs and shards are made from this.
+//
+// M width, H query heads, J key/value heads, D head size, F inner width, E experts, V vocabulary.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+// What the ranks of a tensor-parallel group divide along one side of a parameter; `none`: every rank has all of it.
+enum class Cut { none, heads, kv_heads, inner, expert_inner, vocabulary };
+
+struct Side {
+  std::int64_t size = 0;
+  Cut cut = Cut::none;
+};
+
+// y = x W^T + b with W [out, in]. Its parameters are <prefix><name>.weight and <prefix><name>.bias.
+struct ProjectionShape {
+  const char* name = "";
+  Side out, in;
+  bool bias = false;
+
+  std::int64_t weights() const { return out.size * in.size; }
+  std::int64_t parameters() const { return weights() + (bias ? out.size : 0); }
+};
+
+struct NormShape {
+  const char* name = "";
+  std::int64_t width = 0;  // 0: there is none
+};
+
+// Of one layer. Names follow layer_prefix, those of experts expert_prefix.
+struct LayerParameters {
+  NormShape attention_norm;
+  ProjectionShape query, key, value, output;
+  NormShape query_norm, key_norm;  // over the channels of each head
+  NormShape mlp_norm;
+  std::int64_t experts = 0;        // E; 0: the MLP is dense
+  ProjectionShape router;          // where there are experts
+  ProjectionShape gate, up, down;  // of the MLP, or of every expert
+
+  // Matrix elements of the MLP or of one expert.
+  std::int64_t mlp_weights() const { return gate.weights() + up.weights() + down.weights(); }
+  std::int64_t mlp_parameters() const { return gate.parameters() + up.parameters() + down.parameters(); }
+  std::int64_t parameters() const;
+};
+
+// Here, because the planner asks for FLOPs very often.
+inline LayerParameters layer_parameters(const ModelShape& shape, bool experts) {
+  const Side M{shape.hidden};
+  const Side heads{shape.heads * shape.head_dim, Cut::heads}, kv_heads{shape.kv_heads * shape.head_dim, Cut::kv_heads};
+  const std::int64_t head_norm = shape.qk_norm ? shape.head_dim : 0;
+  LayerParameters p;
+  p.attention_norm = {"input_layernorm", shape.hidden};
+  p.query = {"self_attn.q_proj", heads, M, shape.qkv_bias};
+  p.key = {"self_attn.k_proj", kv_heads, M, shape.qkv_bias};
+  p.value = {"self_attn.v_proj", kv_heads, M, shape.qkv_bias};
+  p.output = {"self_attn.o_proj", M, heads, shape.output_bias};
+  p.query_norm = {"self_attn.q_norm", head_norm};
+  p.key_norm = {"self_attn.k_norm", head_norm};
+  p.mlp_norm = {"post_attention_layernorm", shape.hidden};
+  if (experts) {
+    const Side inner{shape.expert_inner, Cut::expert_inner};
+    p.experts = shape.experts;
+    p.router = {"mlp.gate", {shape.experts}, M};
+    p.gate = {"gate_proj", inner, M}, p.up = {"up_proj", inner, M}, p.down = {"down_proj", M, inner};
+  } else {
+    const Side inner{shape.inner, Cut::inner};
+    p.gate = {"mlp.gate_proj", inner, M, shape.mlp_bias}, p.up = {"mlp.up_proj", inner, M, shape.mlp_bias};
+    p.down = {"mlp.down_proj", M, inner, shape.mlp_bias};
+  }
+  return p;
+}
+
+std::string layer_prefix(std::int64_t layer);                        // "model.layers.3."
+std::string expert_prefix(std::int64_t layer, std::int64_t expert);  // "model.layers.3.mlp.experts.7."
+
+// What stands below and above the layers.
+struct OuterParameters {
+  ProjectionShape embedding;
+  NormShape final_norm;
+  ProjectionShape head;  // nothing (0 by M) where it is the embedding
+};
+OuterParameters outer_parameters(const ModelShape& shape);
+
+// One tensor of a file.
+struct ParameterShape {
+  std::string name;
+  std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
+  std::int64_t layer = -1, expert = -1;  // -1: of none
+  bool of_heads = false;                 // a norm of heads: whoever has some of the heads has a part of its gradient
+};
+
+// In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and
+// then their biases; so are gate and up of all experts of a layer, and then down of all of them.
+void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit);
+
+}  // namespace espalier
