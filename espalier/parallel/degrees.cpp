@@ -10,11 +10,8 @@ Degrees degrees_of(const Options& options) {
 
 std::string text_of_degrees(const Degrees& degrees) {
   std::string out;
-  for (const auto& [name, degree] : {std::pair{"tp", degrees.tp},
-                                     {"cp", degrees.cp},
-                                     {"pp", degrees.pp},
-                                     {"dp", degrees.dp},
-                                     {"ep", degrees.ep}})
+  for (const auto& [name, degree] :
+       {std::pair{"tp", degrees.tp}, {"cp", degrees.cp}, {"pp", degrees.pp}, {"dp", degrees.dp}, {"ep", degrees.ep}})
     if (degree > 1) out += text_of(out.empty() ? "" : ", ", name, " ", degree);
   return out.empty() ? "one rank" : out;
 }

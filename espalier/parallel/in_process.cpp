@@ -90,7 +90,8 @@ class World {
   }
   template <class Ready>
   void wait(std::unique_lock<std::mutex>& lock, const char* call, Ready ready) {
-    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_));
+    const auto end =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_));
     const bool in_time = changed_.wait_until(lock, end, [&] { return ready() || error_; });
     if (in_time && ready()) return;
     check_alive(call);
@@ -146,7 +147,8 @@ class ThreadGroup : public Group {
 
   void do_add(const at::Tensor& x) override {
     at::Tensor all;
-    together({"add_over_ranks", 0, x, {}}, [&] { all = sum(); }, [&] { x.copy_(all); });
+    together(
+        {"add_over_ranks", 0, x, {}}, [&] { all = sum(); }, [&] { x.copy_(all); });
   }
 
   void do_max(const at::Tensor& x) override {

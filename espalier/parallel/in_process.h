@@ -12,8 +12,8 @@ struct InProcessOptions {
   int threads = 1;      // of one rank's own parallel work
 };
 
-// Runs body(mesh) once for every rank, each in a thread of its own, and returns when all have ended. An exception in one
-// rank ends all: the others get a CommunicationError in the collective they are in or call next; the first one is
+// Runs body(mesh) once for every rank, each in a thread of its own, and returns when all have ended. An exception in
+// one rank ends all: the others get a CommunicationError in the collective they are in or call next; the first one is
 // thrown here.
 void run_ranks(const Degrees& degrees, const std::function<void(const Mesh& mesh)>& body,
                const InProcessOptions& options = {});

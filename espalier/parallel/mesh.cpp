@@ -37,8 +37,7 @@ Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const Ma
 
 // The world first: where a rank is missing, that is what everybody finds out.
 OwnedMesh::OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make)
-    : groups_(),
-      mesh_([&]() -> Mesh {
+    : groups_(), mesh_([&]() -> Mesh {
         const auto along = [&](Axis axis) -> Group& { return group_of(axis, rank, degrees, make); };
         Group& world = along(Axis::world);
         return {.tp = along(Axis::tp),

@@ -17,7 +17,9 @@ constexpr Degrees kFour{.dp = 4};
 constexpr InProcessOptions kImpatient{.timeout = 0.3};
 
 // What rank r holds: (r + 1) * (1, 2, ..., n); small whole numbers, exact in every dtype.
-at::Tensor of_rank(int rank, std::int64_t n, at::ScalarType dtype) { return (at::arange(1, n + 1) * (rank + 1)).to(dtype); }
+at::Tensor of_rank(int rank, std::int64_t n, at::ScalarType dtype) {
+  return (at::arange(1, n + 1) * (rank + 1)).to(dtype);
+}
 
 void expect_equal(const at::Tensor& got, const at::Tensor& expected) {
   EXPECT_TRUE(at::equal(got, expected)) << got << "\nexpected\n" << expected;
