@@ -81,11 +81,14 @@ function(espalier_bfloat16_sources target)
   endforeach()
 endfunction()
 
-# espalier_test(NAME FILES... LINK targets... [TORCH] [ROUNDING filter]): one GoogleTest binary and one ctest entry.
+# espalier_test(NAME FILES... LINK targets... [TORCH] [ROUNDING filter] [THREADS filter]): one GoogleTest binary and one
+# ctest entry.
 # ROUNDING: a GoogleTest filter of the cases that judge float32 or bfloat16, which tools/run_tests.py repeats under
 # every instruction set of the processor. (Kernel tests that go through the sets by themselves need none.)
+# THREADS: the cases are too small for threads, which would only wait for each other: they run on one, and those of the
+# filter once more on all.
 function(espalier_test name)
-  cmake_parse_arguments(arg "TORCH" "ROUNDING" "LINK;FILES;LABELS" ${ARGN})
+  cmake_parse_arguments(arg "TORCH" "ROUNDING;THREADS" "LINK;FILES;LABELS" ${ARGN})
   list(APPEND arg_FILES ${arg_UNPARSED_ARGUMENTS})
   add_executable(${name} ${arg_FILES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}")
@@ -97,6 +100,9 @@ function(espalier_test name)
   add_test(NAME ${name} COMMAND ${name})
   if(arg_ROUNDING)
     list(APPEND arg_LABELS "rounding=${arg_ROUNDING}")
+  endif()
+  if(arg_THREADS)
+    list(APPEND arg_LABELS "threads=${arg_THREADS}")
   endif()
   set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
 endfunction()

@@ -1,5 +1,6 @@
-"""Runs every test of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list), and
-under every narrower instruction set of the processor once more the cases that judge float32 or bfloat16.
+"""Runs every test of a build folder and says what happened: pytest, then the GoogleTest binaries (from ctest's list), under
+every narrower instruction set of the processor once more the cases that judge float32 or bfloat16, and on all threads once
+more some of the cases that are too small for more than one.
 
     python tools/run_tests.py --build build [--no-python] [--no-cpp] [--only REGEX] [--jobs N]
 
@@ -117,7 +118,8 @@ class Job:
     report: Path
     environment: dict
     cwd: str
-    repeated: bool = False  # under another instruction set: its cases are counted, but not as cases that must exist
+    repeated: bool = False  # otherwise than before: its cases are counted, but not as cases that must exist
+    alone: bool = False  # nothing runs beside it
 
     def run(self):
         """Returns (result, output, seconds)."""
@@ -130,18 +132,21 @@ class Job:
 
 
 def run_jobs(jobs, at_once):
-    """Runs them, `at_once` side by side, the longest known first. Returns (result of all, cases that are repetitions)."""
-    total, repetitions = Result(), 0
+    """Runs them, `at_once` side by side, the longest known first, then those that run alone. Returns (result of all, cases
+    that are repetitions)."""
+    total, repetitions, number = Result(), 0, 0
     width = max((len(job.name) for job in jobs), default=0)
-    with ThreadPoolExecutor(at_once) as pool:
-        running = {pool.submit(job.run): job for job in jobs}
-        for number, future in enumerate(as_completed(running), 1):
-            job, (result, output, seconds) = running[future], future.result()
-            print(f"[{number:2}/{len(jobs)}] {job.name:{width}}  {seconds:6.1f} s  {result.text()}", flush=True)
-            if result.failed:
-                print_failures(output)
-            total.add(result)
-            repetitions += result.cases() if job.repeated else 0
+    for alone in (False, True):
+        with ThreadPoolExecutor(1 if alone else at_once) as pool:
+            running = {pool.submit(job.run): job for job in jobs if job.alone == alone}
+            for future in as_completed(running):
+                job, (result, output, seconds) = running[future], future.result()
+                number += 1
+                print(f"[{number:2}/{len(jobs)}] {job.name:{width}}  {seconds:6.1f} s  {result.text()}", flush=True)
+                if result.failed:
+                    print_failures(output)
+                total.add(result)
+                repetitions += result.cases() if job.repeated else 0
     return total, repetitions
 
 
@@ -149,29 +154,35 @@ def property_of(test, name):
     return next((p["value"] for p in test.get("properties", []) if p["name"] == name), None)
 
 
-def rounding_filter(test):
-    """The GoogleTest filter of its cases that judge float32 or bfloat16 (ROUNDING of espalier_test), or nothing."""
+def filter_of(test, what):
+    """The GoogleTest filter that espalier_test (cmake/EspalierTargets.cmake) was given as ROUNDING or THREADS, or nothing."""
     labels = property_of(test, "LABELS") or []
-    return next((label.removeprefix("rounding=") for label in labels if label.startswith("rounding=")), None)
+    return next((label.removeprefix(f"{what}=") for label in labels if label.startswith(f"{what}=")), None)
 
 
 def cpp_jobs(build, only, reports, level, others):
     jobs, failed = [], []
     for test in listed_tests(build):
-        name, judged = test["name"], rounding_filter(test)
+        name, judged, threaded = test["name"], filter_of(test, "rounding"), filter_of(test, "threads")
         if not re.search(only, name):
             continue
         if "command" not in test:
             failed.append(f"{name}: not built")
             continue
         cwd = property_of(test, "WORKING_DIRECTORY") or str(build)
-        for other in [level, *(others if judged else [])]:
-            report = reports / f"{name}-{other}.xml"
-            environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **environment_of(other))
+
+        def job(called, sets, more, test=test, cwd=cwd, **how):
+            report = reports / f"{called}.xml"
+            environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **environment_of(sets), **more)
             environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the program: two binaries share the processors
-            if other != level:
-                environment["GTEST_FILTER"] = judged
-            jobs.append(Job(name if other == level else f"{name} ({other})", test["command"], report, environment, cwd, other != level))
+            return Job(called, test["command"], report, environment, cwd, **how)
+
+        one = {"OMP_NUM_THREADS": "1"} if threaded else {}
+        jobs.append(job(name, level, one))
+        for other in others if judged else []:
+            jobs.append(job(f"{name} ({other})", other, {**one, "GTEST_FILTER": judged}, repeated=True))
+        if threaded:
+            jobs.append(job(f"{name} (all threads)", level, {"GTEST_FILTER": threaded}, repeated=True, alone=True))
     if not jobs:
         print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
     # The largest binaries run longest: they come first, and the short repetitions fill up at the end.

@@ -11,11 +11,15 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/ops/attention/attention.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {
 namespace {
+
+// Where a run has several threads, they share what these tiny models have to do.
+const bool kThreadsShareAll = (attention::set_least_shared_work(0), true);
 
 // "qwen3-moe": 8 experts, 2 a token, renormalised, in every layer. Others vary one thing.
 void add_experts(ModelShape& shape, const std::string& family) {

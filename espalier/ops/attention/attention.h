@@ -46,6 +46,11 @@ struct Inputs {
 template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
 
+// Problems of fewer multiply-adds (2 H D of each pair of a query row and a key) run on the calling thread, since others
+// would take longer to wake than to work. Tests of threads set 0.
+inline constexpr std::int64_t kLeastSharedWork = 1 << 19;
+void set_least_shared_work(std::int64_t multiply_adds);
+
 template <class T>
 struct Gradients {
   Rows<T> q;                              // [Q, H, D], overwritten

@@ -4,6 +4,7 @@
 // 256, backward at most about 4 MB plus below 2 MB a thread (one panel per head where even that exceeds 4 MB).
 #include <omp.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <new>
 #include <type_traits>
@@ -111,14 +112,23 @@ void check(const Shape& s) {
   ESPALIER_INTERNAL(s.query_row || s.query_rows <= s.own_rows, s.query_rows, " query rows of ", s.own_rows);
 }
 
+std::atomic<std::int64_t> least_shared_work = kLeastSharedWork;
+
+int threads_for(const Shape& s) {
+  const std::int64_t work = 2 * s.heads * s.head_dim * s.query_rows * (s.path_rows + s.own_rows);
+  return work < least_shared_work.load(std::memory_order_relaxed) ? 1 : omp_get_max_threads();
+}
+
 }  // namespace
+
+void set_least_shared_work(std::int64_t multiply_adds) { least_shared_work = multiply_adds; }
 
 template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ) {
   check(shape);
   if (shape.query_rows == 0) return;
   const cpu::Kernels<T> k = cpu::kernels<T>();
-  const int threads = omp_get_max_threads();
+  const int threads = threads_for(shape);
   k.forward(shape, in, out, lse_HQ, cpu::scratch().at_least(k.forward_scratch(shape, threads)), threads);
 }
 
@@ -128,7 +138,7 @@ void backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const 
   check(shape);
   if (shape.query_rows == 0) return;
   const cpu::Kernels<T> k = cpu::kernels<T>();
-  const int threads = omp_get_max_threads();
+  const int threads = threads_for(shape);
   void* memory = cpu::scratch().at_least(k.backward_scratch(shape, threads));
   k.backward(shape, in, out, lse_HQ, grad_out, grads, memory, threads);
 }

@@ -47,6 +47,9 @@ std::vector<Level> levels() {
     }
   return all;
 }
+// Small problems are what shows a mistake: threads share all of them here.
+const bool kThreadsShareAll = (attention::set_least_shared_work(0), true);
+
 // Restores the choice of instructions and threads.
 struct Restore {
   int threads = omp_get_max_threads();
@@ -56,6 +59,7 @@ struct Restore {
     force_instruction_set(set);
     force_bfloat16_products(products);
     omp_set_num_threads(threads);
+    attention::set_least_shared_work(0);
   }
 };
 
@@ -318,6 +322,19 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
         EXPECT_EQ(first.path_k, again.path_k);
         EXPECT_EQ(first.path_v, again.path_v);
       }
+}
+
+// Two queries over 1502 keys, which five threads would cut into two parts and add up in another order.
+TEST(Attention, SmallProblemsAreTheCallingThreadsAlone) {
+  const Restore restore;
+  const Problem p = random_problem<double>(13, {2, 1500, 1, 1, 16}, Rows::all);
+  const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()), 5.0);
+  omp_set_num_threads(1);
+  const Results<double> alone = run<double>(p, Code::fast, out, lse);
+  omp_set_num_threads(5);
+  EXPECT_NE(run<double>(p, Code::fast, out, lse).out, alone.out);
+  attention::set_least_shared_work(attention::kLeastSharedWork);
+  EXPECT_EQ(run<double>(p, Code::fast, out, lse).out, alone.out);
 }
 
 // d/dx of L = sum w o out, by central differences: truncation h^2/6 L''' and rounding 1e-16 L / h are both near 1e-11
