@@ -23,6 +23,7 @@ class InterruptibleProgress final : public Progress {
   void advance_to(std::int64_t done) override;
   void end() override { shown_.end(); }
   void note(std::string_view text) override { shown_.note(text); }
+  void part(std::string_view text) override { shown_.part(text); }
   void on_interrupt(OnInterrupt mode) override;
   int interrupted() const override { return received_interrupt(); }
 

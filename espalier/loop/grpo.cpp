@@ -15,6 +15,7 @@
 #include "espalier/loop/sampling.h"
 #include "espalier/loop/task_questions.h"
 #include "espalier/loop/warm_start.h"
+#include "espalier/observe/part_progress.h"
 #include "espalier/observe/timer.h"
 #include "espalier/report/plan_picture.h"
 #include "espalier/rollout/batch.h"
@@ -33,7 +34,11 @@ constexpr std::int64_t kSamplesOfEvaluation = 3;  // recorded at least, whatever
 class Loop {
  public:
   Loop(RunStart start, Progress& progress, const MetricLine& on_line)
-      : folder_(*start.folder), start_(std::move(start)), options_(start_.options), progress_(progress) {
+      : folder_(*start.folder),
+        start_(std::move(start)),
+        options_(start_.options),
+        progress_(progress),
+        parts_(progress) {
     if (const auto step = folder_.newest_checkpoint())
       restore(folder_.checkpoint(*step), on_line);
     else
@@ -43,6 +48,8 @@ class Loop {
 
   GrpoReport run() {
     progress_.on_interrupt(OnInterrupt::finish);
+    first_step_ = state_.step;
+    parts_.begin_run("training", last_step_ - first_step_, "steps");
     prepare();
     bool nothing_left = false;
     while (state_.step < last_step_ && !nothing_left) {
@@ -53,6 +60,7 @@ class Loop {
     if (evaluated_at_ != state_.step) evaluate();
     if (saved_at_ != state_.step) save();
     write_model();
+    progress_.end();
     if (const int signal = progress_.interrupted(); signal != 0)
       throw Interrupted{signal, text_of("after the last step, ", state_.step)};
     return {folder_.root(), state_.step, state_.accuracy, nothing_left};
@@ -79,7 +87,8 @@ class Loop {
   RunStart start_;
   const Options& options_;
   Progress& progress_;
-  std::int64_t last_step_ = 0;
+  PartProgress parts_;  // of everything after the weights are there, under one bar for the run
+  std::int64_t first_step_ = 0, last_step_ = 0;
 
   std::unique_ptr<ModelState> model_, reference_;
   std::unique_ptr<AdamW> optimizer_;
@@ -170,7 +179,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
 void Loop::prepare() {
   actor_.emplace(*model_, options_, start_.machine);
   actor_->has_optimizer = true;
-  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->workspace.arena, progress_);
+  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->workspace.arena, parts_);
   model_->decoder.reserve_positions(sampling_->longest_rollout());
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {
@@ -190,7 +199,7 @@ void Loop::prepare() {
 
 // PPO: the critic shares the actor's workspace, for the two take turns.
 void Loop::prepare_critic() {
-  critic_.emplace(load_critic(options_.critic, options_, model_->shape, progress_), options_, start_.machine,
+  critic_.emplace(load_critic(options_.critic, options_, model_->shape, parts_), options_, start_.machine,
                   actor_->workspace);
   critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
   critic_->optimizer();
@@ -231,8 +240,7 @@ bool Loop::run_batch() {
   const Timer scoring;
   add_logprobs(sampled.rollouts, options_.epochs * static_cast<std::int64_t>(mini_batches), sampled.tokens_saved);
   TrainingData data(std::move(sampled.rollouts), options_, critic_.has_value());
-  if (critic_)
-    data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic_->values_of(rollouts, progress_); });
+  if (critic_) data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic_->values_of(rollouts, parts_); });
   const double score_seconds = scoring.total();
   Json batch;
   batch["batch"] = state_.batches;
@@ -257,7 +265,7 @@ bool Loop::run_batch() {
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
   const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
     ScoredRollouts scored =
-        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->workspace, progress_, counts);
+        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->workspace, parts_, counts);
     for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
     tokens_saved += scored.logical_rows - scored.physical_rows;
   };
@@ -276,7 +284,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
   const std::int64_t steps = options_.epochs * data.mini_batches();
   last_rollouts_ = data.rollouts();
   std::size_t at = 0;
-  progress_.begin("training", steps, "steps");
+  parts_.begin("updating", steps, "steps");
   for (std::int64_t i = 0; i < steps; ++i) {
     const MiniBatch mini_batch = data.mini_batch(i % data.mini_batches());
     const StepReport report = run_step(*actor_, *optimizer_, mini_batch, false, critic_ ? &*critic_ : nullptr);
@@ -302,9 +310,10 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     line["tokens_saved"] = (i == 0 ? batch["tokens_saved"].get<std::int64_t>() : 0) + gradient.plan.logical_rows -
                            gradient.trunk_rows - gradient.wave_rows;
     metrics_->write(line);
-    progress_.advance_to(i + 1);
+    parts_.advance_to(i + 1);
+    parts_.advance_run_to(state_.step - first_step_);
   }
-  progress_.end();
+  parts_.end();
 }
 
 // Without held-out prompts the samples are those of the last batch.
@@ -337,7 +346,7 @@ void Loop::write_samples(std::span<const Answer> answers) {
 }
 
 void Loop::save() {
-  progress_.begin("saving", 0, "bytes");
+  parts_.begin("saving", 0, "bytes");
   write_last_rollouts();
   state_.metrics_bytes = metrics_->bytes();
   state_.prompts = start_.questions->fingerprint();
@@ -346,7 +355,7 @@ void Loop::save() {
                   options_);
   saved_at_ = state_.step;
   std::filesystem::remove_all(folder_.warm_start());
-  progress_.end();
+  parts_.end();
 }
 
 void Loop::write_last_rollouts() const {

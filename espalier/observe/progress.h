@@ -34,6 +34,7 @@ class Progress {
   virtual void end() = 0;
   virtual void note(std::string_view text) = 0;  // a remark of one line: what was decided, what was ignored
 
+  virtual void part(std::string_view) {}         // what the task is at, until the next begin; empty: nothing
   virtual void on_interrupt(OnInterrupt) {}      // from now on; at first `stop`
   virtual int interrupted() const { return 0; }  // the signal that came; 0: none
 };

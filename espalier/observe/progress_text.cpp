@@ -28,6 +28,7 @@ std::string bar(double share, std::size_t cells) {
 void ProgressText::begin(std::string_view task, std::int64_t total, std::string_view unit) {
   task_ = task;
   unit_ = unit;
+  part_.clear();
   total_ = total;
   done_ = 0;
   began_ = shown_ = output_.seconds();
@@ -73,6 +74,7 @@ std::string ProgressText::line(double now) const {
     text += ", " + format_seconds(1 / rate) + " each";
   if (done_ < total_ && rate > 0 && estimates)
     text += ", " + format_seconds(static_cast<double>(total_ - done_) / rate) + " left";
+  if (!part_.empty()) text += "; " + part_;
   if (total_ <= 0) return task_ + "  " + text;
   const std::string percent = std::to_string(static_cast<int>(100 * share)) + " %";
   if (!output_.terminal) return task_ + ' ' + percent + ": " + text;

@@ -23,13 +23,14 @@ class ProgressText final : public Progress {
   void advance_to(std::int64_t done) override;
   void end() override;  // the bar is taken away; the result speaks for itself
   void note(std::string_view text) override;
+  void part(std::string_view text) override { part_ = text; }  // shown with the next report
 
  private:
   void show(double now);
   std::string line(double now) const;
 
   Output output_;
-  std::string task_, unit_;
+  std::string task_, unit_, part_;
   std::int64_t total_ = 0, done_ = 0;
   double began_ = 0, shown_ = 0;
   bool drawn_ = false;  // a bar stands on the current line of the terminal

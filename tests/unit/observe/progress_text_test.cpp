@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "espalier/observe/part_progress.h"
+
 namespace espalier {
 namespace {
 
@@ -99,6 +101,22 @@ TEST(ProgressText, ANoteStandsOnItsOwnLine) {
   watched.progress.note("unknown field reward_model");
   EXPECT_EQ(watched.written.at(1), "\r\x1b[K");
   EXPECT_EQ(watched.written.at(2), "unknown field reward_model\n");
+}
+
+TEST(PartProgress, PartsAreNamedBehindTheBarOfTheRun) {
+  Watched watched(false);
+  PartProgress run(watched.progress);
+  run.begin_run("training", 4, "steps");
+  run.begin("generating", 200, "tokens");
+  watched.now += 20;
+  run.advance_run_to(2);
+  run.end();
+  run.begin("rewards", 10, "responses");
+  watched.now += 20;
+  run.advance_to(7);
+  ASSERT_EQ(watched.written.size(), 2u);
+  EXPECT_EQ(watched.written[0], "training 50 %: 2 of 4 steps, 10 s each, 20 s left; generating 0 %\n");
+  EXPECT_EQ(watched.written[1], "training 50 %: 2 of 4 steps, 20 s each, 40 s left; rewards 70 %\n");
 }
 
 }  // namespace
