@@ -123,7 +123,7 @@ std::string plan_section(const RunRecord& run) {
   std::string out = text_of("<section><h2>Prefix trees and schedule</h2>\n<p>Step ", run.picture_step, ": ",
                             shown(static_cast<double>(picture.tree_count), Unit::count),
                             picture.tree_count == 1 ? " tree, " : " trees, ",
-                            shown(static_cast<double>(picture.physical), Unit::count), " rows run (",
+                            shown(static_cast<double>(picture.physical), Unit::count), " tokens computed (",
                             shown(static_cast<double>(picture.trunk), Unit::count), " in trunks, ",
                             shown(static_cast<double>(picture.wave), Unit::count), " in waves) instead of ",
                             shown(static_cast<double>(picture.logical), Unit::count), ".</p>\n");
