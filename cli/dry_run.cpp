@@ -26,7 +26,8 @@ void check_objective(const TrainingData& data, const Options& options) {
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
   require_room(shape, options, {});
-  const TrainingData data(read_for_model(options.rollouts, shape, context.progress), options, !options.critic.empty());
+  const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
+                          !options.critic.empty());
   check_objective(data, options);
   if (!data.mini_batch_note().empty()) context.progress.note("note: " + data.mini_batch_note());
   const std::int64_t all = epochs * data.mini_batches(), steps = options.steps > 0 ? options.steps : all;
@@ -52,7 +53,7 @@ void dry_score(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_model_shape(options.model);
   require_room(shape, options, {.gradients = false, .optimizer = false});
-  const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress).size();
+  const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress, options.temperature).size();
   context.result["rollouts"] = rollouts;
   context.text << format_count(static_cast<std::int64_t>(rollouts)) << " rollouts to score\n";
 }

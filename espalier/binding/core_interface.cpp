@@ -11,6 +11,7 @@
 #include "espalier/binding/guarded.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/options/option_help.h"
+#include "espalier/options/trl_names.h"
 #include "espalier/plan/planner.h"
 #include "espalier/rollout/batch.h"
 
@@ -143,7 +144,7 @@ const char* type_name(OptionType type) {
 }
 
 std::string option_table() {
-  Json verbs = Json::object(), options = Json::array();
+  Json verbs = Json::object(), options = Json::array(), aliases = Json::object();
   for (const VerbName& verb : verb_names()) verbs[verb.name] = std::string(1, verb.letter);
   for (const OptionRow& row : option_rows())
     options.push_back({{"name", row.name},
@@ -153,7 +154,8 @@ std::string option_table() {
                        {"unit", row.unit},
                        {"verbs", row.verbs},
                        {"help", row.help}});
-  return Json{{"verbs", std::move(verbs)}, {"options", std::move(options)}}.dump();
+  for (const std::string& alias : alias_names()) aliases[alias] = alias_targets(alias);
+  return Json{{"verbs", std::move(verbs)}, {"options", std::move(options)}, {"aliases", std::move(aliases)}}.dump();
 }
 
 }  // namespace

@@ -41,7 +41,8 @@ typedef struct espalier_plan espalier_plan;
 // The error of this thread's last failed call: a JSON object with kind, exit_code, where, expected, got, remedy.
 ESPALIER_EXPORT const char* espalier_last_error(void);
 
-// The option table as JSON: {"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}]}.
+// The option table as JSON: {"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}],
+// "aliases": {TRL's name: [options that it sets]}}.
 ESPALIER_EXPORT const char* espalier_options(void);
 
 // groups[i]: the group of rollout i, equal prompts, numbered from 0 in order of first appearance. 0 or -1.

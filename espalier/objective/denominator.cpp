@@ -15,8 +15,17 @@ std::int64_t count_loss_tokens(const Rollout& rollout) {
   return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });
 }
 
-AggregationDivisors AggregationDivisors::from(const Options& options) {
-  return {options.loss_scale_factor, options.token_mean_divisor, options.token_count_epsilon};
+AggregationDivisors AggregationDivisors::from(const Options& options, std::span<const Rollout> batch) {
+  AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor, options.token_count_epsilon};
+  if (divisors.loss_tokens > 0) return divisors;
+  double sum = 0;
+  bool recorded = false;
+  for (const Rollout& rollout : batch) {
+    recorded = recorded || rollout.token_divisor;
+    sum += rollout.token_divisor.value_or(static_cast<double>(count_loss_tokens(rollout)));
+  }
+  if (recorded) divisors.loss_tokens = sum;
+  return divisors;
 }
 
 std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,

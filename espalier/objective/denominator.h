@@ -21,10 +21,12 @@ std::int64_t count_loss_tokens(const Rollout& rollout);
 // Of what is 0 the mini-batch's own stands: its longest response and its loss tokens.
 struct AggregationDivisors {
   double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
-  double loss_tokens = 0;         // of token-mean: --token-mean-divisor
+  double loss_tokens = 0;         // of token-mean: --token-mean-divisor, or what the records have
   double rollout_epsilon = 1e-8;  // added to a rollout's token count by seq-mean-token-mean: --token-count-epsilon
 
-  static AggregationDivisors from(const Options& options);
+  // Of the policy loss. Where --token-mean-divisor is 0 and records have a token_divisor, the sum over the mini-batch
+  // of those, and of the loss tokens of those that have none.
+  static AggregationDivisors from(const Options& options, std::span<const Rollout> batch);
 };
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.

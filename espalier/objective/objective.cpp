@@ -179,8 +179,9 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  const AggregationDivisors divisors = AggregationDivisors::from(options);
+  AggregationDivisors divisors = AggregationDivisors::from(options, batch);
   state.token_weight = compute_token_weights(batch, policy_aggregation(options), divisors);
+  divisors.loss_tokens = 0;  // that of the policy loss alone
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
                              : compute_token_weights(batch, options.entropy_agg_mode, divisors);

@@ -202,7 +202,7 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
     cells.push_back(std::move(cell));
   };
   if (!options.rollouts.empty()) {
-    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress);
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress, options.temperature);
     std::vector<double> prompts, responses;
     for (const Rollout& rollout : rollouts) {
       prompts.push_back(rollout.prompt_length());

@@ -340,7 +340,8 @@ const ParameterCheck& Verdict::worst() const {
 Verdict verify(const Options& options, Progress& progress) {
   const auto model = load_model(options.model, options.dtype, progress);
   const bool with_critic = !options.critic.empty();
-  TrainingData data(read_for_model(options.rollouts, model->shape, progress), options, with_critic);
+  TrainingData data(read_for_model(options.rollouts, model->shape, progress, options.temperature), options,
+                    with_critic);
   const std::int32_t longest = data.longest();
   model->decoder.reserve_positions(longest);
   Actor actor(*model, options, machine_profile(options, progress));

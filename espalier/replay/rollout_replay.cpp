@@ -40,7 +40,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
   const auto model = load_model(options.model, options.dtype, progress);
-  const TrainingData data(read_for_model(path, model->shape, progress), options);
+  const TrainingData data(read_for_model(path, model->shape, progress, options.temperature), options);
   model->decoder.reserve_positions(data.longest());
   Actor actor(*model, options, machine_profile(options, progress));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));

@@ -115,6 +115,7 @@ Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const R
       add_carried(carried, key, read_raw(value, place, key));
   });
   Rollout rollout = assembled(sample, place);
+  rollout.temperature = reader.temperature;
   rollout.carried = std::move(carried);
   rollout.step = step;
   return rollout;

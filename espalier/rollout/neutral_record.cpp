@@ -9,34 +9,13 @@
 namespace espalier {
 namespace {
 
-constexpr std::string_view kFields[] = {"prompt_ids",
-                                        "response_ids",
-                                        "group",
-                                        "loss_mask",
-                                        "reward",
-                                        "advantage",
-                                        "old_logprobs",
-                                        "ref_logprobs",
-                                        "routed_experts",
-                                        "rollout_logprobs",
-                                        "values",
-                                        "returns",
-                                        "temperature",
-                                        "step",
-                                        "id",
-                                        "meta",
-                                        "finish_reason",
-                                        "logprobs",
-                                        "entropies",
-                                        "prompt",
-                                        "messages",
-                                        "response",
-                                        "data_source",
-                                        "ground_truth",
-                                        "extra_info",
-                                        "ability",
-                                        "reward_model",
-                                        "reward_extra_info"};
+constexpr std::string_view kFields[] = {
+    "prompt_ids", "response_ids", "group",         "loss_mask",        "reward",
+    "advantage",  "old_logprobs", "ref_logprobs",  "routed_experts",   "rollout_logprobs",
+    "values",     "returns",      "temperature",   "token_divisor",    "step",
+    "id",         "meta",         "finish_reason", "logprobs",         "entropies",
+    "prompt",     "messages",     "response",      "data_source",      "ground_truth",
+    "extra_info", "ability",      "reward_model",  "reward_extra_info"};
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
@@ -94,6 +73,7 @@ std::span<const std::string_view> neutral_fields() { return kFields; }
 
 Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place) {
   Rollout rollout;
+  rollout.temperature = reader.temperature;
   Seen seen;
   constexpr ListShape kFlat = ListShape::flat;
   for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue value) {
@@ -133,6 +113,10 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
     } else if (key == "temperature") {
       rollout.temperature = read_number(value, place, key);
       if (!(rollout.temperature > 0)) throw place.wrong(key, "a number above 0", text_of(rollout.temperature));
+    } else if (key == "token_divisor") {
+      rollout.token_divisor = read_number(value, place, key);
+      if (!(*rollout.token_divisor >= 0))
+        throw place.wrong(key, "a number of at least 0", text_of(*rollout.token_divisor));
     } else if (is_list(value, place, key)) {
       read_numbers(value, place, key, kFlat, rollout.advantages);
       seen.token_advantages = true;

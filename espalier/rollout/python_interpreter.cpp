@@ -16,10 +16,11 @@ std::string python_interpreter() {
 }
 
 std::vector<std::string> python_environment() {
-  constexpr const char* kPackage = ESPALIER_PYTHON_PACKAGE;
+  const char* const named = std::getenv("ESPALIER_PYTHON_PACKAGE");
+  const std::string package = named != nullptr ? named : ESPALIER_PYTHON_PACKAGE;
   std::vector<std::string> out = {"PYTHONSAFEPATH=1"};  // keeps the current folder off the path
   std::string search;
-  if (std::filesystem::is_directory(kPackage)) search = kPackage;
+  if (std::filesystem::is_directory(package)) search = package;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view variable = *entry;
     if (variable.starts_with("PYTHONSAFEPATH=")) continue;

@@ -9,8 +9,9 @@ namespace espalier {
 // What ESPALIER_PYTHON names, else the one of the build where it is still there, else python3 of the search path.
 std::string python_interpreter();
 
-// This process's environment, with the source tree's package first on PYTHONPATH where the tree still exists, and the
-// current folder off it.
+// This process's environment with the current folder off the search path, and first on PYTHONPATH the folder of our
+// package: what ESPALIER_PYTHON_PACKAGE names (an installed package does), else the source tree's where it still
+// exists.
 std::vector<std::string> python_environment();
 
 }  // namespace espalier

@@ -12,7 +12,8 @@ namespace espalier {
 namespace {
 
 constexpr const char* kNemoNote =
-    "NeMo-RL train data: prompts end before the first token with loss, equal prompts form a group, temperature is 1";
+    "NeMo-RL train data: prompts end before the first token with loss, equal prompts form a group, the temperature is "
+    "not in it (--temperature, by default 1)";
 
 std::string unknown_field_note(const std::string& field, const std::string& where) {
   const std::string note = "unknown field \"" + field + "\" is kept and not used (first at " + where + ")";
@@ -34,6 +35,7 @@ class FileSetReader {
   FileSetReader(RolloutFile& out, const ReadOptions& options) : out_(out), options_(options) {
     if (options.vocabulary < 0) throw OptionError({"vocabulary", "at least 0", std::to_string(options.vocabulary), ""});
     reader_.vocabulary = options.vocabulary;
+    reader_.temperature = options.temperature;
   }
 
   // Appends the records of one file; `total` bytes of all files, for the progress.

@@ -19,6 +19,7 @@ const char* name_of(RecordFormat format);
 struct RecordReader {
   simdjson::ondemand::parser parser;
   std::int64_t vocabulary = 0;                        // 0: not checked
+  double temperature = 1;                             // of records that do not say theirs
   std::map<std::string, std::string> unknown_fields;  // name -> where it first stood
 };
 

@@ -32,6 +32,7 @@ struct Rollout {
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
   RecordedRoutes routes;
   double temperature = 1.0;
+  std::optional<double> token_divisor;  // its part of what token-mean divides by; none: its loss tokens
   std::optional<std::int64_t> step;
   std::string group;       // JSON text of the record's group; empty: none given
   std::string carried;     // JSON object text of id, meta and unknown fields; empty: none

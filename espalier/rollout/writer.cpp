@@ -106,6 +106,7 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
       record.add_doubles("advantage", rollout.advantages);
   }
   if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
+  if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
   record.add_series("rollout_logprobs", rollout.rollout_logprobs);
   record.add_series("old_logprobs", rollout.old_logprobs);
   record.add_series("ref_logprobs", rollout.ref_logprobs);

@@ -74,7 +74,8 @@ ScoreReport score(const Options& options, Progress& progress) {
   require_room(read_model_shape(options.model), options, kind);
   const auto model = load_model(options.model, options.dtype, progress);
   std::vector<RecordedRoutes> routes;
-  std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress, &routes);
+  std::vector<Rollout> rollouts =
+      read_for_model(options.rollouts, model->shape, progress, options.temperature, &routes);
   model->decoder.reserve_positions(longest_of(rollouts));
   RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
 

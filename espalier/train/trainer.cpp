@@ -181,7 +181,7 @@ class Training {
 
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(read_for_model(options_.rollouts, model_->shape, progress), options_,
+    TrainingData data(read_for_model(options_.rollouts, model_->shape, progress, options_.temperature), options_,
                       !critic_source_of(options_).empty());
     read_seconds_ = timer.total();
     return data;

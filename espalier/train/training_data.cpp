@@ -47,6 +47,7 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
     fields["advantage"].add(rollout.advantages);
     for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
     fields["temperature"].add(rollout.temperature);
+    if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
     fields["old_logprobs"].add(rollout.old_logprobs);
     fields["ref_logprobs"].add(rollout.ref_logprobs);
     fields["rollout_logprobs"].add(rollout.rollout_logprobs);
@@ -169,9 +170,13 @@ std::string TrainingData::fingerprint() const {
 }
 
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    std::vector<RecordedRoutes>* routes_as_read) {
+                                    double temperature, std::vector<RecordedRoutes>* routes_as_read) {
+  if (!(temperature > 0))
+    throw OptionError({"--temperature", "a number above 0: log-probs are those of logits divided by it",
+                       text_of(temperature), "leave it out where records say theirs"});
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
+  options.temperature = temperature;
   bool begun = false;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) progress.begin("reading rollouts", total, "bytes");

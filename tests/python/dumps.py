@@ -87,6 +87,6 @@ def trl_batch(samples):
     names = {"old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs", "sampling_per_token_logps": "rollout_logprobs"}
     return {"prompt_ids": left_padded(prompts), "prompt_mask": left_padded(ones(prompts), 0),
             "completion_ids": right_padded(responses), "completion_mask": right_padded(ones(responses), 0),
-            "tool_mask": right_padded([s["loss_mask"] for s in samples], 1), "num_items_in_batch": torch.tensor(9),
+            "tool_mask": right_padded([s["loss_mask"] for s in samples], 1), "num_items_in_batch": torch.tensor(sum(sum(s["loss_mask"]) for s in samples)),
             "advantages": right_padded([s["advantage"] for s in samples], 0.0, torch.float32),
             **{name: right_padded([s[field] for s in samples], 0.0, torch.float32) for name, field in names.items()}}

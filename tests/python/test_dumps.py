@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import oracle
 from dumps import make_samples, slime_sample, slime_train, trl_batch, verl_tensors
@@ -94,6 +95,27 @@ def test_a_missing_python_is_named(dumps, espalier):
 
 STEPS = 3
 OPTIONS = ("--dtype", "float64", "--lr", 1e-3, "--kl-loss-coef", 0, "--clip-ratio-high", 0.28, "--threads", 2)
+
+
+def gradients_of(espalier, model, rollouts, out, *options):
+    espalier("train", "--model", model, "--rollouts", rollouts, "--gradients", out, "--dtype", "float64", "--steps", 1, *options)
+    return load_file(out)
+
+
+def test_the_divisor_of_a_dump_and_a_temperature_for_it(espalier, model_of, tmp_path):
+    """A slice of TRL's generation batch: its tokens are divided by that of the whole, at the temperature of the command line."""
+    samples, model = make_samples(), model_of("qwen2_untied")
+    torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(91)}, tmp_path / "slice.pt")
+    found = gradients_of(espalier, model, tmp_path / "slice.pt", tmp_path / "a", "--loss-type", "dapo", "--temperature", 0.7)
+    spelt = [{**{k: v for k, v in r.items() if k != "token_divisor"}, "temperature": 0.7} for r in package.read(tmp_path / "slice.pt")]
+    spelt = write_records(spelt, tmp_path / "spelt.jsonl")
+    wanted = gradients_of(espalier, model, spelt, tmp_path / "b", "--loss-type", "dapo", "--num-items-in-batch", 91, "--temperature", 3)
+    assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    other = gradients_of(espalier, model, spelt, tmp_path / "c", "--loss-type", "dapo")
+    assert not all(np.allclose(other[name], wanted[name]) for name in wanted)
+    refused = espalier("train", "--model", model, "--rollouts", tmp_path / "slice.pt", "--temperature", 0, "--gradients", tmp_path / "d",
+                       expect=2).stderr
+    assert "--temperature" in refused and "above 0" in refused
 
 
 def nemo_line(record, width):

@@ -239,6 +239,19 @@ def test_trl_batch_is_what_was_put_in(ending, tmp_path):
     assert read(path) == without(samples, "group", "values", "returns", "reward")
 
 
+def test_trl_divisor_of_a_larger_batch_is_kept_in_parts(tmp_path):
+    """num_items_in_batch counts the generation batch of all processes, of which a dump may be a slice."""
+    from espalier.records import Reading
+    samples = make_samples()
+    torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(91.0)}, tmp_path / "a.pt")
+    reading = Reading(tmp_path / "a.pt")
+    assert [r["token_divisor"] for r in reading.records()] == [91 / len(samples)] * len(samples)
+    assert any("num_items_in_batch 91 divides" in note for note in reading.notes)
+    torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(0)}, tmp_path / "b.pt")
+    with pytest.raises(RecordError, match="num_items_in_batch"):
+        read(tmp_path / "b.pt")
+
+
 def test_trl_advantages_may_be_one_number_a_sample(tmp_path):
     samples = make_samples()
     batch = {**trl_batch(samples), "advantages": torch.arange(7, dtype=torch.bfloat16), "old_per_token_logps": None}

@@ -43,6 +43,7 @@ CASES = {
                         "vllm_importance_sampling_clip_max": 1.4},
     "sampled_vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
     "num_items_in_batch": {"loss_type": "dapo", "num_items_in_batch": 100},
+    "num_items_in_batch_entropy": {"loss_type": "cispo", "num_items_in_batch": 100, "entropy_coef": 0.05},
     "together": {"loss_type": "grpo", "beta": 0.1, "epsilon_high": 0.28, "delta": 2.0, "scale_rewards": "batch",
                  "vllm_importance_sampling_mode": "sequence_truncate", "off_policy_mask_threshold": 0.2, "entropy_coef": 0.01},
 }

@@ -35,7 +35,7 @@ def records(folder, notes):
     for name in ("pixel_values", "image_grid_thw"):
         if (Path(folder) / f"{name}.pt").exists():
             raise UnsupportedRecords(f"{folder}/{name}.pt", "tokens only", "images")
-    notes.append("ART packed tensors: the sampler's log-probs are those of the old policy too, the temperature is taken as 1")
+    notes.append("ART packed tensors: the sampler's log-probs are those of the old policy too, the temperature is not in it (--temperature, by default 1)")
     nodes = _nodes(folder, columns)
     continued = {node.parent for node in nodes}
     leaves = [node for at, node in enumerate(nodes) if at not in continued]

@@ -2,8 +2,10 @@
 
   prompt_ids, prompt_mask [B, P] padded at the left; completion_ids, completion_mask [B, C] padded at the right
   advantages [B] or [B, C]; old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, tool_mask [B, C]
+  num_items_in_batch: what dapo, cispo and vespo divide by; where it is not the number of the dict's own loss tokens, each
+  record gets its part as token_divisor
 
-TRL's dict names neither temperature nor group: the temperature is taken as 1, equal prompts form a group.
+TRL's dict names neither temperature nor group: the reader's temperature holds, equal prompts form a group.
 """
 
 from .errors import RecordError, UnsupportedRecords
@@ -38,14 +40,30 @@ def _records(path, content, step, notes):
     for name in (*_NEEDED, *_SERIES.values(), "advantages", "tool_mask"):
         if name in rows and len(rows[name]) != count:
             raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", str(len(rows[name])))
-    notes.append("TRL batch: the temperature is not in it and taken as 1; equal prompts form a group")
-    empty = 0
-    for index in range(count):
-        out = _record(Place(path, index), {name: values[index] for name, values in rows.items() if len(values) == count}, step)
-        empty += not out["response_ids"]
-        yield out
+    notes.append("TRL batch: the temperature is not in it (--temperature, by default 1); equal prompts form a group")
+    out = [_record(Place(path, index), {name: values[index] for name, values in rows.items() if len(values) == count}, step)
+           for index in range(count)]
+    _divide(path, content.get("num_items_in_batch"), out, notes)
+    yield from out
+    empty = sum(not record["response_ids"] for record in out)
     if empty:
         notes.append(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
+
+
+def _divide(path, items, out, notes):
+    """TRL's divisor, where it is another than the loss tokens at hand (a slice of the generation batch, other processes)."""
+    if items is None:
+        return
+    items = number(Place(path, 0), "num_items_in_batch", items)
+    tokens = sum(sum(record["loss_mask"]) for record in out)
+    if items == tokens or not out:
+        return
+    if items < 1:
+        raise RecordError(f"{path}: num_items_in_batch", "a number of tokens, at least 1", str(items))
+    for record in out:
+        record["token_divisor"] = items / len(out)
+    notes.append(f"TRL batch: num_items_in_batch {items:g} divides token-mean, not its own {tokens} loss tokens; a batch that is cut "
+                 "into mini-batches divides by their parts of it (--token-mean-divisor says otherwise)")
 
 
 def _record(place, row, step):

@@ -60,6 +60,21 @@ TEST(Aggregation, DividesByTheTotalsOfTheMiniBatch) {
   EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 4 / 10);
 }
 
+// Token parts are 1, 4 and 12; the divisor of rollouts that have none recorded is their loss tokens, here 1, 0 and 0.
+TEST(Aggregation, TokenMeanDividesByWhatTheRecordsHave) {
+  Example example;
+  example.batch[0].token_divisor = 6.5;
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 7.5);
+  example.options.entropy_agg_mode = "token-mean";  // the entropy's own mean stays one over its tokens
+  example.options.entropy_coeff = 2;
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 7.5 - 2 * 0.5);
+  example.options.token_mean_divisor = 5;
+  EXPECT_DOUBLE_EQ(example.run().pg_loss, 17.0 / 5);
+  example.options.loss_agg_mode = "token-sum";
+  example.options.token_mean_divisor = 0;
+  EXPECT_DOUBLE_EQ(example.run().pg_loss, 17.0);
+}
+
 TEST(Aggregation, DefaultsToTokenMeanAndForSequenceLossesToSequenceMean) {
   Example example;
   EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 3);

@@ -103,6 +103,15 @@ TEST(Reader, ReadsEveryFieldOfTheNeutralFormat) {
   EXPECT_EQ(d.old_logprobs.size() + d.rollout_logprobs.size(), 0u);
 }
 
+TEST(Reader, AnotherTemperatureIsThatOfRecordsWithoutOne) {
+  ReadOptions options;
+  options.temperature = 0.5;
+  const RolloutFile file = read_rollouts({kGolden + "neutral.jsonl"}, options);
+  EXPECT_EQ(file.rollouts[0].temperature, 0.5);
+  EXPECT_EQ(file.rollouts[2].temperature, 0.7);
+  EXPECT_EQ(read_rollouts({kGolden + "train_data_step3.jsonl"}, options).rollouts[0].temperature, 0.5);
+}
+
 TEST(Reader, ReportsAnUnknownFieldOnceWithItsFirstLine) {
   const std::string text = with(R"("advantages":[1,2])") + "\n" + with(R"("advantages":[1,2])") + "\n";
   const RolloutFile file = parse_rollouts(text, "f");
@@ -169,6 +178,7 @@ TEST(Reader, RefusesMissingEmptyAndMistypedFields) {
   expect_refused(with(R"("step":1.5)"), "f:1: step", "an integer, got 1.5");
   expect_refused(with(R"("temperature":0)"), "f:1: temperature", "a number above 0, got 0");
   expect_refused(with(R"("temperature":-1)"), "f:1: temperature", "a number above 0");
+  expect_refused(with(R"("token_divisor":-1)"), "f:1: token_divisor", "a number of at least 0");
   expect_refused(with(R"("group":[1])"), "f:1: group", "a string, a number or true or false, got a list");
   expect_refused(with(R"("loss_mask":[1,2])"), "f:1: loss_mask[1]", "0 or 1, got 2");
   expect_refused(with(R"("loss_mask":[1,"a"])"), "f:1: loss_mask[1]", "0 or 1, got \"a\"");

@@ -48,6 +48,7 @@ void expect_same(const Rollout& a, const Rollout& b) {
   EXPECT_EQ(a.values, b.values);
   EXPECT_EQ(a.returns, b.returns);
   EXPECT_EQ(a.temperature, b.temperature);
+  EXPECT_EQ(a.token_divisor, b.token_divisor);
   EXPECT_EQ(a.step, b.step);
   EXPECT_EQ(a.group, b.group);
   EXPECT_EQ(a.carried, b.carried);
@@ -63,6 +64,7 @@ TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::vector<Rollout> rollouts = testing::make_rollouts(testing::any_options(seed), seed);
     rollouts[0].carried = R"({"id":12345678901234567890123,"meta":{"x": [1, 2.50]},"colour":"b\u006cue"})";
+    rollouts.back().token_divisor = 1.0 / 7;
     constexpr std::uint16_t kFree = RecordedRoutes::kFree;
     if (rollouts[0].length() == 3) rollouts[0].routes = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
     if (rollouts[0].length() == 4) rollouts[0].routes = {3, 1, 1, {kFree, 65534, 0}};
