@@ -11,6 +11,7 @@ COMMON = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_la
 FAMILIES = {
     "Llama": {}, "Qwen2": {}, "Qwen3": dict(head_dim=16), "Mistral": dict(sliding_window=None), "Olmo2": {}, "Phi3": {},
     "Glm4": dict(head_dim=16), "Gemma": dict(head_dim=16),
+    "Mixtral": dict(num_local_experts=6, num_experts_per_tok=2, sliding_window=None, experts_implementation="eager"),
     "Qwen3Moe": dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, experts_implementation="eager"),
 }
 

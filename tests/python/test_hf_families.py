@@ -49,6 +49,33 @@ def test_checkpointing_without_reentry(family, trunk_state):
     assert result.verification.verdict == "pass" and result.verification.worst["floor"] < 1e-5
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_of_any_depth_over_several_groups(seed):
+    """Random walks that leave each other anywhere, in prompts and in responses, and some that are beginnings of others."""
+    import random
+    draw = random.Random(seed)
+    walks = [[draw.randrange(3, 97) for _ in range(40)]]
+    for _ in range(14):
+        stem = draw.choice(walks)
+        walks.append(stem[:draw.randrange(1, len(stem) + 1)] + [draw.randrange(3, 97) for _ in range(draw.randrange(0, 12))])
+    cut = [draw.randrange(1, len(walk) + 1) for walk in walks]
+    rollouts = [dict(prompt_ids=walk[:at], response_ids=walk[at:]) for walk, at in zip(walks, cut)]
+    loss, model = loss_of(rollouts), make("Qwen3")
+    with all_float64():
+        dense_step(model, rollouts, loss)
+        wanted = gradients(model)
+        for wave_tokens, trunk_state in ((7, "keep"), (25, "recompute"), (4096, "keep")):
+            result = hf.phased_step(model, rollouts, loss, wave_tokens=wave_tokens, trunk_state=trunk_state)
+            assert worst(gradients(model), wanted)[0] <= 1e-10, (seed, wave_tokens)
+            assert result.rows < result.rows_without_sharing / 1.3
+
+
+def test_a_step_reports_rows_time_and_memory():
+    result = hf.phased_step(make("Qwen3", torch.float32), ROLLOUTS, LOSS)
+    assert result.rows < result.rows_without_sharing and result.seconds > 0 and result.peak_bytes > 2**20
+    assert str(result).startswith(f"{result.rows} rows run instead of {result.rows_without_sharing} (")
+
+
 def test_temperature_divides_the_logits():
     model = make("Llama")
     with all_float64():

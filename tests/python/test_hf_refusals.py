@@ -31,6 +31,18 @@ def test_a_dropout_module():
     refused(model, "p = 0.2")
 
 
+def test_noise_on_the_embeddings():
+    """NEFTune, as transformers' Trainer switches it on."""
+    model = make("Qwen3", torch.float32)
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    refused(model, "NEFTune")
+    hf.check(model.eval())
+
+
+def test_noise_before_a_router():
+    refused(make("Mixtral", torch.float32, router_jitter_noise=.1), "router_jitter_noise")
+
+
 def test_reentrant_checkpointing():
     model = make("Qwen3", torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

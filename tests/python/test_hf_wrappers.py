@@ -46,6 +46,24 @@ def test_lora_with_checkpointing(trunk_state):
     assert result.verification.verdict == "pass" and result.verification.worst["floor"] < 1e-5
 
 
+def test_a_compiled_model():
+    """The graphs of TorchDynamo and AOTAutograd hold for every wave: two shapes are compiled, the second for all lengths."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    model = make("Qwen3", num_hidden_layers=2)
+    hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=30)
+    wanted = gradients(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    hf.phased_step(compiled, ROLLOUTS, LOSS, wave_tokens=30)
+    assert worst(gradients(model), wanted)[0] <= 1e-12  # the same operations, some in another order
+    graphs = counters["stats"]["unique_graphs"]
+    result = hf.phased_step(compiled, ROLLOUTS, LOSS, wave_tokens=40, verify=True)
+    assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, "another wave is another graph"
+    assert result.verification.verdict == "pass" and result.verification.worst["floor"] < 1e-5
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("trunk_state", ["keep", "recompute"])
 def test_autocast_to_bfloat16(trunk_state):
     """Float32 weights, bfloat16 products. Against float32, shared may be twice as far as dense under the same autocast."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from espalier.errors import Unsupported
 from espalier.hf import attention, measure, ranks, verification
 from espalier.hf.checks import base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
+from espalier.hf.routers import RouterLoss
 from espalier.hf.step import Executor, Wave
 
 __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "score"]
@@ -24,7 +26,9 @@ __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "scor
 
 @dataclass(frozen=True)
 class Result:
-    """What one step did. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves."""
+    """What one step did. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
+    `router_loss`: router_aux_loss_coef times the load-balancing loss. `str()` is a line for a log.
+    """
     loss: float
     rows: int
     rows_without_sharing: int
@@ -32,13 +36,21 @@ class Result:
     seconds: float
     peak_bytes: int
     verification: "verification.Verification | None" = None
+    router_loss: float = 0.0
+
+    def __str__(self):
+        return (f"{self.rows:,} rows run instead of {self.rows_without_sharing:,} ({self.rows_without_sharing / self.rows:.2f} times fewer), "
+                f"{self.waves} waves, {self.seconds:.2f} s, peak {self.peak_bytes / 2**20:,.0f} MiB")
 
 
-def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", temperature=1.0, verify=False):
+def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", temperature=1.0, router_aux_loss_coef=None,
+                router_aux_loss_scope="rollout", verify=False):
     """Adds the gradients of sum over waves of `loss(wave)` to `.grad`, every shared prompt run once, forward and backward.
 
     `rollouts`: dicts with `prompt_ids` and `response_ids`. `loss(wave)` returns a scalar; a wave holds whole responses, at most
     `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them.
+    `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
+    ("minibatch") over all tokens of the step; it takes one pass more without gradients.
     `verify`: a model's first step also runs dense; beyond what rounding explains `espalier.Error` is raised with the table.
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
@@ -47,11 +59,15 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     with _our_attention(model):
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
         inner = ranks.without_replicas(model)
-        executor = Executor(inner, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model))
-        before = verification.begin(model) if verify and verification.is_first(model) else None
+        coef = _router_coefficient(model, router_aux_loss_coef)
+        router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
+        executor = Executor(inner, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model), router=router)
+        before = verification.begin(model, router) if verify and verification.is_first(model) else None
         with measure.Peak() as peak:
             start = time.perf_counter()
             try:
+                if router:
+                    _count(router, Executor(inner, prepared, plan, seen=lambda wave: None, router=router))
                 ranks.run(inner, executor.program(), executor.device)
             except BaseException:
                 if before is not None:
@@ -61,7 +77,21 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     table = before.compare_dense(prepared, loss, temperature, executor.total) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
-    return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table)
+    return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table,
+                  router.value if router else 0.0)
+
+
+def _router_coefficient(model, given):
+    if given is None and getattr(decoder_config(model), "output_router_logits", False):
+        raise Unsupported("config.output_router_logits", "a word on the router's loss, which is no part of loss(wave)", "True",
+                          "Give router_aux_loss_coef (config.router_aux_loss_coef, or 0)")
+    return given or 0.0
+
+
+@torch.no_grad()
+def _count(router, executor):
+    ranks.run(executor.model, executor.program(), executor.device)
+    router.settle()
 
 
 @dataclass(frozen=True)

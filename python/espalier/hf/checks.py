@@ -114,8 +114,12 @@ def _check_dropout(inner, base):
         rate = getattr(module, "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0 and module.training:
             raise Unsupported(name, "no attention dropout", f"attention_dropout = {rate}", "model.eval(), or set it to 0")
+    if getattr(base.get_input_embeddings(), "neftune_noise_alpha", None):
+        raise Unsupported("model.get_input_embeddings()", "no noise: it differs from rollout to rollout", "NEFTune", "neftune_noise_alpha=None")
     config = decoder_config(base)
     for name, value in config.to_dict().items():
+        if name.endswith(("jitter_noise", "jitter_eps")) and value:
+            raise Unsupported(f"config.{name}", "no noise before the router: it differs from rollout to rollout", str(value), "Set it to 0")
         if (name.endswith("dropout") or name.endswith("pdrop") or name == "layerdrop") and isinstance(value, float) and value > 0:
             raise Unsupported(f"config.{name}", "no dropout", str(value), "model.eval(), or set it to 0")
 

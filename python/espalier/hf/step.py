@@ -12,6 +12,7 @@ from espalier.hf import blocks, ranks
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
+from espalier.hf.routers import RouterLoss, runs_of
 
 
 class Wave:
@@ -54,6 +55,7 @@ class OpenTrunk:
     def __init__(self, index, item, kv, edges):
         self.index, self.item, self.kv, self.edges = index, item, kv, edges
         self.logits, self.logprobs, self.entropies = None, None, None  # with a graph, of the last forward
+        self.router_term = None  # likewise
         self.values, self.grads = None, None  # [2, E]: log-probs and entropies, and the sums of their gradients
 
     def keep(self, logits, logprobs, entropies):
@@ -66,12 +68,12 @@ class OpenTrunk:
 class Executor:
     """Runs a plan on a model. `loss(wave)` once for each wave with finished responses; None: forward only, `seen(wave)` gets it.
 
-    `through_everything`: a trunk's backward also passes every layer and the head with zeros, so that hooks of a sharding wrapper
+    `router`: a RouterLoss, which is counted where there is no `loss`, else its terms are added. `through_everything`: a trunk's backward also passes every layer and the head with zeros, so that hooks of a sharding wrapper
     fire in every module.
     """
 
-    def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False):
-        self.model, self.rollouts, self.plan = model, rollouts, plan
+    def __init__(self, model, rollouts, plan, *, loss=None, seen=None, temperature=1.0, through_everything=False, router=None):
+        self.model, self.rollouts, self.plan, self.router = model, rollouts, plan, router
         self.loss, self.seen, self.temperature = loss, seen, temperature
         self.through_everything = through_everything
         self.device = ranks.device_of(model)
@@ -108,7 +110,7 @@ class Executor:
     # ---- one call of the model ------------------------------------------------------------------------------------------
 
     def _call(self, item, edges, trunks, captures=None):
-        """Logits of the rows with edges [O, V] (one row where there are none), and each edge's place among them."""
+        """Logits of the rows with edges [O, V] (one row where there are none), each edge's place among them, and the router's term."""
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
         positions = np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
         outputs, place = np.unique(edges[:, 0], return_inverse=True)
@@ -118,8 +120,16 @@ class Executor:
         phase = Phase.of_segments(item.segments, item.rows, trunks, longest, captures)
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
         with phase.forward():
-            logits = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs))
-        return logits, as_tensor(place), as_tensor(edges[:, 1])
+            logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs),
+                                        **({"output_router_logits": True} if self.router else {}))
+        return logits, as_tensor(place), as_tensor(edges[:, 1]), self._router_term(result, item)
+
+    def _router_term(self, result, item):
+        if self.router is None:
+            return None
+        if self.loss is None:
+            return self.router.count(RouterLoss.logits_of(result), runs_of(item))
+        return self.router.term(RouterLoss.logits_of(result), runs_of(item)) if torch.is_grad_enabled() else None
 
     def _statistics(self, logits, place, target, with_entropy):
         return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy)
@@ -143,7 +153,7 @@ class Executor:
     def _run_trunk(self, trunk, gradients):
         above = [t.kv for t in self.open if t is not trunk]
         with torch.set_grad_enabled(gradients):
-            logits, place, target = self._call(trunk.item, trunk.edges, above, trunk.kv)
+            logits, place, target, trunk.router_term = self._call(trunk.item, trunk.edges, above, trunk.kv)
             statistics = self._statistics(logits, place, target, True) if len(target) else (None, None)
         if gradients:
             check_live(self.model, trunk.kv)
@@ -158,6 +168,8 @@ class Executor:
                     pairs += [x, sums[layer].to(x.dtype)[None]]
         if trunk.grads is not None and trunk.logprobs.requires_grad:
             pairs += [trunk.logprobs, trunk.grads[0], trunk.entropies, trunk.grads[1]]
+        if trunk.router_term is not None and trunk.router_term.requires_grad:
+            pairs += [trunk.router_term, torch.ones_like(trunk.router_term)]
         if self.through_everything and trunk.logits.requires_grad:
             pairs += [trunk.logits, torch.zeros_like(trunk.logits)]
         if pairs:
@@ -170,12 +182,12 @@ class Executor:
 
     def forward_wave(self, index):
         item, edges = self.plan.items[index], self.plan.edges(index)
-        logits, place, target = self._call(item, edges, [t.kv for t in self.open])
+        logits, place, target, router_term = self._call(item, edges, [t.kv for t in self.open])
         self.rows += item.rows
         self.waves += 1
         own = self._statistics(logits, place, target, False)[0] if len(edges) else None
         wave, leaves = self._wave(index, edges, own, lambda: self._statistics(logits, place, target, True)[1])
-        self._deliver(wave, leaves, logits)
+        self._deliver(wave, leaves, logits, router_term)
 
     def backward_wave(self):
         loss, leaves = self.pending
@@ -200,11 +212,13 @@ class Executor:
         entropies = lambda: values(1, own_entropies() if own is not None else None)[order]
         return Wave(finished.tolist(), as_tensor(keys[chosen, 2]), as_tensor(keys[chosen, 3]), values(0, own)[order], entropies), leaves
 
-    def _deliver(self, wave, leaves, logits=None):
+    def _deliver(self, wave, leaves, logits=None, router_term=None):
         if self.loss is None:
             self.seen(wave)
             return
         zero = logits.sum() * 0 if self.through_everything and logits is not None else None
+        if router_term is not None:
+            zero = router_term if zero is None else router_term + zero
         if wave.rollouts:
             loss = self.loss(wave)
             if not torch.is_tensor(loss) or loss.numel() != 1:
@@ -228,8 +242,8 @@ def backward(loss):
             loss.backward()
 
 
-def call_model(model, ids, positions, phase, outputs):
-    """Logits [O, V] of rows `outputs` of one call [1, T]."""
-    result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase)
+def call_model(model, ids, positions, phase, outputs, **more):
+    """Logits [O, V] of rows `outputs` of one call [1, T], and all that the model returned."""
+    result = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=outputs, espalier=phase, **more)
     logits = result.logits[0]
-    return logits if logits.shape[0] == len(outputs) else logits[outputs]
+    return logits if logits.shape[0] == len(outputs) else logits[outputs], result

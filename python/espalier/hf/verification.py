@@ -15,6 +15,7 @@ import torch
 from espalier.errors import Error
 from espalier.hf import attention, ranks
 from espalier.hf.checks import base_model, unwrapped
+from espalier.hf.routers import RouterLoss
 from espalier.hf.step import Wave, backward
 from espalier.hf.head import TokenStatistics
 
@@ -42,9 +43,9 @@ class Verification:
                                   f"shared {self.loss['shared']:.9g}"])
 
 
-def begin(model):
+def begin(model, router=None):
     """Sets the gradients of before aside, so that the step's own can be compared."""
-    return _Comparison(model)
+    return _Comparison(model, router)
 
 
 @contextlib.contextmanager
@@ -64,8 +65,8 @@ def _nudged(embedding):
 
 
 class _Comparison:
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, router=None):
+        self.model, self.router = model, router
         self.named = [(name, p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self.before = self._take()
 
@@ -108,15 +109,19 @@ class _Comparison:
         return self.compare(shared_loss, run(pairs), run(singles))
 
     def _dense(self, rollouts, loss, temperature, batches):
-        run = _DenseRun(self.model, rollouts, loss, temperature)
-        program = [step for batch in batches for step in (("F", lambda batch=batch: run.forward(batch)), ("B", run.backward))]
+        router = self.router and RouterLoss(self.model, rollouts, self.router.coef, self.router.scope)
+        run = _DenseRun(self.model, rollouts, loss, temperature, router)
+        program = [("F", lambda batch=batch: run.count(batch)) for batch in batches if router]
+        program += [("", router.settle)] if router else []
+        program += [step for batch in batches for step in (("F", lambda batch=batch: run.forward(batch)), ("B", run.backward))]
         inner = ranks.without_replicas(self.model)
         base = base_model(self.model)
         was = base.config._attn_implementation
         if was == attention.NAME:
             base.set_attn_implementation("sdpa")
         try:
-            ranks.run(inner, program, run.device)
+            with torch.compiler.set_stance("force_eager"):  # a compiled model would not see the hook that moves its embeddings
+                ranks.run(inner, program, run.device)
         finally:
             if was == attention.NAME:
                 base.set_attn_implementation(was)
@@ -124,21 +129,31 @@ class _Comparison:
 
 
 class _DenseRun:
-    def __init__(self, model, rollouts, loss, temperature):
-        self.model = ranks.without_replicas(model)
+    def __init__(self, model, rollouts, loss, temperature, router=None):
+        self.model, self.router = ranks.without_replicas(model), router
         self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
         self.device = ranks.device_of(model)
         self.total, self.pending = 0.0, None
 
-    def forward(self, batch):
-        """Padded on the right; a causal model's earlier rows do not see the padding."""
+    def _call(self, batch):
+        """Padded on the right; a causal model's earlier rows do not see the padding. Also the rows of each rollout."""
         r = self.rollouts
         longest = max(int(r.lengths[i]) for i in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         for row, i in enumerate(batch):
             ids[row, :int(r.lengths[i])] = torch.from_numpy(r.tokens(i, 0, int(r.lengths[i])).astype("int64"))
-        ids = ids.to(self.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits
+        result = self.model(input_ids=ids.to(self.device), use_cache=False, **({"output_router_logits": True} if self.router else {}))
+        return result, longest, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)]
+
+    @torch.no_grad()
+    def count(self, batch):
+        result, _, runs = self._call(batch)
+        self.router.count(RouterLoss.logits_of(result), runs)
+
+    def forward(self, batch):
+        r = self.rollouts
+        result, longest, runs = self._call(batch)
+        logits = result.logits
         place, target, owner, position = [], [], [], []
         for row, i in enumerate(batch):
             prompt, length = len(r.prompts[i]), len(r.responses[i])
@@ -150,6 +165,8 @@ class _DenseRun:
         values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True)
         loss = self.loss(Wave(list(batch), owner, position, *values))
         self.total += float(loss.detach())
+        if self.router:
+            loss = loss + self.router.term(RouterLoss.logits_of(result), runs)
         self.pending = loss + logits.sum() * 0 if loss.requires_grad else None
 
     def backward(self):

@@ -1,0 +1,86 @@
+"""The load-balancing loss of a mixture of experts over logical tokens: a row that n rollouts share counts n times.
+
+transformers computes it of the rows of one call, which here are no rollouts. As there, over all layers together (its
+`load_balancing_loss_func`), with p_re the router's softmax of row r (a token in a layer), E experts, k of them chosen:
+
+    A = E sum_e f_e P_e        f_e = (1/R) sum_r [e among the k largest of p_r]        P_e = (1/R) sum_r p_re
+
+scope "minibatch": R are all rows of the step; "rollout": the mean over rollouts of A over each one's own rows, as a dense trainer
+with one rollout a micro-batch has it. f has no gradient, so one pass without gradients counts it; then A is linear in p, and each item
+of the plan adds its rows' part.
+"""
+
+import numpy as np
+import torch
+
+from espalier.errors import Error, Unsupported
+from espalier.hf.blocks import accumulator
+from espalier.hf.checks import decoder_config
+
+SCOPES = ("rollout", "minibatch")
+
+
+class RouterLoss:
+    """First `count` of every row, then `settle`, then `term` of every row; `value` is coef * A."""
+
+    def __init__(self, model, rollouts, coef, scope):
+        if scope not in SCOPES:
+            raise Error("option", "router_aux_loss_scope", " or ".join(SCOPES), repr(scope), "", 2)
+        self.coef, self.scope, self.lengths = float(coef), scope, rollouts.lengths
+        self.chosen = getattr(decoder_config(model), "num_experts_per_tok", None)
+        if not self.chosen:
+            raise Unsupported("router_aux_loss_coef", "a mixture of experts (config.num_experts_per_tok)", type(model).__name__)
+        self.layers = 0
+        self.rows = np.zeros(len(rollouts), np.int64)
+        self.counts = self.sums = self.weights = None  # [N, E]
+
+    @staticmethod
+    def logits_of(result):
+        logits = getattr(result, "router_logits", None)
+        if not isinstance(logits, (tuple, list)) or not logits:
+            raise Unsupported("router_aux_loss_coef", "router_logits among what the model returns", "none")
+        return [x.flatten(0, -2) for x in logits]
+
+    @torch.no_grad()
+    def count(self, logits, runs):
+        """`runs`: (begin, end, rollouts), rows [begin, end) that these rollouts run through."""
+        wide = accumulator(logits[0].dtype)
+        if self.counts is None:
+            self.counts, self.sums = torch.zeros(2, len(self.lengths), logits[0].shape[-1], dtype=wide, device=logits[0].device)
+            self.layers = len(logits)
+        for layer in logits:
+            p = layer.softmax(-1)
+            taken = torch.zeros_like(p, dtype=wide).scatter_(1, p.topk(self.chosen, -1).indices, 1)
+            for begin, end, rollouts in runs:
+                at = torch.as_tensor(rollouts, dtype=torch.long, device=p.device)
+                self.counts[at] += taken[begin:end].sum(0)
+                self.sums[at] += p[begin:end].to(wide).sum(0)
+        for begin, end, rollouts in runs:
+            self.rows[rollouts] += end - begin
+
+    def settle(self):
+        if (self.rows != self.lengths).any():
+            raise Error("internal", "router_aux_loss_coef", "every token of every rollout once", "another number of rows", "Please report this")
+        experts = self.counts.shape[1]
+        if self.scope == "minibatch":
+            r = self.layers * int(self.lengths.sum())
+            self.weights = (self.counts.sum(0) * (experts / r**2)).expand_as(self.counts)
+        else:
+            r = torch.as_tensor(self.layers * self.lengths, device=self.counts.device).to(self.counts.dtype)[:, None]
+            self.weights = self.counts * experts / r**2 / len(self.lengths)
+        self.value = self.coef * float((self.weights * self.sums).sum())
+
+    def term(self, logits, runs):
+        """coef times the part of A of these rows, differentiable."""
+        wide, out = self.weights.dtype, 0.0
+        weights = torch.zeros(logits[0].shape, dtype=wide, device=logits[0].device)
+        for begin, end, rollouts in runs:
+            weights[begin:end] = self.weights[torch.as_tensor(rollouts, dtype=torch.long, device=weights.device)].sum(0)
+        for layer in logits:
+            out = out + (layer.softmax(-1).to(wide) * weights).sum()
+        return self.coef * out
+
+
+def runs_of(item):
+    """The rows of a plan's item, with the rollouts that run through them."""
+    return [(row, row + end - begin, item.rollouts[first:last]) for _, begin, end, row, _, _, first, last in item.segments.tolist()]
