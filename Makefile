@@ -8,7 +8,7 @@ BUILD := build
 PYTHON_USED = $$(cat $(BUILD)/setup/python)
 GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix Makefiles"; fi)
 
-.PHONY: all setup setup-tests configure test demo bench check gpu-check docs debug asan clean help
+.PHONY: all setup setup-tests configure test demo bench wheel check gpu-check docs debug asan clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -36,15 +36,20 @@ demo: all  ## the main job on a small model made on the spot
 bench: all  ## dense against packed against phased against auto
 	@tools/bench.sh
 
+wheel: all  ## dist/espalier-*.whl: program, core library and Python package, from this build
+	@"$(PYTHON_USED)" -m pip wheel . --disable-pip-version-check --quiet --no-deps --wheel-dir dist \
+	  --config-settings=cmake.define.ESPALIER_BUILT="$(CURDIR)/$(BUILD)" --config-settings=build-dir=$(BUILD)/wheel-of-this && ls dist/*.whl
+
 check:  ## format, tidy, include order, sizes, documents
 	@tools/check.sh
 
 gpu-check:  ## all that needs a GPU; says so without one
 	@tools/gpu_check.sh
 
-docs: setup configure  ## regenerate docs/options.md from the table of options
+docs: setup configure  ## regenerate docs/options.md and the types of the verbs from the table of options
 	@cmake --build $(BUILD) --parallel $(JOBS) --target option_docs
 	@option_docs=$$(find $(BUILD) -name option_docs -type f -perm -u+x | head -1) && "$$option_docs" > $(BUILD)/options.md && cp $(BUILD)/options.md docs/options.md
+	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_core && "$(PYTHON_USED)" tools/verb_stubs.py
 
 debug: setup  ## debug build in build/debug
 	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset debug && cmake --build --preset debug --parallel $(JOBS)

@@ -1,11 +1,19 @@
-# FindEspalierTorch.cmake. Input: ESPALIER_TORCH_DIR (torch package folder) or ESPALIER_PYTHON. Torch is not imported.
+# FindEspalierTorch.cmake. Input: ESPALIER_TORCH_DIR (torch package folder) or ESPALIER_PYTHON; for a wheel the Python that builds it.
+# Torch is not imported. An isolated build hides the packages of its Python by PYTHONPATH, which -E leaves out.
+if(NOT ESPALIER_PYTHON AND SKBUILD)
+  set(ESPALIER_PYTHON "${Python_EXECUTABLE}" CACHE FILEPATH "The Python whose torch is used")
+endif()
 if(NOT ESPALIER_PYTHON)
   find_program(ESPALIER_PYTHON NAMES python3 python)
 endif()
 if(NOT ESPALIER_TORCH_DIR)
-  execute_process(COMMAND "${ESPALIER_PYTHON}" -c
-    "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '', end='')"
-    OUTPUT_VARIABLE _dir ERROR_QUIET)
+  foreach(_ignoring "" -E)
+    if(NOT _dir)
+      execute_process(COMMAND "${ESPALIER_PYTHON}" ${_ignoring} -c
+        "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '', end='')"
+        OUTPUT_VARIABLE _dir ERROR_QUIET)
+    endif()
+  endforeach()
   set(ESPALIER_TORCH_DIR "${_dir}" CACHE PATH "Folder of the torch package" FORCE)
 endif()
 if(EXISTS "${ESPALIER_TORCH_DIR}/version.py")

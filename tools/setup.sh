@@ -174,7 +174,7 @@ esac
 
 # ---- packages of the Python tests -----------------------------------------------------------------------------------
 
-test_packages="numpy, torch, transformers, safetensors, pyarrow, pytest"
+test_packages="numpy, torch, transformers, safetensors, pyarrow, pytest, trl, peft, datasets, scikit_build_core, mypy"
 
 # Whether tool $1 is here in the version that tools/check.sh wants.
 have_version_14() {

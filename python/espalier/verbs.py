@@ -1,7 +1,7 @@
 """The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` is `espalier train --model m ...`.
 
-Keyword arguments are the program's options with `_` for `-`; names, types and help come from its option table (the core library
-prints it). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
+Keyword arguments are the program's options with `_` for `-`, and the names of TRL that it takes; names, types and help come from its
+option table (the core library prints it). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
 as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
 """
 
@@ -13,30 +13,18 @@ import keyword
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 from espalier.errors import Error
+from espalier.launch import environment, program
 from espalier.native import library
 
-_PACKAGE = Path(__file__).resolve().parent
 _POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run"}  # verbs whose files come without an option's name
 NAMES = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
 
 
-def program():
-    """The program: in the package where a wheel put it, else in the build folder of the source tree."""
-    named = os.environ.get("ESPALIER_BINARY")
-    places = [Path(named)] if named else [_PACKAGE / "bin" / "espalier", _PACKAGE.parents[1] / "build" / "espalier"]
-    for place in places:
-        if place.is_file():
-            return place
-    raise Error("device", "espalier's program", "espalier", " and ".join(map(str, places)) + " do not exist",
-                "Run `make` in the source tree, or install the wheel", 8)
-
-
 @functools.cache
 def option_table():
-    """{"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}]}."""
+    """{"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}], "aliases": {TRL's name: [options]}}."""
     return json.loads(library().espalier_options())
 
 
@@ -47,6 +35,12 @@ def options_of(verb):
     return {_python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
 
 
+def names_of_trl(verb):
+    """TRL's names that a verb takes: those that set one of its options. Where one is given the update is TRL's."""
+    taken = {row["name"] for row in options_of(verb).values()}
+    return {name: targets for name, targets in option_table()["aliases"].items() if taken.intersection(targets)}
+
+
 def _python_name(option):
     """`_` for `-`, and one more after a word that is Python's own: `as_`."""
     name = option.replace("-", "_")
@@ -54,7 +48,7 @@ def _python_name(option):
 
 
 def _arguments(verb, given):
-    known, out = options_of(verb), []
+    known, trl, out = options_of(verb), names_of_trl(verb), []
     for name, value in given.items():
         if value is None:
             continue
@@ -62,8 +56,10 @@ def _arguments(verb, given):
             row = {"name": name.replace("_", "-"), "type": "text" if name == "config" else "flag"}
         elif name in known:
             row = known[name]
+        elif name in trl:
+            row = {"name": name.replace("_", "-"), "type": "text"}
         else:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, [*known, *trl], 1)
             raise Error("option", f"espalier.{verb}", "an option that it takes", repr(name), f"Did you mean {near[0]}?" if near else
                         f"help(espalier.{verb}) lists them", 2)
         flag = "--" + row["name"]
@@ -79,7 +75,7 @@ def _arguments(verb, given):
 def run(verb, *files, **options):
     """Runs a verb. Returns its JSON object; raises `espalier.Error` with the program's fields and exit code."""
     command = [str(program()), verb, *map(os.fspath, files), *_arguments(verb, options), "--json"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment())
     interrupted = False
     while True:
         try:
@@ -143,14 +139,16 @@ class _Described:
     def __signature__(self):
         files = _POSITIONAL.get(self._verb)
         parameters = [signatures.Parameter(files, signatures.Parameter.VAR_POSITIONAL)] if files else []
-        names = [name for name in options_of(self._verb) if name != files]
+        names = [name for name in (*options_of(self._verb), *names_of_trl(self._verb)) if name != files]
         parameters += [signatures.Parameter(name, signatures.Parameter.KEYWORD_ONLY, default=None) for name in names]
         return signatures.Signature(parameters, return_annotation=dict)
 
     @property
     def __doc__(self):
         rows = [f"    {name}: {row['help']}" + (f" [{row['default']}]" if row["default"] else "") for name, row in options_of(self._verb).items()]
+        rows += [f"    {name}: TRL's, read as {', '.join(targets)}" for name, targets in names_of_trl(self._verb).items()]
         return f"`espalier {self._verb}`. Returns its JSON object.\n\n" + "\n".join(rows)
 
 
 FUNCTIONS = {verb: _Described(verb) for verb in NAMES}
+globals().update(FUNCTIONS)

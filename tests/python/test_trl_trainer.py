@@ -6,6 +6,9 @@ gradient here is a sum over some 1,000 to 4,000 token rows, each with roundings 
 
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,10 @@ LEAST_ALLOWED = 4e-6
 
 @pytest.fixture(scope="module")
 def example():
+    return load_example()
+
+
+def load_example():
     import importlib.util
     spec = importlib.util.spec_from_file_location("trl_grpo", EXAMPLES / "trl_grpo.py")
     module = importlib.util.module_from_spec(spec)
@@ -46,12 +53,15 @@ def run(example, trainer_class, config_class, folder, attention=None, **settings
     Recording.losses, Recording.grads = [], []
     config = config_class(**dict(dict(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to=[], save_strategy="no", logging_steps=1,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_completion_length=10, learning_rate=1e-3,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_completion_length=10, learning_rate=.05, optim="sgd",
         lr_scheduler_type="constant", max_steps=3, seed=7, disable_tqdm=True, dataloader_pin_memory=False), **settings))
-    prompts = [" ".join(f"w{3 + (7 * i + k) % 93}" for k in range(60 + 9 * i)) for i in range(4)]
+    prompts = [" ".join(f"w{3 + (7 * i + k) % 93}" for k in range(60 + 9 * (i % 4))) for i in range(8)]
     model = example.small_model()
     if config.beta != 0:  # the reference is loaded from where the model came from
-        model.save_pretrained(folder / "model")
+        if os.environ.get("RANK", "0") == "0":
+            model.save_pretrained(folder / "model")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     if attention:
         model.set_attn_implementation(attention)
@@ -87,7 +97,7 @@ CASES = {
     "dapo": {}, "grpo with beta and a second iteration": dict(loss_type="grpo", beta=.04, num_iterations=2),
     "bnpo, shuffled over windows": dict(loss_type="bnpo", steps_per_generation=4), "dr_grpo": dict(loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0), "sapo": dict(loss_type="sapo"),
-    "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2, learning_rate=1e-5),
+    "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2),
 }
 
 
@@ -98,6 +108,15 @@ def test_gradients_are_the_plain_trainer_s(example, case, tmp_path):
 
 def test_rloo(example, tmp_path):
     three_runs(example, trl.RLOOTrainer, shared.RLOOTrainer, trl.RLOOConfig, tmp_path)
+
+
+def test_two_processes_under_accelerate(tmp_path):
+    """As torchrun starts it: DDP over gloo, groups torn over windows and over ranks (trl_ranks.py)."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(Path(__file__).with_name("trl_ranks.py")), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def test_what_cannot_be_shared_runs_plain_with_one_note(example, tmp_path, caplog):

@@ -1,0 +1,52 @@
+"""One of two processes that torchrun started, which accelerate finds: trl_ranks.py FOLDER. Exit 0 where every rank's gradients of three accumulation
+windows are the plain trainer's under DDP, and the same on both."""
+
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+torch.set_num_threads(1)
+
+import trl  # noqa: E402
+from test_trl_trainer import compare, load_example, run, shared  # noqa: E402
+
+CASES = {
+    "dapo": {},
+    "grpo, beta, two iterations": dict(loss_type="grpo", beta=.04, num_iterations=2),
+    "bnpo, shuffled over windows": dict(loss_type="bnpo", steps_per_generation=4),
+    "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2),
+    "groups cut by ranks": dict(num_generations=8, loss_type="dr_grpo"),
+}
+
+
+def same_on_both(trainer):
+    for grads in trainer.grads:
+        for name, own in grads.items():
+            first = own.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, own), name
+
+
+def main():
+    notes = []
+    logging.getLogger("espalier").addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, record: notes.append(record.getMessage())})())
+    example, folder = load_example(), Path(sys.argv[1])
+    for case, settings in CASES.items():
+        at = folder / f"{case[:4]}-{len(case)}"
+        runs = [run(example, trainer_class, trl.GRPOConfig, at / name, attention=attention, **settings)
+                for name, trainer_class, attention in (("plain", trl.GRPOTrainer, None), ("eager", trl.GRPOTrainer, "eager"),
+                                                       ("ours", shared.GRPOTrainer, None))]
+        assert dist.get_world_size() == 2 and runs[2].accelerator.num_processes == 2
+        compare(*runs)
+        same_on_both(runs[2])
+    assert not notes, notes
+
+
+main()
+dist.barrier()
+dist.destroy_process_group()
