@@ -40,10 +40,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         if reason:
             self._note(reason)
             return super().forward_backward_batch(data, loss_function, forward_only)
-        with self._autocast():
-            if forward_only:
-                return self._log_probs(batch, loss_function)
-            return self._update(batch, loss_function)
+        return self._log_probs(batch, loss_function) if forward_only else self._update(batch, loss_function)
 
     def _batch(self, data, loss_function):
         """The mini-batch, or None and why it cannot be shared; the same on every rank, whose calls of the model are collective."""
@@ -87,8 +84,9 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     def _log_probs(self, batch, loss_function):
         """The whole mini-batch is one micro-batch: all that is held of it are numbers per token."""
         entropies = tu.get_non_tensor_data(data=batch.data, key="calculate_entropy", default=False)
-        scores = hf.score(self.module, batch.rollouts(), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
-                          entropies=entropies)
+        with self._autocast():
+            scores = hf.score(self.module, batch.rollouts(), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
+                              entropies=entropies)
         self._count(scores.rows, batch)
         rows = list(range(len(batch.lengths)))
         row, position = batch.tokens()
@@ -124,8 +122,9 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
 
         before = verification.begin(self.module) if self._verifies() else None
         try:
-            result = hf.phased_step(self.module, batch.rollouts(), loss, wave_tokens=self._wave_tokens(batch),
-                                    trunk_state=os.environ.get("ESPALIER_TRUNK_STATE", "keep"), temperature=batch.temperature)
+            with self._autocast():
+                result = hf.phased_step(self.module, batch.rollouts(), loss, wave_tokens=self._wave_tokens(batch),
+                                        trunk_state=os.environ.get("ESPALIER_TRUNK_STATE", "keep"), temperature=batch.temperature)
         except BaseException:
             if before is not None:
                 before.put_back()
