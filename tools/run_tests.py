@@ -160,6 +160,11 @@ def filter_of(test, what):
     return next((label.removeprefix(f"{what}=") for label in labels if label.startswith(f"{what}=")), None)
 
 
+def program_of(command):
+    """The test binary, before which `cmake -E env NAME=VALUE` may stand."""
+    return next(Path(word) for word in reversed(command) if Path(word).is_file())
+
+
 def cpp_jobs(build, only, reports, level, others):
     jobs, failed = [], []
     for test in listed_tests(build):
@@ -186,7 +191,7 @@ def cpp_jobs(build, only, reports, level, others):
     if not jobs:
         print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
     # The largest binaries run longest: they come first, and the short repetitions fill up at the end.
-    return sorted(jobs, key=lambda job: (job.repeated, -Path(job.command[0]).stat().st_size)), Result(failed=failed)
+    return sorted(jobs, key=lambda job: (job.repeated, -program_of(job.command).stat().st_size)), Result(failed=failed)
 
 
 def print_failures(output):
