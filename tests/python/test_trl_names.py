@@ -5,10 +5,12 @@ sampled policy) is written out here from its `_generate_and_score_completions`.
 """
 
 import collections
+import dataclasses
 import types
 
 import pytest
 import torch
+import transformers
 
 import oracle
 from comparison import Trained, assert_equal_gradients
@@ -140,6 +142,68 @@ def test_train_has_the_trainers_gradient(case, espalier, prepared, tmp_path):
     exact = trl_gradients(model, records, CASES[case], tmp_path / "trl")
     run = Trained(espalier, directory, path, tmp_path, **{n.replace("_", "-"): v for n, v in CASES[case].items()})
     assert_equal_gradients(run.gradients, exact, SEED)
+
+
+# What TRL's configuration has, all of it. Taken: as CASES show, or an option of ours with the same name and meaning.
+TAKEN = {*(name for names in CASES.values() for name in names if name != "num_items_in_batch"), "vllm_importance_sampling_correction",
+         "vllm_importance_sampling_cap", "vespo_lambda_pos", "vespo_k_neg", "temperature", "seed", "weight_decay", "max_grad_norm",
+         "warmup_steps", "router_aux_loss_coef",
+         # values that change nothing, as TRL's defaults; others are refused
+         "top_entropy_quantile", "use_adaptive_entropy", "multi_objective_aggregation", "mask_truncated_completions"}
+# They decide the update, and train has another word for them or nothing.
+DECIDES = {
+    "learning_rate": "--lr", "adam_beta1": "--betas", "adam_beta2": "--betas", "adam_epsilon": "--eps", "max_steps": "--steps",
+    "num_train_epochs": "--epochs", "num_iterations": "--epochs", "per_device_train_batch_size": "--mini-batch-size",
+    "gradient_accumulation_steps": "--mini-batch-size", "steps_per_generation": "--mini-batch-size", "generation_batch_size": "--mini-batch-size",
+    "num_generations": "the records' groups", "reward_weights": "the records' reward",
+    "bf16": "--dtype", "fp16": "", "lr_scheduler_type": "", "lr_scheduler_kwargs": "", "optim": "", "optim_args": "", "optim_target_modules": "",
+    "disable_dropout": "", "cast_lm_head_to_fp32": "", "sync_ref_model": "", "ref_model_mixup_alpha": "", "ref_model_sync_steps": "",
+    "entropy_coef_min": "", "entropy_coef_max": "", "entropy_coef_delta": "", "entropy_target": "", "neftune_noise_alpha": "",
+    "label_smoothing_factor": "", "output_dir": "--out", "resume_from_checkpoint": "--resume", "save_steps": "--save-freq", "use_cpu": "--device",
+}
+# Sampling, serving, data loading, logging, saving, evaluation, parallelism: no part of an update on recorded rollouts.
+NO_PART = ("model_init_kwargs trust_remote_code num_generations_eval ds3_gather_for_generation shuffle_dataset pad_to_multiple_of top_p top_k min_p "
+           "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl "
+           "vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+           "vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size max_tool_calling_iterations "
+           "log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo "
+           "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged").split()
+REFUSED_VALUES = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "multi_objective_aggregation": "normalize_then_sum",
+                  "mask_truncated_completions": True}
+
+
+def configuration(folder):
+    """{field: default} of TRL's configuration, and the fields of transformers' that it inherits."""
+    made = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[])
+    own = {f.name for f in dataclasses.fields(trl.GRPOConfig)} - {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    return {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}, own
+
+
+def test_every_name_of_the_configuration_is_known_here(tmp_path):
+    """A new version of TRL with a new name fails here until somebody has looked at it."""
+    fields, own = configuration(tmp_path)
+    assert own - TAKEN - set(DECIDES) == set(NO_PART)
+    assert (TAKEN | set(DECIDES)) <= set(fields)
+
+
+def test_train_takes_these_names_and_no_others(tmp_path):
+    """What is neither an option of train nor one of TRL's names that it reads is refused as unknown."""
+    from espalier import verbs
+    fields, _ = configuration(tmp_path)
+    known = {*verbs.options_of("train"), *verbs.names_of_trl("train")}
+    assert set(fields) & known == TAKEN
+
+
+def test_what_is_not_taken_is_refused_by_name(espalier, prepared, tmp_path):
+    directory, _, _, path = prepared
+
+    def refused(name, value):
+        ran = espalier("train", "--model", directory, "--rollouts", path, "--gradients", tmp_path / "g", "--" + name.replace("_", "-"), value, expect=None)
+        assert "--" + name in ran.stderr.replace(name.replace("_", "-"), name) and not (tmp_path / "g").exists(), (name, ran)
+        return ran.status
+
+    assert {name: refused(name, value) for name, value in REFUSED_VALUES.items()} == {name: 4 for name in REFUSED_VALUES}
+    assert {name: refused(name, 1) for name in ("learning_rate", "sync_ref_model", "top_k")} == {"learning_rate": 2, "sync_ref_model": 2, "top_k": 2}
 
 
 def test_every_case_is_another_update(prepared, tmp_path):

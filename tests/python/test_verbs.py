@@ -1,9 +1,19 @@
 """The verbs as functions: options from the table, the JSON object as a dict, errors with the program's fields."""
 
+import ctypes
 import inspect
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import espalier
 
@@ -55,3 +65,88 @@ def test_signatures_are_those_of_the_table():
         assert "threads" in inspect.signature(function).parameters and "CPU threads" in function.__doc__
     assert "as_" in inspect.signature(espalier.score).parameters
     assert "lr" in inspect.signature(espalier.train).parameters and "lr" not in inspect.signature(espalier.inspect).parameters
+
+
+def test_names_of_trl_are_keyword_arguments(rollouts, model_of, tmp_path):
+    result = espalier.train(model=model_of("qwen3_tied"), rollouts=rollouts, out=tmp_path / "out", loss_type="dr_grpo", beta=0, quiet=True)
+    assert result["options"]["loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert "beta" in inspect.signature(espalier.train).parameters and "beta" not in inspect.signature(espalier.inspect).parameters
+    assert "loss_type: TRL's, read as loss-agg-mode" in espalier.train.__doc__
+
+
+def test_the_stub_is_the_option_table():
+    sys.path.insert(0, str(ROOT / "tools"))
+    import verb_stubs
+    assert verb_stubs.STUB.read_text() == verb_stubs.stub(), "run make docs"
+
+
+def test_a_type_checker_knows_the_options(tmp_path):
+    pytest.importorskip("mypy")
+    file = Path(__file__).with_name("verb_types.py")
+    wrong = [number for number, line in enumerate(file.read_text().splitlines(), 1) if "# wrong" in line]
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "--no-error-summary", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ, MYPYPATH=str(ROOT / "python")))
+    found = {int(number) for number in re.findall(r"verb_types.py:(\d+): error", done.stdout)}
+    assert sorted(found) == wrong, done.stdout + done.stderr
+
+
+def long_run(rollouts, model, out):
+    return dict(model=str(model), rollouts=str(rollouts), out=str(out), epochs=1_000_000, quiet=True)
+
+
+def test_ctrl_c_lets_train_finish_its_step_and_save(rollouts, model_of, tmp_path):
+    """A Python that sits in espalier.train gets SIGINT once: KeyboardInterrupt, and the model is saved complete."""
+    out = tmp_path / "out"
+    code = f"import espalier\ntry: espalier.train(**{long_run(rollouts, model_of('qwen3_tied'), out)!r}, save_freq=1)\n" \
+           "except KeyboardInterrupt: print('interrupted')"
+    environment = dict(os.environ, PYTHONPATH=str(ROOT / "python"))
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        waited_for(lambda: (out / "model.safetensors").is_file())
+        child.send_signal(signal.SIGINT)
+        output, _ = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    assert output == "interrupted\n" and child.returncode == 0
+    assert espalier.score(model=out, rollouts=rollouts, out=tmp_path / "scored.jsonl", quiet=True)["rollouts"] == 3
+
+
+def waited_for(happened, seconds=120):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_other_threads_run_during_a_verb_and_during_a_plan(rollouts):
+    """The interpreter's lock is free: a thread goes on counting."""
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.wait(0.001):
+            ticks.append(time.monotonic())
+
+    def seen_during(call):
+        start = time.monotonic()
+        call()
+        end = time.monotonic()
+        return sum(start < t < end for t in ticks), end - start
+
+    shape = dict(layers=2, hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocabulary=97)
+    buffers = native._Buffers([[i % 97 for i in range(2000)]] * 3000, [[i % 97, i % 89, i % 83] for i in range(3000)])
+    request = native._Request(64, 1, 1, *(word.encode() for word in ("auto", "auto", "keep", "float32", "cpu")))
+
+    def plan():
+        handle = native.library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(native._Shape(**shape)), ctypes.byref(request))
+        assert handle
+        native.library().espalier_plan_delete(handle)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for call in (lambda: espalier.inspect(rollouts, quiet=True), plan):
+            count, seconds = seen_during(call)
+            assert count >= 2, f"{count} ticks in {seconds:.3f} s"
+    finally:
+        stop.set()
+        thread.join()
