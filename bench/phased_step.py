@@ -1,8 +1,10 @@
 """Seconds and memory of espalier.hf.phased_step beside transformers dense, alternately, medians.
 
     $(cat build/setup/python) bench/phased_step.py [--cells 1707/341/8,4096/128/16,341/1707/4] [--rounds 5] [--hidden 512] [--layers 4]
+                                                   [--out bench/results/phased_step.jsonl]
 
-Each run is a process of its own, so that peaks are its own. Dense runs micro-batches of two with the prompt's logits left out.
+Each run is a process of its own, so that peaks are its own. Speed-ups are of processor seconds of the step alone, which other work on
+the machine disturbs less than the clock. --out appends a line for each cell. Dense runs micro-batches of two with the prompt's logits left out.
 "ceiling": FLOPs dense over FLOPs with every shared row once, by the core's plan; a speed-up cannot be above it by much.
 """
 
@@ -33,7 +35,7 @@ def one_run(kind, cell, hidden, layers, vocabulary):
     rollouts = [dict(prompt_ids=ids, response_ids=torch.randint(3, vocabulary, (response,)).tolist()) for _ in range(n)]
     advantages = torch.randn(n)
     with Peak() as peak:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if kind == "dense":
             for at in range(0, n, 2):
                 both = torch.tensor([r["prompt_ids"] + r["response_ids"] for r in rollouts[at:at + 2]])
@@ -42,8 +44,8 @@ def one_run(kind, cell, hidden, layers, vocabulary):
                 (-(logp * advantages[at:at + 2, None]).sum() / (n * response)).backward()
         else:
             espalier.hf.phased_step(model, rollouts, lambda wave: -(wave.logprobs * advantages[wave.rollout]).sum() / (n * response))
-        seconds = time.perf_counter() - start
-    print(json.dumps(dict(seconds=seconds, cpu_seconds=time.process_time(), peak_bytes=peak.bytes)))
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    print(json.dumps(dict(seconds=seconds, cpu_seconds=cpu, peak_bytes=peak.bytes)))
 
 
 def ceiling(cell, hidden, layers, vocabulary):
@@ -61,6 +63,7 @@ def main():
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     size = (arguments.hidden, arguments.layers, arguments.vocabulary)
@@ -76,8 +79,14 @@ def main():
                            "--vocabulary", str(size[2])]
                 runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]))
         median = lambda kind, what: statistics.median(run[what] for run in seen[kind])
-        speed_up, limit = median("dense", "seconds") / median("phased", "seconds"), ceiling(cell, *size)
-        print(f"{cell:>14} {median('dense', 'seconds'):9.2f} {median('phased', 'seconds'):9.2f} {speed_up:9.2f} {limit:8.2f} "
+        speed_up, limit = median("dense", "cpu_seconds") / median("phased", "cpu_seconds"), ceiling(cell, *size)
+        if arguments.out:
+            medians = {f"{kind}_{what}": median(kind, what) for kind in seen for what in ("seconds", "cpu_seconds", "peak_bytes")}
+            line = dict(cell=cell, hidden=size[0], layers=size[1], vocabulary=size[2], rounds=arguments.rounds, threads=os.environ.get("OMP_NUM_THREADS", "1"),
+                        date=time.strftime("%Y-%m-%d"), speed_up=speed_up, ceiling=limit, **medians)
+            with open(arguments.out, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        print(f"{cell:>14} {median('dense', 'cpu_seconds'):9.2f} {median('phased', 'cpu_seconds'):9.2f} {speed_up:9.2f} {limit:8.2f} "
               f"{speed_up / limit:6.2f} {median('dense', 'peak_bytes') / 2**20:10.0f} {median('phased', 'peak_bytes') / 2**20:10.0f}", flush=True)
 
 
