@@ -31,14 +31,14 @@ def test_trl_grpo():
 
 
 def test_verl_actor():
-    pytest.importorskip("verl")
+    pytest.importorskip("verl", reason="verl is not installed (tools/requirements-verl.txt)")
     text = run("verl_actor.py", "--steps", "1", VERL_ENGINE_VENDOR="espalier", ESPALIER_VERIFY="1")
     assert "step 0: loss" in text
 
 
 def test_verl_grpo_sets_options_that_verl_has():
     """The command needs GPUs and vLLM; its options are held against the installed trainer's configuration."""
-    verl = pytest.importorskip("verl.trainer.config")
+    verl = pytest.importorskip("verl.trainer.config", reason="verl is not installed (tools/requirements-verl.txt)")
     hydra = pytest.importorskip("hydra")
     script = (ROOT / "examples" / "verl_grpo.sh").read_text()
     overrides = re.findall(r"^    (\+?[a-z_.]+[A-Z_a-z.]*=\S+) \\$", script, re.MULTILINE)

@@ -18,7 +18,7 @@ import oracle
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors
 from make_model import add_series, make_rollouts, write_records
 
-pytest.importorskip("verl", reason="verl is not installed")
+pytest.importorskip("verl", reason="verl is not installed (tools/requirements-verl.txt)")
 from verl.trainer.config import RolloutCorrectionConfig  # noqa: E402
 from verl.trainer.ppo import core_algos  # noqa: E402
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask  # noqa: E402
