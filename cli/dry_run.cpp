@@ -43,7 +43,7 @@ int dry_train(Context& context) {
   if (options.model.empty()) options.model = options.resume;
   check_update(read_model_shape(options.model), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
-  Context planned{options, context.arguments, silent, context.text, {}};
+  Context planned{options, context.arguments, silent, context.text, context.mesh};
   const int code = run_plan(planned);
   context.result["plan"] = std::move(planned.result);
   return code;

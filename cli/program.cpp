@@ -14,6 +14,7 @@
 #include "cli/former_run.h"
 #include "cli/interrupt.h"
 #include "cli/path_check.h"
+#include "cli/ranks.h"
 #include "cli/threads.h"
 #include "cli/usage.h"
 #include "espalier/base/error.h"
@@ -34,6 +35,7 @@ struct Run {
   CommandLine line;
   Options options;
   Timer timer;
+  RunRanks ranks;
   bool survives_closed_pipe = false;
   Json partial = Json::object();  // what a verb had to tell when it was interrupted
 };
@@ -72,19 +74,6 @@ void check_device(const Verb& verb, const Options& options) {
                        "the CUDA library is not part of this build; leave --device out"});
 }
 
-// Planning needs no processes: it may ask about layouts that this machine could never run.
-void check_parallel(const Verb& verb, const Options& options) {
-  if (verb.letter == 'p') return;
-  for (const char* name : {"tp", "ep", "cp", "pp", "dp"}) {
-    const OptionRow& row = *find_option(name);
-    const std::string degree = option_text(options, name);
-    if (row.taken_by(verb.letter) && degree != "1")
-      throw UnsupportedError(
-          {std::string("--") + name, "1", degree,
-           std::string("espalier ") + verb.name + " runs in one process; espalier plan takes any degree"});
-  }
-}
-
 void resolve_options(Run& run, Progress& progress) {
   const Verb& verb = *run.line.verb;
   std::vector<std::string> notes, names;
@@ -94,6 +83,10 @@ void resolve_options(Run& run, Progress& progress) {
   if (!run.line.config.empty()) config = read_config(run.line.config, verb.name, verb.letter, names);
   apply_settings(run.options, config, notes);
   apply_settings(run.options, run.line.settings, notes);
+  if (const std::string saved = run.ranks.restart_point(verb, run.options); !saved.empty()) {
+    run.options.resume = saved;
+    progress.note("started again by the launcher: continues from " + saved);
+  }
   if (verb.letter == 't' && !run.options.resume.empty()) {
     const std::string directory = run.options.resume;
     run.options = {};
@@ -103,17 +96,18 @@ void resolve_options(Run& run, Progress& progress) {
     std::vector<std::string> said_before;
     apply_settings(run.options, config, said_before);
     apply_settings(run.options, run.line.settings, said_before);
+    run.options.resume = directory;
   }
   for (const std::string& note : notes) progress.note("note: " + note);
   validate(run.options);
-  if (run.options.threads == 0) run.options.threads = usable_threads();
+  if (run.options.threads == 0) run.options.threads = usable_threads(run.ranks.local());
 }
 
-void check_options(const Verb& verb, const Run& run) {
+void check_options(const Verb& verb, const Run& run, const std::vector<std::string>& words) {
   check_required(verb, run.options);
   check_device(verb, run.options);
-  check_parallel(verb, run.options);
-  check_paths(verb, run.options, run.line.arguments, run.line.config);
+  run.ranks.check(verb, run.options, words);
+  if (run.ranks.talks()) check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
 }
 
@@ -152,26 +146,31 @@ void print_help(const CommandLine& line) {
     print_json({{"espalier", ESPALIER_VERSION}});
 }
 
-int run_verb(Run& run) {
+int run_verb(Run& run, const std::vector<std::string>& words) {
+  const Verb& verb = *run.line.verb;
+  run.ranks.begin(verb);
+  const bool talks = run.ranks.talks();
   ProgressText shown(standard_error());
   NoProgress hidden;
-  InterruptibleProgress progress(run.line.quiet ? static_cast<Progress&>(hidden) : shown);
+  InterruptibleProgress progress(run.line.quiet || !talks ? static_cast<Progress&>(hidden) : shown);
   resolve_options(run, progress);
-  const Verb& verb = *run.line.verb;
   if (run.line.print_config) {
-    std::cout << config_text(run.options, verb.name, verb.letter);
+    if (talks) std::cout << config_text(run.options, verb.name, verb.letter);
     return 0;
   }
-  check_options(verb, run);
+  check_options(verb, run, words);
   use_threads(static_cast<int>(run.options.threads));
   // Whoever reads the output may leave; a run that writes files goes on without.
   if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
   if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);
-  Context context{run.options, run.line.arguments, progress, run.line.json ? nowhere : std::cout};
+  std::ostream& text = run.line.json || !talks ? nowhere : std::cout;
+  const Mesh& mesh = run.ranks.connect(verb, run.options);
+  Context context{run.options, run.line.arguments, progress, text, mesh};
   int code = 0;
   try {
     code = run.line.dry_run ? dry_run(verb, context) : verb.run(context);
+    mesh.world.wait_for_all();
   } catch (const Interrupted&) {
     progress.end();
     run.partial = context.result;
@@ -180,7 +179,7 @@ int run_verb(Run& run) {
     progress.end();  // takes the bar away before the message is printed
     throw;
   }
-  if (run.line.json) {
+  if (run.line.json && talks) {
     Json json = common_fields(run);
     json.update(context.result);
     print_json(json);
@@ -189,7 +188,10 @@ int run_verb(Run& run) {
 }
 
 // Two or three lines for a person on stderr; with --json the object for a program on stdout, too.
-int report(const Run& run, bool as_json, const char* kind, int code, const ErrorText& text) {
+int report(Run& run, bool as_json, const char* kind, int code, ErrorText text) {
+  if (!run.ranks.shows_error()) return code;
+  if (code == CommunicationError::kExitCode)
+    if (const std::string silent = run.ranks.silent_ranks(); !silent.empty()) text.got += "; no word from " + silent;
   if (as_json) {
     Json json = common_fields(run);
     json.update(run.partial);
@@ -227,7 +229,7 @@ int run_words(Run& run, const std::vector<std::string>& words) {
   if (run.line.help || run.line.version)
     print_help(run.line);
   else
-    code = run_verb(run);
+    code = run_verb(run, words);
   if (!std::cout.flush() && !(run.survives_closed_pipe && reader_has_left()))
     throw WriteError({"stdout", "the result to be written", "a refusal of the system", "is the disk full?"});
   return code;

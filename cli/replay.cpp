@@ -78,7 +78,7 @@ int replay_trace(Context& context) {
     begun = true;
     print_checkpoint(context.text, c);
   };
-  const ReplayReport report = replay(context.arguments.front(), context.options, context.progress, print);
+  const ReplayReport report = replay(context.arguments.front(), context.options, context.progress, print, context.mesh);
   print_steps(context.text, report);
   context.result.update(report_json(report));
   return 0;
@@ -103,7 +103,8 @@ int replay_records(Context& context) {
     begun = true;
     print_step(context.text, step);
   };
-  const ReplayReport report = replay_rollouts(context.arguments.front(), context.options, context.progress, print);
+  const ReplayReport report =
+      replay_rollouts(context.arguments.front(), context.options, context.progress, print, context.mesh);
   context.result.update(report_json(report));
   return 0;
 }

@@ -7,7 +7,7 @@
 namespace espalier::cli {
 
 int run_score(Context& context) {
-  const ScoreReport report = score(context.options, context.progress);
+  const ScoreReport report = score(context.options, context.progress, context.mesh);
   context.result["rollouts"] = report.rollouts;
   context.result["tokens"] = report.tokens;
   context.result["rows"] = {{"logical", report.logical_rows}, {"physical", report.physical_rows}};

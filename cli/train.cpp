@@ -31,8 +31,7 @@ void print_step(std::ostream& out, const StepReport& step, const Json& line) {
   out << "  loss " << g.loss.loss << "  grad norm " << step.update.grad_norm << "  lr " << step.update.lr
       << "  clipped " << format_percent(g.loss.clip_fraction) << "  tokens computed "
       << format_count(g.trunk_rows + g.wave_rows) << " of " << format_count(g.plan.logical_rows) << " ("
-      << schedule_name(g.plan) << ")  " << format_seconds(g.seconds.total) << "  peak "
-      << format_bytes(g.peak_bytes.peak());
+      << schedule_name(g) << ")  " << format_seconds(g.seconds.total) << "  peak " << format_bytes(g.peak_bytes.peak());
   if (const std::string why = nothing_to_learn(step); !why.empty()) out << "  nothing to learn from: " << why;
   out << std::endl;  // seen at once, also through a pipe
 }
@@ -61,7 +60,7 @@ void warn_of_foreign_logprobs(Context& context, const StepReport& step) {
 int run_train(Context& context) {
   context.result["steps"] = Json::array();
   std::int64_t steps = 0, empty_steps = 0;
-  train(context.options, context.progress, [&](const StepReport& step, const Json& line) {
+  const auto on_step = [&](const StepReport& step, const Json& line) {
     context.progress.end();  // takes the bar away; the next report draws it again
     print_step(context.text, step, line);
     warn_of_foreign_logprobs(context, step);
@@ -70,7 +69,8 @@ int run_train(Context& context) {
     context.result["steps"].push_back(line);
     context.result["steps"].back().erase("kind");
     ++steps, empty_steps += !nothing_to_learn(step).empty();
-  });
+  };
+  train(context.options, context.progress, on_step, context.mesh);
   if (empty_steps > 0) tell(context, text_of(empty_steps, " of ", steps, " steps had nothing to learn from"));
   for (const OptionRow& row : option_rows()) {
     const PathRole role = path_role(row, 't');

@@ -9,6 +9,10 @@
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 
+namespace espalier {
+struct Mesh;
+}
+
 namespace espalier::cli {
 
 // What a verb works with. Options are checked and `options.threads` is the number that runs.
@@ -16,7 +20,8 @@ struct Context {
   const Options& options;
   const std::vector<std::string>& arguments;  // what stands on the command line without an option before it
   Progress& progress;                         // to stderr, or nowhere with --quiet; throws on an interrupt
-  std::ostream& text;                         // to stdout for a person; nowhere with --json
+  std::ostream& text;                         // to stdout for a person; nowhere with --json, or on other ranks than 0
+  const Mesh& mesh;                           // this process among those of the run
   Json result = Json::object();               // the verb's own fields of the --json object
 };
 

@@ -116,7 +116,7 @@ void print(std::ostream& out, const Verdict& verdict) {
 }  // namespace
 
 int run_verify(Context& context) {
-  const Verdict verdict = verify(context.options, context.progress);
+  const Verdict verdict = verify(context.options, context.progress, context.mesh);
   context.result.update(verdict_json(verdict));
   print(context.text, verdict);
   return verdict.pass() ? 0 : kFailed;

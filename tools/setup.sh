@@ -153,6 +153,21 @@ pip_install() {
   "$1" -m pip install --disable-pip-version-check --no-input --no-deps ${quiet[@]+"${quiet[@]}"} "${@:2}" >&2
 }
 
+# Installs what the loader misses when torch is imported, one library at a time; prints nothing when all is there.
+complete_cuda_libraries() {
+  local error library pin
+  for _ in $(seq 16); do
+    error=$("$python" -c 'import torch' 2>&1) && return 0
+    library=$(sed -n 's/.*\(lib[A-Za-z]*[a-z_]*\)\.so[.0-9]*: cannot open shared object file.*/\1/p' <<<"$error" | tail -1)
+    [ -n "$library" ] || break
+    pin=$(grep -E "# .*\b$library\b" tools/requirements-cuda-libraries.txt | sed 's/ *#.*//') || break
+    log "import torch misses $library: installing $pin"
+    pip_install "$python" "$pin" || break
+  done
+  printf '%s\n' "$error" | tail -3 >&2
+  return 1
+}
+
 if [ -z "$python" ]; then
   [ -n "$base" ] || fail "no Python 3.11 or newer found; install one (Debian, Ubuntu: sudo apt-get install python3 python3-venv) or set PYTHON"
   if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -169,6 +184,8 @@ case "$python" in
     pip_install "$python" -q -r tools/requirements-build.txt -r tools/requirements-text.txt ||
       fail "pip could not install tools/requirements-build.txt and requirements-text.txt; where there is no network, set PYTHON to a Python with torch 2.11"
     [ -n "$(torch_folder "$python")" ] || fail "torch 2.11 is not in .venv after the installation: remove .venv and try again"
+    # torchrun imports torch, which wants CUDA libraries that the program itself has no use for.
+    complete_cuda_libraries || log "import torch fails, so .venv/bin/torchrun does not work (the error stands above); the program does"
     ;;
 esac
 
@@ -185,26 +202,11 @@ have_version_14() {
   return 1
 }
 
-# Installs what the loader misses when torch is imported, one library at a time; prints nothing when all is there.
-complete_cuda_libraries() {
-  local error library pin
-  for _ in $(seq 16); do
-    error=$("$python" -c 'import torch' 2>&1) && return 0
-    library=$(sed -n 's/.*\(lib[A-Za-z]*[a-z_]*\)\.so[.0-9]*: cannot open shared object file.*/\1/p' <<<"$error" | tail -1)
-    [ -n "$library" ] || break
-    pin=$(grep -E "# .*\b$library\b" tools/requirements-cuda-libraries.txt | sed 's/ *#.*//') || break
-    log "import torch misses $library: installing $pin"
-    pip_install "$python" "$pin" || break
-  done
-  printf '%s\n' "$error" | tail -3 >&2
-  return 1
-}
-
 if [ "$mode" = tests ]; then
   case "$python" in
     "$PWD"/.venv/*)
       pip_install "$python" -q -r tools/requirements-tests.txt || fail "pip could not install tools/requirements-tests.txt"
-      complete_cuda_libraries || fail "torch cannot be imported from .venv (the error stands above)"
+      "$python" -c 'import torch' || fail "torch cannot be imported from .venv (the error stands above)"
       "$python" -c "import $test_packages" || fail "the packages of the Python tests do not work in .venv: remove it and try again"
       ;;
     *)

@@ -50,6 +50,7 @@ class WriteError : public OptionError {
 #define ESPALIER_ERROR_CLASS(Name, kind, code)                            \
   class Name : public Error {                                             \
    public:                                                                \
+    static constexpr int kExitCode = code;                                \
     explicit Name(ErrorText text) : Error(kind, code, std::move(text)) {} \
   }
 

@@ -10,10 +10,9 @@
 #include <string>
 
 #include "espalier/base/dtype.h"
+#include "espalier/model/parameters.h"
 
 namespace espalier {
-
-class ParameterTable;
 
 // Called from the loading or writing thread after every tensor: elements done and in all.
 using ElementProgress = std::function<void(std::int64_t done, std::int64_t total)>;
@@ -47,6 +46,9 @@ struct WriteOptions {
 // no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
 // copied byte for byte; that of a language model becomes a token classifier's with one label where the table has a
 // value head. Errors: InputError for an unreadable source, OptionError for a failing output.
+void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
+                           const ParameterTable& table, DType from, const ParameterValues& values, DType to,
+                           const WriteOptions& options = {});
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const void* flat, DType to,
                            const WriteOptions& options = {});

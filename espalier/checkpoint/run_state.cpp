@@ -120,6 +120,13 @@ std::string fingerprint_of(const ModelShape& shape) {
 
 void save_run_state(const fs::path& directory, const RunState& state, const ParameterTable& table, const void* masters,
                     const void* first_moments, const void* second_moments) {
+  const std::int64_t bytes = bytes_of(state.accumulators);
+  save_run_state(directory, state, table,
+                 {values_of(masters, bytes), values_of(first_moments, bytes), values_of(second_moments, bytes)});
+}
+
+void save_run_state(const fs::path& directory, const RunState& state, const ParameterTable& table,
+                    const RunStateValues& parts) {
   const fs::path folder = directory / "espalier";
   if (::mkdir(folder.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(folder, "create this directory", errno);
   ESPALIER_INTERNAL(state.accumulators != DType::bfloat16, "masters and moments are float32 or float64");
@@ -131,8 +138,9 @@ void save_run_state(const fs::path& directory, const RunState& state, const Para
       specs.push_back({part + parameter.name, type, parameter.shape});
   OutputFile output(folder / "state.safetensors");
   SafetensorsWriter writer(output, specs, {{"format", "pt"}, {"step", std::to_string(state.step)}});
-  for (const void* values : {masters, first_moments, second_moments})
-    writer.append(values, table.size() * bytes_of(state.accumulators));
+  for (const ParameterValues& values : parts)
+    for (const Parameter& parameter : table.parameters())
+      writer.append(values(parameter), parameter.count * bytes_of(state.accumulators));
   writer.finish();
   output.close_synced();
 
@@ -172,6 +180,17 @@ RunState read_run_state(const fs::path& directory) {
 
 RunState load_run_state(const fs::path& directory, const std::string& model, const ParameterTable& table,
                         DType accumulators, void* masters, void* first_moments, void* second_moments) {
+  const std::array<void*, 3> targets = {masters, first_moments, second_moments};
+  const std::int64_t bytes = bytes_of(accumulators);
+  return load_run_state(directory, model, table, accumulators,
+                        [&](std::size_t part, const Parameter& parameter, const std::byte* values) {
+                          std::memcpy(static_cast<std::byte*>(targets[part]) + parameter.offset * bytes, values,
+                                      static_cast<std::size_t>(parameter.count * bytes));
+                        });
+}
+
+RunState load_run_state(const fs::path& directory, const std::string& model, const ParameterTable& table,
+                        DType accumulators, const TakeStateValues& take) {
   RunState state = read_run_state(directory);
   const fs::path folder = directory / "espalier";
   const std::string where = (folder / "state.json").string();
@@ -190,18 +209,13 @@ RunState load_run_state(const fs::path& directory, const std::string& model, con
   if (file.entries().size() != 3 * table.parameters().size())
     throw InputError({file.path().string(), text_of(3 * table.parameters().size(), " tensors"),
                       std::to_string(file.entries().size()), kDamaged});
-  const std::array<void*, 3> targets = {masters, first_moments, second_moments};
   std::vector<const SafetensorsEntry*> entries;
   for (const char* part : kParts)
     for (const Parameter& parameter : table.parameters())
       entries.push_back(&checked_entry(file, part + parameter.name, parameter, tensor_type_of(accumulators)));
   std::size_t next = 0;
-  for (void* target : targets)
-    for (const Parameter& parameter : table.parameters()) {
-      const SafetensorsEntry& entry = *entries[next++];
-      std::memcpy(static_cast<std::byte*>(target) + parameter.offset * bytes_of(accumulators), entry.data,
-                  static_cast<std::size_t>(entry.bytes));
-    }
+  for (std::size_t part = 0; part < kParts.size(); ++part)
+    for (const Parameter& parameter : table.parameters()) take(part, parameter, entries[next++]->data);
   return state;
 }
 

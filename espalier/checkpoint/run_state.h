@@ -4,15 +4,17 @@
 // Saving and loading move bits, not values.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 
 #include "espalier/base/dtype.h"
+#include "espalier/model/parameters.h"
 
 namespace espalier {
 
-class ParameterTable;
 struct ModelShape;
 
 struct RunState {
@@ -35,6 +37,10 @@ std::string fingerprint_of(const ModelShape& shape);
 // Errors: OptionError when the output fails.
 void save_run_state(const std::filesystem::path& directory, const RunState& state, const ParameterTable& table,
                     const void* masters, const void* first_moments, const void* second_moments);
+// The same from whole parameters, asked for one after another: all masters, all first moments, all second moments.
+using RunStateValues = std::array<ParameterValues, 3>;
+void save_run_state(const std::filesystem::path& directory, const RunState& state, const ParameterTable& table,
+                    const RunStateValues& values);
 
 // state.json alone, checked. Errors: InputError with the file and the member that is missing or wrong.
 RunState read_run_state(const std::filesystem::path& directory);
@@ -44,5 +50,10 @@ RunState read_run_state(const std::filesystem::path& directory);
 // files of different steps.
 RunState load_run_state(const std::filesystem::path& directory, const std::string& model, const ParameterTable& table,
                         DType accumulators, void* masters, void* first_moments, void* second_moments);
+// The same, with `take` given every parameter's values (not necessarily aligned): part 0 masters, 1 first, 2 second
+// moments.
+using TakeStateValues = std::function<void(std::size_t part, const Parameter& parameter, const std::byte* values)>;
+RunState load_run_state(const std::filesystem::path& directory, const std::string& model, const ParameterTable& table,
+                        DType accumulators, const TakeStateValues& take);
 
 }  // namespace espalier

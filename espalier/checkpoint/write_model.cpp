@@ -51,23 +51,22 @@ void append_converted(SafetensorsWriter& writer, DType from, const std::byte* va
   }
 }
 
-void write_tensors(OutputFile& output, const ParameterTable& table, FileShard shard, DType from, const void* flat,
-                   DType to, const ElementProgress& progress) {
+void write_tensors(OutputFile& output, const ParameterTable& table, FileShard shard, DType from,
+                   const ParameterValues& values, DType to, const ElementProgress& progress) {
   std::vector<TensorSpec> specs;
   for (std::size_t i = shard.begin; i < shard.end; ++i)
     specs.push_back({table.parameters()[i].name, tensor_type_of(to), table.parameters()[i].shape});
   SafetensorsWriter writer(output, specs);
   for (std::size_t i = shard.begin; i < shard.end; ++i) {
     const Parameter& parameter = table.parameters()[i];
-    append_converted(writer, from, static_cast<const std::byte*>(flat) + parameter.offset * bytes_of(from), to,
-                     parameter.count);
+    append_converted(writer, from, static_cast<const std::byte*>(values(parameter)), to, parameter.count);
     if (progress) progress(parameter.offset + parameter.count, table.size());
   }
   writer.finish();
 }
 
-void write_weights(const fs::path& target, const ParameterTable& table, DType from, const void* flat, DType to,
-                   const WriteOptions& options) {
+void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
+                   DType to, const WriteOptions& options) {
   const std::vector<FileShard> shards = cut_shards(table, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -78,7 +77,7 @@ void write_weights(const fs::path& target, const ParameterTable& table, DType fr
       name = numbered;
     }
     OutputFile output(target / name);
-    write_tensors(output, table, shards[i], from, flat, to, options.progress);
+    write_tensors(output, table, shards[i], from, values, to, options.progress);
     output.close_synced();
     for (std::size_t p = shards[i].begin; p < shards[i].end; ++p) weight_map[table.parameters()[p].name] = name;
   }
@@ -177,11 +176,16 @@ void copy_other_files(const fs::path& source, const fs::path& target, DType to, 
 
 void write_model_directory(const fs::path& target, const fs::path& source, const ParameterTable& table, DType from,
                            const void* flat, DType to, const WriteOptions& options) {
+  write_model_directory(target, source, table, from, values_of(flat, bytes_of(from)), to, options);
+}
+
+void write_model_directory(const fs::path& target, const fs::path& source, const ParameterTable& table, DType from,
+                           const ParameterValues& values, DType to, const WriteOptions& options) {
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
   copy_other_files(source, target, to, table.contains(kValueWeight));
-  write_weights(target, table, from, flat, to, options);
+  write_weights(target, table, from, values, to, options);
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {

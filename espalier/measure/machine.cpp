@@ -175,6 +175,12 @@ MachineProfile machine_profile(const Options& options, Progress& progress) {
   return profile;
 }
 
+MachineProfile machine_profile(const Options& options, Progress& progress, const Mesh& mesh) {
+  if (mesh.world.size() == 1) return machine_profile(options, progress);
+  const std::string own = mesh.world.rank() == 0 ? to_json(machine_profile(options, progress)).dump() : "";
+  return profile_of(Json::parse(text_of_rank(mesh.world, own)), "the machine profile of rank 0");
+}
+
 MachineProfile current_machine_profile(const Options& options, Progress& progress) {
   constexpr double kFaster = 1.1;
   const MachineProfile profile = machine_profile(options, progress);

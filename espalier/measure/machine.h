@@ -7,12 +7,16 @@
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 #include "espalier/plan/cost_model.h"
 
 namespace espalier {
 
 // Cached where it was measured before with these threads and dtype; measured and cached otherwise.
 MachineProfile machine_profile(const Options& options, Progress& progress);
+
+// That of rank 0, on every rank: all plan alike.
+MachineProfile machine_profile(const Options& options, Progress& progress, const Mesh& mesh);
 
 // The same for whoever is about to measure: a profile that was taken while others used the machine, so that products
 // run faster now than it says by more than a tenth, is measured again and kept. A note says so.

@@ -1,5 +1,6 @@
 #include "espalier/model/parameters.h"
 
+#include <cstddef>
 #include <optional>
 
 #include "espalier/base/error.h"
@@ -36,6 +37,12 @@ void ParameterTable::add(const ParameterShape& whole, const Shard& shard) {
   index_.emplace(parameter.name, parameters_.size());
   size_ += parameter.count;
   parameters_.push_back(std::move(parameter));
+}
+
+ParameterValues values_of(const void* flat, std::int64_t bytes) {
+  return [flat, bytes](const Parameter& parameter) {
+    return static_cast<const std::byte*>(flat) + parameter.offset * bytes;
+  };
 }
 
 }  // namespace espalier

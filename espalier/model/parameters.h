@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -25,6 +26,12 @@ struct Parameter {
 
   std::vector<std::int64_t> whole_shape() const;  // in files
 };
+
+// The `count` values of a whole parameter in host memory, until the next call. Whoever writes or walks over several
+// asks for them in the table's order.
+using ParameterValues = std::function<const void*(const Parameter&)>;
+// Of a flat buffer in the table's layout whose elements take `bytes` each.
+ParameterValues values_of(const void* flat, std::int64_t bytes);
 
 class ParameterTable {
  public:

@@ -75,6 +75,8 @@ class LoadAccounting {
 
   // C_e of a layer over the mini-batch, [E]; all 0 in a dense layer.
   std::span<const std::int64_t> load(std::int64_t layer) const;
+  // The same of all layers, [layers, E], for ranks that counted parts of a mini-batch and add them.
+  std::span<std::int64_t> all_loads() { return of_batch_; }
 
  private:
   std::int64_t* counts_of(std::int64_t layer, std::int64_t rollout);

@@ -28,17 +28,21 @@ AggregationDivisors AggregationDivisors::from(const Options& options, std::span<
   return divisors;
 }
 
-std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
-                                          const AggregationDivisors& divisors) {
-  const double rollouts = static_cast<double>(batch.size());
-  std::int64_t loss_tokens = 0;
-  std::int32_t longest = 0;
+BatchTotals BatchTotals::of(std::span<const Rollout> batch) {
+  BatchTotals totals;
   for (const Rollout& rollout : batch) {
-    loss_tokens += count_loss_tokens(rollout);
-    longest = std::max(longest, rollout.response_length());
+    ++totals.rollouts;
+    totals.loss_tokens += count_loss_tokens(rollout);
+    totals.longest_response = std::max(totals.longest_response, rollout.response_length());
   }
-  const double scale = divisors.longest > 0 ? divisors.longest : std::max<double>(longest, 1);
-  const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : static_cast<double>(loss_tokens);
+  return totals;
+}
+
+std::vector<double> compute_token_weights(std::span<const Rollout> batch, const BatchTotals& totals,
+                                          Aggregation aggregation, const AggregationDivisors& divisors) {
+  const double rollouts = static_cast<double>(totals.rollouts);
+  const double scale = divisors.longest > 0 ? divisors.longest : std::max<double>(totals.longest_response, 1);
+  const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : static_cast<double>(totals.loss_tokens);
 
   std::vector<double> weights;
   weights.reserve(batch.size());

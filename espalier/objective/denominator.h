@@ -18,6 +18,15 @@ Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
+// What a loss needs to know of the whole mini-batch. Counted from its records before the first row runs, on every rank,
+// for every rank has read them all: what a rank computes itself never enters a denominator.
+struct BatchTotals {
+  std::int64_t rollouts = 0, loss_tokens = 0;
+  std::int32_t longest_response = 0;
+
+  static BatchTotals of(std::span<const Rollout> batch);
+};
+
 // Of what is 0 the mini-batch's own stands: its longest response and its loss tokens.
 struct AggregationDivisors {
   double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
@@ -30,7 +39,7 @@ struct AggregationDivisors {
 };
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
-std::vector<double> compute_token_weights(std::span<const Rollout> batch, Aggregation aggregation,
-                                          const AggregationDivisors& divisors);
+std::vector<double> compute_token_weights(std::span<const Rollout> batch, const BatchTotals& totals,
+                                          Aggregation aggregation, const AggregationDivisors& divisors);
 
 }  // namespace espalier

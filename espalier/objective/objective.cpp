@@ -46,7 +46,7 @@ struct Objective::State {
   std::vector<double> entropy_weight;   // [rollouts]
   std::vector<double> sequence_weight;  // [rollouts], where old log-probs are recorded and --rollout-is is sequence
   bool needs_whole_rollout = false;
-  std::int64_t batch_loss_tokens = 0;
+  BatchTotals totals;
 
   CompensatedSum policy_sum, kl_sum, entropy_sum;
   std::int64_t loss_tokens = 0, clipped_tokens = 0;
@@ -179,13 +179,13 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
+  state.totals = BatchTotals::of(batch);
   AggregationDivisors divisors = AggregationDivisors::from(options, batch);
-  state.token_weight = compute_token_weights(batch, policy_aggregation(options), divisors);
+  state.token_weight = compute_token_weights(batch, state.totals, policy_aggregation(options), divisors);
   divisors.loss_tokens = 0;  // that of the policy loss alone
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
-                             : compute_token_weights(batch, options.entropy_agg_mode, divisors);
-  for (const Rollout& rollout : batch) state.batch_loss_tokens += count_loss_tokens(rollout);
+                             : compute_token_weights(batch, state.totals, options.entropy_agg_mode, divisors);
   state.check_fields(options);
   state.needs_whole_rollout = espalier::needs_whole_rollout(options, batch);
   if (state.correction.level == RolloutCorrection::sequence) state.prepare_sequence_weights();
@@ -236,8 +236,8 @@ LossParts Objective::parts() const {
   parts.entropy = state.entropy_sum.value();
   parts.loss = parts.pg_loss - state.entropy_coefficient * parts.entropy + state.kl_coefficient * parts.kl_loss;
   parts.loss_tokens = state.loss_tokens;
-  if (state.batch_loss_tokens > 0)
-    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.batch_loss_tokens);
+  if (state.totals.loss_tokens > 0)
+    parts.clip_fraction = static_cast<double>(state.clipped_tokens) / static_cast<double>(state.totals.loss_tokens);
   return parts;
 }
 

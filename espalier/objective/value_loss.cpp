@@ -23,14 +23,14 @@ ValueObjective::ValueObjective(std::span<const Rollout> batch, std::span<const s
     : batch_(batch),
       targets_(targets),
       cliprange_(options.cliprange_value),
-      token_weight_(
-          compute_token_weights(batch, value_aggregation(options), AggregationDivisors{options.loss_scale_factor})) {
+      totals_(BatchTotals::of(batch)),
+      token_weight_(compute_token_weights(batch, totals_, value_aggregation(options),
+                                          AggregationDivisors{options.loss_scale_factor})) {
   ESPALIER_INTERNAL_EQ(batch.size(), targets.size());
   for (std::size_t i = 0; i < batch.size(); ++i) {
     ESPALIER_INTERNAL_EQ(targets[i].size(), batch[i].response_ids.size(), batch[i].where);
     if (batch[i].values.size() != batch[i].response_ids.size())
       throw InputError({batch[i].where, "a field values, for --critic", "none", "score them: --critic DIR --values"});
-    batch_loss_tokens_ += count_loss_tokens(batch[i]);
   }
 }
 
@@ -58,9 +58,9 @@ ValueLossParts ValueObjective::parts() const {
   ValueLossParts parts;
   parts.loss = loss_.value();
   parts.loss_tokens = loss_tokens_;
-  if (batch_loss_tokens_ == 0) return parts;
-  parts.clip_fraction = static_cast<double>(clipped_tokens_) / static_cast<double>(batch_loss_tokens_);
-  parts.values_mean = values_.value() / static_cast<double>(batch_loss_tokens_);
+  if (totals_.loss_tokens == 0) return parts;
+  parts.clip_fraction = static_cast<double>(clipped_tokens_) / static_cast<double>(totals_.loss_tokens);
+  parts.values_mean = values_.value() / static_cast<double>(totals_.loss_tokens);
   return parts;
 }
 

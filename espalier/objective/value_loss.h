@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "espalier/objective/compensated_sum.h"
+#include "espalier/objective/denominator.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
@@ -56,9 +57,10 @@ class ValueObjective {
   std::span<const Rollout> batch_;
   std::span<const std::vector<double>> targets_;
   double cliprange_;
+  BatchTotals totals_;
   std::vector<double> token_weight_;  // [rollouts]
   CompensatedSum loss_, values_;
-  std::int64_t loss_tokens_ = 0, clipped_tokens_ = 0, batch_loss_tokens_ = 0;
+  std::int64_t loss_tokens_ = 0, clipped_tokens_ = 0;
 };
 
 }  // namespace espalier

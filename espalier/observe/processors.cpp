@@ -48,13 +48,13 @@ int processor_quota(const std::filesystem::path& root) {
   return static_cast<int>(least);
 }
 
-int usable_threads() {
+int usable_threads(int processes) {
   if (const int threads = threads_of_environment(); threads > 0) return threads;
   cpu_set_t mask;
   CPU_ZERO(&mask);
   int threads = sched_getaffinity(0, sizeof mask, &mask) == 0 ? CPU_COUNT(&mask) : 1;
   if (const int quota = processor_quota(); quota > 0) threads = std::min(threads, quota);
-  return std::max(1, threads);
+  return std::max(1, threads / processes);
 }
 
 }  // namespace espalier

@@ -56,7 +56,7 @@ class [[nodiscard]] TimedPart {
 namespace part {
 inline constexpr std::string_view kPlan = "plan", kProducts = "matrix products", kAttention = "attention",
                                   kRows = "norms, rotations, activations", kHead = "head", kOptimizer = "optimizer",
-                                  kCounting = "counting pass";
+                                  kCounting = "counting pass", kCommunication = "communication";
 }
 
 }  // namespace espalier

@@ -34,19 +34,31 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step) {
   return settings.lr * static_cast<double>(step - 1) / static_cast<double>(settings.warmup_steps);
 }
 
-AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings, Device& device)
-    : table_(table), settings_(settings), device_(device), weights_(weights) {
+Group& optimizer_shares(const Options& options, const Mesh& mesh) {
+  return options.shard == Sharding::none ? mesh_of_one().dp : mesh.dp;
+}
+
+AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings, Device& device,
+             Group& shares)
+    : table_(table), settings_(settings), device_(device), shares_(shares), weights_(weights) {
   const Operations& ops = device.operations();
   const at::ScalarType sums = accumulator_type(weights.scalar_type());
-  masters_ = weights;
+  const std::int64_t count = own().end - own().begin;
+  masters_ = weights.narrow(0, own().begin, count);
   if (weights.scalar_type() != sums) {
-    masters_ = device.allocate({table.size()}, sums);
-    ops.convert(weights, masters_);
+    const at::Tensor rounded = masters_;
+    masters_ = device.allocate({count}, sums);
+    ops.convert(rounded, masters_);
   }
   for (at::Tensor* moment : {&exp_avg_, &exp_avg_sq_}) {
-    *moment = device.allocate({table.size()}, sums);
+    *moment = device.allocate({count}, sums);
     ops.zero(*moment);
   }
+}
+
+AdamW::Range AdamW::range_of(int rank) const {
+  const std::int64_t part = (table_.size() + shares_.size() - 1) / shares_.size();
+  return {std::min(table_.size(), part * rank), std::min(table_.size(), part * (rank + 1))};
 }
 
 double AdamW::norm_of(const at::Tensor& gradient) const {
@@ -68,16 +80,35 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
                  update.clip_factor, steps_done_};
   // Neighbours that decay alike are updated at once: no number depends on another.
   const std::vector<Parameter>& parameters = table_.parameters();
+  const Range mine = own();
   for (std::size_t first = 0, last; first < parameters.size(); first = last) {
     std::int64_t count = 0;
     for (last = first; last < parameters.size() && decays(parameters[last]) == decays(parameters[first]); ++last)
       count += parameters[last].count;
     step.weight_decay = decays(parameters[first]) ? settings_.weight_decay : 0;
-    const auto run = [&](const at::Tensor& flat) { return flat.narrow(0, parameters[first].offset, count); };
-    device_.operations().adamw(run(masters_), run(gradient), run(exp_avg_), run(exp_avg_sq_), step,
-                               weights_.scalar_type() == at::kBFloat16 ? run(weights_) : at::Tensor());
+    const std::int64_t begin = std::max(parameters[first].offset, mine.begin);
+    const std::int64_t own_count = std::min(parameters[first].offset + count, mine.end) - begin;
+    if (own_count <= 0) continue;
+    const auto whole = [&](const at::Tensor& flat) { return flat.narrow(0, begin, own_count); };
+    const auto part = [&](const at::Tensor& flat) { return flat.narrow(0, begin - mine.begin, own_count); };
+    device_.operations().adamw(part(masters_), whole(gradient), part(exp_avg_), part(exp_avg_sq_), step,
+                               weights_.scalar_type() == at::kBFloat16 ? whole(weights_) : at::Tensor());
   }
+  share_weights();
   return update;
+}
+
+void AdamW::share_weights() {
+  for (int rank = 0; rank < shares_.size(); ++rank) {
+    const Range moved = range_of(rank);
+    shares_.broadcast(weights_.narrow(0, moved.begin, moved.end - moved.begin), rank);
+  }
+}
+
+void AdamW::masters_changed() {
+  if (weights_.scalar_type() == at::kBFloat16)
+    device_.operations().convert(masters_, weights_.narrow(0, own().begin, own().end - own().begin));
+  share_weights();
 }
 
 bool AdamW::decays(const Parameter& parameter) const {

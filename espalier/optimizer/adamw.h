@@ -2,6 +2,9 @@
 //
 // One update: the gradient's global norm decides the clipping factor, the factor enters the moments, the moments move
 // the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
+//
+// Ranks that share the state keep masters and moments of a contiguous part of the elements each, move those weights and
+// send them to the others (ZeRO, stage 1).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,6 +12,7 @@
 #include "espalier/device/device.h"
 #include "espalier/model/parameters.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -29,34 +33,50 @@ double clip_factor(double norm, double max_norm);
 // constant schedule with warm-up of transformers and verl, whose first step has rate 0.
 double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
+// The ranks that share the state of an optimizer under --shard, each with a part of it.
+Group& optimizer_shares(const Options& options, const Mesh& mesh);
+
 class AdamW {
  public:
-  // `weights`: the model's flat buffer on the device, which step() overwrites. The table must outlive
-  // the object.
+  // `weights`: the model's flat buffer on the device, which step() overwrites. Table and `shares`, the ranks that share
+  // the state, must outlive the object.
   AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings,
-        Device& device = bound_device());
+        Device& device = bound_device(), Group& shares = mesh_of_one().dp);
 
   struct Update {
     double grad_norm = 0, clip_factor = 1, lr = 0;
   };
-  // One update from a gradient in the table's layout. Errors: InputError where the norm is not finite; nothing has been
-  // changed then.
+  // One update from a whole gradient in the table's layout, the same on every rank. Errors: InputError where the norm
+  // is not finite; nothing has been changed then.
   Update step(const at::Tensor& gradient);
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
-  // Flat, accumulator dtype, the table's layout. masters() is the weights' own buffer unless they are bfloat16.
+  // Elements [own().begin, own().end) of the table's layout, accumulator dtype. masters() is the weights' own buffer
+  // unless they are bfloat16.
   const at::Tensor& masters() const { return masters_; }
   const at::Tensor& exp_avg() const { return exp_avg_; }
   const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
 
+  // Rounds masters that somebody else has written into the weights, on all ranks.
+  void masters_changed();
+
+  struct Range {
+    std::int64_t begin = 0, end = 0;
+  };
+  Range range_of(int rank) const;  // elements whose state a rank of shares() keeps
+  Range own() const { return range_of(shares_.rank()); }
+  Group& shares() const { return shares_; }
+
  private:
+  void share_weights();  // the own part goes to the other ranks
   double norm_of(const at::Tensor& gradient) const;
   bool decays(const Parameter& parameter) const;
 
   const ParameterTable& table_;
   AdamWSettings settings_;
   Device& device_;
+  Group& shares_;
   at::Tensor weights_, masters_, exp_avg_, exp_avg_sq_;
   std::int64_t steps_done_ = 0;
 };

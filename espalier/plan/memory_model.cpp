@@ -52,8 +52,9 @@ std::int64_t ActivationBytes::model() const {
   const ElementBytes bytes = element_bytes(dtype_);
   std::int64_t per_parameter = bytes.activation;
   if (kind_.gradients) per_parameter += bytes.sum;
-  if (kind_.optimizer) per_parameter += 2 * bytes.sum + (dtype_ == DType::bfloat16 ? 4 : 0);
-  return shape_.parameters() * per_parameter;
+  const std::int64_t state = kind_.optimizer ? 2 * bytes.sum + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
+  const std::int64_t own = (shape_.parameters() + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
+  return shape_.parameters() * per_parameter + own * state;
 }
 
 std::int64_t ActivationBytes::constant() const {

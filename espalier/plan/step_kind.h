@@ -15,10 +15,11 @@ struct StepKind {
   bool gradients = true;       // false: forward only
   bool optimizer = true;       // moments, and masters in bfloat16, are held
   bool whole_rollout = false;  // the objective's derivative needs whole rollouts: the head runs again in the backward
-  std::int64_t beside_bytes = 0;  // held by other models of the process
-  bool all_routed = false;        // router losses or whole loads: a last layer of experts runs all rows
-  bool counting_pass = false;     // a forward pass for the routers' choices comes first
-  bool cuda = false;              // on a GPU: its context and libraries are held in place of the process
+  std::int64_t beside_bytes = 0;      // held by other models of the process
+  bool all_routed = false;            // router losses or whole loads: a last layer of experts runs all rows
+  bool counting_pass = false;         // a forward pass for the routers' choices comes first
+  bool cuda = false;                  // on a GPU: its context and libraries are held in place of the process
+  std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};

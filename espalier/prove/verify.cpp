@@ -15,6 +15,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/prove/verified_step.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
@@ -296,7 +297,8 @@ Verification verified(VerifiedStep& step, const MiniBatch& batch, const Options&
   if (model.dtype != DType::float64) {
     exact = float64_run(options, batch, longest, model.shape.value_head);
     if (exact->choices) {
-      router = free_difference(step, batch, options, *exact->choices);
+      // Of several ranks each writes down the choices of its own rollouts alone.
+      if (model.mesh.dp.size() == 1) router = free_difference(step, batch, options, *exact->choices);
       step.learner().choices.repeated = &*exact->choices;
     }
   }
@@ -337,22 +339,23 @@ const ParameterCheck& Verdict::worst() const {
   return *std::ranges::max_element(parameters, {}, [](const ParameterCheck& p) { return p.distance.ratio(); });
 }
 
-Verdict verify(const Options& options, Progress& progress) {
-  const auto model = load_model(options.model, options.dtype, progress);
+Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   const bool with_critic = !options.critic.empty();
   TrainingData data(read_for_model(options.rollouts, model->shape, progress, options.temperature), options,
                     with_critic);
   const std::int32_t longest = data.longest();
   model->decoder.reserve_positions(longest);
-  Actor actor(*model, options, machine_profile(options, progress));
+  Actor actor(*model, options, machine_profile(options, progress, mesh));
   std::optional<Critic> critic;
   if (with_critic) {
-    critic.emplace(load_critic(options.critic, options, model->shape, progress), options, actor.machine,
+    critic.emplace(load_critic(options.critic, options, model->shape, progress, mesh), options, actor.machine,
                    actor.workspace);
     critic->model().decoder.reserve_positions(longest);
     data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });
   }
   const MiniBatch batch = data.mini_batch(0);
+  require_same(mesh.world, split_paths(options.rollouts).front(), data.fingerprint(), "give every rank the same files");
 
   const auto variants = static_cast<std::int64_t>(variants_of(options, longest).size());
   const std::int64_t runs = variants + other_runs(*model);

@@ -16,6 +16,7 @@
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -66,6 +67,8 @@ struct Verdict {
 // The first mini-batch of --rollouts; with --critic, the actor's step and the critic's. With --schedule auto every
 // schedule is checked, with both trunk states and, where no --token-budget is given, also with waves a third as long as
 // the longest rollout.
-Verdict verify(const Options& options, Progress& progress);
+// On several ranks every run but the one in float64 is theirs together: that one is each rank's own, and outside their
+// sums.
+Verdict verify(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -6,6 +6,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
 
@@ -43,17 +44,18 @@ CheckpointDifference compare(std::int64_t step, const at::Tensor& ours, const at
 }  // namespace
 
 ReplayReport replay(const std::filesystem::path& directory, const Options& given, Progress& progress,
-                    const std::function<void(const CheckpointDifference&)>& on_checkpoint) {
+                    const std::function<void(const CheckpointDifference&)>& on_checkpoint, const Mesh& mesh) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
-  const auto model = load_model(trace.model, options.dtype, progress);
+  const auto model = load_model(trace.model, options.dtype, progress, mesh);
   const TrainingData data(read_for_model(trace.rollouts.string(), model->shape, progress), options);
+  require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
                       text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
   model->decoder.reserve_positions(data.longest());
-  Actor actor(*model, options, machine_profile(options, progress));
+  Actor actor(*model, options, machine_profile(options, progress, mesh));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
   Device& device = model->decoder.device();
   const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);

@@ -8,6 +8,7 @@
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -40,6 +41,7 @@ struct ReplayReport {
 // state, what is shared, and the dtype where it is not the default. `on_checkpoint` sees each comparison as it is made.
 // Errors: InputError for a trace that is damaged or whose records lack steps.
 ReplayReport replay(const std::filesystem::path& directory, const Options& options, Progress& progress,
-                    const std::function<void(const CheckpointDifference&)>& on_checkpoint);
+                    const std::function<void(const CheckpointDifference&)>& on_checkpoint,
+                    const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

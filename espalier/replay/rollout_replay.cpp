@@ -6,6 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/measure/machine.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/step/step.h"
 #include "espalier/train/training_data.h"
 
@@ -33,16 +34,17 @@ std::optional<LogprobDifference> logprob_difference(std::span<const Rollout> rol
 }
 
 ReplayReport replay_rollouts(const std::string& path, const Options& options, Progress& progress,
-                             const std::function<void(const ReplayStep&)>& on_step) {
+                             const std::function<void(const ReplayStep&)>& on_step, const Mesh& mesh) {
   if (!std::filesystem::exists(path))
     throw InputError({path, "a trace directory, or rollouts", "nothing there", "check the path"});
   if (options.model.empty())
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
-  const auto model = load_model(options.model, options.dtype, progress);
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   const TrainingData data(read_for_model(path, model->shape, progress, options.temperature), options);
+  require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   model->decoder.reserve_positions(data.longest());
-  Actor actor(*model, options, machine_profile(options, progress));
+  Actor actor(*model, options, machine_profile(options, progress, mesh));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
 
   const std::int64_t all = options.epochs * data.mini_batches();

@@ -23,6 +23,6 @@ std::optional<LogprobDifference> logprob_difference(std::span<const Rollout> rol
 // train on rollouts of one policy, only the first of them should agree with it. Writes nothing. `on_step` sees each
 // step.
 ReplayReport replay_rollouts(const std::string& path, const Options& options, Progress& progress,
-                             const std::function<void(const ReplayStep&)>& on_step);
+                             const std::function<void(const ReplayStep&)>& on_step, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -5,6 +5,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/phase/critic_head.h"
+#include "espalier/step/over_ranks.h"
+#include "espalier/step/planning.h"
 
 namespace espalier {
 namespace {
@@ -23,14 +25,16 @@ Critic::Critic(std::unique_ptr<ModelState> model, const Options& options, const 
 }
 
 AdamW& Critic::optimizer() {
-  if (!optimizer_) optimizer_.emplace(model_->table, model_->weights, AdamWSettings::from(learner_.options));
+  if (!optimizer_)
+    optimizer_.emplace(model_->table, model_->weights, AdamWSettings::from(learner_.options), model_->decoder.device(),
+                       optimizer_shares(learner_.options, model_->mesh));
   learner_.has_optimizer = true;
   return *optimizer_;
 }
 
 TokenSeries Critic::values_of(std::span<const Rollout> rollouts, Progress& progress) {
   ScoredValues scored =
-      score_values(model_->decoder, rollouts, learner_.options, learner_.machine, learner_.workspace, progress);
+      score_values(*model_, rollouts, learner_.options, learner_.machine, learner_.workspace, progress);
   values_seconds_ += scored.report.seconds;
   return std::move(scored.values);
 }
@@ -43,6 +47,9 @@ CriticReport Critic::compute_gradient(const MiniBatch& batch, bool all_tokens) {
   run_gradient_pass(learner_, batch.rollouts, head, nullptr, all_tokens, timer, report);
   report.loss = objective.parts();
   report.values = std::move(head.values());
+  Group& dp = learner_.model.mesh.dp;
+  add_over_ranks(dp, report.loss);
+  gather_series(dp, rollouts_in(report.plan, batch.rollouts.size()), report.values);
   return report;
 }
 
@@ -58,8 +65,8 @@ CriticReport Critic::update(const MiniBatch& batch, const std::function<void(dou
 }
 
 std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
-                                        const ModelShape& actor, Progress& progress) {
-  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress);
+                                        const ModelShape& actor, Progress& progress, const Mesh& mesh) {
+  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress, mesh);
   if (model->shape.vocabulary != actor.vocabulary)
     throw InputError({directory.string(), text_of("a critic with the model's vocabulary of ", actor.vocabulary),
                       text_of("a vocabulary of ", model->shape.vocabulary),
@@ -67,18 +74,21 @@ std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, 
   return model;
 }
 
-ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
+ScoredValues score_values(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                           const MachineProfile& machine, Workspace& workspace, Progress& progress) {
-  CriticHead head(decoder, rollouts);
-  const ForwardReport report = run_forward_pass({.decoder = decoder,
+  CriticHead head(model.decoder, rollouts);
+  const ForwardReport report = run_forward_pass({.decoder = model.decoder,
                                                  .rollouts = rollouts,
                                                  .options = options,
                                                  .machine = machine,
                                                  .workspace = workspace,
                                                  .progress = progress,
-                                                 .task = "values"},
+                                                 .task = "values",
+                                                 .mesh = model.mesh},
                                                 head);
-  return {std::move(head.values()), report};
+  ScoredValues scored{std::move(head.values()), report};
+  gather_series(model.mesh.dp, report.own, scored.values);
+  return scored;
 }
 
 }  // namespace espalier

@@ -61,14 +61,14 @@ class Critic {
 // a value head from --seed (a note says so). Errors: as read_critic_shape and load_parameters; InputError for another
 // vocabulary than the actor's.
 std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
-                                        const ModelShape& actor, Progress& progress);
+                                        const ModelShape& actor, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 // values_of without a critic in training.
 struct ScoredValues {
   TokenSeries values;
   ForwardReport report;
 };
-ScoredValues score_values(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
+ScoredValues score_values(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                           const MachineProfile& machine, Workspace& workspace, Progress& progress);
 
 }  // namespace espalier

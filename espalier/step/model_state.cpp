@@ -46,31 +46,33 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 
 }  // namespace
 
-ModelState::ModelState(const ModelShape& model_shape, DType model_dtype, Device& device)
-    : shape(model_shape),
+ModelState::ModelState(const ModelShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks)
+    : mesh(ranks),
+      shape(model_shape),
       dtype(model_dtype),
       table(shape),
       weights(device.allocate({table.size()}, scalar_type(dtype))),
       decoder(shape, view_model(weights, table, shape), device) {}
 
-std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress) {
-  auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype);
+std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
+                                       const Mesh& mesh) {
+  auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype, bound_device(), mesh);
   load_weights(*state, directory, ValueHead::stored, 0, progress);
   return state;
 }
 
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
-                                             Progress& progress) {
+                                             Progress& progress, const Mesh& mesh) {
   const CriticShape critic = read_critic_shape(directory);
-  auto state = std::make_unique<ModelState>(critic.shape, dtype);
+  auto state = std::make_unique<ModelState>(critic.shape, dtype, bound_device(), mesh);
   if (!critic.head_is_stored)
     progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
   load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, progress);
   return state;
 }
 
-std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed) {
-  auto state = std::make_unique<ModelState>(shape, dtype);
+std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed, const Mesh& mesh) {
+  auto state = std::make_unique<ModelState>(shape, dtype, bound_device(), mesh);
   const Random random(seed);
   const at::Tensor host = state->decoder.device().host_room(state->weights);
   std::uint64_t stream = 0;

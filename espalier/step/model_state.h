@@ -9,13 +9,16 @@
 #include "espalier/model/decoder.h"
 #include "espalier/model/parameters.h"
 #include "espalier/observe/progress.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
 struct ModelState {
   // Weights uninitialised.
-  ModelState(const ModelShape& model_shape, DType model_dtype, Device& device = bound_device());
+  ModelState(const ModelShape& model_shape, DType model_dtype, Device& device = bound_device(),
+             const Mesh& ranks = mesh_of_one());
 
+  const Mesh& mesh;  // must outlive the object
   ModelShape shape;
   DType dtype;
   ParameterTable table;
@@ -26,16 +29,18 @@ struct ModelState {
 };
 
 // Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.
-std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress);
+std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
+                                       const Mesh& mesh = mesh_of_one());
 
 // A critic's weights: those of a token classifier with one label; or the blocks of a language model under a new value
 // head, normal(0, initializer_range) from `seed` with bias 0, which a note says. Errors: as read_critic_shape and
 // load_parameters.
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
-                                             Progress& progress);
+                                             Progress& progress, const Mesh& mesh = mesh_of_one());
 
 // Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
 // numbers on every machine.
-std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed);
+std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
+                                         const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -1,8 +1,12 @@
 #include "espalier/step/pass.h"
 
+#include <cmath>
+
 #include "espalier/device/scalar_type.h"
+#include "espalier/gradient/reduction.h"
 #include "espalier/observe/memory.h"
 #include "espalier/phase/one_after_another.h"
+#include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 
 namespace espalier {
@@ -20,7 +24,8 @@ std::int64_t Learner::held_bytes() const {
   const auto weights = static_cast<std::int64_t>(model.weights.nbytes());
   const auto sums = static_cast<std::int64_t>(gradients.flat().nbytes());
   const std::int64_t masters = weights == sums ? 0 : sums;
-  return weights + sums + (has_optimizer ? 2 * sums + masters : 0);
+  const std::int64_t shares = optimizer_shares(options, model.mesh).size();
+  return weights + sums + (has_optimizer ? (2 * sums + masters) / shares : 0);
 }
 
 void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
@@ -29,10 +34,12 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   Arena& arena = learner.workspace.arena;
   StepKind kind = step_kind_of(learner.options, decoder.shape(), batch, routers && routers->took_counts());
   kind.optimizer = learner.has_optimizer;
+  kind.optimizer_shares = optimizer_shares(learner.options, learner.model.mesh).size();
   kind.beside_bytes = learner.workspace.held_beside(learner);
   {
     const TimedPart timed(timer, part::kPlan);
-    report.plan = plan_step(decoder.shape(), learner.options, learner.machine, batch, all_tokens, kind);
+    report.plan =
+        plan_step(decoder.shape(), learner.options, learner.machine, batch, all_tokens, kind, learner.model.mesh);
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
@@ -51,17 +58,23 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
       learner.on_share(static_cast<double>(rows) / static_cast<double>(report.plan.physical_rows()));
   };
   const RunResult result = run_one_after_another(run, report.plan);
+  {
+    const TimedPart timed(timer, part::kCommunication);
+    sum_over_ranks(learner.gradients, learner.model.mesh);
+  }
 
   report.trunk_rows = result.trunk_rows, report.wave_rows = result.wave_rows;
   report.trunk_forwards = result.trunk_forwards;
   report.seconds.phases = result.seconds;
   report.seconds.plan = timer.seconds(part::kPlan);
   report.seconds.counting = timer.seconds(part::kCounting);
+  report.seconds.communication = timer.seconds(part::kCommunication);
   report.seconds.total = timer.total();
   if (run.timer)
     report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.shape(), kind, learner.machine);
   report.arena_bytes = result.arena_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
+  join_reports(learner.model.mesh.dp, report);
 }
 
 AdamW::Update update_weights(Learner& learner, AdamW& optimizer, PassReport& report) {
@@ -82,7 +95,8 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   StepKind kind = kForwardOnly;
   kind.beside_bytes = pass.workspace.held_beside(bytes_of_model(pass.decoder.shape(), pass.options, kForwardOnly));
   kind.all_routed = pass.counts != nullptr;
-  const StepPlan plan = plan_step(pass.decoder.shape(), pass.options, pass.machine, pass.rollouts, true, kind);
+  const StepPlan plan =
+      plan_step(pass.decoder.shape(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);
   KvPath path(pass.decoder.shape(), plan.max_path_rows, pass.decoder.dtype(), false, pass.workspace.arena);
   StepRun run{pass.decoder, pass.rollouts, path, pass.workspace.arena, &head, nullptr, true};
@@ -91,7 +105,10 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   run.on_rows = [&](std::int64_t rows) { pass.progress.advance_to(rows); };
   const RunResult result = run_one_after_another(run, plan);
   pass.progress.end();
-  return {plan.logical_rows, result.trunk_rows + result.wave_rows, timer.total()};
+  const std::vector<double> rows = sums_over_ranks(
+      pass.mesh.dp,
+      {static_cast<double>(plan.logical_rows), static_cast<double>(result.trunk_rows + result.wave_rows)});
+  return {std::llround(rows[0]), std::llround(rows[1]), timer.total(), rollouts_in(plan, pass.rollouts.size())};
 }
 
 }  // namespace espalier

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
@@ -44,12 +45,15 @@ struct Learner : Holder {
 };
 
 struct StepSeconds {
-  double total = 0, plan = 0, counting = 0, optimizer = 0;
+  double total = 0, plan = 0, counting = 0, communication = 0, optimizer = 0;
   PhaseSeconds phases;
 };
 
+// Of all ranks: rows are summed, bytes and seconds are those of the rank with most. `plan`: this rank's items and
+// trees.
 struct PassReport {
   StepPlan plan;
+  std::vector<Schedule> schedules;  // that any tree ran under, each once
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
   PhasePeaks arena_bytes;  // measured: the high-water marks alone
@@ -57,8 +61,8 @@ struct PassReport {
   std::optional<StepProfile> profile;  // with --profile
 };
 
-// Overwrites learner.gradients with the gradient of what the head computes. `routers` may be null. `all_tokens`: the
-// head scores masked tokens too. `timer` began where the report's seconds begin.
+// Overwrites learner.gradients with the gradient of what the head computes, summed over ranks. `routers` may be null.
+// `all_tokens`: the head scores masked tokens too. `timer` began where the report's seconds begin.
 void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
                        bool all_tokens, Timer& timer, PassReport& report);
 
@@ -74,11 +78,13 @@ struct ForwardPass {
   Progress& progress;
   std::string_view task;                  // what progress calls it
   moe::LoadAccounting* counts = nullptr;  // gets the choices of the routers; may be null
+  const Mesh& mesh = mesh_of_one();
 };
 
 struct ForwardReport {
-  std::int64_t logical_rows = 0, physical_rows = 0;
-  double seconds = 0;  // plan and forward passes
+  std::int64_t logical_rows = 0, physical_rows = 0;  // of all ranks
+  double seconds = 0;                                // plan and forward passes
+  std::vector<std::uint8_t> own;                     // per rollout: whether it ran on this rank
 };
 
 // All response tokens, masked ones too.

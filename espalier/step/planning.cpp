@@ -1,9 +1,15 @@
 #include "espalier/step/planning.h"
 
+#include <algorithm>
+#include <functional>
+#include <utility>
+
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
+#include "espalier/parallel/agreement.h"
+#include "espalier/plan/dealing.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/plan/planner.h"
 
@@ -37,14 +43,74 @@ void require_room(const ModelShape& shape, const Options& options, const StepKin
        text_of(format_bytes(room), given ? "" : " free"), remedy});
 }
 
+namespace {
+
+constexpr const char* kPlan = "the plan of a step";
+constexpr const char* kSameInput = "give every rank the same input files, options and version of Espalier";
+
+void add_items(Fingerprint& fingerprint, const std::vector<PlanItem>& items) {
+  for (const PlanItem& item : items) {
+    for (const RowSegment& segment : item.set.segments) fingerprint.add_number(segment);
+    fingerprint.add_number(item.kind);
+    fingerprint.add_number(item.state);
+    fingerprint.add_number(item.path_rows);
+    add_items(fingerprint, item.below);
+  }
+}
+
+// Before the first row: ranks of one place on the axis of dp have the same rows, in the same order.
+void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
+  Fingerprint fingerprint;
+  add_items(fingerprint, plan.items);
+  for (Group* group : {&mesh.tp, &mesh.cp, &mesh.pp}) require_same(*group, kPlan, fingerprint.value(), kSameInput);
+}
+
+std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
+  const auto room = static_cast<double>(resident_bytes() + arena_limit(options) / mesh.local_ranks);
+  return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
+}
+
+// Those of this rank, in the order of the file.
+std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const ModelShape& shape, const PlanOptions& options,
+                                    const MachineProfile& machine, std::span<const Rollout> batch, const Mesh& mesh) {
+  if (mesh.dp.size() == 1) return trees;
+  const std::vector<double> seconds = seconds_of_trees(batch, trees, shape, options, machine);
+  const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, mesh.dp.size());
+  Fingerprint fingerprint;
+  fingerprint.add_number(options.memory_budget);
+  for (std::size_t tree = 0; tree < trees.size(); ++tree)
+    for (const std::int32_t rollout : trees[tree].leaf_order)
+      fingerprint.add_number(rollout), fingerprint.add_number(rank_of[tree]);
+  require_same(mesh.dp, kPlan, fingerprint.value(), kSameInput);
+  std::vector<PrefixTree> own;
+  for (std::size_t tree = 0; tree < trees.size(); ++tree)
+    if (rank_of[tree] == mesh.dp.rank()) own.push_back(std::move(trees[tree]));
+  return own;
+}
+
+}  // namespace
+
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind) {
+                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind, const Mesh& mesh) {
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
-  if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options);
-  const std::vector<PrefixTree> trees = build_prefix_trees(batch, options.share);
-  return make_plan(batch, trees, shape, plan_options, machine);
+  if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
+  const std::vector<PrefixTree> trees =
+      dealt_trees(build_prefix_trees(batch, options.share), shape, plan_options, machine, batch, mesh);
+  StepPlan plan = make_plan(batch, trees, shape, plan_options, machine);
+  require_same_plan(plan, mesh);
+  return plan;
+}
+
+std::vector<std::uint8_t> rollouts_in(const StepPlan& plan, std::size_t rollouts) {
+  std::vector<std::uint8_t> found(rollouts);
+  const std::function<void(const PlanItem&)> visit = [&](const PlanItem& item) {
+    for (const std::int32_t rollout : item.set.rollouts) found[static_cast<std::size_t>(rollout)] = 1;
+    std::ranges::for_each(item.below, visit);
+  };
+  std::ranges::for_each(plan.items, visit);
+  return found;
 }
 
 }  // namespace espalier

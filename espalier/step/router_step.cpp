@@ -43,7 +43,7 @@ ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> r
 
 RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
                        const ScoredChoices* scored)
-    : decoder_(model.decoder), batch_(batch) {
+    : decoder_(model.decoder), dp_(model.mesh.dp), batch_(batch) {
   const moe::RouterLosses losses = router_losses_of(options);
   const ModelShape& shape = model.shape;
   if (shape.experts == 0) {
@@ -67,15 +67,16 @@ void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::Ch
   run.accounting = &*accounting_;
   run.choices = choices;
   run_one_after_another(run, plan);
+  add_over_ranks(dp_, accounting_->all_loads());
   accounting_->finish_counting();
 }
 
 RouterReport RouterStep::report() const {
   if (!accounting_) return {};
   RouterReport report;
-  report.aux_loss = accounting_->aux_loss();
-  report.z_loss = accounting_->z_loss();
-  report.weighted_loss = accounting_->weighted_loss();
+  const std::vector<double> losses =
+      sums_over_ranks(dp_, {accounting_->aux_loss(), accounting_->z_loss(), accounting_->weighted_loss()});
+  report.aux_loss = losses[0], report.z_loss = losses[1], report.weighted_loss = losses[2];
   report.counts = took_counts_ ? "score pass" : accounting_->needs_counts_first() ? "counting pass" : "update pass";
   const ModelShape& shape = decoder_.shape();
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
@@ -84,6 +85,7 @@ RouterReport RouterStep::report() const {
     if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());
+    if (!accounting_->needs_counts_first()) add_over_ranks(dp_, report.load.back());  // others are added before
   }
   return report;
 }

@@ -52,10 +52,12 @@ class RouterStep {
   void count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices);
 
   moe::LoadAccounting* accounting() { return accounting_ ? &*accounting_ : nullptr; }
+  // Of all ranks.
   RouterReport report() const;
 
  private:
   const Decoder& decoder_;
+  Group& dp_;
   std::span<const Rollout> batch_;
   std::optional<moe::LoadAccounting> accounting_;
   bool took_counts_ = false;

@@ -1,5 +1,6 @@
 #include "espalier/step/step.h"
 
+#include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 
 namespace espalier {
@@ -15,9 +16,12 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_l
   LanguageHead head(actor.model.decoder, batch.rollouts, actor.workspace.arena, &objective, &actor.gradients);
   run_gradient_pass(actor, batch.rollouts, head, &routers, all_logprobs, timer, report);
   report.loss = objective.parts();
+  report.series = std::move(head.series());
+  Group& dp = actor.model.mesh.dp;
+  add_over_ranks(dp, report.loss);
+  gather_series(dp, rollouts_in(report.plan, batch.rollouts.size()), report.series);
   report.router = routers.report();
   report.loss.loss += report.router.weighted_loss;
-  report.series = std::move(head.series());
   return report;
 }
 

@@ -20,9 +20,13 @@ Json rows_json(const PassReport& pass) {
 }
 
 Json seconds_json(const StepSeconds& seconds) {
-  return {{"total", seconds.total},        {"plan", seconds.plan},
-          {"counting", seconds.counting},  {"trunk_forward", seconds.phases.trunk_forward},
-          {"waves", seconds.phases.waves}, {"trunk_backward", seconds.phases.trunk_backward},
+  return {{"total", seconds.total},
+          {"plan", seconds.plan},
+          {"counting", seconds.counting},
+          {"trunk_forward", seconds.phases.trunk_forward},
+          {"waves", seconds.phases.waves},
+          {"trunk_backward", seconds.phases.trunk_backward},
+          {"communication", seconds.communication},
           {"optimizer", seconds.optimizer}};
 }
 
@@ -34,7 +38,7 @@ Json critic_json(const CriticReport& critic) {
   out["lr"] = critic.update.lr;
   out["values_mean"] = critic.loss.values_mean;
   out["rows"] = rows_json(critic);
-  out["schedule"] = schedule_name(critic.plan);
+  out["schedule"] = schedule_name(critic);
   out["seconds"] = seconds_json(critic.seconds);
   out["seconds"]["values"] = critic.values_seconds;  // of the forward pass before; not in total
   out["arena_bytes"] = peaks_json(critic.arena_bytes);
@@ -43,10 +47,9 @@ Json critic_json(const CriticReport& critic) {
 
 }  // namespace
 
-std::string schedule_name(const StepPlan& plan) {
-  for (const TreePlan& tree : plan.trees)
-    if (tree.schedule != plan.trees.front().schedule) return "mixed";
-  return plan.trees.empty() ? "dense" : name_of(plan.trees.front().schedule);
+std::string schedule_name(const PassReport& report) {
+  if (report.schedules.size() > 1) return "mixed";
+  return report.schedules.empty() ? "dense" : name_of(report.schedules.front());
 }
 
 Json profile_json(const StepProfile& profile) {
@@ -74,7 +77,7 @@ Json step_json(const StepReport& step) {
   if (step.reward) out["reward"] = *step.reward;
   out["grad_norm"] = step.update.grad_norm;
   out["lr"] = step.update.lr;
-  out["schedule"] = schedule_name(g.plan);
+  out["schedule"] = schedule_name(g);
   out["rows"] = rows_json(g);
   out["trunk_forwards"] = g.trunk_forwards;
   if (!g.router.load.empty()) out["router"] = router_json(g.router);

@@ -10,7 +10,7 @@
 namespace espalier {
 
 // The schedule of a plan's trees by name; "mixed" where they differ.
-std::string schedule_name(const StepPlan& plan);
+std::string schedule_name(const PassReport& report);
 
 Json profile_json(const StepProfile& profile);
 Json step_json(const StepReport& step);

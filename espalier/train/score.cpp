@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <span>
 #include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/measure/machine.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/critic.h"
 #include "espalier/step/model_state.h"
+#include "espalier/step/over_ranks.h"
 #include "espalier/step/pass.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
@@ -50,7 +53,7 @@ void check_finite(std::span<const double> series, const Rollout& rollout, const 
 
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
                               const MachineProfile& machine, Workspace& workspace, Progress& progress,
-                              moe::LoadAccounting* counts) {
+                              moe::LoadAccounting* counts, const Mesh& mesh) {
   LanguageHead head(decoder, rollouts, workspace.arena);
   const ForwardReport report = run_forward_pass({.decoder = decoder,
                                                  .rollouts = rollouts,
@@ -59,12 +62,14 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
                                                  .workspace = workspace,
                                                  .progress = progress,
                                                  .task = "scoring",
-                                                 .counts = counts},
+                                                 .counts = counts,
+                                                 .mesh = mesh},
                                                 head);
+  gather_series(mesh.dp, report.own, head.series());
   return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
 }
 
-ScoreReport score(const Options& options, Progress& progress) {
+ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
   check_options(options);
   // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
   const std::int64_t critic_bytes =
@@ -72,27 +77,31 @@ ScoreReport score(const Options& options, Progress& progress) {
   StepKind kind = kForwardOnly;
   kind.beside_bytes = critic_bytes;
   require_room(read_model_shape(options.model), options, kind);
-  const auto model = load_model(options.model, options.dtype, progress);
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   std::vector<RecordedRoutes> routes;
   std::vector<Rollout> rollouts =
       read_for_model(options.rollouts, model->shape, progress, options.temperature, &routes);
   model->decoder.reserve_positions(longest_of(rollouts));
-  RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
+  require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),
+               "give every rank the same files");
+  std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
+  if (mesh.writes()) writer.emplace(options.out);
 
-  const MachineProfile machine = machine_profile(options, progress);
+  const MachineProfile machine = machine_profile(options, progress, mesh);
   Workspace workspace(arena_limit(options));
   const HeldBytes weights(workspace, static_cast<std::int64_t>(model->weights.nbytes()));
   const HeldBytes critic_weights(workspace, critic_bytes);  // loaded later, and room is left for them
-  const ScoredRollouts scored = score_rollouts(model->decoder, rollouts, options, machine, workspace, progress);
+  const ScoredRollouts scored =
+      score_rollouts(model->decoder, rollouts, options, machine, workspace, progress, nullptr, mesh);
   ScoreReport report;
   report.seconds = scored.seconds;
   report.logical_rows = scored.logical_rows;
   report.physical_rows = scored.physical_rows;
   ScoredValues critic;
   if (options.values) {
-    const auto value_model = load_critic(options.critic, options, model->shape, progress);
+    const auto value_model = load_critic(options.critic, options, model->shape, progress, mesh);
     value_model->decoder.reserve_positions(longest_of(rollouts));
-    critic = score_values(value_model->decoder, rollouts, options, machine, workspace, progress);
+    critic = score_values(*value_model, rollouts, options, machine, workspace, progress);
     report.seconds += critic.report.seconds;
   }
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
@@ -102,10 +111,10 @@ ScoreReport score(const Options& options, Progress& progress) {
     std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
     if (options.values) extras.push_back({"values", critic.values[i]});
     rollouts[i].routes = std::move(routes[i]);  // as they came: nothing is lost by scoring
-    writer.write(rollouts[i], extras);
+    if (writer) writer->write(rollouts[i], extras);
   }
   report.rollouts = static_cast<std::int64_t>(rollouts.size());
-  writer.finish();
+  if (writer) writer->finish();
   return report;
 }
 

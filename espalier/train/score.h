@@ -7,6 +7,7 @@
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 #include "espalier/phase/language_head.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/step/workspace.h"
@@ -30,10 +31,10 @@ struct ScoredRollouts {
 // block of experts.
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
                               const MachineProfile& machine, Workspace& workspace, Progress& progress,
-                              moe::LoadAccounting* counts = nullptr);
+                              moe::LoadAccounting* counts = nullptr, const Mesh& mesh = mesh_of_one());
 
 // Writes the records of --rollouts to --out, in input order, with the field that --as names; with --critic and --values
-// the critic's `values` too.
-ScoreReport score(const Options& options, Progress& progress);
+// the critic's `values` too. Every rank scores its part, rank 0 writes.
+ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

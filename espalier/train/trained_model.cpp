@@ -2,9 +2,12 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
-#include "espalier/ops/operations.h"
+#include "espalier/train/whole_values.h"
 
 namespace espalier {
 
@@ -16,12 +19,18 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape) {
   return asked == SaveDType::source ? shape.stored_dtype : parse_dtype(name_of(asked));
 }
 
+// What another rank writes.
+void give_values(const ParameterTable& table, const ParameterValues& values) {
+  for (const Parameter& parameter : table.parameters()) values(parameter);
+}
+
 }  // namespace
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype) {
-  write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype),
-                        host_bytes(model.decoder.device().to_host(optimizer.masters())),
+  const ParameterValues masters = whole_values(optimizer, optimizer.masters(), model.decoder.device());
+  if (!model.mesh.writes()) return give_values(model.table, masters);
+  write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype), masters,
                         saved_dtype(save_dtype, model.shape));
 }
 
@@ -33,9 +42,11 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   state.accumulators = accumulator_of(model.dtype);
   write_trained_weights(directory, model, optimizer, save_dtype);
   Device& device = model.decoder.device();
-  const at::Tensor masters = device.to_host(optimizer.masters()), first = device.to_host(optimizer.exp_avg()),
-                   second = device.to_host(optimizer.exp_avg_sq());
-  save_run_state(directory, state, model.table, host_bytes(masters), host_bytes(first), host_bytes(second));
+  const RunStateValues parts = {whole_values(optimizer, optimizer.masters(), device),
+                                whole_values(optimizer, optimizer.exp_avg(), device),
+                                whole_values(optimizer, optimizer.exp_avg_sq(), device)};
+  if (model.mesh.writes()) return save_run_state(directory, state, model.table, parts);
+  for (const ParameterValues& values : parts) give_values(model.table, values);
 }
 
 std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
@@ -48,13 +59,22 @@ RunState continue_trained_model(const std::filesystem::path& directory, ModelSta
   Device& device = model.decoder.device();
   const at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
   const at::Tensor read[] = {device.host_room(masters), device.host_room(first), device.host_room(second)};
-  RunState former = load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype),
-                                   host_bytes(read[0]), host_bytes(read[1]), host_bytes(read[2]));
+  const AdamW::Range own = optimizer.own();
+  const std::int64_t bytes = bytes_of(accumulator_of(model.dtype));
+  const auto take = [&](std::size_t part, const Parameter& parameter, const std::byte* values) {
+    const std::int64_t begin = std::max(own.begin, parameter.offset);
+    const std::int64_t count = std::min(own.end, parameter.offset + parameter.count) - begin;
+    if (count > 0)
+      std::copy_n(values + (begin - parameter.offset) * bytes, count * bytes,
+                  static_cast<std::byte*>(host_bytes(read[part])) + (begin - own.begin) * bytes);
+  };
+  RunState former =
+      load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype), take);
   device.to_device(read[0], masters);
   device.to_device(read[1], first);
   device.to_device(read[2], second);
   optimizer.set_steps_done(former.step);
-  if (model.dtype == DType::bfloat16) device.operations().convert(masters, model.weights);
+  optimizer.masters_changed();
   return former;
 }
 

@@ -13,6 +13,8 @@ namespace espalier {
 // The dtype of masters, moments and gradients.
 DType accumulator_of(DType dtype);
 
+// Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
+
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
 // of the model's source. `save_dtype`: of the weights; source: as the source stores them.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,

@@ -16,6 +16,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/rollout_metrics.h"
 #include "espalier/train/series_file.h"
@@ -52,8 +53,9 @@ bool is_same(const std::string& a, const std::string& b) {
 }
 
 // Actor and critic, both with gradients and moments, before either is read.
-void check_room(const Options& options) {
+void check_room(const Options& options, const Mesh& mesh) {
   StepKind kind;
+  kind.optimizer_shares = optimizer_shares(options, mesh).size();
   if (const std::string critic = critic_source_of(options); !critic.empty())
     kind.beside_bytes = bytes_of_model(read_critic_shape(critic).shape, options, kind);
   require_room(read_model_shape(source_of(options)), options, kind);
@@ -87,18 +89,21 @@ std::int64_t tokens_of(const MiniBatch& batch) {
 // Everything of a run between reading and writing.
 class Training {
  public:
-  Training(const Options& options, Progress& progress)
+  Training(const Options& options, Progress& progress, const Mesh& mesh)
       : options_(options),
         progress_(progress),
-        model_(load_model(source_of(options), options.dtype, progress)),
+        mesh_(mesh),
+        model_(load_model(source_of(options), options.dtype, progress, mesh)),
         data_(read(progress)),
-        actor_(*model_, options, machine_profile(options, progress)),
-        optimizer_(model_->table, model_->weights, AdamWSettings::from(options)) {
+        actor_(*model_, options, machine_profile(options, progress, mesh)),
+        optimizer_(model_->table, model_->weights, AdamWSettings::from(options), model_->decoder.device(),
+                   optimizer_shares(options, mesh)) {
     model_->decoder.reserve_positions(data_.longest());
     if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
     actor_.has_optimizer = true;
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
     if (!options.resume.empty()) resume();
+    require_same_start();
   }
 
   void run(const TrainStep& on_step) {
@@ -109,9 +114,10 @@ class Training {
           {split_paths(options_.rollouts).front(),
            text_of("something left to do after the ", position_, " steps that were done on these rollouts"),
            text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
-    if (!options_.record.empty())
+    if (mesh_.writes() && !options_.record.empty())
       recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
-    if (!options_.rollout_metrics.empty()) rollout_metrics_.emplace(options_.rollout_metrics, options_);
+    if (mesh_.writes() && !options_.rollout_metrics.empty())
+      rollout_metrics_.emplace(options_.rollout_metrics, options_);
     record_.emplace(options_.resume, optimizer_.steps_done());
     const std::int64_t steps_total = optimizer_.steps_done() + end - position_;
     if (!data_.has_steps()) prepare(0, progress_);
@@ -135,7 +141,7 @@ class Training {
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report, record_->add(report, batch, steps_total));
       ++position_;
-      const int signal = options_.out.empty() ? 0 : progress_.interrupted();
+      const int signal = options_.out.empty() ? 0 : signal_of_any_rank();
       if (rollout_metrics_) rollout_metrics_->add(report.step, batch, report.gradient.series);
       if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last || signal != 0);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
@@ -146,13 +152,14 @@ class Training {
   }
 
   void write() {
-    if (!options_.gradients.empty()) write_gradients();
-    if (!options_.logprobs.empty()) write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
+    if (mesh_.writes() && !options_.gradients.empty()) write_gradients();
+    if (mesh_.writes() && !options_.logprobs.empty())
+      write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
     if (recorder_) recorder_->finish();
     if (rollout_metrics_) rollout_metrics_->finish();
-    if (options_.out.empty()) return;
-    save();
-    if (const int signal = progress_.interrupted(); signal != 0)
+    if (!options_.out.empty()) save();
+    mesh_.world.wait_for_all();  // what one rank could not write has not been done by any
+    if (const int signal = options_.out.empty() ? 0 : signal_of_any_rank(); signal != 0)
       throw Interrupted{signal, text_of("after the last step, ", position_)};
   }
 
@@ -160,15 +167,18 @@ class Training {
   // What there is after the steps done so far: the run continues from it.
   void save() {
     progress_.begin("saving", 0, "bytes");
-    AtomicDirectory out(options_.out);
-    save_trained_model(out.path(), *model_, optimizer_, state(), options_.save_dtype);
-    record_->write(out.path(), options_, model_->shape);
-    if (critic_) {
-      const std::filesystem::path folder = critic_folder(out.path().string());
-      save_trained_model(folder, critic_->model(), critic_->optimizer(), state(), options_.save_dtype);
-      save_values(folder, data_.values());
+    std::optional<AtomicDirectory> out;
+    if (mesh_.writes()) out.emplace(options_.out);
+    const std::filesystem::path folder = out ? out->path() : std::filesystem::path();
+    save_trained_model(folder, *model_, optimizer_, state(), options_.save_dtype);
+    if (critic_)
+      save_trained_model(critic_folder(folder.string()), critic_->model(), critic_->optimizer(), state(),
+                         options_.save_dtype);
+    if (out) {
+      record_->write(folder, options_, model_->shape);
+      if (critic_) save_values(critic_folder(folder.string()), data_.values());
+      out->commit();
     }
-    out.commit();
     progress_.end();
   }
 
@@ -176,6 +186,7 @@ class Training {
     if (recorder_) recorder_->finish();
     if (rollout_metrics_) rollout_metrics_->finish();
     save();
+    mesh_.world.wait_for_all();
     throw Interrupted{signal, text_of("after step ", position_, " of ", end), options_.out};
   }
 
@@ -209,6 +220,30 @@ class Training {
                         "The checkpoint is damaged; continue from another one"});
   }
 
+  // Ranks that began with other records, weights or moments would train on the sum of different things.
+  void require_same_start() {
+    if (mesh_.world.size() == 1) return;
+    Fingerprint data, weights;
+    data.add(data_.fingerprint());
+    for (const auto& [name, fingerprint] : data_.field_fingerprints()) data.add(fingerprint);
+    data.add_number(position_);
+    require_same(mesh_.world, split_paths(options_.rollouts).front(), data.value(), "give every rank the same files");
+    Device& device = model_->decoder.device();
+    add_bytes(weights, device.to_host(model_->weights));
+    if (critic_) add_bytes(weights, device.to_host(critic_->model().weights));
+    weights.add_number(optimizer_.steps_done());
+    require_same(mesh_.world, source_of(options_), weights.value(), "give every rank the same model directory");
+  }
+
+  static void add_bytes(Fingerprint& fingerprint, const at::Tensor& host) {
+    fingerprint.add({static_cast<const char*>(host_bytes(host)), static_cast<std::size_t>(host.nbytes())});
+  }
+
+  // An interrupt may reach one rank before the others: all of them stop after the same step.
+  int signal_of_any_rank() const {
+    return static_cast<int>(maxima_over_ranks(mesh_.world, {static_cast<double>(progress_.interrupted())}).front());
+  }
+
   // "reward, values": what the file had in other numbers when the former run read it.
   std::string differing_fields(const Json& former) const {
     std::string out;
@@ -227,7 +262,8 @@ class Training {
   }
 
   void load_critic_of(const std::string& directory, const MachineProfile& machine) {
-    critic_.emplace(load_critic(directory, options_, model_->shape, progress_), options_, machine, actor_.workspace);
+    critic_.emplace(load_critic(directory, options_, model_->shape, progress_, mesh_), options_, machine,
+                    actor_.workspace);
     critic_->model().decoder.reserve_positions(data_.longest());
     critic_->optimizer();
   }
@@ -253,12 +289,14 @@ class Training {
     state.mini_batch = position_ % data_.mini_batches();
     state.random_state = std::to_string(options_.seed);
     state.options = options_to_json(options_, 't').dump();
-    state.extra = Json{{"rollouts", data_.fingerprint()}, {"fields", data_.field_fingerprints()}}.dump();
+    state.extra =
+        Json{{"rollouts", data_.fingerprint()}, {"fields", data_.field_fingerprints()}, {"run", mesh_.run}}.dump();
     return state;
   }
 
   Options options_;
   Progress& progress_;
+  const Mesh& mesh_;
   std::unique_ptr<ModelState> model_;
   double read_seconds_ = 0;  // of the rollouts
   TrainingData data_;
@@ -275,14 +313,15 @@ class Training {
 
 }  // namespace
 
-void train(const Options& options, Progress& progress, const TrainStep& on_step) {
+void train(const Options& options, Progress& progress, const TrainStep& on_step, const Mesh& mesh) {
   std::optional<ClaimedDirectory> out, record;
-  if (!options.out.empty()) out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
-  if (!options.record.empty()) record.emplace(options.record, options.overwrite);
+  if (mesh.writes() && !options.out.empty())
+    out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
+  if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
   check_options(options);
-  check_room(options);
-  check_disk_space(options);
-  Training training(options, progress);
+  check_room(options, mesh);
+  if (mesh.writes()) check_disk_space(options);
+  Training training(options, progress, mesh);
   training.run(on_step);
   training.write();
 }

@@ -16,6 +16,7 @@ using TrainStep = std::function<void(const StepReport& report, const Json& line)
 // the end: complete, or not at all; --out also every --save-freq steps. Errors: those of reading, planning and writing;
 // what was on disk before has not changed then, but for --out where it was saved. On an interrupt with --out the step
 // is finished, --out is saved and Interrupted is thrown.
-void train(const Options& options, Progress& progress, const TrainStep& on_step);
+// Every rank of the mesh runs it; rank 0 writes and is told of the steps.
+void train(const Options& options, Progress& progress, const TrainStep& on_step, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

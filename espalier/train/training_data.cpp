@@ -18,7 +18,7 @@ namespace espalier {
 namespace {
 
 // FNV-1a over 32-bit words.
-class Fingerprint {
+class TokenFingerprint {
  public:
   void add(std::uint32_t word) { hash_ = (hash_ ^ word) * 0x100000001b3u; }
   void add(const std::vector<std::int32_t>& ids) {
@@ -41,7 +41,7 @@ class Fingerprint {
 };
 
 std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& rollouts) {
-  std::map<std::string, Fingerprint> fields;
+  std::map<std::string, TokenFingerprint> fields;
   for (const Rollout& rollout : rollouts) {
     fields["reward"].add(rollout.reward ? std::vector{*rollout.reward} : std::vector<double>());
     fields["advantage"].add(rollout.advantages);
@@ -159,9 +159,11 @@ std::int32_t TrainingData::longest() const {
   return longest;
 }
 
-std::string TrainingData::fingerprint() const {
-  Fingerprint fingerprint;
-  for (const Rollout& rollout : rollouts_) {
+std::string TrainingData::fingerprint() const { return fingerprint_of(rollouts_); }
+
+std::string fingerprint_of(std::span<const Rollout> rollouts) {
+  TokenFingerprint fingerprint;
+  for (const Rollout& rollout : rollouts) {
     fingerprint.add(rollout.prompt_ids);
     fingerprint.add(rollout.response_ids);
     for (const std::uint16_t expert : rollout.routes.ids) fingerprint.add(std::uint32_t{expert});

@@ -61,6 +61,9 @@ class TrainingData {
   std::string mini_batch_note_;
 };
 
+// Tokens and order, as a number.
+std::string fingerprint_of(std::span<const Rollout> rollouts);
+
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
 // `temperature`: of records that do not say theirs. `routes_as_read` (may be null) gets the recorded experts as they
 // came, before they are fitted to the model.

@@ -19,6 +19,9 @@ from espalier.launch import environment, program
 from espalier.native import library
 
 _POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run"}  # verbs whose files come without an option's name
+_DEGREES = ("tp", "cp", "pp", "dp")
+# Where a launcher says of how many processes this one is: a verb without degrees runs in one, whoever calls it.
+_LAUNCHER_SIZES = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}
 NAMES = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
 
 
@@ -75,7 +78,9 @@ def _arguments(verb, given):
 def run(verb, *files, **options):
     """Runs a verb. Returns its JSON object; raises `espalier.Error` with the program's fields and exit code."""
     command = [str(program()), verb, *map(os.fspath, files), *_arguments(verb, options), "--json"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment())
+    alone = not any(options.get(degree) for degree in _DEGREES)
+    variables = {name: value for name, value in environment().items() if not (alone and name in _LAUNCHER_SIZES)}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=variables)
     interrupted = False
     while True:
         try:

@@ -82,10 +82,11 @@ ModelShape with_head(ModelShape shape, bool critic) {
 
 ModelShape shape_of(const Case& c) { return with_head(tiny_shape(c.family), c.critic); }
 
-std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic) {
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
+                                       const Mesh& mesh) {
   ModelShape shape = with_head(tiny_shape(family), critic);
   shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
-  auto exact = random_model(shape, DType::float64, seed);
+  auto exact = random_model(shape, DType::float64, seed, mesh);
   const at::Tensor weights = on_host(exact->weights);
   double* const values = host_values<double>(weights).data();
   Random random(seed, 99);
@@ -100,7 +101,8 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
         double* rows = values + p.offset;
         rows[i] = rows[i % shape.hidden] * (1 + 1e-6 * random.normal());
       }
-  auto model = dtype == DType::float64 ? std::move(exact) : std::make_unique<ModelState>(shape, dtype);
+  auto model =
+      dtype == DType::float64 ? std::move(exact) : std::make_unique<ModelState>(shape, dtype, bound_device(), mesh);
   bound_device().to_device(weights.to(scalar_type(dtype)), model->weights);
   return model;
 }
@@ -158,8 +160,8 @@ struct Prepared {
   TrainingData data;
 };
 
-Prepared prepare(const Case& c, DType dtype) {
-  auto model = tiny_model(c.family, dtype, c.seed, c.critic);
+Prepared prepare(const Case& c, DType dtype, const Mesh& mesh) {
+  auto model = tiny_model(c.family, dtype, c.seed, c.critic, mesh);
   std::vector<Rollout> rollouts = make_rollouts(c.rollouts, c.seed);
   if (c.edit) c.edit(rollouts, *model);
   TrainingData data(std::move(rollouts), c.options, c.critic);
@@ -170,8 +172,8 @@ Prepared prepare(const Case& c, DType dtype) {
 
 }  // namespace
 
-Outcome run_case(const Case& c, DType dtype) {
-  Prepared prepared = prepare(c, dtype);
+Outcome run_case(const Case& c, DType dtype, const Mesh& mesh) {
+  Prepared prepared = prepare(c, dtype, mesh);
   Options options = c.options;
   options.dtype = name_of(dtype);
   Outcome run;
@@ -192,7 +194,7 @@ Outcome run_case(const Case& c, DType dtype) {
 }
 
 OracleResult run_oracle(const Case& c, DType dtype) {
-  const Prepared prepared = prepare(c, dtype);
+  const Prepared prepared = prepare(c, dtype, mesh_of_one());
   const MiniBatch batch = prepared.data.mini_batch(0);
   const ModelState& model = *prepared.model;
   OracleResult result =

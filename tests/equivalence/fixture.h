@@ -25,7 +25,8 @@ inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
-std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false);
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
+                                       const Mesh& mesh = mesh_of_one());
 
 // Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
 void write_tiny_model(const ModelState& model, const std::filesystem::path& directory);
@@ -60,8 +61,8 @@ struct Outcome {
 // What a tensor of the run's device holds.
 inline at::Tensor on_host(const at::Tensor& tensor) { return bound_device().to_host(tensor); }
 
-// One gradient; the model is made anew from the case's seed.
-Outcome run_case(const Case& c, DType dtype = DType::float64);
+// One gradient; the model is made anew from the case's seed. Called by every rank of the mesh.
+Outcome run_case(const Case& c, DType dtype = DType::float64, const Mesh& mesh = mesh_of_one());
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 
 // What the plan says the passes of the case take from the arena in each phase, without what it counts beside the arena.

@@ -8,10 +8,12 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <mutex>
 
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
+#include "espalier/parallel/in_process.h"
 #include "espalier/prove/verify.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
@@ -178,6 +180,32 @@ void check_plan(const Reference& reference, const Plan& plan, Findings& findings
     findings.add("gradients", text_of(plan.name, ": ", worst.parameter, " off by ", worst.error));
 }
 
+// Two ranks: the numbers of one, and after an update that they share the weights of one.
+void check_ranks(const Reference& reference, Findings& findings) {
+  const Case c = with(reference.c, reference.plans.back());
+  const auto moved = [&](const at::Tensor& gradient, Group& shares) {
+    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic);
+    AdamW adamw(model->table, model->weights, {.lr = 0.1, .max_grad_norm = 1e-3}, model->decoder.device(), shares);
+    adamw.step(gradient);
+    return model->weights;
+  };
+  const at::Tensor alone = moved(reference.expected.gradient, mesh_of_one().dp);
+  std::mutex one;
+  run_ranks({.dp = 2}, [&](const Mesh& mesh) {
+    const Outcome run = run_case(c, DType::float64, mesh);
+    const at::Tensor shared = moved(reference.expected.gradient, mesh.dp);
+    const std::lock_guard lock(one);
+    const OracleResult& expected = reference.expected;
+    const double logprob = farthest(expected.logprobs, run.report.series, &RolloutSeries::logprob);
+    const double value = farthest(expected.values, run.critic.values), loss = std::abs(run.loss - expected.loss);
+    const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
+    if (!(worst.error <= kGradient)) findings.add("ranks", text_of(worst.parameter, " off by ", worst.error));
+    if (!(std::max(logprob, value) <= kSeries)) findings.add("ranks", text_of("series off by ", logprob, ", ", value));
+    if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss)))) findings.add("ranks", text_of("loss ", loss));
+    if (!shared.equal(alone)) findings.add("ranks", "other weights after an update");
+  });
+}
+
 void check_repetition(const Reference& reference, Findings& findings) {
   const auto model = tiny_model(reference.c.family, DType::float64, reference.c.seed);
   const TrainingData data(make_rollouts(reference.c.rollouts, reference.c.seed), reference.c.options);
@@ -291,6 +319,7 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   };
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
+  for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });

@@ -1,13 +1,13 @@
 #include "tests/mutation/faults.h"
 
-#include <utility>
+#include <atomic>
 
 namespace espalier::testing {
 namespace {
 
 const Fault* on = nullptr;
-int times_reached = 0;
-bool once_done = false;
+std::atomic<int> times_reached = 0;  // ranks are threads
+std::atomic<bool> once_done = false;
 
 }  // namespace
 
@@ -34,7 +34,7 @@ bool active(const char* name) {
   if (on->together_with == name) return true;
   if (on->name != name) return false;
   ++times_reached;
-  const bool again = std::exchange(once_done, true);
+  const bool again = once_done.exchange(true);
   return !on->once || !again;
 }
 

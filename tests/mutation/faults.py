@@ -21,6 +21,7 @@ class Fault:
 
 
 NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
+ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
 PLAN = [
@@ -195,4 +196,28 @@ OPTIMIZER = [
           "if (same && !ON)\n", **DENSE_TOO),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER
+RANKS = [
+    Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/reduction.cpp",
+          "mesh.replicas.add_over_ranks(",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("tree_on_every_rank", "all trees are computed by all ranks", "step/planning.cpp",
+          "if (rank_of[tree] == mesh.dp.rank())",
+          "if (ON || rank_of[tree] == mesh.dp.rank())", **ONE_RANK),
+    Fault("loads_of_ranks_not_summed", "a mini-batch's expert loads are those of a rank's own trees", "step/router_step.cpp",
+          "add_over_ranks(dp_, accounting_->all_loads());",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("series_of_ranks_lost", "log-probs and values of other ranks' rollouts are missing", "step/over_ranks.cpp",
+          "flat = sums_over_ranks(dp, std::move(flat));",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("losses_of_ranks_not_summed", "the loss is that of a rank's own trees", "step/step.cpp",
+          "add_over_ranks(dp, report.loss);",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("norm_of_a_part", "a gradient is clipped by the norm of the part whose state the rank keeps", "optimizer/adamw.cpp",
+          "update.grad_norm = norm_of(gradient);",
+          "update.grad_norm = norm_of(ON ? gradient.narrow(0, own().begin, own().end - own().begin) : gradient);", **ONE_RANK),
+    Fault("moved_weights_not_sent", "a rank has moved its part of the weights and keeps it to itself", "optimizer/adamw.cpp",
+          "share_weights();\n  return update;",
+          "if (!ON) share_weights();\n  return update;", **ONE_RANK),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS

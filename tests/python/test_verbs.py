@@ -50,6 +50,13 @@ def test_plan_and_train_take_the_table_s_options(rollouts, model_of, tmp_path):
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
+def test_a_verb_without_degrees_runs_in_one_process_whoever_calls_it(rollouts, model_of, tmp_path, monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = espalier.score(model=model_of("qwen3_tied"), rollouts=rollouts, out=tmp_path / "scored.jsonl", quiet=True)
+    assert result["rollouts"] == 3
+
+
 def test_errors_have_the_program_s_fields(tmp_path):
     with pytest.raises(espalier.Error) as caught:
         espalier.inspect(tmp_path / "absent.jsonl")

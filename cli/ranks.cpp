@@ -1,0 +1,98 @@
+#include "cli/ranks.h"
+
+#include <filesystem>
+#include <system_error>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/checkpoint/run_state.h"
+#include "espalier/options/options_json.h"
+#include "espalier/parallel/agreement.h"
+
+namespace espalier::cli {
+namespace {
+
+std::string this_program() {
+  std::error_code unknown;
+  const std::filesystem::path path = std::filesystem::read_symlink("/proc/self/exe", unknown);
+  return unknown ? "espalier" : path.string();
+}
+
+// Verbs whose letter is here run with --dp above 1.
+constexpr std::string_view kUnderDp = "tsvr";
+
+void refuse_unsupported(const Verb& verb, const Options& options) {
+  for (const auto& [name, degree] : {std::pair{"--tp", options.tp},
+                                     {"--cp", options.cp},
+                                     {"--pp", options.pp},
+                                     {"--ep", options.ep},
+                                     {"--dp", options.dp}}) {
+    const bool runs = std::string_view(name) == "--dp" && kUnderDp.find(verb.letter) != std::string_view::npos;
+    if (degree > 1 && !runs)
+      throw UnsupportedError(
+          {name, "1", text_of(degree),
+           text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
+  }
+  if (options.shard == Sharding::full)
+    throw UnsupportedError({"--shard", "none or optimizer", name_of(options.shard), ""});
+  if (options.shard == Sharding::optimizer && (verb.letter != 't' || !options.record.empty()))
+    throw UnsupportedError({"--shard", verb.letter == 't' ? "none with --record" : "none", name_of(options.shard), ""});
+}
+
+}  // namespace
+
+void RunRanks::begin(const Verb& verb) {
+  begun_ = true;
+  if (verb.letter == 'p' || !find_option("dp")->taken_by(verb.letter)) return;
+  launch_ = launch_of_environment();
+  if (several()) processes_ = std::make_unique<Processes>(launch_);
+}
+
+std::string RunRanks::restart_point(const Verb& verb, const Options& options) const {
+  if (launch_.restarts == 0 || launch_.run.empty() || verb.letter != 't' || options.out.empty()) return "";
+  if (!std::filesystem::exists(std::filesystem::path(options.out) / "espalier" / "state.json")) return "";
+  const Json extra = Json::parse(read_run_state(options.out).extra);
+  return extra.value("run", "") == launch_.run ? options.out : "";
+}
+
+void RunRanks::check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const {
+  if (verb.letter == 'p' || !find_option("dp")->taken_by(verb.letter)) return;
+  refuse_unsupported(verb, options);
+  const Degrees degrees = degrees_of(options);
+  check_degrees(degrees);
+  if (degrees.ranks() == launch_.ranks) {
+    for (const std::string& path : split_paths(options.rollouts))
+      if (several() && path == "-")
+        throw OptionError(
+            {"--rollouts", "files that every rank can read", "standard input", "write it to a file first"});
+    return;
+  }
+  const std::string product =
+      text_of(degrees.ranks(), " process", degrees.ranks() == 1 ? "" : "es", " for ", text_of_degrees(degrees));
+  if (!several())
+    throw OptionError({"parallel degrees", product, "one",
+                       "start it with: " + command_with_ranks(degrees.ranks(), this_program(), words)});
+  throw OptionError({"parallel degrees", product, text_of(launch_.ranks, " from ", launch_.launcher),
+                     "the product of --tp, --cp, --pp and --dp is the number of processes"});
+}
+
+const Mesh& RunRanks::connect(const Verb& verb, const Options& options) {
+  if (!several()) return mesh_of_one();
+  const Mesh& mesh = processes_->connect(degrees_of(options), options.comm_timeout);
+  Json told = options_to_json(options, verb.letter);
+  told.erase("threads");
+  require_same(mesh.world, "options", text_of(ESPALIER_VERSION, told.dump()),
+               "give every rank the same command, --config and version of Espalier");
+  return mesh;
+}
+
+bool RunRanks::shows_error() {
+  if (processes_) return processes_->is_first_to_fail();
+  try {
+    return begun_ || launch_of_environment().speaks();
+  } catch (const OptionError&) {  // nobody knows who this is
+    return true;
+  }
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,45 @@
+// A run of several processes, each of which runs the program with the same words: who talks, and what all must agree
+// on.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/verbs.h"
+#include "espalier/parallel/launch.h"
+#include "espalier/parallel/processes.h"
+
+namespace espalier::cli {
+
+class RunRanks {
+ public:
+  // A verb without degrees runs by itself, whatever launched it.
+  void begin(const Verb& verb);
+
+  bool several() const { return launch_.ranks > 1; }
+  bool talks() const { return launch_.speaks(); }  // prints results, progress and notes
+  int local() const { return launch_.local_ranks; }
+
+  // What a run that the launcher started again continues from: --out, where this very run has saved; else "".
+  std::string restart_point(const Verb& verb, const Options& options) const;
+
+  // Errors: OptionError where the degrees are not those of the processes, with the command that starts as many;
+  // UnsupportedError for layouts that the verb does not run under.
+  void check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const;
+
+  // Connects the ranks. Errors: CommunicationError, also where they were told different things.
+  const Mesh& connect(const Verb& verb, const Options& options);
+
+  // After an error: whether this rank shall show it. Of several the first one that failed does, for it knows why; where
+  // the words themselves were wrong, rank 0.
+  bool shows_error();
+  std::string silent_ranks() { return processes_ ? processes_->silent_ranks() : ""; }
+
+ private:
+  bool begun_ = false;  // which verb it is, is known
+  Launch launch_;
+  std::unique_ptr<Processes> processes_;
+};
+
+}  // namespace espalier::cli

@@ -1,0 +1,236 @@
+// The only file that names c10d. Traps: alltoall_base moves from its counts; a send may wait for its receive.
+#include "espalier/parallel/processes.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <deque>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using Gloo = c10d::ProcessGroupGloo;
+
+Milliseconds milliseconds(double seconds) { return Milliseconds(static_cast<std::int64_t>(seconds * 1000)); }
+
+// The first line of what a library has to say, without its backtrace.
+std::string first_line(const std::exception& error) {
+  std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+class ProcessGroup : public Group {
+ public:
+  ProcessGroup(c10::intrusive_ptr<Gloo> gloo, int rank, int size, double timeout)
+      : Group(rank, size), gloo_(std::move(gloo)), timeout_(timeout) {}
+  // A group that lost a rank waits for it as it ends; the process is about to end, so it is left as it is.
+  ~ProcessGroup() override {
+    if (failed_) gloo_.release();
+  }
+
+ private:
+  template <class Call>
+  void run(const char* name, Call&& call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      failed_ = true;
+      throw CommunicationError({name, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"),
+                                first_line(error), ""});
+    }
+  }
+
+  void reduce(const char* name, const at::Tensor& x, c10d::ReduceOp op) {
+    run(name, [&] {
+      std::vector<at::Tensor> tensors{x};
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      gloo_->allreduce(tensors, options)->wait();
+    });
+  }
+
+  void do_add(const at::Tensor& x) override { reduce("sum over ranks", x, c10d::ReduceOp::SUM); }
+  void do_max(const at::Tensor& x) override { reduce("maximum over ranks", x, c10d::ReduceOp::MAX); }
+
+  void do_gather(const at::Tensor& part, const at::Tensor& whole) override {
+    run("gather", [&] {
+      at::Tensor in = part.view(-1), out = whole.view(-1);
+      gloo_->_allgather_base(out, in)->wait();
+    });
+  }
+
+  void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
+    run("sum and scatter", [&] {
+      at::Tensor in = whole.view(-1), out = part.view(-1);
+      gloo_->_reduce_scatter_base(out, in)->wait();
+    });
+  }
+
+  void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
+                   std::span<const std::int64_t> receive_rows) override {
+    run("exchange", [&] {
+      at::Tensor in = send, out = receive;
+      std::vector<std::int64_t> given(send_rows.begin(), send_rows.end()),
+          taken(receive_rows.begin(), receive_rows.end());
+      gloo_->alltoall_base(out, in, taken, given)->wait();
+    });
+  }
+
+  void do_broadcast(const at::Tensor& x, int root) override {
+    run("broadcast", [&] {
+      std::vector<at::Tensor> tensors{x};
+      c10d::BroadcastOptions options;
+      options.rootRank = root;
+      gloo_->broadcast(tensors, options)->wait();
+    });
+  }
+
+  // The receiver may be busy sending by itself: a copy waits instead of this rank.
+  void do_send(const at::Tensor& x, int to) override {
+    constexpr std::size_t kMostUnderWay = 16;
+    run("send", [&] {
+      std::vector<at::Tensor> tensors{x.clone()};
+      under_way_.push_back(gloo_->send(tensors, to, 0));
+      if (under_way_.size() <= kMostUnderWay) return;
+      under_way_.front()->wait();
+      under_way_.pop_front();
+    });
+  }
+
+  void do_receive(const at::Tensor& x, int from) override {
+    run("receive", [&] {
+      std::vector<at::Tensor> tensors{x};
+      gloo_->recv(tensors, from, 0)->wait();
+    });
+  }
+
+  c10::intrusive_ptr<Gloo> gloo_;
+  double timeout_;
+  bool failed_ = false;
+  std::deque<c10::intrusive_ptr<c10d::Work>> under_way_;
+};
+
+c10::intrusive_ptr<c10d::Store> meeting_place(const Launch& launch, double timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(launch.port);
+  options.isServer = !launch.served && launch.rank == 0;
+  options.waitWorkers = false;
+  options.timeout = milliseconds(timeout);
+  const char* libuv = std::getenv("USE_LIBUV");
+  options.useLibUV = libuv == nullptr || std::string_view(libuv) != "0";
+  auto store = c10::make_intrusive<c10d::TCPStore>(launch.host, options);
+  // torchrun's store outlives a restart, and what the processes before it left there.
+  return c10::make_intrusive<c10d::PrefixStore>(text_of("espalier/", launch.restarts), std::move(store));
+}
+
+auto network_device(const Launch& launch) {
+  if (const char* name = std::getenv("GLOO_SOCKET_IFNAME"); name != nullptr && *name != '\0')
+    return Gloo::createDeviceForInterface(
+        std::string(std::string_view(name).substr(0, std::string_view(name).find(','))));
+  if (launch.local_ranks == launch.ranks) return Gloo::createDeviceForHostname("127.0.0.1");
+  return Gloo::createDefaultDevice();
+}
+
+}  // namespace
+
+struct Processes::State {
+  Launch launch;
+  double timeout;
+  c10::intrusive_ptr<c10d::Store> store;
+  std::unique_ptr<OwnedMesh> mesh;
+  bool failed = false;
+
+  bool has_failed(int rank) { return store->check({"failed/" + std::to_string(rank)}); }
+  // Where this process serves the meeting place: the others shall still find out who failed first.
+  void wait_for_others() {
+    constexpr int kTries = 100;
+    if (launch.served || launch.rank != 0) return;
+    for (int tries = 0, rank = 1; rank < launch.ranks && tries < kTries; ++tries) {
+      while (rank < launch.ranks && has_failed(rank)) ++rank;
+      std::this_thread::sleep_for(Milliseconds(50));
+    }
+  }
+};
+
+Processes::Processes(const Launch& launch) : state_(std::make_unique<State>()) {
+  state_->launch = launch;
+  constexpr double kPatience = 300;  // seconds: ranks start one after another, on many machines
+  try {
+    state_->store = meeting_place(launch, kPatience);
+  } catch (const std::exception& error) {
+    throw CommunicationError({text_of(launch.host, ':', launch.port),
+                              text_of("the meeting place of ", launch.ranks, " ranks"), first_line(error),
+                              "are MASTER_ADDR and MASTER_PORT those of rank 0?"});
+  }
+}
+
+Processes::~Processes() {
+  try {
+    if (state_->failed) state_->wait_for_others();
+  } catch (const std::exception&) {  // nobody is there to be waited for
+  }
+}
+
+const Mesh& Processes::connect(const Degrees& degrees, double timeout) {
+  State& state = *state_;
+  const Launch& launch = state.launch;
+  try {
+    const auto device = network_device(launch);
+    state.mesh =
+        std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const std::vector<int>& ranks) -> std::unique_ptr<Group> {
+          std::string name;
+          for (const int rank : ranks) name += text_of('/', rank);
+          const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), launch.rank) - ranks.begin());
+          const int size = static_cast<int>(ranks.size());
+          auto options = Gloo::Options::create(milliseconds(timeout));
+          options->devices.push_back(device);
+          options->threads = 1;
+          auto gloo = c10::make_intrusive<Gloo>(c10::make_intrusive<c10d::PrefixStore>(name, state.store), place, size,
+                                                options);
+          return std::make_unique<ProcessGroup>(std::move(gloo), place, size, timeout);
+        });
+  } catch (const std::exception& error) {
+    throw CommunicationError(
+        {"start", text_of("an answer of all ", launch.ranks, " ranks within ", timeout, " seconds (--comm-timeout)"),
+         first_line(error), ""});
+  }
+  Mesh& mesh = state.mesh->mesh();
+  mesh.local_ranks = launch.local_ranks;
+  mesh.run = launch.run;
+  return mesh;
+}
+
+bool Processes::is_first_to_fail() {
+  state_->failed = true;
+  try {
+    const std::string own = std::to_string(state_->launch.rank);
+    const std::vector<std::uint8_t> bytes(own.begin(), own.end());
+    state_->store->set("failed/" + own, bytes);
+    return state_->store->compareSet("failed", {}, bytes) == bytes;
+  } catch (const std::exception&) {
+    return true;  // the meeting place is gone with the rank that made it
+  }
+}
+
+std::string Processes::silent_ranks() {
+  constexpr Milliseconds kPatience{500};
+  std::string out;
+  try {
+    std::this_thread::sleep_for(kPatience);
+    for (int rank = 0; rank < state_->launch.ranks; ++rank)
+      if (!state_->has_failed(rank)) out += text_of(out.empty() ? "rank " : ", ", rank);
+  } catch (const std::exception&) {
+  }
+  return out;
+}
+
+}  // namespace espalier

@@ -1,0 +1,32 @@
+// The ranks of a run as processes: they meet at a store, Gloo carries their collectives.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "espalier/parallel/launch.h"
+#include "espalier/parallel/mesh.h"
+
+namespace espalier {
+
+class Processes {
+ public:
+  // Finds the meeting place; rank 0 makes it where the launcher does not. Errors: CommunicationError.
+  explicit Processes(const Launch& launch);
+  ~Processes();
+
+  // Connects every rank with those that share an axis with it. Called once. `timeout`: seconds until a silent rank is
+  // given up. Errors: CommunicationError.
+  const Mesh& connect(const Degrees& degrees, double timeout);
+
+  // Where something failed: true on the rank that calls it first, whose message is the one to be shown.
+  bool is_first_to_fail();
+  // "rank 2": those that did not call is_first_to_fail within half a second; empty: all did, or nobody knows.
+  std::string silent_ranks();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,23 @@
+// Whole trees dealt to data-parallel ranks, so that no prompt is computed on two of them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/grouping/prefix_tree.h"
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/planner.h"
+
+namespace espalier {
+
+// Predicted seconds of each tree by itself, with everything shared charged once (--schedule dense: once a rollout).
+std::vector<double> seconds_of_trees(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+                                     const ModelShape& shape, const PlanOptions& options,
+                                     const MachineProfile& profile);
+
+// The rank of each tree: the heaviest first, each to the rank that has least so far, the lowest among equals. With
+// fewer trees than ranks some ranks have none.
+std::vector<std::int64_t> deal_by_weight(std::span<const double> weights, std::int64_t ranks);
+
+}  // namespace espalier

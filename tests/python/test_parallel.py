@@ -1,0 +1,252 @@
+"""Runs of several processes: what they compute, who talks, and what happens when one of them is gone.
+
+Most start the ranks themselves, as srun and mpirun do (rank 0 serves the meeting place); torchrun takes seconds to begin.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from make_model import make_rollouts, write_records
+
+SEED = 61
+MODEL = "qwen3_tied"
+PATIENCE = 120  # seconds: far above what a run takes, far below what a hanging one would
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """The same command once for each rank; `where` gives a rank another working folder."""
+
+    def __init__(self, program, count, words, where=None, **variables):
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+                  **variables}
+        self.processes = [
+            subprocess.Popen([str(program), *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             cwd=(where or {}).get(rank), env={**os.environ, **shared, "RANK": str(rank)})
+            for rank in range(count)]
+
+    def end(self, patience=PATIENCE):
+        """Exit statuses and what was printed, by rank."""
+        until = time.monotonic() + patience
+        try:
+            told = [process.communicate(timeout=max(0.1, until - time.monotonic())) for process in self.processes]
+        finally:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.kill()
+        self.stdout, self.stderr = [out for out, _ in told], [err for _, err in told]
+        return [process.returncode for process in self.processes]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    return write_records(make_rollouts(SEED), tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """Twelve groups of four: six steps an epoch with --mini-batch-size 8."""
+    records = [{"prompt_ids": [3, 4 + group, 9], "response_ids": [6, 7 + i, 11 + group], "reward": float(i % 3)}
+               for group in range(12) for i in range(4)]
+    return write_records(records, tmp_path_factory.mktemp("groups") / "groups.jsonl")
+
+
+@pytest.fixture
+def training(model_of, groups, tmp_path):
+    """Words of a training run into tmp_path/out."""
+    return ["train", "--model", model_of(MODEL), "--rollouts", groups, "--mini-batch-size", 8, "--lr", 1e-3, "--dtype", "float64",
+            "--save-dtype", "float64", "--out", tmp_path / "out"]
+
+
+def torchrun(count, words, *more):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count),
+            *more, "--no-python", *map(str, words)]
+
+
+def near(ours, theirs, tolerance=1e-10):
+    ours, theirs = load_file(ours), load_file(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert numpy.linalg.norm(ours[name] - expected) <= tolerance * max(numpy.linalg.norm(expected), 1e-30), name
+
+
+# -- what they compute ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ranks, more", [(2, []), (4, ["--schedule", "phased"]), (4, ["--shard", "optimizer"])])
+def test_processes_write_what_one_writes(ranks, more, espalier, program, model_of, rollouts, tmp_path):
+    words = ["train", "--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
+    outputs = lambda name: ["--out", tmp_path / name, "--gradients", tmp_path / f"{name}.safetensors",
+                            "--logprobs", tmp_path / f"{name}.jsonl"]
+    espalier(*words, *outputs("alone"))
+    run = Ranks(program, ranks, [*words, *outputs("ranks"), "--dp", ranks, *more, "--json"])
+    assert run.end() == [0] * ranks, run.stderr
+    steps = json.loads(run.stdout[0])["steps"]
+    assert len(steps) == 1 and not any(run.stdout[1:]) and not any(run.stderr[1:])
+    near(tmp_path / "ranks.safetensors", tmp_path / "alone.safetensors")
+    near(tmp_path / "ranks/model.safetensors", tmp_path / "alone/model.safetensors")
+    for ours, theirs in zip((tmp_path / "ranks.jsonl").open(), (tmp_path / "alone.jsonl").open(), strict=True):
+        assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
+
+
+def test_scores_and_verdicts_of_processes(espalier, program, model_of, rollouts, tmp_path):
+    words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]
+    espalier("score", *words, "--out", tmp_path / "alone.jsonl")
+    run = Ranks(program, 2, ["score", *words, "--out", tmp_path / "ranks.jsonl", "--dp", 2])
+    assert run.end() == [0, 0], run.stderr
+    for ours, theirs in zip((tmp_path / "ranks.jsonl").open(), (tmp_path / "alone.jsonl").open(), strict=True):
+        assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
+    run = Ranks(program, 2, ["verify", *words, "--dp", 2, "--json"])
+    assert run.end() == [0, 0], run.stderr
+    assert json.loads(run.stdout[0])["verdict"] == "pass"
+
+
+# -- launch -----------------------------------------------------------------------------------------------------------
+
+def test_without_a_launcher_the_command_to_type_is_given_and_works(espalier, training, tmp_path):
+    outcome = espalier(*training, "--dp", 2, expect=2)
+    command = re.search(r"start it with: (.*)", outcome.stderr).group(1)
+    words = shlex.split(command)
+    assert words[:2] == ["torchrun", "--nproc-per-node"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", *words[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 6 of 6") == 1 and (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_degrees_and_processes_must_agree(program, training, tmp_path):
+    run = Ranks(program, 3, [*training, "--dp", 2])
+    assert run.end() == [2, 2, 2]
+    told = "".join(run.stderr)
+    assert told.count("option error") == 1 and "2 processes for dp 2" in told and "3 from torchrun" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", [["--tp", 2], ["--cp", 2], ["--pp", 2], ["--dp", 2, "--shard", "full"]])
+def test_layouts_that_do_not_run_are_refused_by_name(layout, program, training):
+    run = Ranks(program, 2, [*training, *layout])
+    assert run.end() == [4, 4]
+    assert "".join(run.stderr).count("unsupported error") == 1
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+def test_bad_input_is_said_once(program, training, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt_ids": [1], "response_ids": [2], "reward": 1}\n{"prompt_ids": [1], "response_ids": [-5], "reward": 1}\n')
+    run = Ranks(program, 3, [*training[:3], "--rollouts", bad, "--out", tmp_path / "out", "--dp", 3])
+    statuses = run.end()
+    assert 3 in statuses and set(statuses) <= {3, 7}
+    told = "".join(run.stderr)
+    assert told.count(" error at ") == 1 and "bad.jsonl:2" in told and not (tmp_path / "out").exists()
+
+
+def test_ranks_with_other_files_end_with_7(program, training, groups, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "groups.jsonl").write_text(groups.read_text().replace('"reward": 2.0', f'"reward": {2 + rank}.0'))
+    words = ["groups.jsonl" if word == groups else word for word in training]
+    run = Ranks(program, 2, [*words, "--dp", 2], where={rank: tmp_path / str(rank) for rank in range(2)})
+    assert run.end() == [7, 7]
+    told = "".join(run.stderr)
+    assert told.count("communication error") == 1 and "rank 1" in told and not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_on_rank_0_ends_all(program, training, tmp_path):
+    run = Ranks(program, 2, [*training, "--logprobs", "/dev/full", "--dp", 2])
+    statuses = run.end()
+    assert statuses[0] == 2 and statuses[1] == 7
+    assert "".join(run.stderr).count(" error") == 1 and not (tmp_path / "out").exists()
+
+
+def wait_for(condition, patience=PATIENCE):
+    until = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.01)
+
+
+def saved_step(folder):
+    try:
+        return json.loads((folder / "espalier/state.json").read_text())["step"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+
+
+def endless(training):
+    return [*training, "--epochs", 100000, "--save-freq", 1, "--dp", 3]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(victim, espalier, program, training, tmp_path):
+    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 20])
+    wait_for(lambda: (tmp_path / "out/model.safetensors").is_file())
+    run.processes[victim].kill()
+    statuses = run.end()
+    assert statuses[victim] == -signal.SIGKILL
+    assert [status for rank, status in enumerate(statuses) if rank != victim] == [7, 7]
+    if victim != 0:  # else the meeting place is gone with it
+        assert "".join(run.stderr).count("communication error") == 1 and f"no word from rank {victim}" in "".join(run.stderr)
+    done = json.loads((tmp_path / "out/espalier/state.json").read_text())["step"]
+    on = espalier("train", "--resume", tmp_path / "out", "--rollouts", training[4], "--steps", done + 1, "--json").json
+    assert [step["step"] for step in on["steps"]] == [done + 1]
+
+
+def test_killed_at_any_moment_a_run_leaves_a_whole_checkpoint(program, espalier, training, tmp_path):
+    chance, step = random.Random(SEED), 0
+    words = endless(training)
+    for kill in range(6):
+        began = [*words, "--comm-timeout", 20] + (["--resume", tmp_path / "out"] if kill else [])
+        run = Ranks(program, 3, began)
+        wait_for(lambda: saved_step(tmp_path / "out") > step)
+        time.sleep(chance.uniform(0, 0.2))
+        chance.choice(run.processes).kill()
+        assert sorted(run.end()) == [-signal.SIGKILL, 7, 7], run.stderr
+        assert saved_step(tmp_path / "out") > step
+        step = saved_step(tmp_path / "out")
+        assert numpy.isfinite(load_file(tmp_path / "out/model.safetensors")["model.norm.weight"]).all()
+
+
+def test_a_silent_rank_is_given_up(program, training, tmp_path):
+    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 3])
+    wait_for(lambda: (tmp_path / "out/model.safetensors").is_file())
+    run.processes[2].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    wait_for(lambda: all(process.poll() is not None for process in run.processes[:2]))
+    assert time.monotonic() - began < 3 + 20
+    run.processes[2].kill()
+    assert run.end()[:2] == [7, 7]
+    assert "no word from rank 2" in "".join(run.stderr)
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(espalier, program, training, tmp_path):
+    words = [*training, "--epochs", 20, "--save-freq", 1, "--dp", 2]
+    whole = [tmp_path / "whole" if word == tmp_path / "out" else word for word in words]
+    alone = Ranks(program, 2, whole)
+    assert alone.end() == [0, 0], alone.stderr
+    agent = subprocess.Popen(torchrun(2, [program, *words], "--max-restarts", "1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             text=True)
+    wait_for(lambda: (tmp_path / "out/model.safetensors").is_file())
+    children = subprocess.run(["ps", "--ppid", str(agent.pid), "-o", "pid="], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    out, err = agent.communicate(timeout=PATIENCE)
+    assert agent.returncode == 0, err
+    assert "started again by the launcher" in err
+    for file in ("model.safetensors", "espalier/state.safetensors"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
