@@ -65,7 +65,8 @@ class Mlp {
     const ArenaScope scope(arena_);
     Timer timer;
     const LayerContext context{
-        model_->shape, model_->decoder.weights().layers[0], rotary_, rows_, path_, 0, false, arena_, &timer};
+        model_->shape, model_->decoder.weights().layers[0], rotary_, rows_, path_, 0, false, arena_, &timer,
+        mesh_of_one()};
     LayerSaved saved = take_layer_saved(context, stream_);
     saved.stream_mid_RM.copy_(stream_);
     grad_stream_.copy_(grad_);

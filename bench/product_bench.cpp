@@ -14,6 +14,7 @@
 
 #include "bench/spread.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/device/arena.h"
 #include "espalier/model/products.h"
 
 namespace {
@@ -41,12 +42,17 @@ struct Operands {
   // Forward and both backward products, as often as makes a tenth of a second of them.
   double rate(Arena& arena) {
     const int times = std::max(1, static_cast<int>(1e10 / flops));
-    const Products products(arena, nullptr);
+    const ArenaScope scope(arena);
+    const Operations& ops = arena.device().operations();
+    const Products products(ops, nullptr);
+    const Projection projection{weight, {}}, grads{grad_weight, {}};
+    at::Tensor rounded;
+    if (ops.rounds_weight_gradients(out.scalar_type())) rounded = arena.take(weight.sizes(), weight.scalar_type());
     const double begin = bench::now();
     for (int i = 0; i < times; ++i) {
-      products.linear(out, x, weight, at::Tensor());
-      products.linear_grad_input(grad_x, out, weight);
-      products.add_linear_grad_weight(grad_weight, at::Tensor(), out, x);
+      products.linear(out, x, projection);
+      products.linear_grad_input(grad_x, out, projection);
+      products.add_linear_grad_weight(grads, out, x, rounded);
     }
     return times * flops / (bench::now() - begin);
   }

@@ -210,7 +210,8 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
     out.push_back(found == names.end() ? nullptr : found->second);
   }
   for (const auto& [name, entry] : names)
-    if (!table.contains(name) && !name.ends_with("rotary_emb.inv_freq")) unexpected.push_back(name);
+    if (!table.contains(name) && !table.elsewhere(name) && !name.ends_with("rotary_emb.inv_freq"))
+      unexpected.push_back(name);
   if (!missing.empty() || !unexpected.empty()) {
     std::string got;
     if (!missing.empty()) got = text_of(missing.size(), " missing: ", first_few(missing));
@@ -223,14 +224,29 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
     if (out[i] == nullptr) continue;
     const Parameter& parameter = table.parameters()[i];
     const std::string where = tensors.where.string() + ": tensor '" + parameter.name + "'";
-    if (out[i]->shape != parameter.shape)
-      throw InputError({where, "shape " + shape_text(parameter.shape), shape_text(out[i]->shape),
+    if (const std::vector<std::int64_t> whole = parameter.whole_shape(); out[i]->shape != whole)
+      throw InputError({where, "shape " + shape_text(whole), shape_text(out[i]->shape),
                         "Does config.json belong to these weights?"});
     if (!is_floating(out[i]->type))
       throw UnsupportedError({where, "F64, F32, F16 or BF16", name_of(out[i]->type),
                               "Quantised weights cannot be trained; use the original weights"});
   }
   return out;
+}
+
+// Reads what the parameter's shard is of the entry. Padding is not written.
+void load_shard(const SafetensorsEntry& entry, const Parameter& parameter, DType dtype, std::byte* out) {
+  const Shard& shard = parameter.shard;
+  const auto* data = static_cast<const std::byte*>(entry.data);
+  const std::int64_t bytes = bytes_of(entry.type);
+  if (shard.dim < 0) return convert_values(entry.type, data, dtype, out, parameter.count);
+  // Runs of elements that stand together: one of all rows, or one of each row.
+  std::int64_t runs = 1, width = 1;
+  for (std::size_t dim = 0; dim < parameter.shape.size(); ++dim)
+    (static_cast<int>(dim) < shard.dim ? runs : width) *= static_cast<int>(dim) == shard.dim ? 1 : parameter.shape[dim];
+  for (std::int64_t run = 0; run < runs; ++run)
+    convert_values(entry.type, data + (run * shard.whole + shard.begin) * width * bytes, dtype,
+                   out + run * shard.local * width * bytes_of(dtype), (shard.end - shard.begin) * width);
 }
 
 void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void* flat, const ElementProgress& progress,
@@ -240,7 +256,7 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
     const Parameter& parameter = table.parameters()[i];
     std::byte* out = static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype);
     if (entries[i] != nullptr) {
-      convert_values(entries[i]->type, entries[i]->data, dtype, out, parameter.count);
+      load_shard(*entries[i], parameter, dtype, out);
       forget_pages(*entries[i]);  // else the process holds the file beside the weights
     } else if (parameter.name == kValueBias) {
       std::memset(out, 0, static_cast<std::size_t>(bytes_of(dtype)));

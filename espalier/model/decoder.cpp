@@ -9,8 +9,8 @@
 
 namespace espalier {
 
-Decoder::Decoder(const ModelShape& shape, ModelViews weights, Device& device)
-    : shape_(shape), weights_(std::move(weights)), device_(device) {}
+Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh)
+    : local_(shape), shape_(shape.own()), weights_(std::move(weights)), device_(device), mesh_(mesh) {}
 
 void Decoder::reserve_positions(std::int64_t positions) {
   if (positions <= rotary_.positions()) return;
@@ -28,8 +28,8 @@ bool Decoder::last_block_is_narrow(const ModelInput& rows) const {
 
 LayerContext Decoder::context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena,
                               Timer* timer) const {
-  return {shape_, weights_.layers[static_cast<std::size_t>(layer)],         rotary_, rows, path,
-          layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer};
+  return {shape_, weights_.layers[static_cast<std::size_t>(layer)],         rotary_, rows,  path,
+          layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer, mesh_};
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -55,7 +55,8 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
     out.choice_LTK = device_.allocate({shape_.expert_layers(), rows.rows(), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
-  ops.gather(weights_.embedding_VM, rows.id_T, stream_TM);
+  ops.look_up(weights_.embedding_VM, rows.id_T, local_.vocabulary().begin, stream_TM);
+  mesh_.tp.add_over_ranks(stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
@@ -112,7 +113,7 @@ void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& s
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(rows.id, shape_.pad_token) != rows.id.end())
     ops.zero_rows(grad_stream, rows.id_T, shape_.pad_token);
-  ops.add_scatter(grad_stream, rows.id_T, grads.embedding_VM);
+  ops.add_look_up_backward(grad_stream, rows.id_T, local_.vocabulary().begin, grads.embedding_VM);
 }
 
 }  // namespace espalier

@@ -14,6 +14,7 @@
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -33,8 +34,9 @@ struct DecoderSaved {
 
 class Decoder {
  public:
-  // `weights` are read in every call and lie on the device; their dtype is the dtype of all activations.
-  Decoder(const ModelShape& shape, ModelViews weights, Device& device);
+  // `weights` are read in every call and lie on the device; their dtype is the dtype of all activations. The mesh must
+  // outlive the decoder; every rank of its tp calls forward and add_backward with the same rows.
+  Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh = mesh_of_one());
 
   // Makes rotary tables for positions below `positions`; must cover every row.
   void reserve_positions(std::int64_t positions);
@@ -51,7 +53,9 @@ class Decoder {
   void add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                     ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
 
-  const ModelShape& shape() const { return shape_; }
+  const ModelShape& shape() const { return shape_; }  // of this rank
+  const LocalShape& local() const { return local_; }
+  const Mesh& mesh() const { return mesh_; }
   const ModelViews& weights() const { return weights_; }
   Device& device() const { return device_; }
   // What the declarations of its buffers depend on.
@@ -64,10 +68,12 @@ class Decoder {
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
   LayerContext context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
 
-  ModelShape shape_;
+  LocalShape local_;
+  ModelShape shape_;  // of this rank: local_.own()
   ModelViews weights_;
   RotaryTables rotary_;
   Device& device_;
+  const Mesh& mesh_;
 };
 
 }  // namespace espalier

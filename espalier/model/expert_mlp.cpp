@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "espalier/device/held_buffers.h"
+#include "espalier/model/expert_products.h"
 
 namespace espalier {
 namespace {
@@ -22,17 +23,6 @@ at::Tensor recorded_experts(const LayerContext& c) {
   if (c.last) return c.rows.recorded_output_OK.view({c.rows.outputs(), k});
   return c.rows.recorded_LTK.view({-1, c.rows.rows(), k}).select(0, expert_layer(c));
 }
-
-SortedSlots sort_by_expert(const LayerContext& c, const LayerSaved& saved) {
-  Device& device = c.arena.device();
-  const std::int64_t slots = saved.router_choice_RK.numel();
-  const SortedSlots sorted{device.allocate({c.shape.experts + 1}, at::kInt), device.allocate({slots}, at::kInt),
-                           device.allocate({slots}, at::kInt)};
-  c.ops.sort_by_expert(saved.router_choice_RK, sorted);
-  return sorted;
-}
-
-ExpertWeights weights_of(const LayerViews& views) { return {views.expert_gate_up_EWM, views.expert_down_EMF}; }
 
 // dL/dlogits from dL/dw and the router losses, whose values go to rows.penalties.
 void router_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_RK,
@@ -56,12 +46,11 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   c.ops.choose_experts(saved.router_logits_RE, recorded_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
-  {
-    const TimedPart timed(c.timer, part::kProducts);
-    c.ops.add_experts(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
-                      saved.gate_up_RW, sum_RM, {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}});
-  }
-  if (sum_RM.defined()) c.ops.round_sum(saved.stream_mid_RM, sum_RM, stream_out_RM);
+  expert_products(c.mesh).add_forward(c, saved, normed_RM, sum_RM,
+                                      {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}});
+  if (!sum_RM.defined()) return;
+  c.mesh.tp.add_over_ranks(sum_RM);
+  c.ops.round_sum(saved.stream_mid_RM, sum_RM, stream_out_RM);
 }
 
 void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
@@ -75,13 +64,12 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   const at::Tensor& grad_weight_RK = held[declared.grad_weight_RK];
   const at::Tensor& grad_normed_sum_RM = held[declared.grad_normed_sum_RM];
   c.ops.zero(grad_normed_sum_RM);
-  {
-    const TimedPart timed(c.timer, part::kProducts);
-    c.ops.add_experts_backward(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
-                               saved.gate_up_RW, grad_stream_RM, weights_of(grads), grad_normed_sum_RM, grad_weight_RK,
-                               {held[declared.expert_rows_RM], held[declared.act_RF], held[declared.grad_gate_up_RW],
-                                held[declared.expert_product]});
-  }
+  c.ops.zero(grad_weight_RK);
+  expert_products(c.mesh).add_backward(c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_weight_RK},
+                                       {held[declared.expert_rows_RM], held[declared.act_RF],
+                                        held[declared.grad_gate_up_RW], held[declared.expert_product]});
+  c.mesh.tp.add_over_ranks(grad_normed_sum_RM);
+  c.mesh.tp.add_over_ranks(grad_weight_RK);
   held.enter(Stage::router);
   const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);

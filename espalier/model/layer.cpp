@@ -215,6 +215,7 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   } else if (!c.last) {
     c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.query);
   }
+  c.mesh.tp.add_over_ranks(grad_normed_TM);
   c.ops.add_norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
                           grads.attention_norm_M);
 }

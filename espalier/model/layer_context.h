@@ -14,6 +14,7 @@
 #include "espalier/model/rotary.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
+#include "espalier/parallel/mesh.h"
 #include "espalier/plan/block_buffers.h"
 
 namespace espalier {
@@ -29,7 +30,7 @@ struct LayerSaved {
 };
 
 struct LayerContext {
-  const ModelShape& shape;
+  const ModelShape& shape;  // of this rank: LocalShape::own()
   const LayerViews& weights;
   const RotaryTables& rotary;
   const ModelInput& rows;
@@ -38,8 +39,9 @@ struct LayerContext {
   bool last;  // only output rows continue
   Arena& arena;
   Timer* timer;  // where matrix products and attention book their time; may be null
+  const Mesh& mesh;
   const Operations& ops = arena.device().operations();
-  const Products products{ops, timer};
+  const Products products{ops, timer, mesh.tp};
 
   at::ScalarType dtype() const { return weights.query.weight.scalar_type(); }
   // What the declarations of the block's buffers depend on.

@@ -15,7 +15,10 @@ std::vector<std::int64_t> Parameter::whole_shape() const {
 
 ParameterTable::ParameterTable(const LocalShape& shape) {
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
-    if (const std::optional<Shard> shard = shape.shard(parameter)) add(parameter, *shard);
+    if (const std::optional<Shard> shard = shape.shard(parameter))
+      add(parameter, *shard);
+    else
+      elsewhere_.insert(parameter.name);
   });
 }
 

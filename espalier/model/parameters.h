@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "espalier/plan/local_shape.h"
@@ -42,12 +43,14 @@ class ParameterTable {
   std::int64_t size() const { return size_; }                               // elements
   const Parameter& at(const std::string& name) const;                       // InternalError when absent
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
+  bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }  // other ranks have it
 
  private:
   void add(const ParameterShape& whole, const Shard& shard);
 
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, std::size_t> index_;
+  std::unordered_set<std::string> elsewhere_;
   std::int64_t size_ = 0;
 };
 

@@ -9,8 +9,14 @@ void Products::linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const Pr
 
 void Products::linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
                            const Projection& projection) const {
-  const TimedPart timed(timer_, part::kProducts);
-  operations_.linear_onto(out_RN, base_RN, x_RK, projection.weight, projection.bias);
+  {
+    const TimedPart timed(timer_, part::kProducts);
+    if (tp_.rank() == 0)
+      operations_.linear_onto(out_RN, base_RN, x_RK, projection.weight, projection.bias);
+    else
+      operations_.linear(out_RN, x_RK, projection.weight, at::Tensor());
+  }
+  tp_.add_over_ranks(out_RN);
 }
 
 void Products::linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,

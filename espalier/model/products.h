@@ -6,6 +6,7 @@
 #include "espalier/model/model_views.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -13,9 +14,11 @@ namespace espalier {
 // bias are those of a projection.
 class Products {
  public:
-  Products(const Operations& operations, Timer* timer) : operations_(operations), timer_(timer) {}
+  Products(const Operations& operations, Timer* timer, Group& tp = mesh_of_one().tp)
+      : operations_(operations), timer_(timer), tp_(tp) {}
 
   void linear(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const;
+  // out = base + sum over ranks of x weight^T + bias, where ranks divide the inputs; the first one adds base and bias.
   void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
                    const Projection& projection) const;
   void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const Projection& projection) const;
@@ -27,6 +30,7 @@ class Products {
  private:
   const ProductOperations& operations_;
   Timer* timer_;
+  Group& tp_;
 };
 
 }  // namespace espalier

@@ -29,13 +29,14 @@ namespace {
 class HeadPass {
  public:
   // `out` is null in forward-only passes.
-  HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const HeadGradients* out, Arena& arena);
+  HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
+           const HeadGradients* out, Arena& arena);
 
   // The logits of every block in turn, their first row and their number: visit(first, rows).
   template <class Visit>
   void run(Visit visit);
   const at::Tensor& logits() const { return block_logits_; }
-  // Adds what the logits' gradient, which is in logits() now, gives to the hidden rows and the weights.
+  // From the logits' gradient, which is in logits() now: overwrites the hidden rows', adds to the weights'.
   void add_gradients();
 
  private:
@@ -45,6 +46,7 @@ class HeadPass {
   void for_each_weight_run(Body body);
 
   const at::Tensor hidden_OM_, weight_VM_;
+  Group& tp_;
   const HeadGradients* out_;
   const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
@@ -57,15 +59,18 @@ class HeadPass {
   at::Tensor block_logits_, block_hidden_;
 };
 
-HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const HeadGradients* out, Arena& arena)
+HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
+                   const HeadGradients* out, Arena& arena)
     : hidden_OM_(hidden_OM),
       weight_VM_(weight_VM),
+      tp_(part.tp),
       out_(out),
       ops_(arena.device().operations()),
       outputs_(hidden_OM.size(0)),
       vocabulary_(weight_VM.size(0)),
       width_(weight_VM.size(1)),
-      declared_(element_bytes(hidden_OM.scalar_type()), outputs_, vocabulary_, width_, out != nullptr),
+      declared_(element_bytes(hidden_OM.scalar_type()), outputs_, std::max(vocabulary_, part.largest), width_,
+                out != nullptr),
       held_(arena, declared_, hidden_OM.scalar_type()) {
   held_.enter(0);
 }
@@ -82,7 +87,8 @@ void HeadPass::for_each_weight_run(Body body) {
 
 void HeadPass::compute_logits() {
   block_hidden_ = hidden_OM_.narrow(0, first_row_, rows_);
-  block_logits_ = held_[declared_.logits_BV].narrow(0, 0, rows_);
+  // The buffer is that of the largest part of the vocabulary.
+  block_logits_ = held_[declared_.logits_BV].view({-1}).narrow(0, 0, rows_ * vocabulary_).view({rows_, vocabulary_});
   if (!declared_.widens()) return ops_.linear(block_logits_, block_hidden_, weight_VM_, at::Tensor());
   const at::Tensor wide = held_[declared_.hidden_BM].narrow(0, 0, rows_);
   ops_.convert(block_hidden_, wide);
@@ -96,11 +102,13 @@ void HeadPass::add_gradients() {
   const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, first_row_, rows_);
   if (!declared_.widens()) {
     ops_.linear_grad_input(grad_hidden, block_logits_, weight_VM_);
+    tp_.add_over_ranks(grad_hidden);
   } else {
     const at::Tensor sum = held_[declared_.grad_hidden_BM].narrow(0, 0, rows_);
     for_each_weight_run([&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
       begin == 0 ? ops_.linear_grad_input(sum, columns, weights) : ops_.add_linear_grad_input(sum, columns, weights);
     });
+    tp_.add_over_ranks(sum);
     ops_.convert(sum, grad_hidden);
   }
   ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), block_logits_, block_hidden_, at::Tensor());
@@ -136,38 +144,49 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
 // The edges of a head on the device, block by block, and their numbers.
 class EdgeNumbers {
  public:
-  EdgeNumbers(const HeadEdges& edges, Arena& arena) : edges_(edges), device_(arena.device()) {}
+  EdgeNumbers(const HeadProblem& problem, Arena& arena)
+      : edges_(problem.edges), first_token_(problem.part.first), tp_(problem.part.tp), device_(arena.device()) {}
 
   // The edges of rows [first, first + rows).
   struct Block {
     EdgeBlock edges;
-    std::int64_t begin, count;      // of the edges
-    at::Tensor sums_B3, series_2E;  // log-probs, then entropies
+    std::int64_t begin, count;  // of the edges
+    LogitSums sums;
+    at::Tensor series_2E;  // log-probs, then entropies
   };
   Block score(std::int64_t first, std::int64_t rows, const at::Tensor& logits_BV) const {
     const std::int64_t begin = edges_.begin[static_cast<std::size_t>(first)];
     const std::int64_t count = edges_.begin[static_cast<std::size_t>(first + rows)] - begin;
-    Block block{{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
-                 edges_.target_E.narrow(0, begin, count)},
-                begin,
-                count,
-                device_.allocate({rows, 3}, at::kDouble),
-                device_.allocate({2 * count}, at::kDouble)};
-    device_.operations().score_logits(block.edges, logits_BV, block.sums_B3, block.series_2E.narrow(0, 0, count),
-                                      block.series_2E.narrow(0, count, count));
-    return block;
+    const EdgeBlock edges{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
+                          edges_.target_E.narrow(0, begin, count)};
+    // The maximum over all ranks; then this rank's numbers, the last three to be summed over ranks in one call.
+    const at::Tensor numbers = device_.allocate({4 * rows + count}, at::kDouble), max_B = numbers.narrow(0, 0, rows);
+    const LogitSums sums{numbers.narrow(0, rows, rows), numbers.narrow(0, 2 * rows, rows),
+                         numbers.narrow(0, 3 * rows, rows)};
+    const at::Tensor raw_E = numbers.narrow(0, 4 * rows, count);
+    const Operations& ops = device_.operations();
+    ops.logit_sums(edges, first_token_, logits_BV, sums, raw_E);
+    ops.convert(sums.max_B, max_B);
+    tp_.max_over_ranks(max_B);
+    ops.raise_maximum(edges, max_B, sums);
+    tp_.add_over_ranks(numbers.narrow(0, 2 * rows, 2 * rows + count));
+    const at::Tensor series_2E = device_.allocate({2 * count}, at::kDouble);
+    ops.score_edges(edges, raw_E, sums, series_2E.narrow(0, 0, count), series_2E.narrow(0, count, count));
+    return {edges, begin, count, sums, series_2E};
   }
   at::Tensor series(const Block& block) const { return device_.to_host(block.series_2E); }
 
   // Turns the logits into their gradient; derivatives by log-prob, then by entropy, of the block's edges.
   void compute_gradient(const Block& block, std::vector<double> derivatives, const at::Tensor& logits_BV) const {
     const at::Tensor of_edges = device_.upload(std::move(derivatives));
-    device_.operations().logit_gradients(block.edges, block.sums_B3, of_edges.narrow(0, 0, block.count),
+    device_.operations().logit_gradients(block.edges, first_token_, block.sums, of_edges.narrow(0, 0, block.count),
                                          of_edges.narrow(0, block.count, block.count), logits_BV);
   }
 
  private:
   const HeadEdges& edges_;
+  std::int64_t first_token_;
+  Group& tp_;
   Device& device_;
 };
 
@@ -200,15 +219,15 @@ void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature,
 
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
                      Arena& arena) {
-  HeadPass pass(hidden_OM, weight_VM, nullptr, arena);
+  HeadPass pass(hidden_OM, weight_VM, {}, nullptr, arena);
   pass.run([&](std::int64_t first, std::int64_t) { visit(first, pass.logits()); });
 }
 
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {
   check(problem, nullptr);
   check_series(problem, logprob, entropy);
-  HeadPass pass(problem.hidden_OM, problem.weight_VM, nullptr, arena);
-  const EdgeNumbers numbers(problem.edges, arena);
+  HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, nullptr, arena);
+  const EdgeNumbers numbers(problem, arena);
   std::vector<EdgeNumbers::Block> blocks;
   pass.run([&](std::int64_t first, std::int64_t rows) { blocks.push_back(numbers.score(first, rows, pass.logits())); });
   for (const EdgeNumbers::Block& block : blocks) {
@@ -234,8 +253,8 @@ void add_head_backward(const HeadProblem& problem, std::span<const double> grad_
 void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& objective, const HeadGradients& out,
                                Arena& arena) {
   check(problem, &out);
-  HeadPass pass(problem.hidden_OM, problem.weight_VM, &out, arena);
-  const EdgeNumbers numbers(problem.edges, arena);
+  HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, &out, arena);
+  const EdgeNumbers numbers(problem, arena);
   pass.run([&](std::int64_t first, std::int64_t rows) {
     const EdgeNumbers::Block block = numbers.score(first, rows, pass.logits());
     const at::Tensor series = numbers.series(block);

@@ -2,8 +2,9 @@
 //
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = hidden_o . weight_v / temperature_o; log-prob, entropy
 // and the gradient of a logit are those of ops/head.h. Logits exist for one block of rows at a time ([block, V], taken
-// from the arena), in the accumulator type (float32; float64 in float64 runs); all
-// that is taken for it is HeadBuffers (plan/block_buffers.h).
+// from the arena), in the accumulator type (float32; float64 in float64 runs); all that is taken for it is HeadBuffers
+// (plan/block_buffers.h). Where ranks divide the vocabulary each has the logits of its own tokens, V of them: maxima,
+// sums and targets' logits are exchanged, and the gradients of the hidden rows summed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,7 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -35,10 +37,18 @@ struct HeadEdges {
   std::size_t size() const { return static_cast<std::size_t>(begin.back()); }
 };
 
+// Which tokens the rows of a head's weight are, and who has the others.
+struct VocabularyPart {
+  std::int64_t first = 0;    // the rows are the tokens from here on
+  std::int64_t largest = 0;  // rows of the largest part, by which all ranks cut the same blocks; 0: this one
+  Group& tp = mesh_of_one().tp;
+};
+
 struct HeadProblem {
   at::Tensor hidden_OM;  // float64, float32 or bfloat16, contiguous
   at::Tensor weight_VM;  // same dtype
   const HeadEdges& edges;
+  VocabularyPart part = {};
 };
 
 struct HeadGradients {

@@ -50,6 +50,7 @@ struct ExpertOperations {
   void (*sort_by_expert)(const at::Tensor& choice_RK, const SortedSlots& sorted);
 
   // Overwrites gate_up [S, 2 F], sorted by expert; adds to sum, where it is undefined the second products are left out.
+  // weight undefined: 1.
   void (*add_experts)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                       const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                       const ExpertScratch& scratch);
@@ -59,6 +60,10 @@ struct ExpertOperations {
                                const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                                const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,
                                const at::Tensor& grad_weight_RK, const ExpertScratch& scratch);
+  // sum_r += w_s y_s for every slot s of row r, experts in order; y stands sorted. What add_experts does with its
+  // results.
+  void (*add_expert_rows)(const SortedSlots& sorted, const at::Tensor& y_SM, const at::Tensor& weight_RK,
+                          const at::Tensor& sum_RM);
   // out = base + sum, rounded once; base undefined: 0; out may be base.
   void (*round_sum)(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Tensor& out_RM);
 };

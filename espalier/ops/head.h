@@ -6,11 +6,15 @@
 // with g_e = dL/dlogprob_e and h_b the sum of dL/dentropy over the row's edges. Nothing overflows, however large the
 // logits are.
 //
-// Shapes: B rows, V vocabulary, E edges of these rows, in order of their rows. Logits are float32 or float64; numbers
-// of edges float64. The value head of a critic is below.
+// Shapes: B rows, V columns of logits, E edges of these rows, in order of their rows. The columns are the tokens
+// [first, first + V): all of the vocabulary, or the part of it that one rank has. Then ranks exchange the rows' maxima
+// and sums, and each edge's raw logit, which one of them has; never logits. Logits are float32 or float64; numbers of
+// rows and edges float64. The value head of a critic is below.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 namespace espalier {
 
@@ -20,13 +24,25 @@ struct EdgeBlock {
   at::Tensor target_E;       // int32
 };
 
+// With y = (raw - max) / temperature. After score_edges log_sum and entropy stand in place of the sums.
+struct LogitSums {
+  at::Tensor max_B;                  // max_v raw_v
+  at::Tensor sum_exp_B, weighted_B;  // sum_v exp y_v, sum_v y_v exp y_v
+};
+
 struct HeadOperations {
-  // Overwrites sums [B, 3], which compute_logit_gradients reads, logprob and entropy.
-  void (*score_logits)(const EdgeBlock& edges, const at::Tensor& logits_BV, const at::Tensor& sums_B3,
-                       const at::Tensor& logprob_E, const at::Tensor& entropy_E);
-  // Overwrites the logits with their gradient.
-  void (*logit_gradients)(const EdgeBlock& edges, const at::Tensor& sums_B3, const at::Tensor& grad_logprob_E,
-                          const at::Tensor& grad_entropy_E, const at::Tensor& logits_BV);
+  // Overwrites sums with those of the columns here, and raw with each target's logit, 0 where its column is elsewhere.
+  void (*logit_sums)(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
+                     const at::Tensor& raw_E);
+  // Makes the sums those with a larger maximum; sums.max becomes it.
+  void (*raise_maximum)(const EdgeBlock& edges, const at::Tensor& max_B, const LogitSums& sums);
+  // From the sums and raw logits of all columns: overwrites logprob and entropy, and sums (log s, entropy).
+  void (*score_edges)(const EdgeBlock& edges, const at::Tensor& raw_E, const LogitSums& sums,
+                      const at::Tensor& logprob_E, const at::Tensor& entropy_E);
+  // With sums as score_edges left them, overwrites the logits with their gradient.
+  void (*logit_gradients)(const EdgeBlock& edges, std::int64_t first, const LogitSums& sums,
+                          const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E,
+                          const at::Tensor& logits_BV);
 
   // value_o = hidden_o . weight + bias. Overwrites value (float64). O rows, M width.
   void (*value)(const at::Tensor& hidden_OM, const at::Tensor& weight_M, const at::Tensor& bias_1,

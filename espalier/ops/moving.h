@@ -12,6 +12,11 @@ struct MovingOperations {
   void (*gather)(const at::Tensor& table_NM, const at::Tensor& row_R, const at::Tensor& x_RM);
   // into[row_r] += x_r, in order; rows may repeat. `into` is of x's dtype or its accumulator's.
   void (*add_scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
+  // x_r = table[id_r - first], 0 where the table has no such row: a table of some of the ids. Overwrites x.
+  void (*look_up)(const at::Tensor& table_NM, const at::Tensor& id_R, std::int64_t first, const at::Tensor& x_RM);
+  // into[id_r - first] += x_r where the table has that row, in order. `into` as in add_scatter.
+  void (*add_look_up_backward)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t first,
+                               const at::Tensor& into_NM);
   // into[row_r] = x_r; rows do not repeat. x may have a row stride.
   void (*scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
   // Rows [to, to + count) = rows [from, from + count) as they were; the ranges may overlap.

@@ -18,7 +18,7 @@ Keep what_to_keep(const StepRun& step, const PlanItem& item) {
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
     : step_(step),
       item_(item),
-      input_(item, step.batch, step.decoder.shape(), step.all_logprobs, step.accounting, step.choices,
+      input_(item, step.batch, step.decoder.local().whole(), step.all_logprobs, step.accounting, step.choices,
              step.decoder.device()) {}
 
 void ItemRun::forward() {

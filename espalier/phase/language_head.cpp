@@ -18,7 +18,8 @@ LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batc
 }
 
 HeadProblem LanguageHead::problem(const HeadWork& work) const {
-  return {work.normed_OM, decoder_.weights().head_VM, work.input.head_edges};
+  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp};
+  return {work.normed_OM, decoder_.weights().head_VM, work.input.head_edges, part};
 }
 
 void LanguageHead::score(const HeadWork& work) {

@@ -29,6 +29,8 @@ void fill(const Parameter& parameter, double deviation, Random random, const at:
   }
 }
 
+LocalShape local_shape(const ModelShape& shape, const Mesh& mesh) { return {shape, mesh.degrees, mesh.place()}; }
+
 // A critic's head that is not stored is drawn from `seed`.
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
                   Progress& progress) {
@@ -46,17 +48,21 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 
 }  // namespace
 
-ModelState::ModelState(const ModelShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks)
+ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks)
     : mesh(ranks),
-      shape(model_shape),
+      shape(model_shape.whole()),
       dtype(model_dtype),
-      table(shape),
+      table(model_shape),
       weights(device.allocate({table.size()}, scalar_type(dtype))),
-      decoder(shape, view_model(weights, table, shape), device) {}
+      decoder(model_shape, view_model(weights, table, model_shape), device, ranks) {
+  for (const Parameter& parameter : table.parameters())
+    if (parameter.shard.padded()) device.operations().zero(weights.narrow(0, parameter.offset, parameter.count));
+}
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh) {
-  auto state = std::make_unique<ModelState>(read_model_shape(directory), dtype, bound_device(), mesh);
+  auto state =
+      std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), dtype, bound_device(), mesh);
   load_weights(*state, directory, ValueHead::stored, 0, progress);
   return state;
 }
@@ -64,7 +70,7 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
                                              Progress& progress, const Mesh& mesh) {
   const CriticShape critic = read_critic_shape(directory);
-  auto state = std::make_unique<ModelState>(critic.shape, dtype, bound_device(), mesh);
+  auto state = std::make_unique<ModelState>(local_shape(critic.shape, mesh), dtype, bound_device(), mesh);
   if (!critic.head_is_stored)
     progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
   load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, progress);

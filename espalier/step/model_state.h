@@ -14,12 +14,12 @@
 namespace espalier {
 
 struct ModelState {
-  // Weights uninitialised.
-  ModelState(const ModelShape& model_shape, DType model_dtype, Device& device = bound_device(),
+  // Weights uninitialised, but for padding, which is 0. One rank has all of the shape.
+  ModelState(const LocalShape& model_shape, DType model_dtype, Device& device = bound_device(),
              const Mesh& ranks = mesh_of_one());
 
   const Mesh& mesh;  // must outlive the object
-  ModelShape shape;
+  ModelShape shape;  // of the whole model
   DType dtype;
   ParameterTable table;
   at::Tensor weights;            // flat, in the table's layout, on the device

@@ -17,7 +17,7 @@ Learner::Learner(ModelState& model_state, const Options& run_options, const Mach
       model(model_state),
       options(run_options),
       machine(machine_profile),
-      gradients(model.table, model.shape, accumulator_type(scalar_type(model.dtype)), model.decoder.device()),
+      gradients(model.table, model.decoder.local(), accumulator_type(scalar_type(model.dtype)), model.decoder.device()),
       workspace(shared) {}
 
 std::int64_t Learner::held_bytes() const {
@@ -60,6 +60,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   const RunResult result = run_one_after_another(run, report.plan);
   {
     const TimedPart timed(timer, part::kCommunication);
+    learner.gradients.add_shares(learner.model.mesh.tp);
     sum_over_ranks(learner.gradients, learner.model.mesh);
   }
 

@@ -43,6 +43,11 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.pad_token = kPadToken;
     return shape;
   }
+  if (family.ends_with("-odd")) {
+    ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
+    shape.inner = 43, shape.expert_inner = shape.expert_inner > 0 ? 11 : 0;
+    return shape;
+  }
   ModelShape shape;
   shape.layers = 3, shape.hidden = 24, shape.inner = 40;
   shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;
@@ -82,11 +87,23 @@ ModelShape with_head(ModelShape shape, bool critic) {
 
 ModelShape shape_of(const Case& c) { return with_head(tiny_shape(c.family), c.critic); }
 
+at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter) {
+  return flat.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
+}
+
+at::Tensor part_of(const at::Tensor& whole, const Shard& shard) {
+  return shard.dim < 0 ? whole : whole.narrow(shard.dim, shard.begin, shard.end - shard.begin);
+}
+
+at::Tensor without_padding(const at::Tensor& local, const Shard& shard) {
+  return shard.dim < 0 ? local : local.narrow(shard.dim, 0, shard.end - shard.begin);
+}
+
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
                                        const Mesh& mesh) {
   ModelShape shape = with_head(tiny_shape(family), critic);
   shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
-  auto exact = random_model(shape, DType::float64, seed, mesh);
+  auto exact = random_model(shape, DType::float64, seed);
   const at::Tensor weights = on_host(exact->weights);
   double* const values = host_values<double>(weights).data();
   Random random(seed, 99);
@@ -101,9 +118,13 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
         double* rows = values + p.offset;
         rows[i] = rows[i % shape.hidden] * (1 + 1e-6 * random.normal());
       }
-  auto model =
-      dtype == DType::float64 ? std::move(exact) : std::make_unique<ModelState>(shape, dtype, bound_device(), mesh);
-  bound_device().to_device(weights.to(scalar_type(dtype)), model->weights);
+  const LocalShape local(shape, mesh.degrees, mesh.place());
+  auto model = std::make_unique<ModelState>(local, dtype, bound_device(), mesh);
+  const at::Tensor own = at::zeros({model->table.size()}, scalar_type(dtype));
+  for (const Parameter& p : model->table.parameters())
+    without_padding(parameter_in(own, p), p.shard)
+        .copy_(part_of(parameter_in(weights, exact->table.at(p.name)), p.shard));
+  bound_device().to_device(own, model->weights);
   return model;
 }
 

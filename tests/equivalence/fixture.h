@@ -20,13 +20,20 @@ namespace espalier::testing {
 // layer), "-one" (one of 2), "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses
 // experts 0 and 1, nobody the others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to
 // float32 decides many choices),
-// "-128" (8 of 128, narrow). "-pad" behind any of them: the model has a padding token.
+// "-128" (8 of 128, narrow). Behind any of them "-pad": the model has a padding token; "-odd": inner widths that 2 and
+// 4 do not divide.
 inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
+// What this rank of the mesh has of it.
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
                                        const Mesh& mesh = mesh_of_one());
+
+// A parameter in a flat buffer of its table; the part of a whole one that a shard is; a local one without padding.
+at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
+at::Tensor part_of(const at::Tensor& whole, const Shard& shard);
+at::Tensor without_padding(const at::Tensor& local, const Shard& shard);
 
 // Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
 void write_tiny_model(const ModelState& model, const std::filesystem::path& directory);
@@ -54,7 +61,7 @@ ModelShape shape_of(const Case& c);
 struct Outcome {
   GradientReport report;  // of a critic: the pass alone
   CriticReport critic;
-  at::Tensor gradient;  // flat, float64
+  at::Tensor gradient;  // flat, float64; of the parameters that the rank has
   double loss = 0;
 };
 

@@ -104,7 +104,7 @@ PARAMETERS = [
           "add_head_forward_backward(problem(work)",
           "if (ON) gradients_->views().head_VM.zero_(); TEXT"),
     Fault("embedding_repeat_lost", "of a token that occurs twice in a set of rows one gradient is kept", "model/decoder.cpp",
-          "ops.add_scatter(grad_stream, rows.id_T, grads.embedding_VM);",
+          "ops.add_look_up_backward(grad_stream, rows.id_T, local_.vocabulary().begin, grads.embedding_VM);",
           "if (ON) grads.embedding_VM.index_fill_(0, rows.id_T.to(at::kLong), 0); TEXT"),
     Fault("gradients_not_zeroed", "a step starts from the gradient of the step before it", "step/pass.cpp",
           "learner.gradients.zero();",

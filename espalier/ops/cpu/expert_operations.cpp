@@ -43,13 +43,13 @@ void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
                       pointer<std::int32_t>(sorted.row_S), pointer<std::int32_t>(sorted.slot_S));
 }
 
-// The rows of one expert: which they are, and where their gate and up values lie.
+// The rows of one expert: which they are, and where their part of what stands sorted lies (gate and up values).
 struct Expert {
-  Expert(const SortedSlots& sorted, const at::Tensor& gate_up_SW, std::int64_t e) {
+  Expert(const SortedSlots& sorted, const at::Tensor& sorted_SW, std::int64_t e) {
     const auto* begin = pointer<std::int32_t>(sorted.begin_E1);
     range = {begin[e + 1] - begin[e], pointer<std::int32_t>(sorted.row_S) + begin[e],
              pointer<std::int32_t>(sorted.slot_S) + begin[e]};
-    gate_up_NW = gate_up_SW.narrow(0, begin[e], range.count);
+    sorted_NW = sorted_SW.narrow(0, begin[e], range.count);
   }
 
   // x_N = x_R at the expert's rows.
@@ -67,7 +67,7 @@ struct Expert {
   }
 
   moe::ExpertRange range;
-  at::Tensor gate_up_NW;
+  at::Tensor sorted_NW;
 };
 
 void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
@@ -81,10 +81,10 @@ void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const 
     if (N == 0) continue;
     const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // x, then the result
     expert.gather(x_RM, rows_NM);
-    products.linear(expert.gate_up_NW, rows_NM, weights.gate_up_EWM.select(0, e), at::Tensor());
+    products.linear(expert.sorted_NW, rows_NM, weights.gate_up_EWM.select(0, e), at::Tensor());
     if (!sum_RM.defined()) continue;
     const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
-    activation.swiglu(expert.gate_up_NW, act_NF);
+    activation.swiglu(expert.sorted_NW, act_NF);
     products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), at::Tensor());
     expert.add_rows(rows_NM, weight_RK, sum_RM);
   }
@@ -111,10 +111,10 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
     expert.gather(grad_sum_RM, rows_NM);
     products.linear_grad_input(act_NF, rows_NM, weights.down_EMF.select(0, e));
-    activation.swiglu_backward(expert.gate_up_NW, act_NF, grad_gate_up_NW, act_NF);
+    activation.swiglu_backward(expert.sorted_NW, act_NF, grad_gate_up_NW, act_NF);
     dispatch(x_RM.scalar_type(), [&]<class T>() {
       using A = accumulator_t<T>;
-      moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.gate_up_NW), pointer<A>(weight_RK),
+      moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.sorted_NW), pointer<A>(weight_RK),
                                     pointer<T>(grad_gate_up_NW), pointer<T>(act_NF), pointer<A>(grad_weight_RK));
     });
     add_grad_weight(grads.down_EMF.select(0, e), rows_NM, act_NF);
@@ -122,6 +122,14 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     add_grad_weight(grads.gate_up_EWM.select(0, e), grad_gate_up_NW, rows_NM);
     products.linear_grad_input(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e));
     expert.add_rows(rows_NM, at::Tensor(), grad_x_sum_RM);
+  }
+}
+
+void add_expert_rows(const SortedSlots& sorted, const at::Tensor& y_SM, const at::Tensor& weight_RK,
+                     const at::Tensor& sum_RM) {
+  for (std::int64_t e = 0; e + 1 < sorted.begin_E1.size(0); ++e) {
+    const Expert expert(sorted, y_SM, e);
+    expert.add_rows(expert.sorted_NW, weight_RK, sum_RM);
   }
 }
 
@@ -134,7 +142,8 @@ void round_sum(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Te
 }  // namespace
 
 ExpertOperations expert_operations() {
-  return {choose_experts, router_backward, sort_by_expert, add_experts, add_experts_backward, round_sum};
+  return {choose_experts,       router_backward, sort_by_expert, add_experts,
+          add_experts_backward, add_expert_rows, round_sum};
 }
 
 }  // namespace espalier::cpu

@@ -20,7 +20,7 @@ T run_maximum(const T* raw, std::int64_t n) {
 }
 
 template <class T>
-HeadRowSums row_sums(const T* raw, std::int64_t n, double inverse_temperature) {
+HeadRowParts row_parts(const T* raw, std::int64_t n, double inverse_temperature) {
   const Vector<T> inverse = broadcast(static_cast<T>(inverse_temperature));
   double maximum = static_cast<double>(raw[0]), sum_exp = 0, sum_weighted = 0;
   for (std::int64_t begin = 0; begin < n; begin += kRun) {
@@ -53,8 +53,7 @@ HeadRowSums row_sums(const T* raw, std::int64_t n, double inverse_temperature) {
     sum_exp += static_cast<double>(sum(run_exp));
     sum_weighted += static_cast<double>(sum(run_weighted));
   }
-  const double log_sum = __builtin_log(sum_exp);
-  return {maximum, log_sum, log_sum - sum_weighted / sum_exp};
+  return {maximum, sum_exp, sum_weighted};
 }
 
 template <class T>
@@ -73,8 +72,8 @@ void row_gradient(T* raw, std::int64_t n, double inverse_temperature, const Head
 
 }  // namespace
 
-HeadRowSums row_sums_float(const float* raw, std::int64_t n, double inverse) { return row_sums(raw, n, inverse); }
-HeadRowSums row_sums_double(const double* raw, std::int64_t n, double inverse) { return row_sums(raw, n, inverse); }
+HeadRowParts row_parts_float(const float* raw, std::int64_t n, double inverse) { return row_parts(raw, n, inverse); }
+HeadRowParts row_parts_double(const double* raw, std::int64_t n, double inverse) { return row_parts(raw, n, inverse); }
 void row_gradient_float(float* raw, std::int64_t n, double inverse, const HeadRowSums& sums, double grad_logprob,
                         double grad_entropy) {
   row_gradient(raw, n, inverse, sums, grad_logprob, grad_entropy);

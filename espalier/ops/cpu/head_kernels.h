@@ -11,6 +11,13 @@ namespace espalier {
 
 inline constexpr std::int64_t kParallelLogits = 1 << 15;  // fewer are done before other threads have woken
 
+// Of some of a row's logits: sums that others' can be added to once both have the same maximum.
+struct HeadRowParts {
+  double max_raw = 0;       // max_v raw_v
+  double sum_exp = 0;       // s
+  double sum_weighted = 0;  // sum_v y_v exp y_v
+};
+
 struct HeadRowSums {
   double max_raw = 0;  // max_v raw_v
   double log_sum = 0;  // log s
@@ -23,6 +30,12 @@ inline double token_logprob(double raw, double inverse_temperature, const HeadRo
 }
 
 // Sums are kept in double over runs of 1024 values. One pass over memory.
+HeadRowParts compute_row_parts(const float* raw, std::int64_t columns, double inverse_temperature);
+HeadRowParts compute_row_parts(const double* raw, std::int64_t columns, double inverse_temperature);
+// The same sums with a maximum that is larger, or the same: then bit for bit.
+HeadRowParts with_maximum(const HeadRowParts& parts, double max_raw, double inverse_temperature);
+// Of a row whose every logit is in the parts.
+HeadRowSums row_sums_of(const HeadRowParts& whole);
 HeadRowSums compute_row_sums(const float* raw, std::int64_t vocabulary, double inverse_temperature);
 HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double inverse_temperature);
 

@@ -23,50 +23,87 @@ struct RowEdges {
   const double* temperature;
 };
 
-HeadRowSums* sums_in(const at::Tensor& sums_B3) {
-  static_assert(sizeof(HeadRowSums) == 3 * sizeof(double));
-  return reinterpret_cast<HeadRowSums*>(pointer<double>(sums_B3));
-}
+// The three numbers of each row.
+struct RowNumbers {
+  explicit RowNumbers(const LogitSums& sums)
+      : max(pointer<double>(sums.max_B)),
+        sum_exp(pointer<double>(sums.sum_exp_B)),
+        weighted(pointer<double>(sums.weighted_B)) {}
+  HeadRowParts parts(std::int64_t row) const { return {max[row], sum_exp[row], weighted[row]}; }
+  HeadRowSums sums(std::int64_t row) const { return {max[row], sum_exp[row], weighted[row]}; }
+  void set(std::int64_t row, double m, double s, double w) const { max[row] = m, sum_exp[row] = s, weighted[row] = w; }
 
-void score_logits(const EdgeBlock& block, const at::Tensor& logits_BV, const at::Tensor& sums_B3,
-                  const at::Tensor& logprob_E, const at::Tensor& entropy_E) {
+  double *max, *sum_exp, *weighted;
+};
+
+void logit_sums(const EdgeBlock& block, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
+                const at::Tensor& raw_E) {
   const RowEdges edges(block);
-  const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
-  HeadRowSums* const sums = sums_in(sums_B3);
-  double *const logprob = pointer<double>(logprob_E), *const entropy = pointer<double>(entropy_E);
+  const RowNumbers numbers(sums);
+  const std::int64_t rows = logits_BV.size(0), columns = logits_BV.size(1);
+  double* const raw = pointer<double>(raw_E);
   dispatch_sums(logits_BV.scalar_type(), [&]<class T>() {
     const T* const logits = pointer<T>(logits_BV);
-#pragma omp parallel for schedule(static) if (rows * vocabulary >= kParallelLogits)
-    for (std::int64_t row = 0; row < rows; ++row)
-      sums[row] = compute_row_sums(logits + row * vocabulary, vocabulary, edges.inverse(row));
+#pragma omp parallel for schedule(static) if (rows * columns >= kParallelLogits)
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const HeadRowParts parts = compute_row_parts(logits + row * columns, columns, edges.inverse(row));
+      numbers.set(row, parts.max_raw, parts.sum_exp, parts.sum_weighted);
+    }
     for (std::int64_t row = 0; row < rows; ++row)
       for (std::int32_t e = edges.first(row); e < edges.last(row); ++e) {
-        const double raw = static_cast<double>(logits[row * vocabulary + edges.target[e]]);
-        logprob[e] = token_logprob(raw, edges.inverse(row), sums[row]);
-        entropy[e] = sums[row].entropy;
+        const std::int64_t column = edges.target[e] - first;
+        raw[e] = column >= 0 && column < columns ? static_cast<double>(logits[row * columns + column]) : 0;
       }
   });
 }
 
-void logit_gradients(const EdgeBlock& block, const at::Tensor& sums_B3, const at::Tensor& grad_logprob_E,
-                     const at::Tensor& grad_entropy_E, const at::Tensor& logits_BV) {
+void raise_maximum(const EdgeBlock& block, const at::Tensor& max_B, const LogitSums& sums) {
   const RowEdges edges(block);
-  const std::int64_t rows = logits_BV.size(0), vocabulary = logits_BV.size(1);
-  const HeadRowSums* const sums = sums_in(sums_B3);
+  const RowNumbers numbers(sums);
+  const double* const maximum = pointer<double>(max_B);
+  for (std::int64_t row = 0; row < max_B.size(0); ++row) {
+    const HeadRowParts parts = with_maximum(numbers.parts(row), maximum[row], edges.inverse(row));
+    numbers.set(row, parts.max_raw, parts.sum_exp, parts.sum_weighted);
+  }
+}
+
+void score_edges(const EdgeBlock& block, const at::Tensor& raw_E, const LogitSums& sums, const at::Tensor& logprob_E,
+                 const at::Tensor& entropy_E) {
+  const RowEdges edges(block);
+  const RowNumbers numbers(sums);
+  const double* const raw = pointer<double>(raw_E);
+  double *const logprob = pointer<double>(logprob_E), *const entropy = pointer<double>(entropy_E);
+  for (std::int64_t row = 0; row < sums.max_B.size(0); ++row) {
+    const HeadRowSums of_row = row_sums_of(numbers.parts(row));
+    numbers.set(row, of_row.max_raw, of_row.log_sum, of_row.entropy);
+    for (std::int32_t e = edges.first(row); e < edges.last(row); ++e) {
+      logprob[e] = token_logprob(raw[e], edges.inverse(row), of_row);
+      entropy[e] = of_row.entropy;
+    }
+  }
+}
+
+void logit_gradients(const EdgeBlock& block, std::int64_t first, const LogitSums& sums,
+                     const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E, const at::Tensor& logits_BV) {
+  const RowEdges edges(block);
+  const RowNumbers numbers(sums);
+  const std::int64_t rows = logits_BV.size(0), columns = logits_BV.size(1);
   const double *const grad_logprob = pointer<double>(grad_logprob_E), *const grad_entropy =
                                                                           pointer<double>(grad_entropy_E);
   dispatch_sums(logits_BV.scalar_type(), [&]<class T>() {
     T* const logits = pointer<T>(logits_BV);
-#pragma omp parallel for schedule(static) if (rows * vocabulary >= kParallelLogits)
+#pragma omp parallel for schedule(static) if (rows * columns >= kParallelLogits)
     for (std::int64_t row = 0; row < rows; ++row) {
-      T* raw = logits + row * vocabulary;
+      T* raw = logits + row * columns;
       const double inverse = edges.inverse(row);
       double logprob_sum = 0, entropy_sum = 0;
       for (std::int32_t e = edges.first(row); e < edges.last(row); ++e)
         logprob_sum += grad_logprob[e], entropy_sum += grad_entropy[e];
-      compute_row_gradient(raw, vocabulary, inverse, sums[row], logprob_sum, entropy_sum);
-      for (std::int32_t e = edges.first(row); e < edges.last(row); ++e)
-        raw[edges.target[e]] += static_cast<T>(grad_logprob[e] * inverse);
+      compute_row_gradient(raw, columns, inverse, numbers.sums(row), logprob_sum, entropy_sum);
+      for (std::int32_t e = edges.first(row); e < edges.last(row); ++e) {
+        const std::int64_t column = edges.target[e] - first;
+        if (column >= 0 && column < columns) raw[column] += static_cast<T>(grad_logprob[e] * inverse);
+      }
     }
   });
 }
@@ -118,6 +155,8 @@ void add_value_backward(const at::Tensor& hidden_OM, const at::Tensor& weight_M,
 
 }  // namespace
 
-HeadOperations head_operations() { return {score_logits, logit_gradients, value, add_value_backward}; }
+HeadOperations head_operations() {
+  return {logit_sums, raise_maximum, score_edges, logit_gradients, value, add_value_backward};
+}
 
 }  // namespace espalier::cpu

@@ -113,6 +113,51 @@ void add_scatter(const at::Tensor& x, const at::Tensor& row, const at::Tensor& i
   });
 }
 
+// Calls body(begin, end) for each run of rows whose id is one of the `count` from `first` on, and for each other run
+// outside(begin, end).
+template <class Inside, class Outside>
+void for_each_run(const at::Tensor& id, std::int64_t first, std::int64_t count, Inside inside, Outside outside) {
+  const auto* ids = pointer<std::int32_t>(id);
+  const auto here = [&](std::int64_t r) { return ids[r] >= first && ids[r] < first + count; };
+  for (std::int64_t begin = 0, end; begin < id.size(0); begin = end) {
+    for (end = begin + 1; end < id.size(0) && here(end) == here(begin);) ++end;
+    here(begin) ? inside(begin, end) : outside(begin, end);
+  }
+}
+
+void look_up(const at::Tensor& table, const at::Tensor& id, std::int64_t first, const at::Tensor& x) {
+  const std::int64_t width = row_elements(x);
+  dispatch_size(x, [&]<class T>() {
+    T* const to = pointer<T>(x);
+    for_each_run(
+        id, first, table.size(0),
+        [&](std::int64_t begin, std::int64_t end) {
+          rows::gather<T>(end - begin, width, pointer<T>(table) - first * width, pointer<std::int32_t>(id) + begin,
+                          to + begin * width);
+        },
+        [&](std::int64_t begin, std::int64_t end) {
+          std::memset(static_cast<void*>(to + begin * width), 0,
+                      static_cast<std::size_t>((end - begin) * width) * sizeof(T));
+        });
+  });
+}
+
+void add_look_up_backward(const at::Tensor& x, const at::Tensor& id, std::int64_t first, const at::Tensor& into) {
+  const std::int64_t width = row_elements(x);
+  dispatch(x.scalar_type(), [&]<class T>() {
+    const auto to = [&]<class Out>() {
+      for_each_run(
+          id, first, into.size(0),
+          [&](std::int64_t begin, std::int64_t end) {
+            rows::scatter_add<T, Out>(end - begin, width, pointer<T>(x) + begin * width,
+                                      pointer<std::int32_t>(id) + begin, pointer<Out>(into) - first * width);
+          },
+          [](std::int64_t, std::int64_t) {});
+    };
+    into.scalar_type() == x.scalar_type() ? to.template operator()<T>() : to.template operator()<accumulator_t<T>>();
+  });
+}
+
 std::byte* row_at(const at::Tensor& x, std::int64_t row) {
   return static_cast<std::byte*>(x.data_ptr()) + row * x.stride(0) * x.element_size();
 }
@@ -159,6 +204,8 @@ void zero(const at::Tensor& x) { x.zero_(); }
 NormOperations norm_operations() { return {norm, norm_again, add_norm_backward}; }
 RotationOperations rotation_operations() { return {rotate, add_rotate_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu, swiglu_backward}; }
-MovingOperations moving_operations() { return {gather, add_scatter, scatter, move_rows, convert, zero_rows, zero}; }
+MovingOperations moving_operations() {
+  return {gather, add_scatter, look_up, add_look_up_backward, scatter, move_rows, convert, zero_rows, zero};
+}
 
 }  // namespace espalier::cpu

@@ -51,6 +51,41 @@ TEST_F(LoadModel, IgnoresRotaryBuffers) {
   EXPECT_EQ(loaded(), values());
 }
 
+// Every element of every rank's parameters, against the place it has in the file; padding stays as it was.
+TEST_F(LoadModel, ReadsTheRanksPartOfEachTensor) {
+  for (const bool experts : {false, true}) {
+    shape = experts ? moe_shape() : llama_shape();
+    if (experts) shape.experts = 4;
+    const ParameterTable whole(shape);
+    const std::vector<float> all = values();
+    write_model(file(), whole, all, kSameName);
+    for (const Degrees& degrees : {Degrees{.tp = 2}, experts ? Degrees{.tp = 2, .ep = 2} : Degrees{.dp = 2}})
+      for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank) {
+        const ParameterTable table(LocalShape(shape, degrees, place_of(rank, degrees)));
+        std::vector<float> out(static_cast<std::size_t>(table.size()), -77.0f);
+        load_parameters(folder.path(), table, DType::float32, out.data());
+        for (const Parameter& p : table.parameters()) {
+          const Parameter& file_of = whole.at(p.name);
+          const std::int64_t columns = p.shape.back(), file_columns = file_of.shape.back();
+          for (std::int64_t i = 0; i < p.count; ++i) {
+            const bool rows_divided = p.shard.dim == 0;
+            const std::int64_t row = p.shape.size() == 1 ? 0 : i / columns, column = i % columns;
+            const std::int64_t along = rows_divided && p.shape.size() == 2 ? row : column;
+            const bool padding = p.shard.dim >= 0 && along >= p.shard.end - p.shard.begin;
+            const std::int64_t file_row = row + (rows_divided && p.shape.size() == 2 ? p.shard.begin : 0);
+            const std::int64_t file_column =
+                column + (p.shard.dim == 1 || (rows_divided && p.shape.size() == 1) ? p.shard.begin : 0);
+            const float expected =
+                padding ? -77.0f
+                        : all[static_cast<std::size_t>(file_of.offset + file_row * file_columns + file_column)];
+            ASSERT_EQ(out[static_cast<std::size_t>(p.offset + i)], expected)
+                << p.name << " element " << i << ", rank " << rank << " of " << text_of_degrees(degrees);
+          }
+        }
+      }
+  }
+}
+
 // experts.gate_up_proj [E, 2F, M] and experts.down_proj [E, M, F] are the table's own ranges.
 TEST_F(LoadModel, ReadsFusedExpertsAsTheirSlices) {
   shape = moe_shape();

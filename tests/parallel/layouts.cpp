@@ -1,0 +1,66 @@
+#include "tests/parallel/layouts.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace espalier::testing {
+namespace {
+
+void expect_same_series(const std::vector<double>& got, const std::vector<double>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  // A log-prob is a sum of O(M) rounded terms of size O(10): 1e-11 is 1e4 units in the last place of 10.
+  for (std::size_t t = 0; t < got.size(); ++t) ASSERT_NEAR(got[t], expected[t], 1e-11) << "token " << t;
+}
+
+}  // namespace
+
+WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype) {
+  const ParameterTable whole(shape_of(c));
+  WholeOutcome out;
+  out.ranks.resize(static_cast<std::size_t>(degrees.ranks()));
+  std::vector<ParameterTable> tables;
+  for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank)
+    tables.emplace_back(LocalShape(shape_of(c), degrees, place_of(rank, degrees)));
+  run_ranks(degrees, [&](const Mesh& mesh) {
+    out.ranks[static_cast<std::size_t>(mesh.world.rank())] = run_case(c, dtype, mesh);
+  });
+  out.gradient = at::full({whole.size()}, NAN, at::kDouble);
+  for (const bool counted : {true, false})
+    for (std::size_t rank = 0; rank < out.ranks.size(); ++rank)
+      for (const Parameter& p : tables[rank].parameters()) {
+        const at::Tensor local = parameter_in(out.ranks[rank].gradient, p), own = without_padding(local, p.shard);
+        const at::Tensor place = part_of(parameter_in(out.gradient, whole.at(p.name)), p.shard);
+        if (counted && p.shard.counted) place.copy_(own);
+        EXPECT_TRUE(counted || at::equal(place, own)) << p.name << " on rank " << rank;
+        EXPECT_TRUE(local.count_nonzero().equal(own.count_nonzero())) << "padding of " << p.name << " on rank " << rank;
+      }
+  return out;
+}
+
+void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome& one) {
+  const WholeOutcome run = run_layout(c, degrees);
+  const Worst worst = worst_parameter(c, run.gradient, one.gradient);
+  EXPECT_LE(worst.error, kFloat64) << worst.parameter;
+  for (const Outcome& rank : run.ranks) {
+    EXPECT_NEAR(rank.loss, one.loss, kFloat64 * std::max(1.0, std::abs(one.loss)));
+    EXPECT_EQ(rank.report.trunk_rows, run.ranks.front().report.trunk_rows);
+    EXPECT_TRUE(c.options.schedule == "auto" || rank.report.trunk_rows == one.report.trunk_rows);
+    ASSERT_EQ(rank.report.series.size(), one.report.series.size());
+    for (std::size_t i = 0; i < one.report.series.size(); ++i) {
+      expect_same_series(rank.report.series[i].logprob, one.report.series[i].logprob);
+      expect_same_series(rank.report.series[i].entropy, one.report.series[i].entropy);
+    }
+    for (std::size_t i = 0; i < one.critic.values.size(); ++i)
+      expect_same_series(rank.critic.values[i], one.critic.values[i]);
+  }
+}
+
+Case as_critic(Case c) {
+  c.critic = c.rollouts.values = true;
+  c.options.gamma = 0.9, c.options.lam = 0.8;
+  return c;
+}
+
+}  // namespace espalier::testing

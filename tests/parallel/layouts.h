@@ -1,0 +1,28 @@
+// One gradient of a case computed by several ranks, threads of this process, and put together whole.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "espalier/parallel/in_process.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+
+struct WholeOutcome {
+  std::vector<Outcome> ranks;  // as each of them saw it
+  at::Tensor gradient;         // flat, float64, in the table of one rank
+};
+
+// Every rank makes the whole model from the case's seed, keeps its part and computes the gradient as one process does.
+// Required on the way: ranks that hold the same part of a parameter have the same gradient of it, bit for bit, and
+// padding has none.
+WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype = DType::float64);
+
+// That the layout gives the gradient, loss and log-probs (values) of one process; `one` in float64.
+void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome& one);
+
+// The same rollouts for a critic.
+Case as_critic(Case c);
+
+}  // namespace espalier::testing
