@@ -38,7 +38,7 @@ struct ModelInput {
   // Of the device, after add_to; recorded tensors are undefined where the vectors are empty.
   at::Tensor id_T, position_T, subtree_end_T, output_row_O, output_position_O, recorded_LTK, recorded_output_OK;
   // What router losses ask of each expert layer's backward, and where it leaves their values, [L, 2]; set by who runs
-  // the backward. Empty: nothing.
+  // the backward and read once a step. Empty: nothing.
   std::vector<RouterPenalty> penalty_L;
   at::Tensor penalties_L2;
 

@@ -32,15 +32,14 @@ void ItemRun::forward() {
   if (step_.trains() && step_.head->needs_whole_rollout()) step_.head->finish_rollouts(item_);
 }
 
-void ItemRun::backward() {
+void ItemRun::backward(const at::Tensor& penalties_L2) {
   if (step_.head->needs_whole_rollout()) {
     const TimedPart timed(step_.timer, part::kHead);
     step_.head->backward(head_work());
   }
-  set_penalties();
+  set_penalties(penalties_L2);
   step_.decoder.add_backward(input_.model, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
                              step_.timer);
-  take_penalties();
 }
 
 // What the routers chose, for those who count it or write it down.
@@ -63,8 +62,8 @@ void ItemRun::take_choices() {
   }
 }
 
-void ItemRun::set_penalties() {
-  if (step_.accounting == nullptr || !step_.accounting->has_losses()) return;
+void ItemRun::set_penalties(const at::Tensor& penalties_L2) {
+  if (!penalties_L2.defined()) return;
   const ModelShape& shape = step_.decoder.shape();
   ModelInput& input = input_.model;
   input.penalty_L.resize(static_cast<std::size_t>(shape.expert_layers()));
@@ -78,15 +77,7 @@ void ItemRun::set_penalties() {
     if (!penalty.z_G.empty()) block.add(penalty.z_G, on_device.z_G);
   }
   block.hand_over(step_.decoder.device());
-  input.penalties_L2 = step_.decoder.device().allocate({shape.expert_layers(), 2}, at::kDouble);
-}
-
-// In the order of the backward.
-void ItemRun::take_penalties() {
-  if (input_.model.penalty_L.empty()) return;
-  const at::Tensor penalties_L2 = step_.decoder.device().to_host(input_.model.penalties_L2);
-  const auto values = host_values<const double>(penalties_L2);
-  for (std::size_t at = values.size(); at > 0; at -= 2) step_.accounting->add({values[at - 2], values[at - 1]});
+  input.penalties_L2 = penalties_L2;
 }
 
 }  // namespace espalier

@@ -15,16 +15,16 @@ class ItemRun {
   // pass; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
   void forward();
 
-  // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it.
-  void backward();
+  // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it. Overwrites
+  // penalties, [expert layers, 2], with the values of the router losses; undefined where there are none.
+  void backward(const at::Tensor& penalties_L2);
 
   std::int64_t rows() const { return input_.model.rows(); }
 
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
-  void set_penalties();
-  void take_penalties();
+  void set_penalties(const at::Tensor& penalties_L2);
 
   const StepRun& step_;
   const PlanItem& item_;

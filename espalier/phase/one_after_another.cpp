@@ -3,21 +3,25 @@
 #include <algorithm>
 #include <deque>
 
+#include "espalier/device/host_values.h"
 #include "espalier/phase/item_run.h"
 #include "espalier/phase/schedule.h"
 
 namespace espalier {
 namespace {
 
-std::int64_t items_below(const PlanItem& trunk) {
+std::int64_t count_items(const std::vector<PlanItem>& items) {
   std::int64_t count = 0;
-  for (const PlanItem& item : trunk.below) count += 1 + items_below(item);
+  for (const PlanItem& item : items) count += 1 + count_items(item.below);
   return count;
 }
 
 class OneAfterAnother : public Executor {
  public:
-  explicit OneAfterAnother(const StepRun& step) : step_(step) {}
+  OneAfterAnother(const StepRun& step, std::int64_t items) : step_(step) {
+    if (step.trains() && step.accounting != nullptr && step.accounting->has_losses())
+      penalties_IL2_ = step.decoder.device().allocate({items, step.decoder.shape().expert_layers(), 2}, at::kDouble);
+  }
   // After an error the innermost trunk gives its part of the arena back first; a deque would begin with the outermost.
   ~OneAfterAnother() override {
     while (!open_.empty()) open_.pop_back();
@@ -25,7 +29,7 @@ class OneAfterAnother : public Executor {
 
   void open_trunk(const PlanItem& item) override {
     OpenTrunk& trunk = open_.emplace_back(step_, item);
-    step_.path.push(item.set.rows, items_below(item));
+    step_.path.push(item.set.rows, count_items(item.below));
     book(result.seconds.trunk_forward, result.arena_bytes.a, [&] { trunk.run.forward(); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
@@ -36,7 +40,7 @@ class OneAfterAnother : public Executor {
       const ArenaScope scope(step_.arena);
       ItemRun wave(step_, item);
       wave.forward();
-      if (step_.trains()) wave.backward();
+      if (step_.trains()) backward(wave);
       result.wave_rows += wave.rows();
     });
     if (step_.on_rows) step_.on_rows(result.trunk_rows + result.wave_rows);
@@ -44,9 +48,19 @@ class OneAfterAnother : public Executor {
 
   void close_trunk(const PlanItem&) override {
     OpenTrunk& trunk = open_.back();
-    if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { trunk.run.backward(); });
+    if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
+  }
+
+  // The values of the router losses, in the order of the backwards, which ends in the first layer.
+  void add_penalties() {
+    if (!penalties_IL2_.defined()) return;
+    const at::Tensor on_host = step_.decoder.device().to_host(penalties_IL2_);
+    const auto values = host_values<const double>(on_host);
+    const std::size_t of_item = 2 * static_cast<std::size_t>(step_.decoder.shape().expert_layers());
+    for (std::size_t item = 0; item < values.size(); item += of_item)
+      for (std::size_t at = item + of_item; at > item; at -= 2) step_.accounting->add({values[at - 2], values[at - 1]});
   }
 
   RunResult result;
@@ -60,6 +74,10 @@ class OneAfterAnother : public Executor {
     ItemRun run;
   };
 
+  void backward(ItemRun& run) {
+    run.backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
+  }
+
   // Runs one phase of one item and books its time and its peak.
   template <class Work>
   void book(double& seconds, std::int64_t& peak, Work&& work) {
@@ -72,13 +90,16 @@ class OneAfterAnother : public Executor {
 
   const StepRun& step_;
   std::deque<OpenTrunk> open_;  // innermost last
+  at::Tensor penalties_IL2_;    // of the items in the order of their backwards; undefined without router losses
+  std::int64_t backwards_ = 0;
 };
 
 }  // namespace
 
 RunResult run_one_after_another(const StepRun& step, const StepPlan& plan) {
-  OneAfterAnother executor(step);
+  OneAfterAnother executor(step, count_items(plan.items));
   run_schedule(plan.items, executor);
+  executor.add_penalties();
   return executor.result;
 }
 

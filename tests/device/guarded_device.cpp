@@ -122,6 +122,7 @@ at::Tensor GuardedDevice::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 }
 
 at::Tensor GuardedDevice::to_host(const at::Tensor& tensor) {
+  ++copies_back_;
   synchronize();
   protect(PROT_READ);
   at::Tensor copy = tensor.clone();

@@ -33,6 +33,7 @@ class GuardedDevice : public Device {
 
   void queue(std::function<void()> work) { queue_.push_back(std::move(work)); }
   std::int64_t operations_run() const { return operations_run_; }
+  std::int64_t copies_back() const { return copies_back_; }
   // Unmaps memory at once, whatever work waits for it: the fault that `release` exists to prevent.
   void release_early(std::byte* memory, std::int64_t bytes);
 
@@ -42,7 +43,7 @@ class GuardedDevice : public Device {
 
   std::vector<std::function<void()>> queue_;
   std::map<std::byte*, std::size_t> blocks_;  // address, bytes in whole pages
-  std::int64_t operations_run_ = 0;
+  std::int64_t operations_run_ = 0, copies_back_ = 0;
 };
 
 // The one of this process: its operations are functions, which know no other.

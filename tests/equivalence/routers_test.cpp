@@ -11,6 +11,7 @@
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
+#include "tests/device/guarded_device.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -116,6 +117,20 @@ TEST(Routers, SharedRowsRunOnceWithRouterLosses) {
   const Outcome run = run_case(c);
   EXPECT_EQ(run.report.trunk_rows, 29);
   EXPECT_EQ(run.report.wave_rows, 8 * 6 + run.report.plan.waves);
+}
+
+// Against the same plan with nothing but loads, whose choices come back once an item.
+TEST(Routers, LossValuesComeBackOnceAStep) {
+  if (&bound_device() != &guarded_device()) GTEST_SKIP() << "copies are counted on the guarded device";
+  const auto copies = [](double aux, double z) {
+    Case c = router_case("qwen3-moe", "rollout", aux, z);
+    c.options.schedule = "phased", c.options.token_budget = 9;
+    const std::int64_t before = guarded_device().copies_back();
+    const Outcome run = run_case(c);
+    EXPECT_GT(run.report.plan.waves, 3);
+    return guarded_device().copies_back() - before;
+  };
+  EXPECT_EQ(copies(0.1, 0.1), copies(0, 0) + 1);
 }
 
 TEST(Routers, ScopesDiffer) {
