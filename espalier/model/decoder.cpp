@@ -51,8 +51,10 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
     out.final_rstd_O = arena.take(item, item.final_rstd_O, dtype());
   }
   const StreamBuffer stream(block(), rows.rows());
+  // A narrow last layer has a row of them for each temperature, which may be more than there are rows.
   if (rows.keeps_choices)
-    out.choice_LTK = device_.allocate({shape_.expert_layers(), rows.rows(), shape_.experts_per_token}, at::kInt);
+    out.choice_LTK = device_.allocate(
+        {shape_.expert_layers(), std::max(rows.rows(), rows.outputs()), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
   ops.look_up(weights_.embedding_VM, rows.id_T, local_.vocabulary().begin, stream_TM);

@@ -28,7 +28,8 @@ struct DecoderSaved {
   Keep keep = Keep::nothing;
   std::vector<LayerSaved> layers;
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
-  // Experts that rows chose, [L, T, k] (int32), where rows.keeps_choices; a narrow last layer has only its output rows.
+  // Experts that rows chose, [L, max(T, O), k] (int32), where rows.keeps_choices; a narrow last layer has only its
+  // output rows.
   at::Tensor choice_LTK;
 };
 

@@ -47,7 +47,7 @@ void ItemRun::take_choices() {
   if (!input_.model.keeps_choices) return;
   const ModelShape& shape = step_.decoder.shape();
   const at::Tensor choice_LTK = step_.decoder.device().to_host(saved_.choice_LTK);
-  const std::int64_t of_layer = input_.model.rows() * shape.experts_per_token;
+  const std::int64_t of_layer = choice_LTK.size(1) * shape.experts_per_token;
   const std::int32_t* choice = host_values<const std::int32_t>(choice_LTK).data();
   std::int64_t place = 0;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {

@@ -119,6 +119,17 @@ TEST(Routers, SharedRowsRunOnceWithRouterLosses) {
   EXPECT_EQ(run.report.wave_rows, 8 * 6 + run.report.plan.waves);
 }
 
+// Rollouts of several temperatures in waves of few rows: a narrow last layer has more output rows than there are rows.
+TEST(Routers, MoreOutputRowsThanRowsAreRouted) {
+  Case c = router_case("qwen3-moe", "rollout", 0, 0);
+  c.options.schedule = "phased", c.options.token_budget = 9;
+  const Outcome run = run_case(c);
+  const OracleResult expected = run_oracle(c);
+  const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
+  EXPECT_LE(worst.error, kFloat64) << worst.parameter;
+  expect_near(run.loss, expected.loss);
+}
+
 // Against the same plan with nothing but loads, whose choices come back once an item.
 TEST(Routers, LossValuesComeBackOnceAStep) {
   if (&bound_device() != &guarded_device()) GTEST_SKIP() << "copies are counted on the guarded device";
