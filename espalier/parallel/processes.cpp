@@ -174,6 +174,7 @@ Processes::Processes(const Launch& launch) : state_(std::make_unique<State>()) {
 }
 
 Processes::~Processes() {
+  state_->mesh.reset();  // whoever waits for this rank in a collective need not any longer
   try {
     if (state_->failed) state_->wait_for_others();
   } catch (const std::exception&) {  // nobody is there to be waited for
