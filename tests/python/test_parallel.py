@@ -202,9 +202,10 @@ def test_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(victim, espalier, 
     assert statuses[victim] == -signal.SIGKILL
     assert [status for rank, status in enumerate(statuses) if rank != victim] == [7, 7]
     if victim != 0:  # else the meeting place is gone with it
-        assert "".join(run.stderr).count("communication error") == 1 and f"no word from rank {victim}" in "".join(run.stderr)
+        assert f"no word from rank {victim}" in "".join(run.stderr)
     done = json.loads((tmp_path / "out/espalier/state.json").read_text())["step"]
-    on = espalier("train", "--resume", tmp_path / "out", "--rollouts", training[4], "--steps", done + 1, "--json").json
+    on = espalier("train", "--resume", tmp_path / "out", "--rollouts", training[4], "--steps", done + 1, "--out", tmp_path / "on",
+                  "--json").json
     assert [step["step"] for step in on["steps"]] == [done + 1]
 
 
