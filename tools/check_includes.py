@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe device parallel rollout text grouping plan ops moe model objective gradient phase optimizer checkpoint "
+    "base options observe device parallel rollout text grouping plan ops moe model saved objective gradient phase optimizer checkpoint "
     "measure step train prove generate replay report loop binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.

@@ -84,6 +84,10 @@ espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& 
   set_option(options, "trunk-state", request.trunk_state);
   set_option(options, "dtype", request.dtype);
   set_option(options, "token-budget", std::to_string(request.wave_tokens));
+  if (options.trunk_state == TrunkState::offload)
+    throw UnsupportedError(
+        {"trunk_state", "auto, keep or recompute", "'offload'", "A model in Python keeps its own activations"});
+  options.wave_state = WaveState::keep;
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = true;
   plan_options.kind.gradients = request.gradients != 0;

@@ -1,6 +1,7 @@
 #include "espalier/device/arena.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
@@ -14,26 +15,33 @@
 
 namespace espalier {
 
-Arena::Arena(std::int64_t limit_bytes, Device& device)
-    : device_(device), base_(device.reserve(limit_bytes)), limit_(limit_bytes) {
+Arena::Arena(std::int64_t limit_bytes, Device& device, int depth)
+    : device_(device), limit_(limit_bytes), addresses_(depth * limit_bytes) {
+  try {
+    base_ = device_.reserve(addresses_);
+  } catch (const MemoryBudgetError&) {
+    if (addresses_ == limit_) throw;
+    addresses_ = limit_;
+    base_ = device_.reserve(addresses_);
+  }
   ASAN_POISON_MEMORY_REGION(base_, limit_);
 }
 
 Arena::~Arena() {
-  ASAN_UNPOISON_MEMORY_REGION(base_, limit_);
-  device_.release(base_, limit_);
+  ASAN_UNPOISON_MEMORY_REGION(base_, addresses_);
+  device_.release(base_, addresses_);
 }
 
 at::Tensor Arena::take(at::IntArrayRef sizes, at::ScalarType dtype) {
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (std::int64_t size : sizes) bytes *= size;
   bytes = arena_bytes(bytes);
-  if (top_ + bytes > limit_)
-    throw MemoryBudgetError({"Arena", text_of("at most ", limit_, " bytes of activations"), text_of(top_ + bytes),
+  if (held() + bytes > limit_ || top_ + bytes > addresses_)
+    throw MemoryBudgetError({"Arena", text_of("at most ", limit_, " bytes of activations"), text_of(held() + bytes),
                              "raise --memory-budget, lower --token-budget, or use --trunk-state recompute"});
   std::byte* data = base_ + top_;
   top_ += bytes;
-  high_water_ = std::max(high_water_, top_);
+  high_water_ = std::max(high_water_, held());
   touched_ = std::max(touched_, top_);
   ASAN_UNPOISON_MEMORY_REGION(data, bytes);
   return device_.view(data, sizes, dtype);
@@ -53,6 +61,41 @@ void Arena::release_to(std::int64_t mark) {
   ESPALIER_INTERNAL(mark <= top_, "mark ", mark, ", top ", top_);
   ASAN_POISON_MEMORY_REGION(base_ + mark, top_ - mark);
   top_ = mark;
+  while (!sleeping_.empty() && sleeping_.back().end > mark) {
+    ESPALIER_INTERNAL(sleeping_.back().begin >= mark, "mark ", mark, " inside a range that sleeps");
+    asleep_ -= sleeping_.back().bytes();
+    sleeping_.pop_back();
+  }
+}
+
+void Arena::sleep(Range range) {
+  const auto after = std::ranges::find_if(sleeping_, [&](const Range& other) { return other.begin >= range.end; });
+  ESPALIER_INTERNAL(0 <= range.begin && range.begin <= range.end && range.end <= top_ &&
+                        (after == sleeping_.begin() || std::prev(after)->end <= range.begin),
+                    range.begin, " to ", range.end, ", top ", top_);
+  device_.give_back(base_ + range.begin, range.bytes());
+  ASAN_POISON_MEMORY_REGION(base_ + range.begin, range.bytes());
+  sleeping_.insert(after, range);
+  asleep_ += range.bytes();
+}
+
+void Arena::wake(Range range) {
+  const auto found = std::ranges::find_if(sleeping_, [&](const Range& other) { return other.begin == range.begin; });
+  ESPALIER_INTERNAL(found != sleeping_.end() && found->end == range.end, range.begin, " to ", range.end);
+  asleep_ -= range.bytes();
+  sleeping_.erase(found);
+  high_water_ = std::max(high_water_, held());
+  if (held() > limit_)
+    throw MemoryBudgetError({"Arena", text_of("at most ", limit_, " bytes of activations"), text_of(held()),
+                             "raise --memory-budget, or use --trunk-state recompute"});
+  ASAN_UNPOISON_MEMORY_REGION(base_ + range.begin, range.bytes());
+}
+
+void Arena::trim() {
+  ASAN_UNPOISON_MEMORY_REGION(base_ + top_, touched_ - top_);
+  device_.give_back(base_ + top_, touched_ - top_);
+  ASAN_POISON_MEMORY_REGION(base_ + top_, touched_ - top_);
+  touched_ = top_;
 }
 
 }  // namespace espalier

@@ -2,13 +2,16 @@
 //
 // A step's buffers are born and die in last-in, first-out order (a trunk's state outlives the waves below it, a wave's
 // layers are freed backwards), so a stack holds them without fragmentation, without an allocation in steady state, and
-// with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards.
+// with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards. A range
+// that nobody reads for a while may sleep: its addresses stay, its pages go back to the machine and serve what lies
+// above.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "espalier/device/buffers.h"
 #include "espalier/device/device.h"
@@ -17,8 +20,9 @@ namespace espalier {
 
 class Arena {
  public:
-  // Reserves addresses for `limit_bytes`; memory is taken only as it is touched.
-  explicit Arena(std::int64_t limit_bytes, Device& device = bound_device());
+  // Reserves addresses; memory is taken only as it is touched. At most `limit_bytes` are held at a time; the stack may
+  // be up to `depth` times as deep while ranges of it sleep (less, where the system refuses so many addresses).
+  explicit Arena(std::int64_t limit_bytes, Device& device = bound_device(), int depth = 1);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -31,16 +35,33 @@ class Arena {
 
   Device& device() const { return device_; }
 
-  std::int64_t in_use() const { return top_; }
-  std::int64_t high_water() const { return high_water_; }
-  std::int64_t touched() const { return touched_; }  // highest ever: what the arena holds of the machine's memory
-  void reset_high_water() { high_water_ = top_; }
+  std::int64_t in_use() const { return top_; }                 // the stack's depth, sleeping ranges included
+  std::int64_t held() const { return top_ - asleep_; }         // without them
+  std::int64_t high_water() const { return high_water_; }      // the most held since the reset
+  std::int64_t touched() const { return touched_ - asleep_; }  // what the arena holds of the machine's memory
+  void reset_high_water() { high_water_ = held(); }
   void release_to(std::int64_t mark);
+
+  struct Range {
+    std::int64_t begin, end;  // of the stack, as in_use() counts
+    std::int64_t bytes() const { return end - begin; }
+  };
+  // The range is held no longer, what it held is lost and nobody may read it, until wake, which leaves it
+  // uninitialised, or until it is released. Ranges that sleep are apart from each other.
+  void sleep(Range range);
+  void wake(Range range);  // one that sleeps
+  // Part of the stack from and to the host's memory.
+  void copy_out(Range range, std::byte* host) const { device_.copy_out(base_ + range.begin, range.bytes(), host); }
+  void copy_in(const std::byte* host, Range range) { device_.copy_in(host, range.bytes(), base_ + range.begin); }
+  // Gives back the pages above the stack.
+  void trim();
 
  private:
   Device& device_;
   std::byte* base_ = nullptr;
-  std::int64_t limit_ = 0, top_ = 0, high_water_ = 0, touched_ = 0;
+  std::int64_t limit_ = 0, addresses_ = 0, top_ = 0, high_water_ = 0, touched_ = 0;
+  std::vector<Range> sleeping_;
+  std::int64_t asleep_ = 0;  // their bytes
 };
 
 // Releases at the end of a block what was taken in it.

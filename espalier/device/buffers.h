@@ -2,14 +2,18 @@
 //
 // A block runs in stages. A buffer is held from the first stage that needs it to the last; the buffers that begin in a
 // stage are taken in the order of their declaration. What began last ends first: the arena is a stack.
+//
+// A planner makes very many of these lists: adding to one is a few additions.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/error.h"
 
 namespace espalier {
 
@@ -32,10 +36,10 @@ struct Buffer {
   static constexpr std::int64_t kVector = -1;  // as width: one number a row, a tensor of one dimension
 
   std::string_view name;
-  std::int64_t rows = 0, width = 0;
-  Element element = Element::activation;
-  int first = 0, last = 0;  // stages
-  std::int64_t bytes = 0;   // in the arena
+  std::int64_t rows, width;
+  Element element;
+  int first, last;     // stages
+  std::int64_t bytes;  // in the arena
 };
 
 class BufferList {
@@ -50,7 +54,18 @@ class BufferList {
 
   template <class Stage>
   Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element, Stage first, Stage last) {
-    return add_buffer({name, rows, width, element, static_cast<int>(first), static_cast<int>(last)});
+    const std::int64_t numbers = width == Buffer::kVector ? rows : rows * width;
+    const Buffer buffer{name,
+                        rows,
+                        width,
+                        element,
+                        static_cast<int>(first),
+                        static_cast<int>(last),
+                        arena_bytes(numbers * element_bytes_.of(element))};
+    ESPALIER_INTERNAL(count_ < kMostBuffers, "buffer ", name);
+    for (int stage = buffer.first; stage <= buffer.last; ++stage) held_[stage] += buffer.bytes;
+    buffers_[static_cast<std::size_t>(count_)] = buffer;
+    return {count_++};
   }
   // Held in one stage only.
   template <class Stage>
@@ -64,23 +79,28 @@ class BufferList {
   // Blocks that run inside a stage take at most so many bytes.
   template <class Stage>
   void nest(Stage stage, std::int64_t bytes) {
-    nest_bytes(static_cast<int>(stage), bytes);
+    std::int64_t& most = nested_[static_cast<int>(stage)];
+    most = std::max(most, bytes);
   }
 
   std::span<const Buffer> buffers() const { return {buffers_.data(), static_cast<std::size_t>(count_)}; }
   const Buffer& operator[](Place place) const { return buffers_[static_cast<std::size_t>(place.index)]; }
 
-  std::int64_t held(int stage) const;  // bytes of the block's own buffers
-  std::int64_t peak() const;           // the most of any stage, what runs inside included
+  std::int64_t held(int stage) const { return held_[stage]; }  // bytes of the block's own buffers
+  // The most of any stage, what runs inside included.
+  std::int64_t peak() const {
+    std::int64_t most = 0;
+    for (int stage = 0; stage < kMostStages; ++stage) most = std::max(most, held_[stage] + nested_[stage]);
+    return most;
+  }
+  // Whether each buffer ends before those below it in the stack.
+  void expect_stack() const;
 
  private:
-  Place add_buffer(Buffer buffer);
-  void nest_bytes(int stage, std::int64_t bytes);
-
   ElementBytes element_bytes_;
   int count_ = 0;
   std::array<Buffer, kMostBuffers> buffers_;
-  std::array<std::int64_t, kMostStages> nested_{};
+  std::int64_t held_[kMostStages] = {}, nested_[kMostStages] = {};
 };
 
 }  // namespace espalier

@@ -32,6 +32,11 @@ class Device {
   // Addresses for an arena; memory is taken as it is touched. Errors: MemoryBudgetError. `release` waits for the work.
   virtual std::byte* reserve(std::int64_t bytes) = 0;
   virtual void release(std::byte* memory, std::int64_t bytes) = 0;
+  // Gives the pages that lie wholly inside back to the machine: what they held is lost, the addresses stay reserved.
+  virtual void give_back(std::byte* memory, std::int64_t bytes) = 0;
+  // Reserved memory to and from the host's, done when the call returns.
+  virtual void copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) = 0;
+  virtual void copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) = 0;
   // Reserved addresses as an uninitialised contiguous tensor.
   virtual at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   // An uninitialised contiguous tensor with memory of its own.

@@ -7,7 +7,9 @@
 namespace espalier {
 
 HeldBuffers::HeldBuffers(Arena& arena, const BufferList& declared, at::ScalarType dtype)
-    : arena_(arena), declared_(declared), dtype_(dtype), mark_(arena.in_use()) {}
+    : arena_(arena), declared_(declared), dtype_(dtype), mark_(arena.in_use()) {
+  declared.expect_stack();
+}
 
 void HeldBuffers::enter_stage(int stage) {
   const auto buffers = declared_.buffers();

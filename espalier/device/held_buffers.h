@@ -13,7 +13,7 @@ namespace espalier {
 class HeldBuffers {
  public:
   // Nothing is held before the first stage is entered. `declared` must outlive the object; `dtype` is that of
-  // activations.
+  // activations. Errors: InternalError for a list that a stack cannot hold.
   HeldBuffers(Arena& arena, const BufferList& declared, at::ScalarType dtype);
   ~HeldBuffers() { arena_.release_to(mark_); }
   HeldBuffers(const HeldBuffers&) = delete;

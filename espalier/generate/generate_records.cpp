@@ -78,7 +78,7 @@ void plan_memory(const ModelShape& shape, const Options& options, SamplingSettin
   const std::int64_t limit = arena_limit(options) - (options.memory_budget.empty() ? 0 : bytes.constant());
   const auto activations = [&](std::int64_t rows) {
     const Work work{.rows = rows, .outputs = rows};
-    return bytes.forward_peak(work, false, true) + bytes.scratch(rows);
+    return bytes.forward_peak(work, TrunkState::keep, true) + bytes.scratch(rows);
   };
   if (settings.token_budget == 0) {
     settings.token_budget = kMostPromptRows;

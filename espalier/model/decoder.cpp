@@ -39,7 +39,8 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
   c.ops.convert(choice_RK, choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
 }
 
-DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer) const {
+DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer,
+                              LayerKeeper* keeper) const {
   const TimedPart timed(timer, part::kRows);
   const Operations& ops = device_.operations();
   DecoderSaved out;
@@ -56,15 +57,18 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
     out.choice_LTK = device_.allocate(
         {shape_.expert_layers(), std::max(rows.rows(), rows.outputs()), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
+  std::int64_t saved_from = kept_from;  // the layer's input, and what it saves
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
   ops.look_up(weights_.embedding_VM, rows.id_T, local_.vocabulary().begin, stream_TM);
   mesh_.tp.add_over_ranks(stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(rows, path, layer, arena, timer);
     at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
-    if (keep != Keep::nothing && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
+    if (keep == Keep::streams && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
     const std::int64_t mark = arena.in_use();
     LayerSaved saved = take_layer_saved(c, stream_TM);
+    const std::int64_t saved_to = arena.in_use();
+    if (keep == Keep::everything && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
     layer_forward(c, saved, next);
     if (rows.keeps_choices && saved.router_choice_RK.defined()) keep_choices(c, saved, out.choice_LTK);
     if (keep != Keep::everything) {
@@ -73,6 +77,8 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
       saved.stream_in_TM = stream_TM;
     }
     if (keep != Keep::nothing) out.layers.push_back(std::move(saved));
+    if (keeper != nullptr) keeper->put_away(layer, {saved_from, saved_to});
+    saved_from = saved_to;
     stream_TM = next;
   }
   if (!last_block_is_narrow(rows) && rows.outputs() > 0) ops.gather(stream_TM, rows.output_row_O, out.final_stream_OM);
@@ -83,7 +89,7 @@ DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, A
 }
 
 void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                           ModelViews& grads, Arena& arena, Timer* timer) const {
+                           ModelViews& grads, Arena& arena, Timer* timer, LayerKeeper* keeper) const {
   const TimedPart timed(timer, part::kRows);
   const Operations& ops = device_.operations();
   const DecoderBackwardBuffers declared(block(), rows.rows(), rows.outputs());
@@ -104,12 +110,14 @@ void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& s
     const LayerContext c = context(rows, path, layer, arena, timer);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
     const ArenaScope layer_scope(arena);
+    if (keeper != nullptr) keeper->bring_back(layer);
     if (saved.keep == Keep::streams) {
       kept = take_layer_saved(c, kept.stream_in_TM);
       layer_forward(c, kept, at::Tensor());
     }
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
+    if (keeper != nullptr) keeper->let_go(layer);
     grad_stream = grad_stream_TM;
   }
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.

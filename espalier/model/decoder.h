@@ -11,6 +11,7 @@
 #include "espalier/device/arena.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/layer.h"
+#include "espalier/model/layer_keeper.h"
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
@@ -45,14 +46,16 @@ class Decoder {
 
   // Runs the rows, which were handed over, over the path. The result holds normed_OM, the input of the head. Everything
   // in it is taken from the arena and stays valid until the caller releases it. Times of its parts are booked where
-  // there is a timer.
-  DecoderSaved forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr) const;
+  // there is a timer. A keeper, where everything is kept, gets each layer's saved state, and is asked for it by
+  // add_backward.
+  DecoderSaved forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr,
+                       LayerKeeper* keeper = nullptr) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
   // set's part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter
   // here.
   void add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                    ModelViews& grads, Arena& arena, Timer* timer = nullptr) const;
+                    ModelViews& grads, Arena& arena, Timer* timer = nullptr, LayerKeeper* keeper = nullptr) const;
 
   const ModelShape& shape() const { return shape_; }  // of this rank
   const LocalShape& local() const { return local_; }

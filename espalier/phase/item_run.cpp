@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
 #include "espalier/ops/operations.h"
 
@@ -10,7 +11,7 @@ namespace {
 
 Keep what_to_keep(const StepRun& step, const PlanItem& item) {
   if (!step.trains()) return Keep::nothing;
-  return item.kind == ItemKind::trunk && item.state == TrunkState::recompute ? Keep::streams : Keep::everything;
+  return item.state == TrunkState::recompute ? Keep::streams : Keep::everything;
 }
 
 }  // namespace
@@ -24,7 +25,12 @@ ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
 void ItemRun::forward() {
   const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
   grad_normed_OM_ = step_.arena.take(item, item.grad_normed_OM, step_.decoder.dtype());
-  saved_ = step_.decoder.forward(input_.model, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer);
+  if (step_.trains() && item_.state == TrunkState::offload) {
+    ESPALIER_INTERNAL(step_.spill != nullptr, "a plan that stores trunks away, and no place for them");
+    sleeping_ = std::make_unique<SleepingTrunk>(step_.arena, *step_.spill);
+  }
+  saved_ = step_.decoder.forward(input_.model, step_.path, what_to_keep(step_, item_), step_.arena, step_.timer,
+                                 sleeping_.get());
   take_choices();
   if (!step_.head) return;
   const TimedPart timed(step_.timer, part::kHead);
@@ -39,7 +45,7 @@ void ItemRun::backward(const at::Tensor& penalties_L2) {
   }
   set_penalties(penalties_L2);
   step_.decoder.add_backward(input_.model, step_.path, saved_, grad_normed_OM_, step_.gradients->views(), step_.arena,
-                             step_.timer);
+                             step_.timer, sleeping_.get());
 }
 
 // What the routers chose, for those who count it or write it down.

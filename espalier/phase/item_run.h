@@ -1,8 +1,11 @@
 // One plan item on its way: forward with its log-probs and losses, later its backward.
 #pragma once
 
+#include <memory>
+
 #include "espalier/phase/item_input.h"
 #include "espalier/phase/step_run.h"
+#include "espalier/saved/sleeping_trunk.h"
 
 namespace espalier {
 
@@ -31,6 +34,7 @@ class ItemRun {
   ItemInput input_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
+  std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away
 };
 
 }  // namespace espalier

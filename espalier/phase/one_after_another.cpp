@@ -28,6 +28,7 @@ class OneAfterAnother : public Executor {
   }
 
   void open_trunk(const PlanItem& item) override {
+    trim();
     OpenTrunk& trunk = open_.emplace_back(step_, item);
     step_.path.push(item.set.rows, count_items(item.below));
     book(result.seconds.trunk_forward, result.arena_bytes.a, [&] { trunk.run.forward(); });
@@ -47,10 +48,12 @@ class OneAfterAnother : public Executor {
   }
 
   void close_trunk(const PlanItem&) override {
+    trim();
     OpenTrunk& trunk = open_.back();
     if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
+    trim();
   }
 
   // The values of the router losses, in the order of the backwards, which ends in the first layer.
@@ -76,6 +79,11 @@ class OneAfterAnother : public Executor {
 
   void backward(ItemRun& run) {
     run.backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
+  }
+
+  // Where trunks are stored away, pages above the stack are not left to it: they would be held beside those below.
+  void trim() {
+    if (step_.spill != nullptr) step_.arena.trim();
   }
 
   // Runs one phase of one item and books its time and its peak.

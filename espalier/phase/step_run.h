@@ -12,6 +12,7 @@
 #include "espalier/phase/head.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/saved/spill_queue.h"
 
 namespace espalier {
 
@@ -33,6 +34,7 @@ struct StepRun {
 
   std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item, for progress; may be empty
   Timer* timer = nullptr;                                    // books the parts of a step; may be null
+  SpillQueue* spill = nullptr;  // where stored-away trunks wait; null where the plan has none
 
   bool trains() const { return gradients != nullptr; }
 };

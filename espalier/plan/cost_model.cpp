@@ -89,6 +89,7 @@ Json to_json(const MachineProfile& profile) {
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
+          {"spill_bytes_per_second", profile.spill_bytes_per_second},
           {"memory_bytes", profile.memory_bytes},
           {"fit",
            {{"products", profile.fit.products},
@@ -120,6 +121,7 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.attention_flops_per_second = number(json, "attention_flops_per_second");
   profile.bytes_per_second = number(json, "bytes_per_second");
   profile.seconds_per_call = number(json, "seconds_per_call");
+  if (json.contains("spill_bytes_per_second")) profile.spill_bytes_per_second = number(json, "spill_bytes_per_second");
   if (json.contains("device")) profile.device = text("device");
   if (profile.device != "cpu" && profile.device != "cuda") fail("cpu or cuda as 'device'");
   if (json.contains("memory_bytes") && json.at("memory_bytes") != Json(0))
@@ -143,7 +145,11 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
 }
 
 CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind)
-    : shape_(shape), profile_(profile), kind_(kind), expert_layers_(static_cast<double>(shape.expert_layers())) {
+    : shape_(shape),
+      profile_(profile),
+      kind_(kind),
+      bytes_(shape, dtype, kind),
+      expert_layers_(static_cast<double>(shape.expert_layers())) {
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
   const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
@@ -194,6 +200,14 @@ CostParts CostModel::parts(const Work& work, bool recompute) const {
                                  expert_layers_ * reached * static_cast<double>(shape_.experts) * kCallsPerExpert);
   parts.products += calls * profile_.seconds_per_call;
   return parts * profile_.fit;
+}
+
+double CostModel::seconds(const Work& work, TrunkState state) const {
+  const double all = seconds(work, state == TrunkState::recompute);
+  if (state != TrunkState::offload || !kind_.gradients) return all;
+  const double bytes = static_cast<double>(bytes_.stored(work)), disk = bytes / profile_.spill_bytes_per_second;
+  const double copies = 4 * bytes / profile_.bytes_per_second;  // each way a read and a write
+  return all + copies + std::max(0.0, disk - all / 3) + std::max(0.0, disk - 2 * all / 3);
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {

@@ -11,6 +11,7 @@
 #include "espalier/base/json_fwd.h"
 #include "espalier/options/choices.h"
 #include "espalier/plan/flops.h"
+#include "espalier/plan/memory_model.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
@@ -38,9 +39,10 @@ struct MachineProfile {
   DType dtype = DType::float32;
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
   double attention_flops_per_second = 0;
-  double bytes_per_second = 0;    // of memory-bound passes
-  double seconds_per_call = 0;    // overhead of one kernel
-  std::int64_t memory_bytes = 0;  // that the device has; 0: not said
+  double bytes_per_second = 0;          // of memory-bound passes
+  double spill_bytes_per_second = 5e8;  // of the disk that trunks are stored away on; stated, not measured
+  double seconds_per_call = 0;          // overhead of one kernel
+  std::int64_t memory_bytes = 0;        // that the device has; 0: not said
   // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
   CostParts fit = {1, 1, 1, 1};
   std::int64_t fitted_steps = 0;
@@ -67,6 +69,9 @@ class CostModel {
   double seconds(const Work& work, bool recompute) const { return parts(work, recompute).total(); }
   CostParts parts(const Work& work, bool recompute) const;
   double flops(const Work& work, bool recompute) const { return step_flops(shape_, work, kind_, recompute).total(); }
+  // With what its state costs: the forward again, or the part of writing and reading that does not hide behind forward
+  // and backward, and the copies.
+  double seconds(const Work& work, TrunkState state) const;
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
@@ -78,6 +83,7 @@ class CostModel {
   ModelShape shape_;
   MachineProfile profile_;
   StepKind kind_;
+  ActivationBytes bytes_;
   double expert_layers_ = 0;
   double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;            // and of the logits of one output row

@@ -76,30 +76,34 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
 }
 
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost) {
-  const bool trunk = draft.kind == ItemKind::trunk, keep = draft.state == TrunkState::keep;
-  cost.flops += model.flops(draft.work, trunk && !keep);
-  cost.seconds += model.seconds(draft.work, trunk && !keep);
+  const bool trunk = draft.kind == ItemKind::trunk;
+  cost.flops += model.flops(draft.work, draft.state == TrunkState::recompute);
+  cost.seconds += model.seconds(draft.work, draft.state);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
-  if (!trunk) return walk.wave(draft.work, held);
+  if (!trunk) return walk.wave(draft.work, draft.state, held);
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
-  const std::int64_t open = walk.open_trunk(draft.work, keep, held);
+  const std::int64_t open = walk.open_trunk(draft.work, draft.state, held);
   for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost);
-  walk.close_trunk(draft.work, keep, held);
+  walk.close_trunk(draft.work, draft.state, held);
 }
 
 void set_state(Draft& draft, TrunkState state) {
-  draft.state = state;
+  if (draft.kind == ItemKind::trunk) draft.state = state;
   for (Draft& item : draft.below) set_state(item, state);
+}
+
+void set_wave_state(Draft& draft, TrunkState state) {
+  if (draft.kind == ItemKind::wave) draft.state = state;
+  for (Draft& item : draft.below) set_wave_state(item, state);
 }
 
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model) {
   PlanItem item;
-  const bool trunk = draft.kind == ItemKind::trunk;
   item.kind = draft.kind;
-  item.state = trunk ? draft.state : TrunkState::keep;
+  item.state = draft.state;
   item.path_rows = draft.path_rows;
   item.flops = model.flops(draft.work, item.state == TrunkState::recompute);
-  item.seconds = model.seconds(draft.work, item.state == TrunkState::recompute);
+  item.seconds = model.seconds(draft.work, item.state);
   item.finished = finished_in(draft, forest, edges);
   RowSet& set = item.set;
   set.rows = static_cast<std::int32_t>(draft.work.rows);

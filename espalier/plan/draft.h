@@ -45,7 +45,8 @@ struct DraftCost {
 };
 // Adds the item and everything below it to `cost` and to the walk.
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost);
-void set_state(Draft& draft, TrunkState state);
+void set_state(Draft& draft, TrunkState state);  // of its trunks
+void set_wave_state(Draft& draft, TrunkState state);
 
 // The plan's item with its segments.
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model);

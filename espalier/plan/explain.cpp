@@ -85,6 +85,34 @@ std::string costs_table(const StepPlan& plan) {
   return out;
 }
 
+void count_states(const std::vector<PlanItem>& items, std::int64_t (&trunks)[4], std::int64_t& recomputing_waves) {
+  for (const PlanItem& item : items) {
+    if (item.kind == ItemKind::trunk) ++trunks[static_cast<int>(item.state)];
+    recomputing_waves += item.kind == ItemKind::wave && item.state == TrunkState::recompute;
+    count_states(item.below, trunks, recomputing_waves);
+  }
+}
+
+std::string states_text(const StepPlan& plan) {
+  std::int64_t trunks[4] = {}, waves = 0;
+  count_states(plan.items, trunks, waves);
+  const auto of = [&](TrunkState state) { return format_count(trunks[static_cast<int>(state)]); };
+  if (plan.trunks + waves == 0) return "";
+  return text_of("State between forward and backward: trunks ", of(TrunkState::keep), " kept, ",
+                 of(TrunkState::recompute), " recomputed, ", of(TrunkState::offload), " stored away",
+                 plan.chosen.stored_bytes > 0 ? text_of(" (", format_bytes(plan.chosen.stored_bytes), " at most)") : "",
+                 "; ", format_count(waves), " of ", format_count(plan.waves), " waves recomputed\n");
+}
+
+// What was tried before the plan fitted, and what each would cost.
+std::string tried_text(const StepPlan& plan) {
+  std::string out;
+  for (const TriedPlan& tried : plan.tried)
+    out += text_of("  ", pad(tried.what, -72), pad(format_seconds(tried.cost.seconds), 12),
+                   pad(format_bytes(tried.cost.bytes.peak()), 12), tried.cost.fits ? "" : "  does not fit", "\n");
+  return out.empty() ? out : "\nTried to fit the budget: predicted time, peak bytes\n" + out;
+}
+
 // One line of text for each depth of nesting; boxes as wide as the predicted time.
 class Timeline {
  public:
@@ -142,6 +170,7 @@ std::string picture(const StepPlan& plan) {
 Json cost_json(const PlanCost& cost) {
   return {{"seconds", cost.seconds},
           {"peak_bytes", {{"A", cost.bytes.a}, {"B", cost.bytes.b}, {"C", cost.bytes.c}}},
+          {"stored_bytes", cost.stored_bytes},
           {"fits", cost.fits}};
 }
 
@@ -165,6 +194,7 @@ std::string explain(const StepPlan& plan) {
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
   if (plan.memory_budget > 0) out += text_of("Memory budget ", format_bytes(plan.memory_budget), "\n");
+  out += states_text(plan) + tried_text(plan);
   out += "\nPredicted; A, B, C: peak bytes of trunk forwards, waves, trunk backwards\n" + costs_table(plan) + "\n";
   out += picture(plan);
   return out + "\nMachine: " + plan.machine + "\n";

@@ -96,18 +96,47 @@ std::int64_t ActivationBytes::full_saved(const Work& work, const FullKind& upto)
          (upto.expert_layers > 0 ? upto.expert_layers * layer_saved(full(work, true, true)) : 0);
 }
 
-std::int64_t ActivationBytes::saved(const Work& work, bool keep) const {
+std::int64_t ActivationBytes::beside_layers(const Work& work) const {
+  return outputs_held(work) + (last_is_narrow_ ? 0 : stream(work.rows));
+}
+
+void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
+  for (const FullKind& kind : full_kinds_) visit(full(work, wave, kind.experts));
+  if (last_is_narrow_) visit(narrow(work, wave));
+}
+
+std::int64_t ActivationBytes::stored(const Work& work) const {
+  if (!kind_.gradients) return 0;
+  constexpr std::int64_t kPage = 4096;  // every layer begins at one
+  return saved(work, TrunkState::keep) - beside_layers(work) + shape_.layers * kPage;
+}
+
+std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
+  if (stored_bytes == 0) return 0;
+  return std::clamp(stored_bytes / (8 * kSpillChunkBytes), kFewestSpillChunks, kMostSpillChunks) * kSpillChunkBytes;
+}
+
+std::int64_t ActivationBytes::saved(const Work& work, TrunkState state) const {
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
+  if (state == TrunkState::offload) return beside_layers(work);
   sum += streams() * stream(work.rows);
-  if (!keep) return sum;
+  if (state == TrunkState::recompute) return sum;
   if (!full_kinds_.empty()) sum += full_saved(work, full_kinds_.back());
   return sum + (last_is_narrow_ ? layer_saved(narrow(work, true)) : 0);
 }
 
-std::int64_t ActivationBytes::forward_peak(const Work& work, bool keep, bool wave) const {
-  const std::int64_t outputs = outputs_held(work), after = saved(work, keep);
-  const bool dropped = !keep || !kind_.gradients;
+std::int64_t ActivationBytes::forward_peak(const Work& work, TrunkState state, bool wave) const {
+  const std::int64_t outputs = outputs_held(work), after = saved(work, state);
+  if (state == TrunkState::offload && kind_.gradients) {
+    std::int64_t most = after + head(work, !kind_.whole_rollout);
+    for_each_layer_kind(work, wave, [&](const BlockRows& rows) {  // its input, and unless it is narrow the next one's
+      const std::int64_t streams = (rows.narrow ? 1 : 2) * stream(work.rows);
+      most = std::max(most, outputs + streams + layer_saved(rows) + layer_forward(rows, true));
+    });
+    return most;
+  }
+  const bool dropped = state == TrunkState::recompute || !kind_.gradients;
   // What is held while a layer runs: `streams` inputs of layers (one serves all of them in a forward alone).
   const auto in_layer = [&](const BlockRows& rows, std::int64_t streams, std::int64_t layers_saved) {
     return outputs + (kind_.gradients ? streams : 1) * stream(work.rows) +
@@ -121,30 +150,34 @@ std::int64_t ActivationBytes::forward_peak(const Work& work, bool keep, bool wav
   return most;
 }
 
-std::int64_t ActivationBytes::backward_peak(const Work& work, bool keep, bool wave) const {
-  const auto layer = [&](const BlockRows& rows) {
-    const std::int64_t backward = LayerBackwardBuffers(block(), rows).peak();
-    return keep ? backward : layer_saved(rows) + std::max(layer_forward(rows, false), backward);
-  };
-  std::int64_t most = last_is_narrow_ ? layer(narrow(work, wave)) : 0;
-  for (const FullKind& kind : full_kinds_) most = std::max(most, layer(full(work, wave, kind.experts)));
+std::int64_t ActivationBytes::backward_peak(const Work& work, TrunkState state, bool wave) const {
+  std::int64_t most = 0;
+  for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
+    std::int64_t layer = LayerBackwardBuffers(block(), rows).peak();
+    if (state == TrunkState::recompute) layer = std::max(layer, layer_forward(rows, false)) + layer_saved(rows);
+    if (state == TrunkState::offload) layer += stream(work.rows) + layer_saved(rows);
+    most = std::max(most, layer);
+  });
   const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, work.outputs).peak();
-  return saved(work, keep) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
+  return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 
-void PeakWalk::wave(const Work& work, std::int64_t held) {
-  std::int64_t peak = bytes_.forward_peak(work, true, true);
-  if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, true, true));
+void PeakWalk::wave(const Work& work, TrunkState state, std::int64_t held) {
+  std::int64_t peak = bytes_.forward_peak(work, state, true);
+  if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, state, true));
   b_ = std::max(b_, held + peak);
 }
 
-std::int64_t PeakWalk::open_trunk(const Work& work, bool keep, std::int64_t held) {
-  a_ = std::max(a_, held + bytes_.forward_peak(work, keep, false));
-  return held + bytes_.saved(work, keep);
+std::int64_t PeakWalk::open_trunk(const Work& work, TrunkState state, std::int64_t held) {
+  a_ = std::max(a_, held + bytes_.forward_peak(work, state, false));
+  if (state == TrunkState::offload) stored_ += bytes_.stored(work);
+  most_stored_ = std::max(most_stored_, stored_);
+  return held + bytes_.saved(work, state);
 }
 
-void PeakWalk::close_trunk(const Work& work, bool keep, std::int64_t held) {
-  if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(work, keep, false));
+void PeakWalk::close_trunk(const Work& work, TrunkState state, std::int64_t held) {
+  if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(work, state, false));
+  if (state == TrunkState::offload) stored_ -= bytes_.stored(work);
 }
 
 PhasePeaks PeakWalk::peaks(std::int64_t base) const {

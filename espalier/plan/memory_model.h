@@ -16,6 +16,10 @@
 
 namespace espalier {
 
+// What is on its way to the spill file, or back, at a time (saved/spill_queue.h): so many chunks of so many bytes.
+inline constexpr std::int64_t kSpillChunkBytes = std::int64_t{1} << 20;
+inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
+
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
@@ -33,12 +37,17 @@ class ActivationBytes {
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   std::int64_t path(std::int64_t path_rows) const;
 
-  // What an item holds between its forward and the end of its backward. `keep` false: of the layers their inputs alone.
-  std::int64_t saved(const Work& work, bool keep) const;
+  // What an item holds between its forward and its backward: of the layers all, their inputs alone, or (stored away)
+  // nothing.
+  std::int64_t saved(const Work& work, TrunkState state) const;
+  // What it has in the spill file meanwhile, if it is stored away.
+  std::int64_t stored(const Work& work) const;
+  // Of the process, for so many bytes in the file: what is on its way, an eighth of them within bounds.
+  std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
   // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
-  std::int64_t forward_peak(const Work& work, bool keep, bool wave) const;
-  std::int64_t backward_peak(const Work& work, bool keep, bool wave) const;
+  std::int64_t forward_peak(const Work& work, TrunkState state, bool wave) const;
+  std::int64_t backward_peak(const Work& work, TrunkState state, bool wave) const;
 
   bool gradients() const { return kind_.gradients; }
 
@@ -69,6 +78,10 @@ class ActivationBytes {
   std::int64_t outputs_held(const Work& work) const {
     return ItemBuffers(block(), work.outputs, kind_.gradients).peak();
   }
+  // What stays of an item whose layers sleep: its outputs, and the stream behind a last layer that runs all rows.
+  std::int64_t beside_layers(const Work& work) const;
+  // Calls with every kind of layer that there is, the last one included.
+  void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
   std::int64_t number_bytes(std::int64_t rows, std::int64_t path_rows) const;
   std::int64_t head(const Work& work, bool with_gradient) const;
 
@@ -87,17 +100,20 @@ class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}
 
-  void wave(const Work& work, std::int64_t held);
+  void wave(const Work& work, TrunkState state, std::int64_t held);
   // Returns what is held while the items below run.
-  std::int64_t open_trunk(const Work& work, bool keep, std::int64_t held);
-  void close_trunk(const Work& work, bool keep, std::int64_t held);
+  std::int64_t open_trunk(const Work& work, TrunkState state, std::int64_t held);
+  void close_trunk(const Work& work, TrunkState state, std::int64_t held);
 
   // Peaks with `base` bytes held throughout; phases that never ran stay 0.
   PhasePeaks peaks(std::int64_t base) const;
+  // The most that is stored away at a time.
+  std::int64_t stored() const { return most_stored_; }
 
  private:
   const ActivationBytes& bytes_;
   std::int64_t a_ = -1, b_ = -1, c_ = -1;
+  std::int64_t stored_ = 0, most_stored_ = 0;
 };
 
 }  // namespace espalier

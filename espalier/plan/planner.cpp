@@ -2,6 +2,7 @@
 #include "espalier/plan/planner.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 
 #include "espalier/base/error.h"
@@ -18,6 +19,8 @@ struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
   PlanCost cost;
+  bool undegraded = false;  // trunks and waves are as they are where memory is plenty
+  std::vector<TriedPlan> tried;
 };
 
 // Everything that stays the same while candidates are tried.
@@ -52,13 +55,19 @@ class Search {
  private:
   Candidate build(Schedule schedule, const LayoutOptions& options) const;
   void evaluate(Candidate& candidate) const;
+  TrunkState asked_state() const {
+    return options_.trunk_state == TrunkState::automatic ? TrunkState::keep : options_.trunk_state;
+  }
   // Held besides what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows) + bytes_.path(cost.max_path_rows);
   }
-  void keep_what_fits(Candidate& candidate) const;
-  // At one budget: kept trunks, and recomputed ones where those do not fit.
-  Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft) const;
+  void choose_states(Candidate& candidate) const;
+  void choose_states(Candidate& candidate, std::int64_t in_flight) const;
+  // Of two candidates the one that fits, and is the cheaper; of two that do not, the smaller.
+  static bool better(const Candidate& a, const Candidate& b);
+  // At one budget: everything kept, or where that does not fit the cheapest states that do.
+  Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
   PlanOptions options_;
   EdgeIndex edges_;
@@ -88,8 +97,11 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
     }
   }
   layout.pack_loose(candidate.layout);
-  if (options.recompute)
-    for (Draft& item : candidate.layout.items) set_state(item, TrunkState::recompute);
+  for (Draft& item : candidate.layout.items) {
+    set_state(item, options.recompute ? TrunkState::recompute : asked_state());
+    set_wave_state(item, options_.wave_state == WaveState::recompute && bytes_.gradients() ? TrunkState::recompute
+                                                                                           : TrunkState::keep);
+  }
   evaluate(candidate);
   return candidate;
 }
@@ -100,55 +112,101 @@ void Search::evaluate(Candidate& candidate) const {
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost);
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
-  candidate.cost.bytes = walk.peaks(base_bytes(cost));
+  candidate.cost.bytes = walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()));
+  candidate.cost.stored_bytes = walk.stored();
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
 }
 
-// Trees follow each other, so each may keep its trunks' state if it fits alone.
-void Search::keep_what_fits(Candidate& candidate) const {
+// Trees follow each other, so each takes the cheapest state of its trunks that fits while it runs alone.
+// What is on its way to and from the disk for one is held beside the others, too.
+void Search::choose_states(Candidate& candidate) const {
+  choose_states(candidate, 0);
+  if (!candidate.cost.fits && candidate.cost.stored_bytes > 0)
+    choose_states(candidate, bytes_.in_flight(candidate.cost.stored_bytes));
+}
+
+void Search::choose_states(Candidate& candidate, std::int64_t in_flight) const {
   DraftCost all;
   PeakWalk ignored(bytes_);
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
   const std::int64_t base = base_bytes(all);
   for (Draft& item : candidate.layout.items) {
     if (item.kind != ItemKind::trunk) continue;
-    set_state(item, TrunkState::keep);
-    PeakWalk walk(bytes_);
-    DraftCost cost;
-    add_cost(item, model_, 0, walk, cost);
-    if (walk.peaks(base).peak() > options_.memory_budget) set_state(item, TrunkState::recompute);
+    TrunkState best = TrunkState::recompute;
+    std::int64_t least_peak = std::numeric_limits<std::int64_t>::max();
+    double least = std::numeric_limits<double>::infinity();
+    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute, TrunkState::offload}) {
+      set_state(item, state);
+      PeakWalk walk(bytes_);
+      DraftCost cost;
+      add_cost(item, model_, 0, walk, cost);
+      if (walk.stored() > options_.spill_room) continue;
+      const std::int64_t peak = walk.peaks(base + std::max(in_flight, bytes_.in_flight(walk.stored()))).peak();
+      const double seconds = peak > options_.memory_budget ? std::numeric_limits<double>::infinity() : cost.seconds;
+      if (seconds < least || (seconds == least && peak < least_peak)) best = state, least = seconds, least_peak = peak;
+    }
+    set_state(item, best);
   }
   evaluate(candidate);
 }
 
-Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft) const {
-  const bool keep = options_.trunk_state != TrunkState::recompute;
+bool Search::better(const Candidate& a, const Candidate& b) {
+  if (a.cost.fits != b.cost.fits) return a.cost.fits;
+  return a.cost.fits ? a.cost.seconds < b.cost.seconds : a.cost.bytes.peak() < b.cost.bytes.peak();
+}
+
+Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
   const bool phased = schedule == Schedule::phased;
-  Candidate candidate = build(schedule, {budget, soft, !keep, phased});
-  if (candidate.cost.fits || options_.trunk_state != TrunkState::automatic) return candidate;
-  Candidate recomputed = build(schedule, {budget, soft, true, phased});
-  if (recomputed.cost.fits) keep_what_fits(recomputed);
-  return recomputed.cost.fits || recomputed.cost.bytes.peak() < candidate.cost.bytes.peak() ? std::move(recomputed)
-                                                                                            : std::move(candidate);
+  bool any_trunk = options_.trunk_state == TrunkState::automatic;
+  const auto note = [&](const Candidate& candidate, const char* states) {
+    tried.push_back({text_of("waves of ", budget, " rows", states), candidate.cost});
+  };
+  Candidate best = build(schedule, {budget, soft, options_.trunk_state == TrunkState::recompute, phased});
+  best.undegraded = true;
+  note(best, "");
+  if (best.cost.fits) return best;
+  const bool trunks =
+      std::ranges::any_of(best.layout.items, [](const Draft& item) { return item.kind == ItemKind::trunk; });
+  any_trunk = any_trunk && trunks;
+  for (const bool recomputes : {false, true}) {
+    if (recomputes ? options_.wave_state != WaveState::automatic || !bytes_.gradients() : !any_trunk) continue;
+    Candidate other =
+        build(schedule, {budget, soft, any_trunk || options_.trunk_state == TrunkState::recompute, phased});
+    if (recomputes)
+      for (Draft& item : other.layout.items) set_wave_state(item, TrunkState::recompute);
+    any_trunk ? choose_states(other) : evaluate(other);
+    note(other, recomputes && any_trunk ? " that recompute, trunks recomputed or stored away"
+                : recomputes            ? " that recompute"
+                                        : ", trunks recomputed or stored away");
+    if (better(other, best)) best = std::move(other);
+  }
+  return best;
 }
 
 Candidate Search::best(Schedule schedule) const {
-  if (options_.token_budget > 0) return at_budget(schedule, options_.token_budget, false);
+  std::vector<TriedPlan> tried;
+  const auto done = [&](Candidate candidate) {
+    if (tried.size() > 1 && !tried.front().cost.fits) candidate.tried = std::move(tried);
+    return candidate;
+  };
+  if (options_.token_budget > 0) return done(at_budget(schedule, options_.token_budget, false, tried));
   const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
-  Candidate best = at_budget(schedule, smallest, true);
-  for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && best.cost.fits; budget *= 2) {
-    Candidate larger = at_budget(schedule, budget, true);
+  Candidate best = at_budget(schedule, smallest, true, tried);
+  for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && best.undegraded && best.cost.fits; budget *= 2) {
+    Candidate larger = at_budget(schedule, budget, true, tried);
     // A larger wave must earn its memory.
-    if (larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds) best = std::move(larger);
+    if (larger.undegraded && larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds)
+      best = std::move(larger);
   }
-  if (best.cost.fits || bytes_.constant() > options_.memory_budget) return best;
+  if ((best.undegraded && best.cost.fits) || bytes_.constant() > options_.memory_budget) return done(std::move(best));
+  // Smaller waves, as long as they may be cheaper than what fits so far.
   for (std::int64_t budget = 4 * smallest; budget >= 32 && longest_ / budget < 1000; budget /= 2) {
-    Candidate smaller = at_budget(schedule, budget, false);
-    const bool better = smaller.cost.bytes.peak() < best.cost.bytes.peak();
-    if (smaller.cost.fits) return smaller;
-    if (better) best = std::move(smaller);
+    Candidate smaller = at_budget(schedule, budget, false, tried);
+    const bool last = smaller.undegraded && smaller.cost.fits;
+    if (better(smaller, best)) best = std::move(smaller);
+    if (last || (best.cost.fits && best.cost.seconds < 0.8 * smaller.cost.seconds)) break;
   }
-  return best;
+  return done(std::move(best));
 }
 
 double Search::dense_flops() const {
@@ -246,7 +304,8 @@ std::string remedy_for(const Candidate& candidate, const PlanOptions& options, c
   std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
   if (bytes.constant() < options.memory_budget) {
     if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
-    if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto or recompute";
+    if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto, recompute or offload";
+    if (options.wave_state == WaveState::keep) remedy += ", or let --wave-state be auto";
     if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
   } else {
     const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
@@ -270,10 +329,8 @@ PlanOptions plan_options_of(const Options& options) {
   if (!options.memory_budget.empty() && out.memory_budget == 0)
     throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out for all that is free"});
   out.dtype = options.dtype;
-  if (options.trunk_state == TrunkState::offload)
-    throw UnsupportedError(
-        {"--trunk-state", "auto, keep or recompute", "'offload'", "recompute needs the least memory"});
   out.trunk_state = options.trunk_state;
+  out.wave_state = options.wave_state;
   return out;
 }
 
@@ -312,6 +369,7 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
   }
 
   plan.chosen = chosen.cost;
+  plan.tried = std::move(chosen.tried);
   plan.token_budget = chosen.options.budget;
   const double ideal = search.ideal_flops();
   plan.ceiling = ideal > 0 ? search.dense_flops() / ideal : 1;

@@ -18,7 +18,9 @@ struct PlanOptions {
   Schedule schedule = Schedule::automatic;
   std::int64_t token_budget = 0;   // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
   std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
-  TrunkState trunk_state = TrunkState::automatic;  // automatic: kept unless that does not fit
+  TrunkState trunk_state = TrunkState::automatic;  // automatic: kept; where that does not fit, the cheapest that does
+  WaveState wave_state = WaveState::automatic;     // the same
+  std::int64_t spill_room = 0;                     // bytes that trunks may be stored away in unasked
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: what does not fit is planned all the same, and says what is missing
@@ -26,7 +28,7 @@ struct PlanOptions {
 };
 
 // Of what the options say by themselves; the kind of step is the caller's (step_kind_of). Errors: OptionError for
-// values it cannot read; UnsupportedError for --trunk-state offload.
+// values it cannot read.
 PlanOptions plan_options_of(const Options& options);
 
 // `trees` hold every rollout of the batch exactly once. `automatic` takes, of the modelled times of dense, packed,

@@ -32,23 +32,23 @@ class RankWalk {
   double add(const PlanItem& item, std::int64_t held) {
     const RowSet& set = item.set;
     const Work work{share(set.rows, cp_), share(set.pairs, cp_), share(set.outputs, cp_), share(set.output_pairs, cp_)};
-    const bool trunk = item.kind == ItemKind::trunk, keep = item.state == TrunkState::keep;
-    double seconds = model_.seconds(work, trunk && !keep);
-    flops_ += model_.flops(work, trunk && !keep);
-    if (!trunk) {
-      walk_.wave(work, held);
+    double seconds = model_.seconds(work, item.state);
+    flops_ += model_.flops(work, item.state == TrunkState::recompute);
+    if (item.kind == ItemKind::wave) {
+      walk_.wave(work, item.state, held);
       return seconds;
     }
-    const std::int64_t open = walk_.open_trunk(work, keep, held);
+    const std::int64_t open = walk_.open_trunk(work, item.state, held);
     for (const PlanItem& below : item.below) seconds += add(below, open);
-    walk_.close_trunk(work, keep, held);
+    walk_.close_trunk(work, item.state, held);
     return seconds;
   }
 
   double take_flops() { return std::exchange(flops_, 0.0); }
   PhasePeaks peaks(std::int64_t path_rows, std::int64_t max_rows) const {
     const std::int64_t rows = share(max_rows, cp_), above = share(path_rows, cp_);
-    return walk_.peaks(bytes_.constant() + bytes_.scratch(rows, above) + bytes_.path(above));
+    return walk_.peaks(bytes_.constant() + bytes_.scratch(rows, above) + bytes_.path(above) +
+                       bytes_.in_flight(walk_.stored()));
   }
 
  private:

@@ -66,7 +66,7 @@ struct PlanItem {
   ItemKind kind = ItemKind::wave;
   RowSet set;
   std::int32_t path_rows = 0;           // rows of the open trunks above
-  TrunkState state = TrunkState::keep;  // trunks only: keep or recompute
+  TrunkState state = TrunkState::keep;  // keep, recompute, or of trunks offload
   std::vector<PlanItem> below;          // trunks only, in plan order
   std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
   double flops = 0;                     // forward + backward (+ recompute)
@@ -95,8 +95,15 @@ struct PhasePeaks {
 struct PlanCost {
   double flops = 0;
   double seconds = 0;
-  PhasePeaks bytes;  // everything the process holds on the device
-  bool fits = true;  // within the memory budget
+  PhasePeaks bytes;               // everything the process holds on the device
+  std::int64_t stored_bytes = 0;  // most that is stored away at a time, in the spill file
+  bool fits = true;               // within the memory budget
+};
+
+// One way that was tried to run a step within the memory budget.
+struct TriedPlan {
+  std::string what;
+  PlanCost cost;
 };
 
 struct StepPlan {
@@ -115,6 +122,7 @@ struct StepPlan {
   bool all_logprobs = false;       // masked response tokens have edges too
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
+  std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits
   PlanCost dense, packed, phased;  // the same step under one schedule throughout
   double ceiling = 1;              // FLOPs dense / FLOPs with every shared row once (mathematics, section 9)
   std::string machine;             // the profile that predicted the seconds, in a line

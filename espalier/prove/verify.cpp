@@ -101,8 +101,8 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   if (options.token_budget == 0) budgets.push_back(std::max(2, longest / 3));
   for (const std::int64_t budget : budgets) {
     add(Schedule::packed, budget, options.trunk_state);
-    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute})
-      if (options.trunk_state == TrunkState::automatic || options.trunk_state == state)
+    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute, TrunkState::offload})
+      if (options.trunk_state == state || (options.trunk_state == TrunkState::automatic && state != TrunkState::offload))
         add(Schedule::phased, budget, state);
   }
   add(Schedule::automatic, options.token_budget, options.trunk_state);

@@ -1,6 +1,7 @@
 #include "espalier/step/pass.h"
 
 #include <cmath>
+#include <optional>
 
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/reduction.h"
@@ -46,6 +47,12 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
     routers->count_choices(report.plan, arena, learner.choices);
   }
 
+  std::optional<SpillQueue> spill;
+  if (const std::int64_t stored = report.plan.chosen.stored_bytes; stored > 0) {
+    const ActivationBytes bytes(decoder.shape(), learner.model.dtype, kind);
+    spill.emplace(learner.options.spill_dir, static_cast<int>(bytes.in_flight(stored) / kSpillChunkBytes));
+    spill->reserve(stored);
+  }
   learner.gradients.zero();
   const ArenaScope scope(arena);
   KvPath path(decoder.shape(), report.plan.max_path_rows, decoder.dtype(), true, arena);
@@ -53,6 +60,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   run.accounting = routers ? routers->accounting() : nullptr;
   run.choices = learner.choices;
   run.timer = learner.options.profile ? &timer : nullptr;
+  run.spill = spill ? &*spill : nullptr;
   run.on_rows = [&](std::int64_t rows) {
     if (learner.on_share)
       learner.on_share(static_cast<double>(rows) / static_cast<double>(report.plan.physical_rows()));

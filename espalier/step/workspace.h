@@ -29,13 +29,15 @@ class Holder {
 
 class Workspace {
  public:
-  explicit Workspace(std::int64_t arena_limit) : arena(arena_limit) {}
+  explicit Workspace(std::int64_t arena_limit) : arena(arena_limit, bound_device(), kArenaDepth) {}
 
   std::int64_t held_bytes() const;                         // by everybody
   std::int64_t held_beside(const Holder& holder) const;    // by everybody else
   std::int64_t held_beside(std::int64_t own_bytes) const;  // beside weights of so many bytes that a holder entered
 
   Arena arena;
+
+  static constexpr int kArenaDepth = 8;  // trunks that are stored away keep their addresses
 
  private:
   friend class Holder;

@@ -108,6 +108,27 @@ void GuardedDevice::release_early(std::byte* memory, std::int64_t bytes) {
   munmap(memory, whole_pages(bytes));
 }
 
+void GuardedDevice::give_back(std::byte* memory, std::int64_t bytes) {
+  synchronize();
+  protect(PROT_READ | PROT_WRITE);
+  std::memset(memory, 0xff, static_cast<std::size_t>(bytes));  // what they held is lost, and nobody may count on zeros
+  protect(PROT_NONE);
+}
+
+void GuardedDevice::copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) {
+  synchronize();
+  protect(PROT_READ);
+  std::memcpy(host, memory, static_cast<std::size_t>(bytes));
+  protect(PROT_NONE);
+}
+
+void GuardedDevice::copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) {
+  synchronize();
+  protect(PROT_READ | PROT_WRITE);
+  std::memcpy(memory, host, static_cast<std::size_t>(bytes));
+  protect(PROT_NONE);
+}
+
 at::Tensor GuardedDevice::view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::from_blob(memory, sizes, at::TensorOptions().dtype(dtype));
 }

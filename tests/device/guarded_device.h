@@ -24,6 +24,9 @@ class GuardedDevice : public Device {
   double seconds() override;
   std::byte* reserve(std::int64_t bytes) override;
   void release(std::byte* memory, std::int64_t bytes) override;
+  void give_back(std::byte* memory, std::int64_t bytes) override;
+  void copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) override;
+  void copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) override;
   at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
   at::Tensor to_host(const at::Tensor& tensor) override;

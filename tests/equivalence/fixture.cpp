@@ -230,7 +230,8 @@ PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtyp
   const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
   const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_routed = routers};
   const ActivationBytes bytes(shape_of(c), dtype, kind);
-  const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows);
+  const std::int64_t beside =
+      bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) + bytes.in_flight(plan.chosen.stored_bytes);
   PhasePeaks arena = plan.chosen.bytes;
   for (std::int64_t* phase : {&arena.a, &arena.b, &arena.c})
     if (*phase != 0) *phase -= beside;
@@ -261,6 +262,8 @@ std::vector<Plan> all_plans(const std::vector<std::int64_t>& budgets) {
     plans.push_back({"packed" + rows, "packed", budget, "auto"});
     plans.push_back({"phased, keep" + rows, "phased", budget, "keep"});
     plans.push_back({"phased, recompute" + rows, "phased", budget, "recompute"});
+    plans.push_back({"phased, offload" + rows, "phased", budget, "offload"});
+    plans.push_back({"phased, waves recompute" + rows, "phased", budget, "keep", "recompute"});
     plans.push_back({"auto" + rows, "auto", budget, "auto"});
   }
   return plans;
@@ -270,6 +273,7 @@ Case with(Case c, const Plan& plan) {
   c.options.schedule = plan.schedule;
   c.options.token_budget = plan.budget;
   c.options.trunk_state = plan.trunk_state;
+  c.options.wave_state = plan.wave_state;
   return c;
 }
 

@@ -82,12 +82,13 @@ struct Worst {
 };
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference);
 
-// Every combination of schedule, wave budget and trunk state, by name and as options.
+// Every combination of schedule, wave budget, trunk and wave state, by name and as options.
 struct Plan {
   std::string name;
   std::string schedule;
   std::int64_t budget;
   std::string trunk_state;
+  std::string wave_state = "auto";
 };
 std::vector<Plan> all_plans(const std::vector<std::int64_t>& budgets);
 Case with(Case c, const Plan& plan);

@@ -2,6 +2,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
 
 #include "espalier/base/error.h"
 #include "espalier/device/device.h"
@@ -28,6 +31,18 @@ class CpuDevice : public Device {
     return static_cast<std::byte*>(memory);
   }
   void release(std::byte* memory, std::int64_t bytes) override { munmap(memory, static_cast<std::size_t>(bytes)); }
+  void give_back(std::byte* memory, std::int64_t bytes) override {
+    static const std::int64_t page = sysconf(_SC_PAGESIZE);
+    const std::int64_t skipped = (page - reinterpret_cast<std::intptr_t>(memory) % page) % page;
+    const std::int64_t whole = (bytes - skipped) / page * page;
+    if (whole > 0) madvise(memory + skipped, static_cast<std::size_t>(whole), MADV_DONTNEED);
+  }
+  void copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) override {
+    std::memcpy(host, memory, static_cast<std::size_t>(bytes));
+  }
+  void copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) override {
+    std::memcpy(memory, host, static_cast<std::size_t>(bytes));
+  }
   at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) override {
     return at::from_blob(memory, sizes, at::TensorOptions().dtype(dtype));
   }

@@ -37,11 +37,15 @@ TEST(Buffers, AddUpStageByStage) {
 }
 
 TEST(Buffers, OnesThatAStackCannotHoldAreRefused) {
-  ThreeStages list(DType::float32);
-  const auto add = [&](Stage first, Stage last) { list.add("wrong", 1, 1, Element::sum, first, last); };
-  EXPECT_THROW(add(Stage::middle, Stage::end), InternalError);    // outlives what lies below it
-  EXPECT_THROW(add(Stage::begin, Stage::middle), InternalError);  // begins below what was declared before
-  EXPECT_THROW(list.add("wrong", -1, 1), InternalError);
+  Arena arena(1 << 20);
+  for (const auto& [first, last] : {std::pair(Stage::middle, Stage::end),     // outlives what lies below it
+                                    std::pair(Stage::begin, Stage::middle)})  // begins below what was declared before
+  {
+    ThreeStages list(DType::float32);
+    list.expect_stack();
+    list.add("wrong", 1, 1, Element::sum, first, last);
+    EXPECT_THROW(HeldBuffers(arena, list, at::kFloat), InternalError);
+  }
 }
 
 TEST(Buffers, TheArenaHoldsWhatWasDeclared) {

@@ -62,7 +62,7 @@ TEST(MemoryModel, OfAGpuHoldsItsContext) {
   EXPECT_EQ(gpu.model(), cpu.model());
   EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4 + 1000 * 96 + (14 << 10));
   const Work work = work_of_depths(0, 256, true);
-  EXPECT_LE(gpu.backward_peak(work, true, true), cpu.backward_peak(work, true, true));
+  EXPECT_LE(gpu.backward_peak(work, TrunkState::keep, true), cpu.backward_peak(work, TrunkState::keep, true));
 }
 
 TEST(MemoryModel, HoldsTheCodeOfBfloat16Products) {
@@ -82,24 +82,24 @@ TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
   const std::int64_t T = 64, M = 64, HD = 64, JD = 32, F = 96, H = 4;
   const std::int64_t layer = T * 4 * (2 * M + 2 * HD + 2 * JD + 2 * F + H + 2), outputs = T * 4 * (3 * M + 1);
   const Work all{T, 0, T, 0}, none{T, 0, 0, 0};
-  EXPECT_EQ(bytes.saved(all, true), 3 * layer + outputs);
-  EXPECT_EQ(bytes.saved(none, false), 3 * T * M * 4);
-  EXPECT_EQ(ActivationBytes(s, DType::float32, {.gradients = false}).saved(all, true), T * 4 * (2 * M + 1));
+  EXPECT_EQ(bytes.saved(all, TrunkState::keep), 3 * layer + outputs);
+  EXPECT_EQ(bytes.saved(none, TrunkState::recompute), 3 * T * M * 4);
+  EXPECT_EQ(ActivationBytes(s, DType::float32, {.gradients = false}).saved(all, TrunkState::keep), T * 4 * (2 * M + 1));
 }
 
 TEST(MemoryModel, WalkFollowsTheStack) {
   const ActivationBytes bytes(testing::tiny_shape(), DType::float32);
   const Work trunk = work_of_depths(0, 640, false), small = work_of_depths(640, 704, true);
   PeakWalk keep(bytes), drop(bytes), alone(bytes);
-  for (auto [walk, kept] : {std::pair(&keep, true), std::pair(&drop, false)}) {
+  for (auto [walk, kept] : {std::pair(&keep, TrunkState::keep), std::pair(&drop, TrunkState::recompute)}) {
     const std::int64_t open = walk->open_trunk(trunk, kept, 0);
     EXPECT_EQ(open, bytes.saved(trunk, kept));
-    walk->wave(small, open);
+    walk->wave(small, TrunkState::keep, open);
     walk->close_trunk(trunk, kept, 0);
   }
-  alone.wave(small, 0);
-  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, true));
-  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, false));
+  alone.wave(small, TrunkState::keep, 0);
+  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, TrunkState::keep));
+  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, TrunkState::recompute));
   EXPECT_LT(drop.peaks(0).a, keep.peaks(0).a);
   EXPECT_EQ(alone.peaks(1000).a, 0);
   EXPECT_EQ(alone.peaks(1000).b - alone.peaks(0).b, 1000);
@@ -112,7 +112,7 @@ TEST(MemoryModel, ForwardOnlyHoldsOneLayerAtATime) {
   deep.expert_layer.assign(30, 0);
   const StepKind score{.gradients = false, .optimizer = false};
   const ActivationBytes shallow(testing::tiny_shape(), DType::float32, score), bytes(deep, DType::float32, score);
-  EXPECT_EQ(shallow.forward_peak(wave, true, true), bytes.forward_peak(wave, true, true));
+  EXPECT_EQ(shallow.forward_peak(wave, TrunkState::keep, true), bytes.forward_peak(wave, TrunkState::keep, true));
 }
 
 TEST(CostModel, SmallSetsRunAtALowerRate) {

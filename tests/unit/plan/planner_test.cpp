@@ -361,10 +361,8 @@ TEST(Planner, SaysHowMuchIsNeeded) {
   }
 }
 
-TEST(Planner, RefusesOffloadByName) {
+TEST(Planner, OptionsOfAPlanAreReadFromTheOptions) {
   Options options;
-  options.trunk_state = "offload";
-  EXPECT_THROW(plan_options_of(options), UnsupportedError);
   options.trunk_state = "recompute";
   options.schedule = "phased";
   options.memory_budget = "2GiB";

@@ -1,0 +1,38 @@
+// The saved layers of one open trunk while its waves run: in the spill file, and fetched ahead of its backward.
+//
+// A layer is copied out as soon as it is complete, while the next one computes; its pages go back to the machine. In
+// the backward a layer is copied in before it is read, while the chunks of those below it are read ahead.
+#pragma once
+
+#include <vector>
+
+#include "espalier/model/layer_keeper.h"
+#include "espalier/saved/spill_queue.h"
+
+namespace espalier {
+
+class SleepingTrunk : public LayerKeeper {
+ public:
+  // Both must outlive the object. Trunks open and close as a stack, here as in the arena.
+  SleepingTrunk(Arena& arena, SpillQueue& queue);
+  ~SleepingTrunk() override;
+
+  // Errors of all three: those of SpillFile.
+  void put_away(std::int64_t layer, Arena::Range range) override;
+  void bring_back(std::int64_t layer) override;
+  void let_go(std::int64_t layer) override;
+
+ private:
+  struct Layer {
+    Arena::Range range;
+    std::vector<SpilledChunk> chunks;
+  };
+
+  Arena& arena_;
+  SpillQueue& queue_;
+  std::int64_t begin_;  // of the trunk in the file
+  std::vector<Layer> layers_;
+  bool asked_ = false;  // for all chunks, in the order of the backward
+};
+
+}  // namespace espalier

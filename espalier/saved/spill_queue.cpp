@@ -1,0 +1,126 @@
+#include "espalier/saved/spill_queue.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/memory_model.h"
+
+namespace espalier {
+
+SpillQueue::SpillQueue(const std::filesystem::path& folder, int chunks)
+    : file_(folder), memory_bytes_(chunks * kSpillChunkBytes) {
+  ESPALIER_INTERNAL(chunks > 0 && kSpillChunkBytes % SpillFile::kAlignment == 0, chunks, " chunks");
+  void* memory = mmap(nullptr, static_cast<std::size_t>(memory_bytes_), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED)
+    throw MemoryBudgetError({"--trunk-state offload", text_of(memory_bytes_, " bytes for what is on its way"),
+                             "a refusal of the system", "Take --trunk-state recompute"});
+  memory_ = static_cast<std::byte*>(memory);
+  for (int chunk = chunks; chunk > 0; --chunk) free_.push_back(memory_ + (chunk - 1) * kSpillChunkBytes);
+  thread_ = std::thread([this] { run(); });
+}
+
+SpillQueue::~SpillQueue() {
+  {
+    const std::lock_guard lock(mutex_);
+    stops_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  munmap(memory_, static_cast<std::size_t>(memory_bytes_));
+}
+
+void SpillQueue::wait_for(std::unique_lock<std::mutex>& lock, auto&& condition) {
+  changed_.wait(lock, [&] { return error_ || condition(); });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void SpillQueue::reserve(std::int64_t bytes) {
+  std::unique_lock lock(mutex_);
+  jobs_.push_back({Job::Kind::reserve, nullptr, nullptr, bytes});
+  changed_.notify_all();
+  wait_for(lock, [&] { return jobs_.empty() && !works_; });
+}
+
+std::byte* SpillQueue::room() {
+  std::unique_lock lock(mutex_);
+  wait_for(lock, [&] { return !free_.empty(); });
+  std::byte* const room = free_.back();
+  free_.pop_back();
+  return room;
+}
+
+void SpillQueue::write(SpilledChunk& chunk, std::byte* room) {
+  const std::lock_guard lock(mutex_);
+  jobs_.push_back({Job::Kind::write, &chunk, room});
+  changed_.notify_all();
+}
+
+void SpillQueue::ask(const SpilledChunk& chunk) {
+  const std::lock_guard lock(mutex_);
+  jobs_.push_back({Job::Kind::read, const_cast<SpilledChunk*>(&chunk)});
+  ++asked_;
+  changed_.notify_all();
+}
+
+std::byte* SpillQueue::take() {
+  std::unique_lock lock(mutex_);
+  ESPALIER_INTERNAL(asked_ > 0, "no chunk was asked for");
+  wait_for(lock, [&] { return !read_.empty(); });
+  std::byte* const room = read_.front();
+  read_.pop_front();
+  --asked_;
+  return room;
+}
+
+void SpillQueue::give_back(std::byte* room) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(room);
+  changed_.notify_all();
+}
+
+void SpillQueue::forget() {
+  std::unique_lock lock(mutex_);
+  std::erase_if(jobs_, [](const Job& job) { return job.kind == Job::Kind::read; });
+  changed_.wait(lock, [&] { return !works_ && (jobs_.empty() || error_); });
+  free_.insert(free_.end(), read_.begin(), read_.end());
+  read_.clear();
+  asked_ = 0;
+  changed_.notify_all();
+}
+
+void SpillQueue::run() {
+  sigset_t limits;  // a limit on the size of files is an error of the write, not the end of the process
+  sigfillset(&limits);
+  pthread_sigmask(SIG_BLOCK, &limits, nullptr);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stops_ || (can_begin() && !error_); });
+    if (stops_) return;
+    Job job = jobs_.front();
+    jobs_.pop_front();
+    if (job.kind == Job::Kind::read) {
+      job.room = free_.back();
+      free_.pop_back();
+    }
+    works_ = true;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (job.kind == Job::Kind::reserve) file_.reserve(job.bytes);
+      if (job.kind == Job::Kind::write) file_.write(*job.chunk, job.room);
+      if (job.kind == Job::Kind::read) file_.read(*job.chunk, job.room);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    works_ = false;
+    if (error) error_ = error;
+    if (job.kind == Job::Kind::write) free_.push_back(job.room);
+    if (job.kind == Job::Kind::read) read_.push_back(job.room);
+    changed_.notify_all();
+  }
+}
+
+}  // namespace espalier

@@ -1,0 +1,216 @@
+// A trunk's state in the spill file: what comes back is what went away, whatever the disk does; nothing stays behind.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/memory_model.h"
+#include "espalier/saved/sleeping_trunk.h"
+#include "tests/device/guarded_device.h"
+
+namespace espalier {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Spill : public ::testing::Test {
+ protected:
+  Spill() : folder_(fs::temp_directory_path() / ("espalier_spill_" + std::to_string(::getpid()))) {
+    fs::create_directories(folder_);
+  }
+  ~Spill() override { fs::remove_all(folder_); }
+
+  bool is_empty() const { return fs::is_empty(folder_); }
+
+  fs::path folder_;
+};
+
+std::vector<std::byte> drawn(std::size_t bytes, std::uint32_t seed) {
+  std::vector<std::byte> out(bytes);
+  std::mt19937 draw(seed);
+  for (std::byte& one : out) one = static_cast<std::byte>(draw());
+  return out;
+}
+
+// More chunks than buffers, the last one short, in the order of a backward.
+TEST_F(Spill, ChunksComeBackInTheOrderAskedFor) {
+  constexpr int kChunks = 7;
+  SpillQueue queue(folder_, 2);
+  std::vector<std::vector<std::byte>> contents;
+  std::vector<SpilledChunk> chunks(kChunks);
+  queue.reserve(kChunks * kSpillChunkBytes);
+  for (int i = 0; i < kChunks; ++i) {
+    contents.push_back(drawn(i + 1 < kChunks ? kSpillChunkBytes : 12345, static_cast<std::uint32_t>(i)));
+    chunks[i] = {i * kSpillChunkBytes, static_cast<std::int64_t>(contents[i].size()), 0};
+    std::byte* const room = queue.room();
+    std::memcpy(room, contents[i].data(), contents[i].size());
+    queue.write(chunks[i], room);
+  }
+  EXPECT_TRUE(is_empty());  // the file has no name: a process that is killed now leaves nothing
+  for (int i = kChunks; i-- > 0;) queue.ask(chunks[i]);
+  for (int i = kChunks; i-- > 0;) {
+    std::byte* const room = queue.take();
+    EXPECT_EQ(std::memcmp(room, contents[i].data(), contents[i].size()), 0) << i;
+    queue.give_back(room);
+  }
+}
+
+TEST_F(Spill, AFlippedBitIsAnErrorWithThePlace) {
+  SpillQueue queue(folder_, 2);
+  const std::vector<std::byte> content = drawn(100000, 1);
+  SpilledChunk chunk{8192, 100000, 0};
+  std::byte* room = queue.room();
+  std::memcpy(room, content.data(), content.size());
+  queue.write(chunk, room);
+  queue.reserve(1);  // comes after the write
+  const std::string path = "/proc/self/fd/" + std::to_string(queue.file().descriptor());
+  {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    ASSERT_TRUE(file);
+    file.seekp(8192 + 5000);
+    file.put(static_cast<char>(content[5000] ^ std::byte{4}));
+  }
+  queue.ask(chunk);
+  try {
+    queue.take();
+    FAIL() << "a flipped bit went unnoticed";
+  } catch (const InputError& error) {
+    EXPECT_EQ(error.exit_code(), 3);
+    EXPECT_NE(std::string(error.what()).find(folder_.string()), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("8192"), std::string::npos) << error.what();
+  }
+}
+
+// A limit on the size of files stands for a full disk; the signal that comes with it must not end the process.
+TEST_F(Spill, AFullDiskIsRefusedBeforeAnythingIsWritten) {
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 1 << 20;
+  {
+    SpillQueue queue(folder_, 1);
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+    try {
+      queue.reserve(1 << 24);
+      ADD_FAILURE() << "16 MiB in a file of at most one";
+    } catch (const WriteError& error) {
+      EXPECT_EQ(error.exit_code(), 2);
+      EXPECT_NE(std::string(error.what()).find(folder_.string()), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("--spill-dir"), std::string::npos) << error.what();
+    }
+  }
+  {
+    SpillQueue queue(folder_, 1);
+    SpilledChunk chunk{1 << 20, kSpillChunkBytes, 0};
+    queue.write(chunk, queue.room());
+    EXPECT_THROW(queue.room(), WriteError);  // the write before it failed
+  }
+  setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_TRUE(is_empty());
+}
+
+TEST_F(Spill, AFolderThatCannotBeWrittenIsNamed) {
+  const fs::path file = folder_ / "file";
+  std::ofstream(file) << "x";
+  for (const fs::path& place : {folder_ / "gone", file, fs::path("/proc/self")}) {
+    try {
+      SpillFile spill(place);
+      ADD_FAILURE() << place << " holds a file";
+    } catch (const WriteError& error) {
+      EXPECT_NE(std::string(error.what()).find(place.string()), std::string::npos) << error.what();
+    }
+  }
+}
+
+std::int64_t resident_pages(const at::Tensor& tensor) {
+  const std::int64_t page = sysconf(_SC_PAGESIZE);
+  auto* const begin = reinterpret_cast<std::byte*>(reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) / page * page);
+  std::vector<unsigned char> in_memory(static_cast<std::size_t>(tensor.nbytes() / page));
+  EXPECT_EQ(mincore(begin, in_memory.size() * page, in_memory.data()), 0);
+  return std::ranges::count_if(in_memory, [](unsigned char flags) { return flags & 1; });
+}
+
+TEST(SleepingRanges, GiveTheirPagesBackAndKeepTheirAddresses) {
+  Arena arena(64 << 20, cpu_device(), 4);
+  const at::Tensor below = arena.take({1000}, at::kFloat);
+  const std::int64_t begin = arena.in_use();
+  const at::Tensor state = arena.take({10 << 20}, at::kFloat);
+  const std::int64_t end = arena.in_use();
+  state.fill_(1);
+  EXPECT_GT(resident_pages(state), (40 << 20) / 4096 - 4);
+  arena.sleep({begin, end});
+  EXPECT_LT(resident_pages(state), 4);
+  EXPECT_EQ(arena.held(), begin);
+  arena.reset_high_water();
+  {
+    const ArenaScope scope(arena);
+    arena.take({12 << 20}, at::kFloat).fill_(2);  // 48 MiB beside 40 that sleep: more than the limit together
+  }
+  EXPECT_EQ(arena.high_water(), begin + (48 << 20));
+  EXPECT_EQ(arena.touched(), begin + (48 << 20));
+  arena.trim();
+  EXPECT_EQ(arena.touched(), begin);
+  arena.wake({begin, end});
+  EXPECT_EQ(arena.held(), end);
+  EXPECT_THROW(arena.wake({begin, end}), InternalError);
+  arena.sleep({begin, end});
+  EXPECT_THROW(arena.sleep({begin, end}), InternalError);
+  arena.release_to(begin);
+  EXPECT_EQ(arena.held(), begin);
+  EXPECT_THROW(arena.take({17 << 20}, at::kFloat), MemoryBudgetError);
+}
+
+// Three layers of two trunks, one inside the other, on both devices: the same bits at the same addresses.
+TEST_F(Spill, NestedTrunksSleepAndComeBack) {
+  for (Device* device : {&cpu_device(), static_cast<Device*>(&testing::guarded_device())}) {
+    SCOPED_TRACE(device->name());
+    Arena arena(256 << 20, *device, 2);
+    SpillQueue queue(folder_, 3);
+    queue.reserve(200 << 20);
+    std::vector<at::Tensor> expected;
+    const auto fill = [&](SleepingTrunk& trunk, std::int64_t numbers, std::vector<at::Tensor>& layers) {
+      for (std::int64_t layer = 0; layer < 3; ++layer) {
+        const std::int64_t begin = arena.in_use();
+        layers.push_back(arena.take({numbers + layer}, at::kFloat));
+        expected.push_back(at::randn({numbers + layer}, at::kFloat));
+        device->to_device(expected.back(), layers.back());
+        trunk.put_away(layer, {begin, arena.in_use()});
+      }
+    };
+    const auto compare = [&](SleepingTrunk& trunk, const std::vector<at::Tensor>& layers) {
+      for (std::int64_t layer = 2; layer >= 0; --layer) {
+        trunk.bring_back(layer);
+        EXPECT_TRUE(at::equal(device->to_host(layers[static_cast<std::size_t>(layer)]), expected.back())) << layer;
+        expected.pop_back();
+        trunk.let_go(layer);
+      }
+    };
+    const ArenaScope outer_scope(arena);
+    std::vector<at::Tensor> outer_layers, inner_layers;
+    SleepingTrunk outer(arena, queue);
+    fill(outer, 3 << 20, outer_layers);
+    const std::int64_t file_top = queue.file_top();
+    {
+      const ArenaScope scope(arena);
+      SleepingTrunk inner(arena, queue);
+      fill(inner, 1 << 20, inner_layers);
+      EXPECT_GT(queue.file_top(), file_top);
+      compare(inner, inner_layers);
+    }
+    EXPECT_EQ(queue.file_top(), file_top);
+    compare(outer, outer_layers);
+    EXPECT_EQ(arena.held(), 0);
+  }
+}
+
+}  // namespace
+}  // namespace espalier
