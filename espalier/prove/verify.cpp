@@ -102,7 +102,8 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   for (const std::int64_t budget : budgets) {
     add(Schedule::packed, budget, options.trunk_state);
     for (const TrunkState state : {TrunkState::keep, TrunkState::recompute, TrunkState::offload})
-      if (options.trunk_state == state || (options.trunk_state == TrunkState::automatic && state != TrunkState::offload))
+      if (options.trunk_state == state ||
+          (options.trunk_state == TrunkState::automatic && state != TrunkState::offload))
         add(Schedule::phased, budget, state);
   }
   add(Schedule::automatic, options.token_budget, options.trunk_state);
