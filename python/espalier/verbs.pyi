@@ -58,6 +58,7 @@ def plan(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    shard: Literal["none", "optimizer", "full"] | None = ...,
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -146,6 +147,8 @@ def train(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    shard: Literal["none", "optimizer", "full"] | None = ...,
+    comm_timeout: float | None = ...,
     temperature: float | None = ...,
     beta: Any = ...,  # TRL's
     delta: Any = ...,  # TRL's
@@ -203,6 +206,7 @@ def score(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    comm_timeout: float | None = ...,
     temperature: float | None = ...,
     config: _Path | None = ...,
     quiet: bool = ...,
@@ -272,6 +276,8 @@ def verify(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    shard: Literal["none", "optimizer", "full"] | None = ...,
+    comm_timeout: float | None = ...,
     temperature: float | None = ...,
     beta: Any = ...,  # TRL's
     delta: Any = ...,  # TRL's
@@ -361,6 +367,13 @@ def replay(
     decay_matrices_only: bool | None = ...,
     max_grad_norm: float | None = ...,
     warmup_steps: int | None = ...,
+    tp: int | None = ...,
+    ep: int | None = ...,
+    cp: int | None = ...,
+    pp: int | None = ...,
+    dp: int | None = ...,
+    shard: Literal["none", "optimizer", "full"] | None = ...,
+    comm_timeout: float | None = ...,
     temperature: float | None = ...,
     beta: Any = ...,  # TRL's
     delta: Any = ...,  # TRL's
@@ -447,6 +460,7 @@ def bench(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    comm_timeout: float | None = ...,
     n: _Numbers | None = ...,
     temperature: float | None = ...,
     splits: str | None = ...,
@@ -494,6 +508,12 @@ def generate(
     out: _Path | None = ...,
     token_budget: int | None = ...,
     memory_budget: str | int | None = ...,
+    tp: int | None = ...,
+    ep: int | None = ...,
+    cp: int | None = ...,
+    pp: int | None = ...,
+    dp: int | None = ...,
+    comm_timeout: float | None = ...,
     prompts: _Path | None = ...,
     reward: _Path | None = ...,
     reward_timeout: float | None = ...,
@@ -576,6 +596,13 @@ def grpo(
     decay_matrices_only: bool | None = ...,
     max_grad_norm: float | None = ...,
     warmup_steps: int | None = ...,
+    tp: int | None = ...,
+    ep: int | None = ...,
+    cp: int | None = ...,
+    pp: int | None = ...,
+    dp: int | None = ...,
+    shard: Literal["none", "optimizer", "full"] | None = ...,
+    comm_timeout: float | None = ...,
     prompts: _Path | None = ...,
     reward: _Path | None = ...,
     reward_timeout: float | None = ...,
