@@ -7,7 +7,7 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 # A plain -fPIC everywhere: with CMake's own setting executables get -fPIE and silently lose the precompiled header.
 add_compile_options(-fPIC -Wall -Wextra -Wno-unknown-pragmas -Winvalid-pch -fpch-preprocess -fno-math-errno)
-set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g1 -DNDEBUG")
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
 set(CMAKE_CXX_FLAGS_DEBUG "-O0 -g")
 set(ESPALIER_KERNEL_OPTIMISATION -O3)  # in Debug too
 if(ESPALIER_SANITIZE)
