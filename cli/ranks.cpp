@@ -34,7 +34,8 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
   }
   if (options.shard == Sharding::full)
-    throw UnsupportedError({"--shard", "none or optimizer", name_of(options.shard), ""});
+    throw UnsupportedError(
+        {"--shard", "none or optimizer", name_of(options.shard), "optimizer spreads its state over the ranks"});
   if (options.shard == Sharding::optimizer && (verb.letter != 't' || !options.record.empty()))
     throw UnsupportedError({"--shard", verb.letter == 't' ? "none with --record" : "none", name_of(options.shard), ""});
 }

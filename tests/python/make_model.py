@@ -96,6 +96,12 @@ def make_rollouts(seed, groups=4, vocabulary=VOCABULARY, longest_prompt=40, long
     return records
 
 
+def groups_of_four(groups):
+    """Small groups whose rewards differ: a step a pair of them with --mini-batch-size 8."""
+    return [{"prompt_ids": [3, 4 + group, 9], "response_ids": [6, 7 + i, 11 + group], "reward": float(i % 3)}
+            for group in range(groups) for i in range(4)]
+
+
 def add_series(records, logprobs, seed, spread=0.5):
     """Adds old, reference and rollout log-probs: the model's own plus noise wide enough that the ratio clip, the dual
     clip and the importance truncation are all active."""

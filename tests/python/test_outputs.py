@@ -11,7 +11,7 @@ import time
 import pytest
 from safetensors import safe_open
 
-from make_model import make_rollouts, write_records
+from make_model import groups_of_four, make_rollouts, write_records
 
 SEED = 53
 MODEL = "qwen3_tied"
@@ -30,9 +30,7 @@ def rollouts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     """Six groups of four: three steps an epoch with --mini-batch-size 8."""
-    records = [{"prompt_ids": [3, 4 + group, 9], "response_ids": [6, 7 + i, 11 + group], "reward": float(i % 3)}
-               for group in range(6) for i in range(4)]
-    return write_records(records, tmp_path_factory.mktemp("groups") / "groups.jsonl")
+    return write_records(groups_of_four(6), tmp_path_factory.mktemp("groups") / "groups.jsonl")
 
 
 # -- no output is an input --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from make_model import make_rollouts, write_records
+from make_model import groups_of_four, make_rollouts, write_records
 
 SEED = 61
 MODEL = "qwen3_tied"
@@ -63,9 +63,7 @@ def rollouts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     """Twelve groups of four: six steps an epoch with --mini-batch-size 8."""
-    records = [{"prompt_ids": [3, 4 + group, 9], "response_ids": [6, 7 + i, 11 + group], "reward": float(i % 3)}
-               for group in range(12) for i in range(4)]
-    return write_records(records, tmp_path_factory.mktemp("groups") / "groups.jsonl")
+    return write_records(groups_of_four(12), tmp_path_factory.mktemp("groups") / "groups.jsonl")
 
 
 @pytest.fixture
