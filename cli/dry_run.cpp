@@ -41,6 +41,7 @@ void check_update(const ModelShape& shape, Context& context, std::int64_t epochs
 int dry_train(Context& context) {
   Options options = context.options;
   if (options.model.empty()) options.model = options.resume;
+  options.out.clear();  // a plan's is a picture
   check_update(read_model_shape(options.model), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
   Context planned{options, context.arguments, silent, context.text, context.mesh};

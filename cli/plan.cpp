@@ -1,12 +1,14 @@
 // espalier plan: what would run for each optimizer step, from config.json and the rollouts' tokens alone.
 #include <algorithm>
 #include <iomanip>
+#include <limits>
 #include <map>
 #include <optional>
 #include <sstream>
 
+#include "cli/plan.h"
 #include "cli/reading.h"
-#include "cli/verbs.h"
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/measure/machine.h"
 #include "espalier/plan/planned_machine.h"
@@ -14,6 +16,7 @@
 #include "espalier/plan/rank_report.h"
 #include "espalier/plan/route_fit.h"
 #include "espalier/rollout/batch.h"
+#include "espalier/saved/spill_file.h"
 #include "espalier/step/planning.h"
 
 namespace espalier::cli {
@@ -189,20 +192,6 @@ std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPla
   return Shortage{missing, missing == 0 ? "" : "Take larger degrees, or machines with more memory"};
 }
 
-// The machine that is planned for, and the kind of device and memory that the options leave to it.
-MachineProfile machine_of(Context& context, PlanOptions& options) {
-  const std::string& named = context.options.machine;
-  const bool any_gpu = named.empty() && context.options.device == DeviceType::cuda;
-  if (any_gpu) context.progress.note("note: planning for an h100; --machine names another");
-  const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype)
-                                 : named.empty() ? machine_profile(context.options, context.progress)
-                                                 : planned_machine(named, options.dtype);
-  options.kind.cuda = profile.device == "cuda";
-  if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
-  context.result["device"] = profile.device;
-  return profile;
-}
-
 // The plans of all steps of one model, actor or critic. Leaves the kind of the last step in plan_options.
 std::vector<StepPlan> plans_of(Context& context, const std::vector<std::vector<Rollout>>& batches,
                                const ModelShape& shape, std::int64_t beside_bytes, PlanOptions& plan_options,
@@ -240,8 +229,26 @@ Shortage report_critic(Context& context, const std::vector<std::vector<Rollout>>
 
 }  // namespace
 
+MachineProfile machine_of(Context& context, PlanOptions& options) {
+  const std::string& named = context.options.machine;
+  const bool any_gpu = named.empty() && context.options.device == DeviceType::cuda;
+  if (any_gpu) context.progress.note("note: planning for an h100; --machine names another");
+  const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype)
+                                 : named.empty() ? machine_profile(context.options, context.progress)
+                                                 : planned_machine(named, options.dtype);
+  options.kind.cuda = profile.device == "cuda";
+  if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
+  const bool here = named.empty() && !any_gpu;  // of another machine nobody knows what it has room for
+  options.spill_room = here ? room_to_spill(context.options.spill_dir) : std::numeric_limits<std::int64_t>::max();
+  context.result["device"] = profile.device;
+  return profile;
+}
+
 int run_plan(Context& context) {
   const Options& options = context.options;
+  if (options.frontier) return run_frontier(context);
+  if (!options.out.empty())
+    throw OptionError({"--out", "--frontier with it, whose picture it is", '"' + options.out + '"', "leave it out"});
   const ModelShape shape = read_model_shape(options.model);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;

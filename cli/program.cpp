@@ -57,7 +57,8 @@ void check_required(const Verb& verb, const Options& options) {
     for (std::size_t begin = 0; begin <= required.size();) {
       const std::size_t end = std::min(required.find('|', begin), required.size());
       const std::string name = required.substr(begin, end - begin);
-      given = given || !option_text(options, name).empty();
+      const std::string value = option_text(options, name);
+      given = given || (find_option(name)->type == OptionType::flag ? value == "true" : !value.empty());
       names += (names.empty() ? "--" : " or --") + name;
       begin = end + 1;
     }

@@ -1,6 +1,7 @@
 #include "cli/usage.h"
 
 #include <algorithm>
+#include <sstream>
 
 #include "espalier/base/error.h"
 #include "espalier/options/nearest_name.h"
@@ -14,14 +15,20 @@ std::string padded(std::string text, std::size_t width) {
   return text;
 }
 
-// "espalier train (--model | --resume PATH) ... [options]" and what the verb does.
+// "--model PATH", "--frontier"
+std::string named(const std::string& option) {
+  return "--" + option + (find_option(option)->type == OptionType::flag ? "" : " PATH");
+}
+
+// "espalier train (--model PATH | --resume PATH) ... [options]" and what the verb does.
 std::string head_of(const Verb& verb) {
   std::string usage = std::string("espalier ") + verb.name;
   for (const std::string& required : verb.required) {
     std::string alternatives;
-    for (const char c : required) alternatives += c == '|' ? std::string(" | --") : std::string(1, c);
-    const bool several = alternatives.size() > required.size();
-    usage += std::string(several ? " (--" : " --") + alternatives + (several ? ")" : "") + " PATH";
+    std::istringstream names(required);
+    for (std::string name; std::getline(names, name, '|');)
+      alternatives += (alternatives.empty() ? "" : " | ") + named(name);
+    usage += required.find('|') == required.npos ? ' ' + alternatives : " (" + alternatives + ")";
   }
   if (verb.arguments[0] != '\0') usage += std::string(" ") + verb.arguments;
   return usage + " [options]\n\n" + verb.summary + "\n";

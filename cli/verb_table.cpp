@@ -13,7 +13,7 @@ const std::vector<Verb>& verbs() {
   static const std::vector<Verb> table = {
       {'i', "inspect", "ROLLOUTS...", 1, kAny, {}, "sizes, what sharing could save, every anomaly", run_inspect},
       {'c', "convert", "IN OUT", 2, 2, {}, "any supported format to the neutral one (.jsonl, .gz, .zst)", run_convert},
-      {'p', "plan", "", 0, 0, {"model", "rollouts"}, "the schedule that would run, its time and memory", run_plan},
+      {'p', "plan", "", 0, 0, {"model", "rollouts|frontier"}, "the schedule that would run, its time and memory", run_plan},
       {'t', "train", "", 0, 0, {"model|resume", "rollouts", kOutputs}, "update a model from recorded rollouts", run_train},
       {'s', "score", "", 0, 0, {"model", "rollouts", "out"}, "log-probs of recorded rollouts, forward only", run_score},
       {'v', "verify", "", 0, 0, {"model", "rollouts"}, "the same step dense and shared: is it the same?", run_verify},

@@ -22,6 +22,11 @@ class ItemRun {
   // penalties, [expert layers, 2], with the values of the router losses; undefined where there are none.
   void backward(const at::Tensor& penalties_L2);
 
+  // The backward is near: what was stored away is fetched ahead.
+  void ask_ahead() {
+    if (sleeping_) sleeping_->ask_ahead();
+  }
+
   std::int64_t rows() const { return input_.model.rows(); }
 
  private:

@@ -37,6 +37,7 @@ class OneAfterAnother : public Executor {
   }
 
   void run_wave(const PlanItem& item) override {
+    if (!open_.empty()) open_.back().ask_ahead_of(item);
     book(result.seconds.waves, result.arena_bytes.b, [&] {
       const ArenaScope scope(step_.arena);
       ItemRun wave(step_, item);
@@ -47,9 +48,11 @@ class OneAfterAnother : public Executor {
     if (step_.on_rows) step_.on_rows(result.trunk_rows + result.wave_rows);
   }
 
-  void close_trunk(const PlanItem&) override {
+  void close_trunk(const PlanItem& item) override {
     trim();
     OpenTrunk& trunk = open_.back();
+    trunk.run.ask_ahead();
+    if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
     if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
@@ -71,8 +74,14 @@ class OneAfterAnother : public Executor {
  private:
   // What a trunk took from the arena goes back when it is closed, after everything below it.
   struct OpenTrunk {
-    OpenTrunk(const StepRun& step, const PlanItem& item) : scope(step.arena), run(step, item) {}
+    OpenTrunk(const StepRun& step, const PlanItem& trunk) : item(trunk), scope(step.arena), run(step, trunk) {}
 
+    // What was stored away is fetched while the last item below runs.
+    void ask_ahead_of(const PlanItem& below) {
+      if (&below == &item.below.back()) run.ask_ahead();
+    }
+
+    const PlanItem& item;
     ArenaScope scope;
     ItemRun run;
   };

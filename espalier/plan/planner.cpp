@@ -382,4 +382,16 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
   return plan;
 }
 
+ScheduleCost cost_of_schedule(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+                              const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile) {
+  try {
+    const Candidate best = Search(batch, trees, shape, options, profile).best(options.schedule);
+    return {best.cost, best.options.budget};
+  } catch (const OptionError&) {
+    PlanCost cost;
+    cost.fits = false;
+    return {cost, options.token_budget};
+  }
+}
+
 }  // namespace espalier

@@ -40,4 +40,13 @@ PlanOptions plan_options_of(const Options& options);
 StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
                    const PlanOptions& options, const MachineProfile& profile);
 
+// What make_plan finds under options.schedule alone, and nothing written out. A budget that cuts a path into thousands
+// of trunks does not fit.
+struct ScheduleCost {
+  PlanCost cost;
+  std::int64_t token_budget = 0;  // rows in one wave
+};
+ScheduleCost cost_of_schedule(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+                              const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile);
+
 }  // namespace espalier

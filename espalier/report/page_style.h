@@ -61,6 +61,8 @@ svg { display: block; overflow: visible; }
 .band { fill: transparent; }
 .band:hover { fill: var(--band); }
 .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); } .line.c3 { stroke: var(--c3); }
+.line.c4 { stroke: var(--phaseC); } .line.c5 { stroke: var(--optimizer); }
+text.c4, circle.c4 { fill: var(--phaseC); } text.c5, circle.c5 { fill: var(--optimizer); }
 text.c1, circle.c1 { fill: var(--c1); } text.c2, circle.c2 { fill: var(--c2); } text.c3, circle.c3 { fill: var(--c3); }
 .last .c1 { color: var(--c1); } .last .c2 { color: var(--c2); } .last .c3 { color: var(--c3); }
 .generate { fill: var(--generate); background: var(--generate); } .score { fill: var(--score); background: var(--score); }

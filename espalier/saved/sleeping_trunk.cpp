@@ -12,13 +12,14 @@ SleepingTrunk::SleepingTrunk(Arena& arena, SpillQueue& queue)
 
 // Chunks that were not fetched, after an error, are not wanted any more, and nobody writes to their entries.
 SleepingTrunk::~SleepingTrunk() {
-  queue_.forget();
+  if (away_ > 0) queue_.forget();
   queue_.set_file_top(begin_);
 }
 
 void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
   ESPALIER_INTERNAL_EQ(layer, static_cast<std::int64_t>(layers_.size()));
   Layer& own = layers_.emplace_back(Layer{range, {}});
+  ++away_;
   own.chunks.resize(static_cast<std::size_t>((range.bytes() + kSpillChunkBytes - 1) / kSpillChunkBytes));
   std::int64_t from = range.begin;
   for (SpilledChunk& chunk : own.chunks) {
@@ -32,12 +33,15 @@ void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
   arena_.sleep(range);
 }
 
+void SleepingTrunk::ask_ahead() {
+  if (asked_) return;
+  for (auto own = layers_.rbegin(); own != layers_.rend(); ++own)
+    for (const SpilledChunk& chunk : own->chunks) queue_.ask(chunk);
+  asked_ = true;
+}
+
 void SleepingTrunk::bring_back(std::int64_t layer) {
-  if (!asked_) {
-    for (auto own = layers_.rbegin(); own != layers_.rend(); ++own)
-      for (const SpilledChunk& chunk : own->chunks) queue_.ask(chunk);
-    asked_ = true;
-  }
+  ask_ahead();
   const Layer& own = layers_.at(static_cast<std::size_t>(layer));
   arena_.wake(own.range);
   std::int64_t to = own.range.begin;
@@ -47,6 +51,7 @@ void SleepingTrunk::bring_back(std::int64_t layer) {
     queue_.give_back(room);
     to += chunk.bytes;
   }
+  --away_;
 }
 
 void SleepingTrunk::let_go(std::int64_t layer) { arena_.sleep(layers_.at(static_cast<std::size_t>(layer)).range); }

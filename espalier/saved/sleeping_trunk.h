@@ -1,7 +1,8 @@
 // The saved layers of one open trunk while its waves run: in the spill file, and fetched ahead of its backward.
 //
 // A layer is copied out as soon as it is complete, while the next one computes; its pages go back to the machine. In
-// the backward a layer is copied in before it is read, while the chunks of those below it are read ahead.
+// the backward a layer is copied in before it is read, while the chunks of those below it are read ahead. The first of
+// them are read while the last item below the trunk runs.
 #pragma once
 
 #include <vector>
@@ -16,6 +17,10 @@ class SleepingTrunk : public LayerKeeper {
   // Both must outlive the object. Trunks open and close as a stack, here as in the arena.
   SleepingTrunk(Arena& arena, SpillQueue& queue);
   ~SleepingTrunk() override;
+
+  // The backward is near: its layers are read ahead from now on, as far as there are buffers. Trunks are asked for in
+  // the order in which they close.
+  void ask_ahead();
 
   // Errors of all three: those of SpillFile.
   void put_away(std::int64_t layer, Arena::Range range) override;
@@ -32,7 +37,8 @@ class SleepingTrunk : public LayerKeeper {
   SpillQueue& queue_;
   std::int64_t begin_;  // of the trunk in the file
   std::vector<Layer> layers_;
-  bool asked_ = false;  // for all chunks, in the order of the backward
+  bool asked_ = false;     // for all chunks, in the order of the backward
+  std::int64_t away_ = 0;  // layers that were not brought back
 };
 
 }  // namespace espalier

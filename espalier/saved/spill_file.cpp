@@ -1,6 +1,8 @@
 #include "espalier/saved/spill_file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 #include <zlib.h>
 
@@ -36,6 +38,14 @@ std::filesystem::path folder_or_default(const std::filesystem::path& folder) {
 }
 
 }  // namespace
+
+std::int64_t room_to_spill(const std::filesystem::path& folder) {
+  struct statfs system;
+  if (::statfs(folder_or_default(folder).c_str(), &system) != 0 || system.f_type == TMPFS_MAGIC ||
+      system.f_type == RAMFS_MAGIC)
+    return 0;
+  return static_cast<std::int64_t>(0.9 * static_cast<double>(system.f_bavail) * static_cast<double>(system.f_bsize));
+}
 
 SpillFile::SpillFile(const std::filesystem::path& folder) : folder_(folder_or_default(folder)) {
   descriptor_ = open_unnamed(folder_);

@@ -14,6 +14,10 @@ struct SpilledChunk {
   std::uint32_t checksum = 0;  // CRC-32 of the bytes, set by write
 };
 
+// Bytes that may be stored away in this folder (empty: the system's for temporary files) where nobody asked for it:
+// what is free there, less a margin; 0 for a folder that is not there or lies in memory.
+std::int64_t room_to_spill(const std::filesystem::path& folder);
+
 class SpillFile {
  public:
   // Chunks begin at multiples of it, and memory that they are written from or read to is aligned to it and as long.

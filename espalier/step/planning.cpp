@@ -1,10 +1,6 @@
 #include "espalier/step/planning.h"
 
-#include <linux/magic.h>
-#include <sys/vfs.h>
-
 #include <algorithm>
-#include <filesystem>
 #include <functional>
 #include <utility>
 
@@ -16,6 +12,7 @@
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/plan/planner.h"
+#include "espalier/saved/spill_file.h"
 
 namespace espalier {
 
@@ -45,17 +42,6 @@ void require_room(const ModelShape& shape, const Options& options, const StepKin
                kind.beside_bytes > 0 ? text_of(", ", format_bytes(kind.beside_bytes), " of other models") : "", " and ",
                format_bytes(own), " that the process itself takes"),
        text_of(format_bytes(room), given ? "" : " free"), remedy});
-}
-
-std::int64_t room_to_spill(const Options& options) {
-  std::error_code error;
-  const std::filesystem::path folder = options.spill_dir.empty() ? std::filesystem::temp_directory_path(error)
-                                                                 : std::filesystem::path(options.spill_dir);
-  struct statfs system;
-  // A file system in memory gives nothing back, and a folder that is not there nothing at all.
-  if (error || ::statfs(folder.c_str(), &system) != 0 || system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)
-    return 0;
-  return static_cast<std::int64_t>(0.9 * static_cast<double>(system.f_bavail) * static_cast<double>(system.f_bsize));
 }
 
 namespace {
@@ -111,7 +97,7 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
   if (kind.gradients) {
-    const auto room = static_cast<double>(room_to_spill(options) / mesh.local_ranks);
+    const auto room = static_cast<double>(room_to_spill(options.spill_dir) / mesh.local_ranks);
     plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   }
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);

@@ -23,9 +23,6 @@ std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, con
 // state where `kind` has them; without a budget, one that what is free cannot hold. Errors: MemoryBudgetError.
 void require_room(const ModelShape& shape, const Options& options, const StepKind& kind);
 
-// Bytes that the plan may store away in --spill-dir where nobody asked for it: what is free there, less a margin.
-std::int64_t room_to_spill(const Options& options);
-
 // The plan of this rank's part of one mini-batch: whole prefix trees, dealt to the ranks of dp, and how the options and
 // the machine say to run them. A rank may have none. Without a memory budget it is made for the rank with least room,
 // so that all plan alike. Errors: CommunicationError where ranks of one part plan differently.

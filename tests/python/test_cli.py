@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,23 @@ def test_inspect_and_plan_print_one_json_object(espalier, model_of, rollouts):
     assert found["tokens"]["physical"] < found["tokens"]["logical"]
     planned = espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--json").json
     assert planned["trees"] and planned["flops"]["phased"] < planned["flops"]["dense"]
+
+
+def test_plan_finds_the_frontier_without_rollouts(espalier, model_of, rollouts, tmp_path):
+    config = tmp_path / "config.json"  # all that it needs of a model
+    config.write_text(json.dumps({**json.loads((Path(model_of("qwen3_tied")) / "config.json").read_text()), "max_position_embeddings": 1 << 17}))
+    words = ["plan", "--model", config, "--frontier", "--n", "2,4", "--max-response-length", 100, "--memory-budget", "160MiB"]
+    cells = {(cell["n"], cell["way"]): cell for cell in espalier(*words, "--json").json["frontier"]["cells"]}
+    assert len(cells) == 10 and all(cell["prompt"] > 0 for cell in cells.values())
+    assert cells[4, "dense"]["prompt"] == cells[2, "dense"]["prompt"] > cells[4, "packed"]["prompt"]
+    assert cells[2, "phased, offload"]["factor"] > 1.8 > cells[2, "dense"]["factor"] == 1
+    picture = tmp_path / "frontier.svg"
+    table = espalier(*words, "--out", picture).stdout
+    assert "phased, recompute" in table and "N = 4" in table and str(picture) in table
+    assert picture.read_text().startswith("<svg") and picture.read_text().rstrip().endswith("</svg>")
+    assert "--frontier" in espalier(*words, "--rollouts", rollouts, expect=2).stderr
+    assert "--frontier" in espalier("plan", "--model", model_of("qwen3_tied"), expect=2).stderr
+    assert "--frontier" in espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--out", picture, expect=2).stderr
 
 
 def test_plan_counts_what_the_options_of_a_step_add(espalier, model_of, rollouts):
