@@ -7,7 +7,7 @@ A target counts as met by its median over at least five rounds; with fewer it is
 
 `run` lets `espalier bench` fit its cost model to this machine, then goes through the targets by importance, as far as --minutes
 allow, prints a table and appends a line for each to bench/results/targets-MACHINE-COMMIT.jsonl as it ends. `report` writes
-docs/performance.md and the figures in README.md with the newest of these files.
+docs/performance.md and the figures in README.md with what was measured last of each target.
 --quick runs tiny cells, to see whether everything works; its figures mean nothing and are not kept.
 Needs `make` and, for the benchmarks in C++, `ninja -C build benches allocations_test`.
 """
@@ -409,24 +409,27 @@ def run(options):
     print(f"\n{(time.monotonic() - start) / 60:.1f} minutes", "" if options.quick else f"-> {file}", file=sys.stderr)
 
 
-def newest_run():
-    """The rows of the file whose last line is the newest; of a target that stands there twice, the later ones."""
-    found = [[json.loads(text) for text in path.read_text().splitlines()] for path in grid.RESULTS.glob("targets-*.jsonl")]
-    rows = max((rows for rows in found if rows), key=lambda rows: rows[-1]["seconds_since_1970"], default=[])
+def newest_rows():
+    """Of every target the rows that were measured last, on the machine that measured last, whichever commits those were."""
+    rows = [json.loads(text) for path in grid.RESULTS.glob("targets-*.jsonl") for text in path.read_text().splitlines()]
+    rows.sort(key=lambda row: row["seconds_since_1970"])
+    rows = [row for row in rows if row["machine"]["cpu"] == rows[-1]["machine"]["cpu"]]
     last = {row["name"]: row["seconds_since_1970"] for row in rows}
-    return [row for row in rows if row["seconds_since_1970"] == last[row["name"]]]
+    order = {target.name: place for place, target in enumerate(TARGETS)}
+    rows = [row for row in rows if row["seconds_since_1970"] == last[row["name"]] and row["name"] in order]
+    return sorted(rows, key=lambda row: order[row["name"]])
 
 
 def section():
-    rows = newest_run()
+    rows = newest_rows()
     if not rows:
         return []
-    m, measured = rows[-1]["machine"], [row for row in rows if "measured" in row]
+    measured = [row for row in rows if "measured" in row]
     left_out = sorted({row["name"] for row in rows} - {row["name"] for row in measured})
     met = sum(counts(row) for row in measured)
-    commands = " and ".join(dict.fromkeys(f"`{grid.PYTHON} {row['command']}`" for row in rows))
-    text = [f"{commands} on {m['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
-            f"{rows[-1]['transformers']}, commit {m['commit']}, {rows[-1]['date']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
+    commands = ", ".join(dict.fromkeys(f"`{grid.PYTHON} {row['command']}` (commit {row['machine']['commit']}, {row['date']})" for row in rows))
+    text = [f"{commands}; on {rows[-1]['machine']['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
+            f"{rows[-1]['transformers']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
             "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns; measured is the median over the "
             f"rounds, spread that of single rounds. A target is met by its median over at least {LEAST_ROUNDS} rounds. Seconds are predicted "
             "for the rate of matrix products just before and after each run. Where auto's plan is another schedule's, runs of both count as "
