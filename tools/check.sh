@@ -14,7 +14,7 @@ step() {
   if "$@"; then echo "check: $name fine"; else echo "check: $name FAILED"; status=1; fi
 }
 
-sources() { git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' | sort; }
+sources() { git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' | sort; }
 
 # The first of $1's candidates whose version is 14, or a complaint: versions differ in what they want.
 version_14() {

@@ -16,13 +16,19 @@
 namespace espalier::testing {
 namespace {
 
-// An operation of the CPU's table as one that is queued, its arguments kept by value.
+// What runs when queued work runs.
+const Operations*& below() {
+  static const Operations* table = &cpu::operations();
+  return table;
+}
+
+// An operation of that table as one that is queued, its arguments kept by value.
 template <auto member>
 struct Late;
 template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>
 struct Late<member> {
   static void call(Arguments... arguments) {
-    guarded_device().queue([=] { (cpu::operations().*member)(arguments...); });
+    guarded_device().queue([=] { (below()->*member)(arguments...); });
   }
 };
 template <auto... members>
@@ -44,6 +50,7 @@ const Operations& late_operations() {
               &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
               &O::choose_tokens>(o);
+    o.rounds_weight_gradients = [](at::ScalarType dtype) { return below()->rounds_weight_gradients(dtype); };
     return o;
   }();
   return all;
@@ -69,6 +76,8 @@ GuardedDevice& guarded_device() {
 }
 
 GuardedDevice::GuardedDevice() : Device(late_operations()) {}
+
+void GuardedDevice::run(const Operations& table) { below() = &table; }
 
 void GuardedDevice::protect(int how) {
   for (const auto& [memory, bytes] : blocks_) ESPALIER_INTERNAL_EQ(mprotect(memory, bytes, how), 0);

@@ -34,6 +34,8 @@ class GuardedDevice : public Device {
   void to_device(const at::Tensor& host, const at::Tensor& tensor) override;
   at::Tensor adopt(const at::Tensor& host) override;
 
+  // Operations become those of the table, instead of the CPU's.
+  void run(const Operations& table);
   void queue(std::function<void()> work) { queue_.push_back(std::move(work)); }
   std::int64_t operations_run() const { return operations_run_; }
   std::int64_t copies_back() const { return copies_back_; }

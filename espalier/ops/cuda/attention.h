@@ -1,0 +1,29 @@
+// Shared-prefix attention on a device: contract in ops/attention/attention.h. Head sizes up to 256.
+//
+// Plain kernels for every type: exact, no tensor cores; for float32 and float64, which tensor cores do not have, and
+// for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16: tensor cores.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/ops/attention/attention.h"
+
+namespace espalier::cuda {
+
+inline constexpr std::int64_t kLargestHead = 256;
+
+template <class T>
+void plain_attention(const attention::Shape& shape, const attention::Inputs<T>& in, attention::Rows<T> out,
+                     accumulator_t<T>* lse_HQ);
+// The order of additions depends on the shape alone.
+template <class T>
+void add_plain_attention_backward(const attention::Shape& shape, const attention::Inputs<T>& in,
+                                  attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
+                                  attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
+
+// delta_hq = dO_q . out_q of each head.
+template <class T>
+void attention_delta(const attention::Shape& shape, attention::Rows<const T> out, attention::Rows<const T> grad_out,
+                     accumulator_t<T>* delta_HQ);
+
+}  // namespace espalier::cuda

@@ -1,0 +1,15 @@
+// Tokens drawn on a device: contract in ops/choice.h, rule in ops/choice_rule.h.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/ops/choice_rule.h"
+
+namespace espalier::cuda {
+
+// L is float or double. Weights are computed and added in double.
+template <class L>
+void choose_tokens(std::int64_t rows, std::int64_t vocabulary, const L* logits, const ChoiceRule& rule,
+                   const std::int32_t* begin_B1, const double* uniform_N, double* token_N, double* logprob_N);
+
+}  // namespace espalier::cuda

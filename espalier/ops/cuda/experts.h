@@ -1,0 +1,48 @@
+// Routers and the rows of experts on a device: contracts in ops/experts.h, ops/cpu/router_kernels.h.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+#include "espalier/ops/router_shape.h"
+
+namespace espalier::cuda {
+
+inline constexpr std::int64_t kMostExperts = 2048;  // of a layer
+
+// Overwrites choice and weight; recorded may be null.
+template <class T>
+void choose_experts(const moe::RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
+                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
+
+struct Penalty {
+  const std::int32_t* group;  // [R]; null: no penalty of that kind, here and below
+  const double *probability, *z;
+};
+// Overwrites grad_logits, and where it is given penalties [2].
+template <class T>
+void router_backward(const moe::RouterShape& shape, const T* logits_RE, const std::int32_t* choice_RK,
+                     const accumulator_t<T>* grad_weight_RK, const Penalty& penalty, T* grad_logits_RE,
+                     double* penalties);
+
+void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
+                    std::int32_t* row_S, std::int32_t* slot_S);
+
+// sum_r += w_s y_s over the `chosen` slots of each row, in the order in which y stands. weight null: 1.
+template <class T>
+void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, const std::int32_t* slot_S,
+                     const T* y_SM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM);
+
+// sum[row_i] += w[slot_i] y_i; rows are distinct. weight null: 1.
+template <class T>
+void add_weighted_rows(std::int64_t count, std::int64_t width, const std::int32_t* row, const std::int32_t* slot,
+                       const T* y_NM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM);
+
+// Entries [0, count) of an expert: overwrites grad_weight at their slots with sum_f grad_up_f up_f, then multiplies
+// grad_gate_up and act by their weights.
+template <class T>
+void weigh_expert_gradient(std::int64_t count, std::int64_t inner, const std::int32_t* slot, const T* gate_up_NW,
+                           const accumulator_t<T>* weight_S, T* grad_gate_up_NW, T* act_NF,
+                           accumulator_t<T>* grad_weight_S);
+
+}  // namespace espalier::cuda

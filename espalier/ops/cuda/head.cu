@@ -1,0 +1,242 @@
+// A block has a row of logits. A thread keeps the sums of its columns relative to the largest one it has met; lanes and
+// warps join theirs in one order, in double.
+#include "espalier/ops/cuda/head.h"
+
+#include "espalier/ops/cuda/kernel.h"
+#include "espalier/ops/cuda/launch.h"
+
+namespace espalier::cuda {
+namespace {
+
+constexpr int kThreads = 256, kFlatThreads = 128;
+
+// With y = (raw - top) / temperature: the largest raw, sum exp y, sum y exp y.
+template <class S>
+struct Running {
+  S top, sum, weighted;
+};
+
+// The sums relative to a larger maximum `top`: with d = (top_new - top) / temperature, sum exp(y - d) and
+// sum (y - d) exp(y - d). Nothing yet (top = -inf) stays nothing; NaN stays NaN.
+template <class S>
+__device__ __forceinline__ Running<S> raised(Running<S> v, S top, S inverse) {
+  if (v.top == top || v.top == -INFINITY) return {top, v.sum, v.weighted};
+  const S shift = (top - v.top) * inverse, scale = std::exp(-shift);
+  return {top, scale * v.sum, scale == S(0) ? S(0) : scale * (v.weighted - shift * v.sum)};
+}
+template <class S>
+__device__ __forceinline__ Running<S> joined(Running<S> a, Running<S> b, S inverse) {
+  const S top = b.top > a.top ? b.top : a.top;
+  a = raised(a, top, inverse), b = raised(b, top, inverse);
+  return {top, a.sum + b.sum, a.weighted + b.weighted};
+}
+template <class S>
+__device__ __forceinline__ Running<S> warp_joined(Running<S> v, S inverse) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const Running<S> other{__shfl_xor_sync(kWholeWarp, v.top, lanes), __shfl_xor_sync(kWholeWarp, v.sum, lanes),
+                           __shfl_xor_sync(kWholeWarp, v.weighted, lanes)};
+    // Both lanes of a pair add in the order of their numbers.
+    v = (threadIdx.x & static_cast<unsigned>(lanes)) != 0 ? joined(other, v, inverse) : joined(v, other, inverse);
+  }
+  return v;
+}
+
+template <class L, int kPack>
+__global__ void __launch_bounds__(kThreads) logit_sums_kernel(std::int64_t columns, Edges edges, std::int64_t first,
+                                                              const L* logits, RowSums sums, double* raw_E) {
+  ESPALIER_SHARED(Running<double>[32], scratch);
+  const std::int64_t row = blockIdx.x;
+  const L* const x = logits + row * columns;
+  const double inverse = 1.0 / edges.temperature[row];
+  const L narrow = static_cast<L>(inverse);
+  Running<L> v{-INFINITY, 0, 0};
+  for (std::int64_t m = threadIdx.x * kPack; m < columns; m += blockDim.x * kPack) {
+    const Pack<L, kPack> pack = load_pack<kPack>(x + m);
+    L top = v.top;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) top = pack.x[i] > top ? pack.x[i] : top;
+    v = raised(v, top, narrow);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const L y = (pack.x[i] - top) * narrow, e = std::exp(y);
+      v.sum += e;
+      v.weighted += e * y;
+    }
+  }
+  Running<double> wide{static_cast<double>(v.top), static_cast<double>(v.sum), static_cast<double>(v.weighted)};
+  wide = warp_joined(wide, inverse);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = wide;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    wide = threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : Running<double>{-INFINITY, 0, 0};
+    wide = warp_joined(wide, inverse);
+    if (threadIdx.x == 0) sums.max[row] = wide.top, sums.sum_exp[row] = wide.sum, sums.weighted[row] = wide.weighted;
+  }
+  const std::int32_t begin = edges.begin[row] - edges.begin[0], end = edges.begin[row + 1] - edges.begin[0];
+  for (std::int64_t e = begin + static_cast<std::int64_t>(threadIdx.x); e < end; e += blockDim.x) {
+    const std::int64_t column = edges.target[e] - first;
+    raw_E[e] = column >= 0 && column < columns ? static_cast<double>(x[column]) : 0.0;
+  }
+}
+
+__global__ void __launch_bounds__(kFlatThreads)
+    raise_maximum_kernel(std::int64_t rows, Edges edges, const double* max, RowSums sums) {
+  const std::int64_t row = grid_thread();
+  if (row >= rows) return;
+  const Running<double> v =
+      raised({sums.max[row], sums.sum_exp[row], sums.weighted[row]}, max[row], 1.0 / edges.temperature[row]);
+  sums.max[row] = v.top, sums.sum_exp[row] = v.sum, sums.weighted[row] = v.weighted;
+}
+
+__global__ void __launch_bounds__(kFlatThreads) score_edges_kernel(std::int64_t rows, Edges edges, const double* raw_E,
+                                                                   RowSums sums, double* logprob_E, double* entropy_E) {
+  const std::int64_t row = grid_thread();
+  if (row >= rows) return;
+  const double inverse = 1.0 / edges.temperature[row], log_sum = std::log(sums.sum_exp[row]);
+  const double entropy = log_sum - sums.weighted[row] / sums.sum_exp[row], max = sums.max[row];
+  sums.sum_exp[row] = log_sum, sums.weighted[row] = entropy;
+  for (std::int32_t e = edges.begin[row] - edges.begin[0]; e < edges.begin[row + 1] - edges.begin[0]; ++e) {
+    logprob_E[e] = (raw_E[e] - max) * inverse - log_sum;
+    entropy_E[e] = entropy;
+  }
+}
+
+template <class L, int kPack>
+__global__ void __launch_bounds__(kThreads)
+    logit_gradients_kernel(std::int64_t columns, Edges edges, std::int64_t first, RowSums sums,
+                           const double* grad_logprob_E, const double* grad_entropy_E, L* logits) {
+  const std::int64_t row = blockIdx.x;
+  L* const x = logits + row * columns;
+  const double inverse = 1.0 / edges.temperature[row];
+  const std::int32_t begin = edges.begin[row] - edges.begin[0], end = edges.begin[row + 1] - edges.begin[0];
+  double grad_logprob = 0, grad_entropy = 0;
+  for (std::int32_t e = begin; e < end; ++e) grad_logprob += grad_logprob_E[e], grad_entropy += grad_entropy_E[e];
+  const L offset = static_cast<L>(sums.max[row]), log_sum = static_cast<L>(sums.sum_exp[row]);
+  const L constant = static_cast<L>(-inverse * (grad_logprob + grad_entropy * sums.weighted[row]));
+  const L slope = static_cast<L>(-inverse * grad_entropy), narrow = static_cast<L>(inverse);
+  for (std::int64_t m = threadIdx.x * kPack; m < columns; m += blockDim.x * kPack) {
+    Pack<L, kPack> pack = load_pack<kPack>(x + m);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const L log_p = (pack.x[i] - offset) * narrow - log_sum;
+      pack.x[i] = std::exp(log_p) * (constant + slope * log_p);
+    }
+    store_pack(x + m, pack);
+  }
+  __syncthreads();  // the targets add to what other threads wrote
+  if (threadIdx.x != 0) return;
+  for (std::int32_t e = begin; e < end; ++e) {
+    const std::int64_t column = edges.target[e] - first;
+    if (column >= 0 && column < columns) x[column] += static_cast<L>(grad_logprob_E[e] * inverse);
+  }
+}
+
+// A warp has a row.
+template <class T, int kPack>
+__global__ void __launch_bounds__(kFlatThreads) value_kernel(std::int64_t rows, std::int64_t width, const T* hidden,
+                                                             const T* weight, const T* bias, double* value_O) {
+  const std::int64_t row = grid_thread() / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  double sum = 0;
+  for (std::int64_t m = lane * kPack; row < rows && m < width; m += 32 * kPack) {
+    const Pack<T, kPack> h = load_pack<kPack>(hidden + row * width + m), w = load_pack<kPack>(weight + m);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum += static_cast<double>(widened(h.x[i])) * static_cast<double>(widened(w.x[i]));
+  }
+  sum = warp_sum(sum);
+  if (row < rows && lane == 0) value_O[row] = sum + static_cast<double>(widened(*bias));
+}
+
+template <class T, int kPack>
+__global__ void __launch_bounds__(kFlatThreads)
+    value_grad_hidden_kernel(std::int64_t count, std::int64_t width, const double* grad_value, const T* weight,
+                             T* grad_hidden) {
+  const std::int64_t at = grid_thread() * kPack;
+  if (at >= count) return;
+  const double g = grad_value[at / width];
+  const Pack<T, kPack> w = load_pack<kPack>(weight + at % width);
+  Pack<T, kPack> out;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i)
+    out.x[i] = narrowed<T>(static_cast<accumulator_t<T>>(g * static_cast<double>(widened(w.x[i]))));
+  store_pack(grad_hidden + at, out);
+}
+
+template <class Out>
+__global__ void __launch_bounds__(kThreads) add_sum_kernel(std::int64_t count, const double* x, Out* into) {
+  ESPALIER_SHARED(double[32], scratch);
+  double sum = 0;
+  for (std::int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += x[i];
+  sum = block_sum(sum, scratch);
+  if (threadIdx.x == 0) *into += static_cast<Out>(sum);
+}
+
+}  // namespace
+
+template <class L>
+void logit_sums(std::int64_t rows, std::int64_t columns, const Edges& edges, std::int64_t first, const L* logits,
+                const RowSums& sums, double* raw_E) {
+  with_pack<L>(columns % kPackOf<L> == 0 && aligned_16(logits), [&]<int kPack>() {
+    launch(logit_sums_kernel<L, kPack>, {rows}, threads_for(columns / kPack, kThreads), 0, columns, edges, first,
+           logits, sums, raw_E);
+  });
+}
+
+void raise_maximum(std::int64_t rows, const Edges& edges, const double* max, const RowSums& sums) {
+  launch(raise_maximum_kernel, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows, edges, max, sums);
+}
+
+void score_edges(std::int64_t rows, const Edges& edges, const double* raw_E, const RowSums& sums, double* logprob_E,
+                 double* entropy_E) {
+  launch(score_edges_kernel, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows, edges, raw_E, sums, logprob_E,
+         entropy_E);
+}
+
+template <class L>
+void logit_gradients(std::int64_t rows, std::int64_t columns, const Edges& edges, std::int64_t first,
+                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L* logits) {
+  with_pack<L>(columns % kPackOf<L> == 0 && aligned_16(logits), [&]<int kPack>() {
+    launch(logit_gradients_kernel<L, kPack>, {rows}, threads_for(columns / kPack, kThreads), 0, columns, edges, first,
+           sums, grad_logprob_E, grad_entropy_E, logits);
+  });
+}
+
+template <class T>
+void value(std::int64_t rows, std::int64_t width, const T* hidden, const T* weight, const T* bias, double* value_O) {
+  with_pack<T>(width % kPackOf<T> == 0 && aligned_16(hidden, weight), [&]<int kPack>() {
+    launch(value_kernel<T, kPack>, {ceil_div(rows, kFlatThreads / 32)}, kFlatThreads, 0, rows, width, hidden, weight,
+           bias, value_O);
+  });
+}
+
+template <class T>
+void value_grad_hidden(std::int64_t rows, std::int64_t width, const double* grad_value, const T* weight,
+                       T* grad_hidden) {
+  with_pack<T>(width % kPackOf<T> == 0 && aligned_16(weight, grad_hidden), [&]<int kPack>() {
+    launch(value_grad_hidden_kernel<T, kPack>, {ceil_div(rows * width, kPack * kFlatThreads)}, kFlatThreads, 0,
+           rows * width, width, grad_value, weight, grad_hidden);
+  });
+}
+
+template <class Out>
+void add_sum(std::int64_t count, const double* x, Out* into) {
+  launch(add_sum_kernel<Out>, {1}, kThreads, 0, count, x, into);
+}
+
+#define ESPALIER_INSTANTIATE(L)                                                                                        \
+  template void logit_sums(std::int64_t, std::int64_t, const Edges&, std::int64_t, const L*, const RowSums&, double*); \
+  template void logit_gradients(std::int64_t, std::int64_t, const Edges&, std::int64_t, const RowSums&, const double*, \
+                                const double*, L*);                                                                    \
+  template void add_sum(std::int64_t, const double*, L*);
+ESPALIER_INSTANTIATE(float)
+ESPALIER_INSTANTIATE(double)
+#undef ESPALIER_INSTANTIATE
+#define ESPALIER_INSTANTIATE(T)                                                           \
+  template void value(std::int64_t, std::int64_t, const T*, const T*, const T*, double*); \
+  template void value_grad_hidden(std::int64_t, std::int64_t, const double*, const T*, T*);
+ESPALIER_INSTANTIATE(float)
+ESPALIER_INSTANTIATE(double)
+ESPALIER_INSTANTIATE(bfloat16)
+#undef ESPALIER_INSTANTIATE
+
+}  // namespace espalier::cuda

@@ -1,0 +1,49 @@
+// RMSNorm, rotation and SwiGLU on a device. Equations, shapes and roundings: ops/norm.h, ops/rotation.h, ops/swiglu.h,
+// ops/cpu/row_kernels.h. T is float, double or bfloat16; all rows of a tensor stand at its stride, in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier::cuda {
+
+// Overwrites y [rows, width] and rstd [rows].
+template <class T>
+void norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+          accumulator_t<T>* rstd);
+template <class T>
+void norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, const accumulator_t<T>* rstd,
+                T* y);
+// The width whose column sums fit a block's shared memory on every GPU.
+inline constexpr std::int64_t kWidestNorm = 96 * 1024;  // bytes of accumulators
+// Adds to grad_stream and grad_weight; the order of additions depends on `rows` alone.
+template <class T>
+void add_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight);
+
+struct Heads {
+  std::int64_t rows = 0, heads = 0, head_dim = 0;
+  double eps = 0;
+  const std::int32_t* position = nullptr;  // [rows]
+};
+// Overwrites out. weight [D] null: no norm. cos, sin [positions, D/2].
+template <class T>
+void rotate(const Heads& shape, const T* in, std::int64_t in_stride, const T* weight, const accumulator_t<T>* cos,
+            const accumulator_t<T>* sin, T* out, std::int64_t out_stride);
+// G is T or accumulator_t<T>. Overwrites grad_in; adds to grad_weight where there is a weight.
+template <class T, class G>
+void add_rotate_backward(const Heads& shape, const T* in, std::int64_t in_stride, const T* weight,
+                         const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
+                         std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                         accumulator_t<T>* grad_weight);
+
+// Overwrites act [rows, inner].
+template <class T>
+void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
+// Overwrites grad_gate_up, which may be gate_up, and act, which may be grad_act.
+template <class T>
+void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
+                     T* act);
+
+}  // namespace espalier::cuda

@@ -1,0 +1,30 @@
+// Products of matrices, as cuBLAS is asked for them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier::cuda {
+
+// c = op(a) op(b) + (adds ? c : 0) in columns: op(a) [m, k], op(b) [k, n], c [m, n], each column `ld` elements behind
+// the one before; op transposes where it says so. a and b are of `in`, c of `out`; sums are in the accumulator of `in`.
+struct ColumnProduct {
+  bool transpose_a, transpose_b;
+  std::int64_t m, n, k;
+  const void* a;
+  std::int64_t lda;
+  const void* b;
+  std::int64_t ldb;
+  void* c;
+  std::int64_t ldc;
+  at::ScalarType in, out;
+  bool adds;
+};
+
+// out += a b, or out = a b: sums in float32, of float64 in float64, rounded once to the dtype of out, which is that of
+// a and b or their accumulator's. Matrices, each contiguous in one of its dimensions; out in the second.
+void multiply(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_KN, bool adds);
+
+// cuBLAS in the CUDA library. m, n and k are positive.
+void run_product(const ColumnProduct& product);
+
+}  // namespace espalier::cuda

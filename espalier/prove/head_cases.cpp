@@ -1,0 +1,382 @@
+// Cases of attention, blocks of logits, experts, the optimizer and sampling.
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "espalier/base/error.h"
+#include "espalier/prove/operation_check.h"
+
+namespace espalier {
+namespace {
+
+using Kind = OperationCase::Kind;
+using Tensors = std::vector<at::Tensor>;
+using Ops = Operations;
+
+double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
+
+// Ends of subtrees of a tree with branches in branches: [0, T) split in a stem and two subtrees, each again.
+void branch(std::vector<std::int32_t>& end, std::int32_t begin, std::int32_t last) {
+  if (last - begin < 4) {
+    for (std::int32_t i = begin; i < last; ++i) end[static_cast<std::size_t>(i)] = last;
+    return;
+  }
+  const std::int32_t stem = begin + (last - begin) / 5 + 1, middle = stem + (last - stem) / 2;
+  for (std::int32_t i = begin; i < stem; ++i) end[static_cast<std::size_t>(i)] = last;
+  branch(end, stem, middle);
+  branch(end, middle, last);
+}
+
+struct AttentionSize {
+  std::int64_t own, path, heads, kv_heads, head_dim;
+  bool some_queries;  // every third own row, the last one twice
+};
+
+void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
+  const auto [T, P, H, J, D, some] = size;
+  std::vector<std::int32_t> end(static_cast<std::size_t>(T)), query_row;
+  branch(end, 0, static_cast<std::int32_t>(T));
+  for (std::int32_t i = 0; i < T; i += some ? 3 : 1) query_row.push_back(i);
+  if (some) query_row.push_back(query_row.back());
+  const auto Q = static_cast<std::int64_t>(query_row.size());
+  const std::string sizes =
+      text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some ? ", some queries" : "");
+  const auto rows = [](std::int64_t count, std::int64_t width, std::uint64_t seed) {
+    return normal({count, width}, seed);
+  };
+  const OperationCase::Argument q{rows(Q, H * D, 40)}, own_k{rows(T, J * D, 41)}, own_v{rows(T, J * D, 42)},
+      path_k{rows(P, J * D, 43)}, path_v{rows(P, J * D, 44)}, row{whole_numbers(query_row), Kind::fixed},
+      ends{whole_numbers(end), Kind::fixed};
+  const auto problem = [=](const Tensors& t) {
+    return AttentionProblem{D, t[0], t[1], t[2], t[3], t[4], some ? t[5] : at::Tensor(), t[6]};
+  };
+  // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over
+  // queries) of either sign are as large as the root of their number, less than the largest result.
+  const double keys = static_cast<double>(T + P), exponents = 8 + static_cast<double>(D);
+  cases.push_back({"attention",
+                   sizes,
+                   {q,
+                    own_k,
+                    own_v,
+                    path_k,
+                    path_v,
+                    row,
+                    ends,
+                    {rows(Q, H * D, 45), Kind::activation, true},
+                    {normal({H, Q}, 46), Kind::sum, true}},
+                   [problem](const Ops& o, const Tensors& t) { o.attention(problem(t), t[7], t[8]); },
+                   2,
+                   exponents + keys});
+  OperationCase backward{"add_attention_backward",
+                         sizes,
+                         {q, own_k, own_v, path_k, path_v, row, ends},
+                         {},
+                         4 + root(T + P),
+                         4 * (exponents + keys * root(T + P))};
+  backward.arguments.push_back({rows(Q, H * D, 47)});
+  for (const std::int64_t count : {Q, T, T, P, P}) {
+    const bool of_query = backward.arguments.size() == 8;
+    backward.arguments.push_back({rows(count, of_query ? H * D : J * D, 48 + backward.arguments.size()),
+                                  of_query ? Kind::activation : Kind::sum, true});
+  }
+  backward.arguments.push_back({at::zeros({Q, H * D}, at::kDouble)});
+  backward.arguments.push_back({at::zeros({H, Q}, at::kDouble), Kind::sum});
+  backward.call = [problem](const Ops& o, const Tensors& t) {
+    o.attention(problem(t), t[13], t[14]);
+    o.add_attention_backward(problem(t), t[13], t[14], t[7], {t[8], t[9], t[10], t[11], t[12]});
+  };
+  cases.push_back(backward);
+}
+
+// Edges of rows: row b has b % 3 of them, the last row five, some to one token.
+struct EdgeCase {
+  at::Tensor temperature, begin, target;
+  std::int64_t edges;
+};
+EdgeCase edges_of(std::int64_t rows, std::int64_t vocabulary) {
+  std::vector<std::int32_t> begin{7}, target;  // begins are counted from the first one
+  std::vector<double> temperature;
+  for (std::int64_t b = 0; b < rows; ++b) {
+    const std::int64_t here = b + 1 == rows ? 5 : b % 3;
+    for (std::int64_t e = 0; e < here; ++e)
+      target.push_back(static_cast<std::int32_t>((b * 31 + e / 2 * 17 + 3) % (vocabulary + 4)));
+    begin.push_back(begin.back() + static_cast<std::int32_t>(here));
+    temperature.push_back(b % 2 == 0 ? 1.0 : 0.7 + 0.1 * static_cast<double>(b));
+  }
+  return {at::tensor(temperature, at::kDouble), whole_numbers(begin), whole_numbers(target),
+          static_cast<std::int64_t>(target.size())};
+}
+
+void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t V, double scale) {
+  const std::string sizes = text_of(rows, " x ", V, scale > 100 ? ", large" : "");
+  const EdgeCase edges = edges_of(rows, V);
+  const auto numbers = [&](std::int64_t count, bool result = true) {
+    return OperationCase::Argument{at::zeros({count}, at::kDouble), Kind::fixed, result};
+  };
+  const auto block = [](const Tensors& t) { return EdgeBlock{t[0], t[1], t[2]}; };
+  const auto sums = [](const Tensors& t) { return LogitSums{t[3], t[4], t[5]}; };
+  const std::vector<OperationCase::Argument> shared = {{edges.temperature, Kind::fixed},
+                                                       {edges.begin, Kind::fixed},
+                                                       {edges.target, Kind::fixed},
+                                                       numbers(rows),
+                                                       numbers(rows),
+                                                       numbers(rows)};
+  const at::Tensor logits = normal({rows, V}, 60, scale);
+  // A logit's exponent is off by its distance from the maximum.
+  const double distance = 16 * scale + 16, terms = distance + root(V) * 8;
+  OperationCase score{"logit_sums, raise_maximum, score_edges", sizes, shared, {}, 0, terms};
+  for (int i = 0; i < 3; ++i) score.arguments.push_back(numbers(edges.edges));
+  score.arguments.push_back({logits, Kind::sum});
+  score.arguments.push_back({normal({rows}, 61).abs() + logits.amax(1), Kind::fixed});
+  score.call = [=](const Ops& o, const Tensors& t) {
+    o.logit_sums(block(t), 2, t[9], sums(t), t[6]);
+    o.raise_maximum(block(t), t[10], sums(t));
+    o.score_edges(block(t), t[6], sums(t), t[7], t[8]);
+  };
+  cases.push_back(score);
+  OperationCase gradient{"logit_gradients", sizes, shared, {}, 0, terms * 4};
+  for (int i = 0; i < 3; ++i) gradient.arguments.push_back(numbers(edges.edges, false));
+  gradient.arguments.push_back({logits, Kind::sum, true});
+  gradient.arguments.push_back({normal({edges.edges}, 62), Kind::fixed});
+  gradient.arguments.push_back({normal({edges.edges}, 63), Kind::fixed});
+  gradient.call = [=](const Ops& o, const Tensors& t) {
+    o.logit_sums(block(t), 2, t[9], sums(t), t[6]);
+    o.score_edges(block(t), t[6], sums(t), t[7], t[8]);
+    o.logit_gradients(block(t), 2, sums(t), t[10], t[11], t[9]);
+  };
+  cases.push_back(gradient);
+}
+
+// A critic's values are summed in float64 whatever the dtype: only results are rounded.
+void add_value_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t width) {
+  const std::string sizes = text_of(rows, " x ", width);
+  const OperationCase::Argument hidden{normal({rows, width}, 64)}, weight{normal({width}, 65)}, bias{normal({1}, 66)};
+  cases.push_back({"value",
+                   sizes,
+                   {hidden, weight, bias, {normal({rows}, 67), Kind::fixed, true}},
+                   [](const Ops& o, const Tensors& t) { o.value(t[0], t[1], t[2], t[3]); },
+                   0,
+                   static_cast<double>(width)});
+  cases.push_back({"add_value_backward",
+                   sizes,
+                   {hidden,
+                    weight,
+                    {normal({rows}, 68), Kind::fixed},
+                    {normal({rows, width}, 69), Kind::activation, true},
+                    {normal({width}, 70), Kind::sum, true},
+                    {normal({1}, 71), Kind::sum, true}},
+                   [](const Ops& o, const Tensors& t) { o.add_value_backward(t[0], t[1], t[2], t[3], t[4], t[5]); },
+                   1,
+                   2 + static_cast<double>(rows) * root(rows)});
+}
+
+struct ExpertSize {
+  std::int64_t rows, experts, chosen;
+  bool renormalise;
+};
+
+// Which expert each slot has: distinct in a row, the first expert in all rows, some experts in none.
+std::vector<std::int32_t> choices_of(const ExpertSize& size) {
+  std::vector<std::int32_t> choice;
+  for (std::int64_t r = 0; r < size.rows; ++r)
+    for (std::int64_t j = 0; j < size.chosen; ++j)
+      choice.push_back(
+          static_cast<std::int32_t>(j == 0 ? 0 : 1 + (r * r + j - 1) % std::max<std::int64_t>(size.experts - 1, 1)));
+  return choice;
+}
+
+void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size) {
+  const auto [R, E, k, renormalise] = size;
+  const std::string sizes = text_of(R, " rows, ", k, " of ", E, " experts", renormalise ? ", renormalised" : "");
+  const OperationCase::Argument logits{normal({R, E}, 72)};
+  std::vector<std::int32_t> recorded = choices_of(size);
+  for (std::int64_t r = 0; r < R; r += 2) recorded[static_cast<std::size_t>(r * k)] = -1;
+  const OperationCase::Argument choice{at::zeros({R, k}, at::kInt), Kind::fixed, true},
+      weight{at::zeros({R, k}, at::kDouble), Kind::sum, true};
+  const double terms = 16 + static_cast<double>(E);
+  for (const bool with_recorded : {false, true})
+    cases.push_back({"choose_experts",
+                     sizes + (with_recorded ? ", recorded" : ""),
+                     {logits, {whole_numbers(recorded).view({R, k}), Kind::fixed}, choice, weight},
+                     [=, renormalise = renormalise](const Ops& o, const Tensors& t) {
+                       o.choose_experts(t[0], with_recorded ? t[1] : at::Tensor(), renormalise, t[2], t[3]);
+                     },
+                     1,
+                     terms});
+  std::vector<std::int32_t> group;
+  for (std::int64_t r = 0; r < R; ++r) group.push_back(static_cast<std::int32_t>(r % 2));
+  for (const bool penalised : {false, true})
+    cases.push_back({"router_backward",
+                     sizes + (penalised ? ", penalties" : ""),
+                     {logits,
+                      {whole_numbers(choices_of(size)).view({R, k}), Kind::fixed},
+                      {normal({R, k}, 73), Kind::sum},
+                      {whole_numbers(group), Kind::fixed},
+                      {normal({2, E}, 74), Kind::fixed},
+                      {normal({2}, 75).abs(), Kind::fixed},
+                      {normal({R, E}, 76), Kind::activation, true},
+                      {normal({2}, 77), Kind::fixed, penalised}},
+                     [=, renormalise = renormalise](const Ops& o, const Tensors& t) {
+                       o.router_backward(t[0], t[1], renormalise, t[2],
+                                         penalised ? RouterPenalty{t[3], t[4], t[5]} : RouterPenalty{}, t[6],
+                                         penalised ? t[7] : at::Tensor());
+                     },
+                     1,
+                     8 * terms * root(R)});
+}
+
+void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size, std::int64_t width) {
+  const auto [R, E, k, renormalise] = size;
+  const std::string sizes = text_of(R, " x ", width, ", ", k, " of ", E, " experts");
+  const std::int64_t S = R * k, F = width / 2 + 1;
+  const auto indices = [](std::int64_t count) {
+    return OperationCase::Argument{at::zeros({count}, at::kInt), Kind::fixed, true};
+  };
+  const std::vector<OperationCase::Argument> sorted = {
+      {whole_numbers(choices_of(size)).view({R, k}), Kind::fixed}, indices(E + 1), indices(S), indices(S)};
+  const auto slots = [](const Tensors& t) { return SortedSlots{t[1], t[2], t[3]}; };
+  cases.push_back(
+      {"sort_by_expert", sizes, sorted, [=](const Ops& o, const Tensors& t) { o.sort_by_expert(t[0], slots(t)); }, 0});
+  OperationCase add{"add_expert_rows", sizes, sorted, {}, 0, 4 + 2 * static_cast<double>(k)};
+  add.arguments.push_back({normal({S, width}, 80)});
+  add.arguments.push_back({normal({R, k}, 81), Kind::sum});
+  add.arguments.push_back({normal({R, width}, 82), Kind::sum, true});
+  add.call = [=](const Ops& o, const Tensors& t) {
+    o.sort_by_expert(t[0], slots(t));
+    o.add_expert_rows(slots(t), t[4], t[5], t[6]);
+  };
+  cases.push_back(add);
+  OperationCase round{"round_sum", sizes, {}, {}, 1, 1};
+  round.arguments = {{normal({R, width}, 83), Kind::activation, true},
+                     {normal({R, width}, 84), Kind::sum},
+                     {normal({R, width}, 85), Kind::activation, true}};
+  round.call = [](const Ops& o, const Tensors& t) {
+    o.round_sum(t[0], t[1], t[0]);
+    o.round_sum(at::Tensor(), t[1], t[2]);
+  };
+  cases.push_back(round);
+  // Two products in a row: the sums of the second are of values rounded twice.
+  const double products = 8 * root(width) * (static_cast<double>(width) + static_cast<double>(R));
+  OperationCase experts{"add_experts", sizes, sorted, {}, 12, products};
+  experts.arguments.push_back({normal({E, 2 * F, width}, 86, 0.2)});
+  experts.arguments.push_back({normal({E, width, F}, 87, 0.2)});
+  experts.arguments.push_back({normal({R, width}, 88)});
+  experts.arguments.push_back({normal({R, k}, 89), Kind::sum});
+  experts.arguments.push_back({at::zeros({S, 2 * F}, at::kDouble), Kind::activation, true});
+  experts.arguments.push_back({normal({R, width}, 90), Kind::sum, true});
+  experts.arguments.push_back({at::zeros({R, width}, at::kDouble)});
+  experts.arguments.push_back({at::zeros({R, F}, at::kDouble)});
+  experts.call = [=](const Ops& o, const Tensors& t) {
+    o.sort_by_expert(t[0], slots(t));
+    o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+  };
+  cases.push_back(experts);
+  OperationCase backward = experts;
+  backward.operation = "add_experts_backward";
+  backward.roundings = 24;
+  backward.arguments.push_back({normal({R, width}, 91)});
+  backward.arguments.push_back({normal({E, 2 * F, width}, 92), Kind::sum, true});
+  backward.arguments.push_back({normal({E, width, F}, 93), Kind::sum, true});
+  backward.arguments.push_back({normal({R, width}, 94), Kind::sum, true});
+  backward.arguments.push_back({normal({R, k}, 95), Kind::sum, true});
+  backward.arguments.push_back({at::zeros({R, 2 * F}, at::kDouble)});
+  backward.arguments.push_back({at::zeros({2 * F * width}, at::kDouble)});
+  backward.call = [=](const Ops& o, const Tensors& t) {
+    o.sort_by_expert(t[0], slots(t));
+    o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+    o.add_experts_backward(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[12], {t[13], t[14]}, t[15], t[16],
+                           {t[10], t[11], t[17], t[18]});
+  };
+  cases.push_back(backward);
+}
+
+void add_choice_case(std::vector<OperationCase>& cases, const std::string& name, const ChoiceRule& rule, std::int64_t V,
+                     bool equal_logits) {
+  const std::int64_t B = 3, N = 6;
+  at::Tensor logits = normal({B, V}, 96, 2);
+  if (equal_logits) logits = at::round(logits);
+  at::Tensor uniform = at::rand({N}, at::detail::createCPUGenerator(97), at::kDouble);
+  uniform[1] = 0.0;
+  uniform[4] = 1 - 1e-9;
+  cases.push_back({"choose_tokens",
+                   text_of(name, ", ", V, " tokens", equal_logits ? ", equal ones" : ""),
+                   {{logits, Kind::sum},
+                    {whole_numbers({4, 5, 5, 10}), Kind::fixed},
+                    {uniform, Kind::fixed},
+                    {at::zeros({N}, at::kDouble), Kind::fixed, true},
+                    {at::zeros({N}, at::kDouble), Kind::fixed, true}},
+                   [rule](const Ops& o, const Tensors& t) { o.choose_tokens(t[0], rule, t[1], t[2], t[3], t[4]); },
+                   0,
+                   64});
+}
+
+}  // namespace
+
+std::vector<OperationCase> attention_cases() {
+  std::vector<OperationCase> cases;
+  for (const AttentionSize& size : {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
+                                    AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
+                                    AttentionSize{9, 3, 3, 1, 256, true}})
+    add_attention_case(cases, size);
+  return cases;
+}
+
+std::vector<OperationCase> head_cases() {
+  std::vector<OperationCase> cases;
+  add_logit_cases(cases, 1, 1, 1);
+  add_logit_cases(cases, 4, 33, 2);
+  add_logit_cases(cases, 3, 2056, 3);
+  add_logit_cases(cases, 5, 128, 1e4);
+  add_value_cases(cases, 1, 3);
+  add_value_cases(cases, 5, 264);
+  add_value_cases(cases, 70, 40);
+  return cases;
+}
+
+std::vector<OperationCase> expert_cases() {
+  std::vector<OperationCase> cases;
+  for (const ExpertSize& size : {ExpertSize{1, 1, 1, false}, ExpertSize{5, 8, 2, true}, ExpertSize{6, 67, 4, false},
+                                 ExpertSize{3, 128, 8, true}})
+    add_router_cases(cases, size);
+  add_sorted_cases(cases, {1, 1, 1, false}, 4);
+  add_sorted_cases(cases, {7, 6, 2, true}, 24);
+  add_sorted_cases(cases, {140, 5, 2, true}, 10);
+  return cases;
+}
+
+std::vector<OperationCase> optimizer_cases() {
+  std::vector<OperationCase> cases;
+  for (const std::int64_t count : {1, 7, 1024, 20000, 40001}) {
+    // Chains of at most 1,024 additions, in double.
+    cases.push_back({"sum_of_squares",
+                     text_of(count),
+                     {{normal({count}, 98), Kind::sum}, {normal({1}, 99), Kind::fixed, true}},
+                     [](const Ops& o, const Tensors& t) { o.sum_of_squares(t[0], t[1]); },
+                     0,
+                     1024});
+    const AdamWStep step{.lr = 1e-3, .beta1 = count % 2 == 0 ? 0.9 : 0.4, .grad_scale = 0.7, .step = 3};
+    cases.push_back({"adamw",
+                     text_of(count),
+                     {{normal({count}, 100), Kind::sum, true},
+                      {normal({count}, 101), Kind::sum},
+                      {normal({count}, 102), Kind::sum, true},
+                      {normal({count}, 103).abs(), Kind::sum, true},
+                      {at::zeros({count}, at::kBFloat16), Kind::fixed}},
+                     [step](const Ops& o, const Tensors& t) {
+                       o.adamw(t[0], t[1], t[2], t[3], step, t[4].scalar_type() == at::kBFloat16 ? t[4] : at::Tensor());
+                     },
+                     0,
+                     8});
+  }
+  for (const auto& [V, equal] : {std::pair<std::int64_t, bool>{1, false}, {33, true}, {1000, false}, {700, true}}) {
+    add_choice_case(cases, "likeliest", {.temperature = 0}, V, equal);
+    add_choice_case(cases, "any", {.temperature = 1.3}, V, equal);
+    add_choice_case(cases, "top-k", {.temperature = 1, .top_k = 5}, V, equal);
+    add_choice_case(cases, "top-p", {.temperature = 0.8, .top_p = 0.7}, V, equal);
+    add_choice_case(cases, "top-k and top-p", {.temperature = 1, .top_k = 20, .top_p = 0.9}, V, equal);
+  }
+  return cases;
+}
+
+}  // namespace espalier

@@ -1,0 +1,86 @@
+#include "espalier/prove/operation_check.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "espalier/device/scalar_type.h"
+
+namespace espalier {
+namespace {
+
+double roundoff(at::ScalarType dtype) {
+  return dtype == at::kDouble ? 0x1p-53 : dtype == at::kFloat ? 0x1p-24 : 0x1p-8;
+}
+
+// The arguments in the types that they have where this dtype runs.
+std::vector<at::Tensor> arguments_of(const OperationCase& each, at::ScalarType dtype) {
+  std::vector<at::Tensor> arguments;
+  for (const auto& [value, kind, result] : each.arguments)
+    arguments.push_back(!value.defined() || kind == OperationCase::Kind::fixed ? value
+                        : kind == OperationCase::Kind::sum                     ? value.to(accumulator_type(dtype))
+                                                                               : value.to(dtype));
+  return arguments;
+}
+
+at::Tensor widened(const at::Tensor& value) { return value.is_floating_point() ? value.to(at::kDouble) : value; }
+
+// On copies: operations write to their arguments.
+std::vector<at::Tensor> run_on(Device& device, const OperationCase& each, const std::vector<at::Tensor>& arguments) {
+  std::vector<at::Tensor> on_device, results;
+  for (const at::Tensor& argument : arguments)
+    on_device.push_back(argument.defined() ? device.adopt(argument.clone()) : argument);
+  each.call(device.operations(), on_device);
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (each.arguments[i].result) results.push_back(widened(device.to_host(on_device[i])));
+  return results;
+}
+
+double difference(const at::Tensor& got, const at::Tensor& want) {
+  if (got.numel() == 0) return 0;
+  const double error = (got.to(at::kDouble) - want.to(at::kDouble)).abs().max().item<double>();
+  if (!got.is_floating_point() || error == 0) return error;
+  return error / want.abs().max().item<double>();
+}
+
+}  // namespace
+
+at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed, double scale) {
+  return at::randn(sizes, at::detail::createCPUGenerator(seed), at::kDouble) * scale;
+}
+
+at::Tensor whole_numbers(const std::vector<std::int32_t>& values) {
+  at::Tensor out = at::empty({static_cast<std::int64_t>(values.size())}, at::kInt);
+  for (std::size_t i = 0; i < values.size(); ++i) out[static_cast<std::int64_t>(i)] = values[i];
+  return out;
+}
+
+std::vector<OperationCase> all_operation_cases() {
+  std::vector<OperationCase> all;
+  for (auto* const cases :
+       {row_cases, moving_cases, product_cases, attention_cases, head_cases, expert_cases, optimizer_cases})
+    for (OperationCase& each : cases()) all.push_back(std::move(each));
+  return all;
+}
+
+std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DType dtype) {
+  return run_on(device, each, arguments_of(each, scalar_type(dtype)));
+}
+
+OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype) {
+  const at::ScalarType scalar = scalar_type(dtype);
+  const double allowed = each.roundings * roundoff(scalar) + each.terms * roundoff(accumulator_type(scalar));
+  OperationCheck check{each.operation, each.sizes, dtype, 0, allowed};
+  const std::vector<at::Tensor> arguments = arguments_of(each, scalar);
+  std::vector<at::Tensor> exact;
+  for (const at::Tensor& argument : arguments) exact.push_back(argument.defined() ? widened(argument) : argument);
+  const std::vector<at::Tensor> want = run_on(cpu_device(), each, exact), got = run_on(device, each, arguments);
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double error = difference(got[i], want[i]);
+    if (!(error <= check.error)) check.error = error;
+  }
+  return check;
+}
+
+}  // namespace espalier

@@ -1,0 +1,65 @@
+// Every operation of a device against the CPU's answer in float64, on the same inputs.
+//
+// Inputs are random and rounded to the dtype first, so both sides compute from the same numbers. An error is the
+// largest difference of a result, relative to the largest value of the CPU's answer. It may be
+//   roundings u(dtype) + terms u(accumulator),  u the unit roundoff: 2^-8, 2^-24, 2^-53
+// where `roundings` counts how often a value on its way to the result is rounded to the dtype, and `terms` the
+// additions (and the roundings of exp and log) in the accumulator, each times how much larger than the result its
+// summands are. Whole numbers must be the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "espalier/base/dtype.h"
+#include "espalier/device/device.h"
+#include "espalier/ops/operations.h"
+
+namespace espalier {
+
+// An operation on certain sizes. Arguments are float64 or int32 tensors of the host; on a device an `activation` has
+// the dtype that is checked, a `sum` its accumulator, and what is `fixed` the dtype that it has here.
+struct OperationCase {
+  enum class Kind { activation, sum, fixed };
+  struct Argument {
+    at::Tensor value;
+    Kind kind = Kind::activation;
+    bool result = false;
+  };
+
+  std::string operation, sizes;
+  std::vector<Argument> arguments;
+  // Calls the operation with the arguments in their order.
+  std::function<void(const Operations&, const std::vector<at::Tensor>&)> call;
+  double roundings = 1, terms = 0;
+};
+
+struct OperationCheck {
+  std::string operation, sizes;
+  DType dtype;
+  double error = 0, allowed = 0;
+  bool pass() const { return error <= allowed; }  // not where the error is no number
+};
+
+// The cases, at sizes below, at and above what a thread, a warp, a block and a pass of the kernels take.
+std::vector<OperationCase> row_cases();
+std::vector<OperationCase> moving_cases();
+std::vector<OperationCase> product_cases();
+std::vector<OperationCase> attention_cases();
+std::vector<OperationCase> head_cases();
+std::vector<OperationCase> expert_cases();
+std::vector<OperationCase> optimizer_cases();
+std::vector<OperationCase> all_operation_cases();
+
+// What the device makes of a case: its results, in float64 or as whole numbers, on the host.
+std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DType dtype);
+OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype);
+
+// Numbers of a standard normal distribution; the same for the same seed and sizes.
+at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed, double scale = 1);
+at::Tensor whole_numbers(const std::vector<std::int32_t>& values);
+
+}  // namespace espalier

@@ -1,0 +1,406 @@
+#include "tests/cuda/emulation.h"
+
+#include <sys/mman.h>
+
+#include <array>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#else
+static void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
+static void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
+#endif
+
+// void espalier_switch_stack(void** save, void* to): leaves one stack for another; the registers that a call keeps are
+// on the stack that is left.
+extern "C" void espalier_switch_stack(void** save, void* to);
+asm(R"(
+.text
+.globl espalier_switch_stack
+.type espalier_switch_stack,@function
+espalier_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp,(%rdi)
+  movq %rsi,%rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size espalier_switch_stack,.-espalier_switch_stack
+)");
+
+namespace espalier::emulation {
+namespace {
+
+constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
+constexpr std::size_t kMostShared = 227 * 1024;  // bytes of a block, on sm_90; 163 KiB on sm_80 are checked by launch.h
+
+// Of one warp, from the first lane that arrives until all have read the result.
+struct Operation {
+  const char* name = nullptr;
+  unsigned arrived = 0, unread = 0;
+  Site site;
+  Exchange data;
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes, group;
+};
+
+enum class State { ready, at_barrier, in_warp, ended };
+
+struct Fiber {
+  ThreadView view;
+  State state = State::ready;
+  Site site;
+  const char* operation_name = nullptr;
+  unsigned warp = 0;
+  void* stack_pointer = nullptr;
+  std::byte* stack = nullptr;
+  void* sanitizer = nullptr;
+  Operation* operation = nullptr;  // the one it waits in or has last read from
+  std::vector<Copy> copies;        // in flight
+  int groups = 0;                  // of copies, committed so far
+};
+
+struct SharedKey {
+  const char* file;
+  unsigned line, column;
+  auto operator<=>(const SharedKey&) const = default;
+};
+
+struct FreeMemory {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<void, FreeMemory>;
+
+// Exactly so many bytes, so that a sanitizer sees what goes past them; NaN in every floating type.
+Memory block_memory(std::size_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 128, bytes) != 0) throw std::bad_alloc();
+  std::memset(memory, 0xff, bytes);
+  return Memory(memory);
+}
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Operation*> pending;  // of each warp: the one that lanes are arriving at
+  std::map<SharedKey, std::pair<Memory, std::size_t>> shared;
+  Memory dynamic;
+};
+
+// What a launch runs on: the fibers' stacks, each with a page below it that nobody may touch.
+class Stacks {
+ public:
+  std::byte* at(std::size_t thread) {
+    while (stacks_.size() <= thread) {
+      void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      mprotect(memory, kGuardBytes, PROT_NONE);
+      stacks_.push_back(static_cast<std::byte*>(memory) + kGuardBytes);
+    }
+    return stacks_[thread];
+  }
+
+ private:
+  std::vector<std::byte*> stacks_;
+};
+
+unsigned seed_now = 1;
+std::map<std::string, std::int64_t> counters;
+std::int64_t switches = 0;
+Block* block_now = nullptr;
+Fiber* fiber_now = nullptr;
+const std::function<void()>* body_now = nullptr;
+void* scheduler_stack = nullptr;
+void* scheduler_sanitizer = nullptr;
+const void* scheduler_bottom = nullptr;
+std::size_t scheduler_size = 0;
+std::exception_ptr fault;  // of a thread of the block
+std::vector<std::unique_ptr<Operation>> all_operations;
+std::vector<Operation*> free_operations;
+
+Stacks& stacks() {
+  static auto* const kept = new Stacks;
+  return *kept;
+}
+
+Operation* take_operation() {
+  if (free_operations.empty()) {
+    all_operations.push_back(std::make_unique<Operation>());
+    free_operations.push_back(all_operations.back().get());
+  }
+  Operation* const taken = free_operations.back();
+  free_operations.pop_back();
+  return taken;
+}
+
+void leave_operation(Fiber& fiber) {
+  if (fiber.operation == nullptr) return;
+  fiber.operation->unread &= ~(1u << fiber.view.lane);
+  if (fiber.operation->unread == 0) free_operations.push_back(fiber.operation);
+  fiber.operation = nullptr;
+}
+
+void to_scheduler() {
+  Fiber& fiber = *fiber_now;
+  __sanitizer_start_switch_fiber(fiber.state == State::ended ? nullptr : &fiber.sanitizer, scheduler_bottom,
+                                 scheduler_size);
+  espalier_switch_stack(&fiber.stack_pointer, scheduler_stack);
+  __sanitizer_finish_switch_fiber(fiber.sanitizer, &scheduler_bottom, &scheduler_size);
+}
+
+void fiber_main() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+  try {
+    (*body_now)();
+    if (!fiber_now->copies.empty()) fail("a thread ends with a copy in flight that nobody waited for", Site::current());
+  } catch (...) {
+    if (!fault) fault = std::current_exception();
+  }
+  leave_operation(*fiber_now);
+  fiber_now->state = State::ended;
+  to_scheduler();
+  std::abort();
+}
+
+void resume(Fiber& fiber) {
+  ++switches;
+  fiber_now = &fiber;
+  __sanitizer_start_switch_fiber(&scheduler_sanitizer, fiber.stack, kStackBytes);
+  espalier_switch_stack(&scheduler_stack, fiber.stack_pointer);
+  __sanitizer_finish_switch_fiber(scheduler_sanitizer, nullptr, nullptr);
+  fiber_now = nullptr;
+}
+
+std::string place(const Site& site) {
+  const char* const slash = std::strrchr(site.file_name(), '/');
+  return std::string(slash != nullptr ? slash + 1 : site.file_name()) + ":" + std::to_string(site.line());
+}
+
+std::string text_of(const dim3& at) {
+  return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
+}
+
+// Which threads are where.
+std::string whereabouts(const Block& block) {
+  std::map<std::string, std::pair<int, unsigned>> groups;  // place -> threads there, the first of them
+  for (unsigned i = 0; i < block.fibers.size(); ++i) {
+    const Fiber& fiber = block.fibers[i];
+    const std::string where = fiber.state == State::ended        ? "ended"
+                              : fiber.state == State::at_barrier ? "wait at the barrier of " + place(fiber.site)
+                              : fiber.state == State::in_warp
+                                  ? "wait in " + std::string(fiber.operation_name) + " of " + place(fiber.site)
+                                  : "run";
+    ++groups.try_emplace(where, 0, i).first->second.first;
+  }
+  std::string text = " in block " + text_of(block.fibers[0].view.block);
+  for (const auto& [where, threads] : groups)
+    text += "; " + std::to_string(threads.first) + " threads (first: " + std::to_string(threads.second) + ") " + where;
+  return text;
+}
+
+Fiber fiber_of(const Launch& launch, unsigned block, unsigned thread) {
+  const dim3 &b = launch.block, &g = launch.grid;
+  Fiber fiber;
+  fiber.view = {{thread % b.x, thread / b.x % b.y, thread / (b.x * b.y)},
+                {block % g.x, block / g.x % g.y, block / (g.x * g.y)},
+                b,
+                g,
+                thread % 32};
+  fiber.warp = thread / 32;
+  fiber.stack = stacks().at(thread);
+  // As espalier_switch_stack left it: six registers, the address it returns to, and rsp 8 below a multiple of 16.
+  void** const top = reinterpret_cast<void**>(fiber.stack + kStackBytes) - 1;
+  top[0] = nullptr;
+  top[-1] = reinterpret_cast<void*>(&fiber_main);
+  fiber.stack_pointer = top - 7;
+  return fiber;
+}
+
+// All threads that have not ended wait: at one barrier, or for ever.
+void open_barrier(Block& block) {
+  const Fiber* first = nullptr;
+  for (const Fiber& fiber : block.fibers) {
+    if (fiber.state != State::at_barrier)
+      throw Fault("a barrier or a warp operation that not all threads reach" + whereabouts(block));
+    if (first == nullptr) first = &fiber;
+    if (fiber.site.line() != first->site.line() || fiber.site.column() != first->site.column())
+      throw Fault("threads wait at different barriers" + whereabouts(block));
+  }
+  for (Fiber& fiber : block.fibers) fiber.state = State::ready;
+}
+
+std::vector<unsigned> ready_threads(const Block& block, int of_warp) {
+  std::vector<unsigned> ready;
+  for (unsigned t = 0; t < block.fibers.size(); ++t)
+    if (block.fibers[t].state == State::ready && (of_warp < 0 || static_cast<int>(block.fibers[t].warp) == of_warp))
+      ready.push_back(t);
+  return ready;
+}
+
+void run_block(Block& block, std::mt19937& random) {
+  const bool ahead = seed_now % 2 != 0;
+  const auto some_run = [&] {
+    return std::any_of(block.fibers.begin(), block.fibers.end(),
+                       [](const Fiber& fiber) { return fiber.state != State::ended; });
+  };
+  int warp = -1;  // the one that runs ahead
+  while (some_run()) {
+    std::vector<unsigned> ready = ready_threads(block, warp);
+    if (ready.empty() && warp >= 0) ready = ready_threads(block, warp = -1);
+    if (ready.empty()) {
+      open_barrier(block);
+      continue;
+    }
+    if (seed_now != 0) std::shuffle(ready.begin(), ready.end(), random);
+    if (ahead && warp < 0) {
+      warp = static_cast<int>(block.fibers[ready[0]].warp);
+      continue;
+    }
+    for (const unsigned t : ready) {
+      if (block.fibers[t].state == State::ready) resume(block.fibers[t]);
+      if (fault) std::rethrow_exception(fault);
+    }
+  }
+}
+
+void expect_launchable(const Launch& launch) {
+  const std::uint64_t threads = std::uint64_t{launch.block.x} * launch.block.y * launch.block.z;
+  const dim3& grid = launch.grid;
+  if (threads == 0 || threads > 1024 || launch.block.z > 64 || launch.shared_bytes > kMostShared || grid.x == 0 ||
+      grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
+    throw Fault("a launch that no GPU takes: grid " + text_of(grid) + ", block " + text_of(launch.block) + ", " +
+                std::to_string(launch.shared_bytes) + " bytes of shared memory");
+}
+
+}  // namespace
+
+void set_seed(unsigned seed) { seed_now = seed; }
+std::int64_t counter(const std::string& name) { return name == "switches" ? switches : counters[name]; }
+void reset_counters() {
+  counters.clear();
+  switches = 0;
+}
+void count(const char* name, std::int64_t amount) { counters[name] += amount; }
+const ThreadView& self() { return fiber_now->view; }
+
+void fail(const std::string& what, Site site) {
+  const ThreadView& view = fiber_now->view;
+  throw Fault(what + " at " + place(site) + ", block " + text_of(view.block) + " thread " + text_of(view.thread));
+}
+
+void barrier(Site site) {
+  fiber_now->state = State::at_barrier;
+  fiber_now->site = site;
+  to_scheduler();
+}
+
+const Exchange& exchange(const char* name, unsigned mask, const void* value, std::size_t bytes, Site site) {
+  Fiber& fiber = *fiber_now;
+  const unsigned bit = 1u << fiber.view.lane;
+  if ((mask & bit) == 0) fail("a lane calls a warp operation whose mask leaves it out", site);
+  leave_operation(fiber);
+  Operation*& pending = block_now->pending[fiber.warp];
+  fiber.site = site;
+  fiber.operation_name = name;
+  if (pending == nullptr) {
+    pending = take_operation();
+    pending->name = name, pending->site = site, pending->arrived = 0;
+    pending->data.mask = pending->unread = mask;
+  } else if (pending->data.mask != mask || std::strcmp(pending->name, name) != 0) {
+    fail("lanes of a warp are in different operations: " + std::string(name) + ", and " + pending->name + " of " +
+             place(pending->site),
+         site);
+  }
+  Operation* const operation = fiber.operation = pending;
+  std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
+  operation->arrived |= bit;
+  if (operation->arrived == mask) {
+    pending = nullptr;
+    const unsigned first = fiber.warp * 32;
+    for (unsigned lane = 0; lane < 32; ++lane)
+      if ((mask >> lane & 1) != 0 && first + lane < block_now->fibers.size())
+        block_now->fibers[first + lane].state = State::ready;
+  } else {
+    fiber.state = State::in_warp;
+    to_scheduler();
+  }
+  return operation->data;
+}
+
+void* shared_object(std::size_t bytes, Site site) {
+  auto& [memory, size] = block_now->shared[{site.file_name(), site.line(), site.column()}];
+  if (!memory) memory = block_memory(bytes), size = bytes;
+  if (size != bytes) fail("two objects of shared memory share a place in the source", site);
+  return memory.get();
+}
+
+void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
+
+void begin_copy(void* to, const void* from, int bytes, Site site) {
+  expect_aligned(to, 16, site);
+  if (bytes > 0) expect_aligned(from, 16, site);
+  std::memset(to, 0xff, 16);
+  fiber_now->copies.push_back({to, from, bytes, fiber_now->groups});
+}
+
+void commit_copies() { ++fiber_now->groups; }
+
+void wait_for_copies(int groups_left) {
+  auto& copies = fiber_now->copies;
+  const auto landed = [&](const Copy& copy) { return copy.group < fiber_now->groups - groups_left; };
+  for (const Copy& copy : copies) {
+    if (!landed(copy)) continue;
+    std::memset(copy.to, 0, 16);
+    if (copy.bytes > 0) std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
+  }
+  std::erase_if(copies, landed);
+}
+
+void run(const Launch& launch, const std::function<void()>& body) {
+  expect_launchable(launch);
+  count("launches", 1);
+  const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
+  const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
+  std::mt19937 random(seed_now);
+  std::vector<unsigned> order(blocks);
+  for (unsigned i = 0; i < blocks; ++i) order[i] = i;
+  if (seed_now != 0) std::shuffle(order.begin(), order.end(), random);
+  body_now = &body;
+  fault = nullptr;
+  for (const unsigned b : order) {
+    Block block;
+    for (unsigned t = 0; t < threads; ++t) block.fibers.push_back(fiber_of(launch, b, t));
+    block.pending.resize((threads + 31) / 32);
+    if (launch.shared_bytes > 0) block.dynamic = block_memory(launch.shared_bytes);
+    block_now = &block;
+    try {
+      run_block(block, random);
+    } catch (...) {  // what the other threads hold on their stacks is left as it is
+      block_now = nullptr, fault = nullptr;
+      free_operations.clear(), all_operations.clear();
+      throw;
+    }
+    block_now = nullptr;
+  }
+}
+
+}  // namespace espalier::emulation
