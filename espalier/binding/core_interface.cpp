@@ -94,7 +94,8 @@ espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& 
   auto out = std::make_unique<espalier_plan>();
   out->batch = batch_of(rollouts);
   const auto trees = build_prefix_trees(out->batch, options.share);
-  const auto profile = default_profile(request.device, plan_options.dtype, static_cast<int>(request.threads));
+  auto profile = default_profile(request.device, plan_options.dtype, static_cast<int>(request.threads));
+  if (request.seconds_per_call > 0) profile.seconds_per_call = request.seconds_per_call;
   out->plan = make_plan(out->batch, trees, shape_of(shape), plan_options, profile);
   number(out->plan.items, -1, out->items);
   return out.release();

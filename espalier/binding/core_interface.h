@@ -32,7 +32,8 @@ typedef struct {
 typedef struct {
   int64_t wave_tokens;  // most rows of one set; 0: chosen
   int64_t threads;
-  int32_t gradients;  // 0: forward only
+  double seconds_per_call;  // overhead of one kernel as the caller starts them; 0: the engine's own
+  int32_t gradients;        // 0: forward only
   const char *schedule, *share, *trunk_state, *dtype, *device;
 } espalier_plan_request;
 

@@ -30,7 +30,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Request(ctypes.Structure):
-    _fields_ = [("wave_tokens", ctypes.c_int64), ("threads", ctypes.c_int64), ("gradients", ctypes.c_int32)] + [
+    _fields_ = [("wave_tokens", ctypes.c_int64), ("threads", ctypes.c_int64), ("seconds_per_call", ctypes.c_double), ("gradients", ctypes.c_int32)] + [
         (name, ctypes.c_char_p) for name in ("schedule", "share", "trunk_state", "dtype", "device")]
 
 
@@ -114,17 +114,18 @@ class Plan:
     """One step over all rollouts: items depth first, a trunk before what is below it."""
 
     def __init__(self, prompts, responses, shape, *, wave_tokens, schedule="auto", share="auto", trunk_state="keep",
-                 dtype="float32", device="cpu", threads=1, gradients=True):
+                 dtype="float32", device="cpu", threads=1, seconds_per_call=0.0, gradients=True):
         buffers = _Buffers(prompts, responses)
-        request = _Request(wave_tokens, threads, gradients, *(s.encode() for s in (schedule, share, trunk_state, dtype, device)))
+        request = _Request(wave_tokens, threads, seconds_per_call, gradients, *(s.encode() for s in (schedule, share, trunk_state, dtype, device)))
         self._handle = library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(_Shape(**shape)), ctypes.byref(request))
+        self._delete = library().espalier_plan_delete  # still there when the interpreter ends
         if not self._handle:
             raise _failed()
         self.items = [self._item(i) for i in range(library().espalier_plan_items(self._handle))]
 
     def __del__(self):
         if getattr(self, "_handle", None):
-            library().espalier_plan_delete(self._handle)
+            self._delete(self._handle)
 
     def _table(self, item, name):
         data, width = ctypes.POINTER(ctypes.c_int32)(), ctypes.c_int64()

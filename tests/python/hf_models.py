@@ -1,6 +1,11 @@
 """Small random transformers models, a batch with shared prompts, a loss that reads everything, and the plain dense step beside it."""
 
 import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -22,9 +27,33 @@ def make(family, dtype=torch.float64, **changes):
     return getattr(transformers, family + "ForCausalLM")(config).to(dtype).train()
 
 
+LORA = {"Phi3": ["qkv_proj", "gate_up_proj"], "Glm4": ["q_proj", "v_proj", "gate_up_proj"], "Mixtral": ["q_proj", "v_proj"],
+        "Qwen3Moe": ["q_proj", "v_proj"]}
+
+
+def adapted(family):
+    """With LoRA on q, v and up, where they are projections of their own: keys of the first layer have no graph, all others do."""
+    import peft
+    model = peft.get_peft_model(make(family), peft.LoraConfig(r=4, target_modules=LORA.get(family, ["q_proj", "v_proj", "up_proj"]),
+                                                              lora_dropout=0.0)).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=.1)
+    return model
+
+
+def checkpointed(model):
+    """For steps inside `all_float64`."""
+    again = lambda: (contextlib.nullcontext(), Wide())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again})
+    if hasattr(model, "peft_config"):
+        model.enable_input_require_grads()
+    return model
+
+
 class Wide(TorchFunctionMode):
     """Keeps float64 where transformers rounds to float32 (norms, rotary tables, router softmax), so that what is left of a
-    difference is Espalier's. Not for checkpointed layers: what runs again inside a backward does not pass here."""
+    difference is Espalier's. What a backward runs again needs it once more (`checkpointed`)."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -33,7 +62,7 @@ class Wide(TorchFunctionMode):
         wide = lambda x: torch.float64 if x is torch.float32 else x
         if function is torch.Tensor.to and args[0].dtype == torch.float64:
             args, kwargs = tuple(wide(x) for x in args), {k: wide(x) for k, x in kwargs.items()}
-        if function in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax) and args[0].dtype == torch.float64:
+        if function in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.linalg.vector_norm) and args[0].dtype == torch.float64:
             kwargs = {k: wide(x) for k, x in kwargs.items()}
         return function(*args, **kwargs)
 
@@ -89,6 +118,12 @@ def dense_step(model, rollouts, loss, temperature=1.0):
     return total
 
 
+def shared_step(model, rollouts, loss, **how):
+    """phased_step that shares whatever the plan predicts: of models this small it would often run dense."""
+    import espalier.hf
+    return espalier.hf.phased_step(model, rollouts, loss, schedule="shared", **how)
+
+
 def gradients(model):
     out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -107,3 +142,18 @@ def worst(found, wanted):
 def all_float64(on=True):
     with Wide() if on else contextlib.nullcontext():
         yield
+
+
+def run_ranks(folder, families, how="all"):
+    """What both of two processes wrote (hf_ranks.py)."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, str(Path(__file__).with_name("hf_ranks.py")), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank), how, *families], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             for rank in range(2)]
+    try:
+        outputs = [rank.communicate(timeout=900 * len(families))[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import espalier
-from hf_models import batch, loss_of, make
+from hf_models import batch, loss_of, make, shared_step
 
 hf = pytest.importorskip("espalier.hf")
 ROLLOUTS = batch()
@@ -14,7 +14,7 @@ LOSS = loss_of(ROLLOUTS)
 
 def refused(model, *words):
     with pytest.raises(espalier.Unsupported) as caught:
-        hf.phased_step(model, ROLLOUTS, LOSS)
+        shared_step(model, ROLLOUTS, LOSS)
     assert caught.value.exit_code == 4 and caught.value.kind == "unsupported"
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert all(p.grad is None for p in model.parameters())
@@ -29,6 +29,12 @@ def test_attention_dropout_in_training():
 def test_a_dropout_module():
     model = make("Phi3", torch.float32, resid_pdrop=.2)
     refused(model, "p = 0.2")
+
+
+def test_dropout_of_an_adapter():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("Qwen3", torch.float32), peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=.1))
+    refused(model.train(), "lora_dropout", "p = 0.1")
 
 
 def test_noise_on_the_embeddings():
@@ -71,6 +77,36 @@ def test_soft_capped_attention():
     refused(transformers.Gemma2ForCausalLM(config), "softcapping")
 
 
+def test_attention_sinks():
+    config = transformers.GptOssConfig(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                       num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=512)
+    refused(transformers.GptOssForCausalLM(config), "attention sinks")
+
+
+def test_bidirectional_attention():
+    model = make("Llama", torch.float32)
+    model.model.layers[1].self_attn.is_causal = False
+    refused(model, "layers.1", "causal attention")
+
+
+def test_attention_of_a_model_s_own():
+    """Biases by distance (ALiBi), built inside the model."""
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    refused(transformers.BloomForCausalLM(config), "AttentionInterface")
+
+
+def test_a_layer_without_attention():
+    model = make("Llama", torch.float32)
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    refused(model, "attention in every layer", "[1]")
+
+
+def test_an_engine_of_deepspeed():
+    engine = type("DeepSpeedEngine", (torch.nn.Module,), {})()
+    with pytest.raises(espalier.Unsupported, match="DeepSpeed"):
+        hf.check(engine)
+
+
 def test_an_encoder_decoder():
     config = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     with pytest.raises(espalier.Unsupported, match="encoder-decoder"):
@@ -96,7 +132,7 @@ def test_keys_and_values_without_a_graph(monkeypatch):
     monkeypatch.setattr(Trunk, "take", lambda self, layer, k, v: take(self, layer, k.detach(), v.detach()))
     model = make("Llama", torch.float32)
     with pytest.raises(espalier.Unsupported, match="would get no gradient"):
-        hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=30)
+        shared_step(model, ROLLOUTS, LOSS, wave_tokens=30)
 
 
 def test_a_layer_that_is_not_captured(monkeypatch):
@@ -114,20 +150,20 @@ def test_a_layer_that_is_not_captured(monkeypatch):
     ([{"prompt_ids": [1], "response_ids": [1.5]}], "rollouts[0]['response_ids']")])
 def test_bad_rollouts_are_named(rollouts, where):
     with pytest.raises(espalier.Error) as caught:
-        hf.phased_step(make("Llama", torch.float32), rollouts, LOSS)
+        shared_step(make("Llama", torch.float32), rollouts, LOSS)
     assert (caught.value.kind, caught.value.where, caught.value.exit_code) == ("input", where, 3)
 
 
 @pytest.mark.parametrize("how,where", [(dict(wave_tokens=0), "wave_tokens"), (dict(trunk_state="offload"), "trunk_state")])
 def test_bad_arguments_are_named(how, where):
     with pytest.raises(espalier.Error) as caught:
-        hf.phased_step(make("Llama", torch.float32), ROLLOUTS, LOSS, **how)
+        shared_step(make("Llama", torch.float32), ROLLOUTS, LOSS, **how)
     assert (caught.value.kind, caught.value.where, caught.value.exit_code) == ("option", where, 2)
 
 
 def test_a_loss_that_is_no_scalar():
     with pytest.raises(espalier.Error, match="a scalar tensor"):
-        hf.phased_step(make("Llama", torch.float32), ROLLOUTS, lambda wave: wave.logprobs)
+        shared_step(make("Llama", torch.float32), ROLLOUTS, lambda wave: wave.logprobs)
 
 
 def test_errors_keep_their_fields_when_pickled():

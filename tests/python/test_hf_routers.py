@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import espalier
-from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, worst
+from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
 ROLLOUTS = batch()
@@ -48,7 +48,7 @@ def test_router_loss_and_gradient_are_those_of_dense_calls(family, scope):
         wanted = gradients(model)
         assert worst(without, wanted)[0] > 1e-2
         for wave_tokens, trunk_state in ((16, "keep"), (60, "recompute"), (4096, "keep")):
-            result = hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=wave_tokens, trunk_state=trunk_state, router_aux_loss_coef=COEF,
+            result = shared_step(model, ROLLOUTS, LOSS, wave_tokens=wave_tokens, trunk_state=trunk_state, router_aux_loss_coef=COEF,
                                     router_aux_loss_scope=scope)
             assert abs(result.router_loss - float(loss)) <= 1e-10 * float(loss)
             assert worst(gradients(model), wanted)[0] <= 1e-10, (wave_tokens, trunk_state)
@@ -58,7 +58,7 @@ def test_router_loss_and_gradient_are_those_of_dense_calls(family, scope):
 def test_verification_has_the_router_s_loss_too(scope):
     model = make("Qwen3Moe")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    result = hf.phased_step(model, ROLLOUTS, LOSS, wave_tokens=30, router_aux_loss_coef=COEF, router_aux_loss_scope=scope, verify=True)
+    result = shared_step(model, ROLLOUTS, LOSS, wave_tokens=30, router_aux_loss_coef=COEF, router_aux_loss_scope=scope, verify=True)
     assert result.verification.verdict == "pass" and result.verification.worst["floor"] < 1e-4
 
 
@@ -66,13 +66,13 @@ def test_what_is_wanted_must_be_said():
     """config.output_router_logits makes transformers add the router's loss to its own: here nobody would."""
     model = make("Qwen3Moe", torch.float32, output_router_logits=True)
     with pytest.raises(espalier.Unsupported, match="router_aux_loss_coef"):
-        hf.phased_step(model, ROLLOUTS, LOSS)
-    hf.phased_step(model, ROLLOUTS, LOSS, router_aux_loss_coef=0)
+        shared_step(model, ROLLOUTS, LOSS)
+    shared_step(model, ROLLOUTS, LOSS, router_aux_loss_coef=0)
 
 
 def test_bad_arguments_are_named():
     with pytest.raises(espalier.Error, match="rollout or minibatch") as caught:
-        hf.phased_step(make("Qwen3Moe", torch.float32), ROLLOUTS, LOSS, router_aux_loss_coef=.1, router_aux_loss_scope="layer")
+        shared_step(make("Qwen3Moe", torch.float32), ROLLOUTS, LOSS, router_aux_loss_coef=.1, router_aux_loss_scope="layer")
     assert caught.value.exit_code == 2
     with pytest.raises(espalier.Unsupported, match="a mixture of experts"):
-        hf.phased_step(make("Llama", torch.float32), ROLLOUTS, LOSS, router_aux_loss_coef=.1)
+        shared_step(make("Llama", torch.float32), ROLLOUTS, LOSS, router_aux_loss_coef=.1)

@@ -5,7 +5,7 @@
     scores = espalier.hf.score(model, rollouts, entropies=True) the same with entropies and the rows that ran
     espalier.hf.check(model)                                    refuses by name what would be silently wrong
 
-The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP2 are fine.
+The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are fine.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import attention, measure, ranks, verification
-from espalier.hf.checks import base_model, check, decoder_config, unwrapped
+from espalier.hf import attention, choice, dense, measure, ranks, verification
+from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
 from espalier.hf.step import Executor, Wave
@@ -27,7 +27,7 @@ __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "scor
 @dataclass(frozen=True)
 class Result:
     """What one step did. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
-    `router_loss`: router_aux_loss_coef times the load-balancing loss. `str()` is a line for a log.
+    `router_loss`: router_aux_loss_coef times the load-balancing loss. `schedule`: dense, packed or phased. `str()` is a line for a log.
     """
     loss: float
     rows: int
@@ -37,18 +37,21 @@ class Result:
     peak_bytes: int
     verification: "verification.Verification | None" = None
     router_loss: float = 0.0
+    schedule: str = ""
 
     def __str__(self):
         return (f"{self.rows:,} rows run instead of {self.rows_without_sharing:,} ({self.rows_without_sharing / self.rows:.2f} times fewer), "
-                f"{self.waves} waves, {self.seconds:.2f} s, peak {self.peak_bytes / 2**20:,.0f} MiB")
+                f"{self.schedule}, {self.waves} waves, {self.seconds:.2f} s, peak {self.peak_bytes / 2**20:,.0f} MiB")
 
 
-def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", temperature=1.0, router_aux_loss_coef=None,
-                router_aux_loss_scope="rollout", verify=False):
+def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", schedule="auto", temperature=1.0,
+                router_aux_loss_coef=None, router_aux_loss_scope="rollout", verify=False):
     """Adds the gradients of sum over waves of `loss(wave)` to `.grad`, every shared prompt run once, forward and backward.
 
     `rollouts`: dicts with `prompt_ids` and `response_ids`. `loss(wave)` returns a scalar; a wave holds whole responses, at most
-    `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them.
+    `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them, as FSDP1
+    always does. `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", what is predicted to be faster: where a
+    model is small and little is shared, calls cost more than rows.
     `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
     ("minibatch") over all tokens of the step; it takes one pass more without gradients.
     `verify`: a model's first step also runs dense; beyond what rounding explains `espalier.Error` is raised with the table.
@@ -57,18 +60,21 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
     check(model, longest=int(prepared.lengths.max()))
     with _our_attention(model):
+        if trunk_state == "keep" and ranks.alternating(model):
+            trunk_state = "recompute"
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
         inner = ranks.without_replicas(model)
         coef = _router_coefficient(model, router_aux_loss_coef)
         router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
-        executor = Executor(inner, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model), router=router)
+        schedule = choice.schedule(schedule, plan, prepared, len(attention_layers(model)), wave_tokens)
         before = verification.begin(model, router) if verify and verification.is_first(model) else None
         with measure.Peak() as peak:
             start = time.perf_counter()
             try:
-                if router:
-                    _count(router, Executor(inner, prepared, plan, seen=lambda wave: None, router=router))
-                ranks.run(inner, executor.program(), executor.device)
+                if schedule == "dense":
+                    executor = dense.run(inner, prepared, loss, temperature, dense.batches_of(prepared.lengths, wave_tokens), router)
+                else:
+                    executor = _shared(inner, prepared, plan, loss, temperature, router)
             except BaseException:
                 if before is not None:
                     before.put_back()
@@ -78,7 +84,15 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
     return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table,
-                  router.value if router else 0.0)
+                  router.value if router else 0.0, schedule)
+
+
+def _shared(model, prepared, plan, loss, temperature, router):
+    executor = Executor(model, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model), router=router)
+    if router:
+        _count(router, Executor(model, prepared, plan, seen=lambda wave: None, router=router))
+    ranks.run(model, executor.program(), executor.device)
+    return executor
 
 
 def _router_coefficient(model, given):

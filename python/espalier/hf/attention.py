@@ -57,13 +57,8 @@ class Phase:
 
     @classmethod
     def of_segments(cls, segments, rows, trunks, longest, captures=None):
-        """From an item's segments (core_interface.h): ancestors in the set are rectangles over all that is below them."""
-        squares, rectangles = [], []
-        for _, begin, end, row, subtree_end, *_ in segments.tolist():
-            length = end - begin
-            squares.append((row, length))
-            if subtree_end > row + length:
-                rectangles.append((row + length, subtree_end, row, row + length))
+        """From an item's segments (core_interface.h)."""
+        squares, rectangles = _squares_and_rectangles(segments)
         return cls(rows, longest, [(0, rows, tuple(trunks))], squares, rectangles, captures)
 
     @contextlib.contextmanager
@@ -75,6 +70,23 @@ class Phase:
                 yield
             finally:
                 self.capturing = False
+
+
+def _squares_and_rectangles(segments):
+    """Ancestors in the set are rectangles over all that is below them."""
+    squares, rectangles = [], []
+    for _, begin, end, row, subtree_end, *_ in segments.tolist():
+        length = end - begin
+        squares.append((row, length))
+        if subtree_end > row + length:
+            rectangles.append((row + length, subtree_end, row, row + length))
+    return squares, rectangles
+
+
+def blocks_of(segments, trunks):
+    """How many blocks of keys one layer's attention takes for an item below so many trunks: squares of one length go together."""
+    squares, rectangles = _squares_and_rectangles(segments)
+    return len({length for _, length in squares}) + len(rectangles) + trunks
 
 
 class _Masks:

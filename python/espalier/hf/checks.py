@@ -12,14 +12,19 @@ _LAYER_KINDS = {"full_attention", "attention", "sliding_attention", "dense", "sp
 
 
 def unwrapped(model):
-    """The module under DistributedDataParallel and torch.compile; FSDP2 and PEFT change a module in place."""
+    """The module under DistributedDataParallel, FSDP1 and torch.compile; FSDP2 and PEFT change a module in place."""
     while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) or is_fsdp1(model):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
         else:
             return model
+
+
+def is_fsdp1(module):
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def base_model(model):
@@ -49,13 +54,10 @@ def check(model, *, longest=None):
     `longest`: tokens of the longest rollout; a sliding window at least that wide is no window.
     """
     if isinstance(model, torch.nn.DataParallel):
-        raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP2")
+        raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP")
     if type(model).__name__ == "DeepSpeedEngine":
-        raise Unsupported("model", "a model, DDP or FSDP2", "a DeepSpeed engine, which forbids a second backward within a step")
-    inner = unwrapped(model)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules()):
-        raise Unsupported("model", "FSDP2 (fully_shard)", "FSDP1 (FullyShardedDataParallel)", "Use torch.distributed.fsdp.fully_shard")
-    base = base_model(model)
+        raise Unsupported("model", "a model, DDP or FSDP", "a DeepSpeed engine, which forbids a second backward within a step")
+    inner, base = unwrapped(model), base_model(model)
     _check_family(base)
     _check_layers(base, longest)
     if inner.training:

@@ -1,4 +1,4 @@
-"""Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP2."""
+"""Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP."""
 
 import sys
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.hf.checks import base_model, unwrapped
+from espalier.hf.checks import base_model, is_fsdp1, unwrapped
 
 _BUCKET = 25 << 20  # bytes of gradients reduced at once, DDP's own size
 
@@ -19,13 +19,21 @@ def replicas(model):
 
 
 def sharded(model):
-    """Whether calls of the model are collective (FSDP2 shards its parameters)."""
+    """Whether calls of the model are collective (FSDP shards its parameters)."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and any(isinstance(module, kind) for module in unwrapped(model).modules())
+    return alternating(model) or (kind is not None and any(isinstance(module, kind) for module in unwrapped(model).modules()))
+
+
+def alternating(model):
+    """Whether a forward with a graph must be followed by its backward before the next one: FSDP1 arms its hooks, which gather the
+    parameters and reduce their gradients, in a forward, and the next backward disarms all of them."""
+    return any(is_fsdp1(module) for module in model.modules())
 
 
 def device_of(model):
-    """Where a model computes, also while FSDP2 keeps its shards in the memory of the host."""
+    """Where a model computes, also while FSDP keeps its shards in the memory of the host."""
+    if is_fsdp1(model):
+        return model.compute_device
     weight = base_model(model).get_input_embeddings().weight
     kind = getattr(getattr(weight, "device_mesh", None), "device_type", weight.device.type)
     return weight.device if kind == weight.device.type else torch.device(kind, getattr(torch, kind).current_device())
@@ -68,6 +76,8 @@ def _reduce(bucket, group, world):
 
 def run(model, program, device):
     """Runs a program of (letter, action). Ranks that share layers first agree on one order and fill their gaps with empty calls."""
+    if alternating(model):
+        program = in_pairs(program)
     if not (sharded(model) and dist.is_initialized() and dist.get_world_size() > 1):
         for _, action in program:
             action()
@@ -76,7 +86,8 @@ def run(model, program, device):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, letters)
     at, rank, empty = 0, dist.get_rank(), []
-    program = list(program)
+    program, nothing = list(program), torch.zeros(1, 1, dtype=torch.long, device=device)
+    call = lambda: model(input_ids=nothing, use_cache=False).logits.sum() * 0
     for letter, who in common_order(everyone):
         while at < len(program) and program[at][0] == "":
             program[at][1]()
@@ -85,15 +96,30 @@ def run(model, program, device):
             program[at][1]()
             at += 1
         elif letter == "F":
-            empty.append(model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False).logits.sum() * 0)
+            empty.append(call())
+        elif letter == "N":
+            with torch.no_grad():
+                call()
         else:
-            empty.pop().backward()
+            (call() if letter == "P" else empty.pop()).backward()
     for _, action in program[at:]:
         action()
 
 
+def in_pairs(program):
+    """A program whose every forward with a graph precedes its backward at once, with the two as one step: P. N: a forward without."""
+    out = []
+    for letter, action in program:
+        if letter == "B":
+            forward = out.pop()[1]
+            out.append(("P", lambda forward=forward, action=action: (forward(), action())))
+        else:
+            out.append(("N" if letter == "F" else letter, action))
+    return out
+
+
 def common_order(everyone):
-    """One sequence of (letter, ranks that do it for real) that holds every rank's own sequence.
+    """One sequence of (letter, ranks that do it for real) that holds every rank's own sequence: of F and B, or of N and P.
 
     Forwards go first, so that a rank without a backward of its own has an empty forward to send one through; where it has none left,
     all make one.
@@ -103,7 +129,7 @@ def common_order(everyone):
     out = []
     while any(a < len(letters) for a, letters in zip(at, everyone)):
         upcoming = [letters[a] if a < len(letters) else "" for a, letters in zip(at, everyone)]
-        letter = "F" if "F" in upcoming else "B"
+        letter = next(letter for letter in "FBNP" if letter in upcoming)
         who = [rank for rank, own in enumerate(upcoming) if own == letter]
         if letter == "B" and any(empty[rank] == 0 for rank in range(len(everyone)) if rank not in who):
             letter, who = "F", []
@@ -111,7 +137,7 @@ def common_order(everyone):
             if rank in who:
                 at[rank] += 1
             else:
-                empty[rank] += 1 if letter == "F" else -1
+                empty[rank] += {"F": 1, "B": -1}.get(letter, 0)
         out.append((letter, who))
     return out
 

@@ -8,6 +8,7 @@ from espalier.errors import Error
 from espalier.hf.checks import decoder_config
 
 _DTYPES = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
+_SECONDS_PER_CALL = 40e-6  # eager PyTorch: a kernel with its module and its node of the graph, as measured of small models
 
 
 class Rollouts:
@@ -46,7 +47,8 @@ class Rollouts:
         parameter = next(model.parameters())
         return native.Plan(self.prompts, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
                            dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
-                           device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads())
+                           device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads(),
+                           seconds_per_call=_SECONDS_PER_CALL)
 
 
 def shape_of(model):

@@ -20,6 +20,48 @@ from espalier.hf.checks import decoder_config
 SCOPES = ("rollout", "minibatch")
 
 
+def probabilities(layer, chosen):
+    """p and whether an expert is among the row's `chosen` largest (accumulator type), [R, E] each, of one layer's logits."""
+    p = layer.softmax(-1)
+    return p, torch.zeros_like(p, dtype=accumulator(p.dtype)).scatter_(1, p.detach().topk(chosen, -1).indices, 1)
+
+
+def experts_per_token(model):
+    chosen = getattr(decoder_config(model), "num_experts_per_tok", None)
+    if not chosen:
+        raise Unsupported("router_aux_loss_coef", "a mixture of experts (config.num_experts_per_tok)", type(model).__name__)
+    return chosen
+
+
+def logits_of(result):
+    """The router's logits of every layer, [R, E] each, from what a model returned."""
+    logits = getattr(result, "router_logits", None)
+    if not isinstance(logits, (tuple, list)) or not logits:
+        raise Unsupported("router_aux_loss_coef", "router_logits among what the model returns", "none")
+    return [x.flatten(0, -2) for x in logits]
+
+
+class RowSums:
+    """Some rows of all layers, one call of the model: `rows` L R; `counts` [E], how often each expert was chosen; `sums` [E], of p,
+    differentiable."""
+
+    def __init__(self, logits, chosen):
+        self.rows, self.counts, self.sums = 0, 0, 0
+        for layer in logits:
+            p, taken = probabilities(layer, chosen)
+            self.rows += len(p)
+            self.counts = self.counts + taken.sum(0)
+            self.sums = self.sums + p.to(taken.dtype).sum(0)
+
+
+def load_balancing(parts):
+    """A over the rows of `parts`: (how often they count, RowSums, their sums or a leaf that stands for them)."""
+    total = lambda values: sum(times * value for (times, *_), value in zip(parts, values))
+    rows = total(part.rows for _, part, _ in parts)
+    f, p = total(part.counts for _, part, _ in parts) / rows, total(sums for *_, sums in parts) / rows
+    return len(f) * (f * p).sum()
+
+
 class RouterLoss:
     """First `count` of every row, then `settle`, then `term` of every row; `value` is coef * A."""
 
@@ -27,19 +69,10 @@ class RouterLoss:
         if scope not in SCOPES:
             raise Error("option", "router_aux_loss_scope", " or ".join(SCOPES), repr(scope), "", 2)
         self.coef, self.scope, self.lengths = float(coef), scope, rollouts.lengths
-        self.chosen = getattr(decoder_config(model), "num_experts_per_tok", None)
-        if not self.chosen:
-            raise Unsupported("router_aux_loss_coef", "a mixture of experts (config.num_experts_per_tok)", type(model).__name__)
+        self.chosen = experts_per_token(model)
         self.layers = 0
         self.rows = np.zeros(len(rollouts), np.int64)
         self.counts = self.sums = self.weights = None  # [N, E]
-
-    @staticmethod
-    def logits_of(result):
-        logits = getattr(result, "router_logits", None)
-        if not isinstance(logits, (tuple, list)) or not logits:
-            raise Unsupported("router_aux_loss_coef", "router_logits among what the model returns", "none")
-        return [x.flatten(0, -2) for x in logits]
 
     @torch.no_grad()
     def count(self, logits, runs):
@@ -49,8 +82,7 @@ class RouterLoss:
             self.counts, self.sums = torch.zeros(2, len(self.lengths), logits[0].shape[-1], dtype=wide, device=logits[0].device)
             self.layers = len(logits)
         for layer in logits:
-            p = layer.softmax(-1)
-            taken = torch.zeros_like(p, dtype=wide).scatter_(1, p.topk(self.chosen, -1).indices, 1)
+            p, taken = probabilities(layer, self.chosen)
             for begin, end, rollouts in runs:
                 at = torch.as_tensor(rollouts, dtype=torch.long, device=p.device)
                 self.counts[at] += taken[begin:end].sum(0)

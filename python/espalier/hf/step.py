@@ -12,7 +12,7 @@ from espalier.hf import blocks, ranks
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
-from espalier.hf.routers import RouterLoss, runs_of
+from espalier.hf.routers import logits_of, runs_of
 
 
 class Wave:
@@ -128,8 +128,8 @@ class Executor:
         if self.router is None:
             return None
         if self.loss is None:
-            return self.router.count(RouterLoss.logits_of(result), runs_of(item))
-        return self.router.term(RouterLoss.logits_of(result), runs_of(item)) if torch.is_grad_enabled() else None
+            return self.router.count(logits_of(result), runs_of(item))
+        return self.router.term(logits_of(result), runs_of(item)) if torch.is_grad_enabled() else None
 
     def _statistics(self, logits, place, target, with_entropy):
         return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy)

@@ -11,13 +11,12 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from espalier.errors import Error
-from espalier.hf import attention, ranks
+from espalier.hf import dense, ranks
 from espalier.hf.checks import base_model, unwrapped
 from espalier.hf.routers import RouterLoss
-from espalier.hf.step import Wave, backward
-from espalier.hf.head import TokenStatistics
 
 _verified = weakref.WeakSet()
 
@@ -81,19 +80,24 @@ class _Comparison:
         for name, p in self.named:
             p.grad = self.before[name]
 
-    def compare(self, shared_loss, dense, again):
-        """`dense()` and `again()` run the same step another way and return its loss; embeddings are moved for the second. Returns the
+    def compare(self, shared_loss, plain, again):
+        """`plain()` and `again()` run the same step another way and return its loss; embeddings are moved for the second. Returns the
         table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
         shared = self._take()
-        dense_loss = dense()
+        dense_loss = plain()
         wanted = self._take()
         with _nudged(base_model(self.model).get_input_embeddings()):
             again()
         other = self._take()
+        everywhere = ranks.device_of(self.model) if ranks.sharded(self.model) and dist.is_initialized() else None
+        table = _table([(name, shared[name], wanted[name], other[name]) for name, _ in self.named], shared_loss, dense_loss, everywhere)
         for name, p in self.named:
             parts = [g for g in (self.before[name], shared[name]) if g is not None]
-            p.grad = None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        table = _table([(name, shared[name], wanted[name], other[name]) for name, _ in self.named], shared_loss, dense_loss)
+            if parts and other[name] is not None:  # its memory stays: FSDP1's may be a part of the flat gradient
+                other[name].copy_(sum(parts[1:], parts[0]))
+                p.grad = other[name]
+            else:
+                p.grad = sum(parts[1:], parts[0]) if parts else None
         if table.verdict != "pass":
             worst = table.worst
             raise Error("verification", worst["parameter"], f"within {worst['allowed']:.2e} of the dense step's gradient",
@@ -110,87 +114,35 @@ class _Comparison:
 
     def _dense(self, rollouts, loss, temperature, batches):
         router = self.router and RouterLoss(self.model, rollouts, self.router.coef, self.router.scope)
-        run = _DenseRun(self.model, rollouts, loss, temperature, router)
-        program = [("F", lambda batch=batch: run.count(batch)) for batch in batches if router]
-        program += [("", router.settle)] if router else []
-        program += [step for batch in batches for step in (("F", lambda batch=batch: run.forward(batch)), ("B", run.backward))]
-        inner = ranks.without_replicas(self.model)
-        base = base_model(self.model)
-        was = base.config._attn_implementation
-        if was == attention.NAME:
-            base.set_attn_implementation("sdpa")
-        try:
-            with torch.compiler.set_stance("force_eager"):  # a compiled model would not see the hook that moves its embeddings
-                ranks.run(inner, program, run.device)
-        finally:
-            if was == attention.NAME:
-                base.set_attn_implementation(was)
-        return run.total
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would not see the hook that moves its embeddings
+            return dense.run(self.model, rollouts, loss, temperature, batches, router).total
 
 
-class _DenseRun:
-    def __init__(self, model, rollouts, loss, temperature, router=None):
-        self.model, self.router = ranks.without_replicas(model), router
-        self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
-        self.device = ranks.device_of(model)
-        self.total, self.pending = 0.0, None
-
-    def _call(self, batch):
-        """Padded on the right; a causal model's earlier rows do not see the padding. Also the rows of each rollout."""
-        r = self.rollouts
-        longest = max(int(r.lengths[i]) for i in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, i in enumerate(batch):
-            ids[row, :int(r.lengths[i])] = torch.from_numpy(r.tokens(i, 0, int(r.lengths[i])).astype("int64"))
-        result = self.model(input_ids=ids.to(self.device), use_cache=False, **({"output_router_logits": True} if self.router else {}))
-        return result, longest, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)]
-
-    @torch.no_grad()
-    def count(self, batch):
-        result, _, runs = self._call(batch)
-        self.router.count(RouterLoss.logits_of(result), runs)
-
-    def forward(self, batch):
-        r = self.rollouts
-        result, longest, runs = self._call(batch)
-        logits = result.logits
-        place, target, owner, position = [], [], [], []
-        for row, i in enumerate(batch):
-            prompt, length = len(r.prompts[i]), len(r.responses[i])
-            place += [row * longest + prompt - 1 + t for t in range(length)]
-            target += r.responses[i].tolist()
-            owner += [i] * length
-            position += list(range(length))
-        place, target, owner, position = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (place, target, owner, position))
-        values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True)
-        loss = self.loss(Wave(list(batch), owner, position, *values))
-        self.total += float(loss.detach())
-        if self.router:
-            loss = loss + self.router.term(RouterLoss.logits_of(result), runs)
-        self.pending = loss + logits.sum() * 0 if loss.requires_grad else None
-
-    def backward(self):
-        backward(self.pending)
-        self.pending = None
+def _local(x):
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _norm(x):
-    if x is None:
-        return 0.0
-    full = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return float(full.double().norm())
+def _squares(grads, everywhere):
+    """[P, 4] float64: of shared - dense, of other - dense, of dense; whether there is a gradient. Parts of all ranks where
+    parameters are sharded (`everywhere`)."""
+    out = torch.zeros(len(grads), 4, dtype=torch.float64)
+    for row, (_, *three) in zip(out, grads):
+        held = [_local(g).double() for g in three if g is not None]
+        if held:
+            shared, dense, other = (torch.zeros_like(held[0]) if g is None else _local(g).double() for g in three)
+            row.copy_(torch.stack([(shared - dense).square().sum(), (other - dense).square().sum(), dense.square().sum(), dense.new_ones(())]))
+    if everywhere is not None:
+        out = out.to(everywhere)
+        dist.all_reduce(out)
+    return out.cpu()
 
 
-def _table(grads, shared_loss, dense_loss):
+def _table(grads, shared_loss, dense_loss, everywhere=None):
     rows = []
-    for name, shared, dense, other in grads:
-        if dense is None and shared is None:
-            continue
-        zero = torch.zeros_like(dense if dense is not None else shared)
-        shared, dense, other = (zero if g is None else g for g in (shared, dense, other))
-        size = _norm(dense)
-        relative = lambda x: _norm(x - dense) / size if size > 0 else _norm(x)
-        rows.append(dict(name=name, error=relative(shared), floor=relative(other)))
+    for (name, *_), (error, floor, size, held) in zip(grads, _squares(grads, everywhere).tolist()):
+        if held:
+            relative = lambda x: (x / size if size > 0 else x) ** 0.5
+            rows.append(dict(name=name, error=relative(error), floor=relative(floor)))
     mean = (sum(row["floor"] ** 2 for row in rows) / max(1, len(rows))) ** 0.5
     for row in rows:
         row["floor"] = max(row["floor"], mean)

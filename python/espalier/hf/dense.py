@@ -1,0 +1,95 @@
+"""A step by transformers alone: every rollout with its prompt, several padded to one length a call."""
+
+import torch
+
+from espalier.hf import attention, ranks
+from espalier.hf.checks import base_model
+from espalier.hf.head import TokenStatistics
+from espalier.hf.routers import logits_of
+from espalier.hf.step import Wave, backward
+
+
+def run(model, rollouts, loss, temperature, batches, router=None):
+    """Adds the gradients of the sum over `batches` (lists of rollouts) of `loss(wave)`. Returns the DenseRun."""
+    out = DenseRun(model, rollouts, loss, temperature, router)
+    program = [("F", lambda batch=batch: out.count(batch)) for batch in batches if router]
+    program += [("", router.settle)] if router else []
+    program += [step for batch in batches for step in (("F", lambda batch=batch: out.forward(batch)), ("B", out.backward))]
+    base = base_model(model)
+    was = base.config._attn_implementation
+    if was == attention.NAME:
+        base.set_attn_implementation("sdpa")
+    try:
+        ranks.run(out.model, program, out.device)
+    finally:
+        if was == attention.NAME:
+            base.set_attn_implementation(was)
+    return out
+
+
+def batches_of(lengths, tokens):
+    """Rollouts of like length together, as many as `tokens` hold with their padding; each list ascending."""
+    out = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if out and (len(out[-1]) + 1) * int(lengths[i]) <= tokens:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return [sorted(batch) for batch in out]
+
+
+class DenseRun:
+    """`total`: the loss so far; `rows`: token rows run, without padding; `waves`: calls of the model."""
+
+    def __init__(self, model, rollouts, loss, temperature, router=None):
+        self.model, self.router = ranks.without_replicas(model), router
+        self.rollouts, self.loss, self.temperature = rollouts, loss, temperature
+        self.device = ranks.device_of(self.model)
+        self.total, self.rows, self.waves, self.pending = 0.0, 0, 0, None
+
+    def _call(self, batch):
+        """Padded on the right; a causal model's earlier rows do not see the padding. Also the rows of each rollout, and from which
+        position on there are logits."""
+        r = self.rollouts
+        longest = max(int(r.lengths[i]) for i in batch)
+        first = min(len(r.prompts[i]) for i in batch) - 1
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        for row, i in enumerate(batch):
+            ids[row, :int(r.lengths[i])] = torch.from_numpy(r.tokens(i, 0, int(r.lengths[i])).astype("int64"))
+        result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first,
+                            **({"output_router_logits": True} if self.router else {}))
+        return result, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)], first
+
+    @torch.no_grad()
+    def count(self, batch):
+        result, runs, _ = self._call(batch)
+        self.router.count(logits_of(result), runs)
+
+    def forward(self, batch):
+        r = self.rollouts
+        result, runs, first = self._call(batch)
+        self.rows += int(r.lengths[batch].sum())
+        self.waves += 1
+        logits = result.logits[:, -(max(int(r.lengths[i]) for i in batch) - first):]  # some models return all
+        members = [i for i in batch if len(r.responses[i])]
+        place, target, owner, position = [], [], [], []
+        for row, i in enumerate(batch):
+            prompt, length = len(r.prompts[i]), len(r.responses[i])
+            place += [row * logits.shape[1] + prompt - 1 - first + t for t in range(length)]
+            target += r.responses[i].tolist()
+            owner += [i] * length
+            position += list(range(length))
+        place, target, owner, position = (torch.tensor(x, dtype=torch.long, device=self.device) for x in (place, target, owner, position))
+        values = TokenStatistics.apply(logits.flatten(0, 1), place, target, float(self.temperature), True)
+        out = logits.sum() * 0
+        if members:
+            loss = self.loss(Wave(members, owner, position, *values))
+            self.total += float(loss.detach())
+            out = out + loss
+        if self.router:
+            out = out + self.router.term(logits_of(result), runs)
+        self.pending = out if out.requires_grad else None
+
+    def backward(self):
+        backward(self.pending)
+        self.pending = None
