@@ -4,6 +4,7 @@ verl's interface of a platform with nothing to do, and verl's own FSDP engine re
 """
 
 import contextlib
+import sys
 import types
 
 from verl.plugin.platform.platform_base import PlatformBase
@@ -28,6 +29,7 @@ def _cpu_platform():
 
 
 PlatformRegistry.register("cpu")(_cpu_platform())
+sys.modules.setdefault("trl", None)  # verl 0.9.1 asks an installed TRL for a class that TRL 1.16 no longer has
 
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead  # noqa: E402

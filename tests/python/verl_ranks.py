@@ -1,6 +1,6 @@
 """One rank of verl's real engine, plain beside shared: verl_ranks.py FOLDER RANK WORLD. Writes what differs to FOLDER/RANK.json.
 
-FSDP2 on gloo. Float64 throughout where `WIDE` says so: verl's own precisions end at float32, so "fp64" is taught to it here.
+FSDP2 and FSDP1 on gloo. Float64 throughout where `WIDE` says so: verl's own precisions end at float32, so "fp64" is taught to it here.
 """
 
 import copy
@@ -14,13 +14,15 @@ from pathlib import Path
 FOLDER, RANK, WORLD = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(Path(__file__).resolve().parent), str(ROOT / "python")]
-os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="verl_cpu,espalier.verl", VERL_USE_EXTERNAL_PLUGINS="none",
+os.environ.update(ESPALIER_SCHEDULE="shared", VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="verl_cpu,espalier.verl", VERL_USE_EXTERNAL_PLUGINS="none",
                   VERL_ENGINE_VENDOR="espalier", HF_HUB_OFFLINE="1")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.fsdp import _init_utils  # noqa: E402
 
 torch.set_num_threads(1)
+_init_utils._check_module_states_for_sync_module_states = lambda states: None  # verl broadcasts weights at the start, which FSDP1 allows on GPUs only
 dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD)
 
 import verl_actor  # noqa: E402
@@ -153,13 +155,23 @@ class Notes(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def verified(pair, notes):
+def fsdp1(kind, pair):
+    """Some of the cases above under FSDP1, in which a prompt's activations are always recomputed."""
+    cases = {name: LOSSES[name] for name in ("vanilla", "gspo_all", "seq-mean-token-mean")}
+    out = {f"{kind}_{name}": compare(pair, torch.float64, options, {}) for name, options in cases.items()}
+    out[f"{kind}_small_waves"] = compare(pair, torch.float64, dict(entropy_coeff=.1), dict(SETTINGS["small_waves"]))
+    out[f"{kind}_log_probs"] = log_probs(pair, torch.float64)
+    out[f"{kind}_steps"] = steps(pair)
+    return out
+
+
+def verified(pair, notes, **changes):
     """ESPALIER_VERIFY: the table of a first update, then an update whose prompts lose half their gradients."""
     os.environ["ESPALIER_VERIFY"] = "1"
     loss = functools.partial(ppo_loss, config=actor())
     wanted, found = (update(engine, mini_batch(torch.float32), loss)[2] for engine in pair)
     out = dict(table=[line for line in notes.lines if "the first update" in line], gradient=worst(found, wanted)[0], rows=pair[1].shared_rows)
-    other = engines()[1]
+    other = engines(**changes)[1]
     add = attention.Trunk.add
     attention.Trunk.add = lambda self, layer, dk, dv: add(self, layer, dk / 2, dv)
     try:
@@ -227,11 +239,17 @@ def main():
         results["plain"] = plain_with_a_note(pair, notes)
         results["lora"] = compare(engines(lora_rank=4, lora_alpha=8, **WIDE), torch.float64, {}, {})
         results["steps"] = steps(pair)
+        for kind, options in {"fsdp1": {}, "fsdp1_own_parameters": dict(use_orig_params=True)}.items():
+            results.update(fsdp1(kind, engines(strategy="fsdp", **options, **WIDE)))
+        results["fsdp1_lora"] = compare(engines(strategy="fsdp", lora_rank=4, lora_alpha=8, **WIDE), torch.float64, {}, {})
         fresh = engines(**WIDE)[0]
         exact = update(fresh, mini_batch(torch.float64), functools.partial(ppo_loss, config=actor(**SMOOTH)))[2]
     pair = engines()
     results["verified"] = verified(pair, notes)
-    for name, other in {"float32": pair, "checkpointing": engines(enable_gradient_checkpointing=True), "bfloat16": engines(**BFLOAT)}.items():
+    notes.lines.clear()
+    results["verified_fsdp1"] = verified(engines(strategy="fsdp"), notes, strategy="fsdp")
+    for name, other in {"float32": pair, "checkpointing": engines(enable_gradient_checkpointing=True), "bfloat16": engines(**BFLOAT),
+                        "fsdp1_bfloat16": engines(strategy="fsdp", enable_gradient_checkpointing=True, **BFLOAT)}.items():
         results[name] = rounding(other, exact, SMOOTH)
         results[name]["checkpointing"] = any(getattr(module, "gradient_checkpointing", False) for module in other[1].module.modules())
     (FOLDER / f"{RANK}.json").write_text(json.dumps(results, default=float))

@@ -1,6 +1,6 @@
 """verl's FSDP engine with prompts computed once: actor updates, old and reference log-probs.
 
-    export VERL_ENGINE_VENDOR=espalier        and actor_rollout_ref.actor.strategy=fsdp2; the rest of the command stays as it was
+    export VERL_ENGINE_VENDOR=espalier        the rest of the command stays as it was
 
 verl loads this package itself where Espalier is installed (entry point `verl.plugins`); from a source tree
 VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
@@ -8,7 +8,7 @@ VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR noth
 verl's losses, denominators, logging, clipping and optimizer stay in charge; its micro-batches become waves of whole responses.
 What cannot be shared runs verl's own path, with one note in the log that names it. ESPALIER_VERIFY=1 compares every gradient of
 the first update with verl's own path and stops the run where they differ by more than rounding explains;
-ESPALIER_TRUNK_STATE=recompute gives up a prompt's activations until its backward, for memory.
+ESPALIER_TRUNK_STATE=recompute gives up a prompt's activations until its backward, for memory, as FSDP1 (strategy=fsdp) always does.
 """
 
 import logging

@@ -124,7 +124,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         try:
             with self._autocast():
                 result = hf.phased_step(self.module, batch.rollouts(), loss, wave_tokens=self._wave_tokens(batch),
-                                        trunk_state=os.environ.get("ESPALIER_TRUNK_STATE", "keep"), temperature=batch.temperature)
+                                        trunk_state=os.environ.get("ESPALIER_TRUNK_STATE", "keep"),
+                                        schedule=os.environ.get("ESPALIER_SCHEDULE", "auto"), temperature=batch.temperature)
         except BaseException:
             if before is not None:
                 before.put_back()
@@ -192,5 +193,5 @@ def register(vendor):
 
 class _Refused(BaseEngine):
     def __init__(self, *_, engine_config=None, **__):
-        raise Unsupported("VERL_ENGINE_VENDOR=espalier", "actor.strategy=fsdp2 on a CUDA device",
+        raise Unsupported("VERL_ENGINE_VENDOR=espalier", "actor.strategy=fsdp or fsdp2 on a CUDA device",
                           f"{getattr(engine_config, 'strategy', 'another backend')} on {get_device_name()}", "Unset VERL_ENGINE_VENDOR")

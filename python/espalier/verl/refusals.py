@@ -17,8 +17,6 @@ def of_engine(engine):
     model, config = engine.model_config, engine.engine_config
     if config.ulysses_sequence_parallel_size > 1:
         return f"ulysses_sequence_parallel_size={config.ulysses_sequence_parallel_size} splits a prompt's heads over ranks; use 1"
-    if config.strategy == "fsdp":
-        return "actor_rollout_ref.actor.strategy=fsdp is FSDP1, whose hooks allow one backward after each forward; use fsdp2"
     in_use = [name for name, on in (
         ("use_fused_kernels", model.use_fused_kernels), ("use_liger", model.use_liger),
         ("tiled_mlp", model.tiled_mlp.get("enabled", False)), ("enable_activation_offload", model.enable_activation_offload),
