@@ -3,10 +3,11 @@
     from espalier.trl import GRPOTrainer          (or RLOOTrainer; same arguments, and shared_prompts=True)
 
 Prompts stay shared over all micro-batches of an accumulation window, also where TRL's shuffle tears a group over them: their
-backward comes once, at the window's end. Where a batch cannot be shared (images, a router loss, a sharded model, what
-`espalier.hf.check` refuses) TRL's own path runs, with one note.
+backward comes once, at the window's end. Where a batch cannot be shared (images, a sharded model, what `espalier.hf.check` refuses)
+TRL's own path runs, with one note.
 """
 
+import collections
 import logging
 
 import numpy as np
@@ -18,6 +19,7 @@ from espalier.errors import Unsupported
 from espalier.hf import attention, ranks
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import base_model, check, check_captured, check_live
+from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
 
 __all__ = ["GRPOTrainer", "RLOOTrainer", "SharedPrompts"]
@@ -33,7 +35,7 @@ class SharedPrompts:
         super().__init__(*args, **kwargs)
         self.shared_prompts = shared_prompts
         self.shared_rows = {"run": 0, "without_sharing": 0}
-        self._prompts = {}  # of the open accumulation window: prompt tokens -> Trunk
+        self._prompts = {}  # of the open accumulation window: prompt tokens -> _Prompt
         self._noted = set()
         if shared_prompts:
             for model in (self.model, getattr(self, "ref_model", None)):
@@ -70,28 +72,33 @@ class SharedPrompts:
         return True
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
-                                           **others):
-        plain = super()._get_per_token_logps_and_entropies
+                                           compute_aux_loss=False, **others):
+        def plain():
+            return super(SharedPrompts, self)._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss=compute_aux_loss, **others)
+
         in_use = sorted(name for name, value in others.items() if value is not None and value is not False)
+        if compute_aux_loss and batch_size and batch_size < len(input_ids):
+            in_use.append("a router loss of its parts")
         if in_use:
             self._note("this batch has " + ", ".join(in_use))
         if in_use or not self._sharing(model, input_ids.shape[1]):
-            return plain(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
-        model = ranks.without_replicas(model)  # the window's end reduces once
+            return plain()
         rows = _Rows(input_ids, attention_mask, logits_to_keep)
-        if not rows.can_share:
-            return plain(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
-        return (*self._shared(model, rows, batch_size or len(input_ids), compute_entropy), None)
+        if not rows.can_share or not (compute_aux_loss or rows.live.any()):
+            return plain()
+        # The window's end reduces once.
+        return self._shared(ranks.without_replicas(model), rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss)
 
-    def _shared(self, model, rows, batch_size, compute_entropy):
-        trunks = self._prompts if torch.is_grad_enabled() else {}
+    def _shared(self, model, rows, batch_size, compute_entropy, routed):
+        prompts = self._prompts if torch.is_grad_enabled() else {}
         order = np.argsort(rows.groups, kind="stable")
         parts = []
         for at in range(0, len(order), batch_size):
-            members = order[at:at + batch_size]
+            members = [int(row) for row in order[at:at + batch_size]]
             for row in members:
-                self._prompt(model, rows.prompt(row), trunks)
-            parts.append(self._responses(model, rows, [int(row) for row in members if rows.live[row]], trunks))
+                self._prompt(model, rows.prompt(row), prompts, routed)
+            parts.append(self._responses(model, rows, [row for row in members if routed or rows.live[row]], prompts, routed))
         place = torch.cat([part[0] for part in parts])
 
         def spread(values):
@@ -99,49 +106,60 @@ class SharedPrompts:
             return values.new_zeros(rows.shape).index_put((place[:, 0], place[:, 1]), values)
 
         entropies = spread([part[2] for part in parts]) if compute_entropy else None
-        return spread([part[1] for part in parts]), entropies
+        return spread([part[1] for part in parts]), entropies, parts[0][3]
 
-    def _prompt(self, model, prompt, trunks):
+    def _prompt(self, model, ids, prompts, routed):
         """The rows of all prompt tokens but the last, which every response's rows begin with."""
-        key = tuple(prompt.tolist())
-        if key in trunks or len(key) < 2:
+        key = tuple(ids.tolist())
+        if key in prompts or len(key) < 2:
             return
         trunk = Trunk(len(key) - 1)
         phase = Phase(trunk.rows, trunk.rows, [], [(0, trunk.rows)], captures=trunk)
-        positions = torch.arange(trunk.rows, device=prompt.device)[None]
-        with self.accelerator.autocast(), phase.forward():
-            model(input_ids=prompt[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase)
+        positions = torch.arange(trunk.rows, device=ids.device)[None]
+        with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
+            model(input_ids=ids[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **router.wanted)
         check_captured(model, trunk)
         if torch.is_grad_enabled():
             check_live(model, trunk)
-        trunks[key] = trunk
+        prompts[key] = _Prompt(trunk, router.sums() if routed else None)
         self.shared_rows["run"] += trunk.rows
 
-    def _responses(self, model, rows, members, trunks):
-        """(row, position) of each response token [T, 2], its log-prob and its entropy [T]; all members in one call of the model."""
+    def _responses(self, model, rows, members, prompts, routed):
+        """(row, position) of each response token [T, 2], its log-prob and its entropy [T], the router's loss; all members in one call
+        of the model. With a router's loss the last tokens' rows run too, as it counts them."""
         device = rows.ids.device
-        ids, positions, labels, place, paths, squares, at = [], [], [], [], [], [], 0
+        ids, positions, labels, place, scored, paths, squares, at = [], [], [], [], [], [], [], 0
+        above = collections.Counter()
+        last = 1 if routed else 0
         for row in members:
             prompt, response = rows.prompt(row), rows.response(row)
             n, depth = len(response), len(prompt) - 1
-            ids += [prompt[-1:], response[:-1]]
-            labels.append(response)
-            positions.append(torch.arange(depth, depth + n, device=device))
+            length = n + last
+            ids += [prompt[-1:], response[:length - 1]]
+            labels += [response, response.new_full((last,), -100)]
+            positions.append(torch.arange(depth, depth + length, device=device))
             place.append(torch.stack([torch.full((n,), row, device=device), torch.arange(n, device=device)], 1))
+            scored.append(torch.arange(at, at + n, device=device))
             if depth > 0:
-                paths.append((at, at + n, (trunks[tuple(prompt.tolist())],)))
-            squares.append((at, n))
-            at += n
+                above[tuple(prompt.tolist())] += 1
+                paths.append((at, at + length, (prompts[tuple(prompt.tolist())].trunk,)))
+            squares.append((at, length))
+            at += length
             self.shared_rows["without_sharing"] += len(prompt) + n
         if not members:
-            return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device)
+            return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device), None
         self.shared_rows["run"] += at
         phase = Phase(at, int(max(p[-1] for p in positions)) + 1, paths, squares)
-        with self.accelerator.autocast(), phase.forward():
+        with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
             out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions)[None], shift_labels=torch.cat(labels)[None],
-                        fused_lm_head=True, espalier=phase)
-        entropy = out.entropy if out.entropy is not None else torch.zeros_like(out.log_probs)
-        return torch.cat(place), out.log_probs[0], entropy[0]
+                        fused_lm_head=True, espalier=phase, **router.wanted)
+        aux_loss = None
+        if routed:
+            own = router.sums()
+            aux_loss = load_balancing([(1, own, own.sums)] + [(times, prompts[key].router, prompts[key].leaf) for key, times in above.items()])
+        scored = torch.cat(scored)
+        entropy = out.entropy[0] if out.entropy is not None else torch.zeros_like(out.log_probs[0])
+        return torch.cat(place), out.log_probs[0][scored], entropy[scored], aux_loss
 
     def training_step(self, model, *args, **kwargs):
         try:
@@ -155,15 +173,53 @@ class SharedPrompts:
 
     def _finish_window(self, model):
         """The prompts' backward, before the weights change; then one reduction over ranks."""
-        trunks, self._prompts = self._prompts, {}
-        for trunk in trunks.values():
-            pairs = [part for layer, sums in ((layer, (trunk.dk[layer], trunk.dv[layer])) for layer in trunk.live if layer in trunk.dk)
-                     for x, total in zip(trunk.live[layer], sums) if x.requires_grad for part in (x, total.to(x.dtype)[None])]
+        prompts, self._prompts = self._prompts, {}
+        for prompt in prompts.values():
+            pairs = prompt.gathered()
             if pairs:
                 backward(Seed.apply(*pairs))
         ddp = ranks.replicas(model)
         if ddp is not None and self.shared_prompts and base_model(model).config._attn_implementation == attention.NAME:
             ranks.reduce_gradients(ddp)
+
+
+class _Prompt:
+    """A prompt of the open window: its trunk, and with a router's loss the sums of its rows, for which a leaf stands in every
+    micro-batch."""
+
+    def __init__(self, trunk, router):
+        self.trunk, self.router = trunk, router
+        self.leaf = router and router.sums.detach().requires_grad_(router.sums.requires_grad)
+
+    def gathered(self):
+        """What has a graph and the gradient that came back for it, alternately."""
+        trunk = self.trunk
+        pairs = [(x, total.to(x.dtype)[None]) for layer, live in trunk.live.items() if layer in trunk.dk
+                 for x, total in zip(live, (trunk.dk[layer], trunk.dv[layer])) if x.requires_grad]
+        if self.router and self.leaf.grad is not None:
+            pairs.append((self.router.sums, self.leaf.grad))
+        return [part for pair in pairs for part in pair]
+
+
+class _router_logits:
+    """Around a call of the model: keeps what its routers said, which TRL's head does not pass on."""
+
+    def __init__(self, model, on):
+        self.model, self.on, self.seen = model, on, []
+        self.wanted = {"output_router_logits": True} if on else {}
+
+    def __enter__(self):
+        if self.on:
+            backbone = base_model(self.model).base_model
+            self.handle = backbone.register_forward_hook(lambda _, __, output: self.seen.append(logits_of(output)))
+        return self
+
+    def __exit__(self, *_):
+        if self.on:
+            self.handle.remove()
+
+    def sums(self):
+        return RowSums(self.seen[-1], experts_per_token(self.model))
 
 
 class _Rows:
@@ -178,7 +234,7 @@ class _Rows:
         self.first = self.split - prompts.sum(1)
         self.live = responses.sum(1)
         gaps = (np.diff(prompts.astype(np.int8), axis=1) < 0).any() or (np.diff(responses.astype(np.int8), axis=1) > 0).any()
-        self.can_share = not gaps and bool((self.first < self.split).all()) and bool(self.live.any())
+        self.can_share = not gaps and bool((self.first < self.split).all())
         host = input_ids.cpu().numpy()
         self.groups = native.group([host[i, self.first[i]:self.split] for i in range(len(host))]) if self.can_share else None
 

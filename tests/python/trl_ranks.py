@@ -21,7 +21,16 @@ CASES = {
     "bnpo, shuffled over windows": dict(loss_type="bnpo", steps_per_generation=4),
     "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2),
     "groups cut by ranks": dict(num_generations=8, loss_type="dr_grpo"),
+    "cispo": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "rloo": None,
 }
+
+
+def agreed(wanted):
+    anywhere = torch.tensor([wanted], dtype=torch.int32)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    return bool(anywhere)
 
 
 def same_on_both(trainer):
@@ -36,14 +45,15 @@ def main():
     notes = []
     logging.getLogger("espalier").addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, record: notes.append(record.getMessage())})())
     example, folder = load_example(), Path(sys.argv[1])
-    for case, settings in CASES.items():
-        at = folder / f"{case[:4]}-{len(case)}"
-        runs = [run(example, trainer_class, trl.GRPOConfig, at / name, attention=attention, **settings)
-                for name, trainer_class, attention in (("plain", trl.GRPOTrainer, None), ("eager", trl.GRPOTrainer, "eager"),
-                                                       ("ours", shared.GRPOTrainer, None))]
-        assert dist.get_world_size() == 2 and runs[2].accelerator.num_processes == 2
-        compare(*runs)
-        same_on_both(runs[2])
+    for number, (case, settings) in enumerate(CASES.items()):
+        plain, ours, config = (trl.GRPOTrainer, shared.GRPOTrainer, trl.GRPOConfig) if settings is not None else (
+            trl.RLOOTrainer, shared.RLOOTrainer, trl.RLOOConfig)
+        one = lambda name, trainer_class, attention=None: run(example, trainer_class, config, folder / f"{number}-{name}", attention=attention,
+                                                              **settings or {})
+        ranks = one("plain", plain), one("ours", ours)
+        assert dist.get_world_size() == 2 and ranks[1].accelerator.num_processes == 2
+        compare(*ranks, lambda: one("eager", plain, "eager"), agreed)
+        same_on_both(ranks[1])
     assert not notes, notes
 
 
