@@ -17,12 +17,14 @@ mark_as_advanced(ESPALIER_JSON_INCLUDE ESPALIER_CLI11_INCLUDE ESPALIER_TOMLPP_IN
 
 set(missing "")
 if(NOT EspalierTorch_FOUND)
+  set(remedy "set ESPALIER_PYTHON to a Python that has it (and unset ESPALIER_TORCH_DIR), or run tools/setup.sh, which makes .venv")
+  if(SKBUILD)
+    set(remedy "pip install 'torch==2.11.*' into this Python first, or name its folder: -C cmake.define.ESPALIER_TORCH_DIR=FOLDER")
+  endif()
   if(ESPALIER_TORCH_DIR)
-    string(APPEND missing "\n  torch 2.11: found version '${EspalierTorch_VERSION}' in ${ESPALIER_TORCH_DIR}; set ESPALIER_PYTHON "
-      "to another Python (and unset ESPALIER_TORCH_DIR), or run tools/setup.sh, which makes .venv")
+    string(APPEND missing "\n  torch 2.11: found version '${EspalierTorch_VERSION}' in ${ESPALIER_TORCH_DIR}; ${remedy}")
   else()
-    string(APPEND missing "\n  torch 2.11: not in ${ESPALIER_PYTHON}; set ESPALIER_PYTHON to a Python that has it, or run "
-      "tools/setup.sh, which makes .venv")
+    string(APPEND missing "\n  torch 2.11: not in ${ESPALIER_PYTHON}; ${remedy}")
   endif()
 endif()
 if(NOT OpenMP_CXX_FOUND)
