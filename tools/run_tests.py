@@ -219,16 +219,16 @@ def python_absence(build):
     return probe.stderr.strip().splitlines()[-1] if probe.stderr.strip() else describe_end(probe.returncode)
 
 
-def pytest_command(report, only, *more):
-    command = [sys.executable, "-m", "pytest", "tests/python", "-q", "--no-header", "-p", "no:cacheprovider", "-o",
+def pytest_command(report, only, *more, files=("tests/python",)):
+    command = [sys.executable, "-m", "pytest", *files, "-q", "--no-header", "-p", "no:cacheprovider", "-o",
                "junit_family=xunit2", f"--junitxml={report}", *more]
     return command + (["-k", only] if only else [])
 
 
 def run_python(build, only, reports, level, at_once):
-    """All of them, as they come; two processes share them where pytest-xdist is there (a file's cases stay together)."""
+    """All of them, as conftest.py orders them; two processes share them where pytest-xdist is there (a file's cases stay together)."""
     report, environment = reports / "pytest.xml", python_environment(build, level)
-    spread = ["-n", str(at_once), "--dist", "loadfile"] if at_once > 1 and importlib.util.find_spec("xdist") else []
+    spread = ["-n", str(at_once), "--dist", "loadfile", "--no-loadscope-reorder"] if at_once > 1 and importlib.util.find_spec("xdist") else []
     start = time.monotonic()
     status = subprocess.run(pytest_command(report, only, "--durations=5", *spread), cwd=ROOT, env=environment).returncode
     # 5: nothing was selected, which only --only may cause
@@ -239,9 +239,10 @@ def run_python(build, only, reports, level, at_once):
 
 def python_jobs(build, reports, others):
     jobs = []
+    files = [str(file) for file in sorted((ROOT / "tests/python").glob("test_*.py")) if "mark.rounding" in file.read_text()]
     for level in others:
         report = reports / f"pytest-{level}.xml"
-        command = pytest_command(report, "bfloat16" if level in BFLOAT16_ALONE else "", "-m", "rounding")
+        command = pytest_command(report, "bfloat16" if level in BFLOAT16_ALONE else "", "-m", "rounding", files=files)
         jobs.append(Job(f"python ({level})", command, report, python_environment(build, level), str(ROOT), True))
     return jobs
 

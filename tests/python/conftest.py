@@ -24,6 +24,15 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "rounding: judges float32 or bfloat16; repeated under every instruction set")
 
 
+# Files that take longest. Two processes that share the files get these first, so that none of them is left over at the end.
+LONGEST = ("test_parallel", "test_grpo", "test_trl_trainer", "test_recorded_trace", "test_hf_families", "test_wheel", "test_hf_wrappers",
+           "test_random_updates", "test_trl_names", "test_trunk_state", "test_train_parity", "test_examples")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def program():
     named = os.environ.get("ESPALIER_BINARY")
@@ -72,6 +81,19 @@ def model_of(tmp_path_factory):
         return made[family]
 
     return find
+
+
+@pytest.fixture(scope="module")
+def prepared(request, model_of, tmp_path_factory):
+    """A model's directory, the model in float64, records with every series and their file, as trainers have them: no empty response,
+    no group of one, one temperature. Drawn by the module's SEED."""
+    import oracle
+    from make_model import add_series, make_rollouts, write_records
+    seed, directory = request.module.SEED, model_of("qwen3_tied")
+    model = oracle.load_model(directory, torch.float64)
+    records = [{**r, "temperature": 1.0} for r in make_rollouts(seed) if r["response_ids"] and r["group"] != "g1"]
+    add_series(records, oracle.score(model, records)[0], seed + 1)
+    return directory, model, records, write_records(records, tmp_path_factory.mktemp("prepared") / "rollouts.jsonl")
 
 
 @pytest.fixture(scope="session")

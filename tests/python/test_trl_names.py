@@ -14,7 +14,6 @@ import transformers
 
 import oracle
 from comparison import Trained, assert_equal_gradients
-from make_model import add_series, make_rollouts, write_records
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -124,16 +123,6 @@ def trl_gradients(model, records, names, folder):
         torch.set_default_dtype(torch.float32)
     model.eval()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.fixture(scope="module")
-def prepared(model_of, tmp_path_factory):
-    directory = model_of("qwen3_tied")
-    model = oracle.load_model(directory, torch.float64)
-    # TRL has no empty completions, no groups of one and one temperature.
-    records = [{**r, "temperature": 1.0} for r in make_rollouts(SEED) if r["response_ids"] and r["group"] != "g1"]
-    add_series(records, oracle.score(model, records)[0], SEED + 1)
-    return directory, model, records, write_records(records, tmp_path_factory.mktemp("trl") / "rollouts.jsonl")
 
 
 @pytest.mark.parametrize("case", CASES)

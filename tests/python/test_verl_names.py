@@ -16,7 +16,6 @@ import torch
 
 import oracle
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors
-from make_model import add_series, make_rollouts, write_records
 
 pytest.importorskip("verl", reason="verl is not installed (tools/requirements-verl.txt)")
 from verl.trainer.config import RolloutCorrectionConfig  # noqa: E402
@@ -108,16 +107,6 @@ def verl_gradients(model, records, names):
     finally:
         torch.set_default_dtype(torch.float32)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.fixture(scope="module")
-def prepared(model_of, tmp_path_factory):
-    directory = model_of("qwen3_tied")
-    model = oracle.load_model(directory, torch.float64)
-    # verl's rollouts have a response, and one temperature.
-    records = [{**r, "temperature": 1.0} for r in make_rollouts(SEED) if r["response_ids"] and r["group"] != "g1"]
-    add_series(records, oracle.score(model, records)[0], SEED + 1)
-    return directory, model, records, write_records(records, tmp_path_factory.mktemp("verl") / "rollouts.jsonl")
 
 
 @pytest.mark.parametrize("case", CASES)
