@@ -17,6 +17,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/mlp.h"
+#include "espalier/model/path_source.h"
 #include "espalier/step/model_state.h"
 
 namespace {
@@ -51,7 +52,7 @@ class Mlp {
         gradients_(model_->table, model_->shape, accumulator_type(scalar_type(dtype))),
         arena_(std::int64_t{16} << 30),
         path_(model_->shape, 0, scalar_type(dtype), false, arena_) {
-    rows_.id.resize(static_cast<std::size_t>(sizes.rows()));
+    input_.id.resize(static_cast<std::size_t>(sizes.rows()));
     const at::TensorOptions options = at::dtype(scalar_type(dtype));
     stream_ = at::randn({sizes.rows(), sizes.width}, at::kFloat).to(options.dtype());
     grad_ = at::randn({sizes.rows(), sizes.width}, at::kFloat).to(options.dtype());
@@ -65,7 +66,7 @@ class Mlp {
     const ArenaScope scope(arena_);
     Timer timer;
     const LayerContext context{
-        model_->shape, model_->decoder.weights().layers[0], rotary_, rows_, path_, 0, false, arena_, &timer,
+        model_->shape, model_->decoder.weights().layers[0], rotary_, input_, kv_, 0, false, arena_, &timer,
         mesh_of_one()};
     LayerSaved saved = take_layer_saved(context, stream_);
     saved.stream_mid_RM.copy_(stream_);
@@ -80,8 +81,9 @@ class Mlp {
   GradientSet gradients_;
   Arena arena_;
   KvPath path_;
+  PathSource kv_{path_, 0, false, {}};
   RotaryTables rotary_;
-  ModelInput rows_;
+  ModelInput input_;
   at::Tensor stream_, grad_, out_, grad_stream_;
 };
 

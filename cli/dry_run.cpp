@@ -1,12 +1,15 @@
 #include "cli/dry_run.h"
 
+#include <array>
+#include <vector>
+
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/objective/objective.h"
-#include "espalier/step/planning.h"
+#include "espalier/step/held_models.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/train/training_data.h"
 
@@ -17,15 +20,17 @@ namespace {
 void check_objective(const TrainingData& data, const Options& options) {
   if (!options.critic.empty()) return;
   for (std::int64_t i = 0; i < data.mini_batches(); ++i) {
-    const MiniBatch batch = data.mini_batch(i);
-    Objective(batch.rollouts, batch.advantages, options);
+    const MiniBatch mini_batch = data.mini_batch(i);
+    Objective(mini_batch.rollouts, mini_batch.advantages, options);
   }
 }
 
 // `verify` and `train`: the rollouts as an update takes them.
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
-  require_room(shape, options, {});
+  std::vector<HeldModel> held{{shape, {}}};
+  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
+  require_room(held, options);
   const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
                           !options.critic.empty());
   check_objective(data, options);
@@ -53,7 +58,7 @@ int dry_train(Context& context) {
 void dry_score(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_model_shape(options.model);
-  require_room(shape, options, {.gradients = false, .optimizer = false});
+  require_room(std::array{HeldModel{shape}}, options);
   const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress, options.temperature).size();
   context.result["rollouts"] = rollouts;
   context.text << format_count(static_cast<std::int64_t>(rollouts)) << " rollouts to score\n";
@@ -63,7 +68,7 @@ void dry_generate(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_model_shape(options.model);
   const SamplingSettings settings = sampling_settings(options);
-  require_room(shape, options, {.gradients = false, .optimizer = false});
+  require_room(std::array{HeldModel{shape}}, options);
   LazyTokenizer tokenizer(options.model);
   stop_ids(options, shape.vocabulary, nullptr);
   if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);

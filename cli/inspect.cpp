@@ -7,8 +7,8 @@
 #include "espalier/base/units.h"
 #include "espalier/grouping/inspection.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/rollout/batch.h"
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/mini_batches.h"
+#include "espalier/rollout/recorded_experts.h"
 #include "espalier/text/rollout_text.h"
 
 namespace espalier::cli {
@@ -19,17 +19,17 @@ std::int64_t physical_tokens(const std::vector<Rollout>& rollouts, ShareMode mod
   const bool all_have_steps =
       std::all_of(rollouts.begin(), rollouts.end(), [](const Rollout& r) { return r.step.has_value(); });
   std::int64_t tokens = 0;
-  const auto add = [&](std::span<const Rollout> batch) {
-    for (const PrefixTree& tree : build_prefix_trees(batch, mode)) tokens += tree.physical_tokens();
+  const auto add = [&](std::span<const Rollout> part) {
+    for (const PrefixTree& tree : build_prefix_trees(part, mode)) tokens += tree.physical_tokens();
   };
   if (!all_have_steps) {
     add(rollouts);
     return tokens;
   }
   for (const std::vector<std::int64_t>& indices : cut_mini_batches(rollouts, 0)) {
-    std::vector<Rollout> batch;
-    for (const std::int64_t index : indices) batch.push_back(rollouts[static_cast<std::size_t>(index)]);
-    add(batch);
+    std::vector<Rollout> part;
+    for (const std::int64_t index : indices) part.push_back(rollouts[static_cast<std::size_t>(index)]);
+    add(part);
   }
   return tokens;
 }
@@ -68,7 +68,7 @@ void show_samples(Context& context, const std::vector<Rollout>& rollouts) {
 
 int run_inspect(Context& context) {
   RolloutFile file = read_for(context, context.arguments);
-  for (Rollout& rollout : file.rollouts) sort_routes(rollout.routes);
+  for (Rollout& rollout : file.rollouts) sort_recorded_experts(rollout.recorded_experts);
   Inspection inspection = inspect_rollouts(file.rollouts);
   if (context.options.share != ShareMode::whole_trees)
     inspection.physical_tokens = physical_tokens(file.rollouts, context.options.share);

@@ -4,7 +4,9 @@
 #include <limits>
 #include <map>
 #include <optional>
+#include <span>
 #include <sstream>
+#include <vector>
 
 #include "cli/plan.h"
 #include "cli/reading.h"
@@ -14,10 +16,10 @@
 #include "espalier/plan/planned_machine.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_report.h"
-#include "espalier/plan/route_fit.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
-#include "espalier/step/planning.h"
+#include "espalier/step/held_models.h"
 
 namespace espalier::cli {
 namespace {
@@ -192,19 +194,22 @@ std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPla
   return Shortage{missing, missing == 0 ? "" : "Take larger degrees, or machines with more memory"};
 }
 
+using MiniBatches = std::vector<std::vector<Rollout>>;
+
 // The plans of all steps of one model, actor or critic. Leaves the kind of the last step in plan_options.
-std::vector<StepPlan> plans_of(Context& context, const std::vector<std::vector<Rollout>>& batches,
-                               const ModelShape& shape, std::int64_t beside_bytes, PlanOptions& plan_options,
+std::vector<StepPlan> plans_of(Context& context, const MiniBatches& mini_batches, const HeldModel& model,
+                               std::span<const HeldModel> held, PlanOptions& plan_options,
                                const MachineProfile& profile) {
+  const ModelShape& shape = model.shape;
   const Options& options = context.options;
   const bool cuda = plan_options.kind.cuda;
   std::vector<StepPlan> plans;
   context.progress.begin(shape.value_head ? "planning the critic" : "planning",
-                         static_cast<std::int64_t>(batches.size()), "steps");
-  for (const std::vector<Rollout>& batch : batches) {
-    plan_options.kind = step_kind_of(options, shape, batch);
-    plan_options.kind.beside_bytes = beside_bytes, plan_options.kind.cuda = cuda;
-    plans.push_back(make_plan(batch, build_prefix_trees(batch, options.share), shape, plan_options, profile));
+                         static_cast<std::int64_t>(mini_batches.size()), "steps");
+  for (const std::vector<Rollout>& mini_batch : mini_batches) {
+    plan_options.kind = step_kind_of(options, shape, mini_batch);
+    plan_options.kind.beside_bytes = bytes_beside(model, held, options.dtype), plan_options.kind.cuda = cuda;
+    plans.push_back(make_plan(mini_batch, build_prefix_trees(mini_batch, options.share), shape, plan_options, profile));
     context.progress.advance_to(static_cast<std::int64_t>(plans.size()));
   }
   context.progress.end();
@@ -218,9 +223,9 @@ void print_plans(Context& context, const std::vector<StepPlan>& plans) {
 }
 
 // The critic's plans; how much they lack.
-Shortage report_critic(Context& context, const std::vector<std::vector<Rollout>>& batches, const ModelShape& critic,
-                       std::int64_t actor_bytes, PlanOptions plan_options, const MachineProfile& profile) {
-  const std::vector<StepPlan> plans = plans_of(context, batches, critic, actor_bytes, plan_options, profile);
+Shortage report_critic(Context& context, const MiniBatches& mini_batches, std::span<const HeldModel> held,
+                       PlanOptions plan_options, const MachineProfile& profile) {
+  const std::vector<StepPlan> plans = plans_of(context, mini_batches, held.back(), held, plan_options, profile);
   context.result["critic"] = json_of(plans);
   context.text << "\nThe critic's steps, each before the actor's:\n\n";
   print_plans(context, plans);
@@ -252,33 +257,31 @@ int run_plan(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
-  std::optional<ModelShape> critic;
-  if (!options.critic.empty()) critic = read_critic_shape(options.critic).shape;
+  std::vector<HeldModel> held{{shape, {}}};
+  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
-  fit_routes(file.rollouts, shape);
+  fit_recorded_experts(file.rollouts, shape);
   const MachineProfile profile = machine_of(context, plan_options);
   // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
   const std::int64_t budget = plan_options.memory_budget;
   const Degrees degrees = degrees_of(options);
   plan_options.memory_budget *= degrees.ranks() / degrees.dp;
-  const auto mini_batches = cut_mini_batches(file.rollouts, options.mini_batch_size);
-  if (const std::string note = mini_batch_note(file.rollouts, mini_batches, options.mini_batch_size); !note.empty())
+  const auto cut = cut_mini_batches(file.rollouts, options.mini_batch_size);
+  if (const std::string note = mini_batch_note(file.rollouts, cut, options.mini_batch_size); !note.empty())
     context.progress.note("note: " + note);
-  std::vector<std::vector<Rollout>> batches;
-  for (const std::vector<std::int64_t>& indices : mini_batches) {
-    batches.emplace_back();
+  MiniBatches mini_batches;
+  for (const std::vector<std::int64_t>& indices : cut) {
+    mini_batches.emplace_back();
     for (const std::int64_t index : indices)
-      batches.back().push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
+      mini_batches.back().push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
   }
-  const std::int64_t critic_bytes = critic ? bytes_of_model(*critic, options, {}) : 0;
-  const std::vector<StepPlan> plans = plans_of(context, batches, shape, critic_bytes, plan_options, profile);
+  const std::vector<StepPlan> plans = plans_of(context, mini_batches, held.front(), held, plan_options, profile);
   context.result.update(json_of(plans));
   context.result["memory_budget"] = budget;
   print_plans(context, plans);
   Shortage shortage = report_ranks(context, plans, shape, plan_options, budget, profile).value_or(shortage_of(plans));
-  if (critic) {
-    const Shortage of_critic =
-        report_critic(context, batches, *critic, bytes_of_model(shape, options, {}), plan_options, profile);
+  if (held.size() > 1) {
+    const Shortage of_critic = report_critic(context, mini_batches, held, plan_options, profile);
     if (of_critic.missing_bytes > shortage.missing_bytes) shortage = of_critic;
   }
   context.result["fits"] = shortage.missing_bytes == 0;

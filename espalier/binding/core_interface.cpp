@@ -13,7 +13,7 @@
 #include "espalier/options/option_help.h"
 #include "espalier/options/trl_names.h"
 #include "espalier/plan/planner.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 
 using namespace espalier;  // NOLINT: the interface's own names are the C ones
 
@@ -84,10 +84,10 @@ espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& 
   set_option(options, "trunk-state", request.trunk_state);
   set_option(options, "dtype", request.dtype);
   set_option(options, "token-budget", std::to_string(request.wave_tokens));
-  if (options.trunk_state == TrunkState::offload)
+  if (options.trunk_state == SavedState::offload)
     throw UnsupportedError(
         {"trunk_state", "auto, keep or recompute", "'offload'", "A model in Python keeps its own activations"});
-  options.wave_state = WaveState::keep;
+  options.wave_state = SavedState::keep;
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = true;
   plan_options.kind.gradients = request.gradients != 0;
@@ -108,7 +108,7 @@ std::int64_t fill_table(espalier_plan& plan, std::int64_t index, const std::stri
   out.clear();
   if (table == "item") {
     out = {item->kind == ItemKind::trunk,
-           item->state == TrunkState::recompute,
+           item->state == SavedState::recompute,
            parent,
            item->path_rows,
            item->set.rows,

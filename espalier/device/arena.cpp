@@ -51,9 +51,9 @@ at::Tensor Arena::take(const BufferList& declared, BufferList::Place place, at::
   if (place.index < 0) return {};
   const Buffer& buffer = declared[place];
   const std::int64_t sizes[] = {buffer.rows, buffer.width};
-  const at::ScalarType of_element = buffer.element == Element::activation ? dtype
-                                    : buffer.element == Element::sum      ? accumulator_type(dtype)
-                                                                          : at::kInt;
+  const at::ScalarType of_element = buffer.element == Element::activation    ? dtype
+                                    : buffer.element == Element::accumulator ? accumulator_type(dtype)
+                                                                             : at::kInt;
   return take(at::IntArrayRef(sizes, buffer.width == Buffer::kVector ? 1 : 2), of_element);
 }
 

@@ -20,13 +20,17 @@ namespace espalier {
 // What the arena's stack advances by for so many bytes: whole cache lines, which are also the widest vectors.
 constexpr std::int64_t arena_bytes(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-enum class Element : std::uint8_t { activation, sum, int32 };  // of the run's dtype; of its accumulator; an index
+enum class Element : std::uint8_t {
+  activation,
+  accumulator,
+  int32
+};  // of the run's dtype; of its accumulator; an index
 
 struct ElementBytes {
-  std::int64_t activation, sum;
+  std::int64_t activation, accumulator;
 
   std::int64_t of(Element element) const {
-    return element == Element::activation ? activation : element == Element::sum ? sum : 4;
+    return element == Element::activation ? activation : element == Element::accumulator ? accumulator : 4;
   }
   bool operator==(const ElementBytes&) const = default;
 };

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <filesystem>
 
@@ -11,8 +12,8 @@
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/generate/prompts_file.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/rollout/writer.h"
+#include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/planning.h"
 #include "espalier/text/reward_function.h"
@@ -73,13 +74,11 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 
 void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings) {
   constexpr std::int64_t kFewestRows = 16;
-  const ActivationBytes bytes(shape, options.dtype, kForwardOnly);
   // Of what is free, the weights are taken already; of a given budget they are still to be.
-  const std::int64_t limit = arena_limit(options) - (options.memory_budget.empty() ? 0 : bytes.constant());
-  const auto activations = [&](std::int64_t rows) {
-    const Work work{.rows = rows, .outputs = rows};
-    return bytes.forward_peak(work, TrunkState::keep, true) + bytes.scratch(rows);
-  };
+  const std::int64_t limit =
+      arena_limit(options) -
+      (options.memory_budget.empty() ? 0 : bytes_held(std::array{HeldModel{shape}}, options.dtype));
+  const auto activations = [&](std::int64_t rows) { return sampling_bytes(shape, options.dtype, rows); };
   if (settings.token_budget == 0) {
     settings.token_budget = kMostPromptRows;
     while (settings.token_budget > kFewestRows && activations(settings.token_budget) > limit / 4)
@@ -97,7 +96,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
   const ModelShape shape = read_model_shape(options.model);
-  require_room(shape, options, kForwardOnly);
+  require_room(std::array{HeldModel{shape}}, options);
   std::optional<RewardFunction> reward;
   if (!options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
   LazyTokenizer tokenizers(options.model);

@@ -9,9 +9,9 @@
 #include <span>
 #include <vector>
 
+#include "espalier/generate/group_source.h"
 #include "espalier/generate/row_packing.h"
 #include "espalier/model/kv_path.h"
-#include "espalier/model/model_input.h"
 
 namespace espalier {
 

@@ -77,6 +77,12 @@ struct TokenChoice {
   double logprob;
 };
 
+// A set of rows and the sequences that they append to.
+struct AppendedRows {
+  ModelInput input;
+  GroupSource kv;
+};
+
 struct Response {
   PromptState* state;
   Random random;
@@ -100,11 +106,11 @@ class Generation {
   void admit();
   void open(PromptState& state);
   void compute_prompts(std::span<PromptState* const> opened);
-  void compute_prompt_rows(ModelInput& input, std::vector<PromptState*>& ends);
+  void compute_prompt_rows(AppendedRows& rows, std::vector<PromptState*>& ends);
   void step();
-  void add_rows_of_step(ModelInput& input, Asked& asked);
-  at::Tensor forward(ModelInput& input);
-  at::Tensor hidden_of_step(ModelInput& input, Asked& asked);
+  void add_rows_of_step(AppendedRows& rows, Asked& asked);
+  at::Tensor forward(AppendedRows& rows);
+  at::Tensor hidden_of_step(AppendedRows& rows, Asked& asked);
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void accept(std::int64_t response, const TokenChoice& choice);
   void finish(std::int64_t response, const char* reason);
@@ -116,7 +122,6 @@ class Generation {
   const ChoiceRule rule_;
   Arena& arena_;
   Progress& progress_;
-  KvPath no_path_;
   std::int64_t kv_bytes_;  // of one row
   std::int64_t kv_limit_, most_at_once_;
 
@@ -138,7 +143,6 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       rule_{settings.temperature, settings.top_k, settings.top_p},
       arena_(arena),
       progress_(progress),
-      no_path_(decoder.shape(), 0, decoder.dtype(), false, arena),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
       kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : available_bytes() / 2),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
@@ -257,12 +261,13 @@ void Generation::open(PromptState& state) {
 void Generation::compute_prompts(std::span<PromptState* const> opened) {
   const Timer timer;
   const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kMostPromptRows;
-  ModelInput input;
+  AppendedRows rows;
+  ModelInput& input = rows.input;
   std::vector<PromptState*> ends;  // whose last row is among the rows
   for (PromptState* state : opened) {
     for (std::int64_t begin = 0; begin < state->prompt_rows();) {
       const std::int64_t end = std::min(state->prompt_rows(), begin + budget - input.rows());
-      input.groups.push_back(state->group->append_prompt(begin, end));
+      rows.kv.add(state->group->append_prompt(begin, end));
       for (; begin < end; ++begin) {
         input.id.push_back(state->ids[static_cast<std::size_t>(begin)]);
         input.position.push_back(static_cast<std::int32_t>(begin));
@@ -272,41 +277,43 @@ void Generation::compute_prompts(std::span<PromptState* const> opened) {
         input.output_position.push_back(input.position.back());
         ends.push_back(state);
       }
-      if (input.rows() == budget) compute_prompt_rows(input, ends);
+      if (input.rows() == budget) compute_prompt_rows(rows, ends);
     }
   }
-  compute_prompt_rows(input, ends);
+  compute_prompt_rows(rows, ends);
   report_.seconds_prompt += timer.total();
 }
 
-void Generation::compute_prompt_rows(ModelInput& input, std::vector<PromptState*>& ends) {
-  if (input.rows() == 0) return;
+void Generation::compute_prompt_rows(AppendedRows& rows, std::vector<PromptState*>& ends) {
+  const std::int64_t count = rows.input.rows();
+  if (count == 0) return;
   const ArenaScope scope(arena_);
-  const at::Tensor normed_OM = forward(input);
+  const at::Tensor normed_OM = forward(rows);
   for (std::size_t i = 0; i < ends.size(); ++i)
     decoder_.device().operations().convert(normed_OM.select(0, static_cast<std::int64_t>(i)),
                                            ends[i]->group->last_hidden_M());
-  report_.prompt_rows_physical += input.rows();
-  progress_.advance_to(done_ += input.rows());
-  input = ModelInput();
+  report_.prompt_rows_physical += count;
+  progress_.advance_to(done_ += count);
+  rows = {};
   ends.clear();
 }
 
 // The normalised hidden rows of the outputs.
-at::Tensor Generation::forward(ModelInput& input) {
+at::Tensor Generation::forward(AppendedRows& rows) {
   ControlBlock block;
-  input.add_to(block);
+  rows.input.add_to(block);
+  rows.kv.add_to(block, rows.input.output_row);
   block.hand_over(decoder_.device());
-  return decoder_.forward(input, no_path_, Keep::nothing, arena_).normed_OM;
+  return decoder_.forward({rows.input, rows.kv, arena_}).normed_OM;
 }
 
 // One token more for every live response.
 void Generation::step() {
   const ArenaScope scope(arena_);
   Asked asked;
-  ModelInput input;
-  add_rows_of_step(input, asked);
-  const std::vector<TokenChoice> choices = choose(hidden_of_step(input, asked), asked);
+  AppendedRows rows;
+  add_rows_of_step(rows, asked);
+  const std::vector<TokenChoice> choices = choose(hidden_of_step(rows, asked), asked);
   count_held();
   for (std::size_t i = 0; i < choices.size(); ++i) accept(asked.response[i], choices[i]);
   std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
@@ -315,10 +322,11 @@ void Generation::step() {
 }
 
 // The newest token of every response that has one.
-void Generation::add_rows_of_step(ModelInput& input, Asked& asked) {
+void Generation::add_rows_of_step(AppendedRows& rows, Asked& asked) {
+  ModelInput& input = rows.input;
   for (PromptState* state : open_) {
     if (state->group->responses().empty()) continue;
-    input.groups.push_back(state->group->append_step());
+    rows.kv.add(state->group->append_step());
     for (const RowPacking::Run& run : state->group->responses()) {
       input.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
       input.position.push_back(static_cast<std::int32_t>(state->prompt_rows() + run.count - 1));
@@ -332,9 +340,9 @@ void Generation::add_rows_of_step(ModelInput& input, Asked& asked) {
 }
 
 // Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token.
-at::Tensor Generation::hidden_of_step(ModelInput& input, Asked& asked) {
+at::Tensor Generation::hidden_of_step(AppendedRows& rows, Asked& asked) {
   std::vector<at::Tensor> parts;
-  if (input.rows() > 0) parts.push_back(forward(input));
+  if (rows.input.rows() > 0) parts.push_back(forward(rows));
   const PromptState* last = nullptr;
   for (const std::int64_t response : fresh_) {
     PromptState* state = responses_[static_cast<std::size_t>(response)].state;
@@ -431,6 +439,11 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
     longest =
         std::max(longest, static_cast<std::int64_t>(prompt.ids.size()) + longest_response(shape, prompt, settings));
   return longest;
+}
+
+std::int64_t sampling_bytes(const ModelShape& shape, DType dtype, std::int64_t rows) {
+  const ActivationBytes bytes(shape, dtype, kForwardOnly);
+  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) + bytes.scratch(rows);
 }
 
 Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,

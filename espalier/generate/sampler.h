@@ -59,6 +59,9 @@ struct Generated {
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings);
 
+// Bytes of activations that so many rows at once take.
+std::int64_t sampling_bytes(const ModelShape& shape, DType dtype, std::int64_t rows);
+
 // Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
 // rollout_logprobs, temperature, group (the prompt's own, else its ordinal), carried (the prompt's, and
 // "finish_reason": "stop" or "length"), index, where (the prompt's).

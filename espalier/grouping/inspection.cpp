@@ -9,7 +9,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/token_hash.h"
 
 namespace espalier {
@@ -140,7 +140,7 @@ class Finder {
 
 void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>& groups, Inspection& out) {
   std::vector<double> shares;
-  std::vector<Rollout> part;  // the trees are built over a contiguous batch
+  std::vector<Rollout> part;  // trees are built over contiguous rollouts
   const auto counted = [&](const Members& members) {
     part.clear();
     for (const std::int64_t index : members) {
@@ -148,7 +148,7 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
       Rollout& copy = part.emplace_back();
       copy.prompt_ids = rollout.prompt_ids;
       copy.response_ids = rollout.response_ids;
-      copy.routes = rollout.routes;
+      copy.recorded_experts = rollout.recorded_experts;
     }
     return tokens_of(build_prefix_trees(part, ShareMode::whole_trees));
   };
@@ -191,7 +191,7 @@ void count_series(std::span<const Rollout> rollouts, Inspection& out) {
   count("rollout_logprobs", [](const Rollout& r) { return !r.rollout_logprobs.empty(); });
   count("values", [](const Rollout& r) { return !r.values.empty(); });
   count("returns", [](const Rollout& r) { return !r.returns.empty(); });
-  count("routed_experts", [](const Rollout& r) { return r.routes.tokens > 0; });
+  count("routed_experts", [](const Rollout& r) { return r.recorded_experts.tokens > 0; });
 }
 
 }  // namespace

@@ -68,12 +68,13 @@ struct GrowingNode {
 
 class Forest {
  public:
-  explicit Forest(std::span<const Rollout> batch) : batch_(batch), tokens_(batch), table_(2 * batch.size()) {
-    nodes_.reserve(2 * batch.size());  // each insertion adds a leaf, or splits a node, or both
+  explicit Forest(std::span<const Rollout> rollouts)
+      : rollouts_(rollouts), tokens_(rollouts), table_(2 * rollouts.size()) {
+    nodes_.reserve(2 * rollouts.size());  // each insertion adds a leaf, or splits a node, or both
   }
 
   void insert(std::int32_t index) {
-    const std::int32_t length = batch_[static_cast<std::size_t>(index)].length();
+    const std::int32_t length = rollouts_[static_cast<std::size_t>(index)].length();
     std::int32_t parent = kNone, depth = 0;
     while (true) {
       std::int32_t& child = table_.child(parent, tokens_.at(index, depth));
@@ -184,7 +185,7 @@ class Forest {
     return tree;
   }
 
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   TokenIdentity tokens_;
   ChildTable table_;
   std::vector<GrowingNode> nodes_;
@@ -204,8 +205,10 @@ PrefixTree single_node_tree(const Rollout& rollout, std::int32_t index) {
 }
 
 // One prompt node, a child for each response that is not empty.
-PrefixTree prompt_tree(std::span<const Rollout> batch, const std::vector<std::int32_t>& members) {
-  const auto rollout_at = [&](std::int32_t index) -> const Rollout& { return batch[static_cast<std::size_t>(index)]; };
+PrefixTree prompt_tree(std::span<const Rollout> rollouts, const std::vector<std::int32_t>& members) {
+  const auto rollout_at = [&](std::int32_t index) -> const Rollout& {
+    return rollouts[static_cast<std::size_t>(index)];
+  };
   if (members.size() == 1) return single_node_tree(rollout_at(members[0]), members[0]);
   PrefixTree tree;
   tree.nodes.emplace_back();
@@ -240,16 +243,16 @@ struct PromptEqual {
   bool operator()(const Rollout* a, const Rollout* b) const { return same_prompt(*a, *b); }
 };
 
-std::vector<PrefixTree> prompt_trees(std::span<const Rollout> batch) {
+std::vector<PrefixTree> prompt_trees(std::span<const Rollout> rollouts) {
   std::unordered_map<const Rollout*, std::size_t, PromptHash, PromptEqual> tree_of;
   std::vector<std::vector<std::int32_t>> members;
-  for (std::size_t i = 0; i < batch.size(); ++i) {
-    const auto [entry, is_new] = tree_of.try_emplace(&batch[i], members.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const auto [entry, is_new] = tree_of.try_emplace(&rollouts[i], members.size());
     if (is_new) members.emplace_back();
     members[entry->second].push_back(static_cast<std::int32_t>(i));
   }
   std::vector<PrefixTree> trees;
-  for (const std::vector<std::int32_t>& of_prompt : members) trees.push_back(prompt_tree(batch, of_prompt));
+  for (const std::vector<std::int32_t>& of_prompt : members) trees.push_back(prompt_tree(rollouts, of_prompt));
   return trees;
 }
 
@@ -266,18 +269,18 @@ std::int64_t PrefixTree::logical_tokens() const {
   });
 }
 
-std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> batch, ShareMode mode) {
-  ESPALIER_INTERNAL(batch.size() < (std::size_t{1} << 30), "a batch of ", batch.size(), " rollouts");
-  for (const Rollout& rollout : batch) ESPALIER_INTERNAL(!rollout.prompt_ids.empty(), rollout.where);
-  if (mode == ShareMode::prompts) return prompt_trees(batch);
+std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> rollouts, ShareMode mode) {
+  ESPALIER_INTERNAL(rollouts.size() < (std::size_t{1} << 30), "trees of ", rollouts.size(), " rollouts");
+  for (const Rollout& rollout : rollouts) ESPALIER_INTERNAL(!rollout.prompt_ids.empty(), rollout.where);
+  if (mode == ShareMode::prompts) return prompt_trees(rollouts);
   if (mode == ShareMode::off) {
     std::vector<PrefixTree> trees;
-    for (std::size_t i = 0; i < batch.size(); ++i)
-      trees.push_back(single_node_tree(batch[i], static_cast<std::int32_t>(i)));
+    for (std::size_t i = 0; i < rollouts.size(); ++i)
+      trees.push_back(single_node_tree(rollouts[i], static_cast<std::int32_t>(i)));
     return trees;
   }
-  Forest forest(batch);
-  for (std::size_t i = 0; i < batch.size(); ++i) forest.insert(static_cast<std::int32_t>(i));
+  Forest forest(rollouts);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) forest.insert(static_cast<std::int32_t>(i));
   return std::move(forest).trees();
 }
 

@@ -28,15 +28,15 @@ struct PrefixNode {
 
 struct PrefixTree {
   std::vector<PrefixNode> nodes;         // parents before children, depth-first; nodes[0] is the root
-  std::vector<std::int32_t> leaf_order;  // rollouts (indices into the batch), depth-first
+  std::vector<std::int32_t> leaf_order;  // rollouts by index, depth-first
 
   std::int64_t physical_tokens() const;  // sum of node lengths
   std::int64_t logical_tokens() const;   // sum of node length x multiplicity
 };
 
-// The forest of a batch; trees in order of their first rollout, children in order of their first rollout.
+// The forest of some rollouts; trees in order of their first rollout, children in order of their first rollout.
 // O(tokens) time. Equal tokens are always shared under `whole_trees`; whether sharing pays is the
 // planner's question.
-std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> batch, ShareMode mode);
+std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> rollouts, ShareMode mode);
 
 }  // namespace espalier

@@ -18,7 +18,7 @@
 #include "espalier/observe/part_progress.h"
 #include "espalier/observe/timer.h"
 #include "espalier/report/plan_picture.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/step.h"
 #include "espalier/step/step_json.h"
@@ -99,7 +99,7 @@ class Loop {
   std::optional<Actor> actor_;
   std::optional<Critic> critic_;
   std::optional<Sampling> sampling_;
-  std::optional<HeldBytes> reference_bytes_, sampler_bytes_;  // what stands beside the learners
+  std::optional<HeldBytes> reference_bytes_;  // beside the learners
   std::optional<TraceRecorder> recorder_;
   std::vector<Rollout> last_rollouts_;  // of the last batch, with old log-probs
   std::vector<Answer> last_answers_;    // of the last batch, one to each prompt
@@ -177,9 +177,9 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
 // What batches need besides the model. A run that begins is evaluated and saved first: checkpoint 0 is also the
 // reference.
 void Loop::prepare() {
-  actor_.emplace(*model_, options_, start_.machine);
-  actor_->has_optimizer = true;
-  sampling_.emplace(options_, *start_.questions, model_->decoder, actor_->workspace.arena, parts_);
+  actor_.emplace(*model_, options_, start_.machine, &*optimizer_);
+  sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_),
+                    actor_->workspace.arena, parts_);
   model_->decoder.reserve_positions(sampling_->longest_rollout());
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {
@@ -190,9 +190,7 @@ void Loop::prepare() {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
-  // The sampler's too: the arena keeps what an update touched while the next batch is sampled.
   if (reference_) reference_bytes_.emplace(actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes()));
-  sampler_bytes_.emplace(actor_->workspace, sampling_->most_kv_bytes());
   if (!options_.record.empty())
     recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_->masters(), options_);
 }
@@ -287,7 +285,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
   parts_.begin("updating", steps, "steps");
   for (std::int64_t i = 0; i < steps; ++i) {
     const MiniBatch mini_batch = data.mini_batch(i % data.mini_batches());
-    const StepReport report = run_step(*actor_, *optimizer_, mini_batch, false, critic_ ? &*critic_ : nullptr);
+    const StepReport report = run_step(*actor_, mini_batch, false, critic_ ? &*critic_ : nullptr);
     state_.step = report.step;
     const bool last_of_batch = i + 1 == steps;
     if (recorder_)

@@ -10,7 +10,6 @@
 #include "espalier/measure/machine.h"
 #include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
-#include "espalier/step/planning.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 
@@ -54,16 +53,6 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   return out;
 }
 
-// The actor with gradients and moments, and what stands beside it: a reference, a critic.
-void check_room(const ModelShape& shape, const Options& options) {
-  StepKind kind;
-  if (options.kl_loss_coef > 0)
-    kind.beside_bytes += bytes_of_model(shape, options, {.gradients = false, .optimizer = false});
-  if (!options.critic.empty())
-    kind.beside_bytes += bytes_of_model(read_critic_shape(options.critic).shape, options, {});
-  require_room(shape, options, kind);
-}
-
 // A checkpoint and the trained model.
 void check_disk_space(const std::filesystem::path& root, const ModelShape& shape, const Options& options) {
   std::int64_t bytes = 2 * bytes_of_saved_model(shape, options);
@@ -96,11 +85,18 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
 
 }  // namespace
 
+std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options) {
+  std::vector<HeldModel> held{{shape, {}}};
+  if (options.kl_loss_coef > 0) held.push_back({shape});
+  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
+  return held;
+}
+
 CheckedRun check_new_run(const Options& options, Progress& progress) {
   check_sampling(options);
   CheckedRun out;
   out.shape = shape_of(options);
-  check_room(out.shape, options);
+  require_room(models_of_loop(out.shape, options), options);
   out.questions = make_questions(options, options.model, out.shape, progress);
   return out;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "espalier/loop/questions.h"
 #include "espalier/loop/run_folder.h"
@@ -9,6 +10,7 @@
 #include "espalier/options/options.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/model_shape.h"
+#include "espalier/step/held_models.h"
 
 namespace espalier {
 
@@ -18,6 +20,9 @@ struct RunStart {
   MachineProfile machine;  // of the first start, for the same reason
   std::unique_ptr<Questions> questions;
 };
+
+// What a run holds from its first batch on: the trained model, a reference where there is a KL term, a critic.
+std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options);
 
 // Checks what a new run checks before it writes anything: options, model, room, prompts, reward.
 // Errors: OptionError, InputError, UnsupportedError, MemoryBudgetError.

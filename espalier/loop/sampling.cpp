@@ -59,18 +59,23 @@ void check_sampling(const Options& options) {
                        text_of(options.overlong_buffer_len), ""});
 }
 
-Sampling::Sampling(const Options& options, Questions& questions, const Decoder& decoder, Arena& arena,
-                   Progress& progress)
+Sampling::Sampling(const Options& options, Questions& questions, const Decoder& decoder,
+                   std::span<const HeldModel> held, Arena& arena, Progress& progress)
     : options_(options),
       questions_(questions),
       decoder_(decoder),
       arena_(arena),
       progress_(progress),
       held_out_(questions.held_out()),
+      budget_(parse_bytes(options.memory_budget, "--memory-budget")),
+      held_bytes_(bytes_held(held, options.dtype)),
       sampled_(sampling_settings(options)) {
   sampled_.stop_ids = questions.stop_ids();
   // Of the run's budget, not of what is free now: how many are decoded at once decides how sums round.
-  sampled_.kv_limit_bytes = parse_bytes(options.memory_budget, "--memory-budget") / 4;
+  const std::int64_t rows = std::max(sampled_.token_budget > 0 ? sampled_.token_budget : kMostPromptRows,
+                                     sampled_.max_num_seqs > 0 ? sampled_.max_num_seqs : kMostDecoded);
+  const std::int64_t room = budget_ - held_bytes_ - sampling_bytes(decoder.shape(), options.dtype, rows);
+  sampled_.kv_limit_bytes = std::clamp<std::int64_t>(room, 1, budget_ / 4);
 }
 
 // Every prompt is a group of its own.
@@ -81,6 +86,8 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
     prompts[i].group = json_quoted(name);
     if (prompts[i].where.empty()) prompts[i].where = name;
   }
+  // What an update touched of the arena would be held beside the keys and values.
+  if (held_bytes_ + arena_.touched() + most_kv_bytes() > budget_) arena_.trim();
   Scored out;
   Generated generated = generate(decoder_, prompts, settings, arena_, progress_);
   out.rollouts = std::move(generated.rollouts), out.report = generated.report;
@@ -151,6 +158,7 @@ std::int64_t Sampling::longest_rollout() const {
   return std::min(questions_.longest_prompt() + options_.max_response_length, decoder_.shape().max_positions);
 }
 
+// That a batch or an evaluation holds at once.
 std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t prompt = questions_.longest_prompt();
   const std::int64_t batch = options_.train_batch_size * (prompt + sampled_.n * options_.max_response_length);

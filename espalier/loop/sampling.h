@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/step/held_models.h"
 
 namespace espalier {
 
@@ -45,7 +47,9 @@ void check_sampling(const Options& options);
 
 class Sampling {
  public:
-  Sampling(const Options& options, Questions& questions, const Decoder& decoder, Arena& arena, Progress& progress);
+  // `held`: the models of the run, which leave room for so many keys and values. The arena may be that of updates.
+  Sampling(const Options& options, Questions& questions, const Decoder& decoder, std::span<const HeldModel> held,
+           Arena& arena, Progress& progress);
 
   // Batch `index` (from 0): the next --train-batch-size prompts after `drawn`, --n responses each; with --filter-groups
   // groups of equal rewards are dropped and more are sampled. A function of the weights, the options and the arguments.
@@ -56,8 +60,6 @@ class Sampling {
 
   // Tokens of the longest rollout.
   std::int64_t longest_rollout() const;
-  // Most bytes of keys and values that a batch or an evaluation holds at once.
-  std::int64_t most_kv_bytes() const;
 
  private:
   struct Scored {
@@ -65,6 +67,7 @@ class Sampling {
     GenerateReport report;
     std::vector<Judgement> judgements;
   };
+  std::int64_t most_kv_bytes() const;
   Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings);
 
   Options options_;
@@ -73,7 +76,8 @@ class Sampling {
   Arena& arena_;
   Progress& progress_;
   std::vector<Prompt> held_out_;
-  SamplingSettings sampled_;  // of training batches; the seed is that of the last sampling
+  std::int64_t budget_, held_bytes_;  // of the run; of its models and of the process
+  SamplingSettings sampled_;          // of training batches; the seed is that of the last sampling
 };
 
 }  // namespace espalier

@@ -82,15 +82,15 @@ WarmStart::WarmStart(ModelState& model, const Task& task, const Options& options
     : model_(model),
       options_(supervised(options)),
       machine_(machine),
-      actor_(model, options_, machine),
       optimizer_(model.table, model.weights, AdamWSettings::from(options_)),
+      actor_(model, options_, machine, &optimizer_),
       held_out_(demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out))),
       curriculum_(task) {}
 
 WarmStartStep WarmStart::step() {
   const Random draws = random_of(options_.seed, Stream::warm_start).fork(static_cast<std::uint64_t>(last_.step));
   const TrainingData data(demonstrations(curriculum_.task(), Split::train, draws), options_);
-  const StepReport report = run_step(actor_, optimizer_, data.mini_batch(0), false);
+  const StepReport report = run_step(actor_, data.mini_batch(0), false);
   WarmStartStep found{report.step, report.gradient.loss.loss, mean_probability(report.gradient.series),
                       curriculum_.task().prompt_length, std::nullopt};
   curriculum_.advance(found.right);

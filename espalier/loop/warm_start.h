@@ -70,8 +70,8 @@ class WarmStart {
   ModelState& model_;
   Options options_;
   const MachineProfile& machine_;
-  Actor actor_;
   AdamW optimizer_;
+  Actor actor_;
   std::vector<Rollout> held_out_;
   Curriculum curriculum_;
   WarmStartStep last_;

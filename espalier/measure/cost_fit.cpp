@@ -19,7 +19,7 @@ CostParts sum_of(const std::vector<PlanItem>& items, const CostModel& model) {
   CostParts sum;
   for (const PlanItem& item : items) {
     const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    sum += model.parts(work, item.state == TrunkState::recompute);
+    sum += model.parts(work, item.state);
     sum += sum_of(item.below, model);
   }
   return sum;

@@ -9,7 +9,7 @@ double layer_product_flops(const std::vector<PlanItem>& items, const ModelShape&
   double flops = 0;
   for (const PlanItem& item : items) {
     const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    const Flops of_item = step_flops(shape, work, kind, item.state == TrunkState::recompute);
+    const Flops of_item = step_flops(shape, work, kind, item.state);
     flops += of_item.layers + of_item.experts + layer_product_flops(item.below, shape, kind);
   }
   return flops;

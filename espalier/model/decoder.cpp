@@ -22,14 +22,18 @@ BlockShape Decoder::block() const {
   return {shape_, element_bytes(dtype()), device_.operations().rounds_weight_gradients(dtype())};
 }
 
-bool Decoder::last_block_is_narrow(const ModelInput& rows) const {
-  return !rows.routes_all_rows || !shape_.has_experts(shape_.layers - 1);
+bool Decoder::last_block_is_narrow(const ModelInput& input) const {
+  return !input.all_rows_choose || !shape_.has_experts(shape_.layers - 1);
 }
 
-LayerContext Decoder::context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena,
-                              Timer* timer) const {
-  return {shape_, weights_.layers[static_cast<std::size_t>(layer)],         rotary_, rows,  path,
-          layer,  layer + 1 == shape_.layers && last_block_is_narrow(rows), arena,   timer, mesh_};
+LayerContext Decoder::context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties) const {
+  const bool narrow = layer + 1 == shape_.layers && last_block_is_narrow(run.input);
+  return {shape_,    weights_.layers[static_cast<std::size_t>(layer)],
+          rotary_,   run.input,
+          run.kv,    layer,
+          narrow,    run.arena,
+          run.timer, mesh_,
+          penalties};
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -39,91 +43,95 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
   c.ops.convert(choice_RK, choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
 }
 
-DecoderSaved Decoder::forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer,
-                              LayerKeeper* keeper) const {
-  const TimedPart timed(timer, part::kRows);
+DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> state) const {
+  const TimedPart timed(run.timer, part::kRows);
   const Operations& ops = device_.operations();
+  const ModelInput& input = run.input;
+  Arena& arena = run.arena;
+  const bool keeps_all = state && state != SavedState::recompute;
   DecoderSaved out;
-  out.keep = keep;
-  if (rows.outputs() > 0) {
-    const ItemBuffers item(block(), rows.outputs(), false);
+  out.recomputes = state == SavedState::recompute;
+  if (input.outputs() > 0) {
+    const ItemBuffers item(block(), input.outputs(), false);
     out.final_stream_OM = arena.take(item, item.final_stream_OM, dtype());
     out.normed_OM = arena.take(item, item.normed_OM, dtype());
     out.final_rstd_O = arena.take(item, item.final_rstd_O, dtype());
   }
-  const StreamBuffer stream(block(), rows.rows());
+  const StreamBuffer stream(block(), input.rows());
   // A narrow last layer has a row of them for each temperature, which may be more than there are rows.
-  if (rows.keeps_choices)
+  if (input.keeps_choices)
     out.choice_LTK = device_.allocate(
-        {shape_.expert_layers(), std::max(rows.rows(), rows.outputs()), shape_.experts_per_token}, at::kInt);
+        {shape_.expert_layers(), std::max(input.rows(), input.outputs()), shape_.experts_per_token}, at::kInt);
   const std::int64_t kept_from = arena.in_use();
   std::int64_t saved_from = kept_from;  // the layer's input, and what it saves
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
-  ops.look_up(weights_.embedding_VM, rows.id_T, local_.vocabulary().begin, stream_TM);
+  ops.look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
   mesh_.tp.add_over_ranks(stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
-    const LayerContext c = context(rows, path, layer, arena, timer);
-    at::Tensor next = c.last ? out.final_stream_OM : stream_TM;
-    if (keep == Keep::streams && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
+    const LayerContext c = context(run, layer);
+    at::Tensor next = c.narrow ? out.final_stream_OM : stream_TM;
+    if (out.recomputes && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
     const std::int64_t mark = arena.in_use();
     LayerSaved saved = take_layer_saved(c, stream_TM);
     const std::int64_t saved_to = arena.in_use();
-    if (keep == Keep::everything && !c.last) next = arena.take(stream, stream.stream_TM, dtype());
+    if (keeps_all && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
     layer_forward(c, saved, next);
-    if (rows.keeps_choices && saved.router_choice_RK.defined()) keep_choices(c, saved, out.choice_LTK);
-    if (keep != Keep::everything) {
+    if (input.keeps_choices && saved.router_choice_RK.defined()) keep_choices(c, saved, out.choice_LTK);
+    if (!keeps_all) {
       arena.release_to(mark);
       saved = LayerSaved{};
       saved.stream_in_TM = stream_TM;
     }
-    if (keep != Keep::nothing) out.layers.push_back(std::move(saved));
-    if (keeper != nullptr) keeper->put_away(layer, {saved_from, saved_to});
+    if (state) out.layers.push_back(std::move(saved));
+    if (run.keeper != nullptr) run.keeper->put_away(layer, {saved_from, saved_to});
     saved_from = saved_to;
     stream_TM = next;
   }
-  if (!last_block_is_narrow(rows) && rows.outputs() > 0) ops.gather(stream_TM, rows.output_row_O, out.final_stream_OM);
-  if (keep == Keep::nothing) arena.release_to(kept_from);
-  if (rows.outputs() > 0)
+  if (!last_block_is_narrow(input) && input.outputs() > 0)
+    ops.gather(stream_TM, input.output_row_O, out.final_stream_OM);
+  if (!state) arena.release_to(kept_from);
+  if (input.outputs() > 0)
     ops.norm(out.final_stream_OM, weights_.final_norm_M, shape_.rms_norm_eps, out.normed_OM, out.final_rstd_O);
   return out;
 }
 
-void Decoder::add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                           ModelViews& grads, Arena& arena, Timer* timer, LayerKeeper* keeper) const {
-  const TimedPart timed(timer, part::kRows);
+void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                           ModelViews& grads, const RouterPenalties& penalties) const {
+  const TimedPart timed(run.timer, part::kRows);
   const Operations& ops = device_.operations();
-  const DecoderBackwardBuffers declared(block(), rows.rows(), rows.outputs());
-  HeldBuffers held(arena, declared, dtype());
+  const ModelInput& input = run.input;
+  const DecoderBackwardBuffers declared(block(), input.rows(), input.outputs());
+  HeldBuffers held(run.arena, declared, dtype());
   held.enter(0);
   at::Tensor grad_stream = held[declared.grad_stream_OM];
   const at::Tensor& grad_stream_TM = held[declared.grad_stream_TM];
   ops.zero(grad_stream);
-  if (rows.outputs() > 0)
+  if (input.outputs() > 0)
     ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM, grad_stream,
                           grads.final_norm_M);
-  if (!last_block_is_narrow(rows)) {
+  if (!last_block_is_narrow(input)) {
     ops.zero(grad_stream_TM);
-    ops.add_scatter(grad_stream, rows.output_row_O, grad_stream_TM);
+    ops.add_scatter(grad_stream, input.output_row_O, grad_stream_TM);
     grad_stream = grad_stream_TM;
   }
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    const LayerContext c = context(rows, path, layer, arena, timer);
+    const LayerContext c = context(run, layer, &penalties);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
-    const ArenaScope layer_scope(arena);
-    if (keeper != nullptr) keeper->bring_back(layer);
-    if (saved.keep == Keep::streams) {
+    const ArenaScope layer_scope(run.arena);
+    if (run.keeper != nullptr) run.keeper->bring_back(layer);
+    if (saved.recomputes) {
       kept = take_layer_saved(c, kept.stream_in_TM);
       layer_forward(c, kept, at::Tensor());
     }
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
-    if (keeper != nullptr) keeper->let_go(layer);
+    if (run.keeper != nullptr) run.keeper->let_go(layer);
     grad_stream = grad_stream_TM;
   }
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
-  if (std::ranges::find(rows.id, shape_.pad_token) != rows.id.end())
-    ops.zero_rows(grad_stream, rows.id_T, shape_.pad_token);
-  ops.add_look_up_backward(grad_stream, rows.id_T, local_.vocabulary().begin, grads.embedding_VM);
+  if (std::ranges::find(input.id, shape_.pad_token) != input.id.end())
+    ops.zero_rows(grad_stream, input.id_T, shape_.pad_token);
+  ops.add_look_up_backward(grad_stream, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
 }
 
 }  // namespace espalier

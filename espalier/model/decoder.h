@@ -1,15 +1,16 @@
 // The whole decoder, from token ids to the normalised hidden rows that the head reads, and back.
 //
-// Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks and waves: what differs
-// is in `ModelInput` and in what is kept for the backward.
+// Shapes: T rows, O output rows, M width. The same code runs dense rows, packed trees, trunks, waves and the rows of a
+// sampler: what differs is in `ModelInput`, in the source of keys and values, and in what is kept for the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "espalier/device/arena.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/kv_source.h"
 #include "espalier/model/layer.h"
 #include "espalier/model/layer_keeper.h"
 #include "espalier/model/model_input.h"
@@ -19,19 +20,22 @@
 
 namespace espalier {
 
-enum class Keep {
-  everything,  // backward needs no recomputation
-  streams,     // each block's input; backward runs each block's forward once more
-  nothing,     // forward only
-};
-
 struct DecoderSaved {
-  Keep keep = Keep::nothing;
-  std::vector<LayerSaved> layers;
+  bool recomputes = false;                              // of each layer only its input is saved
+  std::vector<LayerSaved> layers;                       // none after a forward without a backward
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
-  // Experts that rows chose, [L, max(T, O), k] (int32), where rows.keeps_choices; a narrow last layer has only its
+  // Experts that rows chose, [L, max(T, O), k] (int32), where input.keeps_choices; a narrow last layer has only its
   // output rows.
   at::Tensor choice_LTK;
+};
+
+// What the forward and the backward of a set of rows have in common.
+struct DecoderRun {
+  const ModelInput& input;  // handed over
+  KvSource& kv;
+  Arena& arena;
+  Timer* timer = nullptr;         // books the parts of the work; may be null
+  LayerKeeper* keeper = nullptr;  // where the saved state of layers is kept, and asked for by the backward; may be null
 };
 
 class Decoder {
@@ -44,18 +48,16 @@ class Decoder {
   void reserve_positions(std::int64_t positions);
   std::int64_t positions() const { return rotary_.positions(); }
 
-  // Runs the rows, which were handed over, over the path. The result holds normed_OM, the input of the head. Everything
-  // in it is taken from the arena and stays valid until the caller releases it. Times of its parts are booked where
-  // there is a timer. A keeper, where everything is kept, gets each layer's saved state, and is asked for it by
-  // add_backward.
-  DecoderSaved forward(const ModelInput& rows, KvPath& path, Keep keep, Arena& arena, Timer* timer = nullptr,
-                       LayerKeeper* keeper = nullptr) const;
+  // The result holds normed_OM, the input of the head. Everything in it is taken from the arena and stays valid until
+  // the caller releases it. `state`: what happens to the layers' activations until the backward; nothing where there is
+  // no backward. A keeper needs SavedState::offload, and else there is none.
+  DecoderSaved forward(const DecoderRun& run, std::optional<SavedState> state = std::nullopt) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
-  // set's part to the gradients of the path. Consumes `saved`. In a trunk the gradients gathered in the path enter
-  // here.
-  void add_backward(const ModelInput& rows, KvPath& path, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
-                    ModelViews& grads, Arena& arena, Timer* timer = nullptr, LayerKeeper* keeper = nullptr) const;
+  // set's part to the gradients of what its rows attended to. Consumes `saved`. What later rows added to the gradients
+  // of the set's own keys and values enters here.
+  void add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
+                    const RouterPenalties& penalties = {}) const;
 
   const ModelShape& shape() const { return shape_; }  // of this rank
   const LocalShape& local() const { return local_; }
@@ -68,9 +70,9 @@ class Decoder {
 
  private:
   // False where the last block runs all rows, because its router's choices count.
-  bool last_block_is_narrow(const ModelInput& rows) const;
+  bool last_block_is_narrow(const ModelInput& input) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
-  LayerContext context(const ModelInput& rows, KvPath& path, std::int64_t layer, Arena& arena, Timer* timer) const;
+  LayerContext context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 
   LocalShape local_;
   ModelShape shape_;  // of this rank: local_.own()

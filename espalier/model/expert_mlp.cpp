@@ -16,22 +16,22 @@ std::int64_t expert_layer(const LayerContext& c) {
   return std::count(kinds.begin(), kinds.begin() + c.layer, std::uint8_t{1});
 }
 
-// The experts that each continuing row is to choose; undefined where no row's are given.
-at::Tensor recorded_experts(const LayerContext& c) {
-  if (!c.rows.recorded_LTK.defined()) return {};
+// The experts that each continuing row is given; undefined where no row is given any.
+at::Tensor given_experts(const LayerContext& c) {
+  if (!c.input.given_LTK.defined()) return {};
   const std::int64_t k = c.shape.experts_per_token;
-  if (c.last) return c.rows.recorded_output_OK.view({c.rows.outputs(), k});
-  return c.rows.recorded_LTK.view({-1, c.rows.rows(), k}).select(0, expert_layer(c));
+  if (c.narrow) return c.input.given_output_OK.view({c.input.outputs(), k});
+  return c.input.given_LTK.view({-1, c.input.rows(), k}).select(0, expert_layer(c));
 }
 
-// dL/dlogits from dL/dw and the router losses, whose values go to rows.penalties.
+// dL/dlogits from dL/dw and the router losses.
 void router_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_RK,
                      const at::Tensor& grad_logits_RE) {
-  const bool penalised = !c.rows.penalty_L.empty();
+  const bool penalised = c.penalties != nullptr && !c.penalties->of_layer.empty();
   const std::int64_t l = expert_layer(c);
   c.ops.router_backward(saved.router_logits_RE, saved.router_choice_RK, c.shape.norm_topk_prob, grad_weight_RK,
-                        penalised ? c.rows.penalty_L[static_cast<std::size_t>(l)] : RouterPenalty{}, grad_logits_RE,
-                        penalised ? c.rows.penalties_L2.select(0, l) : at::Tensor());
+                        penalised ? c.penalties->of_layer[static_cast<std::size_t>(l)] : RouterPenalty{},
+                        grad_logits_RE, penalised ? c.penalties->value_L2.select(0, l) : at::Tensor());
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
   c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router);
-  c.ops.choose_experts(saved.router_logits_RE, recorded_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
+  c.ops.choose_experts(saved.router_logits_RE, given_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
   expert_products(c.mesh).add_forward(c, saved, normed_RM, sum_RM,

@@ -79,12 +79,13 @@ void add_backward(const LayerContext& c, const LayerSaved& saved, const at::Tens
                   const at::Tensor& grad_RM, const LayerViews& grads, const ExpertInputGradients& out,
                   const ExpertScratch&) {
   const ArenaScope scope(c.arena);
-  const at::ScalarType dtype = normed_RM.scalar_type(), sums = accumulator_type(dtype);
+  const at::ScalarType dtype = normed_RM.scalar_type(), accumulator = accumulator_type(dtype);
   const ExpertExchange exchange(c, saved.router_choice_RK);
   const at::Tensor x_NM = exchange.rows_to_experts(exchange.run_of(normed_RM));
   const at::Tensor grad_NM = exchange.rows_to_experts(exchange.run_of(grad_RM));
   const at::Tensor weight_N1 = exchange.slots_to_experts(exchange.run_of(saved.router_weight_RK));
-  const at::Tensor grad_x_NM = c.arena.take(x_NM.sizes(), sums), grad_weight_N1 = c.arena.take(weight_N1.sizes(), sums);
+  const at::Tensor grad_x_NM = c.arena.take(x_NM.sizes(), accumulator),
+                   grad_weight_N1 = c.arena.take(weight_N1.sizes(), accumulator);
   c.ops.zero(grad_x_NM);
   {
     const ArenaScope products(c.arena);

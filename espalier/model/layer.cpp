@@ -14,89 +14,36 @@ struct Sizes {
 };
 
 Sizes sizes_of(const LayerContext& c) {
-  return {c.rows.rows(), c.last ? c.rows.outputs() : c.rows.rows(), c.shape.kv_heads * c.shape.head_dim};
+  return {c.input.rows(), c.narrow ? c.input.outputs() : c.input.rows(), c.shape.kv_heads * c.shape.head_dim};
 }
 
 // Overwrites x_R with x_T at the output rows; in blocks where all rows continue it is x itself.
 at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM, const at::Tensor& x_RM) {
-  if (!c.last) return x_TM;
-  c.ops.gather(x_TM, c.rows.output_row_O, x_RM);
+  if (!c.narrow) return x_TM;
+  c.ops.gather(x_TM, c.input.output_row_O, x_RM);
   return x_RM;
 }
 
 Rotation rotation_of_queries(const LayerContext& c) {
-  return {c.rotary, c.last ? c.rows.output_position_O : c.rows.position_T, c.weights.q_norm_D, c.shape.rms_norm_eps};
+  return {c.rotary, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D,
+          c.shape.rms_norm_eps};
 }
 Rotation rotation_of_keys(const LayerContext& c) {
-  return {c.rotary, c.rows.position_T, c.weights.k_norm_D, c.shape.rms_norm_eps};
+  return {c.rotary, c.input.position_T, c.weights.k_norm_D, c.shape.rms_norm_eps};
 }
 
-// The operands of attention: rotated queries and keys, and where own values lie.
-struct Operands {
-  at::Tensor q, k, v;
-};
-
-// Queries and keys as attention reads them, from what was saved. Keys and values of a trunk live in the path; they are
-// written there in its first forward only. Others' keys are written to rotated_k.
-Operands make_operands(const LayerContext& c, const LayerSaved& saved, bool write_path, const at::Tensor& rotated_q_RW,
-                       const at::Tensor& rotated_k_TW) {
-  const Sizes s = sizes_of(c);
-  const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, s.kv_width), v_TW = saved.kv_TW.narrow(1, s.kv_width, s.kv_width);
-  Operands out;
-  out.q = rotated_q_RW;
-  if (c.rows.in_path) {
-    const KvPath::Layer own = c.path.top(c.layer);
-    out.k = own.k.view({s.rows, s.kv_width});
-    out.v = own.v.view({s.rows, s.kv_width});
-  } else {
-    out.k = rotated_k_TW;
-    out.v = v_TW;
-  }
-  c.ops.rotate(rotation_of_queries(c), saved.q_RW, out.q);
-  if (!c.rows.in_path || write_path) c.ops.rotate(rotation_of_keys(c), k_TW, out.k);
-  if (c.rows.in_path && write_path) c.ops.convert(v_TW, out.v);
-  return out;
-}
-
-AttentionProblem attention_problem(const LayerContext& c, const Operands& operands, const KvPath::Layer& path) {
-  return {c.shape.head_dim,
-          operands.q,
-          operands.k,
-          operands.v,
-          path.k,
-          path.v,
-          c.last ? c.rows.output_row_O : at::Tensor(),
-          c.rows.subtree_end_T};
-}
-
-// Attention of rows that belong to groups, one call for each group that has queries, after their keys and values are
-// where their groups keep them.
-void attend_in_groups(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
-  std::int64_t first_row = 0, first_query = 0;
-  for (const RowGroup& group : c.rows.groups) {
-    const at::Tensor& query_row = c.last ? group.output_own_row : group.own_row_N;
-    const std::int64_t rows = group.own_row_N.size(0), queries = query_row.size(0);
-    const KvPath::Layer own = group.own->path(c.layer, group.subtree_end_T.size(0));
-    c.ops.scatter(operands.k.narrow(0, first_row, rows), group.own_row_N, own.k);
-    c.ops.scatter(operands.v.narrow(0, first_row, rows), group.own_row_N, own.v);
-    const KvPath::Layer path = group.path->path(c.layer, group.path_rows);
-    const TimedPart timed(c.timer, part::kAttention);
-    c.ops.attention({c.shape.head_dim, operands.q.narrow(0, first_query, queries), own.k, own.v, path.k, path.v,
-                     query_row, group.subtree_end_T},
-                    saved.attended_RW.narrow(0, first_query, queries),
-                    saved.lse_HR.view({-1}).narrow(0, first_query * c.shape.heads, queries * c.shape.heads));
-    first_row += rows;
-    first_query += queries;
-  }
-}
-
-// Overwrites saved.attended and saved.lse. With groups lse is scratch: each group's part in its own order.
-void attend(const LayerContext& c, const Operands& operands, const LayerSaved& saved) {
-  if (!c.rows.groups.empty()) return attend_in_groups(c, operands, saved);
-  if (sizes_of(c).continuing == 0) return;
-  const TimedPart timed(c.timer, part::kAttention);
-  c.ops.attention(attention_problem(c, operands, c.path.path(c.layer, c.rows.path_rows)), saved.attended_RW,
-                  saved.lse_HR);
+// Attention as its source runs it, from what was saved. Keys and values that the source keeps are written there in the
+// first forward only; others' keys are written to rotated_k.
+LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
+                              const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW) {
+  const std::int64_t kv_width = sizes_of(c).kv_width;
+  const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, kv_width), v_TW = saved.kv_TW.narrow(1, kv_width, kv_width);
+  const bool keeps = c.kv.keeps();
+  const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
+  c.ops.rotate(rotation_of_queries(c), saved.q_RW, rotated_q_RW);
+  if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), k_TW, own.k);
+  if (keeps && write_kept) c.ops.convert(v_TW, own.v);
+  return {c.ops, c.timer, c.layer, c.shape.head_dim, c.narrow ? c.input.output_row_O : at::Tensor(), rotated_q_RW, own};
 }
 
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
@@ -109,31 +56,21 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                                            const LayerViews& grads) {
   const Sizes s = sizes_of(c);
   const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW]};
-  const Operands operands = make_operands(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW]);
+  const LayerAttention attention =
+      make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW]);
   const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
-  KvPath::Layer own;
-  if (c.rows.in_path) {
-    c.path.expect_complete(c.layer);
-    own = c.path.top(c.layer);
-  } else {
-    own.grad_k = held[declared.grad_k_TW];
-    own.grad_v = held[declared.grad_v_TW];
-    c.ops.zero(own.grad_k);
-    c.ops.zero(own.grad_v);
+  KeysValues own = c.kv.gathered(c.layer);
+  if (!c.kv.keeps()) {
+    own = {held[declared.grad_k_TW], held[declared.grad_v_TW]};
+    c.ops.zero(own.k);
+    c.ops.zero(own.v);
   }
-  const KvPath::Layer path = c.path.path(c.layer, c.rows.path_rows);
-  if (s.continuing > 0) {
-    const TimedPart timed(c.timer, part::kAttention);
-    c.ops.add_attention_backward(attention_problem(c, operands, path), saved.attended_RW, saved.lse_HR,
-                                 held[declared.grad_attended_RW],
-                                 {grad_q_RW, own.grad_k, own.grad_v, path.grad_k, path.grad_v});
-  }
-  const auto grad_k_TW = own.grad_k.view({s.rows, s.kv_width}), grad_v_TW = own.grad_v.view({s.rows, s.kv_width});
+  c.kv.add_backward(attention, saved.attended_RW, saved.lse_HR, held[declared.grad_attended_RW], grad_q_RW, own);
+  const auto grad_k_TW = own.k.view({s.rows, s.kv_width}), grad_v_TW = own.v.view({s.rows, s.kv_width});
   c.ops.add_rotate_backward(rotation_of_queries(c), saved.q_RW, grad_q_RW, out.q_RW, grads.q_norm_D);
   c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, s.kv_width), grad_k_TW,
                             out.kv_TW.narrow(1, 0, s.kv_width), grads.k_norm_D);
   c.ops.convert(grad_v_TW, out.kv_TW.narrow(1, s.kv_width, s.kv_width));
-  c.path.count_contribution(c.layer, c.rows.path_rows);
   return out;
 }
 
@@ -170,7 +107,8 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   if (continuing > 0)
     c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.query);
   held.enter(Stage::attention);
-  attend(c, make_operands(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW]), saved);
+  c.kv.attend(make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW]),
+              saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
   held.enter(Stage::residual);
   c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
@@ -185,14 +123,14 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const bool continues = sizes_of(c).continuing > 0;
   const LayerBackwardBuffers declared(c.block(), c.block_rows());
   HeldBuffers held(c.arena, declared, c.dtype());
-  if (c.last) c.ops.zero(grad_in_TM);
+  if (c.narrow) c.ops.zero(grad_in_TM);
   held.enter(Stage::mlp);
   if (continues) {
     add_mlp_backward(c, saved, grad_stream_RM, grads);
     held.enter(Stage::output);
     c.products.add_linear_grad_weight(grads.output, grad_stream_RM, saved.attended_RW, held[declared.output_product]);
     c.products.linear_grad_input(held[declared.grad_attended_RW], grad_stream_RM, c.weights.output);
-    if (c.last) c.ops.add_scatter(grad_stream_RM, c.rows.output_row_O, grad_in_TM);
+    if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
   held.enter(Stage::attention);
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);
@@ -208,11 +146,11 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   held.enter(Stage::input);
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.key_value);
-  if (c.last && continues) {
+  if (c.narrow && continues) {
     const at::Tensor& part_RM = held[declared.query_part_RM];
     c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.query);
-    c.ops.add_scatter(part_RM, c.rows.output_row_O, grad_normed_TM);
-  } else if (!c.last) {
+    c.ops.add_scatter(part_RM, c.input.output_row_O, grad_normed_TM);
+  } else if (!c.narrow) {
     c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.query);
   }
   c.mesh.tp.add_over_ranks(grad_normed_TM);

@@ -1,10 +1,10 @@
 // One decoder block: forward, and its backward written by hand.
 //
 //   n = norm(x);  q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = n Wv^T
-//   y = x + attention(q, k, v, path) Wo^T;  z = y + mlp(norm(y))  (mlp.h: dense or experts)
+//   y = x + attention(q, k, v, source) Wo^T;  z = y + mlp(norm(y))  (mlp.h: dense or experts)
 //
-// Shapes: T rows, R rows that continue past the keys and values (all, or in the last block those with an output), M
-// width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
+// Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
+// M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,11 @@ namespace espalier {
 LayerSaved take_layer_saved(const LayerContext& context, const at::Tensor& stream_in_TM);
 
 // Fills `saved` and overwrites stream_out [R, M]; where stream_out is undefined it stops after gate_up (recomputation).
-// A trunk's keys and values are written to the top of the path. stream_out may be stream_mid.
+// Keys and values that the source keeps are written there. stream_out may be stream_mid.
 void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 
 // grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself
-// where all rows continue. Adds to `grads`, and to the path's gradients. Consumes `saved`.
+// where all rows continue. Adds to `grads`, and to the gradients of what the rows attended to. Consumes `saved`.
 void add_layer_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                         const at::Tensor& grad_in_TM, const LayerViews& grads);
 

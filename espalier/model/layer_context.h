@@ -1,13 +1,16 @@
 // What the two halves of a decoder block share: what they save for the backward, and what they are run with.
 //
-// Shapes: T rows, R rows that continue past the keys and values (all, or in the last block those with an output), M
-// width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
+// Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
+// M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row, L layers of
+// experts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "espalier/device/arena.h"
-#include "espalier/model/kv_path.h"
+#include "espalier/model/kv_source.h"
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
 #include "espalier/model/products.h"
@@ -29,17 +32,24 @@ struct LayerSaved {
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
 
+// What router losses ask of the backward of each layer of experts, and where it leaves their values. Empty: nothing.
+struct RouterPenalties {
+  std::vector<RouterPenalty> of_layer;  // [L]
+  at::Tensor value_L2;                  // float64, overwritten: the auxiliary and the z penalty, summed over rows
+};
+
 struct LayerContext {
   const ModelShape& shape;  // of this rank: LocalShape::own()
   const LayerViews& weights;
   const RotaryTables& rotary;
-  const ModelInput& rows;
-  KvPath& path;
+  const ModelInput& input;
+  KvSource& kv;
   std::int64_t layer;
-  bool last;  // only output rows continue
+  bool narrow;  // only output rows continue
   Arena& arena;
   Timer* timer;  // where matrix products and attention book their time; may be null
   const Mesh& mesh;
+  const RouterPenalties* penalties = nullptr;  // of a backward; may be null
   const Operations& ops = arena.device().operations();
   const Products products{ops, timer, mesh.tp};
 

@@ -7,14 +7,14 @@
 namespace espalier::moe {
 namespace {
 
-bool known(const std::uint16_t* experts) { return *experts != RecordedRoutes::kFree; }
+bool known(const std::uint16_t* experts) { return *experts != RecordedExperts::kFree; }
 
 }  // namespace
 
-ChosenExperts::ChosenExperts(const ModelShape& shape, std::span<const Rollout> batch)
+ChosenExperts::ChosenExperts(const ModelShape& shape, std::span<const Rollout> rollouts)
     : layers_(shape.expert_layers()), chosen_(shape.experts_per_token) {
-  for (const Rollout& rollout : batch)
-    ids_.emplace_back(static_cast<std::size_t>(rollout.length() * width()), RecordedRoutes::kFree);
+  for (const Rollout& rollout : rollouts)
+    ids_.emplace_back(static_cast<std::size_t>(rollout.length() * width()), RecordedExperts::kFree);
 }
 
 void ChosenExperts::write(std::span<const RowSegment> segments, std::int64_t place, const std::int32_t* choice_RK,
@@ -68,7 +68,7 @@ ChoiceDifference ChosenExperts::difference(const ChosenExperts& other, std::span
     for (std::size_t place = 0; place < ids_[i].size(); place += static_cast<std::size_t>(chosen_)) {
       const std::uint16_t *mine = ids_[i].data() + place, *theirs = other.ids_[i].data() + place;
       const auto depth = static_cast<std::int32_t>(static_cast<std::int64_t>(place) / width());
-      if (!known(mine) || !known(theirs) || (!recorded.empty() && !recorded[i].route_at(depth).empty())) continue;
+      if (!known(mine) || !known(theirs) || (!recorded.empty() && !recorded[i].experts_at(depth).empty())) continue;
       ++out.choices;
       if (!std::equal(mine, mine + chosen_, theirs)) ++out.differing;
     }

@@ -22,10 +22,10 @@ struct ChoiceDifference {
 class ChosenExperts {
  public:
   // Nothing is known yet. `shape` must have experts.
-  ChosenExperts(const ModelShape& shape, std::span<const Rollout> batch);
+  ChosenExperts(const ModelShape& shape, std::span<const Rollout> rollouts);
 
-  // The experts of a token, [expert layers, k], ascending in each layer, as in RecordedRoutes. A layer whose first one
-  // is RecordedRoutes::kFree is not known: the token did not run there.
+  // The experts of a token, [expert layers, k], ascending in each layer, as in RecordedExperts. A layer whose first one
+  // is RecordedExperts::kFree is not known: the token did not run there.
   std::uint16_t* at(std::int32_t rollout, std::int32_t depth) { return ids_[rollout].data() + depth * width(); }
   const std::uint16_t* at(std::int32_t rollout, std::int32_t depth) const {
     return ids_[rollout].data() + depth * width();
@@ -37,14 +37,14 @@ class ChosenExperts {
              const std::vector<std::int32_t>* rows);
 
   // Gives a token that rollouts share, in every layer, the experts of the first of these rollouts (in the order of the
-  // batch) where they are known. Returns how many known choices that changed. `trees`: of the same batch.
+  // mini-batch) where they are known. Returns how many known choices that changed. `trees`: of the same rollouts.
   std::int64_t unite(std::span<const PrefixTree> trees);
 
-  // The same choices of the batch in reverse order.
+  // The same choices of the rollouts in reverse order.
   ChosenExperts reversed() const;
 
-  // Over the choices that both know. Tokens with a record in `recorded` (the batch, or empty) did not choose and do not
-  // count.
+  // Over the choices that both know. Tokens with a record in `recorded` (the same rollouts, or empty) did not choose
+  // and do not count.
   ChoiceDifference difference(const ChosenExperts& other, std::span<const Rollout> recorded) const;
 
  private:
@@ -56,8 +56,8 @@ class ChosenExperts {
 
 // What a run does with choices; null: nothing.
 struct ChoiceRecord {
-  ChosenExperts* written = nullptr;         // gets those of every row, for the rollout that its segment names
-  const ChosenExperts* repeated = nullptr;  // made again where known; what rollouts record is then not read
+  ChosenExperts* written = nullptr;      // gets those of every row, for the rollout that its segment names
+  const ChosenExperts* given = nullptr;  // made again where known; what rollouts record is then not read
 };
 
 }  // namespace espalier::moe

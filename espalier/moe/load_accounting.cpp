@@ -15,9 +15,9 @@ LoadAccounting::LoadAccounting(std::int64_t layers, const RouterShape& shape, st
       tokens_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0})),
       losses_(losses),
       keep_rollouts_(keep_rollouts),
-      of_batch_(static_cast<std::size_t>(layers * shape.experts)) {
+      of_mini_batch_(static_cast<std::size_t>(layers * shape.experts)) {
   if (keep_rollouts_ || (losses_.aux_coef != 0 && losses_.scope == AuxScope::rollout))
-    of_rollout_.resize(lengths_.size() * of_batch_.size());
+    of_rollout_.resize(lengths_.size() * of_mini_batch_.size());
 }
 
 std::int64_t* LoadAccounting::counts_of(std::int64_t layer, std::int64_t rollout) {
@@ -28,8 +28,8 @@ const std::int64_t* LoadAccounting::counts_of(std::int64_t layer, std::int64_t r
 }
 
 std::span<const std::int64_t> LoadAccounting::load(std::int64_t layer) const {
-  return std::span(of_batch_).subspan(static_cast<std::size_t>(layer * shape_.experts),
-                                      static_cast<std::size_t>(shape_.experts));
+  return std::span(of_mini_batch_)
+      .subspan(static_cast<std::size_t>(layer * shape_.experts), static_cast<std::size_t>(shape_.experts));
 }
 
 void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK) {
@@ -40,8 +40,8 @@ void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> 
     for (std::int64_t s = rows.begin * shape_.chosen; s < rows.end * shape_.chosen; ++s)
       ++chosen[static_cast<std::size_t>(choice_RK[s])];
     const auto multiplicity = static_cast<std::int64_t>(rows.rollouts.size());
-    std::int64_t* batch = of_batch_.data() + layer * shape_.experts;
-    for (std::size_t e = 0; e < chosen.size(); ++e) batch[e] += multiplicity * chosen[e];
+    std::int64_t* of_all = of_mini_batch_.data() + layer * shape_.experts;
+    for (std::size_t e = 0; e < chosen.size(); ++e) of_all[e] += multiplicity * chosen[e];
     if (of_rollout_.empty()) continue;
     for (const std::int32_t rollout : rows.rollouts) {
       std::int64_t* counts = counts_of(layer, rollout);
@@ -55,11 +55,11 @@ void LoadAccounting::take_counts(const LoadAccounting& counted, std::span<const 
   ESPALIER_INTERNAL_EQ(counted.shape_.experts, shape_.experts);
   ESPALIER_INTERNAL_EQ(counted.shape_.chosen, shape_.chosen);
   const auto width = static_cast<std::size_t>(layers_ * shape_.experts);
-  std::fill(of_batch_.begin(), of_batch_.end(), 0);
+  std::fill(of_mini_batch_.begin(), of_mini_batch_.end(), 0);
   for (std::size_t i = 0; i < of.size(); ++i) {
     ESPALIER_INTERNAL_EQ(counted.lengths_.at(static_cast<std::size_t>(of[i])), lengths_[i]);
     const auto counts = std::span(counted.of_rollout_).subspan(static_cast<std::size_t>(of[i]) * width, width);
-    for (std::size_t c = 0; c < width; ++c) of_batch_[c] += counts[c];
+    for (std::size_t c = 0; c < width; ++c) of_mini_batch_[c] += counts[c];
     if (!of_rollout_.empty()) std::ranges::copy(counts, of_rollout_.begin() + static_cast<std::ptrdiff_t>(i * width));
   }
   counting_ = false;

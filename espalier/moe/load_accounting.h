@@ -44,7 +44,7 @@ class LoadAccounting {
 
   // Whether every row must run a last block of experts, not only those with an output. Where it need not, that layer
   // is not counted, since its router sees output rows alone.
-  bool needs_all_rows() const { return losses_.any() || keep_rollouts_; }
+  bool all_rows_choose() const { return losses_.any() || keep_rollouts_; }
   bool has_losses() const { return losses_.any(); }
   // Scope minibatch: the counts of all rows are needed before the first backward.
   bool needs_counts_first() const { return losses_.aux_coef != 0 && losses_.scope == AuxScope::minibatch; }
@@ -76,7 +76,7 @@ class LoadAccounting {
   // C_e of a layer over the mini-batch, [E]; all 0 in a dense layer.
   std::span<const std::int64_t> load(std::int64_t layer) const;
   // The same of all layers, [layers, E], for ranks that counted parts of a mini-batch and add them.
-  std::span<std::int64_t> all_loads() { return of_batch_; }
+  std::span<std::int64_t> all_loads() { return of_mini_batch_; }
 
  private:
   std::int64_t* counts_of(std::int64_t layer, std::int64_t rollout);
@@ -92,8 +92,8 @@ class LoadAccounting {
   RouterLosses losses_;
   bool keep_rollouts_;
   bool counting_ = true;
-  std::vector<std::int64_t> of_rollout_;  // [N, layers, E]; where kept, or scope rollout with the auxiliary loss
-  std::vector<std::int64_t> of_batch_;    // [layers, E]
+  std::vector<std::int64_t> of_rollout_;     // [N, layers, E]; where kept, or scope rollout with the auxiliary loss
+  std::vector<std::int64_t> of_mini_batch_;  // [layers, E]
   PenaltySums sums_;
 };
 

@@ -8,7 +8,7 @@
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 
 namespace espalier {
 

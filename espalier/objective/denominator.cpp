@@ -15,12 +15,12 @@ std::int64_t count_loss_tokens(const Rollout& rollout) {
   return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });
 }
 
-AggregationDivisors AggregationDivisors::from(const Options& options, std::span<const Rollout> batch) {
+AggregationDivisors AggregationDivisors::from(const Options& options, std::span<const Rollout> rollouts) {
   AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor, options.token_count_epsilon};
   if (divisors.loss_tokens > 0) return divisors;
   double sum = 0;
   bool recorded = false;
-  for (const Rollout& rollout : batch) {
+  for (const Rollout& rollout : rollouts) {
     recorded = recorded || rollout.token_divisor;
     sum += rollout.token_divisor.value_or(static_cast<double>(count_loss_tokens(rollout)));
   }
@@ -28,9 +28,9 @@ AggregationDivisors AggregationDivisors::from(const Options& options, std::span<
   return divisors;
 }
 
-BatchTotals BatchTotals::of(std::span<const Rollout> batch) {
-  BatchTotals totals;
-  for (const Rollout& rollout : batch) {
+MiniBatchTotals MiniBatchTotals::of(std::span<const Rollout> rollouts) {
+  MiniBatchTotals totals;
+  for (const Rollout& rollout : rollouts) {
     ++totals.rollouts;
     totals.loss_tokens += count_loss_tokens(rollout);
     totals.longest_response = std::max(totals.longest_response, rollout.response_length());
@@ -38,15 +38,15 @@ BatchTotals BatchTotals::of(std::span<const Rollout> batch) {
   return totals;
 }
 
-std::vector<double> compute_token_weights(std::span<const Rollout> batch, const BatchTotals& totals,
+std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const MiniBatchTotals& totals,
                                           Aggregation aggregation, const AggregationDivisors& divisors) {
-  const double rollouts = static_cast<double>(totals.rollouts);
+  const double count = static_cast<double>(totals.rollouts);
   const double scale = divisors.longest > 0 ? divisors.longest : std::max<double>(totals.longest_response, 1);
   const double divisor = divisors.loss_tokens > 0 ? divisors.loss_tokens : static_cast<double>(totals.loss_tokens);
 
   std::vector<double> weights;
-  weights.reserve(batch.size());
-  for (const Rollout& rollout : batch) {
+  weights.reserve(rollouts.size());
+  for (const Rollout& rollout : rollouts) {
     const auto tokens = static_cast<double>(count_loss_tokens(rollout));
     switch (aggregation) {
       case Aggregation::token_sum:
@@ -56,13 +56,13 @@ std::vector<double> compute_token_weights(std::span<const Rollout> batch, const 
         weights.push_back(divisor > 0 ? 1.0 / divisor : 0.0);
         break;
       case Aggregation::seq_mean_token_sum:
-        weights.push_back(1.0 / rollouts);
+        weights.push_back(1.0 / count);
         break;
       case Aggregation::seq_mean_token_sum_norm:
-        weights.push_back(1.0 / rollouts / scale);
+        weights.push_back(1.0 / count / scale);
         break;
       case Aggregation::seq_mean_token_mean:
-        weights.push_back(tokens > 0 ? 1.0 / rollouts / (tokens + divisors.rollout_epsilon) : 0.0);
+        weights.push_back(tokens > 0 ? 1.0 / count / (tokens + divisors.rollout_epsilon) : 0.0);
         break;
       case Aggregation::of_the_loss:
         ESPALIER_INTERNAL(false, "the aggregation of a loss is resolved before it weighs tokens");

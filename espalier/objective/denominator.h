@@ -20,11 +20,11 @@ std::int64_t count_loss_tokens(const Rollout& rollout);
 
 // What a loss needs to know of the whole mini-batch. Counted from its records before the first row runs, on every rank,
 // for every rank has read them all: what a rank computes itself never enters a denominator.
-struct BatchTotals {
+struct MiniBatchTotals {
   std::int64_t rollouts = 0, loss_tokens = 0;
   std::int32_t longest_response = 0;
 
-  static BatchTotals of(std::span<const Rollout> batch);
+  static MiniBatchTotals of(std::span<const Rollout> rollouts);
 };
 
 // Of what is 0 the mini-batch's own stands: its longest response and its loss tokens.
@@ -35,11 +35,11 @@ struct AggregationDivisors {
 
   // Of the policy loss. Where --token-mean-divisor is 0 and records have a token_divisor, the sum over the mini-batch
   // of those, and of the loss tokens of those that have none.
-  static AggregationDivisors from(const Options& options, std::span<const Rollout> batch);
+  static AggregationDivisors from(const Options& options, std::span<const Rollout> rollouts);
 };
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.
-std::vector<double> compute_token_weights(std::span<const Rollout> batch, const BatchTotals& totals,
+std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, const MiniBatchTotals& totals,
                                           Aggregation aggregation, const AggregationDivisors& divisors);
 
 }  // namespace espalier

@@ -36,7 +36,7 @@ void require_series(const Rollout& rollout, const std::vector<double>& series, c
 }  // namespace
 
 struct Objective::State {
-  std::span<const Rollout> batch;
+  std::span<const Rollout> rollouts;
   std::span<const std::vector<double>> advantages;
   PolicySettings policy;
   KlType kl_type;
@@ -46,7 +46,7 @@ struct Objective::State {
   std::vector<double> entropy_weight;   // [rollouts]
   std::vector<double> sequence_weight;  // [rollouts], where old log-probs are recorded and --rollout-is is sequence
   bool needs_whole_rollout = false;
-  BatchTotals totals;
+  MiniBatchTotals totals;
 
   CompensatedSum policy_sum, kl_sum, entropy_sum;
   std::int64_t loss_tokens = 0, clipped_tokens = 0;
@@ -61,9 +61,9 @@ struct Objective::State {
 };
 
 void Objective::State::check_fields(const Options& options) const {
-  ESPALIER_INTERNAL_EQ(batch.size(), advantages.size());
-  for (std::size_t i = 0; i < batch.size(); ++i) {
-    const Rollout& rollout = batch[i];
+  ESPALIER_INTERNAL_EQ(rollouts.size(), advantages.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
     ESPALIER_INTERNAL_EQ(advantages[i].size(), rollout.response_ids.size(), rollout.where);
     ESPALIER_INTERNAL_EQ(rollout.loss_mask.size(), rollout.response_ids.size(), rollout.where);
     if (kl_coefficient != 0)
@@ -78,9 +78,9 @@ void Objective::State::check_fields(const Options& options) const {
 }
 
 void Objective::State::prepare_sequence_weights() {
-  sequence_weight.assign(batch.size(), 1.0);
-  for (std::size_t i = 0; i < batch.size(); ++i) {
-    const Rollout& rollout = batch[i];
+  sequence_weight.assign(rollouts.size(), 1.0);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
     if (rollout.old_logprobs.empty()) continue;  // the weight then holds the current log-probs
     double log_ratio = 0;
     for (std::size_t t = 0; t < rollout.old_logprobs.size(); ++t)
@@ -91,7 +91,7 @@ void Objective::State::prepare_sequence_weights() {
 
 RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<const double> logprob) const {
   constexpr double kLogBound = 20;
-  const Rollout& rollout = batch[index];
+  const Rollout& rollout = rollouts[index];
   const bool has_old = !rollout.old_logprobs.empty(), has_sampled = !rollout.rollout_logprobs.empty();
   RolloutConstants constants;
   double tokens = 0, log_ratio = 0, mismatch = 0, fallen = 0, kl = 0;
@@ -142,7 +142,7 @@ KlTerm Objective::State::kl_part(double logprob, double ref, const Ratio& ratio,
 
 TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, double logprob, double entropy,
                                     const RolloutConstants& constants) {
-  const Rollout& rollout = batch[index];
+  const Rollout& rollout = rollouts[index];
   if (!rollout.loss_mask[position]) return {};
   const double old = rollout.old_logprobs.empty() ? logprob : rollout.old_logprobs[position];
   const double advantage = advantages[index][position];
@@ -167,11 +167,11 @@ TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, d
   return gradient;
 }
 
-Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector<double>> advantages,
+Objective::Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages,
                      const Options& options)
     : state_(std::make_unique<State>()) {
   State& state = *state_;
-  state.batch = batch;
+  state.rollouts = rollouts;
   state.advantages = advantages;
   state.policy = PolicySettings::from(options);
   state.kl_type = kl_type_of(options.kl_loss_type);
@@ -179,15 +179,15 @@ Objective::Objective(std::span<const Rollout> batch, std::span<const std::vector
   state.off_policy_threshold = options.off_policy_threshold;
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
-  state.totals = BatchTotals::of(batch);
-  AggregationDivisors divisors = AggregationDivisors::from(options, batch);
-  state.token_weight = compute_token_weights(batch, state.totals, policy_aggregation(options), divisors);
+  state.totals = MiniBatchTotals::of(rollouts);
+  AggregationDivisors divisors = AggregationDivisors::from(options, rollouts);
+  state.token_weight = compute_token_weights(rollouts, state.totals, policy_aggregation(options), divisors);
   divisors.loss_tokens = 0;  // that of the policy loss alone
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
-                             : compute_token_weights(batch, state.totals, options.entropy_agg_mode, divisors);
+                             : compute_token_weights(rollouts, state.totals, options.entropy_agg_mode, divisors);
   state.check_fields(options);
-  state.needs_whole_rollout = espalier::needs_whole_rollout(options, batch);
+  state.needs_whole_rollout = espalier::needs_whole_rollout(options, rollouts);
   if (state.correction.level == RolloutCorrection::sequence) state.prepare_sequence_weights();
 }
 
@@ -214,7 +214,7 @@ void Objective::add_edges(std::span<const LossEdge> edges, std::span<const doubl
 
 void Objective::add_rollout(std::int32_t rollout, std::span<const double> logprob, std::span<const double> entropy,
                             std::span<double> grad_logprob, std::span<double> grad_entropy) {
-  const std::size_t tokens = state_->batch[rollout].response_ids.size();
+  const std::size_t tokens = state_->rollouts[rollout].response_ids.size();
   ESPALIER_INTERNAL(logprob.size() == tokens && entropy.size() == tokens && grad_logprob.size() == tokens &&
                         grad_entropy.size() == tokens,
                     "series of ", logprob.size(), ", ", entropy.size(), ", ", grad_logprob.size(), ", ",

@@ -35,10 +35,10 @@ struct TokenGradient {
 
 class Objective {
  public:
-  // `batch`: the rollouts of one mini-batch; `advantages`: theirs, one series each. Both must outlive the object.
+  // `rollouts`: of one mini-batch; `advantages`: theirs, one series each. Both must outlive the object.
   // Errors: InputError where a field that an option needs is missing (option and line), OptionError for combinations
   // that have no meaning.
-  Objective(std::span<const Rollout> batch, std::span<const std::vector<double>> advantages, const Options& options);
+  Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages, const Options& options);
   ~Objective();
 
   // True where a token's derivative depends on other tokens of its rollout (gspo; sequence importance weights where a

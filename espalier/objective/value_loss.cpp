@@ -18,25 +18,26 @@ ValueTerm value_term(double value, double old_value, double target, double clipr
           share * (value - target) + (1 - share) * passed * (clipped - target), clipped_square > plain_square};
 }
 
-ValueObjective::ValueObjective(std::span<const Rollout> batch, std::span<const std::vector<double>> targets,
+ValueObjective::ValueObjective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> targets,
                                const Options& options)
-    : batch_(batch),
+    : rollouts_(rollouts),
       targets_(targets),
       cliprange_(options.cliprange_value),
-      totals_(BatchTotals::of(batch)),
-      token_weight_(compute_token_weights(batch, totals_, value_aggregation(options),
+      totals_(MiniBatchTotals::of(rollouts)),
+      token_weight_(compute_token_weights(rollouts, totals_, value_aggregation(options),
                                           AggregationDivisors{options.loss_scale_factor})) {
-  ESPALIER_INTERNAL_EQ(batch.size(), targets.size());
-  for (std::size_t i = 0; i < batch.size(); ++i) {
-    ESPALIER_INTERNAL_EQ(targets[i].size(), batch[i].response_ids.size(), batch[i].where);
-    if (batch[i].values.size() != batch[i].response_ids.size())
-      throw InputError({batch[i].where, "a field values, for --critic", "none", "score them: --critic DIR --values"});
+  ESPALIER_INTERNAL_EQ(rollouts.size(), targets.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    ESPALIER_INTERNAL_EQ(targets[i].size(), rollouts[i].response_ids.size(), rollouts[i].where);
+    if (rollouts[i].values.size() != rollouts[i].response_ids.size())
+      throw InputError(
+          {rollouts[i].where, "a field values, for --critic", "none", "score them: --critic DIR --values"});
   }
 }
 
 double ValueObjective::add_token(std::int32_t index, std::int32_t position, double value) {
   const auto i = static_cast<std::size_t>(index), t = static_cast<std::size_t>(position);
-  const Rollout& rollout = batch_[i];
+  const Rollout& rollout = rollouts_[i];
   if (!rollout.loss_mask[t]) return 0;
   // A return that moved with the value would make the loss that of the advantage alone.
   const double target = targets_[i][t];

@@ -44,7 +44,8 @@ class ValueObjective {
  public:
   // `targets`: R, one series per rollout. Both spans must outlive the object. Errors: InputError for a rollout without
   // `values`.
-  ValueObjective(std::span<const Rollout> batch, std::span<const std::vector<double>> targets, const Options& options);
+  ValueObjective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> targets,
+                 const Options& options);
 
   // Adds the edges' parts to parts() and overwrites dL/dvalue. A masked token gives zero and adds nothing.
   void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value);
@@ -54,10 +55,10 @@ class ValueObjective {
   ValueLossParts parts() const;  // sums so far, weighted and normalised as the loss is
 
  private:
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   std::span<const std::vector<double>> targets_;
   double cliprange_;
-  BatchTotals totals_;
+  MiniBatchTotals totals_;
   std::vector<double> token_weight_;  // [rollouts]
   CompensatedSum loss_, values_;
   std::int64_t loss_tokens_ = 0, clipped_tokens_ = 0;

@@ -39,7 +39,7 @@ struct ExpertScratch {
 struct ExpertOperations {
   // Overwrites choice (by falling probability) and weight. Where recorded [R, k] (int32) is given, a row whose first
   // entry is not negative takes its S from there.
-  void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, bool renormalise,
+  void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& given_RK, bool renormalise,
                          const at::Tensor& choice_RK, const at::Tensor& weight_RK);
   // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits, and where there is a penalty penalties [2]
   // (float64): the auxiliary and the z penalty, each summed over rows.

@@ -42,16 +42,16 @@ AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamW
              Group& shares)
     : table_(table), settings_(settings), device_(device), shares_(shares), weights_(weights) {
   const Operations& ops = device.operations();
-  const at::ScalarType sums = accumulator_type(weights.scalar_type());
+  const at::ScalarType accumulator = accumulator_type(weights.scalar_type());
   const std::int64_t count = own().end - own().begin;
   masters_ = weights.narrow(0, own().begin, count);
-  if (weights.scalar_type() != sums) {
+  if (weights.scalar_type() != accumulator) {
     const at::Tensor rounded = masters_;
-    masters_ = device.allocate({count}, sums);
+    masters_ = device.allocate({count}, accumulator);
     ops.convert(rounded, masters_);
   }
   for (at::Tensor* moment : {&exp_avg_, &exp_avg_sq_}) {
-    *moment = device.allocate({count}, sums);
+    *moment = device.allocate({count}, accumulator);
     ops.zero(*moment);
   }
 }

@@ -45,6 +45,7 @@ class AdamW {
 
   struct Update {
     double grad_norm = 0, clip_factor = 1, lr = 0;
+    double seconds = 0;
   };
   // One update from a whole gradient in the table's layout, the same on every rank. Errors: InputError where the norm
   // is not finite; nothing has been changed then.

@@ -51,9 +51,9 @@ const char* range_of(const T&, const char* range) {
   return range;
 }
 template <class E>
-const char* range_of(Choice<E>, const char*) {
+const char* range_of(Choice<E>, const char* range) {
   static const std::string words = joined(words_of(E{}));
-  return words.c_str();
+  return *range != '\0' ? range : words.c_str();
 }
 
 #define ESPALIER_OPTION(field, name, type, value, range, unit, verbs, help) \

@@ -7,10 +7,10 @@
 
 namespace espalier {
 
-CriticHead::CriticHead(const Decoder& decoder, std::span<const Rollout> batch, ValueObjective* objective,
+CriticHead::CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueObjective* objective,
                        GradientSet* gradients)
     : decoder_(decoder), objective_(objective), gradients_(gradients) {
-  for (const Rollout& rollout : batch)
+  for (const Rollout& rollout : rollouts)
     values_.emplace_back(rollout.response_ids.size(), std::numeric_limits<double>::quiet_NaN());
 }
 

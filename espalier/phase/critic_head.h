@@ -19,7 +19,7 @@ namespace espalier {
 class CriticHead : public Head {
  public:
   // Forward only without `objective` and `gradients`. What is passed must outlive the object.
-  CriticHead(const Decoder& decoder, std::span<const Rollout> batch, ValueObjective* objective = nullptr,
+  CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueObjective* objective = nullptr,
              GradientSet* gradients = nullptr);
 
   void score(const HeadWork& work) override;

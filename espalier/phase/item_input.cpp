@@ -5,46 +5,48 @@
 namespace espalier {
 namespace {
 
-void add_segment(ModelInput& input, const RowSegment& segment, const Rollout& rollout) {
+void add_segment(ItemInput& input, const RowSegment& segment, const Rollout& rollout) {
   for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
-    input.id.push_back(rollout.token_at(depth));
-    input.position.push_back(depth);
+    input.model.id.push_back(rollout.token_at(depth));
+    input.model.position.push_back(depth);
     input.subtree_end.push_back(segment.subtree_end);
   }
 }
 
-// The experts that rows are to choose: those that are repeated, or, of a policy, those that rollouts record, where any
+// The experts that rows are given: those chosen in another run, or, of a policy, those that rollouts record, where any
 // rollout of the set has some.
-void add_routes(ModelInput& input, const RowSet& set, std::span<const Rollout> batch, const ModelShape& shape,
-                const moe::ChosenExperts* repeated) {
-  const auto records = [&](const RowSegment& segment) { return batch[segment.rollout].routes.tokens > segment.begin; };
+void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> rollouts, const ModelShape& shape,
+               const moe::ChosenExperts* chosen) {
+  const auto records = [&](const RowSegment& segment) {
+    return rollouts[segment.rollout].recorded_experts.tokens > segment.begin;
+  };
   const bool from_rollouts = !shape.value_head && std::any_of(set.segments.begin(), set.segments.end(), records);
-  if (repeated == nullptr && !from_rollouts) return;
+  if (chosen == nullptr && !from_rollouts) return;
   const auto k = static_cast<std::size_t>(shape.experts_per_token), T = input.id.size();
-  input.recorded.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
+  input.given.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
   std::size_t row = 0;
   for (const RowSegment& segment : set.segments)
     for (std::int32_t depth = segment.begin; depth < segment.end; ++depth, ++row) {
-      const std::uint16_t* route =
-          repeated ? repeated->at(segment.rollout, depth) : batch[segment.rollout].route_at(depth).data();
-      for (std::size_t at = row * k; route != nullptr && at < input.recorded.size(); at += T * k, route += k)
-        if (*route != RecordedRoutes::kFree) std::copy(route, route + k, input.recorded.begin() + at);
+      const std::uint16_t* experts =
+          chosen ? chosen->at(segment.rollout, depth) : rollouts[segment.rollout].experts_at(depth).data();
+      for (std::size_t at = row * k; experts != nullptr && at < input.given.size(); at += T * k, experts += k)
+        if (*experts != RecordedExperts::kFree) std::copy(experts, experts + k, input.given.begin() + at);
     }
 }
 
 // Those of the output rows in the last layer of experts, which are all that run there in a narrow last block.
-void add_routes_of_outputs(ModelInput& input, const ModelShape& shape) {
-  if (input.recorded.empty() || input.routes_all_rows || !shape.has_experts(shape.layers - 1)) return;
+void add_given_of_outputs(ModelInput& input, const ModelShape& shape) {
+  if (input.given.empty() || input.all_rows_choose || !shape.has_experts(shape.layers - 1)) return;
   const std::int64_t k = shape.experts_per_token;
-  const auto last = input.recorded.end() - input.rows() * k;
+  const auto last = input.given.end() - input.rows() * k;
   for (const std::int32_t row : input.output_row)
-    input.recorded_output.insert(input.recorded_output.end(), last + row * k, last + (row + 1) * k);
+    input.given_output.insert(input.given_output.end(), last + row * k, last + (row + 1) * k);
 }
 
 // One output row per (row, temperature) among the edges, which are ordered that way first.
-std::vector<double> add_outputs(ItemInput& out, std::span<const Rollout> batch, bool critic) {
+std::vector<double> add_outputs(ItemInput& out, std::span<const Rollout> rollouts, bool critic) {
   std::vector<double> temperatures;
-  auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : batch[edge.rollout].temperature; };
+  auto temperature_of = [&](const LossEdge& edge) { return critic ? 1.0 : rollouts[edge.rollout].temperature; };
   std::stable_sort(out.edges.begin(), out.edges.end(), [&](const LossEdge& a, const LossEdge& b) {
     return a.row != b.row ? a.row < b.row : temperature_of(a) < temperature_of(b);
   });
@@ -75,22 +77,22 @@ std::vector<moe::RowOwners> owners_of(const RowSet& set) {
 
 }  // namespace
 
-ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
-                     const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device) {
-  model.path_rows = item.path_rows;
-  model.in_path = item.kind == ItemKind::trunk;
-  for (const RowSegment& segment : item.set.segments) add_segment(model, segment, batch[segment.rollout]);
+ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const ModelShape& shape,
+                     bool all_logprobs, const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices,
+                     Device& device) {
+  for (const RowSegment& segment : item.set.segments) add_segment(*this, segment, rollouts[segment.rollout]);
   if (accounting != nullptr) owners = owners_of(item.set);
-  model.routes_all_rows = accounting != nullptr && accounting->needs_all_rows();
+  model.all_rows_choose = accounting != nullptr && accounting->all_rows_choose();
   model.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
-  edges = edges_of(item.set, batch, all_logprobs);
-  const std::vector<double> temperatures = add_outputs(*this, batch, shape.value_head);
-  add_routes(model, item.set, batch, shape, choices.repeated);
-  add_routes_of_outputs(model, shape);
+  edges = edges_of(item.set, rollouts, all_logprobs);
+  const std::vector<double> temperatures = add_outputs(*this, rollouts, shape.value_head);
+  add_given(model, item.set, rollouts, shape, choices.given);
+  add_given_of_outputs(model, shape);
   std::vector<HeadEdge> of_head;
   for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
   ControlBlock block;
   model.add_to(block);
+  block.add(subtree_end, subtree_end_T);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);
 }

@@ -20,14 +20,16 @@ namespace espalier {
 struct ItemInput {
   // Makes them on the host and hands them over to the device in one copy. `accounting` may be null. The item must
   // outlive the object, for owners point into it.
-  ItemInput(const PlanItem& item, std::span<const Rollout> batch, const ModelShape& shape, bool all_logprobs,
+  ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const ModelShape& shape, bool all_logprobs,
             const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device);
 
   ModelInput model;
-  std::vector<LossEdge> edges;         // [E], ordered by output row
-  std::vector<std::int32_t> output;    // [E], the output row of each
-  HeadEdges head_edges;                // the same edges as the head reads them
-  std::vector<moe::RowOwners> owners;  // of all rows, in order; empty where no loads are counted
+  std::vector<std::int32_t> subtree_end;  // [T]
+  at::Tensor subtree_end_T;               // of the device
+  std::vector<LossEdge> edges;            // [E], ordered by output row
+  std::vector<std::int32_t> output;       // [E], the output row of each
+  HeadEdges head_edges;                   // the same edges as the head reads them
+  std::vector<moe::RowOwners> owners;     // of all rows, in order; empty where no loads are counted
 };
 
 }  // namespace espalier

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "espalier/model/path_source.h"
 #include "espalier/phase/item_input.h"
 #include "espalier/phase/step_run.h"
 #include "espalier/saved/sleeping_trunk.h"
@@ -19,8 +20,8 @@ class ItemRun {
   void forward();
 
   // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it. Overwrites
-  // penalties, [expert layers, 2], with the values of the router losses; undefined where there are none.
-  void backward(const at::Tensor& penalties_L2);
+  // penalty [expert layers, 2] with the values of the router losses; undefined where there are none.
+  void backward(const at::Tensor& penalty_L2);
 
   // The backward is near: what was stored away is fetched ahead.
   void ask_ahead() {
@@ -32,11 +33,13 @@ class ItemRun {
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
-  void set_penalties(const at::Tensor& penalties_L2);
+  DecoderRun decoder_run() { return {input_.model, kv_, step_.arena, step_.timer, sleeping_.get()}; }
+  RouterPenalties penalties(const at::Tensor& value_L2) const;
 
   const StepRun& step_;
   const PlanItem& item_;
   ItemInput input_;
+  PathSource kv_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
   std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away

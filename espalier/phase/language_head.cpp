@@ -6,10 +6,10 @@
 
 namespace espalier {
 
-LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> batch, Arena& arena, Objective* objective,
-                           GradientSet* gradients)
-    : decoder_(decoder), batch_(batch), arena_(arena), objective_(objective), gradients_(gradients) {
-  for (const Rollout& rollout : batch) {
+LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena,
+                           Objective* objective, GradientSet* gradients)
+    : decoder_(decoder), rollouts_(rollouts), arena_(arena), objective_(objective), gradients_(gradients) {
+  for (const Rollout& rollout : rollouts) {
     RolloutSeries series;
     series.logprob.assign(rollout.response_ids.size(), std::numeric_limits<double>::quiet_NaN());
     series.entropy = series.logprob;

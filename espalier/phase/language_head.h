@@ -23,7 +23,7 @@ struct RolloutSeries {
 class LanguageHead : public Head {
  public:
   // Forward only without `objective` and `gradients`. What is passed must outlive the object.
-  LanguageHead(const Decoder& decoder, std::span<const Rollout> batch, Arena& arena, Objective* objective = nullptr,
+  LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, Objective* objective = nullptr,
                GradientSet* gradients = nullptr);
 
   bool needs_whole_rollout() const override { return objective_ && objective_->needs_whole_rollout(); }
@@ -31,7 +31,7 @@ class LanguageHead : public Head {
   void finish_rollouts(const PlanItem& item) override;
   void backward(const HeadWork& work) override;
 
-  std::vector<RolloutSeries>& series() { return series_; }  // one per rollout of the batch
+  std::vector<RolloutSeries>& series() { return series_; }  // one per rollout
 
  private:
   HeadProblem problem(const HeadWork& work) const;
@@ -42,7 +42,7 @@ class LanguageHead : public Head {
   RolloutSeries& series_of(const LossEdge& edge) { return series_[static_cast<std::size_t>(edge.rollout)]; }
 
   const Decoder& decoder_;
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   Arena& arena_;
   Objective* objective_;
   GradientSet* gradients_;

@@ -8,6 +8,7 @@
 #include "espalier/device/arena.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/model/decoder.h"
+#include "espalier/model/kv_path.h"
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/phase/head.h"
 #include "espalier/plan/step_plan.h"
@@ -23,7 +24,7 @@ struct PhaseSeconds {
 // What all items of one run share.
 struct StepRun {
   const Decoder& decoder;
-  std::span<const Rollout> batch;
+  std::span<const Rollout> rollouts;
   KvPath& path;
   Arena& arena;
   Head* head = nullptr;                       // null: the decoder alone, for its routers' choices

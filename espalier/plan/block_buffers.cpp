@@ -9,7 +9,7 @@ constexpr std::int64_t kHeadBlockRows = 256;
 constexpr std::int64_t kHeadBlockBytes = std::int64_t{64} << 20;    // of logits
 constexpr std::int64_t kHeadWidenedBytes = std::int64_t{16} << 20;  // of weights held in the accumulator's type at once
 
-constexpr Element kActivation = Element::activation, kSum = Element::sum, kInt32 = Element::int32;
+constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator, kInt32 = Element::int32;
 
 std::int64_t q_width(const BlockShape& b) { return b.shape.heads * b.shape.head_dim; }
 std::int64_t kv_width(const BlockShape& b) { return b.shape.kv_heads * b.shape.head_dim; }
@@ -36,15 +36,15 @@ PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradi
   k_PW = add("keys", rows, kv_width(b));
   v_PW = add("values", rows, kv_width(b));
   if (!with_gradients) return;
-  grad_k_PW = add("gradients of keys", rows, kv_width(b), kSum);
-  grad_v_PW = add("gradients of values", rows, kv_width(b), kSum);
+  grad_k_PW = add("gradients of keys", rows, kv_width(b), kAccumulator);
+  grad_v_PW = add("gradients of values", rows, kv_width(b), kAccumulator);
 }
 
 ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {
   if (with_gradients) grad_normed_OM = add("gradient of normed outputs", outputs, b.shape.hidden);
   final_stream_OM = add("final stream", outputs, b.shape.hidden);
   normed_OM = add("normed outputs", outputs, b.shape.hidden);
-  final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kSum);
+  final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kAccumulator);
 }
 
 StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
@@ -54,13 +54,13 @@ StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(
 LayerSavedBuffers::LayerSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const ModelShape& s = b.shape;
   const std::int64_t R = rows.continuing, k = s.experts_per_token;
-  norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kSum);
+  norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
   kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
   q_RW = add("queries", R, q_width(b));
   attended_RW = add("attended values", R, q_width(b));
-  lse_HR = add("log-sum-exp of attention", s.heads, R, kSum);
+  lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
   stream_mid_RM = add("stream after attention", R, s.hidden);
-  mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kSum);
+  mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
   if (!rows.experts) {
     gate_up_RW = add("gate and up", R, 2 * s.inner);
     return;
@@ -68,7 +68,7 @@ LayerSavedBuffers::LayerSavedBuffers(const BlockShape& b, const BlockRows& rows)
   gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
   router_logits_RE = add("router logits", R, s.experts);
   router_choice_RK = add("experts chosen", R, k, kInt32);
-  router_weight_RK = add("weights of experts", R, k, kSum);
+  router_weight_RK = add("weights of experts", R, k, kAccumulator);
 }
 
 DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
@@ -89,7 +89,7 @@ ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t row
     : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden;
   normed_RM = add("normed", rows, M);
-  if (with_output) sum_RM = add("sum over experts", rows, M, kSum);
+  if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator);
   expert_rows_RM = add("rows of an expert", rows, M);
   if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner);
 }
@@ -97,8 +97,8 @@ ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t row
 ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden, F = b.shape.expert_inner, E = b.shape.experts, k = b.shape.experts_per_token;
   normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::router);
-  grad_weight_RK = add("gradient of weights", rows, k, kSum, Stage::experts, Stage::router);
-  grad_normed_sum_RM = add("gradient of normed", rows, M, kSum, Stage::experts, Stage::router);
+  grad_weight_RK = add("gradient of weights", rows, k, kAccumulator, Stage::experts, Stage::router);
+  grad_normed_sum_RM = add("gradient of normed", rows, M, kAccumulator, Stage::experts, Stage::router);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts);
   act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
   grad_gate_up_RW = add("gradient of gate and up of an expert", rows, 2 * F, kActivation, Stage::experts);
@@ -128,8 +128,8 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
-  if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kSum, Stage::attention);
-  if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kSum, Stage::attention);
+  if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
+  if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kAccumulator, Stage::attention);
   normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
   kv_product = add_product(*this, b, "product for keys and values", 2 * K, M, Stage::key_value);
   if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
@@ -146,16 +146,16 @@ DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t
 HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
                          bool with_gradients)
     : BufferList(bytes),
-      block_rows(
-          std::min(outputs, std::clamp<std::int64_t>(kHeadBlockBytes / (vocabulary * bytes.sum), 1, kHeadBlockRows))),
+      block_rows(std::min(
+          outputs, std::clamp<std::int64_t>(kHeadBlockBytes / (vocabulary * bytes.accumulator), 1, kHeadBlockRows))),
       vocabulary_run(vocabulary) {
   if (outputs == 0) return;
-  logits_BV = add("logits", block_rows, vocabulary, kSum);
-  if (bytes.activation == bytes.sum) return;
-  vocabulary_run = std::min(vocabulary, std::max<std::int64_t>(1, kHeadWidenedBytes / (width * bytes.sum)));
-  weight_run_NM = add("widened weights", vocabulary_run, width, kSum);
-  hidden_BM = add("widened hidden rows", block_rows, width, kSum);
-  if (with_gradients) grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kSum);
+  logits_BV = add("logits", block_rows, vocabulary, kAccumulator);
+  if (bytes.activation == bytes.accumulator) return;
+  vocabulary_run = std::min(vocabulary, std::max<std::int64_t>(1, kHeadWidenedBytes / (width * bytes.accumulator)));
+  weight_run_NM = add("widened weights", vocabulary_run, width, kAccumulator);
+  hidden_BM = add("widened hidden rows", block_rows, width, kAccumulator);
+  if (with_gradients) grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kAccumulator);
 }
 
 }  // namespace espalier

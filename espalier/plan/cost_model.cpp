@@ -188,10 +188,10 @@ CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::i
   return parts;
 }
 
-CostParts CostModel::parts(const Work& work, bool recompute) const {
-  const int passes = (!kind_.gradients ? 1 : recompute ? 4 : 3) + (kind_.counting_pass ? 1 : 0);
+CostParts CostModel::parts(const Work& work, SavedState state) const {
+  const int passes = (!kind_.gradients ? 1 : state == SavedState::recompute ? 4 : 3) + (kind_.counting_pass ? 1 : 0);
   const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
-  CostParts parts = variable_parts(step_flops(shape_, work, kind_, recompute), work, work.rows, passes);
+  CostParts parts = variable_parts(step_flops(shape_, work, kind_, state), work, work.rows, passes);
   if (kind_.gradients) {
     parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
     if (work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
@@ -202,17 +202,18 @@ CostParts CostModel::parts(const Work& work, bool recompute) const {
   return parts * profile_.fit;
 }
 
-double CostModel::seconds(const Work& work, TrunkState state) const {
-  const double all = seconds(work, state == TrunkState::recompute);
-  if (state != TrunkState::offload || !kind_.gradients) return all;
+double CostModel::seconds(const Work& work, SavedState state) const {
+  const double all = parts(work, state).total();
+  if (state != SavedState::offload || !kind_.gradients) return all;
   const double bytes = static_cast<double>(bytes_.stored(work)), disk = bytes / profile_.spill_bytes_per_second;
   const double copies = 4 * bytes / profile_.bytes_per_second;  // each way a read and a write
   return all + copies + std::max(0.0, disk - all / 3) + std::max(0.0, disk - 2 * all / 3);
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  const CostParts parts = variable_parts(step_flops(shape_, work, kind_, false), work, std::max(full_rows, work.rows),
-                                         (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
+  const CostParts parts =
+      variable_parts(step_flops(shape_, work, kind_, SavedState::keep), work, std::max(full_rows, work.rows),
+                     (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
   return (parts * profile_.fit).total();
 }
 

@@ -65,13 +65,12 @@ class CostModel {
  public:
   CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
-  // All that a step runs for one set of rows: forward, backward, for a trunk perhaps the forward again.
-  double seconds(const Work& work, bool recompute) const { return parts(work, recompute).total(); }
-  CostParts parts(const Work& work, bool recompute) const;
-  double flops(const Work& work, bool recompute) const { return step_flops(shape_, work, kind_, recompute).total(); }
-  // With what its state costs: the forward again, or the part of writing and reading that does not hide behind forward
-  // and backward, and the copies.
-  double seconds(const Work& work, TrunkState state) const;
+  // All that a step runs for one set of rows: forward, backward, where it is recomputed the forward again.
+  CostParts parts(const Work& work, SavedState state) const;
+  double flops(const Work& work, SavedState state) const { return step_flops(shape_, work, kind_, state).total(); }
+  // With what storing away costs: the part of writing and reading that does not hide behind forward and backward, and
+  // the copies.
+  double seconds(const Work& work, SavedState state) const;
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 

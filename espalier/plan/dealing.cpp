@@ -7,12 +7,12 @@
 
 namespace espalier {
 
-std::vector<double> seconds_of_trees(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                                      const ModelShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile) {
-  const EdgeIndex edges(batch, options.all_logprobs);
+  const EdgeIndex edges(rollouts, options.all_logprobs);
   const CostModel model(shape, profile, options.dtype, options.kind);
-  std::vector<std::int32_t> place(batch.size());
+  std::vector<std::int32_t> place(rollouts.size());
   std::vector<double> seconds;
   for (const PrefixTree& tree : trees) {
     const TreeIndex index(tree, edges, place);
@@ -22,7 +22,7 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> batch, const std::
         work += index.work_of_leaf(leaf, 0, index.leaf_length(leaf));
     else
       work = index.subtree(0);
-    seconds.push_back(model.seconds(work, false));
+    seconds.push_back(model.seconds(work, SavedState::keep));
   }
   return seconds;
 }

@@ -12,7 +12,7 @@
 namespace espalier {
 
 // Predicted seconds of each tree by itself, with everything shared charged once (--schedule dense: once a rollout).
-std::vector<double> seconds_of_trees(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                                      const ModelShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile);
 

@@ -77,7 +77,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
 
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost) {
   const bool trunk = draft.kind == ItemKind::trunk;
-  cost.flops += model.flops(draft.work, draft.state == TrunkState::recompute);
+  cost.flops += model.flops(draft.work, draft.state);
   cost.seconds += model.seconds(draft.work, draft.state);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
   if (!trunk) return walk.wave(draft.work, draft.state, held);
@@ -87,12 +87,12 @@ void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, Pea
   walk.close_trunk(draft.work, draft.state, held);
 }
 
-void set_state(Draft& draft, TrunkState state) {
+void set_state(Draft& draft, SavedState state) {
   if (draft.kind == ItemKind::trunk) draft.state = state;
   for (Draft& item : draft.below) set_state(item, state);
 }
 
-void set_wave_state(Draft& draft, TrunkState state) {
+void set_wave_state(Draft& draft, SavedState state) {
   if (draft.kind == ItemKind::wave) draft.state = state;
   for (Draft& item : draft.below) set_wave_state(item, state);
 }
@@ -102,7 +102,7 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
   item.kind = draft.kind;
   item.state = draft.state;
   item.path_rows = draft.path_rows;
-  item.flops = model.flops(draft.work, item.state == TrunkState::recompute);
+  item.flops = model.flops(draft.work, item.state);
   item.seconds = model.seconds(draft.work, item.state);
   item.finished = finished_in(draft, forest, edges);
   RowSet& set = item.set;

@@ -18,7 +18,7 @@ void add_edge(const RowSegment& segment, std::int32_t depth, std::int32_t index,
 
 }  // namespace
 
-std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> batch, bool all_logprobs) {
+std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs) {
   std::vector<LossEdge> edges;
   edges.reserve(static_cast<std::size_t>(set.outputs));
   std::vector<std::int32_t> through;
@@ -26,9 +26,9 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> batch
     through.assign(set.rollouts.begin() + segment.first, set.rollouts.begin() + segment.last);
     std::sort(through.begin(), through.end());
     std::int32_t depth = segment.end;  // no row before the first that predicts a response token has edges
-    for (std::int32_t index : through) depth = std::min(depth, batch[index].prompt_length() - 1);
+    for (std::int32_t index : through) depth = std::min(depth, rollouts[index].prompt_length() - 1);
     for (depth = std::max(depth, segment.begin); depth < segment.end; ++depth)
-      for (std::int32_t index : through) add_edge(segment, depth, index, batch[index], all_logprobs, edges);
+      for (std::int32_t index : through) add_edge(segment, depth, index, rollouts[index], all_logprobs, edges);
   }
   return edges;
 }

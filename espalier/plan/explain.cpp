@@ -88,7 +88,7 @@ std::string costs_table(const StepPlan& plan) {
 void count_states(const std::vector<PlanItem>& items, std::int64_t (&trunks)[4], std::int64_t& recomputing_waves) {
   for (const PlanItem& item : items) {
     if (item.kind == ItemKind::trunk) ++trunks[static_cast<int>(item.state)];
-    recomputing_waves += item.kind == ItemKind::wave && item.state == TrunkState::recompute;
+    recomputing_waves += item.kind == ItemKind::wave && item.state == SavedState::recompute;
     count_states(item.below, trunks, recomputing_waves);
   }
 }
@@ -96,10 +96,10 @@ void count_states(const std::vector<PlanItem>& items, std::int64_t (&trunks)[4],
 std::string states_text(const StepPlan& plan) {
   std::int64_t trunks[4] = {}, waves = 0;
   count_states(plan.items, trunks, waves);
-  const auto of = [&](TrunkState state) { return format_count(trunks[static_cast<int>(state)]); };
+  const auto of = [&](SavedState state) { return format_count(trunks[static_cast<int>(state)]); };
   if (plan.trunks + waves == 0) return "";
-  return text_of("State between forward and backward: trunks ", of(TrunkState::keep), " kept, ",
-                 of(TrunkState::recompute), " recomputed, ", of(TrunkState::offload), " stored away",
+  return text_of("State between forward and backward: trunks ", of(SavedState::keep), " kept, ",
+                 of(SavedState::recompute), " recomputed, ", of(SavedState::offload), " stored away",
                  plan.chosen.stored_bytes > 0 ? text_of(" (", format_bytes(plan.chosen.stored_bytes), " at most)") : "",
                  "; ", format_count(waves), " of ", format_count(plan.waves), " waves recomputed\n");
 }

@@ -40,8 +40,8 @@ Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs) {
   return work;
 }
 
-Flops forward_flops(const ModelShape& s, const Work& work, bool all_routed) {
-  const bool experts_last = s.has_experts(s.layers - 1), wide = all_routed && experts_last;
+Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
+  const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs), R = wide ? T : O;
   const double full = static_cast<double>(s.layers - 1);
   const FullLayers mlp = full_layers(s);
@@ -59,8 +59,8 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_routed) {
   return flops;
 }
 
-Flops backward_flops(const ModelShape& shape, const Work& work, bool all_routed) {
-  Flops flops = forward_flops(shape, work, all_routed);
+Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose) {
+  Flops flops = forward_flops(shape, work, all_rows_choose);
   flops.layers *= 2;
   flops.experts *= 2;
   flops.head *= 2;
@@ -68,20 +68,20 @@ Flops backward_flops(const ModelShape& shape, const Work& work, bool all_routed)
   return flops;
 }
 
-Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_routed) {
-  Flops flops = forward_flops(shape, work, all_routed);
+Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose) {
+  Flops flops = forward_flops(shape, work, all_rows_choose);
   flops.head = 0;
   return flops;
 }
 
-Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute) {
-  Flops flops = forward_flops(shape, work, kind.all_routed);
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, SavedState state) {
+  Flops flops = forward_flops(shape, work, kind.all_rows_choose);
   if (!kind.gradients) return flops;
   const double head = flops.head;
-  flops += backward_flops(shape, work, kind.all_routed);
+  flops += backward_flops(shape, work, kind.all_rows_choose);
   if (kind.whole_rollout) flops.head += head;
-  if (recompute) flops += recompute_flops(shape, work, kind.all_routed);
-  if (kind.counting_pass) flops += recompute_flops(shape, work, kind.all_routed);
+  if (state == SavedState::recompute) flops += recompute_flops(shape, work, kind.all_rows_choose);
+  if (kind.counting_pass) flops += recompute_flops(shape, work, kind.all_rows_choose);
   return flops;
 }
 

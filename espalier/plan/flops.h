@@ -43,15 +43,15 @@ struct Flops {
   }
 };
 
-Flops forward_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
-Flops backward_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
+Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
+Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 // The second forward of a trunk whose activations were dropped, and a counting pass: the layers, not the head.
-Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_routed = false);
+Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 
-// All that a step of this kind runs: forward, and with gradients backward [+ recompute, counting pass]. Where the
+// All that a step of this kind runs: forward, and with gradients backward [+ recomputation, counting pass]. Where the
 // objective needs whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and
 // logits are not kept.
-Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, bool recompute);
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, SavedState state);
 
 // FLOPs dense / FLOPs shared of a group of n responses on one prompt, counted as the published ceilings are: every
 // layer whole for every row, backward twice the forward (attention too), the dense head on every row and the shared

@@ -15,13 +15,13 @@ namespace {
 struct Way {
   const char* name;
   Schedule schedule;
-  TrunkState state;
+  SavedState state;
 };
-constexpr Way kWays[] = {{"dense", Schedule::dense, TrunkState::automatic},
-                         {"packed", Schedule::packed, TrunkState::automatic},
-                         {"phased, keep", Schedule::phased, TrunkState::keep},
-                         {"phased, recompute", Schedule::phased, TrunkState::recompute},
-                         {"phased, offload", Schedule::phased, TrunkState::offload}};
+constexpr Way kWays[] = {{"dense", Schedule::dense, SavedState::automatic},
+                         {"packed", Schedule::packed, SavedState::automatic},
+                         {"phased, keep", Schedule::phased, SavedState::keep},
+                         {"phased, recompute", Schedule::phased, SavedState::recompute},
+                         {"phased, offload", Schedule::phased, SavedState::offload}};
 
 constexpr std::int64_t kFirstPrompt = 1024, kParts = 256;
 

@@ -15,8 +15,8 @@ namespace espalier {
 struct LayoutOptions {
   std::int64_t budget = 4096;
   bool soft = false;
-  bool recompute = false;  // what trunks would cost
-  bool phased = false;     // a shared run is a trunk where it is longer than the path above it, whatever it costs
+  SavedState trunks = SavedState::keep;  // what they would cost: kept or recomputed
+  bool phased = false;  // a shared run is a trunk where it is longer than the path above it, whatever it costs
 };
 
 // Items of a step. `loose` blocks start at depth 0 and may share waves with those of other trees.

@@ -39,7 +39,7 @@ ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const Ste
     return !shape.expert_layer.empty() && shape.expert_layer[layer] != 0;
   };
   last_has_experts_ = shape.layers > 0 && experts(shape.layers - 1);
-  last_is_narrow_ = !(kind.all_routed && last_has_experts_);
+  last_is_narrow_ = !(kind.all_rows_choose && last_has_experts_);
   std::int64_t of_kind[2] = {0, 0};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
     ++of_kind[experts(layer)];
@@ -51,8 +51,8 @@ ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const Ste
 std::int64_t ActivationBytes::model() const {
   const ElementBytes bytes = element_bytes(dtype_);
   std::int64_t per_parameter = bytes.activation;
-  if (kind_.gradients) per_parameter += bytes.sum;
-  const std::int64_t state = kind_.optimizer ? 2 * bytes.sum + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
+  if (kind_.gradients) per_parameter += bytes.accumulator;
+  const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
   const std::int64_t own = (shape_.parameters() + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
   return shape_.parameters() * per_parameter + own * state;
 }
@@ -76,9 +76,11 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows)
   if (kind_.cuda) return numbers + arena_bytes(rows * q_width * 4);  // attention's backward sums dL/dq in float32
   const std::int64_t widest =
       std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, 2 * shape_.inner, 2 * shape_.expert_inner});
-  const std::int64_t panels = std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.sum);
+  const std::int64_t panels =
+      std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.accumulator);
   return numbers +
-         std::min(kMostPackedBytes + kMostPackedElements * bytes.activation, shape_.hidden * widest * bytes.sum) +
+         std::min(kMostPackedBytes + kMostPackedElements * bytes.activation,
+                  shape_.hidden * widest * bytes.accumulator) +
          (widens_products_ ? panels : 0) + std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
 }
 
@@ -108,7 +110,7 @@ void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& vi
 std::int64_t ActivationBytes::stored(const Work& work) const {
   if (!kind_.gradients) return 0;
   constexpr std::int64_t kPage = 4096;  // every layer begins at one
-  return saved(work, TrunkState::keep) - beside_layers(work) + shape_.layers * kPage;
+  return saved(work, SavedState::keep) - beside_layers(work) + shape_.layers * kPage;
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
@@ -116,19 +118,19 @@ std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
   return std::clamp(stored_bytes / (8 * kSpillChunkBytes), kFewestSpillChunks, kMostSpillChunks) * kSpillChunkBytes;
 }
 
-std::int64_t ActivationBytes::saved(const Work& work, TrunkState state) const {
+std::int64_t ActivationBytes::saved(const Work& work, SavedState state) const {
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
-  if (state == TrunkState::offload) return beside_layers(work);
+  if (state == SavedState::offload) return beside_layers(work);
   sum += streams() * stream(work.rows);
-  if (state == TrunkState::recompute) return sum;
+  if (state == SavedState::recompute) return sum;
   if (!full_kinds_.empty()) sum += full_saved(work, full_kinds_.back());
   return sum + (last_is_narrow_ ? layer_saved(narrow(work, true)) : 0);
 }
 
-std::int64_t ActivationBytes::forward_peak(const Work& work, TrunkState state, bool wave) const {
+std::int64_t ActivationBytes::forward_peak(const Work& work, SavedState state, bool wave) const {
   const std::int64_t outputs = outputs_held(work), after = saved(work, state);
-  if (state == TrunkState::offload && kind_.gradients) {
+  if (state == SavedState::offload && kind_.gradients) {
     std::int64_t most = after + head(work, !kind_.whole_rollout);
     for_each_layer_kind(work, wave, [&](const BlockRows& rows) {  // its input, and unless it is narrow the next one's
       const std::int64_t streams = (rows.narrow ? 1 : 2) * stream(work.rows);
@@ -136,7 +138,7 @@ std::int64_t ActivationBytes::forward_peak(const Work& work, TrunkState state, b
     });
     return most;
   }
-  const bool dropped = state == TrunkState::recompute || !kind_.gradients;
+  const bool dropped = state == SavedState::recompute || !kind_.gradients;
   // What is held while a layer runs: `streams` inputs of layers (one serves all of them in a forward alone).
   const auto in_layer = [&](const BlockRows& rows, std::int64_t streams, std::int64_t layers_saved) {
     return outputs + (kind_.gradients ? streams : 1) * stream(work.rows) +
@@ -150,34 +152,34 @@ std::int64_t ActivationBytes::forward_peak(const Work& work, TrunkState state, b
   return most;
 }
 
-std::int64_t ActivationBytes::backward_peak(const Work& work, TrunkState state, bool wave) const {
+std::int64_t ActivationBytes::backward_peak(const Work& work, SavedState state, bool wave) const {
   std::int64_t most = 0;
   for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
     std::int64_t layer = LayerBackwardBuffers(block(), rows).peak();
-    if (state == TrunkState::recompute) layer = std::max(layer, layer_forward(rows, false)) + layer_saved(rows);
-    if (state == TrunkState::offload) layer += stream(work.rows) + layer_saved(rows);
+    if (state == SavedState::recompute) layer = std::max(layer, layer_forward(rows, false)) + layer_saved(rows);
+    if (state == SavedState::offload) layer += stream(work.rows) + layer_saved(rows);
     most = std::max(most, layer);
   });
   const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, work.outputs).peak();
   return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 
-void PeakWalk::wave(const Work& work, TrunkState state, std::int64_t held) {
+void PeakWalk::wave(const Work& work, SavedState state, std::int64_t held) {
   std::int64_t peak = bytes_.forward_peak(work, state, true);
   if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, state, true));
   b_ = std::max(b_, held + peak);
 }
 
-std::int64_t PeakWalk::open_trunk(const Work& work, TrunkState state, std::int64_t held) {
+std::int64_t PeakWalk::open_trunk(const Work& work, SavedState state, std::int64_t held) {
   a_ = std::max(a_, held + bytes_.forward_peak(work, state, false));
-  if (state == TrunkState::offload) stored_ += bytes_.stored(work);
+  if (state == SavedState::offload) stored_ += bytes_.stored(work);
   most_stored_ = std::max(most_stored_, stored_);
   return held + bytes_.saved(work, state);
 }
 
-void PeakWalk::close_trunk(const Work& work, TrunkState state, std::int64_t held) {
+void PeakWalk::close_trunk(const Work& work, SavedState state, std::int64_t held) {
   if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(work, state, false));
-  if (state == TrunkState::offload) stored_ -= bytes_.stored(work);
+  if (state == SavedState::offload) stored_ -= bytes_.stored(work);
 }
 
 PhasePeaks PeakWalk::peaks(std::int64_t base) const {

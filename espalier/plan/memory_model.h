@@ -39,15 +39,15 @@ class ActivationBytes {
 
   // What an item holds between its forward and its backward: of the layers all, their inputs alone, or (stored away)
   // nothing.
-  std::int64_t saved(const Work& work, TrunkState state) const;
+  std::int64_t saved(const Work& work, SavedState state) const;
   // What it has in the spill file meanwhile, if it is stored away.
   std::int64_t stored(const Work& work) const;
   // Of the process, for so many bytes in the file: what is on its way, an eighth of them within bounds.
   std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
   // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
-  std::int64_t forward_peak(const Work& work, TrunkState state, bool wave) const;
-  std::int64_t backward_peak(const Work& work, TrunkState state, bool wave) const;
+  std::int64_t forward_peak(const Work& work, SavedState state, bool wave) const;
+  std::int64_t backward_peak(const Work& work, SavedState state, bool wave) const;
 
   bool gradients() const { return kind_.gradients; }
 
@@ -100,10 +100,10 @@ class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}
 
-  void wave(const Work& work, TrunkState state, std::int64_t held);
+  void wave(const Work& work, SavedState state, std::int64_t held);
   // Returns what is held while the items below run.
-  std::int64_t open_trunk(const Work& work, TrunkState state, std::int64_t held);
-  void close_trunk(const Work& work, TrunkState state, std::int64_t held);
+  std::int64_t open_trunk(const Work& work, SavedState state, std::int64_t held);
+  void close_trunk(const Work& work, SavedState state, std::int64_t held);
 
   // Peaks with `base` bytes held throughout; phases that never ran stay 0.
   PhasePeaks peaks(std::int64_t base) const;

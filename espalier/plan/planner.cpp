@@ -26,19 +26,19 @@ struct Candidate {
 // Everything that stays the same while candidates are tried.
 class Search {
  public:
-  Search(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+  Search(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
-        edges_(batch, options.all_logprobs),
+        edges_(rollouts, options.all_logprobs),
         model_(shape, profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()) {
     if (shape.experts > 0)
       largest_wave_ *= std::clamp<std::int64_t>(shape.experts / shape.experts_per_token, 1, kMostExpertShare);
-    std::vector<std::int32_t> place(batch.size());
+    std::vector<std::int32_t> place(rollouts.size());
     forest_.reserve(trees.size());
     for (const PrefixTree& tree : trees) forest_.emplace_back(tree, edges_, place);
-    for (const Rollout& rollout : batch) longest_ = std::max(longest_, rollout.length());
+    for (const Rollout& rollout : rollouts) longest_ = std::max(longest_, rollout.length());
   }
 
   // The cheapest candidate under a schedule (automatic: decided tree by tree) that fits; if none does, the one that
@@ -55,8 +55,8 @@ class Search {
  private:
   Candidate build(Schedule schedule, const LayoutOptions& options) const;
   void evaluate(Candidate& candidate) const;
-  TrunkState asked_state() const {
-    return options_.trunk_state == TrunkState::automatic ? TrunkState::keep : options_.trunk_state;
+  SavedState asked_state() const {
+    return options_.trunk_state == SavedState::automatic ? SavedState::keep : options_.trunk_state;
   }
   // Held besides what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
@@ -98,9 +98,9 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
   }
   layout.pack_loose(candidate.layout);
   for (Draft& item : candidate.layout.items) {
-    set_state(item, options.recompute ? TrunkState::recompute : asked_state());
-    set_wave_state(item, options_.wave_state == WaveState::recompute && bytes_.gradients() ? TrunkState::recompute
-                                                                                           : TrunkState::keep);
+    set_state(item, options.trunks == SavedState::recompute ? SavedState::recompute : asked_state());
+    set_wave_state(item, options_.wave_state == SavedState::recompute && bytes_.gradients() ? SavedState::recompute
+                                                                                            : SavedState::keep);
   }
   evaluate(candidate);
   return candidate;
@@ -132,10 +132,10 @@ void Search::choose_states(Candidate& candidate, std::int64_t in_flight) const {
   const std::int64_t base = base_bytes(all);
   for (Draft& item : candidate.layout.items) {
     if (item.kind != ItemKind::trunk) continue;
-    TrunkState best = TrunkState::recompute;
+    SavedState best = SavedState::recompute;
     std::int64_t least_peak = std::numeric_limits<std::int64_t>::max();
     double least = std::numeric_limits<double>::infinity();
-    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute, TrunkState::offload}) {
+    for (const SavedState state : {SavedState::keep, SavedState::recompute, SavedState::offload}) {
       set_state(item, state);
       PeakWalk walk(bytes_);
       DraftCost cost;
@@ -157,11 +157,13 @@ bool Search::better(const Candidate& a, const Candidate& b) {
 
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
   const bool phased = schedule == Schedule::phased;
-  bool any_trunk = options_.trunk_state == TrunkState::automatic;
+  bool any_trunk = options_.trunk_state == SavedState::automatic;
   const auto note = [&](const Candidate& candidate, const char* states) {
     tried.push_back({text_of("waves of ", budget, " rows", states), candidate.cost});
   };
-  Candidate best = build(schedule, {budget, soft, options_.trunk_state == TrunkState::recompute, phased});
+  const bool asked = options_.trunk_state == SavedState::recompute;
+  const auto trunks_cost = [](bool recomputed) { return recomputed ? SavedState::recompute : SavedState::keep; };
+  Candidate best = build(schedule, {budget, soft, trunks_cost(asked), phased});
   best.undegraded = true;
   note(best, "");
   if (best.cost.fits) return best;
@@ -169,11 +171,10 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
       std::ranges::any_of(best.layout.items, [](const Draft& item) { return item.kind == ItemKind::trunk; });
   any_trunk = any_trunk && trunks;
   for (const bool recomputes : {false, true}) {
-    if (recomputes ? options_.wave_state != WaveState::automatic || !bytes_.gradients() : !any_trunk) continue;
-    Candidate other =
-        build(schedule, {budget, soft, any_trunk || options_.trunk_state == TrunkState::recompute, phased});
+    if (recomputes ? options_.wave_state != SavedState::automatic || !bytes_.gradients() : !any_trunk) continue;
+    Candidate other = build(schedule, {budget, soft, trunks_cost(any_trunk || asked), phased});
     if (recomputes)
-      for (Draft& item : other.layout.items) set_wave_state(item, TrunkState::recompute);
+      for (Draft& item : other.layout.items) set_wave_state(item, SavedState::recompute);
     any_trunk ? choose_states(other) : evaluate(other);
     note(other, recomputes && any_trunk ? " that recompute, trunks recomputed or stored away"
                 : recomputes            ? " that recompute"
@@ -213,13 +214,13 @@ double Search::dense_flops() const {
   double sum = 0;
   for (const TreeIndex& tree : forest_)
     for (std::int32_t leaf = 0; leaf < tree.leaves(); ++leaf)
-      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), false);
+      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), SavedState::keep);
   return sum;
 }
 
 double Search::ideal_flops() const {
   double sum = 0;
-  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), false);
+  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), SavedState::keep);
   return sum;
 }
 
@@ -304,8 +305,8 @@ std::string remedy_for(const Candidate& candidate, const PlanOptions& options, c
   std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
   if (bytes.constant() < options.memory_budget) {
     if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
-    if (options.trunk_state == TrunkState::keep) remedy += ", or let --trunk-state be auto, recompute or offload";
-    if (options.wave_state == WaveState::keep) remedy += ", or let --wave-state be auto";
+    if (options.trunk_state == SavedState::keep) remedy += ", or let --trunk-state be auto, recompute or offload";
+    if (options.wave_state == SavedState::keep) remedy += ", or let --wave-state be auto";
     if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
   } else {
     const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
@@ -334,9 +335,9 @@ PlanOptions plan_options_of(const Options& options) {
   return out;
 }
 
-StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
                    const PlanOptions& options, const MachineProfile& profile) {
-  const Search search(batch, trees, shape, options, profile);
+  const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;
   plan.requested = options.schedule;
   plan.memory_budget = options.memory_budget;
@@ -376,16 +377,16 @@ StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>
   plan.items.reserve(chosen.layout.items.size());
   for (const Draft& item : chosen.layout.items)
     plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model()));
-  Tally tally(search.forest(), batch.size(), plan);
+  Tally tally(search.forest(), rollouts.size(), plan);
   for (const PlanItem& item : plan.items) tally.add(item);
   tally.name_schedules(search.forest());
   return plan;
 }
 
-ScheduleCost cost_of_schedule(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+ScheduleCost cost_of_schedule(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                               const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile) {
   try {
-    const Candidate best = Search(batch, trees, shape, options, profile).best(options.schedule);
+    const Candidate best = Search(rollouts, trees, shape, options, profile).best(options.schedule);
     return {best.cost, best.options.budget};
   } catch (const OptionError&) {
     PlanCost cost;

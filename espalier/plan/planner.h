@@ -18,8 +18,8 @@ struct PlanOptions {
   Schedule schedule = Schedule::automatic;
   std::int64_t token_budget = 0;   // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
   std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
-  TrunkState trunk_state = TrunkState::automatic;  // automatic: kept; where that does not fit, the cheapest that does
-  WaveState wave_state = WaveState::automatic;     // the same
+  SavedState trunk_state = SavedState::automatic;  // automatic: kept; where that does not fit, the cheapest that does
+  SavedState wave_state = SavedState::automatic;   // the same, but never stored away
   std::int64_t spill_room = 0;                     // bytes that trunks may be stored away in unasked
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
@@ -31,13 +31,13 @@ struct PlanOptions {
 // values it cannot read.
 PlanOptions plan_options_of(const Options& options);
 
-// `trees` hold every rollout of the batch exactly once. `automatic` takes, of the modelled times of dense, packed,
+// `trees` hold every rollout exactly once. `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
 // Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows; up
 // to four times that where a row goes to few of many experts), or what fits the memory budget. Time: O(rollouts +
 // nodes) per schedule and budget tried. Errors: MemoryBudgetError (how much is needed at least, what would lower it),
 // OptionError (a budget that cuts a path into thousands of trunks).
-StepPlan make_plan(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
                    const PlanOptions& options, const MachineProfile& profile);
 
 // What make_plan finds under options.schedule alone, and nothing written out. A budget that cuts a path into thousands
@@ -46,7 +46,7 @@ struct ScheduleCost {
   PlanCost cost;
   std::int64_t token_budget = 0;  // rows in one wave
 };
-ScheduleCost cost_of_schedule(std::span<const Rollout> batch, const std::vector<PrefixTree>& trees,
+ScheduleCost cost_of_schedule(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                               const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile);
 
 }  // namespace espalier

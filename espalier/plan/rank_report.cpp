@@ -33,7 +33,7 @@ class RankWalk {
     const RowSet& set = item.set;
     const Work work{share(set.rows, cp_), share(set.pairs, cp_), share(set.outputs, cp_), share(set.output_pairs, cp_)};
     double seconds = model_.seconds(work, item.state);
-    flops_ += model_.flops(work, item.state == TrunkState::recompute);
+    flops_ += model_.flops(work, item.state);
     if (item.kind == ItemKind::wave) {
       walk_.wave(work, item.state, held);
       return seconds;

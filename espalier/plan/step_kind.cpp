@@ -5,22 +5,23 @@
 
 namespace espalier {
 
-bool needs_whole_rollout(const Options& options, std::span<const Rollout> batch) {
+bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts) {
   if (row_of(options.policy_loss).needs_whole_rollout || options.ratio_level == RatioLevel::sequence ||
       std::isfinite(options.off_policy_threshold))
     return true;
   if (options.rollout_is != RolloutCorrection::sequence) return false;
   return std::ranges::any_of(
-      batch, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });
+      rollouts, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });
 }
 
-StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> batch, bool counted) {
+StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
+                      bool counted) {
   StepKind kind;
   if (shape.value_head) return kind;
-  kind.whole_rollout = needs_whole_rollout(options, batch);
+  kind.whole_rollout = needs_whole_rollout(options, rollouts);
   if (shape.experts == 0) return kind;
   const bool balanced = options.router_aux_loss_coef != 0;
-  kind.all_routed = balanced || options.router_z_loss_coef != 0;
+  kind.all_rows_choose = balanced || options.router_z_loss_coef != 0;
   kind.counting_pass = balanced && options.router_aux_loss_scope == AuxScope::minibatch && !counted;
   return kind;
 }

@@ -1,4 +1,4 @@
-// What a step runs and holds beyond its rows: found here, from options, model and batch, for the planner and the
+// What a step runs and holds beyond its rows: found here, from options, model and rollouts, for the planner and the
 // engine.
 #pragma once
 
@@ -16,7 +16,7 @@ struct StepKind {
   bool optimizer = true;       // moments, and masters in bfloat16, are held
   bool whole_rollout = false;  // the objective's derivative needs whole rollouts: the head runs again in the backward
   std::int64_t beside_bytes = 0;      // held by other models of the process
-  bool all_routed = false;            // router losses or whole loads: a last layer of experts runs all rows
+  bool all_rows_choose = false;       // router losses or whole loads: a last layer of experts runs all rows
   bool counting_pass = false;         // a forward pass for the routers' choices comes first
   bool cuda = false;                  // on a GPU: its context and libraries are held in place of the process
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
@@ -26,11 +26,11 @@ inline constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
 
 // True where a token's derivative depends on other tokens of its rollout: by the policy loss, or because sequence
 // importance weights hold the current log-probs, where a rollout has no old ones.
-bool needs_whole_rollout(const Options& options, std::span<const Rollout> batch);
+bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts);
 
-// Of a gradient on `batch`. A critic's (`shape` with a value head) has neither a policy loss nor router losses.
+// Of a gradient on these rollouts. A critic's (`shape` with a value head) has neither a policy loss nor router losses.
 // `counted`: the routers' choices at these weights are known, so that no counting pass is needed.
-StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> batch,
+StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
                       bool counted = false);
 
 }  // namespace espalier

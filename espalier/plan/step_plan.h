@@ -58,7 +58,7 @@ struct RowSet {
 
 // The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
 // the item runs, since a step may have hundreds of millions.
-std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> batch, bool all_logprobs);
+std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
 
 enum class ItemKind { wave, trunk };
 
@@ -66,7 +66,7 @@ struct PlanItem {
   ItemKind kind = ItemKind::wave;
   RowSet set;
   std::int32_t path_rows = 0;           // rows of the open trunks above
-  TrunkState state = TrunkState::keep;  // keep, recompute, or of trunks offload
+  SavedState state = SavedState::keep;  // keep, recompute, or of trunks offload
   std::vector<PlanItem> below;          // trunks only, in plan order
   std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
   double flops = 0;                     // forward + backward (+ recompute)
@@ -132,7 +132,7 @@ struct StepPlan {
 
 // Each rollout's rows and edges appear exactly once, every row sees exactly its path, counts add up.
 // Throws InternalError naming the first item that breaks a rule.
-void validate(const StepPlan& plan, std::span<const Rollout> batch);
+void validate(const StepPlan& plan, std::span<const Rollout> rollouts);
 
 Json to_json(const StepPlan& plan);
 std::string explain(const StepPlan& plan);  // for a person

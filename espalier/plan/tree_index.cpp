@@ -8,10 +8,10 @@
 
 namespace espalier {
 
-EdgeIndex::EdgeIndex(std::span<const Rollout> batch, bool all_logprobs)
-    : batch_(batch), whole_(batch.size()), last_row_(batch.size(), -1) {
-  for (std::size_t i = 0; i < batch.size(); ++i) {
-    const Rollout& rollout = batch[i];
+EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs)
+    : rollouts_(rollouts), whole_(rollouts.size()), last_row_(rollouts.size(), -1) {
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const Rollout& rollout = rollouts[i];
     const std::size_t size = rollout.response_ids.size();
     ESPALIER_INTERNAL_EQ(rollout.loss_mask.size(), size, "loss mask of rollout ", i);
     whole_[i] = all_logprobs || size == 0 || std::memchr(rollout.loss_mask.data(), 0, size) == nullptr;
@@ -22,7 +22,7 @@ EdgeIndex::EdgeIndex(std::span<const Rollout> batch, bool all_logprobs)
 }
 
 void EdgeIndex::add_outputs_of_one(std::int32_t index, std::int32_t begin, std::int32_t end, Work& work) const {
-  const Rollout& rollout = batch_[index];
+  const Rollout& rollout = rollouts_[index];
   const std::int32_t shift = rollout.prompt_length() - 1;  // row of the first response token's edge
   const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollout.response_length());
   if (low >= high) return;
@@ -46,12 +46,12 @@ void EdgeIndex::add_outputs(std::span<const std::int32_t> rollouts, std::int32_t
   std::int32_t missing = -1;  // -1: no rollout has reached the range with its response yet
   std::vector<std::uint8_t> seen;
   for (std::int32_t index : rollouts) {
-    const std::int32_t shift = batch_[index].prompt_length() - 1;
-    const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + batch_[index].response_length());
+    const std::int32_t shift = rollouts_[index].prompt_length() - 1;
+    const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollouts_[index].response_length());
     if (low >= high) continue;
     if (missing < 0) seen.assign(end - begin, 0), missing = end - begin;
     for (std::int32_t depth = low; depth < high; ++depth) {
-      if (seen[depth - begin] || !(whole_[index] || batch_[index].loss_mask[depth - shift])) continue;
+      if (seen[depth - begin] || !(whole_[index] || rollouts_[index].loss_mask[depth - shift])) continue;
       seen[depth - begin] = 1, --missing;
       work.outputs += 1, work.output_pairs += depth + 1;
     }

@@ -17,17 +17,17 @@ namespace espalier {
 // Which rows of a rollout have a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
 class EdgeIndex {
  public:
-  // The batch must outlive the object. Errors: InternalError where a loss mask has not one entry a response token.
-  EdgeIndex(std::span<const Rollout> batch, bool all_logprobs);
+  // The rollouts must outlive the object. Errors: InternalError where a loss mask has not one entry a response token.
+  EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs);
 
   bool has(std::int32_t rollout, std::int32_t depth) const {
-    const std::int32_t position = depth + 1 - batch_[rollout].prompt_length();
-    return position >= 0 && position < batch_[rollout].response_length() &&
-           (whole_[rollout] || batch_[rollout].loss_mask[position]);
+    const std::int32_t position = depth + 1 - rollouts_[rollout].prompt_length();
+    return position >= 0 && position < rollouts_[rollout].response_length() &&
+           (whole_[rollout] || rollouts_[rollout].loss_mask[position]);
   }
   // Depth of the row of the rollout's last edge; -1: it has none.
   std::int32_t last_row(std::int32_t rollout) const { return last_row_[rollout]; }
-  std::int32_t length(std::int32_t rollout) const { return batch_[rollout].length(); }
+  std::int32_t length(std::int32_t rollout) const { return rollouts_[rollout].length(); }
 
   // Adds to work.outputs and work.output_pairs the rows at depths [begin, end) where any of `rollouts` has an edge.
   void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
@@ -35,14 +35,14 @@ class EdgeIndex {
  private:
   void add_outputs_of_one(std::int32_t rollout, std::int32_t begin, std::int32_t end, Work& work) const;
 
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   std::vector<std::uint8_t> whole_;  // every response token has an edge
   std::vector<std::int32_t> last_row_;
 };
 
 class TreeIndex {
  public:
-  // `place`: one entry for each rollout of the batch, overwritten for those of this tree. The tree and the edges must
+  // `place`: one entry for each rollout, overwritten for those of this tree. The tree and the edges must
   // outlive the object.
   TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<std::int32_t> place);
 

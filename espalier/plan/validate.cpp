@@ -9,27 +9,27 @@ namespace {
 
 class Validator {
  public:
-  Validator(const StepPlan& plan, std::span<const Rollout> batch)
+  Validator(const StepPlan& plan, std::span<const Rollout> rollouts)
       : plan_(plan),
-        batch_(batch),
-        covered_(batch.size(), 0),
-        edges_(batch.size(), 0),
-        seen_(batch.size(), 0),
-        finished_(batch.size(), 0),
-        in_set_(batch.size(), -1),
-        expected_(batch.size(), 0) {
-    for (std::size_t r = 0; r < batch.size(); ++r)
-      for (std::int32_t t = 0; t < batch[r].response_length(); ++t) expected_[r] += wanted(batch[r], t);
+        rollouts_(rollouts),
+        covered_(rollouts.size(), 0),
+        edges_(rollouts.size(), 0),
+        seen_(rollouts.size(), 0),
+        finished_(rollouts.size(), 0),
+        in_set_(rollouts.size(), -1),
+        expected_(rollouts.size(), 0) {
+    for (std::size_t r = 0; r < rollouts.size(); ++r)
+      for (std::int32_t t = 0; t < rollouts[r].response_length(); ++t) expected_[r] += wanted(rollouts[r], t);
   }
 
   void run() {
     for (std::size_t i = 0; i < plan_.items.size(); ++i) item(plan_.items[i], 0, text_of("item ", i));
     std::int64_t logical = 0;
-    for (std::size_t r = 0; r < batch_.size(); ++r) {
-      logical += batch_[r].length();
+    for (std::size_t r = 0; r < rollouts_.size(); ++r) {
+      logical += rollouts_[r].length();
       const std::int64_t expected = expected_[r];
-      if (covered_[r] != batch_[r].length())
-        fail("the plan", "rollout ", r, ": ", covered_[r], " of ", batch_[r].length(), " rows");
+      if (covered_[r] != rollouts_[r].length())
+        fail("the plan", "rollout ", r, ": ", covered_[r], " of ", rollouts_[r].length(), " rows");
       if (edges_[r] != expected) fail("the plan", "rollout ", r, ": ", edges_[r], " of ", expected, " edges");
       if (finished_[r] != (expected > 0)) fail("the plan", "rollout ", r, " finished ", int{finished_[r]}, " times");
     }
@@ -44,7 +44,7 @@ class Validator {
     std::int64_t physical = 0, rollouts = 0;
     for (const TreePlan& tree : plan_.trees) physical += tree.physical_rows, rollouts += tree.rollouts;
     same("rows of the trees", physical, trunk_rows_ + wave_rows_);
-    same("rollouts of the trees", rollouts, static_cast<std::int64_t>(batch_.size()));
+    same("rollouts of the trees", rollouts, static_cast<std::int64_t>(rollouts_.size()));
   }
 
  private:
@@ -89,7 +89,7 @@ class Validator {
   void segments(const PlanItem& item, const std::string& where) {
     const RowSet& set = item.set;
     for (std::int32_t r : set.rollouts) {
-      if (r < 0 || r >= static_cast<std::int32_t>(batch_.size())) fail(where, "rollout ", r, " does not exist");
+      if (r < 0 || r >= static_cast<std::int32_t>(rollouts_.size())) fail(where, "rollout ", r, " does not exist");
       if (in_set_[r] == sets_) fail(where, "rollout ", r, " twice");
       in_set_[r] = sets_;
     }
@@ -126,10 +126,10 @@ class Validator {
       names_one |= r == segment.rollout;
       if (covered_[r] != segment.begin)
         fail(where, "rollout ", r, " has rows up to ", covered_[r], ", not ", segment.begin);
-      if (segment.end > batch_[r].length()) fail(where, "rollout ", r, " is shorter than ", segment.end);
+      if (segment.end > rollouts_[r].length()) fail(where, "rollout ", r, " is shorter than ", segment.end);
       for (std::int32_t depth = segment.begin; depth < segment.end; ++depth)
-        if (batch_[r].token_at(depth) != batch_[segment.rollout].token_at(depth) ||
-            !std::ranges::equal(batch_[r].route_at(depth), batch_[segment.rollout].route_at(depth)))
+        if (rollouts_[r].token_at(depth) != rollouts_[segment.rollout].token_at(depth) ||
+            !std::ranges::equal(rollouts_[r].experts_at(depth), rollouts_[segment.rollout].experts_at(depth)))
           fail(where, "rollout ", r, " has another token at depth ", depth);
       covered_[r] = segment.end;
     }
@@ -137,7 +137,7 @@ class Validator {
   }
 
   void edges(const PlanItem& item, const std::string& where) {
-    const std::vector<LossEdge> edges = edges_of(item.set, batch_, plan_.all_logprobs);
+    const std::vector<LossEdge> edges = edges_of(item.set, rollouts_, plan_.all_logprobs);
     std::vector<std::int32_t> finished;
     std::int32_t outputs = 0;
     std::size_t s = 0;
@@ -151,7 +151,7 @@ class Validator {
       const RowSegment& segment = item.set.segments[s];
       const auto first = item.set.rollouts.begin() + segment.first, last = item.set.rollouts.begin() + segment.last;
       if (std::find(first, last, edge.rollout) == last) fail(at, "rollout ", edge.rollout, " does not pass here");
-      const Rollout& rollout = batch_[edge.rollout];
+      const Rollout& rollout = rollouts_[edge.rollout];
       const std::int32_t depth = segment.begin + edge.row - segment.row;
       if (edge.position < 0 || edge.position >= rollout.response_length() ||
           depth != rollout.prompt_length() + edge.position - 1 || edge.target != rollout.token_at(depth + 1))
@@ -182,7 +182,7 @@ class Validator {
   }
 
   const StepPlan& plan_;
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   std::vector<std::int32_t> covered_;  // depth up to which a rollout has rows
   std::vector<std::int64_t> edges_;
   std::vector<std::int32_t> seen_;  // one past its last edge's position
@@ -195,6 +195,6 @@ class Validator {
 
 }  // namespace
 
-void validate(const StepPlan& plan, std::span<const Rollout> batch) { Validator(plan, batch).run(); }
+void validate(const StepPlan& plan, std::span<const Rollout> rollouts) { Validator(plan, rollouts).run(); }
 
 }  // namespace espalier

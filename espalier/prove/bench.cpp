@@ -115,12 +115,12 @@ constexpr Entrant kEntrants[] = {{"dense", &BenchCell::dense},
 
 BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, const CostModel& unfitted,
                        CostFit& fit, Progress& progress) {
-  const MiniBatch batch = data.mini_batch(0);
+  const MiniBatch mini_batch = data.mini_batch(0);
   BenchCell cell;
   std::vector<double> product_rates;
   // One run that is not timed: memory is touched for the first time, and its gradient is what the others are held to.
   actor.options.schedule = "dense";
-  compute_gradient(actor, batch, false);
+  compute_gradient(actor, mini_batch, false);
   Device& device = actor.model.decoder.device();
   const at::Tensor dense = device.to_host(actor.gradients.flat()).clone();
   if (const double norm = dense.norm().item<double>(); !std::isfinite(norm))
@@ -133,7 +133,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   for (std::int64_t run = 0; run < options.repetitions; ++run)
     for (const Entrant& entrant : kEntrants) {
       actor.options.schedule = entrant.schedule;
-      GradientReport report = compute_gradient(actor, batch, false);
+      GradientReport report = compute_gradient(actor, mini_batch, false);
       const double after = product_flops_per_second(actor.model.dtype), rate = (before + after) / 2;
       before = after;
       product_rates.push_back(rate);

@@ -11,9 +11,9 @@ StepOutcome VerifiedStep::outcome(PassReport& report, double loss) {
   return {gradient.to(at::kDouble, false, true), {}, loss, std::move(report.plan)};
 }
 
-StepOutcome ActorStep::run(const MiniBatch& batch, const Options& options) {
+StepOutcome ActorStep::run(const MiniBatch& mini_batch, const Options& options) {
   actor_.options = options;
-  GradientReport report = compute_gradient(actor_, batch, true);
+  GradientReport report = compute_gradient(actor_, mini_batch, true);
   StepOutcome out = outcome(report, report.loss.loss);
   out.series.resize(2);
   for (RolloutSeries& series : report.series) {
@@ -23,26 +23,26 @@ StepOutcome ActorStep::run(const MiniBatch& batch, const Options& options) {
   return out;
 }
 
-std::vector<TokenSeries> ActorStep::slopes(const MiniBatch& batch, const Options& options,
+std::vector<TokenSeries> ActorStep::slopes(const MiniBatch& mini_batch, const Options& options,
                                            const StepOutcome& at) const {
-  Objective objective(batch.rollouts, batch.advantages, options);
+  Objective objective(mini_batch.rollouts, mini_batch.advantages, options);
   std::vector<TokenSeries> slopes = at.series;
-  for (std::size_t i = 0; i < batch.rollouts.size(); ++i)
+  for (std::size_t i = 0; i < mini_batch.rollouts.size(); ++i)
     objective.add_rollout(static_cast<std::int32_t>(i), at.series[0][i], at.series[1][i], slopes[0][i], slopes[1][i]);
   return slopes;
 }
 
-StepOutcome CriticStep::run(const MiniBatch& batch, const Options& options) {
+StepOutcome CriticStep::run(const MiniBatch& mini_batch, const Options& options) {
   critic_.learner().options = options;
-  CriticReport report = critic_.compute_gradient(batch, true);
+  CriticReport report = critic_.compute_gradient(mini_batch, true);
   StepOutcome out = outcome(report, report.loss.loss);
   out.series.push_back(std::move(report.values));
   return out;
 }
 
-std::vector<TokenSeries> CriticStep::slopes(const MiniBatch& batch, const Options& options,
+std::vector<TokenSeries> CriticStep::slopes(const MiniBatch& mini_batch, const Options& options,
                                             const StepOutcome& at) const {
-  ValueObjective objective(batch.rollouts, batch.targets, options);
+  ValueObjective objective(mini_batch.rollouts, mini_batch.targets, options);
   std::vector<TokenSeries> slopes = at.series;
   for (std::size_t i = 0; i < slopes[0].size(); ++i)
     for (std::size_t t = 0; t < slopes[0][i].size(); ++t)

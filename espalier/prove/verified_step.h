@@ -24,9 +24,9 @@ class VerifiedStep {
   virtual ~VerifiedStep() = default;
   virtual Learner& learner() = 0;
   // Overwrites the learner's options and gradients.
-  virtual StepOutcome run(const MiniBatch& batch, const Options& options) = 0;
+  virtual StepOutcome run(const MiniBatch& mini_batch, const Options& options) = 0;
   // dL/d(series) at an outcome.
-  virtual std::vector<TokenSeries> slopes(const MiniBatch& batch, const Options& options,
+  virtual std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,
                                           const StepOutcome& at) const = 0;
 
  protected:
@@ -37,8 +37,9 @@ class ActorStep : public VerifiedStep {
  public:
   explicit ActorStep(Actor& actor) : actor_(actor) {}
   Learner& learner() override { return actor_; }
-  StepOutcome run(const MiniBatch& batch, const Options& options) override;
-  std::vector<TokenSeries> slopes(const MiniBatch& batch, const Options& options, const StepOutcome& at) const override;
+  StepOutcome run(const MiniBatch& mini_batch, const Options& options) override;
+  std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,
+                                  const StepOutcome& at) const override;
 
  private:
   Actor& actor_;
@@ -48,8 +49,9 @@ class CriticStep : public VerifiedStep {
  public:
   explicit CriticStep(Critic& critic) : critic_(critic) {}
   Learner& learner() override { return critic_.learner(); }
-  StepOutcome run(const MiniBatch& batch, const Options& options) override;
-  std::vector<TokenSeries> slopes(const MiniBatch& batch, const Options& options, const StepOutcome& at) const override;
+  StepOutcome run(const MiniBatch& mini_batch, const Options& options) override;
+  std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,
+                                  const StepOutcome& at) const override;
 
  private:
   Critic& critic_;

@@ -27,17 +27,17 @@ constexpr double kFloat64Relative = 1e-10;  // required of every gradient in flo
 constexpr double kFloorMultiple = 2;
 constexpr double kDeviations = 3;  // of a sum of independent errors: passed by chance once in 400 sums
 
-StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& batch, Options options) {
+StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Options options) {
   moe::ChoiceRecord& choices = step.learner().choices;
-  const moe::ChosenExperts* const repeated = choices.repeated;
+  const moe::ChosenExperts* const given = choices.given;
   std::optional<moe::ChosenExperts> reversed;
-  if (repeated) choices.repeated = &reversed.emplace(repeated->reversed());
-  const std::vector<Rollout> rollouts(batch.rollouts.rbegin(), batch.rollouts.rend());
-  const TokenSeries advantages(batch.advantages.rbegin(), batch.advantages.rend());
-  const TokenSeries targets(batch.targets.rbegin(), batch.targets.rend());
+  if (given) choices.given = &reversed.emplace(given->reversed());
+  const std::vector<Rollout> rollouts(mini_batch.rollouts.rbegin(), mini_batch.rollouts.rend());
+  const TokenSeries advantages(mini_batch.advantages.rbegin(), mini_batch.advantages.rend());
+  const TokenSeries targets(mini_batch.targets.rbegin(), mini_batch.targets.rend());
   options.token_budget = 1;  // a dense wave holds whole rollouts: one each
   StepOutcome out = step.run({rollouts, advantages, targets}, options);
-  choices.repeated = repeated;
+  choices.given = given;
   for (TokenSeries& series : out.series) std::ranges::reverse(series);
   return out;
 }
@@ -85,7 +85,7 @@ struct Variant {
 
 std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   std::vector<Variant> out;
-  auto add = [&](Schedule schedule, std::int64_t budget, TrunkState state) {
+  auto add = [&](Schedule schedule, std::int64_t budget, SavedState state) {
     Options variant = options;
     variant.schedule = schedule, variant.token_budget = budget, variant.trunk_state = state;
     std::string name = name_of(schedule);
@@ -101,9 +101,9 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   if (options.token_budget == 0) budgets.push_back(std::max(2, longest / 3));
   for (const std::int64_t budget : budgets) {
     add(Schedule::packed, budget, options.trunk_state);
-    for (const TrunkState state : {TrunkState::keep, TrunkState::recompute, TrunkState::offload})
+    for (const SavedState state : {SavedState::keep, SavedState::recompute, SavedState::offload})
       if (options.trunk_state == state ||
-          (options.trunk_state == TrunkState::automatic && state != TrunkState::offload))
+          (options.trunk_state == SavedState::automatic && state != SavedState::offload))
         add(Schedule::phased, budget, state);
   }
   add(Schedule::automatic, options.token_budget, options.trunk_state);
@@ -112,17 +112,17 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
 
 class Verification {
  public:
-  Verification(VerifiedStep& step, const MiniBatch& batch, const Options& options)
-      : step_(step), model_(step.learner().model), batch_(batch), options_(options) {
+  Verification(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options)
+      : step_(step), model_(step.learner().model), mini_batch_(mini_batch), options_(options) {
     options_.schedule = "dense";
-    dense_ = step.run(batch, options_);
-    slopes_ = step.slopes(batch, options_, dense_);
+    dense_ = step.run(mini_batch, options_);
+    slopes_ = step.slopes(mini_batch, options_, dense_);
     // In float64, so that the 1e-16 of the whole that rounding leaves of a vanishing gradient are within what is
     // allowed.
     smallest_norm_ = length(dense_.gradient) * (model_.dtype == DType::float64 ? 1e-5 : 1e-8);
     loss_dense = loss_shared = dense_.loss;
     for (const Parameter& parameter : model_.table.parameters()) parameters.push_back({parameter.name, {}, 1});
-    raise_floors(run_reversed(step, batch, options_));
+    raise_floors(run_reversed(step, mini_batch, options_));
   }
 
   // Takes another dense run of the same step into the floors.
@@ -163,7 +163,7 @@ class Verification {
     Options options = options_;
     options.schedule = variant.options.schedule, options.token_budget = variant.options.token_budget;
     options.trunk_state = variant.options.trunk_state;
-    const StepOutcome shared = step_.run(batch_, options);
+    const StepOutcome shared = step_.run(mini_batch_, options);
     ScheduleCheck schedule{variant.name, shared.plan.physical_rows(), shared.plan.trunks, shared.plan.waves, 0};
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       const Parameter& parameter = model_.table.parameters()[p];
@@ -207,17 +207,17 @@ class Verification {
   }
   at::Tensor weights_after(const at::Tensor& gradient) const {
     Device& device = model_.decoder.device();
-    const at::ScalarType sums = step_.learner().gradients.flat().scalar_type();
-    const at::Tensor weights = device.adopt(device.to_host(model_.weights).to(sums, false, true));
+    const at::ScalarType accumulator = step_.learner().gradients.flat().scalar_type();
+    const at::Tensor weights = device.adopt(device.to_host(model_.weights).to(accumulator, false, true));
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
-    AdamW(model_.table, weights, settings, device).step(device.adopt(gradient.to(sums)));
+    AdamW(model_.table, weights, settings, device).step(device.adopt(gradient.to(accumulator)));
     return device.to_host(weights).to(at::kDouble);
   }
 
   VerifiedStep& step_;
   const ModelState& model_;
-  MiniBatch batch_;
+  MiniBatch mini_batch_;
   Options options_;
   StepOutcome dense_;
   std::vector<TokenSeries> slopes_;
@@ -225,11 +225,11 @@ class Verification {
 };
 
 // Runs the step and gives the choices that its routers made.
-moe::ChosenExperts choices_of(VerifiedStep& step, const MiniBatch& batch, const Options& options,
+moe::ChosenExperts choices_of(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options,
                               std::optional<StepOutcome>& outcome) {
-  moe::ChosenExperts chosen(step.learner().model.shape, batch.rollouts);
+  moe::ChosenExperts chosen(step.learner().model.shape, mini_batch.rollouts);
   step.learner().choices = {.written = &chosen};
-  outcome = step.run(batch, options);
+  outcome = step.run(mini_batch, options);
   step.learner().choices = {};
   return chosen;
 }
@@ -241,19 +241,19 @@ struct ExactRun {
 
 // A token that rollouts share chooses the same in all of them, so that their prefix does not end there. Dense rows of
 // it may differ by rounding, and at a tie within that in their choice: then the outcome is that of the united choices.
-ExactRun exact_run(VerifiedStep& step, const MiniBatch& batch, const Options& options) {
-  if (step.learner().model.shape.experts == 0) return {step.run(batch, options), {}};
+ExactRun exact_run(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options) {
+  if (step.learner().model.shape.experts == 0) return {step.run(mini_batch, options), {}};
   std::optional<StepOutcome> outcome;
-  moe::ChosenExperts choices = choices_of(step, batch, options, outcome);
-  if (choices.unite(build_prefix_trees(batch.rollouts, ShareMode::whole_trees)) > 0) {
-    step.learner().choices = {.repeated = &choices};
-    outcome = step.run(batch, options);
+  moe::ChosenExperts choices = choices_of(step, mini_batch, options, outcome);
+  if (choices.unite(build_prefix_trees(mini_batch.rollouts, ShareMode::whole_trees)) > 0) {
+    step.learner().choices = {.given = &choices};
+    outcome = step.run(mini_batch, options);
   }
   return {std::move(*outcome), std::move(choices)};
 }
 
 // The same step in float64, dense: the actor's, or the critic's.
-ExactRun float64_run(const Options& options, const MiniBatch& batch, std::int32_t longest, bool critic) {
+ExactRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
@@ -265,23 +265,23 @@ ExactRun float64_run(const Options& options, const MiniBatch& batch, std::int32_
         machine, workspace);
     value_model.model().decoder.reserve_positions(longest);
     CriticStep step(value_model);
-    return exact_run(step, batch, exact);
+    return exact_run(step, mini_batch, exact);
   }
   const auto model = load_model(options.model, DType::float64, silent);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
   ActorStep step(actor);
-  return exact_run(step, batch, exact);
+  return exact_run(step, mini_batch, exact);
 }
 
 // How far the choices of a dense run that chooses freely are from those of float64.
-moe::ChoiceDifference free_difference(VerifiedStep& step, const MiniBatch& batch, Options options,
+moe::ChoiceDifference free_difference(VerifiedStep& step, const MiniBatch& mini_batch, Options options,
                                       const moe::ChosenExperts& exact) {
   options.schedule = "dense";
   std::optional<StepOutcome> outcome;
-  const moe::ChosenExperts free = choices_of(step, batch, options, outcome);
+  const moe::ChosenExperts free = choices_of(step, mini_batch, options, outcome);
   if (step.learner().model.shape.value_head) return free.difference(exact, {});  // records are the policy's
-  return free.difference(exact, batch.rollouts);
+  return free.difference(exact, mini_batch.rollouts);
 }
 
 // Runs of one step beside its variants: dense in two orders, below float64 in float64, and with experts also freely.
@@ -291,19 +291,19 @@ std::int64_t other_runs(const ModelState& model) {
 }
 
 // All runs of a step compared; a run more is reported to `ran` as it ends. Overwrites `router`.
-Verification verified(VerifiedStep& step, const MiniBatch& batch, const Options& options, std::int32_t longest,
+Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options, std::int32_t longest,
                       std::optional<moe::ChoiceDifference>& router, const std::function<void(std::int64_t runs)>& ran) {
   const ModelState& model = step.learner().model;
   std::optional<ExactRun> exact;
   if (model.dtype != DType::float64) {
-    exact = float64_run(options, batch, longest, model.shape.value_head);
+    exact = float64_run(options, mini_batch, longest, model.shape.value_head);
     if (exact->choices) {
       // Of several ranks each writes down the choices of its own rollouts alone.
-      if (model.mesh.dp.size() == 1) router = free_difference(step, batch, options, *exact->choices);
-      step.learner().choices.repeated = &*exact->choices;
+      if (model.mesh.dp.size() == 1) router = free_difference(step, mini_batch, options, *exact->choices);
+      step.learner().choices.given = &*exact->choices;
     }
   }
-  Verification verification(step, batch, options);
+  Verification verification(step, mini_batch, options);
   if (exact) verification.raise_floors(std::exchange(exact->outcome, {}));
   verification.pool_expert_floors();
   ran(other_runs(model));
@@ -355,7 +355,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
     critic->model().decoder.reserve_positions(longest);
     data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });
   }
-  const MiniBatch batch = data.mini_batch(0);
+  const MiniBatch mini_batch = data.mini_batch(0);
   require_same(mesh.world, split_paths(options.rollouts).front(), data.fingerprint(), "give every rank the same files");
 
   const auto variants = static_cast<std::int64_t>(variants_of(options, longest).size());
@@ -365,8 +365,8 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
   ActorStep actor_step(actor);
   Verdict verdict;
-  Verification of_actor = verified(actor_step, batch, options, longest, verdict.router, ran);
-  verdict.rollouts = static_cast<std::int64_t>(batch.rollouts.size());
+  Verification of_actor = verified(actor_step, mini_batch, options, longest, verdict.router, ran);
+  verdict.rollouts = static_cast<std::int64_t>(mini_batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
   verdict.gradient_norm = of_actor.gradient_norm();
   verdict.parameters = std::move(of_actor.parameters);
@@ -377,7 +377,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
     CriticStep critic_step(*critic);
     const Options critic_options = critic->learner().options;
     std::optional<moe::ChoiceDifference> router;
-    add_critic(verdict, verified(critic_step, batch, critic_options, longest, router, ran));
+    add_critic(verdict, verified(critic_step, mini_batch, critic_options, longest, router, ran));
     verdict.critic->router = router;
   }
   progress.end();

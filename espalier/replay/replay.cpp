@@ -56,8 +56,8 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
                       text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
   model->decoder.reserve_positions(data.longest());
-  Actor actor(*model, options, machine_profile(options, progress, mesh));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
   Device& device = model->decoder.device();
   const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);
 
@@ -65,7 +65,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   auto checkpoint = trace.checkpoints.begin();
   progress.begin("replaying", steps, "steps");
   for (std::int64_t i = 0; i < steps; ++i) {
-    const StepReport step = run_step(actor, optimizer, data.mini_batch(i), false);
+    const StepReport step = run_step(actor, data.mini_batch(i), false);
     const Trace::Step& recorded = trace.steps[static_cast<std::size_t>(i)];
     report.steps.push_back(
         {recorded.step, step.gradient.loss.loss, step.update.grad_norm, recorded.loss, recorded.grad_norm});

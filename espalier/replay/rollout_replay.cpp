@@ -44,8 +44,8 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   const TrainingData data(read_for_model(path, model->shape, progress, options.temperature), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   model->decoder.reserve_positions(data.longest());
-  Actor actor(*model, options, machine_profile(options, progress, mesh));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
 
   const std::int64_t all = options.epochs * data.mini_batches();
   const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);
@@ -53,16 +53,16 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   ReplayReport report;
   progress.begin("replaying", steps * kParts, "thousandths of steps");
   for (std::int64_t i = 0; i < steps; ++i) {
-    const MiniBatch batch = data.mini_batch(i % data.mini_batches());
+    const MiniBatch mini_batch = data.mini_batch(i % data.mini_batches());
     actor.on_share = [&](double share) {
       progress.advance_to(i * kParts + std::llround(share * static_cast<double>(kParts)));
     };
-    const StepReport step = run_step(actor, optimizer, batch, false);
+    const StepReport step = run_step(actor, mini_batch, false);
     ReplayStep out;
-    out.step = data.has_steps() ? *batch.rollouts.front().step : i + 1;
+    out.step = data.has_steps() ? *mini_batch.rollouts.front().step : i + 1;
     out.loss = step.gradient.loss.loss;
     out.grad_norm = step.update.grad_norm;
-    out.logprobs = logprob_difference(batch.rollouts, step.gradient.series);
+    out.logprobs = logprob_difference(mini_batch.rollouts, step.gradient.series);
     report.steps.push_back(out);
     on_step(out);
   }

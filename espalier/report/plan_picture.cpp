@@ -14,15 +14,15 @@ namespace {
 constexpr std::size_t kMostNodes = 200, kMostEntries = 300;
 
 // Tokens of the node that are prompt in every rollout below it.
-std::int32_t prompt_tokens(const PrefixTree& tree, const PrefixNode& node, std::span<const Rollout> batch) {
+std::int32_t prompt_tokens(const PrefixTree& tree, const PrefixNode& node, std::span<const Rollout> rollouts) {
   std::int32_t end = node.end;
   for (std::int32_t leaf = node.leaf_begin; leaf < node.leaf_end; ++leaf)
-    end = std::min(end, batch[tree.leaf_order[leaf]].prompt_length());
+    end = std::min(end, rollouts[tree.leaf_order[leaf]].prompt_length());
   return std::max(end - node.begin, 0);
 }
 
 // Parents stand before children, so a tree's first nodes are again a tree.
-void add_tree(const PrefixTree& tree, std::span<const Rollout> batch, Json& trees, Json& nodes) {
+void add_tree(const PrefixTree& tree, std::span<const Rollout> rollouts, Json& trees, Json& nodes) {
   const std::size_t first = nodes.size(), shown = std::min(tree.nodes.size(), kMostNodes - first);
   if (shown == 0) return;
   trees.push_back({{"first_node", first},
@@ -36,7 +36,7 @@ void add_tree(const PrefixTree& tree, std::span<const Rollout> batch, Json& tree
     nodes.push_back({{"parent", node.parent < 0 ? -1 : node.parent + static_cast<std::int64_t>(first)},
                      {"begin", node.begin},
                      {"tokens", node.length()},
-                     {"prompt_tokens", prompt_tokens(tree, node, batch)},
+                     {"prompt_tokens", prompt_tokens(tree, node, rollouts)},
                      {"rollouts", node.multiplicity()}});
   }
 }
@@ -133,13 +133,13 @@ void check_trees(const PlanPicture& picture, const Fields& fields) {
 
 }  // namespace
 
-Json plan_picture(const StepPlan& plan, std::span<const Rollout> batch) {
+Json plan_picture(const StepPlan& plan, std::span<const Rollout> rollouts) {
   Json trees = Json::array(), nodes = Json::array(), schedule = Json::array();
-  const std::vector<PrefixTree> forest = build_prefix_trees(batch, ShareMode::whole_trees);
-  std::vector<std::int32_t> tree_of(batch.size());
+  const std::vector<PrefixTree> forest = build_prefix_trees(rollouts, ShareMode::whole_trees);
+  std::vector<std::int32_t> tree_of(rollouts.size());
   for (std::size_t t = 0; t < forest.size(); ++t) {
     for (const std::int32_t rollout : forest[t].leaf_order) tree_of[rollout] = static_cast<std::int32_t>(t);
-    add_tree(forest[t], batch, trees, nodes);
+    add_tree(forest[t], rollouts, trees, nodes);
   }
   for (const RunEntry& entry : running_order(plan.items, kMostEntries)) schedule.push_back(entry_json(entry, tree_of));
   return {{"trees", std::move(trees)},

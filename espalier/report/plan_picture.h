@@ -12,10 +12,10 @@
 namespace espalier {
 
 // What docs/run_folder.md describes as "plan": {"trees": [...], "tree_count", "nodes": [...], "schedule": [...],
-// "entry_count", "rows", "seconds"}. `batch` are the rollouts of the plan. At most 200 nodes and 300 entries of the
+// "entry_count", "rows", "seconds"}. `rollouts` are those of the plan. At most 200 nodes and 300 entries of the
 // schedule, the first ones of each; the counts say how many there are. Trees are drawn as the tokens have them, also
 // where the options forbid sharing. Time: O(tokens).
-Json plan_picture(const StepPlan& plan, std::span<const Rollout> batch);
+Json plan_picture(const StepPlan& plan, std::span<const Rollout> rollouts);
 
 // --- The same, read back ---
 

@@ -4,7 +4,7 @@
 
 #include "espalier/rollout/json_text.h"
 #include "espalier/rollout/record_format.h"
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/recorded_experts.h"
 
 namespace espalier {
 namespace {
@@ -51,7 +51,7 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
   constexpr std::size_t kLongest = (std::size_t{1} << 31) - 1;  // depths are 32-bit
   if (rollout.prompt_ids.size() + rollout.response_ids.size() > kLongest)
     throw place.wrong("response_ids", "fewer than 2^31 tokens in all", "more");
-  const std::int32_t recorded = rollout.routes.tokens, tokens = rollout.length();
+  const std::int32_t recorded = rollout.recorded_experts.tokens, tokens = rollout.length();
   if (recorded > 0 && recorded != tokens && recorded != tokens - 1)
     throw place.wrong("routed_experts",
                       text_of(tokens, " or ", tokens - 1, " entries, one per token of prompt and response"),
@@ -107,7 +107,7 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
     } else if (key == "reward") {
       rollout.reward = read_number(value, place, key);
     } else if (key == "routed_experts") {
-      read_routes(value, place, key, rollout.routes);
+      read_recorded_experts(value, place, key, rollout.recorded_experts);
     } else if (key == "step") {
       rollout.step = read_integer(value, place, key);
     } else if (key == "temperature") {

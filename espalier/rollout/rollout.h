@@ -13,9 +13,9 @@
 
 namespace espalier {
 
-// Experts that the inference engine chose, to be chosen again in training. A token without a record is routed freely:
+// Experts that the inference engine chose, to be chosen again in training. A token without a record chooses freely:
 // the last one, which engines do not run, and those whose first id is kFree.
-struct RecordedRoutes {
+struct RecordedExperts {
   static constexpr std::uint16_t kFree = 0xffff;
 
   std::int32_t tokens = 0;              // depths [0, tokens) are recorded; 0: nothing is
@@ -30,7 +30,7 @@ struct Rollout {
   std::vector<double> advantages;          // as given, one per response token; empty: from the reward
   std::optional<double> reward;
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
-  RecordedRoutes routes;
+  RecordedExperts recorded_experts;
   double temperature = 1.0;
   std::optional<double> token_divisor;  // its part of what token-mean divides by; none: its loss tokens
   std::optional<std::int64_t> step;
@@ -45,12 +45,13 @@ struct Rollout {
   std::int32_t token_at(std::int32_t depth) const {
     return depth < prompt_length() ? prompt_ids[depth] : response_ids[depth - prompt_length()];
   }
-  // The recorded experts of a token, [routes.layers, routes.chosen]; empty where it is routed freely.
-  std::span<const std::uint16_t> route_at(std::int32_t depth) const {
-    if (depth >= routes.tokens) return {};
-    const auto width = static_cast<std::size_t>(routes.layers) * static_cast<std::size_t>(routes.chosen);
-    const auto route = std::span(routes.ids).subspan(static_cast<std::size_t>(depth) * width, width);
-    return route.front() == RecordedRoutes::kFree ? std::span<const std::uint16_t>{} : route;
+  // The recorded experts of a token, [layers, chosen]; empty where it chooses freely.
+  std::span<const std::uint16_t> experts_at(std::int32_t depth) const {
+    if (depth >= recorded_experts.tokens) return {};
+    const auto width =
+        static_cast<std::size_t>(recorded_experts.layers) * static_cast<std::size_t>(recorded_experts.chosen);
+    const auto experts = std::span(recorded_experts.ids).subspan(static_cast<std::size_t>(depth) * width, width);
+    return experts.front() == RecordedExperts::kFree ? std::span<const std::uint16_t>{} : experts;
   }
 };
 

@@ -10,7 +10,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/rollout/json_text.h"
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/recorded_experts.h"
 
 namespace espalier {
 namespace {
@@ -112,7 +112,8 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   record.add_series("ref_logprobs", rollout.ref_logprobs);
   record.add_series("values", rollout.values);
   record.add_series("returns", rollout.returns);
-  if (rollout.routes.tokens > 0) record.add_raw("\"routed_experts\"", routes_json(rollout.routes));
+  if (rollout.recorded_experts.tokens > 0)
+    record.add_raw("\"routed_experts\"", recorded_experts_json(rollout.recorded_experts));
   for (const ExtraSeries& extra : extras) {
     ESPALIER_INTERNAL_EQ(extra.values.size(), rollout.response_ids.size(), extra.field, " of ", rollout.where);
     record.add_doubles(extra.field, extra.values);

@@ -28,7 +28,7 @@ AdamW& Critic::optimizer() {
   if (!optimizer_)
     optimizer_.emplace(model_->table, model_->weights, AdamWSettings::from(learner_.options), model_->decoder.device(),
                        optimizer_shares(learner_.options, model_->mesh));
-  learner_.has_optimizer = true;
+  learner_.optimizer = &*optimizer_;
   return *optimizer_;
 }
 
@@ -39,26 +39,26 @@ TokenSeries Critic::values_of(std::span<const Rollout> rollouts, Progress& progr
   return std::move(scored.values);
 }
 
-CriticReport Critic::compute_gradient(const MiniBatch& batch, bool all_tokens) {
+CriticReport Critic::compute_gradient(const MiniBatch& mini_batch, bool all_tokens) {
   Timer timer;
-  CriticReport report;
-  ValueObjective objective(batch.rollouts, batch.targets, learner_.options);
-  CriticHead head(model_->decoder, batch.rollouts, &objective, &learner_.gradients);
-  run_gradient_pass(learner_, batch.rollouts, head, nullptr, all_tokens, timer, report);
+  ValueObjective objective(mini_batch.rollouts, mini_batch.targets, learner_.options);
+  CriticHead head(model_->decoder, mini_batch.rollouts, &objective, &learner_.gradients);
+  CriticReport report{run_gradient_pass(learner_, mini_batch.rollouts, head, nullptr, all_tokens, timer)};
   report.loss = objective.parts();
   report.values = std::move(head.values());
   Group& dp = learner_.model.mesh.dp;
   add_over_ranks(dp, report.loss);
-  gather_series(dp, rollouts_in(report.plan, batch.rollouts.size()), report.values);
+  gather_series(dp, rollouts_in(report.plan, mini_batch.rollouts.size()), report.values);
   return report;
 }
 
-CriticReport Critic::update(const MiniBatch& batch, const std::function<void(double share)>& on_share) {
-  AdamW& adamw = optimizer();
+CriticReport Critic::update(const MiniBatch& mini_batch, const std::function<void(double share)>& on_share) {
+  const AdamW& adamw = optimizer();
   learner_.on_share = on_share;
-  CriticReport report = compute_gradient(batch, false);
+  CriticReport report = compute_gradient(mini_batch, false);
   learner_.on_share = {};
-  report.update = update_weights(learner_, adamw, report);
+  report.update = update_weights(learner_);
+  report.add_update(report.update);
   report.step = adamw.steps_done();
   report.values_seconds = std::exchange(values_seconds_, 0.0);
   return report;

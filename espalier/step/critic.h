@@ -1,6 +1,6 @@
 // PPO's critic: a decoder with one number a row, trained on the same rollouts through the same plans as the actor.
 //
-// In a step the critic moves first, as in verl: values (once, before the first update on a batch), advantages and
+// In a step the critic moves first, as in verl: values (once, before the first update on the rollouts), advantages and
 // targets from them (train/training_data.h), then for every mini-batch update() and the actor's run_step. Actor and
 // critic take turns, so one workspace serves both.
 #pragma once
@@ -23,9 +23,9 @@
 namespace espalier {
 
 struct CriticReport : PassReport {
-  ValueLossParts loss;
-  TokenSeries values;         // NaN where none was asked for
-  AdamW::Update update;       // by update() alone, like the next two
+  ValueLossParts loss = {};
+  TokenSeries values = {};    // NaN where none was asked for
+  AdamW::Update update = {};  // by update() alone, like the next two
   std::int64_t step = 0;      // from 1
   double values_seconds = 0;  // of values_of since the update before
 };
@@ -40,10 +40,11 @@ class Critic {
   // Values of all response tokens, masked ones too: forward only, what is shared is run once.
   TokenSeries values_of(std::span<const Rollout> rollouts, Progress& progress);
 
-  // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards batch.targets.
-  CriticReport compute_gradient(const MiniBatch& batch, bool all_tokens);
+  // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards
+  // mini_batch.targets.
+  CriticReport compute_gradient(const MiniBatch& mini_batch, bool all_tokens);
   // compute_gradient and one AdamW update, clipped on its own. `on_share` is told the share of its rows that have run.
-  CriticReport update(const MiniBatch& batch, const std::function<void(double share)>& on_share = {});
+  CriticReport update(const MiniBatch& mini_batch, const std::function<void(double share)>& on_share = {});
 
   ModelState& model() { return *model_; }
   const GradientSet& gradients() const { return learner_.gradients; }

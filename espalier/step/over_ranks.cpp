@@ -68,7 +68,7 @@ void gather_series(Group& dp, std::span<const std::uint8_t> own, TokenSeries& va
   gather(dp, own, all, 1);
 }
 
-void join_reports(Group& dp, PassReport& report) {
+PassReport joined(Group& dp, PassReport report) {
   StepPlan& plan = report.plan;
   Fields sums, most;
   for (std::int64_t* count : {&report.trunk_rows, &report.wave_rows, &report.trunk_forwards, &plan.logical_rows,
@@ -92,6 +92,7 @@ void join_reports(Group& dp, PassReport& report) {
   most.largest(dp);
   for (std::size_t schedule = 0; schedule < used.size(); ++schedule)
     if (used[schedule] != 0) report.schedules.push_back(static_cast<Schedule>(schedule));
+  return report;
 }
 
 }  // namespace espalier

@@ -21,8 +21,8 @@ void add_over_ranks(Group& dp, ValueLossParts& parts);
 void gather_series(Group& dp, std::span<const std::uint8_t> own, std::vector<RolloutSeries>& series);
 void gather_series(Group& dp, std::span<const std::uint8_t> own, TokenSeries& values);
 
-// Rows, trunks, waves and FLOPs are summed; seconds and bytes are those of the rank with most; schedules are those of
-// any. The plan keeps the items and trees of this rank.
-void join_reports(Group& dp, PassReport& report);
+// The report of all ranks: rows, trunks, waves and FLOPs are summed; seconds and bytes are those of the rank with most;
+// schedules are those of any. The plan keeps the items and trees of this rank.
+PassReport joined(Group& dp, PassReport report);
 
 }  // namespace espalier

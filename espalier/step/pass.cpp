@@ -2,7 +2,9 @@
 
 #include <cmath>
 #include <optional>
+#include <utility>
 
+#include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/reduction.h"
 #include "espalier/observe/memory.h"
@@ -13,34 +15,34 @@
 namespace espalier {
 
 Learner::Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
-                 Workspace& shared)
+                 Workspace& shared, AdamW* its_optimizer)
     : Holder(shared),
       model(model_state),
       options(run_options),
       machine(machine_profile),
       gradients(model.table, model.decoder.local(), accumulator_type(scalar_type(model.dtype)), model.decoder.device()),
-      workspace(shared) {}
+      workspace(shared),
+      optimizer(its_optimizer) {}
 
-std::int64_t Learner::held_bytes() const {
-  const auto weights = static_cast<std::int64_t>(model.weights.nbytes());
-  const auto sums = static_cast<std::int64_t>(gradients.flat().nbytes());
-  const std::int64_t masters = weights == sums ? 0 : sums;
-  const std::int64_t shares = optimizer_shares(options, model.mesh).size();
-  return weights + sums + (has_optimizer ? (2 * sums + masters) / shares : 0);
+HeldModel Learner::held() const {
+  StepKind kind{.optimizer = optimizer != nullptr};
+  if (optimizer != nullptr) kind.optimizer_shares = optimizer->shares().size();
+  return {model.decoder.shape(), kind};
 }
 
-void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
-                       bool all_tokens, Timer& timer, PassReport& report) {
+PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
+                             bool all_tokens, Timer& timer) {
+  PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
-  StepKind kind = step_kind_of(learner.options, decoder.shape(), batch, routers && routers->took_counts());
-  kind.optimizer = learner.has_optimizer;
-  kind.optimizer_shares = optimizer_shares(learner.options, learner.model.mesh).size();
+  StepKind kind = step_kind_of(learner.options, decoder.shape(), rollouts, routers && routers->took_counts());
+  const StepKind held = learner.held().kind;
+  kind.optimizer = held.optimizer, kind.optimizer_shares = held.optimizer_shares;
   kind.beside_bytes = learner.workspace.held_beside(learner);
   {
     const TimedPart timed(timer, part::kPlan);
     report.plan =
-        plan_step(decoder.shape(), learner.options, learner.machine, batch, all_tokens, kind, learner.model.mesh);
+        plan_step(decoder.shape(), learner.options, learner.machine, rollouts, all_tokens, kind, learner.model.mesh);
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
@@ -56,7 +58,7 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
   learner.gradients.zero();
   const ArenaScope scope(arena);
   KvPath path(decoder.shape(), report.plan.max_path_rows, decoder.dtype(), true, arena);
-  StepRun run{decoder, batch, path, arena, &head, &learner.gradients, all_tokens};
+  StepRun run{decoder, rollouts, path, arena, &head, &learner.gradients, all_tokens};
   run.accounting = routers ? routers->accounting() : nullptr;
   run.choices = learner.choices;
   run.timer = learner.options.profile ? &timer : nullptr;
@@ -83,27 +85,31 @@ void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& h
     report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.shape(), kind, learner.machine);
   report.arena_bytes = result.arena_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
-  join_reports(learner.model.mesh.dp, report);
+  return joined(learner.model.mesh.dp, std::move(report));
 }
 
-AdamW::Update update_weights(Learner& learner, AdamW& optimizer, PassReport& report) {
+AdamW::Update update_weights(Learner& learner) {
+  ESPALIER_INTERNAL(learner.optimizer != nullptr, "an update without an optimizer");
   const Timer timer;
-  const AdamW::Update update = optimizer.step(learner.gradients.flat());
+  AdamW::Update update = learner.optimizer->step(learner.gradients.flat());
   ++learner.model.updates;
-  report.seconds.optimizer = timer.total();
-  report.seconds.total += report.seconds.optimizer;
-  if (report.profile) {  // before the rest, which comes last
-    auto& parts = report.profile->seconds;
-    parts.emplace(parts.end() - 1, part::kOptimizer, report.seconds.optimizer);
-  }
+  update.seconds = timer.total();
   return update;
+}
+
+void PassReport::add_update(const AdamW::Update& update) {
+  seconds.optimizer = update.seconds;
+  seconds.total += update.seconds;
+  if (!profile) return;
+  auto& parts = profile->seconds;
+  parts.emplace(parts.end() - 1, part::kOptimizer, update.seconds);  // before the rest, which comes last
 }
 
 ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   const Timer timer;
   StepKind kind = kForwardOnly;
-  kind.beside_bytes = pass.workspace.held_beside(bytes_of_model(pass.decoder.shape(), pass.options, kForwardOnly));
-  kind.all_routed = pass.counts != nullptr;
+  kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.shape()}.bytes(pass.options.dtype));
+  kind.all_rows_choose = pass.counts != nullptr;
   const StepPlan plan =
       plan_step(pass.decoder.shape(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);

@@ -19,6 +19,7 @@
 #include "espalier/phase/step_run.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
+#include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/router_step.h"
 #include "espalier/step/workspace.h"
@@ -28,18 +29,19 @@ namespace espalier {
 // A model that is trained: what its steps work on and what outlives them. Learners whose steps take turns share one
 // workspace.
 struct Learner : Holder {
-  Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
-          Workspace& shared);
+  Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile, Workspace& shared,
+          AdamW* its_optimizer = nullptr);
 
   // Weights and gradients, and the optimizer's state where there is one.
-  std::int64_t held_bytes() const override;
+  HeldModel held() const;
+  std::int64_t held_bytes() const override { return held().bytes(model.dtype); }
 
   ModelState& model;
   Options options;
   MachineProfile machine;
   GradientSet gradients;
   Workspace& workspace;
-  bool has_optimizer = false;                       // its state is held beside all this; an update says so
+  AdamW* optimizer;                                 // null: gradients alone are computed
   moe::ChoiceRecord choices = {};                   // what the steps do with the choices of routers
   std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
 };
@@ -59,15 +61,18 @@ struct PassReport {
   PhasePeaks arena_bytes;  // measured: the high-water marks alone
   StepSeconds seconds;
   std::optional<StepProfile> profile;  // with --profile
+
+  // Books the update that followed.
+  void add_update(const AdamW::Update& update);
 };
 
 // Overwrites learner.gradients with the gradient of what the head computes, summed over ranks. `routers` may be null.
 // `all_tokens`: the head scores masked tokens too. `timer` began where the report's seconds begin.
-void run_gradient_pass(Learner& learner, std::span<const Rollout> batch, Head& head, RouterStep* routers,
-                       bool all_tokens, Timer& timer, PassReport& report);
+PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
+                             bool all_tokens, Timer& timer);
 
-// Moves the weights by learner.gradients; adds the update to the report's seconds and profile.
-AdamW::Update update_weights(Learner& learner, AdamW& optimizer, PassReport& report);
+// Moves the weights by learner.gradients. There must be an optimizer.
+AdamW::Update update_weights(Learner& learner);
 
 struct ForwardPass {
   const Decoder& decoder;  // its rotary tables must cover the rollouts

@@ -4,13 +4,11 @@
 #include <functional>
 #include <utility>
 
-#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/dealing.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/plan/planner.h"
 #include "espalier/saved/spill_file.h"
 
@@ -18,30 +16,6 @@ namespace espalier {
 
 std::int64_t arena_limit(const Options& options) {
   return options.memory_budget.empty() ? available_bytes() : parse_bytes(options.memory_budget, "--memory-budget");
-}
-
-std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, const StepKind& kind) {
-  return ActivationBytes(shape, options.dtype, kind).model();
-}
-
-void require_room(const ModelShape& shape, const Options& options, const StepKind& kind) {
-  const ActivationBytes bytes(shape, options.dtype, kind);
-  const std::int64_t needed = bytes.constant(), own = needed - bytes.model() - kind.beside_bytes;
-  const bool given = !options.memory_budget.empty();
-  const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
-  if (needed <= room) return;
-  const char* what = kind.optimizer   ? "weights, gradients and optimizer state"
-                     : kind.gradients ? "weights and gradients"
-                                      : "weights";
-  std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
-                             : "Free memory, or take a machine with more";
-  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
-  throw MemoryBudgetError(
-      {given ? "--memory-budget" : "memory",
-       text_of("more than ", format_bytes(needed), ": ", format_bytes(bytes.model()), " of ", what,
-               kind.beside_bytes > 0 ? text_of(", ", format_bytes(kind.beside_bytes), " of other models") : "", " and ",
-               format_bytes(own), " that the process itself takes"),
-       text_of(format_bytes(room), given ? "" : " free"), remedy});
 }
 
 namespace {
@@ -73,9 +47,10 @@ std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
 
 // Those of this rank, in the order of the file.
 std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const ModelShape& shape, const PlanOptions& options,
-                                    const MachineProfile& machine, std::span<const Rollout> batch, const Mesh& mesh) {
+                                    const MachineProfile& machine, std::span<const Rollout> rollouts,
+                                    const Mesh& mesh) {
   if (mesh.dp.size() == 1) return trees;
-  const std::vector<double> seconds = seconds_of_trees(batch, trees, shape, options, machine);
+  const std::vector<double> seconds = seconds_of_trees(rollouts, trees, shape, options, machine);
   const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, mesh.dp.size());
   Fingerprint fingerprint;
   fingerprint.add_number(options.memory_budget);
@@ -92,7 +67,7 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const ModelSh
 }  // namespace
 
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind, const Mesh& mesh) {
+                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const Mesh& mesh) {
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
@@ -102,8 +77,8 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   }
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
   const std::vector<PrefixTree> trees =
-      dealt_trees(build_prefix_trees(batch, options.share), shape, plan_options, machine, batch, mesh);
-  StepPlan plan = make_plan(batch, trees, shape, plan_options, machine);
+      dealt_trees(build_prefix_trees(rollouts, options.share), shape, plan_options, machine, rollouts, mesh);
+  StepPlan plan = make_plan(rollouts, trees, shape, plan_options, machine);
   require_same_plan(plan, mesh);
   return plan;
 }

@@ -16,21 +16,14 @@ namespace espalier {
 // Bytes the arena may grow to: --memory-budget, else what is free.
 std::int64_t arena_limit(const Options& options);
 
-// Weights, and gradients and optimizer state where `kind` has them.
-std::int64_t bytes_of_model(const ModelShape& shape, const Options& options, const StepKind& kind);
-
-// Refuses at once, before any weight is read, a model that --memory-budget cannot hold, or with gradients or optimizer
-// state where `kind` has them; without a budget, one that what is free cannot hold. Errors: MemoryBudgetError.
-void require_room(const ModelShape& shape, const Options& options, const StepKind& kind);
-
 // The plan of this rank's part of one mini-batch: whole prefix trees, dealt to the ranks of dp, and how the options and
 // the machine say to run them. A rank may have none. Without a memory budget it is made for the rank with least room,
 // so that all plan alike. Errors: CommunicationError where ranks of one part plan differently.
 StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> batch, bool all_logprobs, const StepKind& kind,
+                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
                    const Mesh& mesh = mesh_of_one());
 
-// Whether each rollout of the batch has rows in the plan.
+// Whether each rollout of the mini-batch has rows in the plan.
 std::vector<std::uint8_t> rollouts_in(const StepPlan& plan, std::size_t rollouts);
 
 }  // namespace espalier

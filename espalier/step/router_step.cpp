@@ -23,13 +23,13 @@ std::vector<std::int64_t> lengths_of(std::span<const Rollout> rollouts) {
   return lengths;
 }
 
-// Where each rollout of the batch stands among those counted; shorter than the batch if one is missing.
-std::vector<std::int64_t> places_in(const std::vector<std::int64_t>& counted, std::span<const Rollout> batch) {
+// Where each of these rollouts stands among those counted; shorter than they are if one is missing.
+std::vector<std::int64_t> places_in(const std::vector<std::int64_t>& counted, std::span<const Rollout> rollouts) {
   std::unordered_map<std::int64_t, std::int64_t> place_of;
   for (const std::int64_t index : counted) place_of.try_emplace(index, static_cast<std::int64_t>(place_of.size()));
   if (place_of.size() != counted.size()) return {};  // indices that say nothing
   std::vector<std::int64_t> places;
-  for (const Rollout& rollout : batch)
+  for (const Rollout& rollout : rollouts)
     if (const auto place = place_of.find(rollout.index); place != place_of.end()) places.push_back(place->second);
   return places;
 }
@@ -41,9 +41,9 @@ ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> r
   for (const Rollout& rollout : rollouts) index.push_back(rollout.index);
 }
 
-RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
+RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                        const ScoredChoices* scored)
-    : decoder_(model.decoder), dp_(model.mesh.dp), batch_(batch) {
+    : decoder_(model.decoder), dp_(model.mesh.dp), rollouts_(rollouts) {
   const moe::RouterLosses losses = router_losses_of(options);
   const ModelShape& shape = model.shape;
   if (shape.experts == 0) {
@@ -51,10 +51,10 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> batch, 
     throw OptionError({losses.aux_coef != 0 ? "--router-aux-loss-coef" : "--router-z-loss-coef", "a model with routers",
                        shape.architecture, "leave the option out for dense models"});
   }
-  accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(batch), losses);
+  accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(rollouts), losses);
   if (!accounting_->needs_counts_first() || scored == nullptr || scored->updates != model.updates) return;
-  const std::vector<std::int64_t> places = places_in(scored->index, batch);
-  if (places.size() != batch.size()) return;
+  const std::vector<std::int64_t> places = places_in(scored->index, rollouts);
+  if (places.size() != rollouts.size()) return;
   accounting_->take_counts(scored->counts, places);
   took_counts_ = true;
 }
@@ -63,7 +63,7 @@ void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::Ch
   if (!accounting_ || !accounting_->needs_counts_first() || took_counts_) return;
   const ArenaScope scope(arena);
   KvPath path(decoder_.shape(), plan.max_path_rows, decoder_.dtype(), false, arena);
-  StepRun run{decoder_, batch_, path, arena};
+  StepRun run{decoder_, rollouts_, path, arena};
   run.accounting = &*accounting_;
   run.choices = choices;
   run_one_after_another(run, plan);
@@ -81,7 +81,7 @@ RouterReport RouterStep::report() const {
   const ModelShape& shape = decoder_.shape();
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     report.load.emplace_back();
-    const bool counted = layer + 1 < shape.layers || accounting_->needs_all_rows();
+    const bool counted = layer + 1 < shape.layers || accounting_->all_rows_choose();
     if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());

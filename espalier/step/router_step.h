@@ -40,9 +40,9 @@ struct RouterReport {
 class RouterStep {
  public:
   // Does nothing for models without experts. `scored` (may be null) is used where a loss needs counts before any
-  // backward, the weights have not changed since, and every rollout of the batch was counted. Errors: OptionError for a
+  // backward, the weights have not changed since, and every one of the rollouts was counted. Errors: OptionError for a
   // router loss of a model without routers.
-  RouterStep(const ModelState& model, std::span<const Rollout> batch, const Options& options,
+  RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
              const ScoredChoices* scored = nullptr);
 
   bool took_counts() const { return took_counts_; }  // those of `scored`
@@ -58,7 +58,7 @@ class RouterStep {
  private:
   const Decoder& decoder_;
   Group& dp_;
-  std::span<const Rollout> batch_;
+  std::span<const Rollout> rollouts_;
   std::optional<moe::LoadAccounting> accounting_;
   bool took_counts_ = false;
 };

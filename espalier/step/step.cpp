@@ -5,21 +5,21 @@
 
 namespace espalier {
 
-Actor::Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile)
-    : OwnWorkspace(arena_limit(run_options)), Learner(model_state, run_options, machine_profile, own) {}
+Actor::Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
+             AdamW* its_optimizer)
+    : OwnWorkspace(arena_limit(run_options)), Learner(model_state, run_options, machine_profile, own, its_optimizer) {}
 
-GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs) {
+GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs) {
   Timer timer;
-  GradientReport report;
-  Objective objective(batch.rollouts, batch.advantages, actor.options);
-  RouterStep routers(actor.model, batch.rollouts, actor.options, actor.scored);
-  LanguageHead head(actor.model.decoder, batch.rollouts, actor.workspace.arena, &objective, &actor.gradients);
-  run_gradient_pass(actor, batch.rollouts, head, &routers, all_logprobs, timer, report);
+  Objective objective(mini_batch.rollouts, mini_batch.advantages, actor.options);
+  RouterStep routers(actor.model, mini_batch.rollouts, actor.options, actor.scored);
+  LanguageHead head(actor.model.decoder, mini_batch.rollouts, actor.workspace.arena, &objective, &actor.gradients);
+  GradientReport report{run_gradient_pass(actor, mini_batch.rollouts, head, &routers, all_logprobs, timer)};
   report.loss = objective.parts();
   report.series = std::move(head.series());
   Group& dp = actor.model.mesh.dp;
   add_over_ranks(dp, report.loss);
-  gather_series(dp, rollouts_in(report.plan, batch.rollouts.size()), report.series);
+  gather_series(dp, rollouts_in(report.plan, mini_batch.rollouts.size()), report.series);
   report.router = routers.report();
   report.loss.loss += report.router.weighted_loss;
   return report;
@@ -37,21 +37,21 @@ std::optional<double> mean_reward(std::span<const Rollout> rollouts) {
 
 }  // namespace
 
-StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs, Critic* critic,
+StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic,
                     const std::function<void(double share)>& on_share) {
   StepReport report;
-  actor.has_optimizer = true;
-  report.reward = mean_reward(batch.rollouts);
+  report.reward = mean_reward(mini_batch.rollouts);
   const double before = critic ? 0.5 : 0;  // of the step's rows
   if (on_share) actor.on_share = [&](double share) { on_share(before + share * (1 - before)); };
   if (critic)
-    report.critic = critic->update(batch, [&](double share) {
+    report.critic = critic->update(mini_batch, [&](double share) {
       if (on_share) on_share(before * share);
     });
-  report.gradient = compute_gradient(actor, batch, all_logprobs);
+  report.gradient = compute_gradient(actor, mini_batch, all_logprobs);
   if (on_share) actor.on_share = {};
-  report.update = update_weights(actor, optimizer, report.gradient);
-  report.step = optimizer.steps_done();
+  report.update = update_weights(actor);
+  report.gradient.add_update(report.update);
+  report.step = actor.optimizer->steps_done();
   return report;
 }
 

@@ -21,15 +21,16 @@ struct OwnWorkspace {
 
 // A learner with a workspace of its own.
 struct Actor : private OwnWorkspace, Learner {
-  Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile);
+  Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
+        AdamW* its_optimizer = nullptr);
 
   const ScoredChoices* scored = nullptr;  // routers' choices counted by a score pass; may be null
 };
 
 struct GradientReport : PassReport {
-  LossParts loss;  // loss: with the router losses
-  RouterReport router;
-  std::vector<RolloutSeries> series;  // per rollout of the mini-batch
+  LossParts loss = {};  // loss: with the router losses
+  RouterReport router = {};
+  std::vector<RolloutSeries> series = {};  // per rollout of the mini-batch
 };
 
 struct StepReport {
@@ -41,11 +42,11 @@ struct StepReport {
 };
 
 // Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
-GradientReport compute_gradient(Actor& actor, const MiniBatch& batch, bool all_logprobs);
+GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs);
 
 // One update. With a critic (null: none) it moves first, as in verl: its values and targets are older than both
 // updates. `on_share` is told the share of the step's rows that have run, the critic's first; may be empty.
-StepReport run_step(Actor& actor, AdamW& optimizer, const MiniBatch& batch, bool all_logprobs, Critic* critic = nullptr,
+StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic = nullptr,
                     const std::function<void(double share)>& on_share = {});
 
 }  // namespace espalier

@@ -91,18 +91,18 @@ RolloutMetrics::RolloutMetrics(const std::string& path, const Options& options)
   file_.write(head + "\n");
 }
 
-void RolloutMetrics::add(std::int64_t step, const MiniBatch& batch, std::span<const RolloutSeries> series) {
+void RolloutMetrics::add(std::int64_t step, const MiniBatch& mini_batch, std::span<const RolloutSeries> series) {
   std::int64_t loss_tokens = 0;
-  for (const Rollout& rollout : batch.rollouts) loss_tokens += std::ranges::count(rollout.loss_mask, 1);
-  Objective objective(batch.rollouts, batch.advantages, options_);
-  for (std::size_t i = 0; i < batch.rollouts.size(); ++i) {
+  for (const Rollout& rollout : mini_batch.rollouts) loss_tokens += std::ranges::count(rollout.loss_mask, 1);
+  Objective objective(mini_batch.rollouts, mini_batch.advantages, options_);
+  for (std::size_t i = 0; i < mini_batch.rollouts.size(); ++i) {
     std::vector<double> grad_logprob(series[i].logprob.size()), grad_entropy(series[i].logprob.size());
     const LossParts before = objective.parts();
     objective.add_rollout(static_cast<std::int32_t>(i), series[i].logprob, series[i].entropy, grad_logprob,
                           grad_entropy);
     std::string line;
-    for (const auto& [name, text] :
-         cells_of(step, batch.rollouts[i], batch.advantages[i], series[i], loss_tokens, before, objective.parts())) {
+    for (const auto& [name, text] : cells_of(step, mini_batch.rollouts[i], mini_batch.advantages[i], series[i],
+                                             loss_tokens, before, objective.parts())) {
       line += line.empty() ? (csv_ ? "" : "{") : (csv_ ? "," : ", ");
       line += csv_ ? csv_cell(text) : '"' + std::string(name) + "\": " + text;
     }

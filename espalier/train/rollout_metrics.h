@@ -29,7 +29,7 @@ class RolloutMetrics {
   RolloutMetrics(const std::string& path, const Options& options);
 
   // `series`: of the mini-batch's rollouts, at the weights that the step's loss was computed with.
-  void add(std::int64_t step, const MiniBatch& batch, std::span<const RolloutSeries> series);
+  void add(std::int64_t step, const MiniBatch& mini_batch, std::span<const RolloutSeries> series);
   void finish();  // without it the file is as it was
 
  private:

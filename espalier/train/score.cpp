@@ -11,6 +11,7 @@
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/critic.h"
+#include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/pass.h"
@@ -71,16 +72,13 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
   check_options(options);
-  // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
-  const std::int64_t critic_bytes =
-      options.values ? bytes_of_model(read_critic_shape(options.critic).shape, options, kForwardOnly) : 0;
-  StepKind kind = kForwardOnly;
-  kind.beside_bytes = critic_bytes;
-  require_room(read_model_shape(options.model), options, kind);
+  std::vector<HeldModel> held{{read_model_shape(options.model)}};
+  if (options.values) held.push_back({read_critic_shape(options.critic).shape});
+  require_room(held, options);
   const auto model = load_model(options.model, options.dtype, progress, mesh);
-  std::vector<RecordedRoutes> routes;
+  std::vector<RecordedExperts> experts;
   std::vector<Rollout> rollouts =
-      read_for_model(options.rollouts, model->shape, progress, options.temperature, &routes);
+      read_for_model(options.rollouts, model->shape, progress, options.temperature, &experts);
   model->decoder.reserve_positions(longest_of(rollouts));
   require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),
                "give every rank the same files");
@@ -89,8 +87,9 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
 
   const MachineProfile machine = machine_profile(options, progress, mesh);
   Workspace workspace(arena_limit(options));
+  // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
   const HeldBytes weights(workspace, static_cast<std::int64_t>(model->weights.nbytes()));
-  const HeldBytes critic_weights(workspace, critic_bytes);  // loaded later, and room is left for them
+  const HeldBytes critic_weights(workspace, bytes_beside(held.front(), held, options.dtype));  // loaded later
   const ScoredRollouts scored =
       score_rollouts(model->decoder, rollouts, options, machine, workspace, progress, nullptr, mesh);
   ScoreReport report;
@@ -110,7 +109,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
     report.tokens += rollouts[i].response_length();
     std::vector<ExtraSeries> extras = extras_of(scored.series[i], options);
     if (options.values) extras.push_back({"values", critic.values[i]});
-    rollouts[i].routes = std::move(routes[i]);  // as they came: nothing is lost by scoring
+    rollouts[i].recorded_experts = std::move(experts[i]);  // as they came: nothing is lost by scoring
     if (writer) writer->write(rollouts[i], extras);
   }
   report.rollouts = static_cast<std::int64_t>(rollouts.size());

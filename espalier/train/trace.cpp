@@ -82,23 +82,24 @@ TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_
       rollouts_((directory_.path() / "rollouts.jsonl.gz").string()),
       steps_(Json::array()),
       checkpoints_(Json::array()) {
-  const DType sums = accumulator_of(model.dtype);
+  const DType accumulator = accumulator_of(model.dtype);
   const at::Tensor host = model.decoder.device().to_host(masters);
-  write_model_directory(directory_.path() / "model", model.source, model.table, sums, host_bytes(host), sums);
+  write_model_directory(directory_.path() / "model", model.source, model.table, accumulator, host_bytes(host),
+                        accumulator);
   std::filesystem::create_directory(directory_.path() / "checkpoints");
 }
 
-void TraceRecorder::add(const StepReport& report, const MiniBatch& batch, const at::Tensor& masters, bool last) {
+void TraceRecorder::add(const StepReport& report, const MiniBatch& mini_batch, const at::Tensor& masters, bool last) {
   const std::int64_t step = static_cast<std::int64_t>(steps_.size()) + 1;
   steps_.push_back({{"step", step},
                     {"loss", report.gradient.loss.loss},
                     {"grad_norm", report.update.grad_norm},
                     {"lr", report.update.lr},
-                    {"rollouts", batch.rollouts.size()}});
-  for (std::size_t i = 0; i < batch.rollouts.size(); ++i) {
-    Rollout rollout = batch.rollouts[i];
+                    {"rollouts", mini_batch.rollouts.size()}});
+  for (std::size_t i = 0; i < mini_batch.rollouts.size(); ++i) {
+    Rollout rollout = mini_batch.rollouts[i];
     rollout.step = step;
-    rollout.advantages = batch.advantages[i];
+    rollout.advantages = mini_batch.advantages[i];
     rollouts_.write(rollout);
   }
   if (step % every_ != 0 && !last) return;

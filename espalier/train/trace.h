@@ -46,7 +46,7 @@ class TraceRecorder {
 
   // After a step: its records, with the advantages that were used, and a checkpoint where one is due (always after the
   // `last`).
-  void add(const StepReport& report, const MiniBatch& batch, const at::Tensor& masters, bool last);
+  void add(const StepReport& report, const MiniBatch& mini_batch, const at::Tensor& masters, bool last);
   void finish();
 
  private:

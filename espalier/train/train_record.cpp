@@ -47,17 +47,17 @@ TrainRecord::TrainRecord(const std::filesystem::path& resumed, std::int64_t step
   }
 }
 
-const Json& TrainRecord::add(const StepReport& report, const MiniBatch& batch, std::int64_t steps_total) {
+const Json& TrainRecord::add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total) {
   Json line{{"kind", "step"}};
   line.update(step_json(report));
   line["steps_total"] = steps_total;
   double tokens = 0;
   std::int32_t longest = 0;
-  for (const Rollout& rollout : batch.rollouts) {
+  for (const Rollout& rollout : mini_batch.rollouts) {
     tokens += rollout.response_length();
     longest = std::max(longest, rollout.response_length());
   }
-  const auto count = static_cast<double>(batch.rollouts.size());
+  const auto count = static_cast<double>(mini_batch.rollouts.size());
   line["length"] = {{"mean", tokens / count}, {"max", longest}};
   return lines_.emplace_back(std::move(line));
 }

@@ -25,7 +25,7 @@ class TrainRecord {
   TrainRecord(const std::filesystem::path& resumed, std::int64_t step);
 
   // The line of a step of `steps_total`: step_json, and `length` over the rollouts of its mini-batch.
-  const Json& add(const StepReport& report, const MiniBatch& batch, std::int64_t steps_total);
+  const Json& add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total);
 
   // Into `directory`/espalier.
   void write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape) const;

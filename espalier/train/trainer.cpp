@@ -17,7 +17,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
-#include "espalier/step/planning.h"
+#include "espalier/step/held_models.h"
 #include "espalier/train/rollout_metrics.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
@@ -54,24 +54,25 @@ bool is_same(const std::string& a, const std::string& b) {
 
 // Actor and critic, both with gradients and moments, before either is read.
 void check_room(const Options& options, const Mesh& mesh) {
-  StepKind kind;
-  kind.optimizer_shares = optimizer_shares(options, mesh).size();
+  const StepKind kind{.optimizer_shares = optimizer_shares(options, mesh).size()};
+  std::vector<HeldModel> held{{read_model_shape(source_of(options)), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
-    kind.beside_bytes = bytes_of_model(read_critic_shape(critic).shape, options, kind);
-  require_room(read_model_shape(source_of(options)), options, kind);
+    held.push_back({read_critic_shape(critic).shape, kind});
+  require_room(held, options);
 }
 
 // What is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
   const ModelShape shape = read_model_shape(source_of(options));
-  const std::int64_t sums = shape.parameters() * bytes_of(accumulator_of(options.dtype));
+  const std::int64_t accumulator_bytes = shape.parameters() * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, options);
   if (const std::string critic = critic_source_of(options); !critic.empty())
     model += bytes_of_saved_model(read_critic_shape(critic).shape, options);
   std::vector<ExpectedOutput> outputs;
   if (!options.out.empty()) outputs.push_back({options.out, model});
-  if (!options.record.empty()) outputs.push_back({options.record, 2 * sums});  // the first weights and the last
-  if (!options.gradients.empty()) outputs.push_back({options.gradients, sums});
+  if (!options.record.empty())
+    outputs.push_back({options.record, 2 * accumulator_bytes});  // the first weights and the last
+  if (!options.gradients.empty()) outputs.push_back({options.gradients, accumulator_bytes});
   require_disk_space(outputs);
 }
 
@@ -80,9 +81,9 @@ void check_options(const Options& options) {
     throw OptionError({"--save-freq", "--out with it, where checkpoints are kept", "none", "give --out DIR"});
 }
 
-std::int64_t tokens_of(const MiniBatch& batch) {
+std::int64_t tokens_of(const MiniBatch& mini_batch) {
   std::int64_t tokens = 0;
-  for (const Rollout& rollout : batch.rollouts) tokens += rollout.length();
+  for (const Rollout& rollout : mini_batch.rollouts) tokens += rollout.length();
   return tokens;
 }
 
@@ -95,12 +96,11 @@ class Training {
         mesh_(mesh),
         model_(load_model(source_of(options), options.dtype, progress, mesh)),
         data_(read(progress)),
-        actor_(*model_, options, machine_profile(options, progress, mesh)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options), model_->decoder.device(),
-                   optimizer_shares(options, mesh)) {
+                   optimizer_shares(options, mesh)),
+        actor_(*model_, options, machine_profile(options, progress, mesh), &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
-    actor_.has_optimizer = true;
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
     if (!options.resume.empty()) resume();
     require_same_start();
@@ -132,18 +132,18 @@ class Training {
       const bool all_logprobs = last && !options_.logprobs.empty();
       NoProgress silent;  // a part of the task that is shown
       prepare(index, silent);
-      const MiniBatch batch = data_.mini_batch(index);
-      const std::int64_t tokens = tokens_of(batch);
-      StepReport report = run_step(
-          actor_, optimizer_, batch, all_logprobs, critic_ ? &*critic_ : nullptr,
-          [&](double share) { progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens))); });
+      const MiniBatch mini_batch = data_.mini_batch(index);
+      const std::int64_t tokens = tokens_of(mini_batch);
+      StepReport report = run_step(actor_, mini_batch, all_logprobs, critic_ ? &*critic_ : nullptr, [&](double share) {
+        progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
+      });
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
-      on_step(report, record_->add(report, batch, steps_total));
+      on_step(report, record_->add(report, mini_batch, steps_total));
       ++position_;
       const int signal = options_.out.empty() ? 0 : signal_of_any_rank();
-      if (rollout_metrics_) rollout_metrics_->add(report.step, batch, report.gradient.series);
-      if (recorder_) recorder_->add(report, batch, optimizer_.masters(), last || signal != 0);
+      if (rollout_metrics_) rollout_metrics_->add(report.step, mini_batch, report.gradient.series);
+      if (recorder_) recorder_->add(report, mini_batch, optimizer_.masters(), last || signal != 0);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
       if (!last && signal != 0) interrupt(signal, end);
       if (!last && options_.save_freq > 0 && report.step % options_.save_freq == 0) save();
@@ -274,13 +274,14 @@ class Training {
   }
 
   void write_gradients() {
-    const DType sums = accumulator_of(model_->dtype);
+    const DType accumulator = accumulator_of(model_->dtype);
     Device& device = model_->decoder.device();
     const at::Tensor of_actor = device.to_host(actor_.gradients.flat());
     const NamedTensors actor{"", model_->table, host_bytes(of_actor)};
-    if (!critic_) return write_named_tensors(options_.gradients, {actor}, sums);
+    if (!critic_) return write_named_tensors(options_.gradients, {actor}, accumulator);
     const at::Tensor of_critic = device.to_host(critic_->gradients().flat());
-    write_named_tensors(options_.gradients, {actor, {"critic.", critic_->model().table, host_bytes(of_critic)}}, sums);
+    write_named_tensors(options_.gradients, {actor, {"critic.", critic_->model().table, host_bytes(of_critic)}},
+                        accumulator);
   }
 
   RunState state() const {
@@ -300,8 +301,8 @@ class Training {
   std::unique_ptr<ModelState> model_;
   double read_seconds_ = 0;  // of the rollouts
   TrainingData data_;
-  Actor actor_;
   AdamW optimizer_;
+  Actor actor_;
   std::optional<Critic> critic_;
   std::optional<TraceRecorder> recorder_;
   std::optional<TrainRecord> record_;

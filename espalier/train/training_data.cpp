@@ -10,8 +10,8 @@
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
-#include "espalier/plan/route_fit.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 
 namespace espalier {
@@ -166,13 +166,13 @@ std::string fingerprint_of(std::span<const Rollout> rollouts) {
   for (const Rollout& rollout : rollouts) {
     fingerprint.add(rollout.prompt_ids);
     fingerprint.add(rollout.response_ids);
-    for (const std::uint16_t expert : rollout.routes.ids) fingerprint.add(std::uint32_t{expert});
+    for (const std::uint16_t expert : rollout.recorded_experts.ids) fingerprint.add(std::uint32_t{expert});
   }
   return fingerprint.text();
 }
 
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature, std::vector<RecordedRoutes>* routes_as_read) {
+                                    double temperature, std::vector<RecordedExperts>* experts_as_read) {
   if (!(temperature > 0))
     throw OptionError({"--temperature", "a number above 0: log-probs are those of logits divided by it",
                        text_of(temperature), "leave it out where records say theirs"});
@@ -189,10 +189,10 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   if (begun) progress.end();
   for (const std::string& note : file.notes) progress.note(note);
   if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);
-  if (routes_as_read)
-    for (const Rollout& rollout : file.rollouts) routes_as_read->push_back(rollout.routes);
-  fit_routes(file.rollouts, shape);
-  if (const std::string note = routes_note(file.rollouts); !note.empty()) progress.note(note);
+  if (experts_as_read)
+    for (const Rollout& rollout : file.rollouts) experts_as_read->push_back(rollout.recorded_experts);
+  fit_recorded_experts(file.rollouts, shape);
+  if (const std::string note = recorded_experts_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);
 }
 

@@ -65,9 +65,9 @@ class TrainingData {
 std::string fingerprint_of(std::span<const Rollout> rollouts);
 
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
-// `temperature`: of records that do not say theirs. `routes_as_read` (may be null) gets the recorded experts as they
+// `temperature`: of records that do not say theirs. `experts_as_read` (may be null) gets the recorded experts as they
 // came, before they are fitted to the model.
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature = 1, std::vector<RecordedRoutes>* routes_as_read = nullptr);
+                                    double temperature = 1, std::vector<RecordedExperts>* experts_as_read = nullptr);
 
 }  // namespace espalier

@@ -31,7 +31,7 @@ Case case_of(const std::string& family, const Edit& edit) {
 // Engines do not run the last token: every second record ends before it.
 void record_own_choices(std::vector<Rollout>& rollouts, const ModelState& model) {
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    RecordedRoutes& routes = rollouts[i].routes;
+    RecordedExperts& routes = rollouts[i].recorded_experts;
     routes = routes_of(model.shape, model.table, on_host(model.weights), rollouts[i]);
     if (i % 2 == 1) routes.ids.resize(static_cast<std::size_t>(--routes.tokens * routes.layers * routes.chosen));
   }
@@ -56,15 +56,15 @@ void record_other_choices(std::vector<Rollout>& rollouts, const ModelState& mode
     Rollout& rollout = rollouts[i];
     if (choice.chance(0.15)) continue;
     const std::int64_t parts = i % 3 == 2 ? choice.integer(0, rollout.prompt_length()) : rollout.length();
-    rollout.routes = {
+    rollout.recorded_experts = {
         rollout.length(), static_cast<std::int32_t>(layers), static_cast<std::int32_t>(shape.experts_per_token), {}};
     for (std::int64_t depth = 0; depth < rollout.length(); ++depth) {
       Random here(static_cast<std::uint64_t>(depth), depth < parts ? 1 : 2 + i);
       const bool free = here.chance(0.1);
       for (std::int64_t layer = 0; layer < layers; ++layer) {
         std::vector<std::uint16_t> experts = drawn(here, shape);
-        if (free) experts.assign(experts.size(), RecordedRoutes::kFree);
-        rollout.routes.ids.insert(rollout.routes.ids.end(), experts.begin(), experts.end());
+        if (free) experts.assign(experts.size(), RecordedExperts::kFree);
+        rollout.recorded_experts.ids.insert(rollout.recorded_experts.ids.end(), experts.begin(), experts.end());
       }
     }
   }
@@ -139,7 +139,7 @@ TEST(Routes, APrefixEndsWhereRecordsDiffer) {
   EXPECT_EQ(rows_of(record_own_choices), shared);
   EXPECT_EQ(rows_of([](std::vector<Rollout>& rollouts, const ModelState& model) {
               record_own_choices(rollouts, model);
-              RecordedRoutes& routes = rollouts[3].routes;
+              RecordedExperts& routes = rollouts[3].recorded_experts;
               std::uint16_t* experts = routes.ids.data() + (12 * routes.layers + 1) * routes.chosen;
               const bool both = experts[0] == 0 && experts[1] == 1;
               experts[0] = 0, experts[1] = both ? 2 : 1;

@@ -239,8 +239,8 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   NoProgress progress;
   const auto model = load_model(options_.model, DType::float64, progress);
   const MachineProfile machine = default_profile("cpu", DType::float64, 2);
-  Actor actor(*model, options_, machine);
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options_));
+  Actor actor(*model, options_, machine, &optimizer);
   Critic critic(load_critic(options_.critic, options_, model->shape, progress), options_, machine, actor.workspace);
   TrainingData data(read_for_model(options_.rollouts, model->shape, progress), options_, true);
   model->decoder.reserve_positions(data.longest());
@@ -249,7 +249,7 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   for (std::int64_t i = 0; i < 2; ++i) {
     const MiniBatch batch = data.mini_batch(i);
     const CriticReport of_critic = critic.update(batch);
-    const StepReport of_actor = run_step(actor, optimizer, batch, false);
+    const StepReport of_actor = run_step(actor, batch, false);
     const StepReport& report = reports[static_cast<std::size_t>(i)];
     EXPECT_EQ(report.critic->loss.loss, of_critic.loss.loss);
     EXPECT_EQ(report.critic->update.grad_norm, of_critic.update.grad_norm);

@@ -103,7 +103,7 @@ TEST_F(VerifyExperts, ACriticRepeatsItsOwnChoices) {
 TEST_F(VerifyExperts, RecordedExpertsAreChosenAgainAndNotCounted) {
   std::int64_t free = 0;
   for (std::size_t i = 0; i < rollouts_.size(); ++i) {
-    RecordedRoutes& routes = rollouts_[i].routes;
+    RecordedExperts& routes = rollouts_[i].recorded_experts;
     if (i % 2 == 0) {
       free += choices_of(rollouts_[i]);
       continue;

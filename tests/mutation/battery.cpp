@@ -105,7 +105,7 @@ Reference recorded_routes() {
   r.c.seed = 47;
   r.c.edit = [](std::vector<Rollout>& rollouts, const ModelState& model) {
     for (std::size_t i = 0; i < rollouts.size(); ++i) {
-      RecordedRoutes& routes = rollouts[i].routes;
+      RecordedExperts& routes = rollouts[i].recorded_experts;
       routes.tokens = rollouts[i].length(), routes.layers = 3, routes.chosen = 2;
       for (std::int32_t depth = 0; depth < routes.tokens; ++depth)
         for (std::int32_t layer = 0; layer < 3; ++layer) {

@@ -75,6 +75,18 @@ def test_a_run_holds_what_the_contract_says(finished):
         assert len(record["old_logprobs"]) == len(record["ref_logprobs"]) == len(record["response_ids"])
 
 
+def test_an_updates_predicted_peak_is_without_the_samplers_keys_and_values(espalier, tmp_path):
+    """They are gone by then: an evaluation of many more prompts, which holds more of them, predicts the same."""
+    def steps(val_size):
+        run = tmp_path / str(val_size)
+        espalier("grpo", "--out", run, *tiny("--steps", 1, "--warm-start-steps", 1, "--val-size", val_size))
+        return [line for line in metrics(run) if line["kind"] == "step"]
+
+    few, many = steps(6), steps(200)
+    assert [step["rows"] for step in few] == [step["rows"] for step in many]
+    assert few[0]["predicted"]["peak_bytes"] == many[0]["predicted"]["peak_bytes"]
+
+
 def test_the_model_and_its_words_load_in_transformers(finished):
     run, _ = finished
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)

@@ -68,10 +68,10 @@ struct Routing {
 
 // Tokens with recorded experts go there, whatever the probabilities are. `place`: of the layer among those recorded.
 void replay(const Rollout& rollout, std::int64_t place, const Tensor& chosen) {
-  const RecordedRoutes& routes = rollout.routes;
+  const RecordedExperts& routes = rollout.recorded_experts;
   for (std::int64_t t = 0; t < routes.tokens; ++t) {
     const std::int64_t first = (t * routes.layers + place) * routes.chosen;
-    if (routes.ids[first] == RecordedRoutes::kFree) continue;
+    if (routes.ids[first] == RecordedExperts::kFree) continue;
     chosen[t].zero_();
     for (std::int64_t j = 0; j < routes.chosen; ++j) chosen[t][routes.ids[first + j]].fill_(1);
   }
@@ -264,11 +264,11 @@ Weights leaves_of(const ParameterTable& table, const Tensor& weights) {
 
 }  // namespace
 
-RecordedRoutes routes_of(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
-                         const Rollout& rollout) {
+RecordedExperts routes_of(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
+                          const Rollout& rollout) {
   std::vector<Routing> layers;
   log_probabilities(shape, leaves_of(table, weights), rollout, layers);
-  RecordedRoutes out;
+  RecordedExperts out;
   out.tokens = rollout.length();
   out.layers = static_cast<std::int32_t>(layers.size());
   out.chosen = static_cast<std::int32_t>(shape.experts_per_token);
@@ -327,7 +327,7 @@ OracleResult value_oracle(const ModelShape& shape, const ParameterTable& table, 
   OracleResult out;
   for (std::size_t i = 0; i < batch.size(); ++i) {
     Rollout r = batch[i];
-    r.routes = {};  // recorded experts are the policy's
+    r.recorded_experts = {};  // recorded experts are the policy's
     out.values.emplace_back();
     if (r.response_length() == 0) continue;
     std::vector<Routing> unused;

@@ -24,8 +24,8 @@ struct OracleResult {
 };
 
 // The experts that every token of the rollout is routed to, its last one included; recorded ones where it has some.
-RecordedRoutes routes_of(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
-                         const Rollout& rollout);
+RecordedExperts routes_of(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,
+                          const Rollout& rollout);
 
 // `weights`: flat, float64 or float32. The whole batch is one mini-batch.
 OracleResult oracle(const ModelShape& shape, const ParameterTable& table, const at::Tensor& weights,

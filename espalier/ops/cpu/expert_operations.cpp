@@ -15,11 +15,11 @@ moe::RouterShape shape_of(const at::Tensor& logits_RE, const at::Tensor& choice_
   return {choice_RK.size(0), logits_RE.size(1), choice_RK.size(1), renormalise};
 }
 
-void choose_experts(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, bool renormalise,
+void choose_experts(const at::Tensor& logits_RE, const at::Tensor& given_RK, bool renormalise,
                     const at::Tensor& choice_RK, const at::Tensor& weight_RK) {
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
     moe::choose_experts<T>(shape_of(logits_RE, choice_RK, renormalise), pointer<T>(logits_RE),
-                           pointer<std::int32_t>(recorded_RK), pointer<std::int32_t>(choice_RK),
+                           pointer<std::int32_t>(given_RK), pointer<std::int32_t>(choice_RK),
                            pointer<accumulator_t<T>>(weight_RK));
   });
 }

@@ -77,8 +77,8 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
 }  // namespace
 
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
-                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK) {
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
+                    accumulator_t<T>* weight_RK) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
 #pragma omp parallel if (shape.rows * E > kParallelFrom)
@@ -89,8 +89,8 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int
       std::int32_t* choice = choice_RK + r * k;
       A* weight = weight_RK + r * k;
       softmax(E, logits_RE + r * E, p.data());
-      if (recorded_RK != nullptr && recorded_RK[r * k] >= 0) {
-        std::copy(recorded_RK + r * k, recorded_RK + (r + 1) * k, choice);
+      if (given_RK != nullptr && given_RK[r * k] >= 0) {
+        std::copy(given_RK + r * k, given_RK + (r + 1) * k, choice);
       } else {
         std::copy(p.begin(), p.end(), score.begin());
         take_largest(E, k, score.data(), choice);

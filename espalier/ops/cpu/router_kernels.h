@@ -19,8 +19,8 @@ namespace espalier::moe {
 // Overwrites choice [R, k] (by falling probability) and weight [R, k]. Where recorded [R, k] is given, a row whose
 // first entry is not negative takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
-void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
-                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
+void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
+                    accumulator_t<T>* weight_RK);
 
 // Null pointers: no such penalty.
 struct RowPenalty {

@@ -46,12 +46,12 @@ std::vector<HeapCount> count_steps(const std::string& schedule, DType dtype, con
   const auto model = random_model(shape_of_test(), dtype, 1);
   const TrainingData data(rollouts_of_test(), options);
   model->decoder.reserve_positions(data.longest());
-  Actor actor(*model, options, default_profile("cpu", dtype, 2));
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+  Actor actor(*model, options, default_profile("cpu", dtype, 2), &optimizer);
   std::vector<HeapCount> counts;
   for (int step = 0; step < 4; ++step) {
     testing::start_counting();
-    run_step(actor, optimizer, data.mini_batch(0), false);
+    run_step(actor, data.mini_batch(0), false);
     counts.push_back(testing::stop_counting());
   }
   return counts;

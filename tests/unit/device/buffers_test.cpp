@@ -16,7 +16,7 @@ enum class Stage { begin, middle, end };
 struct ThreeStages : BufferList {
   explicit ThreeStages(DType dtype) : BufferList(element_bytes(dtype)) {
     throughout = add("throughout", 3, 5, Element::activation, Stage::begin, Stage::end);
-    early = add("early", 100, 7, Element::sum, Stage::begin, Stage::middle);
+    early = add("early", 100, 7, Element::accumulator, Stage::begin, Stage::middle);
     in_the_middle = add("in the middle", 10, Buffer::kVector, Element::int32, Stage::middle);
     late = add("late", 50, 2, Element::activation, Stage::end);
     nest(Stage::middle, 1000);
@@ -43,7 +43,7 @@ TEST(Buffers, OnesThatAStackCannotHoldAreRefused) {
   {
     ThreeStages list(DType::float32);
     list.expect_stack();
-    list.add("wrong", 1, 1, Element::sum, first, last);
+    list.add("wrong", 1, 1, Element::accumulator, first, last);
     EXPECT_THROW(HeldBuffers(arena, list, at::kFloat), InternalError);
   }
 }

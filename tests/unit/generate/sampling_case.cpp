@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "espalier/base/random.h"
+#include "espalier/model/path_source.h"
 
 namespace espalier::testing {
 
@@ -35,12 +36,15 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   ModelInput input;
   input.id = ids;
   for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) input.position.push_back(i);
-  input.subtree_end.assign(ids.size(), static_cast<std::int32_t>(ids.size()));
+  const std::vector<std::int32_t> subtree_end(ids.size(), static_cast<std::int32_t>(ids.size()));
+  at::Tensor subtree_end_T;
   input.output_row = input.output_position = input.position;
   ControlBlock block;
   input.add_to(block);
+  block.add(subtree_end, subtree_end_T);
   block.hand_over(arena.device());
-  const DecoderSaved saved = model.decoder.forward(input, path, Keep::nothing, arena);
+  PathSource kv(path, 0, false, subtree_end_T);
+  const DecoderSaved saved = model.decoder.forward({input, kv, arena});
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
     return at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t());

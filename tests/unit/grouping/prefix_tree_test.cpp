@@ -230,12 +230,12 @@ TEST(PrefixTree, AWideForkIsFoundByHash) {
 // [tokens, 1 layer, 1 expert]
 Rollout routed(Ids prompt, Ids response, std::vector<std::uint16_t> experts) {
   Rollout out = rollout(std::move(prompt), std::move(response));
-  out.routes = {static_cast<std::int32_t>(experts.size()), 1, 1, std::move(experts)};
+  out.recorded_experts = {static_cast<std::int32_t>(experts.size()), 1, 1, std::move(experts)};
   return out;
 }
 
 TEST(PrefixTree, TokensWithOtherRecordedExpertsAreOtherTokens) {
-  constexpr std::uint16_t kFree = RecordedRoutes::kFree;
+  constexpr std::uint16_t kFree = RecordedExperts::kFree;
   const Rollout base = routed({1, 2, 3}, {4, 5}, {7, 8, 9, 1});
   EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 6}, {7, 8, 9, 1})}), "0-4(4-5{0} 4-5{1})");
   EXPECT_EQ(built({base, routed({1, 2, 3}, {4, 5}, {7, 8, 6, 1})}), "0-2(2-5{0} 2-5{1})");  // the third prompt token

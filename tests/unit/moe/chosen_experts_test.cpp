@@ -27,7 +27,7 @@ Rollout rollout(std::vector<std::int32_t> prompt, std::vector<std::int32_t> resp
 std::vector<Rollout> batch() { return {rollout({1, 2}, {3}), rollout({1, 2}, {4, 5}), rollout({1, 2}, {3, 6})}; }
 
 using Token = std::array<std::uint16_t, 4>;  // [layers, k]
-constexpr std::uint16_t kFree = RecordedRoutes::kFree;
+constexpr std::uint16_t kFree = RecordedExperts::kFree;
 
 void set(ChosenExperts& chosen, std::int32_t rollout, std::int32_t depth, const Token& experts) {
   std::ranges::copy(experts, chosen.at(rollout, depth));
@@ -79,7 +79,7 @@ TEST(ChosenExperts, ADifferenceCountsChoicesThatBothMadeFreely) {
   EXPECT_EQ(a.difference(b, rollouts).choices, 3);
   EXPECT_EQ(a.difference(b, rollouts).differing, 1);
   EXPECT_DOUBLE_EQ(a.difference(b, rollouts).share(), 1.0 / 3);
-  rollouts[0].routes = {1, 2, 2, {0, 1, 2, 3}};
+  rollouts[0].recorded_experts = {1, 2, 2, {0, 1, 2, 3}};
   EXPECT_EQ(a.difference(b, rollouts).choices, 1);
   EXPECT_EQ(a.difference(b, rollouts).differing, 0);
   EXPECT_EQ(a.difference(b, {}).differing, 1);

@@ -89,7 +89,7 @@ TEST(LoadAccounting, ReportsLossesBeforeTheirCoefficients) {
 
 TEST(LoadAccounting, CountsOfAScorePassServeTheMiniBatchesOfIts) {
   LoadAccounting scored(1, kShape, {3, 4}, {}, true);
-  EXPECT_TRUE(scored.needs_all_rows());
+  EXPECT_TRUE(scored.all_rows_choose());
   EXPECT_FALSE(scored.has_losses());
   scored.add_choices(0, all_rows(), kChoice.data());
   LoadAccounting second(1, kShape, {4}, {0.1, 0, AuxScope::minibatch});
@@ -104,7 +104,7 @@ TEST(LoadAccounting, CountsOfAScorePassServeTheMiniBatchesOfIts) {
 
 TEST(LoadAccounting, WithoutALossOnlyRowsThatPredictRunALastLayer) {
   const LoadAccounting accounting(1, kShape, {3, 4}, {});
-  EXPECT_FALSE(accounting.needs_all_rows());
+  EXPECT_FALSE(accounting.all_rows_choose());
   EXPECT_FALSE(accounting.needs_counts_first());
 }
 

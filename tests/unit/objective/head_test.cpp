@@ -1,5 +1,7 @@
-// The fused head against log_softmax written with plain tensor operations in float64 (the same inputs), and its
-// bookkeeping: scratch bytes, order of the callback, blocks, empty cases. Derivatives: tests/gradcheck/objective.
+// The fused head: values against log_softmax and gradients against torch autograd on the same plain head in float64,
+// lower dtypes by the rule that the error against float64 is at most twice that of the plain head in the same dtype;
+// central differences as a second oracle of the gradients; and its bookkeeping: scratch bytes, order of the callback,
+// blocks, empty cases.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -23,6 +25,7 @@ struct Case {
   at::Tensor hidden, weight;
   std::vector<double> temperature;
   std::vector<HeadEdge> edges;
+  std::vector<double> grad_logprob, grad_entropy;  // of the edges
 
   HeadProblem problem() const {
     ControlBlock block;
@@ -34,47 +37,100 @@ struct Case {
   mutable HeadEdges handed_over = {};
 };
 
-// Rows with 0, 1, 2, 0, 1, 2, ... edges; every second pair of edges repeats its target.
+// Row o has `o % 4` edges (so some rows have none), with repeated targets among them.
 Case make_case(std::int64_t outputs, std::int64_t width, std::int64_t vocabulary, at::ScalarType dtype,
-               double scale = 1) {
+               double scale = 1, bool with_entropy = true) {
   at::manual_seed(1);
   Case made;
   made.hidden = (at::randn({outputs, width}, at::kDouble) * scale).to(dtype);
   made.weight = (at::randn({vocabulary, width}, at::kDouble) / std::sqrt(static_cast<double>(width))).to(dtype);
   for (std::int64_t o = 0; o < outputs; ++o) {
-    made.temperature.push_back(o % 3 == 1 ? 0.7 : 1.0);
-    for (std::int64_t e = 0; e < o % 3; ++e)
-      made.edges.push_back(
-          {static_cast<std::int32_t>(o), static_cast<std::int32_t>((o * 7 + e * (o % 2)) % vocabulary)});
+    made.temperature.push_back(0.7 + 0.15 * static_cast<double>(o % 5));
+    for (std::int64_t e = 0; e < o % 4; ++e)
+      made.edges.push_back({static_cast<std::int32_t>(o), static_cast<std::int32_t>((7 * o + e / 2) % vocabulary)});
+  }
+  const at::Tensor slopes = at::randn({2, static_cast<std::int64_t>(made.edges.size())}, at::kDouble);
+  for (std::size_t e = 0; e < made.edges.size(); ++e) {
+    made.grad_logprob.push_back(slopes[0][e].item<double>());
+    made.grad_entropy.push_back(with_entropy ? slopes[1][e].item<double>() : 0.0);
   }
   return made;
 }
 
-struct Reference {
+at::ScalarType accumulator_of(at::ScalarType dtype) { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
+
+struct Plain {
+  at::Tensor logprob_E, entropy_E;
+};
+
+// With nothing of the code under test: the whole logits in the dtype of hidden and weight, log_softmax, sums.
+Plain plain_head(const Case& made, const at::Tensor& hidden, const at::Tensor& weight) {
+  const at::ScalarType dtype = accumulator_of(hidden.scalar_type());
+  const at::Tensor temperature = at::tensor(made.temperature, at::kDouble).to(dtype).unsqueeze(1);
+  const at::Tensor log_p = at::log_softmax(hidden.mm(weight.t()).to(dtype) / temperature, 1);
+  std::vector<std::int64_t> rows, targets;
+  for (const HeadEdge& edge : made.edges) rows.push_back(edge.output), targets.push_back(edge.target);
+  const at::Tensor row = at::tensor(rows, at::kLong), target = at::tensor(targets, at::kLong);
+  return {log_p.index({row, target}), -(log_p.exp() * log_p).sum(1).index({row})};
+}
+
+struct Values {
   std::vector<double> logprob, entropy;
 };
 
-// In `dtype`, with nothing of the code under test: the whole logits, log_softmax, sums.
-Reference plain_head(const Case& made, at::ScalarType dtype) {
-  const at::Tensor temperature =
-      at::tensor(made.temperature, at::kDouble).to(dtype == at::kBFloat16 ? at::kFloat : dtype).unsqueeze(1);
-  const at::Tensor logits = made.hidden.to(dtype).mm(made.weight.to(dtype).t());
-  const at::Tensor z = (dtype == at::kBFloat16 ? logits.to(at::kFloat) : logits) / temperature;
-  const at::Tensor log_p = at::log_softmax(z, 1);
-  const at::Tensor entropy = -(log_p.exp() * log_p).sum(1);
-  Reference reference;
-  for (const HeadEdge& edge : made.edges) {
-    reference.logprob.push_back(log_p[edge.output][edge.target].to(at::kDouble).item<double>());
-    reference.entropy.push_back(entropy[edge.output].to(at::kDouble).item<double>());
-  }
-  return reference;
+std::vector<double> numbers(const at::Tensor& tensor) {
+  const at::Tensor exact = tensor.to(at::kDouble).contiguous();
+  return {exact.const_data_ptr<double>(), exact.const_data_ptr<double>() + exact.numel()};
 }
 
-Reference fused_head(const Case& made) {
+Values plain_values(const Case& made, at::ScalarType dtype) {
+  const Plain plain = plain_head(made, made.hidden.to(dtype), made.weight.to(dtype));
+  return {numbers(plain.logprob_E), numbers(plain.entropy_E)};
+}
+
+Values fused_values(const Case& made) {
   Arena arena(kArenaBytes);
-  Reference result{std::vector<double>(made.edges.size(), 1e300), std::vector<double>(made.edges.size(), 1e300)};
+  Values result{std::vector<double>(made.edges.size(), 1e300), std::vector<double>(made.edges.size(), 1e300)};
   head_forward(made.problem(), result.logprob, result.entropy, arena);
   return result;
+}
+
+struct Gradients {
+  at::Tensor hidden, weight;  // float64
+};
+
+// Of the values weighed with the slopes of the edges.
+Gradients plain_gradients(const Case& made, at::ScalarType dtype) {
+  const at::Tensor hidden = made.hidden.to(dtype).clone().requires_grad_(true);
+  const at::Tensor weight = made.weight.to(dtype).clone().requires_grad_(true);
+  const Plain plain = plain_head(made, hidden, weight);
+  const at::Tensor by_logprob = at::tensor(made.grad_logprob, at::kDouble).to(accumulator_of(dtype));
+  const at::Tensor by_entropy = at::tensor(made.grad_entropy, at::kDouble).to(accumulator_of(dtype));
+  ((plain.logprob_E * by_logprob).sum() + (plain.entropy_E * by_entropy).sum()).backward();
+  return {hidden.grad().to(at::kDouble), weight.grad().to(at::kDouble)};
+}
+
+Gradients fused_gradients(const Case& made, bool one_pass) {
+  const HeadGradients out = {at::full_like(made.hidden, 1e30),
+                             at::zeros(made.weight.sizes(), accumulator_of(made.hidden.scalar_type()))};
+  Arena arena(kArenaBytes);
+  if (one_pass) {
+    add_head_forward_backward(
+        made.problem(),
+        [&](std::size_t first, std::span<const double> logprob, std::span<const double>, std::span<double> by_logprob,
+            std::span<double> by_entropy) {
+          for (std::size_t e = 0; e < logprob.size(); ++e)
+            by_logprob[e] = made.grad_logprob[first + e], by_entropy[e] = made.grad_entropy[first + e];
+        },
+        out, arena);
+  } else {
+    add_head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
+  }
+  return {out.grad_hidden_OM.to(at::kDouble), out.grad_weight_VM.to(at::kDouble)};
+}
+
+double relative(const at::Tensor& got, const at::Tensor& expected) {
+  return ((got - expected).norm() / expected.norm()).item<double>();
 }
 
 double distance(const std::vector<double>& a, const std::vector<double>& b) {
@@ -86,7 +142,7 @@ double distance(const std::vector<double>& a, const std::vector<double>& b) {
 TEST(FusedHead, Float64AgreesWithLogSoftmax) {
   for (std::int64_t vocabulary : {1, 2, 7, 64, 1023, 1025, 4099}) {
     const Case made = make_case(17, 24, vocabulary, at::kDouble);
-    const Reference expected = plain_head(made, at::kDouble), got = fused_head(made);
+    const Values expected = plain_values(made, at::kDouble), got = fused_values(made);
     for (std::size_t e = 0; e < made.edges.size(); ++e) {
       // Sums of 24 products and of some thousand exponentials, in another order: some dozen units in the last place.
       EXPECT_NEAR(got.logprob[e], expected.logprob[e], 1e-12 * (1 + std::abs(expected.logprob[e]))) << vocabulary;
@@ -99,7 +155,7 @@ TEST(FusedHead, LowerDtypesAreNoWorseThanTwiceThePlainOnes) {
   for (at::ScalarType dtype : {at::kFloat, at::kBFloat16})
     for (double scale : {1.0, 30.0}) {
       const Case made = make_case(60, 96, 1537, dtype, scale);
-      const Reference exact = plain_head(made, at::kDouble), plain = plain_head(made, dtype), got = fused_head(made);
+      const Values exact = plain_values(made, at::kDouble), plain = plain_values(made, dtype), got = fused_values(made);
       EXPECT_LE(distance(got.logprob, exact.logprob), 2 * distance(plain.logprob, exact.logprob)) << dtype << scale;
       EXPECT_LE(distance(got.entropy, exact.entropy), 2 * distance(plain.entropy, exact.entropy)) << dtype << scale;
     }
@@ -114,7 +170,7 @@ TEST(FusedHead, HugeLogitsNeitherOverflowNorLoseTheirDifferences) {
     made.weight.select(0, 1999).fill_(1e4 - 1);
     made.temperature = {1.0};
     made.edges = {{0, 3}, {0, 1999}, {0, 7}};
-    const Reference got = fused_head(made);
+    const Values got = fused_values(made);
     const double log_sum = std::log1p(std::exp(-1.0)), p = 1 / (1 + std::exp(-1.0));
     // 1e4 and 1e4 - 1 are exact in float32; what is left is the error of exp and log near 1.
     const double tolerance = dtype == at::kFloat ? 4e-7 : 1e-15;
@@ -164,8 +220,7 @@ TEST(FusedHead, ScratchIsExactlyWhatWasAnnounced) {
       Arena arena(kArenaBytes);
       const at::Tensor held = arena.take({3}, at::kFloat);
       const std::int64_t before = arena.in_use(), announced = announced_bytes(outputs, vocabulary, width, dtype);
-      const HeadGradients out = {at::empty_like(made.hidden),
-                                 at::zeros({vocabulary, width}, dtype == at::kDouble ? at::kDouble : at::kFloat)};
+      const HeadGradients out = {at::empty_like(made.hidden), at::zeros({vocabulary, width}, accumulator_of(dtype))};
       std::vector<double> series(made.edges.size());
       add_head_backward(made.problem(), series, series, out, arena);
       EXPECT_EQ(arena.high_water() - before, announced) << dtype << " " << outputs;
@@ -188,7 +243,7 @@ TEST(FusedHead, BlocksShrinkWithTheVocabularyAndJoinSeamlessly) {
   Case made = make_case(outputs, width, vocabulary, at::kFloat);
   made.edges.clear();
   for (std::int32_t o : {0, 166, 167, 169}) made.edges.push_back({o, 99999 - o});
-  const Reference got = fused_head(made);
+  const Values got = fused_values(made);
   for (std::size_t e = 0; e < made.edges.size(); ++e) {
     const HeadEdge edge = made.edges[e];
     const at::Tensor raw = made.weight.to(at::kDouble).mv(made.hidden[edge.output].to(at::kDouble));
@@ -202,7 +257,7 @@ TEST(FusedHead, BlocksShrinkWithTheVocabularyAndJoinSeamlessly) {
 
 TEST(FusedHead, AsksForGradientsOnceABlockInEdgeOrderOnTheCallersThread) {
   const Case made = make_case(300, 8, 33, at::kFloat);
-  const Reference expected = fused_head(made);
+  const Values expected = fused_values(made);
   Arena arena(kArenaBytes);
   const HeadGradients out = {at::empty_like(made.hidden), at::zeros_like(made.weight)};
   std::vector<double> logprob, entropy;
@@ -250,6 +305,91 @@ TEST(FusedHead, RefusesEdgesOutOfOrderOrOfRange) {
   EXPECT_THROW(head_forward(made.problem(), series, series, arena), InternalError);
   made.edges = {{1, 0}, {3, 0}};
   EXPECT_THROW(head_forward(made.problem(), series, series, arena), InternalError);
+}
+
+TEST(HeadGradient, Float64AgreesWithAutograd) {
+  for (std::int64_t vocabulary : {3, 64, 1031})
+    for (bool with_entropy : {false, true})
+      for (bool one_pass : {false, true}) {
+        const Case made = make_case(23, 16, vocabulary, at::kDouble, 2, with_entropy);
+        const Gradients expected = plain_gradients(made, at::kDouble), got = fused_gradients(made, one_pass);
+        EXPECT_LT(relative(got.hidden, expected.hidden), 1e-12) << vocabulary << with_entropy << one_pass;
+        EXPECT_LT(relative(got.weight, expected.weight), 1e-12) << vocabulary << with_entropy << one_pass;
+        EXPECT_EQ(got.hidden[0].abs().max().item<double>(), 0.0);  // a row without edges is overwritten with zeros
+      }
+}
+
+TEST(HeadGradient, LowerDtypesAreNoWorseThanTwiceThePlainOnes) {
+  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16})
+    for (bool with_entropy : {false, true}) {
+      const Case made = make_case(80, 64, 1537, dtype, 2, with_entropy);
+      const Gradients exact = plain_gradients(made, at::kDouble), plain = plain_gradients(made, dtype);
+      const Gradients got = fused_gradients(made, true);
+      EXPECT_LE(relative(got.hidden, exact.hidden), 2 * relative(plain.hidden, exact.hidden)) << dtype << with_entropy;
+      EXPECT_LE(relative(got.weight, exact.weight), 2 * relative(plain.weight, exact.weight)) << dtype << with_entropy;
+    }
+}
+
+TEST(HeadGradient, SeveralBlocksAndWideBfloat16RunsJoin) {
+  {
+    const Case made = make_case(600, 8, 37, at::kDouble, 2);  // three blocks of 256 rows
+    const Gradients expected = plain_gradients(made, at::kDouble), got = fused_gradients(made, true);
+    EXPECT_LT(relative(got.hidden, expected.hidden), 1e-12);
+    EXPECT_LT(relative(got.weight, expected.weight), 1e-12);
+  }
+  const Case made = make_case(9, 1024, 5001, at::kBFloat16, 2);  // 16 MiB hold 4096 of 5001 widened rows
+  const Gradients exact = plain_gradients(made, at::kDouble), got = fused_gradients(made, true);
+  // grad_hidden is rounded once to bfloat16 (2^-9); grad_weight stays in float32.
+  EXPECT_LT(relative(got.hidden, exact.hidden), 1.0 / 512);
+  EXPECT_LT(relative(got.weight, exact.weight), 1e-5);
+}
+
+TEST(HeadGradient, WeightGradientIsAddedTo) {
+  const Case made = make_case(12, 8, 37, at::kDouble, 2);
+  const Gradients once = fused_gradients(made, false);
+  const HeadGradients out = {at::empty_like(made.hidden), at::ones(made.weight.sizes(), at::kDouble)};
+  Arena arena(kArenaBytes);
+  for (int time = 0; time < 2; ++time)
+    add_head_backward(made.problem(), made.grad_logprob, made.grad_entropy, out, arena);
+  EXPECT_LT(relative(out.grad_weight_VM, 1 + 2 * once.weight), 1e-14);
+}
+
+TEST(HeadGradient, AgreesWithCentralDifferences) {
+  Case made = make_case(6, 5, 11, at::kDouble, 2);
+  const Gradients got = fused_gradients(made, false);
+  const auto loss = [&] {
+    const Values values = fused_values(made);
+    double sum = 0;
+    for (std::size_t e = 0; e < made.edges.size(); ++e)
+      sum += made.grad_logprob[e] * values.logprob[e] + made.grad_entropy[e] * values.entropy[e];
+    return sum;
+  };
+  const double step = 1e-5;  // error h^2 f''' / 6 + 2^-53 |f| / h: about 1e-9
+  for (const auto& [input, gradient] : {std::pair{made.hidden, got.hidden}, std::pair{made.weight, got.weight}})
+    for (std::int64_t k = 0; k < input.numel(); ++k) {
+      double& x = input.mutable_data_ptr<double>()[k];
+      const double before = x;
+      x = before + step;
+      const double above = loss();
+      x = before - step;
+      const double below = loss();
+      x = before;
+      EXPECT_NEAR(gradient.const_data_ptr<double>()[k], (above - below) / (2 * step), 1e-7);
+    }
+}
+
+TEST(HeadGradient, HugeLogitsGiveFiniteGradients) {
+  for (at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    Case made = make_case(8, 16, 101, dtype, 2);
+    made.hidden.mul_(1e4);
+    const Gradients got = fused_gradients(made, true);
+    EXPECT_TRUE(got.hidden.isfinite().all().item<bool>());
+    EXPECT_TRUE(got.weight.isfinite().all().item<bool>());
+    const Gradients expected = plain_gradients(made, at::kDouble);
+    if (dtype == at::kDouble) {
+      EXPECT_LT(relative(got.weight, expected.weight), 1e-9);  // logits of 1e5 carry 1e5 * 2^-53
+    }
+  }
 }
 
 }  // namespace

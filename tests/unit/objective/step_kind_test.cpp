@@ -51,14 +51,14 @@ TEST(StepKind, RouterLossesAskForAllRowsAndACountingPass) {
   ModelShape moe;
   moe.experts = 4, moe.experts_per_token = 2;
   Options options;
-  EXPECT_FALSE(step_kind_of(options, moe, {}).all_routed);
+  EXPECT_FALSE(step_kind_of(options, moe, {}).all_rows_choose);
   options.router_z_loss_coef = 0.1;
-  EXPECT_TRUE(step_kind_of(options, moe, {}).all_routed);
+  EXPECT_TRUE(step_kind_of(options, moe, {}).all_rows_choose);
   EXPECT_FALSE(step_kind_of(options, moe, {}).counting_pass);
   options.router_aux_loss_coef = 0.1, options.router_aux_loss_scope = AuxScope::minibatch;
   EXPECT_TRUE(step_kind_of(options, moe, {}).counting_pass);
   EXPECT_FALSE(step_kind_of(options, moe, {}, true).counting_pass);
-  EXPECT_FALSE(step_kind_of(options, {}, {}).all_routed);  // a dense model
+  EXPECT_FALSE(step_kind_of(options, {}, {}).all_rows_choose);  // a dense model
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 
 #include "espalier/base/json.h"
 #include "espalier/objective/objective.h"
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "tests/support/source_dir.h"
 

@@ -30,7 +30,7 @@ TEST(Choices, EveryWordNamesItsValue) {
   expect_every_word_names_its_value<DType>("dtype");
   expect_every_word_names_its_value<SaveDType>("save-dtype");
   expect_every_word_names_its_value<Schedule>("schedule");
-  expect_every_word_names_its_value<TrunkState>("trunk-state");
+  expect_every_word_names_its_value<SavedState>("trunk-state");
   expect_every_word_names_its_value<ShareMode>("share");
   expect_every_word_names_its_value<Estimator>("adv-estimator");
   expect_every_word_names_its_value<PolicyLoss>("policy-loss");
@@ -38,6 +38,15 @@ TEST(Choices, EveryWordNamesItsValue) {
   expect_every_word_names_its_value<KlLossType>("kl-loss-type");
   expect_every_word_names_its_value<RolloutCorrection>("rollout-is");
   expect_every_word_names_its_value<AuxScope>("router-aux-loss-scope");
+}
+
+TEST(Choices, ARowMayTakeSomeOfTheWordsOfItsType) {
+  Options options;
+  set_option(options, "wave-state", "recompute");
+  EXPECT_EQ(options.wave_state, SavedState::recompute);
+  EXPECT_THROW(set_option(options, "wave-state", "offload"), OptionError);
+  EXPECT_THROW(set_option(options, "wave-state", "nonsense"), OptionError);
+  EXPECT_EQ(options.wave_state, SavedState::recompute);
 }
 
 TEST(Choices, TheEmptyWordIsNotOffered) {

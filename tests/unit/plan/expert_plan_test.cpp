@@ -59,14 +59,14 @@ TEST(ExpertPlan, FlopsAreThoseOfASumByHand) {
 
 TEST(ExpertPlan, SavedBytesAreThoseOfASumByHand) {
   const ModelShape shape = published_shape();
-  const ActivationBytes bytes(shape, DType::bfloat16), routed(shape, DType::bfloat16, {.all_routed = true});
+  const ActivationBytes bytes(shape, DType::bfloat16), routed(shape, DType::bfloat16, {.all_rows_choose = true});
   const std::int64_t T = 4096, outputs = 3 * 2 * 2048 + 4, stream = 2 * 2048;
   const Work all = work_of_depths(0, T, true), prompt = work_of_depths(0, T, false);
-  EXPECT_EQ(bytes.saved(all, TrunkState::keep), T * (48 * (stream + kKeyValueBytes + kRest) + outputs));
-  EXPECT_EQ(bytes.saved(prompt, TrunkState::keep), T * (48 * (stream + kKeyValueBytes) + 47 * kRest));
-  EXPECT_EQ(bytes.saved(prompt, TrunkState::recompute), T * 48 * stream);
+  EXPECT_EQ(bytes.saved(all, SavedState::keep), T * (48 * (stream + kKeyValueBytes + kRest) + outputs));
+  EXPECT_EQ(bytes.saved(prompt, SavedState::keep), T * (48 * (stream + kKeyValueBytes) + 47 * kRest));
+  EXPECT_EQ(bytes.saved(prompt, SavedState::recompute), T * 48 * stream);
   // With a router loss the last layer runs the prompt too, and leaves a stream behind it.
-  EXPECT_EQ(routed.saved(prompt, TrunkState::keep), T * (48 * (stream + kKeyValueBytes + kRest) + stream));
+  EXPECT_EQ(routed.saved(prompt, SavedState::keep), T * (48 * (stream + kKeyValueBytes + kRest) + stream));
 }
 
 TEST(ExpertPlan, PhasesOfAStepArePredictedFromTheConfigurationAlone) {
@@ -74,7 +74,7 @@ TEST(ExpertPlan, PhasesOfAStepArePredictedFromTheConfigurationAlone) {
   const std::vector<Rollout> batch = testing::group_of(4097, 1024, 16);
   PlanOptions options;
   options.dtype = DType::bfloat16;
-  options.schedule = Schedule::phased, options.token_budget = 8192, options.trunk_state = TrunkState::keep;
+  options.schedule = Schedule::phased, options.token_budget = 8192, options.trunk_state = SavedState::keep;
   const StepPlan plan = make_plan(batch, build_prefix_trees(batch, ShareMode::whole_trees), shape, options,
                                   default_profile("cuda", DType::bfloat16, 1));
   EXPECT_EQ(plan.trunk_rows, 4096);
@@ -83,7 +83,7 @@ TEST(ExpertPlan, PhasesOfAStepArePredictedFromTheConfigurationAlone) {
   // Weights 2, gradients 4, moments 8, masters 4 bytes a parameter; 96 KiB of keys and values a token, and twice that
   // for their gradients.
   const double held = 18.0 * 30'532'122'624 + 4096 * 3.0 * 96 * 1024;
-  const double trunk = static_cast<double>(bytes.saved(work_of_depths(0, 4096, false), TrunkState::keep));
+  const double trunk = static_cast<double>(bytes.saved(work_of_depths(0, 4096, false), SavedState::keep));
   const double wave = plan.max_rows * 48.0 * static_cast<double>(2 * 2048 + kKeyValueBytes + kRest);
   const double a = static_cast<double>(plan.chosen.bytes.a), b = static_cast<double>(plan.chosen.bytes.b),
                c = static_cast<double>(plan.chosen.bytes.c);

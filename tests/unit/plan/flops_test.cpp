@@ -12,10 +12,10 @@ namespace {
 
 // Multiply-adds of every matrix product of one forward, layer by layer, times two.
 double forward_by_hand(const ModelShape& s, double T, double O, double pairs, double output_pairs,
-                       bool all_routed = false) {
+                       bool all_rows_choose = false) {
   double madds = 0, attention = 0;
   for (std::int64_t layer = 0; layer < s.layers; ++layer) {
-    const bool last = layer == s.layers - 1 && !(all_routed && s.expert_layer[layer]);
+    const bool last = layer == s.layers - 1 && !(all_rows_choose && s.expert_layer[layer]);
     const double rows = last ? O : T;
     madds += rows * s.hidden * s.heads * s.head_dim;      // q
     madds += 2 * T * s.hidden * s.kv_heads * s.head_dim;  // k, v
@@ -44,19 +44,20 @@ TEST(Flops, EqualTheCountByHand) {
     EXPECT_EQ(forward.experts > 0, shape.experts > 0);
     EXPECT_DOUBLE_EQ(backward.head, 2 * forward.head);
     EXPECT_DOUBLE_EQ(backward.attention, 2.5 * forward.attention);
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, false).total(), forward.total() + backward.total());
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, true).total() - step_flops(shape, work, {}, false).total(),
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, SavedState::keep).total(), forward.total() + backward.total());
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {}, SavedState::recompute).total() -
+                         step_flops(shape, work, {}, SavedState::keep).total(),
                      forward.layers + forward.experts + forward.attention);
     // Router losses: a last layer of experts runs all rows.
     const double routed_by_hand = forward_by_hand(shape, 1000, 300, 700000, 250000, true);
     EXPECT_NEAR(forward_flops(shape, work, true).total() / routed_by_hand, 1, 1e-13);
-    EXPECT_NEAR(step_flops(shape, work, {.all_routed = true, .counting_pass = true}, false).total() /
+    EXPECT_NEAR(step_flops(shape, work, {.all_rows_choose = true, .counting_pass = true}, SavedState::keep).total() /
                     (forward_flops(shape, work, true).total() + backward_flops(shape, work, true).total() +
                      recompute_flops(shape, work, true).total()),
                 1, 1e-13);
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.gradients = false}, false).total(), forward.total());
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.gradients = false}, SavedState::keep).total(), forward.total());
     // A loss of whole rollouts needs log-probs before any gradient: the head's logits are made twice.
-    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.whole_rollout = true}, false).head, 4 * forward.head);
+    EXPECT_DOUBLE_EQ(step_flops(shape, work, {.whole_rollout = true}, SavedState::keep).head, 4 * forward.head);
   }
 }
 

@@ -35,10 +35,10 @@ StepPlan plan_of(const FrontierCell& cell, std::int64_t prompt, std::int64_t res
                  const ModelShape& shape) {
   options.must_fit = false;
   options.schedule = cell.way == "dense" ? Schedule::dense : cell.way == "packed" ? Schedule::packed : Schedule::phased;
-  options.trunk_state = cell.way == "phased, keep"        ? TrunkState::keep
-                        : cell.way == "phased, recompute" ? TrunkState::recompute
-                        : cell.way == "phased, offload"   ? TrunkState::offload
-                                                          : TrunkState::automatic;
+  options.trunk_state = cell.way == "phased, keep"        ? SavedState::keep
+                        : cell.way == "phased, recompute" ? SavedState::recompute
+                        : cell.way == "phased, offload"   ? SavedState::offload
+                                                          : SavedState::automatic;
   if (cell.way == "dense") options.token_budget = prompt + response;
   if (cell.way == "packed") options.token_budget = prompt + cell.n * response;
   return planned(group_of(static_cast<std::int32_t>(prompt), static_cast<std::int32_t>(response),

@@ -62,7 +62,7 @@ TEST(MemoryModel, OfAGpuHoldsItsContext) {
   EXPECT_EQ(gpu.model(), cpu.model());
   EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4 + 1000 * 96 + (14 << 10));
   const Work work = work_of_depths(0, 256, true);
-  EXPECT_LE(gpu.backward_peak(work, TrunkState::keep, true), cpu.backward_peak(work, TrunkState::keep, true));
+  EXPECT_LE(gpu.backward_peak(work, SavedState::keep, true), cpu.backward_peak(work, SavedState::keep, true));
 }
 
 TEST(MemoryModel, HoldsTheCodeOfBfloat16Products) {
@@ -82,24 +82,24 @@ TEST(MemoryModel, SavedBytesAreThoseOfMathematics10) {
   const std::int64_t T = 64, M = 64, HD = 64, JD = 32, F = 96, H = 4;
   const std::int64_t layer = T * 4 * (2 * M + 2 * HD + 2 * JD + 2 * F + H + 2), outputs = T * 4 * (3 * M + 1);
   const Work all{T, 0, T, 0}, none{T, 0, 0, 0};
-  EXPECT_EQ(bytes.saved(all, TrunkState::keep), 3 * layer + outputs);
-  EXPECT_EQ(bytes.saved(none, TrunkState::recompute), 3 * T * M * 4);
-  EXPECT_EQ(ActivationBytes(s, DType::float32, {.gradients = false}).saved(all, TrunkState::keep), T * 4 * (2 * M + 1));
+  EXPECT_EQ(bytes.saved(all, SavedState::keep), 3 * layer + outputs);
+  EXPECT_EQ(bytes.saved(none, SavedState::recompute), 3 * T * M * 4);
+  EXPECT_EQ(ActivationBytes(s, DType::float32, {.gradients = false}).saved(all, SavedState::keep), T * 4 * (2 * M + 1));
 }
 
 TEST(MemoryModel, WalkFollowsTheStack) {
   const ActivationBytes bytes(testing::tiny_shape(), DType::float32);
   const Work trunk = work_of_depths(0, 640, false), small = work_of_depths(640, 704, true);
   PeakWalk keep(bytes), drop(bytes), alone(bytes);
-  for (auto [walk, kept] : {std::pair(&keep, TrunkState::keep), std::pair(&drop, TrunkState::recompute)}) {
+  for (auto [walk, kept] : {std::pair(&keep, SavedState::keep), std::pair(&drop, SavedState::recompute)}) {
     const std::int64_t open = walk->open_trunk(trunk, kept, 0);
     EXPECT_EQ(open, bytes.saved(trunk, kept));
-    walk->wave(small, TrunkState::keep, open);
+    walk->wave(small, SavedState::keep, open);
     walk->close_trunk(trunk, kept, 0);
   }
-  alone.wave(small, TrunkState::keep, 0);
-  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, TrunkState::keep));
-  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, TrunkState::recompute));
+  alone.wave(small, SavedState::keep, 0);
+  EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, SavedState::keep));
+  EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, SavedState::recompute));
   EXPECT_LT(drop.peaks(0).a, keep.peaks(0).a);
   EXPECT_EQ(alone.peaks(1000).a, 0);
   EXPECT_EQ(alone.peaks(1000).b - alone.peaks(0).b, 1000);
@@ -112,7 +112,7 @@ TEST(MemoryModel, ForwardOnlyHoldsOneLayerAtATime) {
   deep.expert_layer.assign(30, 0);
   const StepKind score{.gradients = false, .optimizer = false};
   const ActivationBytes shallow(testing::tiny_shape(), DType::float32, score), bytes(deep, DType::float32, score);
-  EXPECT_EQ(shallow.forward_peak(wave, TrunkState::keep, true), bytes.forward_peak(wave, TrunkState::keep, true));
+  EXPECT_EQ(shallow.forward_peak(wave, SavedState::keep, true), bytes.forward_peak(wave, SavedState::keep, true));
 }
 
 TEST(CostModel, SmallSetsRunAtALowerRate) {
@@ -120,7 +120,7 @@ TEST(CostModel, SmallSetsRunAtALowerRate) {
   const CostModel model(testing::llama_3_8b(), profile, DType::float32);
   double before = 1e300;
   for (std::int64_t rows : {1, 8, 64, 512, 4096}) {
-    const double per_row = model.seconds(work_of_depths(0, rows, false), false) / static_cast<double>(rows);
+    const double per_row = model.seconds(work_of_depths(0, rows, false), SavedState::keep) / static_cast<double>(rows);
     EXPECT_LT(per_row, before * 1.05) << rows;  // attention per row grows with the depth
     before = per_row;
   }
@@ -134,7 +134,7 @@ TEST(CostModel, MoreRowsNeverTakeLess) {
       const CostModel model(shape, default_profile(device, DType::float32, 2), DType::float32);
       double before = 0;
       for (std::int64_t rows = 1; rows < 6000; ++rows) {
-        const double seconds = model.seconds(work_of_depths(0, rows, true), false);
+        const double seconds = model.seconds(work_of_depths(0, rows, true), SavedState::keep);
         ASSERT_GE(seconds, before) << device << " " << rows;
         before = seconds;
       }
@@ -152,7 +152,7 @@ TEST(CostModel, ExpertProductsRunAtTheRateOfOneExpertsRows) {
   const Work work{1024, 0, 0, 0};
   const Flops flops = forward_flops(shape, work);
   EXPECT_GT(flops.experts, flops.layers);
-  EXPECT_NEAR(CostModel(shape, profile, DType::float32, forward).seconds(work, false),
+  EXPECT_NEAR(CostModel(shape, profile, DType::float32, forward).seconds(work, SavedState::keep),
               flops.layers / 9e10 + flops.experts / 3e10, 1e-9 * flops.experts / 3e10);
 }
 
@@ -175,8 +175,8 @@ TEST(CostModel, WavesOfExpertModelsAreLarger) {
 TEST(CostModel, RecomputeCostsAForwardMore) {
   const CostModel model(testing::tiny_shape(), testing::test_profile(), DType::float32);
   const Work work = work_of_depths(0, 500, false);
-  EXPECT_GT(model.seconds(work, true), 1.2 * model.seconds(work, false));
-  EXPECT_LT(model.seconds(work, true), 1.5 * model.seconds(work, false));
+  EXPECT_GT(model.seconds(work, SavedState::recompute), 1.2 * model.seconds(work, SavedState::keep));
+  EXPECT_LT(model.seconds(work, SavedState::recompute), 1.5 * model.seconds(work, SavedState::keep));
 }
 
 TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
@@ -184,11 +184,12 @@ TEST(CostModel, PartsAreFittedOneByOneAndAddUp) {
   const ModelShape shape = testing::llama_3_8b();
   const Work work = work_of_depths(100, 900, true);
   const CostModel plain(shape, profile, DType::float32);
-  const CostParts parts = plain.parts(work, true);
+  const CostParts parts = plain.parts(work, SavedState::recompute);
   for (const double part : {parts.products, parts.attention, parts.rows, parts.head}) EXPECT_GT(part, 0);
-  EXPECT_DOUBLE_EQ(plain.seconds(work, true), parts.products + parts.attention + parts.rows + parts.head);
+  EXPECT_DOUBLE_EQ(plain.seconds(work, SavedState::recompute),
+                   parts.products + parts.attention + parts.rows + parts.head);
   profile.fit = {2, 3, 5, 7};
-  EXPECT_DOUBLE_EQ(CostModel(shape, profile, DType::float32).seconds(work, true),
+  EXPECT_DOUBLE_EQ(CostModel(shape, profile, DType::float32).seconds(work, SavedState::recompute),
                    2 * parts.products + 3 * parts.attention + 5 * parts.rows + 7 * parts.head);
 }
 

@@ -22,7 +22,7 @@ using testing::planned;
 constexpr Schedule kSchedules[] = {Schedule::automatic, Schedule::dense, Schedule::packed, Schedule::phased};
 constexpr ShareMode kShares[] = {ShareMode::whole_trees, ShareMode::prompts, ShareMode::off};
 
-PlanOptions with(Schedule schedule, std::int64_t budget, TrunkState state = TrunkState::automatic) {
+PlanOptions with(Schedule schedule, std::int64_t budget, SavedState state = SavedState::automatic) {
   PlanOptions options;
   options.schedule = schedule;
   options.token_budget = budget;
@@ -87,7 +87,7 @@ TEST(Planner, EveryPlanIsValid) {
       const std::vector<PrefixTree> trees = build_prefix_trees(batch, share);
       for (Schedule schedule : kSchedules)
         for (std::int64_t budget : budgets)
-          for (TrunkState state : {TrunkState::keep, TrunkState::recompute}) {
+          for (SavedState state : {SavedState::keep, SavedState::recompute}) {
             SCOPED_TRACE(text_of("seed ", seed, " share ", static_cast<int>(share), " ", name_of(schedule), " budget ",
                                  budget, " ", name_of(state)));
             const StepPlan plan =
@@ -297,7 +297,7 @@ TEST(Planner, DenseFlopsAreThoseOfTheRolloutsOneByOne) {
       if (t >= 0 && t < rollout.response_length() && rollout.loss_mask[t])
         work.outputs += 1, work.output_pairs += d + 1;
     }
-    expected += step_flops(shape, work, {}, false).total();
+    expected += step_flops(shape, work, {}, SavedState::keep).total();
   }
   EXPECT_NEAR(planned(batch, with(Schedule::dense, 1000)).chosen.flops / expected, 1, 1e-12);
 }
@@ -333,16 +333,16 @@ TEST(Planner, KeepsWhatFitsWhenSomethingDoesNot) {
   std::vector<Rollout> batch = group_of(3000, 100, 8);
   for (const Rollout& other : group_of(600, 100, 8, 100000)) batch.push_back(other);
   PlanOptions options = with(Schedule::phased, 700);
-  options.trunk_state = TrunkState::keep;
+  options.trunk_state = SavedState::keep;
   const std::int64_t keep = planned(batch, options).chosen.bytes.peak();
-  options.trunk_state = TrunkState::recompute;
+  options.trunk_state = SavedState::recompute;
   const std::int64_t recompute = planned(batch, options).chosen.bytes.peak();
   ASSERT_LT(recompute, keep);
-  options.trunk_state = TrunkState::automatic;
+  options.trunk_state = SavedState::automatic;
   options.memory_budget = (keep + recompute) / 2;
   const StepPlan plan = planned(batch, options);
   validate(plan, batch);
-  std::set<TrunkState> states;
+  std::set<SavedState> states;
   for (const PlanItem& item : plan.items) states.insert(item.state);
   EXPECT_EQ(states.size(), 2u);  // the long tree is recomputed, the short one kept
 }
@@ -369,7 +369,7 @@ TEST(Planner, OptionsOfAPlanAreReadFromTheOptions) {
   options.token_budget = 77;
   options.dtype = "bfloat16";
   const PlanOptions out = plan_options_of(options);
-  EXPECT_EQ(out.trunk_state, TrunkState::recompute);
+  EXPECT_EQ(out.trunk_state, SavedState::recompute);
   EXPECT_EQ(out.schedule, Schedule::phased);
   EXPECT_EQ(out.memory_budget, std::int64_t{2} << 30);
   EXPECT_EQ(out.token_budget, 77);

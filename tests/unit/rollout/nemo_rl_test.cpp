@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "tests/support/source_dir.h"
 #include "tests/unit/rollout/expect_error.h"

@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include "espalier/rollout/line_reader.h"
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/recorded_experts.h"
 #include "tests/support/source_dir.h"
 #include "tests/unit/rollout/expect_error.h"
 
@@ -194,25 +194,25 @@ TEST(Reader, RefusesSeriesOfAnotherLength) {
 
 TEST(Reader, ReadsRecordedExperts) {
   const Rollout all = read_one(with(R"("routed_experts":[[[5,1],[0,2]],[[3,4],[7,6]],[[0,1],[2,3]]])"));
-  EXPECT_EQ(all.routes.tokens, 3);
-  EXPECT_EQ(all.routes.layers, 2);
-  EXPECT_EQ(all.routes.chosen, 2);
-  const auto second = all.route_at(1);
+  EXPECT_EQ(all.recorded_experts.tokens, 3);
+  EXPECT_EQ(all.recorded_experts.layers, 2);
+  EXPECT_EQ(all.recorded_experts.chosen, 2);
+  const auto second = all.experts_at(1);
   EXPECT_EQ(std::vector<std::uint16_t>(second.begin(), second.end()), (std::vector<std::uint16_t>{3, 4, 7, 6}));
-  RecordedRoutes sorted = all.routes;
-  sort_routes(sorted);
+  RecordedExperts sorted = all.recorded_experts;
+  sort_recorded_experts(sorted);
   EXPECT_EQ(sorted.ids, (std::vector<std::uint16_t>{1, 5, 0, 2, 3, 4, 6, 7, 0, 1, 2, 3}));
   // Engines do not run the last token; null: a token without a record, also before the first one.
   const Rollout some = read_one(with(R"("routed_experts":[null,[[3,4],[7,6]]])"));
-  EXPECT_EQ(some.routes.tokens, 2);
-  EXPECT_TRUE(some.route_at(0).empty());
-  EXPECT_EQ(some.route_at(1).size(), 4u);
-  EXPECT_TRUE(some.route_at(2).empty());
+  EXPECT_EQ(some.recorded_experts.tokens, 2);
+  EXPECT_TRUE(some.experts_at(0).empty());
+  EXPECT_EQ(some.experts_at(1).size(), 4u);
+  EXPECT_TRUE(some.experts_at(2).empty());
   // Zeros in every layer are padding, but not where there is one expert a layer.
-  EXPECT_TRUE(read_one(with(R"("routed_experts":[[[3,4],[7,6]],[[0,0],[0,0]]])")).route_at(1).empty());
-  EXPECT_EQ(read_one(with(R"("routed_experts":[[[0]],[[0]]])")).route_at(1).size(), 1u);
+  EXPECT_TRUE(read_one(with(R"("routed_experts":[[[3,4],[7,6]],[[0,0],[0,0]]])")).experts_at(1).empty());
+  EXPECT_EQ(read_one(with(R"("routed_experts":[[[0]],[[0]]])")).experts_at(1).size(), 1u);
   for (const char* none : {"null", "[]", "[null,null]", "[[[0,0]],[[0,0]]]"})
-    EXPECT_EQ(read_one(with(std::string(R"("routed_experts":)") + none)).routes.tokens, 0) << none;
+    EXPECT_EQ(read_one(with(std::string(R"("routed_experts":)") + none)).recorded_experts.tokens, 0) << none;
 }
 
 TEST(Reader, RefusesRecordedExpertsOfAnotherShape) {

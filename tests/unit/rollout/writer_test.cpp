@@ -53,10 +53,10 @@ void expect_same(const Rollout& a, const Rollout& b) {
   EXPECT_EQ(a.group, b.group);
   EXPECT_EQ(a.carried, b.carried);
   EXPECT_EQ(a.index, b.index);
-  EXPECT_EQ(a.routes.tokens, b.routes.tokens);
-  EXPECT_EQ(a.routes.layers, b.routes.layers);
-  EXPECT_EQ(a.routes.chosen, b.routes.chosen);
-  EXPECT_EQ(a.routes.ids, b.routes.ids);
+  EXPECT_EQ(a.recorded_experts.tokens, b.recorded_experts.tokens);
+  EXPECT_EQ(a.recorded_experts.layers, b.recorded_experts.layers);
+  EXPECT_EQ(a.recorded_experts.chosen, b.recorded_experts.chosen);
+  EXPECT_EQ(a.recorded_experts.ids, b.recorded_experts.ids);
 }
 
 TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
@@ -65,9 +65,10 @@ TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
     std::vector<Rollout> rollouts = testing::make_rollouts(testing::any_options(seed), seed);
     rollouts[0].carried = R"({"id":12345678901234567890123,"meta":{"x": [1, 2.50]},"colour":"b\u006cue"})";
     rollouts.back().token_divisor = 1.0 / 7;
-    constexpr std::uint16_t kFree = RecordedRoutes::kFree;
-    if (rollouts[0].length() == 3) rollouts[0].routes = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
-    if (rollouts[0].length() == 4) rollouts[0].routes = {3, 1, 1, {kFree, 65534, 0}};
+    constexpr std::uint16_t kFree = RecordedExperts::kFree;
+    if (rollouts[0].length() == 3)
+      rollouts[0].recorded_experts = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
+    if (rollouts[0].length() == 4) rollouts[0].recorded_experts = {3, 1, 1, {kFree, 65534, 0}};
     const std::string file = path(seed % 2 ? "a.jsonl" : "a.jsonl.gz");
     testing::write_jsonl(file, rollouts);
     const RolloutFile back = read_rollouts({file});

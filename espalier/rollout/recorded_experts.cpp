@@ -1,4 +1,4 @@
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/recorded_experts.h"
 
 #include <algorithm>
 
@@ -10,9 +10,9 @@ namespace {
 namespace ondemand = simdjson::ondemand;
 
 // Reads one field; `at` names the element that an error is about.
-class RouteReader {
+class RecordedExpertsReader {
  public:
-  RouteReader(const RecordPlace& place, std::string_view field, RecordedRoutes& out)
+  RecordedExpertsReader(const RecordPlace& place, std::string_view field, RecordedExperts& out)
       : place_(place), field_(field), out_(out) {}
 
   void read(JsonValue value) {
@@ -21,7 +21,7 @@ class RouteReader {
       if (is_null(token)) return add_free();
       read_token(token, text_of(field_, "[", t, "]"));
     });
-    if (std::ranges::all_of(out_.ids, [](std::uint16_t id) { return id == RecordedRoutes::kFree; })) out_ = {};
+    if (std::ranges::all_of(out_.ids, [](std::uint16_t id) { return id == RecordedExperts::kFree; })) out_ = {};
   }
 
  private:
@@ -40,7 +40,7 @@ class RouteReader {
   std::size_t width() const { return static_cast<std::size_t>(out_.layers) * static_cast<std::size_t>(out_.chosen); }
 
   // Before the first record nobody knows how wide one is.
-  void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedRoutes::kFree); }
+  void add_free() { out_.ids.resize(out_.ids.size() + width(), RecordedExperts::kFree); }
 
   // Experts of a layer are distinct, so zeros throughout are what a writer puts where it has nothing.
   bool is_padding() const {
@@ -57,7 +57,7 @@ class RouteReader {
     if (out_.ids.empty()) {
       if (token_.empty()) throw place_.wrong(at, "at least one layer", "an empty list");
       out_.layers = layers;
-      out_.ids.assign(static_cast<std::size_t>(out_.tokens - 1) * width(), RecordedRoutes::kFree);
+      out_.ids.assign(static_cast<std::size_t>(out_.tokens - 1) * width(), RecordedExperts::kFree);
     }
     if (layers != out_.layers)
       throw place_.wrong(at, text_of(out_.layers, " layers, as in the tokens before"), text_of(layers));
@@ -69,8 +69,8 @@ class RouteReader {
     const auto begin = static_cast<std::ptrdiff_t>(token_.size());
     for_each(layer, at, "a list of experts", [&](JsonValue& item, std::int32_t) {
       std::int64_t expert = -1;
-      if (item.get_int64().get(expert) || expert < 0 || expert >= RecordedRoutes::kFree)
-        throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedRoutes::kFree, ")"),
+      if (item.get_int64().get(expert) || expert < 0 || expert >= RecordedExperts::kFree)
+        throw place_.wrong(at, text_of("experts, integers in [0, ", RecordedExperts::kFree, ")"),
                            expert < 0 ? "something else" : text_of(expert));
       token_.push_back(static_cast<std::uint16_t>(expert));
     });
@@ -83,34 +83,34 @@ class RouteReader {
 
   const RecordPlace& place_;
   std::string_view field_;
-  RecordedRoutes& out_;
+  RecordedExperts& out_;
   std::vector<std::uint16_t> token_;  // [layers, chosen] of the token being read
 };
 
 }  // namespace
 
-void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out) {
+void read_recorded_experts(JsonValue value, const RecordPlace& place, std::string_view field, RecordedExperts& out) {
   out = {};
-  RouteReader(place, field, out).read(value);
+  RecordedExpertsReader(place, field, out).read(value);
 }
 
-void sort_routes(RecordedRoutes& routes) {
-  for (auto layer = routes.ids.begin(); layer != routes.ids.end(); layer += routes.chosen)
-    std::sort(layer, layer + routes.chosen);
+void sort_recorded_experts(RecordedExperts& experts) {
+  for (auto layer = experts.ids.begin(); layer != experts.ids.end(); layer += experts.chosen)
+    std::sort(layer, layer + experts.chosen);
 }
 
-std::string routes_json(const RecordedRoutes& routes) {
+std::string recorded_experts_json(const RecordedExperts& experts) {
   std::string out = "[";
-  const std::uint16_t* id = routes.ids.data();
-  for (std::int32_t t = 0; t < routes.tokens; ++t) {
+  const std::uint16_t* id = experts.ids.data();
+  for (std::int32_t t = 0; t < experts.tokens; ++t) {
     out += t > 0 ? "," : "";
-    if (*id == RecordedRoutes::kFree) {
+    if (*id == RecordedExperts::kFree) {
       out += "null";
-      id += routes.layers * routes.chosen;
+      id += experts.layers * experts.chosen;
       continue;
     }
-    for (std::int32_t l = 0; l < routes.layers; ++l)
-      for (std::int32_t j = 0; j < routes.chosen; ++j) {
+    for (std::int32_t l = 0; l < experts.layers; ++l)
+      for (std::int32_t j = 0; j < experts.chosen; ++j) {
         out += j > 0 ? "," : l > 0 ? "],[" : "[[";
         append_number(out, static_cast<std::int64_t>(*id++));
       }

@@ -1,10 +1,10 @@
-#include "espalier/plan/route_fit.h"
+#include "espalier/plan/recorded_experts_fit.h"
 
 #include <algorithm>
 
 #include "espalier/base/error.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/rollout/recorded_routes.h"
+#include "espalier/rollout/recorded_experts.h"
 
 namespace espalier {
 namespace {
@@ -15,16 +15,16 @@ namespace {
 }
 
 // Keeps the layers with experts of records that hold all layers.
-void drop_dense_layers(RecordedRoutes& routes, const ModelShape& shape, std::int64_t expert_layers) {
+void drop_dense_layers(RecordedExperts& experts, const ModelShape& shape, std::int64_t expert_layers) {
   std::vector<std::uint16_t> kept;
-  const auto chosen = static_cast<std::size_t>(routes.chosen), layers = static_cast<std::size_t>(routes.layers);
-  kept.reserve(static_cast<std::size_t>(routes.tokens) * static_cast<std::size_t>(expert_layers) * chosen);
-  for (std::size_t i = 0; i < routes.ids.size() / chosen; ++i)
+  const auto chosen = static_cast<std::size_t>(experts.chosen), layers = static_cast<std::size_t>(experts.layers);
+  kept.reserve(static_cast<std::size_t>(experts.tokens) * static_cast<std::size_t>(expert_layers) * chosen);
+  for (std::size_t i = 0; i < experts.ids.size() / chosen; ++i)
     if (shape.has_experts(static_cast<std::int64_t>(i % layers)))
-      kept.insert(kept.end(), routes.ids.begin() + static_cast<std::ptrdiff_t>(i * chosen),
-                  routes.ids.begin() + static_cast<std::ptrdiff_t>((i + 1) * chosen));
-  routes.ids = std::move(kept);
-  routes.layers = static_cast<std::int32_t>(expert_layers);
+      kept.insert(kept.end(), experts.ids.begin() + static_cast<std::ptrdiff_t>(i * chosen),
+                  experts.ids.begin() + static_cast<std::ptrdiff_t>((i + 1) * chosen));
+  experts.ids = std::move(kept);
+  experts.layers = static_cast<std::int32_t>(expert_layers);
 }
 
 std::int64_t prompt_tokens(const std::vector<PrefixTree>& trees, std::span<const Rollout> rollouts) {
@@ -39,25 +39,25 @@ std::int64_t prompt_tokens(const std::vector<PrefixTree>& trees, std::span<const
 
 }  // namespace
 
-void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape) {
+void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shape) {
   const std::int64_t expert_layers = shape.expert_layers();
   for (Rollout& rollout : rollouts) {
-    RecordedRoutes& routes = rollout.routes;
-    if (routes.tokens == 0) continue;
+    RecordedExperts& experts = rollout.recorded_experts;
+    if (experts.tokens == 0) continue;
     if (shape.experts == 0) refuse(rollout, "none, as the model has no experts", "some");
-    if (routes.layers != expert_layers && routes.layers != shape.layers)
+    if (experts.layers != expert_layers && experts.layers != shape.layers)
       refuse(rollout,
              expert_layers == shape.layers
                  ? text_of(shape.layers, " layers a token")
                  : text_of(expert_layers, " layers a token (those with experts) or ", shape.layers, " (all)"),
-             text_of(routes.layers));
-    if (routes.chosen != shape.experts_per_token)
-      refuse(rollout, text_of(shape.experts_per_token, " experts a token and layer"), text_of(routes.chosen));
-    if (routes.layers != expert_layers) drop_dense_layers(routes, shape, expert_layers);
-    sort_routes(routes);
-    for (auto layer = routes.ids.begin(); layer != routes.ids.end(); layer += routes.chosen) {
-      if (*layer == RecordedRoutes::kFree) continue;
-      const auto end = layer + routes.chosen;  // ascending
+             text_of(experts.layers));
+    if (experts.chosen != shape.experts_per_token)
+      refuse(rollout, text_of(shape.experts_per_token, " experts a token and layer"), text_of(experts.chosen));
+    if (experts.layers != expert_layers) drop_dense_layers(experts, shape, expert_layers);
+    sort_recorded_experts(experts);
+    for (auto layer = experts.ids.begin(); layer != experts.ids.end(); layer += experts.chosen) {
+      if (*layer == RecordedExperts::kFree) continue;
+      const auto end = layer + experts.chosen;  // ascending
       if (*(end - 1) >= shape.experts)
         refuse(rollout, text_of("experts in [0, ", shape.experts, ")"), text_of(*(end - 1)));
       if (const auto twice = std::adjacent_find(layer, end); twice != end)
@@ -66,8 +66,9 @@ void fit_routes(std::vector<Rollout>& rollouts, const ModelShape& shape) {
   }
 }
 
-std::string routes_note(std::span<const Rollout> rollouts) {
-  const auto recorded = std::count_if(rollouts.begin(), rollouts.end(), [](auto& r) { return r.routes.tokens > 0; });
+std::string recorded_experts_note(std::span<const Rollout> rollouts) {
+  const auto recorded =
+      std::count_if(rollouts.begin(), rollouts.end(), [](auto& r) { return r.recorded_experts.tokens > 0; });
   if (recorded == 0) return {};
   std::vector<Rollout> without(rollouts.size());
   for (std::size_t i = 0; i < rollouts.size(); ++i) {

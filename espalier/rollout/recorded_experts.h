@@ -12,12 +12,12 @@ namespace espalier {
 
 // Overwrites `out`; experts stay in the order they came. Errors: InputError for anything but a list of
 // lists of lists of equal sizes, and for experts outside [0, 65535).
-void read_routes(JsonValue value, const RecordPlace& place, std::string_view field, RecordedRoutes& out);
+void read_recorded_experts(JsonValue value, const RecordPlace& place, std::string_view field, RecordedExperts& out);
 
 // Orders the experts of every token and layer, which are a set: afterwards equal sets are equal.
-void sort_routes(RecordedRoutes& routes);
+void sort_recorded_experts(RecordedExperts& experts);
 
 // The field's value as JSON.
-std::string routes_json(const RecordedRoutes& routes);
+std::string recorded_experts_json(const RecordedExperts& experts);
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-#include "espalier/rollout/batch.h"
+#include "espalier/rollout/mini_batches.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,44 @@
+#include "espalier/generate/group_source.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+void GroupSource::add_to(ControlBlock& block, std::span<const std::int32_t> output_row) {
+  std::int64_t first_row = 0;
+  auto output = output_row.begin();
+  for (OnDevice& one : groups_) {
+    const std::vector<std::int32_t>& own_row = one.group.own_row;
+    const std::int64_t end = first_row + static_cast<std::int64_t>(own_row.size());
+    std::vector<std::int32_t> of_outputs;
+    for (; output != output_row.end() && *output < end; ++output)
+      of_outputs.push_back(own_row[static_cast<std::size_t>(*output - first_row)]);
+    block.add(own_row, one.own_row_N);
+    block.add(one.group.subtree_end, one.subtree_end_T);
+    block.add(of_outputs, one.output_own_row_N);
+    first_row = end;
+  }
+}
+
+// One call for each group that has queries, after its keys and values are where the group keeps them.
+void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
+  const std::int64_t heads = attended_RW.size(1) / a.head_dim;
+  std::int64_t first_row = 0, first_query = 0;
+  for (const OnDevice& one : groups_) {
+    const at::Tensor& query_row = a.output_row_R.defined() ? one.output_own_row_N : one.own_row_N;
+    const std::int64_t rows = one.own_row_N.size(0), queries = query_row.size(0);
+    const KvPath::Layer own = one.group.own->path(a.layer, one.subtree_end_T.size(0));
+    a.ops.scatter(a.own.k.narrow(0, first_row, rows), one.own_row_N, own.k);
+    a.ops.scatter(a.own.v.narrow(0, first_row, rows), one.own_row_N, own.v);
+    const KvPath::Layer path = one.group.path->path(a.layer, one.group.path_rows);
+    const TimedPart timed(a.timer, part::kAttention);
+    a.ops.attention({a.head_dim, a.q_RW.narrow(0, first_query, queries), own.k, own.v, path.k, path.v, query_row,
+                     one.subtree_end_T},
+                    attended_RW.narrow(0, first_query, queries),
+                    lse_HR.view({-1}).narrow(0, first_query * heads, queries * heads));
+    first_row += rows;
+    first_query += queries;
+  }
+}
+
+}  // namespace espalier

@@ -1,0 +1,57 @@
+// What the rows of one forward attend to besides each other, and where their own keys and values go.
+//
+// The block computes queries, keys and values; a source runs the attention. A set of rows over the open trunks is one
+// (model/path_source.h), the rows that a sampler appends to its sequences another (generate/group_source.h).
+//
+// Shapes: T rows, R rows with a query (all, or in a narrow last block those with an output), H query heads, J key/value
+// heads, D head size.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "espalier/observe/timer.h"
+#include "espalier/ops/operations.h"
+
+namespace espalier {
+
+// Keys and values of some rows, or their gradients, [rows, J*D] or [rows, J, D].
+struct KeysValues {
+  at::Tensor k, v;
+};
+
+// One layer's attention, as its block asks for it.
+struct LayerAttention {
+  const Operations& ops;
+  Timer* timer;  // books the attention; may be null
+  std::int64_t layer, head_dim;
+  at::Tensor output_row_R;  // the row of each query, ascending; undefined: every row has one
+  at::Tensor q_RW;          // [R, H*D], rotated
+  KeysValues own;           // of the T rows, keys rotated
+};
+
+class KvSource {
+ public:
+  virtual ~KvSource() = default;
+
+  // Whether the rows' keys and values outlive the forward: they are then written to `kept`, [T, J*D], which is
+  // undefined otherwise.
+  virtual bool keeps() const { return false; }
+  virtual KeysValues kept(std::int64_t layer) const;
+
+  // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm), which is scratch where there is no backward.
+  virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;
+
+  // The gradients that later rows added to what was kept, [T, J, D]; undefined where nothing is kept. Errors:
+  // InternalError before the last of them.
+  virtual KeysValues gathered(std::int64_t layer) const;
+  // With what `attend` gave. Overwrites grad_q; adds to the gradients of the rows' own keys and values, and to those of
+  // what they attended to. Called once a layer, also where there is no query. Errors: InternalError for a source that
+  // is only read.
+  virtual void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
+                            const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
+                            const KeysValues& grad_own);
+};
+
+}  // namespace espalier

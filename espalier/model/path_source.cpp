@@ -1,0 +1,42 @@
+#include "espalier/model/path_source.h"
+
+#include <ATen/core/Tensor.h>
+
+namespace espalier {
+
+KeysValues PathSource::kept(std::int64_t layer) const {
+  if (!is_trunk_) return {};
+  const KvPath::Layer own = path_.top(layer);
+  return {own.k.flatten(1), own.v.flatten(1)};
+}
+
+KeysValues PathSource::gathered(std::int64_t layer) const {
+  if (!is_trunk_) return {};
+  path_.expect_complete(layer);
+  const KvPath::Layer own = path_.top(layer);
+  return {own.grad_k, own.grad_v};
+}
+
+AttentionProblem PathSource::problem(const LayerAttention& a, const KvPath::Layer& path) const {
+  return {a.head_dim, a.q_RW, a.own.k, a.own.v, path.k, path.v, a.output_row_R, subtree_end_T_};
+}
+
+void PathSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
+  if (a.q_RW.size(0) == 0) return;
+  const TimedPart timed(a.timer, part::kAttention);
+  a.ops.attention(problem(a, path_.path(a.layer, path_rows_)), attended_RW, lse_HR);
+}
+
+void PathSource::add_backward(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
+                              const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
+                              const KeysValues& grad_own) {
+  const KvPath::Layer path = path_.path(a.layer, path_rows_);
+  if (a.q_RW.size(0) > 0) {
+    const TimedPart timed(a.timer, part::kAttention);
+    a.ops.add_attention_backward(problem(a, path), attended_RW, lse_HR, grad_attended_RW,
+                                 {grad_q_RW, grad_own.k, grad_own.v, path.grad_k, path.grad_v});
+  }
+  path_.count_contribution(a.layer, path_rows_);
+}
+
+}  // namespace espalier

@@ -1,0 +1,39 @@
+// A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
+// j <= i < subtree_end[j]. What the rows of a trunk compute is kept at the top of the path for everything below.
+//
+// Shapes: T rows, P rows of the path that they see.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/model/kv_path.h"
+#include "espalier/model/kv_source.h"
+
+namespace espalier {
+
+class PathSource final : public KvSource {
+ public:
+  // `is_trunk`: the rows are those that the path was last opened for, behind the P others. subtree_end_T (int32) lies
+  // on the device. The path must outlive the object.
+  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T)
+      : path_(path), path_rows_(path_rows), is_trunk_(is_trunk), subtree_end_T_(std::move(subtree_end_T)) {}
+
+  bool keeps() const override { return is_trunk_; }
+  KeysValues kept(std::int64_t layer) const override;
+  void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
+  KeysValues gathered(std::int64_t layer) const override;
+  // Counts this set's part towards the gradients of every trunk that it sees.
+  void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
+                    const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
+                    const KeysValues& grad_own) override;
+
+ private:
+  AttentionProblem problem(const LayerAttention& attention, const KvPath::Layer& path) const;
+
+  KvPath& path_;
+  std::int64_t path_rows_;
+  bool is_trunk_;
+  at::Tensor subtree_end_T_;
+};
+
+}  // namespace espalier

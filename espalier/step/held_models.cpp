@@ -1,0 +1,47 @@
+#include "espalier/step/held_models.h"
+
+#include "espalier/base/error.h"
+#include "espalier/base/units.h"
+#include "espalier/observe/memory.h"
+#include "espalier/plan/memory_model.h"
+#include "espalier/step/planning.h"
+
+namespace espalier {
+
+std::int64_t HeldModel::bytes(DType dtype) const { return ActivationBytes(shape, dtype, kind).model(); }
+
+std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype) {
+  std::int64_t sum = 0;
+  for (const HeldModel& other : held)
+    if (&other != &one) sum += other.bytes(dtype);
+  return sum;
+}
+
+std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype) {
+  const HeldModel& first = held.front();
+  StepKind kind = first.kind;
+  kind.beside_bytes = bytes_beside(first, held, dtype);
+  return ActivationBytes(first.shape, dtype, kind).constant();
+}
+
+void require_room(std::span<const HeldModel> held, const Options& options) {
+  const HeldModel& first = held.front();
+  const std::int64_t own = first.bytes(options.dtype), beside = bytes_beside(first, held, options.dtype);
+  const std::int64_t needed = bytes_held(held, options.dtype), process = needed - own - beside;
+  const bool given = !options.memory_budget.empty();
+  const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
+  if (needed <= room) return;
+  const char* what = first.kind.optimizer   ? "weights, gradients and optimizer state"
+                     : first.kind.gradients ? "weights and gradients"
+                                            : "weights";
+  std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
+                             : "Free memory, or take a machine with more";
+  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
+  throw MemoryBudgetError({given ? "--memory-budget" : "memory",
+                           text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what,
+                                   beside > 0 ? text_of(", ", format_bytes(beside), " of other models") : "", " and ",
+                                   format_bytes(process), " that the process itself takes"),
+                           text_of(format_bytes(room), given ? "" : " free"), remedy});
+}
+
+}  // namespace espalier

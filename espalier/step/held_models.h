@@ -1,0 +1,32 @@
+// The models that a process holds and what training keeps with each, known from shapes alone: what must fit before any
+// weight is read, and what stands beside the steps of one of them. What a running process holds: step/workspace.h.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "espalier/options/options.h"
+#include "espalier/plan/model_shape.h"
+#include "espalier/plan/step_kind.h"
+
+namespace espalier {
+
+struct HeldModel {
+  ModelShape shape;
+  StepKind kind = kForwardOnly;  // whether gradients and the optimizer's state are held, and on how many ranks
+
+  // Weights, and gradients and the optimizer's state where there are any.
+  std::int64_t bytes(DType dtype) const;
+};
+
+// Of all but one.
+std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype);
+
+// All of them, and what the process itself takes.
+std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype);
+
+// Refuses at once, before any weight is read, models that --memory-budget cannot hold, or without a budget those that
+// what is free cannot hold. The first is the one that --model names. Errors: MemoryBudgetError.
+void require_room(std::span<const HeldModel> held, const Options& options);
+
+}  // namespace espalier
