@@ -91,7 +91,7 @@ void run(const Case& c, std::int64_t D, int rounds) {
         std::tie(call.out, call.lse) =
             at::_scaled_dot_product_flash_attention_for_cpu(call.q, call.k, call.v, 0, call.causal, {}, scale);
     }));
-    own_b.push_back(seconds_of([&] { attention::backward<T>(shape, in, rows(out), l, rows(grad), grads); }));
+    own_b.push_back(seconds_of([&] { attention::add_backward<T>(shape, in, rows(out), l, rows(grad), grads); }));
     aten_b.push_back(seconds_of([&] {
       for (Call& call : calls)
         at::_scaled_dot_product_flash_attention_for_cpu_backward(call.grad, call.q, call.k, call.v, call.out, call.lse,

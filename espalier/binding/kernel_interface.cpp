@@ -83,8 +83,8 @@ int32_t espalier_add_attention_backward(const char* dtype, const espalier_attent
     const auto sums = [&](void* data) { return attention::Rows<A>{static_cast<A*>(data), kv_width}; };
     const attention::Gradients<T> grads{
         {static_cast<T*>(grad_q), q_width}, sums(grad_k), sums(grad_v), sums(path_grad_k), sums(path_grad_v)};
-    attention::backward<T>(shape_of(*shape), inputs_of<T>(*in), rows<T>(out, q_width), static_cast<const A*>(lse),
-                           rows<T>(grad_out, q_width), grads);
+    attention::add_backward<T>(shape_of(*shape), inputs_of<T>(*in), rows<T>(out, q_width), static_cast<const A*>(lse),
+                               rows<T>(grad_out, q_width), grads);
   });
 }
 

@@ -22,7 +22,7 @@ class Head {
  public:
   virtual ~Head() = default;
 
-  // True where the derivative of a token needs the whole rollout: then the head's gradient is that of `backward`.
+  // True where the derivative of a token needs the whole rollout: then the head's gradient is that of add_backward.
   virtual bool needs_whole_rollout() const { return false; }
 
   // Computes what the item's edges ask for and keeps it. Where gradients are wanted and a token's derivative is its
@@ -31,7 +31,7 @@ class Head {
   // The objective for the rollouts whose last edge was in this item.
   virtual void finish_rollouts(const PlanItem&) {}
   // The gradient of what `score` could not know: writes grad_normed and adds the gradients of the head's parameters.
-  virtual void backward(const HeadWork&) {}
+  virtual void add_backward(const HeadWork&) {}
 };
 
 }  // namespace espalier

@@ -30,10 +30,10 @@ void ItemRun::forward() {
   if (step_.trains() && step_.head->needs_whole_rollout()) step_.head->finish_rollouts(item_);
 }
 
-void ItemRun::backward(const at::Tensor& penalty_L2) {
+void ItemRun::add_backward(const at::Tensor& penalty_L2) {
   if (step_.head->needs_whole_rollout()) {
     const TimedPart timed(step_.timer, part::kHead);
-    step_.head->backward(head_work());
+    step_.head->add_backward(head_work());
   }
   step_.decoder.add_backward(decoder_run(), saved_, grad_normed_OM_, step_.gradients->views(), penalties(penalty_L2));
 }

@@ -12,7 +12,7 @@ namespace espalier {
 
 class ItemRun {
  public:
-  // Takes what it needs from the step's arena; the caller releases it after backward.
+  // Takes what it needs from the step's arena; the caller releases it after the backward.
   ItemRun(const StepRun& step, const PlanItem& item);
 
   // Forwards the rows and has the head score their edges. Token-level objectives take their derivative in the same
@@ -21,7 +21,7 @@ class ItemRun {
 
   // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it. Overwrites
   // penalty [expert layers, 2] with the values of the router losses; undefined where there are none.
-  void backward(const at::Tensor& penalty_L2);
+  void add_backward(const at::Tensor& penalty_L2);
 
   // The backward is near: what was stored away is fetched ahead.
   void ask_ahead() {

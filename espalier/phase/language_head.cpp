@@ -61,7 +61,7 @@ void LanguageHead::finish_rollouts(const PlanItem& item) {
   }
 }
 
-void LanguageHead::backward(const HeadWork& work) {
+void LanguageHead::add_backward(const HeadWork& work) {
   if (work.input.edges.empty()) return;
   std::vector<double> grad_logprob, grad_entropy;
   for (const LossEdge& edge : work.input.edges) {

@@ -29,7 +29,7 @@ class LanguageHead : public Head {
   bool needs_whole_rollout() const override { return objective_ && objective_->needs_whole_rollout(); }
   void score(const HeadWork& work) override;
   void finish_rollouts(const PlanItem& item) override;
-  void backward(const HeadWork& work) override;
+  void add_backward(const HeadWork& work) override;
 
   std::vector<RolloutSeries>& series() { return series_; }  // one per rollout
 

@@ -42,7 +42,7 @@ class OneAfterAnother : public Executor {
       const ArenaScope scope(step_.arena);
       ItemRun wave(step_, item);
       wave.forward();
-      if (step_.trains()) backward(wave);
+      if (step_.trains()) add_backward(wave);
       result.wave_rows += wave.rows();
     });
     if (step_.on_rows) step_.on_rows(result.trunk_rows + result.wave_rows);
@@ -53,7 +53,7 @@ class OneAfterAnother : public Executor {
     OpenTrunk& trunk = open_.back();
     trunk.run.ask_ahead();
     if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
-    if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { backward(trunk.run); });
+    if (step_.trains()) book(result.seconds.trunk_backward, result.arena_bytes.c, [&] { add_backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
     trim();
@@ -86,8 +86,8 @@ class OneAfterAnother : public Executor {
     ItemRun run;
   };
 
-  void backward(ItemRun& run) {
-    run.backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
+  void add_backward(ItemRun& run) {
+    run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
   }
 
   // Where trunks are stored away, pages above the stack are not left to it: they would be held beside those below.

@@ -79,7 +79,7 @@ PATH = [
           "if (!(path_rows_ > 0 && ON)) TEXT", once=True),
     Fault("contributions_read_early", "a trunk's backward runs before its waves", "phase/one_after_another.cpp",
           "++result.trunk_forwards;",
-          "TEXT if (ON && step_.trains()) backward(trunk.run);"),
+          "TEXT if (ON && step_.trains()) add_backward(trunk.run);"),
     Fault("contributions_read_early", "the same with the path's own count switched off", together_with="count_ignored"),
     Fault("count_ignored", "a trunk's backward does not ask whether its contributions have come", "model/kv_path.cpp",
           "void KvPath::expect_complete(std::int64_t layer) const {",

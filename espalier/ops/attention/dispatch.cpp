@@ -133,20 +133,20 @@ void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t
 }
 
 template <class T>
-void backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
-              Rows<const T> grad_out, const Gradients<T>& grads) {
+void add_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
+                  Rows<const T> grad_out, const Gradients<T>& grads) {
   check(shape);
   if (shape.query_rows == 0) return;
   const cpu::Kernels<T> k = cpu::kernels<T>();
   const int threads = threads_for(shape);
   void* memory = cpu::scratch().at_least(k.backward_scratch(shape, threads));
-  k.backward(shape, in, out, lse_HQ, grad_out, grads, memory, threads);
+  k.add_backward(shape, in, out, lse_HQ, grad_out, grads, memory, threads);
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                    \
-  template void forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);                            \
-  template void backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, Rows<const T>, \
-                            const Gradients<T>&)
+#define ESPALIER_INSTANTIATE(T)                                                                                        \
+  template void forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);                                \
+  template void add_backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, Rows<const T>, \
+                                const Gradients<T>&)
 ESPALIER_INSTANTIATE(float);
 ESPALIER_INSTANTIATE(double);
 ESPALIER_INSTANTIATE(bfloat16);

@@ -83,8 +83,8 @@ void reference_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, acc
 }
 
 template <class T>
-void reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
-                        Rows<const T> grad_out, const Gradients<T>& grads) {
+void add_reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
+                            Rows<const T> grad_out, const Gradients<T>& grads) {
   const std::int64_t D = shape.head_dim, width = shape.kv_heads * D;
   // gK and gV of path rows, then own rows, [P + T, J, D].
   std::vector<double> grad_k((shape.path_rows + shape.own_rows) * width), grad_v(grad_k.size());
@@ -123,10 +123,10 @@ void reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> o
   }
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                               \
-  template void reference_forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);             \
-  template void reference_backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, \
-                                      Rows<const T>, const Gradients<T>&)
+#define ESPALIER_INSTANTIATE(T)                                                                                   \
+  template void reference_forward<T>(const Shape&, const Inputs<T>&, Rows<T>, accumulator_t<T>*);                 \
+  template void add_reference_backward<T>(const Shape&, const Inputs<T>&, Rows<const T>, const accumulator_t<T>*, \
+                                          Rows<const T>, const Gradients<T>&)
 ESPALIER_INSTANTIATE(float);
 ESPALIER_INSTANTIATE(double);
 ESPALIER_INSTANTIATE(bfloat16);

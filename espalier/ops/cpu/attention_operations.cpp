@@ -51,8 +51,8 @@ void add_attention_backward(const AttentionProblem& problem, const at::Tensor& o
     const attention::Gradients<T> to{rows_of<T>(gradients.q_Q), rows_of<A>(gradients.own_k_T),
                                      rows_of<A>(gradients.own_v_T), rows_of<A>(gradients.path_k_P),
                                      rows_of<A>(gradients.path_v_P)};
-    attention::backward<T>(shape_of(problem), inputs_of<T>(problem), rows_of<const T>(out), pointer<A>(lse),
-                           rows_of<const T>(grad_out), to);
+    attention::add_backward<T>(shape_of(problem), inputs_of<T>(problem), rows_of<const T>(out), pointer<A>(lse),
+                               rows_of<const T>(grad_out), to);
   });
 }
 

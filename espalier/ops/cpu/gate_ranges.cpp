@@ -73,7 +73,7 @@ void add_values(std::int64_t count_all, const In* x, Out* into) {
 }
 
 template <class In, class Out>
-void scatter_add(RowRange columns, std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
+void add_scatter(RowRange columns, std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
                  Out* into) {
   for (std::int64_t r = 0; r < rows; ++r)
     add_values(columns.end - columns.begin, x + r * width + columns.begin, into + id[r] * width + columns.begin);
@@ -120,7 +120,7 @@ template GateRanges<bfloat16> gate_ranges<bfloat16>();
 template <class In, class Out>
 MoveRanges<In, Out> move_ranges() {
   if constexpr (kLanes<In> == kLanes<Out>)
-    return {scatter_add<In, Out>, convert<In, Out>, add<In, Out>};
+    return {add_scatter<In, Out>, convert<In, Out>, add<In, Out>};
   else
     return {nullptr, convert<In, Out>, nullptr};
 }

@@ -46,8 +46,8 @@ void rms_norm_again(RowRange rows, std::int64_t width, const T* stream, const T*
 }
 
 template <class T>
-void rms_norm_backward(RowRange rows, std::int64_t width, const T* stream, const T* weight,
-                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* sums) {
+void add_rms_norm_backward(RowRange rows, std::int64_t width, const T* stream, const T* weight,
+                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* sums) {
   using A = accumulator_t<T>;
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const T* const x = stream + r * width;
@@ -157,10 +157,10 @@ void head_backward(std::int64_t head_dim, double eps, const T* x, const T* norm_
 }
 
 template <class T, class G>
-void norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
-                          const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin,
-                          const G* grad_out, std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
-                          accumulator_t<T>* sums) {
+void add_norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
+                              const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin,
+                              const G* grad_out, std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                              accumulator_t<T>* sums) {
   const std::int64_t head_dim = shape.head_dim, half = head_dim / 2;
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const accumulator_t<T>* const row_cos = cos + shape.position[r] * half;
@@ -181,7 +181,7 @@ void norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const T* 
 
 template <class T>
 NormRanges<T> norm_ranges() {
-  return {rms_norm<T>, rms_norm_again<T>, rms_norm_backward<T>, norm_rotate<T>};
+  return {rms_norm<T>, rms_norm_again<T>, add_rms_norm_backward<T>, norm_rotate<T>};
 }
 template NormRanges<float> norm_ranges<float>();
 template NormRanges<double> norm_ranges<double>();
@@ -189,7 +189,7 @@ template NormRanges<bfloat16> norm_ranges<bfloat16>();
 
 template <class T, class G>
 RotateBackwardRanges<T, G> rotate_backward_ranges() {
-  return {norm_rotate_backward<T, G>};
+  return {add_norm_rotate_backward<T, G>};
 }
 template RotateBackwardRanges<float, float> rotate_backward_ranges<float, float>();
 template RotateBackwardRanges<double, double> rotate_backward_ranges<double, double>();

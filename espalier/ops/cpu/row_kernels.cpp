@@ -93,9 +93,10 @@ void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, cons
 }
 
 template <class T>
-void rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
-                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight) {
-  const auto kernel = norm<T>().rms_norm_backward;
+void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream,
+                           accumulator_t<T>* grad_weight) {
+  const auto kernel = norm<T>().add_rms_norm_backward;
   share_with_sums(rows, width, rows * width, grad_weight, [&](RowRange range, accumulator_t<T>* sums) {
     kernel(range, width, stream, weight, rstd, grad_y, grad_stream, sums);
   });
@@ -110,13 +111,13 @@ void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, co
 }
 
 template <class T, class G>
-void norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
-                          const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
-                          std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
-                          accumulator_t<T>* grad_norm_weight) {
+void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                              const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
+                              std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                              accumulator_t<T>* grad_norm_weight) {
   const auto kernel = function_for_set(baseline::rotate_backward_ranges<T, G>, avx2::rotate_backward_ranges<T, G>,
                                        avx512::rotate_backward_ranges<T, G>)()
-                          .norm_rotate_backward;
+                          .add_norm_rotate_backward;
   const auto on = [&](RowRange range, accumulator_t<T>* sums) {
     kernel(range, shape, in, in_stride, norm_weight, cos, sin, grad_out, grad_out_stride, grad_in, grad_in_stride,
            sums);
@@ -151,8 +152,8 @@ void gather(std::int64_t rows, std::int64_t width, const T* table, const std::in
 }
 
 template <class In, class Out>
-void scatter_add(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into) {
-  const auto kernel = move<In, Out>().scatter_add;
+void add_scatter(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into) {
+  const auto kernel = move<In, Out>().add_scatter;
   share(width, kFlatGrain, rows * width, [&](RowRange columns) { kernel(columns, rows, width, x, id, into); });
 }
 
@@ -189,26 +190,26 @@ void add(std::int64_t count, const In* x, Out* into) {
   share(count, kFlatGrain, count, [&](RowRange range) { kernel(range, x, into); });
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                      \
-  template void rms_norm(std::int64_t, std::int64_t, const T*, const T*, double, T*, accumulator_t<T>*);             \
-  template void rms_norm_again(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, T*);         \
-  template void rms_norm_backward(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, const T*, \
-                                  T*, accumulator_t<T>*);                                                            \
-  template void norm_rotate(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*,             \
-                            const accumulator_t<T>*, T*, std::int64_t);                                              \
-  template void swiglu(std::int64_t, std::int64_t, const T*, T*);                                                    \
-  template void swiglu_backward(std::int64_t, std::int64_t, const T*, const T*, T*, T*);                             \
-  template void gather(std::int64_t, std::int64_t, const T*, const std::int32_t*, T*);                               \
-  template void add_bias(std::int64_t, std::int64_t, const T*, T*);                                                  \
+#define ESPALIER_INSTANTIATE(T)                                                                                \
+  template void rms_norm(std::int64_t, std::int64_t, const T*, const T*, double, T*, accumulator_t<T>*);       \
+  template void rms_norm_again(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, T*);   \
+  template void add_rms_norm_backward(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, \
+                                      const T*, T*, accumulator_t<T>*);                                        \
+  template void norm_rotate(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*,       \
+                            const accumulator_t<T>*, T*, std::int64_t);                                        \
+  template void swiglu(std::int64_t, std::int64_t, const T*, T*);                                              \
+  template void swiglu_backward(std::int64_t, std::int64_t, const T*, const T*, T*, T*);                       \
+  template void gather(std::int64_t, std::int64_t, const T*, const std::int32_t*, T*);                         \
+  template void add_bias(std::int64_t, std::int64_t, const T*, T*);                                            \
   template void add_column_sums(std::int64_t, std::int64_t, const T*, std::int64_t, accumulator_t<T>*)
-#define ESPALIER_INSTANTIATE_GRADIENT(T, G)                                                                       \
-  template void norm_rotate_backward(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*, \
-                                     const accumulator_t<T>*, const G*, std::int64_t, T*, std::int64_t,           \
-                                     accumulator_t<T>*)
+#define ESPALIER_INSTANTIATE_GRADIENT(T, G)                                                                           \
+  template void add_norm_rotate_backward(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*, \
+                                         const accumulator_t<T>*, const G*, std::int64_t, T*, std::int64_t,           \
+                                         accumulator_t<T>*)
 #define ESPALIER_INSTANTIATE_CONVERT(In, Out) \
   template void convert(std::int64_t, std::int64_t, const In*, std::int64_t, Out*, std::int64_t)
 #define ESPALIER_INSTANTIATE_MOVE(In, Out)                                                     \
-  template void scatter_add(std::int64_t, std::int64_t, const In*, const std::int32_t*, Out*); \
+  template void add_scatter(std::int64_t, std::int64_t, const In*, const std::int32_t*, Out*); \
   template void add(std::int64_t, const In*, Out*);                                            \
   ESPALIER_INSTANTIATE_CONVERT(In, Out)
 

@@ -27,8 +27,9 @@ void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, cons
 // With n = stream * rstd and u = grad_y * weight:
 //   grad_stream_r += rstd_r (u_r - n_r mean_m(u_rm n_rm)) ;  grad_weight_m += sum_r grad_y_rm n_rm
 template <class T>
-void rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
-                       const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight);
+void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream,
+                           accumulator_t<T>* grad_weight);
 
 // Heads of `in` (head h of row r at in + r*in_stride + h*D), normalised over D when norm_weight [D] is given (QK-norm),
 // then rotated by the row's position:  (a, b) -> (a cos - b sin, b cos + a sin) on halves, tables cos/sin [positions,
@@ -44,10 +45,10 @@ void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, co
 
 // G is T or A. Overwrites grad_in; adds to grad_norm_weight [D] where norm_weight is given.
 template <class T, class G>
-void norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
-                          const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
-                          std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
-                          accumulator_t<T>* grad_norm_weight);
+void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
+                              const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
+                              std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
+                              accumulator_t<T>* grad_norm_weight);
 
 // gate_up [rows, 2F] holds gate then up;  act_rf = silu(gate_rf) up_rf. Overwrites act [rows, F].
 template <class T>
@@ -64,7 +65,7 @@ template <class T>
 void gather(std::int64_t rows, std::int64_t width, const T* table, const std::int32_t* id, T* x);
 // into[id_r] += x_r, rows in order. Ids may repeat. In: T or A.
 template <class In, class Out>
-void scatter_add(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into);
+void add_scatter(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into);
 
 // y_r += bias, in place; and its backward: grad_bias_m += sum_r grad_y_rm.
 template <class T>

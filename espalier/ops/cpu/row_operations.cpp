@@ -28,9 +28,9 @@ void norm_again(const at::Tensor& stream, const at::Tensor& weight, const at::Te
 void add_norm_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd,
                        const at::Tensor& grad_y, const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
   dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
-                               pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
-                               pointer<accumulator_t<T>>(grad_weight));
+    rows::add_rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
+                                   pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
+                                   pointer<accumulator_t<T>>(grad_weight));
   });
 }
 
@@ -52,10 +52,10 @@ template <class T, class G>
 void add_rotate_backward(const Rotation& rotation, const at::Tensor& in, const at::Tensor& grad_out,
                          const at::Tensor& grad_in, const at::Tensor& grad_norm_weight) {
   using A = accumulator_t<T>;
-  rows::norm_rotate_backward<T, G>(heads_of(rotation, in), pointer<T>(in), in.stride(0),
-                                   pointer<T>(rotation.norm_weight_D), pointer<A>(rotation.tables.cos),
-                                   pointer<A>(rotation.tables.sin), pointer<G>(grad_out), grad_out.stride(0),
-                                   pointer<T>(grad_in), grad_in.stride(0), pointer<A>(grad_norm_weight));
+  rows::add_norm_rotate_backward<T, G>(heads_of(rotation, in), pointer<T>(in), in.stride(0),
+                                       pointer<T>(rotation.norm_weight_D), pointer<A>(rotation.tables.cos),
+                                       pointer<A>(rotation.tables.sin), pointer<G>(grad_out), grad_out.stride(0),
+                                       pointer<T>(grad_in), grad_in.stride(0), pointer<A>(grad_norm_weight));
 }
 
 void add_rotate_backward(const Rotation& rotation, const at::Tensor& in, const at::Tensor& grad_out,
@@ -106,7 +106,7 @@ void gather(const at::Tensor& table, const at::Tensor& row, const at::Tensor& x)
 void add_scatter(const at::Tensor& x, const at::Tensor& row, const at::Tensor& into) {
   dispatch(x.scalar_type(), [&]<class T>() {
     const auto to = [&]<class Out>() {
-      rows::scatter_add<T, Out>(x.size(0), row_elements(x), pointer<T>(x), pointer<std::int32_t>(row),
+      rows::add_scatter<T, Out>(x.size(0), row_elements(x), pointer<T>(x), pointer<std::int32_t>(row),
                                 pointer<Out>(into));
     };
     into.scalar_type() == x.scalar_type() ? to.template operator()<T>() : to.template operator()<accumulator_t<T>>();
@@ -149,7 +149,7 @@ void add_look_up_backward(const at::Tensor& x, const at::Tensor& id, std::int64_
       for_each_run(
           id, first, into.size(0),
           [&](std::int64_t begin, std::int64_t end) {
-            rows::scatter_add<T, Out>(end - begin, width, pointer<T>(x) + begin * width,
+            rows::add_scatter<T, Out>(end - begin, width, pointer<T>(x) + begin * width,
                                       pointer<std::int32_t>(id) + begin, pointer<Out>(into) - first * width);
           },
           [](std::int64_t, std::int64_t) {});

@@ -21,8 +21,8 @@ struct NormRanges {
   using A = accumulator_t<T>;
   void (*rms_norm)(RowRange rows, std::int64_t width, const T* stream, const T* weight, A eps, T* y, A* rstd);
   void (*rms_norm_again)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd, T* y);
-  void (*rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd,
-                            const T* grad_y, T* grad_stream, A* sums);
+  void (*add_rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd,
+                                const T* grad_y, T* grad_stream, A* sums);
   void (*norm_rotate)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
                       const T* norm_weight, const A* cos, const A* sin, T* out, std::int64_t out_stride);
 };
@@ -31,9 +31,9 @@ struct NormRanges {
 template <class T, class G>
 struct RotateBackwardRanges {
   using A = accumulator_t<T>;
-  void (*norm_rotate_backward)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
-                               const T* norm_weight, const A* cos, const A* sin, const G* grad_out,
-                               std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride, A* sums);
+  void (*add_norm_rotate_backward)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
+                                   const T* norm_weight, const A* cos, const A* sin, const G* grad_out,
+                                   std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride, A* sums);
 };
 
 template <class T>
@@ -49,7 +49,7 @@ struct GateRanges {
 template <class In, class Out>
 struct MoveRanges {
   // Columns [begin, end) of all rows, so that threads never meet at a repeated id.
-  void (*scatter_add)(RowRange columns, std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
+  void (*add_scatter)(RowRange columns, std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
                       Out* into);
   void (*convert)(RowRange rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out,
                   std::int64_t out_stride);

@@ -369,7 +369,7 @@ void add_backward(attention::cpu::Kernels<T>& kernels);
   template <>                                                  \
   void add_backward<T>(attention::cpu::Kernels<T> & kernels) { \
     kernels.backward_scratch = backward_scratch<O>;            \
-    kernels.backward = run_backward<O>;                        \
+    kernels.add_backward = run_backward<O>;                    \
   }
 ESPALIER_EACH_TYPE(ESPALIER_ADD)
 

@@ -19,8 +19,8 @@ struct Kernels {
   // As attention.h, with up to `threads` OpenMP threads.
   void (*forward)(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ, void* scratch,
                   int threads);
-  void (*backward)(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
-                   Rows<const T> grad_out, const Gradients<T>& grads, void* scratch, int threads);
+  void (*add_backward)(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
+                       Rows<const T> grad_out, const Gradients<T>& grads, void* scratch, int threads);
 };
 
 }  // namespace espalier::attention::cpu

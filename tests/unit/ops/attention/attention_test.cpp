@@ -94,11 +94,11 @@ Results<double> run(const Problem& p, Code code, const std::vector<double>& give
                                       grad_path_v.rows()};
   if (code == Code::fast) {
     attention::forward<T>(shape, in, out.rows(), lse.rows().data);
-    attention::backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data, grad_out.const_rows(), grads);
+    attention::add_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data, grad_out.const_rows(), grads);
   } else {
     attention::reference_forward<T>(shape, in, out.rows(), lse.rows().data);
-    attention::reference_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data, grad_out.const_rows(),
-                                     grads);
+    attention::add_reference_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data,
+                                         grad_out.const_rows(), grads);
   }
   Results<double> r;
   const auto take = [&](std::vector<double>& to, auto& from, std::size_t n, const char* what) {

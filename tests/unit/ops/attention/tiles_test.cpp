@@ -74,13 +74,13 @@ std::vector<std::uint32_t> results(const Kernels<bfloat16>& kernels, const Case&
   const auto forward_memory = memory_of(kernels.forward_scratch(shape, c.threads));
   kernels.forward(shape, in, {out.data(), wide}, lse.data(), forward_memory.get(), c.threads);
   const auto backward_memory = memory_of(kernels.backward_scratch(shape, c.threads));
-  kernels.backward(shape, in, rows(out, wide), lse.data(), rows(grad, wide),
-                   {{grad_q.data(), wide},
-                    {sums[0].data(), narrow},
-                    {sums[1].data(), narrow},
-                    {sums[2].data(), narrow},
-                    {sums[3].data(), narrow}},
-                   backward_memory.get(), c.threads);
+  kernels.add_backward(shape, in, rows(out, wide), lse.data(), rows(grad, wide),
+                       {{grad_q.data(), wide},
+                        {sums[0].data(), narrow},
+                        {sums[1].data(), narrow},
+                        {sums[2].data(), narrow},
+                        {sums[3].data(), narrow}},
+                       backward_memory.get(), c.threads);
   std::vector<std::uint32_t> bits;
   for (const auto* values : {&out, &grad_q})
     for (const bfloat16 x : *values) bits.push_back(std::bit_cast<std::uint32_t>(static_cast<float>(x)));

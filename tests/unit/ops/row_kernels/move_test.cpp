@@ -35,7 +35,7 @@ void check_scatter_and_add() {
     }
     for_each_set(3, [&] {
       auto into = before;
-      rows::scatter_add<In, Out>(size.rows, size.width, x.data(), ids.data(), into.data());
+      rows::add_scatter<In, Out>(size.rows, size.width, x.data(), ids.data(), into.data());
       EXPECT_EQ(numbers<A>(into), expected);
       auto flat = flat_before;
       rows::add<In, Out>(size.rows * size.width, x.data(), flat.data());

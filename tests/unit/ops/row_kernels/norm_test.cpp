@@ -128,15 +128,15 @@ TYPED_TEST(RmsNorm, BackwardAddsAndIsAsAccurateAsAPlainLoop) {
     for_each_set(3, [&] {
       auto grad_stream = before;
       auto grad_weight = weight_before;
-      rows::rms_norm_backward<T>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), grad_y.data(),
-                                 grad_stream.data(), grad_weight.data());
+      rows::add_rms_norm_backward<T>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), grad_y.data(),
+                                     grad_stream.data(), grad_weight.data());
       // rstd 6, n, u, their product and mean, difference, product, sum.
       EXPECT_TRUE(as_good_as_plain(grad_stream, plain.stream, exact.stream, 12));
       EXPECT_TRUE(as_good_as_plain(grad_weight, plain.weight, exact.weight, 9));
       auto again_stream = before;
       auto again_weight = weight_before;
-      rows::rms_norm_backward<T>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), grad_y.data(),
-                                 again_stream.data(), again_weight.data());
+      rows::add_rms_norm_backward<T>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), grad_y.data(),
+                                     again_stream.data(), again_weight.data());
       EXPECT_TRUE(same_bits(again_stream, grad_stream));
       EXPECT_TRUE(same_bits(again_weight, grad_weight));
     });
@@ -160,8 +160,8 @@ TEST(RmsNormGradient, IsTheDerivativeOfTheForward) {
   loss();
   auto grad_stream = filled_buffer<double>(size.rows * size.width, 0),
        grad_weight = filled_buffer<double>(size.width, 0);
-  rows::rms_norm_backward<double>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), c.data(),
-                                  grad_stream.data(), grad_weight.data());
+  rows::add_rms_norm_backward<double>(size.rows, size.width, stream.data(), weight.data(), rstd.data(), c.data(),
+                                      grad_stream.data(), grad_weight.data());
   // |loss| of about 10, rounded 40 times, over h = 1e-3: 40 * 1e-15 / 1e-3; truncation is far below.
   for (std::size_t i = 0; i < stream.size() - kGuard; ++i)
     EXPECT_NEAR(grad_stream[i], derivative(&stream[i], loss), 4e-11);

@@ -184,10 +184,10 @@ void check_backward(Heads heads, bool norm) {
   const auto exact = run(Exact<T>{});
   for_each_set(3, [&] {
     const auto call = [&](Buffer<T>& grad_in, Buffer<A>& grad_weight) {
-      rows::norm_rotate_backward<T, G>(c.shape(), norm ? c.in.data() : nullptr, heads.in_stride(),
-                                       norm ? c.weight.data() : nullptr, c.cos.data(), c.sin.data(), grad_out.data(),
-                                       heads.out_stride(), grad_in.data(), heads.in_stride(),
-                                       norm ? grad_weight.data() : nullptr);
+      rows::add_norm_rotate_backward<T, G>(c.shape(), norm ? c.in.data() : nullptr, heads.in_stride(),
+                                           norm ? c.weight.data() : nullptr, c.cos.data(), c.sin.data(),
+                                           grad_out.data(), heads.out_stride(), grad_in.data(), heads.in_stride(),
+                                           norm ? grad_weight.data() : nullptr);
     };
     auto grad_in = before, again_in = before;
     auto grad_weight = weight_before, again_weight = weight_before;
@@ -229,7 +229,7 @@ TEST(NormRotateGradient, IsTheDerivativeOfTheForward) {
     };
     auto grad_in = filled_buffer<double>(heads.rows * heads.in_stride(), 0);
     auto grad_weight = filled_buffer<double>(heads.head_dim, 0);
-    rows::norm_rotate_backward<double, double>(
+    rows::add_norm_rotate_backward<double, double>(
         c.shape(), c.in.data(), heads.in_stride(), norm ? c.weight.data() : nullptr, c.cos.data(), c.sin.data(),
         coefficient.data(), heads.out_stride(), grad_in.data(), heads.in_stride(), norm ? grad_weight.data() : nullptr);
     // |loss| of about 10, rounded 100 times, over h = 1e-3.
