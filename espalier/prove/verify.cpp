@@ -188,6 +188,7 @@ class Verification {
   std::vector<ScheduleCheck> schedules;
   Distance series, loss, optimizer;
   double loss_dense = 0, loss_shared = 0;
+  std::optional<moe::ChoiceDifference> router;
 
  private:
   void raise(Distance& distance, double floor, double float64_allowed) const {
@@ -224,36 +225,35 @@ class Verification {
   double smallest_norm_ = 0;
 };
 
-// Runs the step and gives the choices that its routers made.
-moe::ChosenExperts choices_of(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options,
-                              std::optional<StepOutcome>& outcome) {
-  moe::ChosenExperts chosen(step.learner().model.shape, mini_batch.rollouts);
-  step.learner().choices = {.written = &chosen};
-  outcome = step.run(mini_batch, options);
-  step.learner().choices = {};
-  return chosen;
-}
-
-struct ExactRun {
+struct ChoosingRun {
   StepOutcome outcome;
   std::optional<moe::ChosenExperts> choices;  // of a model with experts
 };
 
+// Runs the step and writes down the choices that its routers make.
+ChoosingRun run_choosing(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options) {
+  moe::ChosenExperts chosen(step.learner().model.shape, mini_batch.rollouts);
+  step.learner().choices = {.written = &chosen};
+  StepOutcome outcome = step.run(mini_batch, options);
+  step.learner().choices = {};
+  return {std::move(outcome), std::move(chosen)};
+}
+
 // A token that rollouts share chooses the same in all of them, so that their prefix does not end there. Dense rows of
 // it may differ by rounding, and at a tie within that in their choice: then the outcome is that of the united choices.
-ExactRun exact_run(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options) {
+ChoosingRun exact_run(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options) {
   if (step.learner().model.shape.experts == 0) return {step.run(mini_batch, options), {}};
-  std::optional<StepOutcome> outcome;
-  moe::ChosenExperts choices = choices_of(step, mini_batch, options, outcome);
-  if (choices.unite(build_prefix_trees(mini_batch.rollouts, ShareMode::whole_trees)) > 0) {
-    step.learner().choices = {.given = &choices};
-    outcome = step.run(mini_batch, options);
+  ChoosingRun run = run_choosing(step, mini_batch, options);
+  if (run.choices->unite(build_prefix_trees(mini_batch.rollouts, ShareMode::whole_trees)) > 0) {
+    step.learner().choices = {.given = &*run.choices};
+    run.outcome = step.run(mini_batch, options);
+    step.learner().choices = {};
   }
-  return {std::move(*outcome), std::move(choices)};
+  return run;
 }
 
 // The same step in float64, dense: the actor's, or the critic's.
-ExactRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic) {
+ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
@@ -278,10 +278,9 @@ ExactRun float64_run(const Options& options, const MiniBatch& mini_batch, std::i
 moe::ChoiceDifference free_difference(VerifiedStep& step, const MiniBatch& mini_batch, Options options,
                                       const moe::ChosenExperts& exact) {
   options.schedule = "dense";
-  std::optional<StepOutcome> outcome;
-  const moe::ChosenExperts free = choices_of(step, mini_batch, options, outcome);
-  if (step.learner().model.shape.value_head) return free.difference(exact, {});  // records are the policy's
-  return free.difference(exact, mini_batch.rollouts);
+  const ChoosingRun free = run_choosing(step, mini_batch, options);
+  if (step.learner().model.shape.value_head) return free.choices->difference(exact, {});  // records are the policy's
+  return free.choices->difference(exact, mini_batch.rollouts);
 }
 
 // Runs of one step beside its variants: dense in two orders, below float64 in float64, and with experts also freely.
@@ -290,11 +289,12 @@ std::int64_t other_runs(const ModelState& model) {
   return model.shape.experts > 0 ? 4 : 3;
 }
 
-// All runs of a step compared; a run more is reported to `ran` as it ends. Overwrites `router`.
+// All runs of a step compared; a run more is reported to `ran` as it ends.
 Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options, std::int32_t longest,
-                      std::optional<moe::ChoiceDifference>& router, const std::function<void(std::int64_t runs)>& ran) {
+                      const std::function<void(std::int64_t runs)>& ran) {
   const ModelState& model = step.learner().model;
-  std::optional<ExactRun> exact;
+  std::optional<ChoosingRun> exact;
+  std::optional<moe::ChoiceDifference> router;
   if (model.dtype != DType::float64) {
     exact = float64_run(options, mini_batch, longest, model.shape.value_head);
     if (exact->choices) {
@@ -304,6 +304,7 @@ Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
     }
   }
   Verification verification(step, mini_batch, options);
+  verification.router = router;
   if (exact) verification.raise_floors(std::exchange(exact->outcome, {}));
   verification.pool_expert_floors();
   ran(other_runs(model));
@@ -324,7 +325,7 @@ void add_critic(Verdict& verdict, Verification&& critic) {
     schedule.name = "critic: " + schedule.name;
     verdict.schedules.push_back(std::move(schedule));
   }
-  verdict.critic = {critic.series, critic.loss, critic.loss_dense, critic.loss_shared, {}};
+  verdict.critic = {critic.series, critic.loss, critic.loss_dense, critic.loss_shared, critic.router};
   verdict.optimizer.error = std::max(verdict.optimizer.error, critic.optimizer.error);
   verdict.optimizer.floor = std::max(verdict.optimizer.floor, critic.optimizer.floor);
 }
@@ -365,20 +366,19 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
   ActorStep actor_step(actor);
   Verdict verdict;
-  Verification of_actor = verified(actor_step, mini_batch, options, longest, verdict.router, ran);
+  Verification of_actor = verified(actor_step, mini_batch, options, longest, ran);
   verdict.rollouts = static_cast<std::int64_t>(mini_batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
   verdict.gradient_norm = of_actor.gradient_norm();
   verdict.parameters = std::move(of_actor.parameters);
   verdict.schedules = std::move(of_actor.schedules);
   verdict.logprob = of_actor.series, verdict.loss = of_actor.loss, verdict.optimizer = of_actor.optimizer;
+  verdict.router = of_actor.router;
   verdict.loss_dense = of_actor.loss_dense, verdict.loss_shared = of_actor.loss_shared;
   if (critic) {
     CriticStep critic_step(*critic);
     const Options critic_options = critic->learner().options;
-    std::optional<moe::ChoiceDifference> router;
-    add_critic(verdict, verified(critic_step, mini_batch, critic_options, longest, router, ran));
-    verdict.critic->router = router;
+    add_critic(verdict, verified(critic_step, mini_batch, critic_options, longest, ran));
   }
   progress.end();
   return verdict;
