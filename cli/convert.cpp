@@ -10,7 +10,7 @@
 namespace espalier::cli {
 namespace {
 
-// A name that promises another format would mislead whoever finds the file. Pipes and devices promise nothing.
+// A name that promises another format would mislead the reader of the file. Pipes and devices promise nothing.
 void check_name(const std::string& path) {
   const auto ends_in = [&](const std::string& end) {
     return path.size() >= end.size() && path.compare(path.size() - end.size(), end.size(), end) == 0;

@@ -37,7 +37,7 @@ bool ignored(int signal) {
 }  // namespace
 
 void install_interrupt_handlers() {
-  // A process started in the background by a shell script has SIGINT ignored and shall keep it so.
+  // A process started in the background by a shell script has SIGINT ignored and must keep it so.
   if (!ignored(SIGINT)) handle(SIGINT, on_interrupt);
   handle(SIGTERM, on_interrupt);
   handle(SIGALRM, on_alarm);

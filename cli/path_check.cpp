@@ -53,7 +53,7 @@ std::vector<NamedPath> named_paths(const Verb& verb, const Options& options, con
   std::string word;  // the last one stands for all that follow
   for (const std::string& argument : arguments) {
     usage >> word;
-    if (argument.empty()) continue;  // refused by whoever opens it
+    if (argument.empty()) continue;  // refused where it is opened
     out.push_back(named_path(word, argument, word == "OUT" ? PathRole::output_file : PathRole::input));
   }
   if (!config.empty()) out.push_back(named_path("--config", config, PathRole::input));

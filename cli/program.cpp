@@ -161,7 +161,7 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
   }
   check_options(verb, run, words);
   use_threads(static_cast<int>(run.options.threads));
-  // Whoever reads the output may leave; a run that writes files goes on without.
+  // The reader of the output may leave; a run that writes files goes on without it.
   if (has_output(*run.line.verb, run.options, run.line.arguments)) run.survives_closed_pipe = true;
   if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);

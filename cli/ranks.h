@@ -31,7 +31,7 @@ class RunRanks {
   // Connects the ranks. Errors: CommunicationError, also where they were told different things.
   const Mesh& connect(const Verb& verb, const Options& options);
 
-  // After an error: whether this rank shall show it. Of several the first one that failed does, for it knows why; where
+  // After an error: whether this rank shows it. Of several the first one that failed does, for it knows why; where
   // the words themselves were wrong, rank 0.
   bool shows_error();
   std::string silent_ranks() { return processes_ ? processes_->silent_ranks() : ""; }

@@ -165,7 +165,7 @@ int create_lock(const fs::path& target, fs::path& lock_file) {
       return -1;
     }
     if (is_at(descriptor, lock_file)) return descriptor;
-    ::close(descriptor);  // whoever had it removed it meanwhile
+    ::close(descriptor);  // its holder removed it meanwhile
   }
 }
 

@@ -1,7 +1,7 @@
 // Files that are complete or absent.
 //
-// Output is written beside its target as `.<name>.espalier-partial-<pid>` and renamed onto it at the end. Whoever
-// writes holds an advisory lock on the partial file, so that the next run can tell the leftovers of a killed one from
+// Output is written beside its target as `.<name>.espalier-partial-<pid>` and renamed onto it at the end. The
+// writer holds an advisory lock on the partial file, so that the next run can tell the leftovers of a killed one from
 // the work of a living one, also across containers that reuse process ids.
 // Errors everywhere: WriteError, an OptionError, with the path, what was attempted, the system's reason and what to do.
 #pragma once

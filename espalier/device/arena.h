@@ -1,10 +1,10 @@
 // The one place activations live: a stack of bytes in a single reserved range of addresses.
 //
-// A step's buffers are born and die in last-in, first-out order (a trunk's state outlives the waves below it, a wave's
-// layers are freed backwards), so a stack holds them without fragmentation, without an allocation in steady state, and
-// with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards. A range
-// that nobody reads for a while may sleep: its addresses stay, its pages go back to the machine and serve what lies
-// above.
+// A step's buffers are taken and released in last-in, first-out order (a trunk's state outlives the waves below it, a
+// wave's layers are freed backwards), so a stack holds them without fragmentation, without an allocation in steady
+// state, and with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards.
+// A range that nobody reads for a while may sleep: its addresses stay, its pages go back to the machine and serve what
+// lies above.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,7 +47,7 @@ class Arena {
     std::int64_t bytes() const { return end - begin; }
   };
   // The range is held no longer, what it held is lost and nobody may read it, until wake, which leaves it
-  // uninitialised, or until it is released. Ranges that sleep are apart from each other.
+  // uninitialised, or until it is released. Sleeping ranges do not overlap.
   void sleep(Range range);
   void wake(Range range);  // one that sleeps
   // Part of the stack from and to the host's memory.

@@ -49,7 +49,7 @@ struct Buffer {
 class BufferList {
  public:
   static constexpr int kMostBuffers = 16, kMostStages = 8;
-  // A buffer of the list. One that was not declared is nowhere.
+  // Where a buffer stands in the list; -1: it was not declared.
   struct Place {
     int index = -1;
   };

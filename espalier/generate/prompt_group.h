@@ -26,7 +26,7 @@ class PromptGroup {
 
   // Prompt rows [begin, end) as a set of rows appends them.
   RowGroup append_prompt(std::int64_t begin, std::int64_t end) const;
-  // The normalised hidden row of the last prompt token, [M]: whoever computes the prompt fills it.
+  // The normalised hidden row of the last prompt token, [M], filled by the caller that computes the prompt.
   const at::Tensor& last_hidden_M() const { return last_hidden_M_; }
 
   void add(std::int64_t response) { packing_.add(response); }

@@ -95,7 +95,7 @@ class Generation {
   Generated run();
 
  private:
-  // Responses whose next token hangs on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
+  // Responses whose next token depends on one row of hidden values: [begin[row], begin[row + 1]) of `response`.
   struct Asked {
     std::vector<std::int64_t> response;
     std::vector<std::int32_t> begin{0};

@@ -1,7 +1,7 @@
 // Holds the cost model to steps that ran: measured over predicted seconds, part by part.
 //
-// Only `bench` fits, as an act of its own: it writes the factors into the machine's cached profile, and whoever plans
-// reads them there, so that the same command gives the same plan until the next `bench`.
+// Only `bench` fits: it writes the factors into the machine's cached profile, from which every plan reads them, so that
+// the same command gives the same plan until the next `bench`.
 #pragma once
 
 #include <string>

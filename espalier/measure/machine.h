@@ -18,7 +18,7 @@ MachineProfile machine_profile(const Options& options, Progress& progress);
 // That of rank 0, on every rank: all plan alike.
 MachineProfile machine_profile(const Options& options, Progress& progress, const Mesh& mesh);
 
-// The same for whoever is about to measure: a profile that was taken while others used the machine, so that products
+// The same before something is measured: a profile that was taken while others used the machine, so that products
 // run faster now than it says by more than a tenth, is measured again and kept. A note says so.
 MachineProfile current_machine_profile(const Options& options, Progress& progress);
 

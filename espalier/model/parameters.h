@@ -28,7 +28,7 @@ struct Parameter {
   std::vector<std::int64_t> whole_shape() const;  // in files
 };
 
-// The `count` values of a whole parameter in host memory, until the next call. Whoever writes or walks over several
+// The `count` values of a whole parameter in host memory, until the next call. A caller that visits several
 // asks for them in the table's order.
 using ParameterValues = std::function<const void*(const Parameter&)>;
 // Of a flat buffer in the table's layout whose elements take `bytes` each.

@@ -1,5 +1,5 @@
-// Which experts the tokens of a mini-batch chose: written down in one run and chosen again in others, so that these
-// differ by rounding alone. Where a router is nearly tied, rounding decides what it chooses.
+// Which experts the tokens of a mini-batch chose: written down in one run and given to others, so that these differ by
+// rounding alone. Where a router is nearly tied, rounding decides what it chooses.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,7 @@ class ChosenExperts {
 // What a run does with choices; null: nothing.
 struct ChoiceRecord {
   ChosenExperts* written = nullptr;      // gets those of every row, for the rollout that its segment names
-  const ChosenExperts* given = nullptr;  // made again where known; what rollouts record is then not read
+  const ChosenExperts* given = nullptr;  // taken where known; what rollouts record is then not read
 };
 
 }  // namespace espalier::moe

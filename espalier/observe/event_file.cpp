@@ -100,7 +100,7 @@ EventFile::EventFile(const std::filesystem::path& directory, std::int64_t first_
 EventFile::~EventFile() {
   try {
     flush();
-  } catch (const Error&) {  // whoever must know calls flush() before
+  } catch (const Error&) {  // who must know calls flush() first
   }
 }
 

@@ -1,4 +1,4 @@
-// A run's metrics: every line goes to metrics.jsonl, to TensorBoard and to whoever watches.
+// A run's metrics: every line goes to metrics.jsonl, to TensorBoard and to the program.
 #pragma once
 
 #include <cstdint>

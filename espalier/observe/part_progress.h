@@ -13,7 +13,7 @@ class PartProgress final : public Progress {
  public:
   explicit PartProgress(Progress& run) : run_(run) {}
 
-  // The run's own bar: begun once, moved by whoever knows how far the run is.
+  // The run's own bar: begun once, advanced by the run itself.
   void begin_run(std::string_view task, std::int64_t total, std::string_view unit) { run_.begin(task, total, unit); }
   void advance_run_to(std::int64_t done) { run_.advance_to(done_ = done); }
 

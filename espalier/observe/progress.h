@@ -1,4 +1,4 @@
-// What a long piece of work tells whoever watches it. The library only calls it; the program decides what is shown.
+// How long work reports its progress. The library only calls it; the program decides what is shown.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace espalier {
 // What an interrupt (Ctrl-C, SIGTERM) does to work that reports. A second one always ends the program at once.
 enum class OnInterrupt {
   stop,    // the next report throws Interrupted; the program ends work that does not report for some seconds
-  unwind,  // the next report throws, however late it comes: whoever catches it has something to save
+  unwind,  // the next report throws, however late it comes: the caller catches it and saves first
   finish   // nothing is thrown: the work asks interrupted() where it can save and throws by itself
 };
 

@@ -1,4 +1,4 @@
-// Options from a TOML file: keys are option names ('-' or '_'); a table [train] holds what only that verb shall see.
+// Options from a TOML file: keys are option names ('-' or '_'); a table [train] holds what only that verb sees.
 //
 //   lr = 2e-6
 //   betas = [0.9, 0.95]

@@ -1,4 +1,4 @@
-// What every rank of a run must have the same of, or their sums would mean nothing: compared before it is used.
+// What must be equal on every rank of a run, or sums over ranks would mean nothing: compared before it is used.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How many ranks share each axis of a run, and which ranks those are. No tensor enters here: the planner asks, too.
+// How many ranks share each axis of a run, and which ranks those are. Without tensors, for the planner uses it too.
 //
 // Ranks are counted with tp fastest, then cp, pp, dp: rank = ((dp_ * PP + pp_) * CP + cp_) * TP + tp_. Experts are
 // spread over neighbours among the dp x cp x tp ranks of one pipeline stage, tp fastest.

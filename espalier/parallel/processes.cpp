@@ -150,7 +150,7 @@ struct Processes::State {
   bool failed = false;
 
   bool has_failed(int rank) { return store->check({"failed/" + std::to_string(rank)}); }
-  // Where this process serves the meeting place: the others shall still find out who failed first.
+  // Where this process serves the meeting place: the others must still find out who failed first.
   void wait_for_others() {
     constexpr int kTries = 100;
     if (launch.served || launch.rank != 0) return;
@@ -174,7 +174,7 @@ Processes::Processes(const Launch& launch) : state_(std::make_unique<State>()) {
 }
 
 Processes::~Processes() {
-  state_->mesh.reset();  // whoever waits for this rank in a collective need not any longer
+  state_->mesh.reset();  // ranks that wait for this one in a collective are released
   try {
     if (state_->failed) state_->wait_for_others();
   } catch (const std::exception&) {  // nobody is there to be waited for

@@ -3,7 +3,7 @@
 //
 // T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
 // head size, M width, F inner width (of one expert in expert layers), E experts, k of them a row, V vocabulary. A
-// member that a block does not need is nowhere. Members are named by their shape; W is a width of several parts.
+// member that a block does not need is not declared. Members are named by their shape; W is a width of several parts.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,7 @@ struct DenseBackwardBuffers : BufferList {
   Place act_RF, down_product, normed_RM, gate_up_product;
 };
 
-// An expert's scratch is that of all rows, since any expert may be everybody's.
+// An expert's scratch is that of all rows, since all rows may choose the same expert.
 struct ExpertForwardBuffers : BufferList {
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
   Place normed_RM, sum_RM, expert_rows_RM, act_RF;

@@ -95,7 +95,7 @@ struct ParameterShape {
   std::string name;
   std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
   std::int64_t layer = -1, expert = -1;  // -1: of none
-  bool of_heads = false;                 // a norm of heads: whoever has some of the heads has a part of its gradient
+  bool of_heads = false;                 // a norm of heads: a rank with some of the heads has a part of its gradient
 };
 
 // In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and

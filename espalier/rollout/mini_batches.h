@@ -26,7 +26,7 @@ bool all_have_step(std::span<const Rollout> rollouts);
 // itself. size 0: all in one. InputError where only some records have a step; OptionError for a negative size.
 std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout> rollouts, std::int64_t size);
 
-// A remark for whoever asked for mini-batches of `size`, where those that were cut are others: "" where they are not.
+// A note for the user where mini-batches have another size than the `size` asked for; "" where they have not.
 std::string mini_batch_note(std::span<const Rollout> rollouts, const std::vector<std::vector<std::int64_t>>& batches,
                             std::int64_t size);
 

@@ -1,4 +1,4 @@
-// A fast hash of token runs, to find candidates for equality. Whoever uses it compares the tokens themselves.
+// A fast hash of token runs, to find candidates for equality. Its users compare the tokens themselves.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // What the models of a process share, and what each of them holds: the one place that knows what stands beside a step.
 //
 // Learners, a reference and a sampler take turns, so one arena serves all of them. Each enters what it holds here as
-// long as it lives; a plan is told what all the others hold.
+// long as it exists; a plan is told what all the others hold.
 #pragma once
 
 #include <cstdint>

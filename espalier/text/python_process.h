@@ -10,7 +10,7 @@
 
 namespace espalier {
 
-// The process has ended, or is about to. Whoever asked may start another one and ask again.
+// The process has ended, or is about to. The caller may start another one and ask again.
 class PythonEnded : public InputError {
  public:
   using InputError::InputError;

@@ -1,4 +1,4 @@
-// A run's folder written line by line, for the tests of whoever reads one.
+// A run's folder written line by line, for the tests of its readers.
 #pragma once
 
 #include <filesystem>

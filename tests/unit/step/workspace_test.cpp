@@ -8,7 +8,7 @@
 namespace espalier {
 namespace {
 
-TEST(Workspace, EverybodyStandsBesideTheOthersAsLongAsHeLives) {
+TEST(Workspace, AHolderCountsBesideTheOthersAsLongAsItExists) {
   Workspace workspace(1 << 20);
   const HeldBytes actor(workspace, 100);
   std::optional<HeldBytes> critic(std::in_place, workspace, 30);
