@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "espalier/base/error.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 
@@ -38,20 +39,22 @@ class KvSource {
   // Whether the rows' keys and values outlive the forward: they are then written to `kept`, [T, J*D], which is
   // undefined otherwise.
   virtual bool keeps() const { return false; }
-  virtual KeysValues kept(std::int64_t layer) const;
+  virtual KeysValues kept(std::int64_t) const { return {}; }
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm), which is scratch where there is no backward.
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;
 
   // The gradients that later rows added to what was kept, [T, J, D]; undefined where nothing is kept. Errors:
   // InternalError before the last of them.
-  virtual KeysValues gathered(std::int64_t layer) const;
+  virtual KeysValues gathered(std::int64_t) const { return {}; }
   // With what `attend` gave. Overwrites grad_q; adds to the gradients of the rows' own keys and values, and to those of
   // what they attended to. Called once a layer, also where there is no query. Errors: InternalError for a source that
   // is only read.
-  virtual void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
-                            const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
-                            const KeysValues& grad_own);
+  virtual void add_backward(const LayerAttention&, const at::Tensor& /*attended_RW*/, const at::Tensor& /*lse_HR*/,
+                            const at::Tensor& /*grad_attended_RW*/, const at::Tensor& /*grad_q_RW*/,
+                            const KeysValues& /*grad_own*/) {
+    ESPALIER_INTERNAL(false, "a backward over keys and values that are only read");
+  }
 };
 
 }  // namespace espalier

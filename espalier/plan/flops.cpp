@@ -85,18 +85,4 @@ Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind
   return flops;
 }
 
-double published_ceiling(const ModelShape& s, std::int64_t prompt, std::int64_t response, std::int64_t n) {
-  const RowWeights w = row_weights(s);
-  double layers = static_cast<double>(s.layers) * (w.query_output + w.key_value);
-  for (std::int64_t layer = 0; layer < s.layers; ++layer)
-    layers += s.has_experts(layer) ? w.router + w.experts : w.dense_mlp;
-  const double head = static_cast<double>(s.hidden) * static_cast<double>(s.vocabulary);
-  const double pair = 4.0 * s.heads * s.head_dim * static_cast<double>(s.layers);
-  const double P = static_cast<double>(prompt), R = static_cast<double>(response), N = static_cast<double>(n);
-  const double dense = 2 * N * (P + R) * (layers + head) + pair * N * (P + R) * (P + R + 1) / 2;
-  const double shared =
-      2 * ((P + N * R) * layers + N * R * head) + pair * (P * (P + 1) / 2 + N * (R * P + R * (R + 1) / 2));
-  return dense / shared;  // forward and backward are the same multiple of both
-}
-
 }  // namespace espalier

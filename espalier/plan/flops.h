@@ -53,10 +53,4 @@ Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_c
 // logits are not kept.
 Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, SavedState state);
 
-// FLOPs dense / FLOPs shared of a group of n responses on one prompt, counted as the published ceilings are: every
-// layer whole for every row, backward twice the forward (attention too), the dense head on every row and the shared
-// one on response rows only. A plan's own ceiling counts as step_flops does and is lower: its dense run has no head on
-// the prompt either. Source: mathematics, section 9.
-double published_ceiling(const ModelShape& shape, std::int64_t prompt, std::int64_t response, std::int64_t n);
-
 }  // namespace espalier

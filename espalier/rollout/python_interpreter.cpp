@@ -33,4 +33,11 @@ std::vector<std::string> python_environment() {
   return out;
 }
 
+std::vector<char*> null_terminated(std::vector<std::string>& texts) {
+  std::vector<char*> out;
+  for (std::string& text : texts) out.push_back(text.data());
+  out.push_back(nullptr);
+  return out;
+}
+
 }  // namespace espalier

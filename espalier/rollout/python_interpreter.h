@@ -14,4 +14,7 @@ std::string python_interpreter();
 // exists.
 std::vector<std::string> python_environment();
 
+// Arguments or an environment as the system takes them, as long as the texts exist.
+std::vector<char*> null_terminated(std::vector<std::string>& texts);
+
 }  // namespace espalier

@@ -25,13 +25,6 @@ constexpr int kBadInput = 3, kUnsupported = 4;  // exit codes of espalier.record
 constexpr const char* kRemedy =
     "Set ESPALIER_PYTHON to a Python 3.11 or newer, and PYTHONPATH to the folder that holds the package espalier";
 
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> out;
-  for (std::string& text : texts) out.push_back(text.data());
-  out.push_back(nullptr);
-  return out;
-}
-
 struct Pipe {
   int read = -1, write = -1;
   Pipe() {
@@ -86,8 +79,8 @@ PythonRecords::PythonRecords(std::string path, std::function<void()> waiting, st
   posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   posix_spawn_file_actions_adddup2(&actions, out.write, STDOUT_FILENO);
   posix_spawn_file_actions_adddup2(&actions, err.write, STDERR_FILENO);
-  const int error =
-      ::posix_spawnp(&child_, python_.c_str(), &actions, nullptr, pointers(words).data(), pointers(environment).data());
+  const int error = ::posix_spawnp(&child_, python_.c_str(), &actions, nullptr, null_terminated(words).data(),
+                                   null_terminated(environment).data());
   posix_spawn_file_actions_destroy(&actions);
   if (error != 0) {
     child_ = -1;

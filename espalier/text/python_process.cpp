@@ -21,13 +21,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> out;
-  for (std::string& text : texts) out.push_back(text.data());
-  out.push_back(nullptr);
-  return out;
-}
-
 // Milliseconds until `deadline`, at least 0.
 int left_until(Clock::time_point deadline) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
@@ -52,7 +45,7 @@ PythonProcess::PythonProcess(std::vector<std::string> arguments, std::string nam
   arguments.insert(arguments.begin(), python_interpreter());
   std::vector<std::string> environment = python_environment();
   const int failure = ::posix_spawnp(&process_, arguments.front().c_str(), &actions, &own_group,
-                                     pointers(arguments).data(), pointers(environment).data());
+                                     null_terminated(arguments).data(), null_terminated(environment).data());
   posix_spawnattr_destroy(&own_group);
   posix_spawn_file_actions_destroy(&actions);
   ::close(ends[1]);

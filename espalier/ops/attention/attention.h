@@ -65,11 +65,4 @@ template <class T>
 void add_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
                   Rows<const T> grad_out, const Gradients<T>& grads);
 
-// The same, plainly written: loops and float64 sums, any head size. The definition the fast code is tested against.
-template <class T>
-void reference_forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
-template <class T>
-void add_reference_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,
-                            Rows<const T> grad_out, const Gradients<T>& grads);
-
 }  // namespace espalier::attention

@@ -75,6 +75,17 @@ TEST(Flops, ADepthSeesItselfAndWhatIsAbove) {
   EXPECT_EQ(work_of_depths(7, 7, true), Work{});
 }
 
+// FLOPs dense / FLOPs shared of n responses to one prompt, counted as published: every layer whole for every row, the
+// dense head on every row and the shared one on response rows only. Forward and backward are the same multiple of both.
+double published_ceiling(const ModelShape& shape, std::int64_t prompt, std::int64_t response, std::int64_t n) {
+  const Flops dense = forward_flops(shape, work_of_depths(0, prompt + response, true));
+  Work once = work_of_depths(0, prompt, true);
+  for (std::int64_t i = 0; i < n; ++i) once += work_of_depths(prompt, prompt + response, true);
+  Flops shared = forward_flops(shape, once);
+  shared.head *= static_cast<double>(n * response) / static_cast<double>(once.rows);
+  return static_cast<double>(n) * dense.total() / shared.total();
+}
+
 TEST(Flops, GiveThePublishedCeilings) {
   const ModelShape shape = testing::llama_3_8b();
   const auto rounded = [&](std::int64_t prompt, std::int64_t n) {

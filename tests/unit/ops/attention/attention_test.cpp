@@ -65,12 +65,9 @@ struct Restore {
 
 constexpr double kHeld = 0.375;  // in the K/V accumulators beforehand; exact in every type
 
-enum class Code { fast, reference };
-
 // forward, then backward from the given out and lse (those of the plain code in the type under test).
 template <class T>
-Results<double> run(const Problem& p, Code code, const std::vector<double>& given_out,
-                    const std::vector<double>& given_lse) {
+Results<double> run(const Problem& p, const std::vector<double>& given_out, const std::vector<double>& given_lse) {
   using A = accumulator_t<T>;
   const int D = p.size.head_dim, wide = p.size.heads * D, narrow = p.size.kv_heads * D, gap = 5;
   const Operand<T> q(p.q, wide, gap), own_k(p.own_k, narrow, gap), own_v(p.own_v, narrow, 0),
@@ -92,14 +89,8 @@ Results<double> run(const Problem& p, Code code, const std::vector<double>& give
   const Operand<A> lse_in(given_lse, p.queries(), 0);
   const attention::Gradients<T> grads{grad_q.rows(), grad_own_k.rows(), grad_own_v.rows(), grad_path_k.rows(),
                                       grad_path_v.rows()};
-  if (code == Code::fast) {
-    attention::forward<T>(shape, in, out.rows(), lse.rows().data);
-    attention::add_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data, grad_out.const_rows(), grads);
-  } else {
-    attention::reference_forward<T>(shape, in, out.rows(), lse.rows().data);
-    attention::add_reference_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data,
-                                         grad_out.const_rows(), grads);
-  }
+  attention::forward<T>(shape, in, out.rows(), lse.rows().data);
+  attention::add_backward<T>(shape, in, out_in.const_rows(), lse_in.const_rows().data, grad_out.const_rows(), grads);
   Results<double> r;
   const auto take = [&](std::vector<double>& to, auto& from, std::size_t n, const char* what) {
     to = from.values(n);
@@ -200,7 +191,7 @@ void expect_fast_is_right(const Problem& p) {
     const Expected<T>& here = want.try_emplace(level.factors(), p, level.factors()).first->second;
     level.force();
     omp_set_num_threads(1 + static_cast<int>(p.seed % 5));
-    expect_close(p, here, run<T>(p, Code::fast, here.given_out, here.given_lse), (std::stringstream() << level).str());
+    expect_close(p, here, run<T>(p, here.given_out, here.given_lse), (std::stringstream() << level).str());
   }
 }
 
@@ -265,7 +256,7 @@ TYPED_TEST(AttentionOf, BlocksThatNobodySeesAreNotRead) {
     for (const int threads : {1, 3}) {
       level.force();
       omp_set_num_threads(threads);
-      const Results<double> r = run<TypeParam>(p, Code::fast, std::vector<double>(p.q.size(), 0.25), {5, 5, 5, 5});
+      const Results<double> r = run<TypeParam>(p, std::vector<double>(p.q.size(), 0.25), {5, 5, 5, 5});
       for (const auto* x : {&r.out, &r.lse, &r.q, &r.own_k, &r.own_v, &r.path_k, &r.path_v})
         EXPECT_TRUE(std::all_of(x->begin(), x->end(), [](double v) { return std::isfinite(v); })) << level;
     }
@@ -287,18 +278,9 @@ TYPED_TEST(AttentionOf, CopesWithNothing) {
   for (const Sizes s : {Sizes{0, 0, 2, 1, 8}, Sizes{0, 9, 2, 1, 8}, Sizes{4, 9, 2, 1, 8}}) {
     Problem p = random_problem<TypeParam>(4, s, Rows::some_repeated);
     p.query_row.clear(), p.q.clear(), p.grad_out.clear();
-    const Results<double> r = run<TypeParam>(p, Code::fast, {}, {});
+    const Results<double> r = run<TypeParam>(p, {}, {});
     for (const auto* x : {&r.own_k, &r.own_v, &r.path_k, &r.path_v})
       for (const double v : *x) EXPECT_EQ(v, kHeld);
-  }
-}
-
-TYPED_TEST(AttentionOf, ReferenceIsRight) {
-  for (int n = 0; n < 8; ++n) {
-    const Rows rows = n % 2 ? Rows::all : Rows::some_repeated;
-    const Problem p = random_problem<TypeParam>(50 + n, {40, 7 * (n % 3), 4, 2, 24}, rows);
-    const Expected<TypeParam> want(p);
-    expect_close(p, want, run<TypeParam>(p, Code::reference, want.given_out, want.given_lse), "reference");
   }
 }
 
@@ -312,8 +294,8 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
         const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
         level.force();
         omp_set_num_threads(threads);
-        const Results<double> first = run<TypeParam>(p, Code::fast, out, lse);
-        const Results<double> again = run<TypeParam>(p, Code::fast, out, lse);
+        const Results<double> first = run<TypeParam>(p, out, lse);
+        const Results<double> again = run<TypeParam>(p, out, lse);
         EXPECT_EQ(first.out, again.out);
         EXPECT_EQ(first.lse, again.lse);
         EXPECT_EQ(first.q, again.q);
@@ -330,28 +312,28 @@ TEST(Attention, SmallProblemsAreTheCallingThreadsAlone) {
   const Problem p = random_problem<double>(13, {2, 1500, 1, 1, 16}, Rows::all);
   const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()), 5.0);
   omp_set_num_threads(1);
-  const Results<double> alone = run<double>(p, Code::fast, out, lse);
+  const Results<double> alone = run<double>(p, out, lse);
   omp_set_num_threads(5);
-  EXPECT_NE(run<double>(p, Code::fast, out, lse).out, alone.out);
+  EXPECT_NE(run<double>(p, out, lse).out, alone.out);
   attention::set_least_shared_work(attention::kLeastSharedWork);
-  EXPECT_EQ(run<double>(p, Code::fast, out, lse).out, alone.out);
+  EXPECT_EQ(run<double>(p, out, lse).out, alone.out);
 }
 
 // d/dx of L = sum w o out, by central differences: truncation h^2/6 L''' and rounding 1e-16 L / h are both near 1e-11
 // at h = 1e-5 for numbers of order one, so 1e-8 holds only if the derivative is the right one.
-TEST(Attention, ReferenceBackwardIsTheDerivative) {
+TEST(Attention, TheBackwardIsTheDerivative) {
   for (const std::uint64_t seed : {1, 2, 3}) {
-    const Problem p = random_problem<double>(seed, {9, 4, 4, 2, 3}, seed == 2 ? Rows::some_repeated : Rows::all);
+    const Problem p = random_problem<double>(seed, {9, 4, 4, 2, 8}, seed == 2 ? Rows::some_repeated : Rows::all);
     const auto loss = [](const Problem& at) {
-      const Results<double> r = run<double>(at, Code::reference, std::vector<double>(at.q.size()),
+      const Results<double> r = run<double>(at, std::vector<double>(at.q.size()),
                                             std::vector<double>(static_cast<std::size_t>(at.queries()) * 4));
       double sum = 0;
       for (std::size_t i = 0; i < r.out.size(); ++i) sum += at.grad_out[i] * r.out[i];
       return sum;
     };
-    const Results<double> at_p = run<double>(p, Code::reference, std::vector<double>(p.q.size()),
-                                             std::vector<double>(static_cast<std::size_t>(p.queries()) * 4));
-    const Results<double> r = run<double>(p, Code::reference, at_p.out, at_p.lse);
+    const Results<double> at_p =
+        run<double>(p, std::vector<double>(p.q.size()), std::vector<double>(static_cast<std::size_t>(p.queries()) * 4));
+    const Results<double> r = run<double>(p, at_p.out, at_p.lse);
     const auto check = [&](std::vector<double> Problem::*x, const std::vector<double>& grad, double held) {
       for (std::size_t i = 0; i < grad.size(); ++i) {
         Problem up = p, down = p;
@@ -375,7 +357,7 @@ TEST(Attention, OneKeyMoreIsNoticed) {
   const auto last = std::find_if(wrong.subtree_end.begin(), wrong.subtree_end.end(), [](int e) { return e < 130; });
   ASSERT_NE(last, wrong.subtree_end.end());
   ++*last;
-  const Results<double> got = run<double>(wrong, Code::fast, want.given_out, want.given_lse);
+  const Results<double> got = run<double>(wrong, want.given_out, want.given_lse);
   EXPECT_GT(distance(got.out, want.wide.out), 1e-6);
 }
 
