@@ -21,6 +21,7 @@ class SamePrompts : public Questions {
   }
   std::int64_t longest_prompt() const override { return kTokens; }
   const std::vector<std::int32_t>& stop_ids() const override { return none_; }
+  std::string fingerprint() const override { return ""; }
 
  private:
   static constexpr std::int64_t kTokens = 40;
