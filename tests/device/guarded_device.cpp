@@ -83,6 +83,13 @@ void GuardedDevice::protect(int how) {
   for (const auto& [memory, bytes] : blocks_) ESPALIER_INTERNAL_EQ(mprotect(memory, bytes, how), 0);
 }
 
+void GuardedDevice::protect_block(const void* address, int how) {
+  auto block = blocks_.upper_bound(static_cast<std::byte*>(const_cast<void*>(address)));
+  ESPALIER_INTERNAL(block != blocks_.begin(), "memory that is not this device's");
+  --block;
+  ESPALIER_INTERNAL_EQ(mprotect(block->first, block->second, how), 0);
+}
+
 void GuardedDevice::synchronize() {
   if (queue_.empty()) return;
   protect(PROT_READ | PROT_WRITE);
@@ -119,23 +126,23 @@ void GuardedDevice::release_early(std::byte* memory, std::int64_t bytes) {
 
 void GuardedDevice::give_back(std::byte* memory, std::int64_t bytes) {
   synchronize();
-  protect(PROT_READ | PROT_WRITE);
+  protect_block(memory, PROT_READ | PROT_WRITE);
   std::memset(memory, 0xff, static_cast<std::size_t>(bytes));  // what they held is lost, and nobody may count on zeros
-  protect(PROT_NONE);
+  protect_block(memory, PROT_NONE);
 }
 
 void GuardedDevice::copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) {
   synchronize();
-  protect(PROT_READ);
+  protect_block(memory, PROT_READ);
   std::memcpy(host, memory, static_cast<std::size_t>(bytes));
-  protect(PROT_NONE);
+  protect_block(memory, PROT_NONE);
 }
 
 void GuardedDevice::copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) {
   synchronize();
-  protect(PROT_READ | PROT_WRITE);
+  protect_block(memory, PROT_READ | PROT_WRITE);
   std::memcpy(memory, host, static_cast<std::size_t>(bytes));
-  protect(PROT_NONE);
+  protect_block(memory, PROT_NONE);
 }
 
 at::Tensor GuardedDevice::view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -154,9 +161,10 @@ at::Tensor GuardedDevice::allocate(at::IntArrayRef sizes, at::ScalarType dtype) 
 at::Tensor GuardedDevice::to_host(const at::Tensor& tensor) {
   ++copies_back_;
   synchronize();
-  protect(PROT_READ);
+  if (tensor.numel() == 0) return tensor.clone();
+  protect_block(tensor.data_ptr(), PROT_READ);
   at::Tensor copy = tensor.clone();
-  protect(PROT_NONE);
+  protect_block(tensor.data_ptr(), PROT_NONE);
   return copy;
 }
 

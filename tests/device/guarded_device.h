@@ -43,7 +43,8 @@ class GuardedDevice : public Device {
   void release_early(std::byte* memory, std::int64_t bytes);
 
  private:
-  void protect(int how);
+  void protect(int how);                             // all memory
+  void protect_block(const void* address, int how);  // the block that the address is in
   std::byte* map(std::int64_t bytes);
 
   std::vector<std::function<void()>> queue_;
