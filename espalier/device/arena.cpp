@@ -69,6 +69,7 @@ void Arena::release_to(std::int64_t mark) {
 }
 
 void Arena::sleep(Range range) {
+  if (range.bytes() == 0) return;  // of a set without rows: it would begin where the next one does
   const auto after = std::ranges::find_if(sleeping_, [&](const Range& other) { return other.begin >= range.end; });
   ESPALIER_INTERNAL(0 <= range.begin && range.begin <= range.end && range.end <= top_ &&
                         (after == sleeping_.begin() || std::prev(after)->end <= range.begin),
@@ -80,6 +81,7 @@ void Arena::sleep(Range range) {
 }
 
 void Arena::wake(Range range) {
+  if (range.bytes() == 0) return;
   const auto found = std::ranges::find_if(sleeping_, [&](const Range& other) { return other.begin == range.begin; });
   ESPALIER_INTERNAL(found != sleeping_.end() && found->end == range.end, range.begin, " to ", range.end);
   asleep_ -= range.bytes();

@@ -32,6 +32,32 @@ std::span<const std::int64_t> LoadAccounting::load(std::int64_t layer) const {
       .subspan(static_cast<std::size_t>(layer * shape_.experts), static_cast<std::size_t>(shape_.experts));
 }
 
+void LoadAccounting::count_apart() { not_joined_.resize(of_rollout_.size()); }
+
+std::vector<std::int64_t> LoadAccounting::not_joined(std::span<const std::int32_t> rollouts) const {
+  std::vector<std::int64_t> counts;
+  if (!counting_ || not_joined_.empty()) return counts;
+  const auto width = static_cast<std::size_t>(layers_ * shape_.experts);
+  for (const std::int32_t rollout : rollouts) {
+    const auto own = std::span(not_joined_).subspan(static_cast<std::size_t>(rollout) * width, width);
+    counts.insert(counts.end(), own.begin(), own.end());
+  }
+  return counts;
+}
+
+void LoadAccounting::join(std::span<const std::int32_t> rollouts, std::span<const std::int64_t> sum) {
+  if (sum.empty()) return;
+  const auto width = static_cast<std::size_t>(layers_ * shape_.experts);
+  const std::int64_t* next = sum.data();
+  for (const std::int32_t rollout : rollouts) {
+    const std::size_t begin = static_cast<std::size_t>(rollout) * width;
+    for (std::size_t c = begin; c < begin + width; ++c) {
+      of_rollout_[c] += *next++ - not_joined_[c];
+      not_joined_[c] = 0;
+    }
+  }
+}
+
 void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK) {
   if (!counting_) return;
   std::vector<std::int64_t> chosen(static_cast<std::size_t>(shape_.experts));
@@ -46,6 +72,9 @@ void LoadAccounting::add_choices(std::int64_t layer, std::span<const RowOwners> 
     for (const std::int32_t rollout : rows.rollouts) {
       std::int64_t* counts = counts_of(layer, rollout);
       for (std::size_t e = 0; e < chosen.size(); ++e) counts[e] += chosen[e];
+      if (not_joined_.empty()) continue;
+      std::int64_t* apart = not_joined_.data() + (counts - of_rollout_.data());
+      for (std::size_t e = 0; e < chosen.size(); ++e) apart[e] += chosen[e];
     }
   }
 }

@@ -54,6 +54,13 @@ class LoadAccounting {
   // counted all of them at the same weights. Errors: InternalError where shapes or lengths differ.
   void take_counts(const LoadAccounting& counted, std::span<const std::int64_t> of);
 
+  // Before anything is counted, where ranks count different rows of the same rollouts.
+  void count_apart();
+  // Then: what was counted for these rollouts since the last join, [rollouts, layers, E], where losses need the counts
+  // of whole rollouts; else empty. And its sum over ranks, which every rank joins to its counts. Loads stay apart.
+  std::vector<std::int64_t> not_joined(std::span<const std::int32_t> rollouts) const;
+  void join(std::span<const std::int32_t> rollouts, std::span<const std::int64_t> sum);
+
   // Adds the choices of a set's rows, once for each owner. Called once per row and layer.
   void add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK);
 
@@ -93,6 +100,7 @@ class LoadAccounting {
   bool keep_rollouts_;
   bool counting_ = true;
   std::vector<std::int64_t> of_rollout_;     // [N, layers, E]; where kept, or scope rollout with the auxiliary loss
+  std::vector<std::int64_t> not_joined_;     // of those, what other ranks do not know yet; empty: nobody counts apart
   std::vector<std::int64_t> of_mini_batch_;  // [layers, E]
   PenaltySums sums_;
 };

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "espalier/base/error.h"
@@ -102,6 +104,17 @@ void add_over_ranks(Group& group, std::span<std::int64_t> counts) {
 
 std::vector<double> maxima_over_ranks(Group& group, std::vector<double> values) {
   group.max_over_ranks(doubles(values));
+  return values;
+}
+
+std::vector<double> values_of_any(Group& group, std::vector<double> values) {
+  if (group.size() == 1) return values;
+  constexpr double kNowhere = -std::numeric_limits<double>::infinity();
+  for (double& value : values)
+    if (std::isnan(value)) value = kNowhere;
+  values = maxima_over_ranks(group, std::move(values));
+  for (double& value : values)
+    if (value == kNowhere) value = std::numeric_limits<double>::quiet_NaN();
   return values;
 }
 

@@ -72,6 +72,8 @@ class Group {
 std::vector<double> sums_over_ranks(Group& group, std::vector<double> values);
 void add_over_ranks(Group& group, std::span<std::int64_t> counts);  // in place
 std::vector<double> maxima_over_ranks(Group& group, std::vector<double> values);
+// Each value from a rank that has it, all of which have the same: NaN on those that have not.
+std::vector<double> values_of_any(Group& group, std::vector<double> values);
 // The text of rank `root`.
 std::string text_of_rank(Group& group, const std::string& text, int root = 0);
 // Every rank's number, in rank order.

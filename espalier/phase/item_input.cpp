@@ -1,16 +1,46 @@
 #include "espalier/phase/item_input.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace espalier {
 namespace {
 
-void add_segment(ItemInput& input, const RowSegment& segment, const Rollout& rollout) {
+void add_segment(ModelInput& input, const RowSegment& segment, const Rollout& rollout) {
   for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) {
-    input.model.id.push_back(rollout.token_at(depth));
-    input.model.position.push_back(depth);
-    input.subtree_end.push_back(segment.subtree_end);
+    input.id.push_back(rollout.token_at(depth));
+    input.position.push_back(depth);
   }
+}
+
+std::vector<std::int32_t> subtree_ends(const RowSet& set) {
+  std::vector<std::int32_t> ends;
+  for (const RowSegment& segment : set.segments)
+    ends.insert(ends.end(), static_cast<std::size_t>(segment.end - segment.begin), segment.subtree_end);
+  return ends;
+}
+
+std::vector<std::int32_t> set_rows(const RowShares& shares, std::int64_t rank) {
+  std::vector<std::int32_t> rows;
+  for (const RowShares::Piece& piece : shares.pieces(rank))
+    for (std::int64_t row = piece.begin; row < piece.end; ++row) rows.push_back(static_cast<std::int32_t>(row));
+  return rows;
+}
+
+// Where the rows of a divided set stand in it.
+void add_divided(ControlBlock& block, const RowShares& shares, std::int64_t rank,
+                 const std::vector<std::int32_t>& output_row, DividedRows& divided) {
+  std::vector<std::int32_t> all, outputs;
+  for (std::int64_t other = 0; other < shares.ranks(); ++other)
+    for (const std::int32_t row : set_rows(shares, other)) all.push_back(row);
+  const std::vector<std::int32_t> own = set_rows(shares, rank);
+  for (const std::int32_t row : output_row) outputs.push_back(own[static_cast<std::size_t>(row)]);
+  std::vector<std::int32_t> counted(own.size());
+  std::iota(counted.begin(), counted.end(), 0);
+  block.add(all, divided.row_S);
+  block.add(own, divided.own_T);
+  block.add(outputs, divided.output_own_O);
+  block.add(counted, divided.counted_T);
 }
 
 // The experts that rows are given: those chosen in another run, or, of a policy, those that rollouts record, where any
@@ -79,20 +109,25 @@ std::vector<moe::RowOwners> owners_of(const RowSet& set) {
 
 ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const ModelShape& shape,
                      bool all_logprobs, const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices,
-                     Device& device) {
-  for (const RowSegment& segment : item.set.segments) add_segment(*this, segment, rollouts[segment.rollout]);
-  if (accounting != nullptr) owners = owners_of(item.set);
+                     Device& device, const Group& cp)
+    : shares(is_divided(item, cp.size()) ? std::optional(RowShares(item.set.rows, cp.size())) : std::nullopt),
+      share(shares ? share_of(item.set, *shares, cp.rank()) : RowSet{}),
+      rows(shares ? share : item.set) {
+  for (const RowSegment& segment : rows.segments) add_segment(model, segment, rollouts[segment.rollout]);
+  if (accounting != nullptr) owners = owners_of(rows);
   model.all_rows_choose = accounting != nullptr && accounting->all_rows_choose();
   model.keeps_choices = shape.experts > 0 && (accounting != nullptr || choices.written != nullptr);
-  edges = edges_of(item.set, rollouts, all_logprobs);
+  edges = edges_of(rows, rollouts, all_logprobs);
+  if (shares) set_edges = edges_of(item.set, rollouts, all_logprobs);
   const std::vector<double> temperatures = add_outputs(*this, rollouts, shape.value_head);
-  add_given(model, item.set, rollouts, shape, choices.given);
+  add_given(model, rows, rollouts, shape, choices.given);
   add_given_of_outputs(model, shape);
   std::vector<HeadEdge> of_head;
   for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
   ControlBlock block;
   model.add_to(block);
-  block.add(subtree_end, subtree_end_T);
+  block.add(subtree_ends(item.set), subtree_end_S);
+  if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);
 }

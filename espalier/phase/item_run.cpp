@@ -4,16 +4,30 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
+#include "espalier/model/divided_source.h"
+#include "espalier/model/path_source.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
+namespace {
+
+std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item, const ItemInput& input) {
+  const bool is_trunk = item.kind == ItemKind::trunk;
+  const Decoder& decoder = step.decoder;
+  if (!input.shares) return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S);
+  return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, *input.shares,
+                                         input.divided, decoder.block(), decoder.dtype(), decoder.mesh().cp,
+                                         step.arena);
+}
+
+}  // namespace
 
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
     : step_(step),
       item_(item),
       input_(item, step.rollouts, step.decoder.local().whole(), step.all_logprobs, step.accounting, step.choices,
-             step.decoder.device()),
-      kv_(step.path, item.path_rows, item.kind == ItemKind::trunk, input_.subtree_end_T) {}
+             step.decoder.device(), step.decoder.mesh().cp),
+      kv_(make_source(step, item, input_)) {}
 
 void ItemRun::forward() {
   const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
@@ -24,6 +38,7 @@ void ItemRun::forward() {
   }
   saved_ = step_.decoder.forward(decoder_run(), step_.trains() ? std::optional(item_.state) : std::nullopt);
   take_choices();
+  join_counts();
   if (!step_.head) return;
   const TimedPart timed(step_.timer, part::kHead);
   step_.head->score(head_work());
@@ -31,6 +46,7 @@ void ItemRun::forward() {
 }
 
 void ItemRun::add_backward(const at::Tensor& penalty_L2) {
+  join_counts();
   if (step_.head->needs_whole_rollout()) {
     const TimedPart timed(step_.timer, part::kHead);
     step_.head->add_backward(head_work());
@@ -52,10 +68,17 @@ void ItemRun::take_choices() {
     const bool narrow = layer + 1 == shape.layers && !input_.model.all_rows_choose;
     if (step_.accounting != nullptr && !narrow) step_.accounting->add_choices(layer, input_.owners, choice);
     if (step_.choices.written != nullptr)
-      step_.choices.written->write(item_.set.segments, place, choice, narrow ? &input_.model.output_row : nullptr);
+      step_.choices.written->write(input_.rows.segments, place, choice, narrow ? &input_.model.output_row : nullptr);
     choice += of_layer;
     ++place;
   }
+}
+
+void ItemRun::join_counts() {
+  if (!input_.shares || !step_.trains() || step_.accounting == nullptr) return;
+  std::vector<std::int64_t> counts = step_.accounting->not_joined(item_.set.rollouts);
+  add_over_ranks(step_.decoder.mesh().cp, counts);
+  step_.accounting->join(item_.set.rollouts, counts);
 }
 
 RouterPenalties ItemRun::penalties(const at::Tensor& value_L2) const {

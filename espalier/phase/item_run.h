@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "espalier/model/path_source.h"
+#include "espalier/model/kv_source.h"
 #include "espalier/phase/item_input.h"
 #include "espalier/phase/step_run.h"
 #include "espalier/saved/sleeping_trunk.h"
@@ -33,13 +33,15 @@ class ItemRun {
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
-  DecoderRun decoder_run() { return {input_.model, kv_, step_.arena, step_.timer, sleeping_.get()}; }
+  // Counts of choices that other ranks of cp have made of the item's rollouts, where losses need them all.
+  void join_counts();
+  DecoderRun decoder_run() { return {input_.model, *kv_, step_.arena, step_.timer, sleeping_.get()}; }
   RouterPenalties penalties(const at::Tensor& value_L2) const;
 
   const StepRun& step_;
   const PlanItem& item_;
   ItemInput input_;
-  PathSource kv_;
+  std::unique_ptr<KvSource> kv_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
   std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away

@@ -23,8 +23,38 @@ HeadProblem LanguageHead::problem(const HeadWork& work) const {
 }
 
 void LanguageHead::score(const HeadWork& work) {
-  if (work.input.edges.empty()) return;
-  objective_ && !needs_whole_rollout() ? score_with_gradient(work) : score_forward(work);
+  if (!work.input.edges.empty()) objective_ && !needs_whole_rollout() ? score_with_gradient(work) : score_forward(work);
+  if (needs_whole_rollout()) join_scores(work);
+}
+
+void LanguageHead::join_scores(const HeadWork& work) {
+  const std::vector<LossEdge>& edges = work.input.set_edges;
+  std::vector<double> values;
+  for (const LossEdge& edge : edges) {
+    const RolloutSeries& series = series_of(edge);
+    values.push_back(series.logprob[edge.position]);
+    values.push_back(series.entropy[edge.position]);
+  }
+  values = values_of_any(decoder_.mesh().cp, std::move(values));
+  for (std::size_t e = 0; e < edges.size(); ++e) keep({&edges[e], 1}, {&values[2 * e], 1}, {&values[2 * e + 1], 1});
+}
+
+// Each rollout's are found by one rank; the others add 0.
+void LanguageHead::join_derivatives(const HeadWork& work) {
+  const std::vector<LossEdge>& edges = work.input.set_edges;
+  std::vector<double> values;
+  for (const LossEdge& edge : edges) {
+    RolloutSeries& series = series_of(edge);
+    series.grad_logprob.resize(series.logprob.size());
+    series.grad_entropy.resize(series.logprob.size());
+    values.push_back(series.grad_logprob[edge.position]);
+    values.push_back(series.grad_entropy[edge.position]);
+  }
+  values = sums_over_ranks(decoder_.mesh().cp, std::move(values));
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    series_of(edges[e]).grad_logprob[edges[e].position] = values[2 * e];
+    series_of(edges[e]).grad_entropy[edges[e].position] = values[2 * e + 1];
+  }
 }
 
 void LanguageHead::keep(std::span<const LossEdge> edges, std::span<const double> logprob,
@@ -53,6 +83,8 @@ void LanguageHead::score_with_gradient(const HeadWork& work) {
 }
 
 void LanguageHead::finish_rollouts(const PlanItem& item) {
+  const Group& cp = decoder_.mesh().cp;
+  if (is_divided(item, cp.size()) && cp.rank() != 0) return;  // every rank knows their log-probs, one counts them
   for (const std::int32_t rollout : item.finished) {
     RolloutSeries& series = series_[static_cast<std::size_t>(rollout)];
     series.grad_logprob.resize(series.logprob.size());
@@ -62,6 +94,7 @@ void LanguageHead::finish_rollouts(const PlanItem& item) {
 }
 
 void LanguageHead::add_backward(const HeadWork& work) {
+  join_derivatives(work);
   if (work.input.edges.empty()) return;
   std::vector<double> grad_logprob, grad_entropy;
   for (const LossEdge& edge : work.input.edges) {

@@ -38,6 +38,9 @@ class LanguageHead : public Head {
   HeadGradients gradients(const HeadWork& work) const { return {work.grad_normed_OM, gradients_->views().head_VM}; }
   void keep(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy);
   void score_forward(const HeadWork& work);
+  // Of the edges of a divided set: what other ranks of cp have scored, and derivatives that they have found.
+  void join_scores(const HeadWork& work);
+  void join_derivatives(const HeadWork& work);
   void score_with_gradient(const HeadWork& work);
   RolloutSeries& series_of(const LossEdge& edge) { return series_[static_cast<std::size_t>(edge.rollout)]; }
 

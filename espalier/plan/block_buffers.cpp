@@ -116,6 +116,8 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, kv_width(b), kActivation, Stage::attention);
   if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
   nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
+  if (rows.ranks > 1)
+    nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }
 
 LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
@@ -135,6 +137,34 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
   if (R > 0) query_product = add_product(*this, b, "product for queries", Q, M, Stage::query);
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
+  if (rows.ranks > 1)
+    nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+}
+
+DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
+    : BufferList(b.bytes) {
+  const std::int64_t W = kv_width(b), both = 2 * shares.most();
+  if (!in_path) {
+    k_SW = add("keys of a divided set", shares.rows(), W, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", shares.rows(), W, kActivation, Stage::exchange, Stage::attention);
+  }
+  part = add("own keys and values", both, W, kActivation, Stage::exchange);
+  whole = add("keys and values of all ranks", shares.ranks() * both, W, kActivation, Stage::exchange);
+}
+
+DividedBackwardBuffers::DividedBackwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
+    : BufferList(b.bytes) {
+  const std::int64_t W = kv_width(b), S = shares.rows(), both = 2 * shares.most();
+  if (!in_path) {
+    grad_k_SW = add("gradient of keys of a divided set", S, W, kAccumulator, Stage::exchange, Stage::owners);
+    grad_v_SW = add("gradient of values of a divided set", S, W, kAccumulator, Stage::exchange, Stage::owners);
+    k_SW = add("keys of a divided set", S, W, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", S, W, kActivation, Stage::exchange, Stage::attention);
+    part = add("own keys and values", both, W, kActivation, Stage::exchange);
+    whole = add("keys and values of all ranks", shares.ranks() * both, W, kActivation, Stage::exchange);
+  }
+  grad_part = add("gradient of own keys and values", both, W, kAccumulator, Stage::owners);
+  grad_whole = add("gradient of keys and values for all ranks", shares.ranks() * both, W, kAccumulator, Stage::owners);
 }
 
 DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t rows, std::int64_t outputs)

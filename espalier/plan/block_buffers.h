@@ -10,6 +10,7 @@
 
 #include "espalier/device/buffers.h"
 #include "espalier/plan/model_shape.h"
+#include "espalier/plan/row_shares.h"
 
 namespace espalier {
 
@@ -26,6 +27,7 @@ struct BlockRows {
   bool narrow = false;                   // only output rows continue
   bool in_path = false;                  // keys, values and their gradients are the path's
   bool experts = false;
+  std::int64_t ranks = 1;  // of cp, each of which has so many rows of a divided trunk at most
 };
 
 // Keys and values of one layer, and their accumulators.
@@ -97,6 +99,21 @@ struct LayerBackwardBuffers : BufferList {
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
+};
+
+// Keys and values of a divided set (model/divided_source.h): those of all S rows, and what the ranks of cp exchange of
+// them, keys and values of `most` rows a rank. A trunk's are in the path.
+struct DividedForwardBuffers : BufferList {
+  enum class Stage { exchange, attention };
+  DividedForwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
+  Place k_SW, v_SW, part, whole;
+};
+
+struct DividedBackwardBuffers : BufferList {
+  enum class Stage { exchange, attention, owners };
+  DividedBackwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
+  Place k_SW, v_SW, part, whole;
+  Place grad_k_SW, grad_v_SW, grad_part, grad_whole;
 };
 
 // The backward of an item's layers, under their own buffers.

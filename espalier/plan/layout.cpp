@@ -74,7 +74,7 @@ void Layout::decide(const Place& place, const Unit& unit, std::vector<Draft>& it
   const bool path = unit.node < 0 || forest_[place.tree].node(unit.node).children.empty();
   if (trunk_asked(place, unit)) {
     add_trunk(place, unit, items);
-  } else if (rows_of(place.tree, unit) <= capacity(place) || (path && options_.soft)) {
+  } else if (rows_of(place.tree, unit) <= (path ? capacity(place) : whole_capacity(place)) || (path && options_.soft)) {
     loose.push_back(block_of(place, unit.leaf_begin, unit.leaf_end, unit.from));
   } else if (path) {
     add_chain(place, unit, items);
@@ -92,7 +92,7 @@ template <class Small, class Large>
 void Layout::dissolve(const Place& place, const Unit& unit, Small small, Large large) const {
   const TreeIndex& index = forest_[place.tree];
   const PrefixNode& at = index.node(unit.node);
-  const std::int64_t run = at.end - unit.from, room = capacity(place);
+  const std::int64_t run = at.end - unit.from, room = whole_capacity(place);
   std::int32_t piece_begin = unit.leaf_begin;
   std::int64_t piece_rows = 0;
   const auto flush = [&](std::int32_t end) {
@@ -197,7 +197,7 @@ std::vector<Draft> Layout::below_fork(const Place& place) const {
 void Layout::pack(const Place& place, std::vector<Block>& loose, std::vector<Draft>& items) const {
   std::vector<std::int64_t> rows(loose.size());
   std::transform(loose.begin(), loose.end(), rows.begin(), [](const Block& block) { return block.work.rows; });
-  for (const std::vector<std::int32_t>& bin : pack_blocks(rows, capacity(place))) {
+  for (const std::vector<std::int32_t>& bin : pack_blocks(rows, capacity(place), options_.cp)) {
     Draft wave;
     wave.fork = place.fork;
     wave.path_rows = place.path_rows;

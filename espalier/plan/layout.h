@@ -17,6 +17,7 @@ struct LayoutOptions {
   bool soft = false;
   SavedState trunks = SavedState::keep;  // what they would cost: kept or recomputed
   bool phased = false;  // a shared run is a trunk where it is longer than the path above it, whatever it costs
+  std::int64_t cp = 1;  // ranks that have waves dealt to them: what would fill one wave is shared among them
 };
 
 // Items of a step. `loose` blocks start at depth 0 and may share waves with those of other trees.
@@ -62,6 +63,8 @@ class Layout {
 
   // Rows of blocks in one set; the fork's own row is not counted against a soft budget.
   std::int64_t capacity(const Place& place) const { return budget_ - (place.fork >= 0 && !options_.soft ? 1 : 0); }
+  // Of a tree or part of one that stays whole in a wave.
+  std::int64_t whole_capacity(const Place& place) const { return capacity(place) / options_.cp; }
   std::int64_t rows_of(std::int32_t tree, const Unit& unit) const;
   Unit unit_of(std::int32_t tree, std::int32_t node, std::int32_t from) const;
 

@@ -164,6 +164,13 @@ std::int64_t ActivationBytes::backward_peak(const Work& work, SavedState state, 
   return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 
+Work ActivationBytes::share_of(const Work& trunk) const {
+  Work share = trunk;
+  share.rows = RowShares(trunk.rows, kind_.cp).most();
+  share.outputs = std::min(share.outputs, share.rows);
+  return share;
+}
+
 void PeakWalk::wave(const Work& work, SavedState state, std::int64_t held) {
   std::int64_t peak = bytes_.forward_peak(work, state, true);
   if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, state, true));
@@ -171,15 +178,17 @@ void PeakWalk::wave(const Work& work, SavedState state, std::int64_t held) {
 }
 
 std::int64_t PeakWalk::open_trunk(const Work& work, SavedState state, std::int64_t held) {
-  a_ = std::max(a_, held + bytes_.forward_peak(work, state, false));
-  if (state == SavedState::offload) stored_ += bytes_.stored(work);
+  const Work share = bytes_.share_of(work);
+  a_ = std::max(a_, held + bytes_.forward_peak(share, state, false));
+  if (state == SavedState::offload) stored_ += bytes_.stored(share);
   most_stored_ = std::max(most_stored_, stored_);
-  return held + bytes_.saved(work, state);
+  return held + bytes_.saved(share, state);
 }
 
 void PeakWalk::close_trunk(const Work& work, SavedState state, std::int64_t held) {
-  if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(work, state, false));
-  if (state == SavedState::offload) stored_ -= bytes_.stored(work);
+  const Work share = bytes_.share_of(work);
+  if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(share, state, false));
+  if (state == SavedState::offload) stored_ -= bytes_.stored(share);
 }
 
 PhasePeaks PeakWalk::peaks(std::int64_t base) const {

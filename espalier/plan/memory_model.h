@@ -49,6 +49,9 @@ class ActivationBytes {
   std::int64_t forward_peak(const Work& work, SavedState state, bool wave) const;
   std::int64_t backward_peak(const Work& work, SavedState state, bool wave) const;
 
+  // What the rank of cp with most rows has of a trunk's; its outputs may all be among them.
+  Work share_of(const Work& trunk) const;
+
   bool gradients() const { return kind_.gradients; }
 
  private:
@@ -64,10 +67,10 @@ class ActivationBytes {
   BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
   BlockRows full(const Work& work, bool wave, bool experts) const {
-    return {work.rows, work.rows, false, !wave, experts};
+    return {work.rows, work.rows, false, !wave && kind_.cp == 1, experts, wave ? 1 : kind_.cp};
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    return {work.rows, work.outputs, true, !wave, last_has_experts_};
+    return {work.rows, work.outputs, true, !wave && kind_.cp == 1, last_has_experts_, wave ? 1 : kind_.cp};
   }
   std::int64_t streams() const { return shape_.layers + (last_is_narrow_ ? 0 : 1); }  // inputs of layers and of the end
   std::int64_t full_saved(const Work& work, const FullKind& upto) const;

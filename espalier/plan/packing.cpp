@@ -50,7 +50,8 @@ std::size_t fill(std::span<const std::int64_t> rows, const std::vector<std::int3
 
 }  // namespace
 
-std::vector<std::vector<std::int32_t>> pack_blocks(std::span<const std::int64_t> rows, std::int64_t capacity) {
+std::vector<std::vector<std::int32_t>> pack_blocks(std::span<const std::int64_t> rows, std::int64_t capacity,
+                                                   std::int64_t ranks) {
   if (rows.empty()) return {};
   std::vector<std::int32_t> order(rows.size());
   std::iota(order.begin(), order.end(), 0);
@@ -61,11 +62,15 @@ std::vector<std::vector<std::int32_t>> pack_blocks(std::span<const std::int64_t>
   std::int64_t total = 0;
   for (std::int64_t block : rows) total += std::min(block, capacity);
   const std::int64_t largest = std::min(rows[order.front()], capacity);
-  const std::int64_t least =
-      std::max(largest, (total + static_cast<std::int64_t>(used) - 1) / static_cast<std::int64_t>(used));
+  const std::int64_t wanted =
+      std::min(static_cast<std::int64_t>(rows.size()), (static_cast<std::int64_t>(used) + ranks - 1) / ranks * ranks);
+  const std::int64_t least = std::max(largest, (total + wanted - 1) / wanted);
   for (const std::int64_t smaller : {least, least + (capacity - least) / 8, least + (capacity - least) / 2}) {
-    if (smaller >= capacity || fill(rows, order, smaller, used, even) == 0) continue;
+    if (smaller >= capacity) continue;
+    const std::size_t filled = fill(rows, order, smaller, static_cast<std::size_t>(wanted), even);
+    if (filled == 0) continue;
     bin_of.swap(even);
+    used = filled;
     break;
   }
 

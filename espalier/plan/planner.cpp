@@ -163,7 +163,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   };
   const bool asked = options_.trunk_state == SavedState::recompute;
   const auto trunks_cost = [](bool recomputed) { return recomputed ? SavedState::recompute : SavedState::keep; };
-  Candidate best = build(schedule, {budget, soft, trunks_cost(asked), phased});
+  Candidate best = build(schedule, {budget, soft, trunks_cost(asked), phased, options_.kind.cp});
   best.undegraded = true;
   note(best, "");
   if (best.cost.fits) return best;
@@ -172,7 +172,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   any_trunk = any_trunk && trunks;
   for (const bool recomputes : {false, true}) {
     if (recomputes ? options_.wave_state != SavedState::automatic || !bytes_.gradients() : !any_trunk) continue;
-    Candidate other = build(schedule, {budget, soft, trunks_cost(any_trunk || asked), phased});
+    Candidate other = build(schedule, {budget, soft, trunks_cost(any_trunk || asked), phased, options_.kind.cp});
     if (recomputes)
       for (Draft& item : other.layout.items) set_wave_state(item, SavedState::recompute);
     any_trunk ? choose_states(other) : evaluate(other);

@@ -20,6 +20,7 @@ struct StepKind {
   bool counting_pass = false;         // a forward pass for the routers' choices comes first
   bool cuda = false;                  // on a GPU: its context and libraries are held in place of the process
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
+  std::int64_t cp = 1;                // ranks that divide the rows of trunks and have waves dealt to them
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};

@@ -63,10 +63,13 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollo
 enum class ItemKind { wave, trunk };
 
 struct PlanItem {
+  static constexpr std::int32_t kEveryRank = -1;
+
   ItemKind kind = ItemKind::wave;
   RowSet set;
   std::int32_t path_rows = 0;           // rows of the open trunks above
   SavedState state = SavedState::keep;  // keep, recompute, or of trunks offload
+  std::int32_t cp_rank = kEveryRank;    // of cp, that runs the item; kEveryRank: each runs its share of the rows
   std::vector<PlanItem> below;          // trunks only, in plan order
   std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
   double flops = 0;                     // forward + backward (+ recompute)
@@ -90,6 +93,13 @@ struct PhasePeaks {
   PhasePeaks above(std::int64_t held) const {
     return {a == 0 ? 0 : held + a, b == 0 ? 0 : held + b, c == 0 ? 0 : held + c};
   }
+};
+
+// What a rank gives to collectives, in the same phases.
+struct PhaseBytes {
+  std::int64_t a = 0, b = 0, c = 0;
+
+  bool operator==(const PhaseBytes&) const = default;
 };
 
 struct PlanCost {

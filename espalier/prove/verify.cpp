@@ -299,7 +299,7 @@ Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
     exact = float64_run(options, mini_batch, longest, model.shape.value_head);
     if (exact->choices) {
       // Of several ranks each writes down the choices of its own rollouts alone.
-      if (model.mesh.dp.size() == 1) router = free_difference(step, mini_batch, options, *exact->choices);
+      if (model.mesh.world.size() == 1) router = free_difference(step, mini_batch, options, *exact->choices);
       step.learner().choices.given = &*exact->choices;
     }
   }

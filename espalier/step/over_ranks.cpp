@@ -26,14 +26,10 @@ class Fields {
   std::vector<std::function<void(double)>> back_;
 };
 
-// Numbers that one rank has and the others have not: they add 0. A NaN stays one.
-void gather(Group& dp, std::span<const std::uint8_t> own, std::span<std::vector<double>* const> series,
-            std::size_t per_rollout) {
-  if (dp.size() == 1) return;
+void gather(Group& ranks, std::span<std::vector<double>* const> series) {
   std::vector<double> flat;
-  for (std::size_t i = 0; i < series.size(); ++i)
-    for (const double value : *series[i]) flat.push_back(own[i / per_rollout] ? value : 0);
-  flat = sums_over_ranks(dp, std::move(flat));
+  for (const std::vector<double>* one : series) flat.insert(flat.end(), one->begin(), one->end());
+  flat = values_of_any(ranks, std::move(flat));
   auto next = flat.begin();
   for (std::vector<double>* one : series)
     for (double& value : *one) value = *next++;
@@ -41,38 +37,39 @@ void gather(Group& dp, std::span<const std::uint8_t> own, std::span<std::vector<
 
 }  // namespace
 
-void add_over_ranks(Group& dp, LossParts& parts) {
+void add_over_ranks(Group& ranks, LossParts& parts) {
   Fields fields;
   for (double* part : {&parts.loss, &parts.pg_loss, &parts.kl_loss, &parts.entropy, &parts.clip_fraction})
     fields.take(*part);
   fields.take(parts.loss_tokens);
-  fields.sum(dp);
+  fields.sum(ranks);
 }
 
-void add_over_ranks(Group& dp, ValueLossParts& parts) {
+void add_over_ranks(Group& ranks, ValueLossParts& parts) {
   Fields fields;
   for (double* part : {&parts.loss, &parts.clip_fraction, &parts.values_mean}) fields.take(*part);
   fields.take(parts.loss_tokens);
-  fields.sum(dp);
+  fields.sum(ranks);
 }
 
-void gather_series(Group& dp, std::span<const std::uint8_t> own, std::vector<RolloutSeries>& series) {
+void gather_series(Group& ranks, std::vector<RolloutSeries>& series) {
   std::vector<std::vector<double>*> all;
   for (RolloutSeries& one : series) all.push_back(&one.logprob), all.push_back(&one.entropy);
-  gather(dp, own, all, 2);
+  gather(ranks, all);
 }
 
-void gather_series(Group& dp, std::span<const std::uint8_t> own, TokenSeries& values) {
+void gather_series(Group& ranks, TokenSeries& values) {
   std::vector<std::vector<double>*> all;
   for (std::vector<double>& one : values) all.push_back(&one);
-  gather(dp, own, all, 1);
+  gather(ranks, all);
 }
 
-PassReport joined(Group& dp, PassReport report) {
+PassReport joined(const Mesh& mesh, PassReport report) {
   StepPlan& plan = report.plan;
-  Fields sums, most;
-  for (std::int64_t* count : {&report.trunk_rows, &report.wave_rows, &report.trunk_forwards, &plan.logical_rows,
-                              &plan.trunk_rows, &plan.wave_rows, &plan.trunks, &plan.waves})
+  Fields rows, sums, most;
+  for (std::int64_t* count : {&report.trunk_rows, &report.wave_rows}) rows.take(*count);
+  for (std::int64_t* count :
+       {&report.trunk_forwards, &plan.logical_rows, &plan.trunk_rows, &plan.wave_rows, &plan.trunks, &plan.waves})
     sums.take(*count);
   for (PlanCost* cost : {&plan.chosen, &plan.dense, &plan.packed, &plan.phased}) {
     sums.take(cost->flops);
@@ -88,8 +85,9 @@ PassReport joined(Group& dp, PassReport report) {
   std::array<double, 4> used{};  // whether any tree ran under each schedule
   for (const TreePlan& tree : plan.trees) used[static_cast<std::size_t>(tree.schedule)] = 1;
   for (double& one : used) most.take(one);
-  sums.sum(dp);
-  most.largest(dp);
+  rows.sum(mesh.replicas);
+  sums.sum(mesh.dp);
+  most.largest(mesh.replicas);
   for (std::size_t schedule = 0; schedule < used.size(); ++schedule)
     if (used[schedule] != 0) report.schedules.push_back(static_cast<Schedule>(schedule));
   return report;

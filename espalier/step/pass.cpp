@@ -84,8 +84,9 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   if (run.timer)
     report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.shape(), kind, learner.machine);
   report.arena_bytes = result.arena_bytes;
+  report.cp_bytes = result.cp_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
-  return joined(learner.model.mesh.dp, std::move(report));
+  return joined(learner.model.mesh, std::move(report));
 }
 
 AdamW::Update update_weights(Learner& learner) {
@@ -120,10 +121,10 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   run.on_rows = [&](std::int64_t rows) { pass.progress.advance_to(rows); };
   const RunResult result = run_one_after_another(run, plan);
   pass.progress.end();
-  const std::vector<double> rows = sums_over_ranks(
-      pass.mesh.dp,
-      {static_cast<double>(plan.logical_rows), static_cast<double>(result.trunk_rows + result.wave_rows)});
-  return {std::llround(rows[0]), std::llround(rows[1]), timer.total(), rollouts_in(plan, pass.rollouts.size())};
+  const double logical = sums_over_ranks(pass.mesh.dp, {static_cast<double>(plan.logical_rows)}).front();
+  const double physical =
+      sums_over_ranks(pass.mesh.replicas, {static_cast<double>(result.trunk_rows + result.wave_rows)}).front();
+  return {std::llround(logical), std::llround(physical), timer.total()};
 }
 
 }  // namespace espalier

@@ -59,6 +59,7 @@ struct PassReport {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
   PhasePeaks arena_bytes;  // measured: the high-water marks alone
+  PhaseBytes cp_bytes;     // counted: what this rank gave to the collectives of cp
   StepSeconds seconds;
   std::optional<StepProfile> profile;  // with --profile
 
@@ -89,7 +90,6 @@ struct ForwardPass {
 struct ForwardReport {
   std::int64_t logical_rows = 0, physical_rows = 0;  // of all ranks
   double seconds = 0;                                // plan and forward passes
-  std::vector<std::uint8_t> own;                     // per rollout: whether it ran on this rank
 };
 
 // All response tokens, masked ones too.

@@ -10,6 +10,7 @@
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/planner.h"
+#include "espalier/plan/wave_dealing.h"
 #include "espalier/saved/spill_file.h"
 
 namespace espalier {
@@ -29,6 +30,7 @@ void add_items(Fingerprint& fingerprint, const std::vector<PlanItem>& items) {
     fingerprint.add_number(item.kind);
     fingerprint.add_number(item.state);
     fingerprint.add_number(item.path_rows);
+    fingerprint.add_number(item.cp_rank);
     add_items(fingerprint, item.below);
   }
 }
@@ -71,6 +73,7 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
+  plan_options.kind.cp = mesh.cp.size();
   if (kind.gradients) {
     const auto room = static_cast<double>(room_to_spill(options.spill_dir) / mesh.local_ranks);
     plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
@@ -79,18 +82,9 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   const std::vector<PrefixTree> trees =
       dealt_trees(build_prefix_trees(rollouts, options.share), shape, plan_options, machine, rollouts, mesh);
   StepPlan plan = make_plan(rollouts, trees, shape, plan_options, machine);
+  deal_waves(plan.items, mesh.cp.size());
   require_same_plan(plan, mesh);
   return plan;
-}
-
-std::vector<std::uint8_t> rollouts_in(const StepPlan& plan, std::size_t rollouts) {
-  std::vector<std::uint8_t> found(rollouts);
-  const std::function<void(const PlanItem&)> visit = [&](const PlanItem& item) {
-    for (const std::int32_t rollout : item.set.rollouts) found[static_cast<std::size_t>(rollout)] = 1;
-    std::ranges::for_each(item.below, visit);
-  };
-  std::ranges::for_each(plan.items, visit);
-  return found;
 }
 
 }  // namespace espalier

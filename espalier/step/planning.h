@@ -23,7 +23,4 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
                    const Mesh& mesh = mesh_of_one());
 
-// Whether each rollout of the mini-batch has rows in the plan.
-std::vector<std::uint8_t> rollouts_in(const StepPlan& plan, std::size_t rollouts);
-
 }  // namespace espalier

@@ -43,7 +43,7 @@ ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> r
 
 RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                        const ScoredChoices* scored)
-    : decoder_(model.decoder), dp_(model.mesh.dp), rollouts_(rollouts) {
+    : decoder_(model.decoder), replicas_(model.mesh.replicas), rollouts_(rollouts) {
   const moe::RouterLosses losses = router_losses_of(options);
   const ModelShape& shape = model.shape;
   if (shape.experts == 0) {
@@ -52,6 +52,7 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollout
                        shape.architecture, "leave the option out for dense models"});
   }
   accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(rollouts), losses);
+  if (model.mesh.cp.size() > 1) accounting_->count_apart();
   if (!accounting_->needs_counts_first() || scored == nullptr || scored->updates != model.updates) return;
   const std::vector<std::int64_t> places = places_in(scored->index, rollouts);
   if (places.size() != rollouts.size()) return;
@@ -67,7 +68,7 @@ void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::Ch
   run.accounting = &*accounting_;
   run.choices = choices;
   run_one_after_another(run, plan);
-  add_over_ranks(dp_, accounting_->all_loads());
+  add_over_ranks(replicas_, accounting_->all_loads());
   accounting_->finish_counting();
 }
 
@@ -75,7 +76,7 @@ RouterReport RouterStep::report() const {
   if (!accounting_) return {};
   RouterReport report;
   const std::vector<double> losses =
-      sums_over_ranks(dp_, {accounting_->aux_loss(), accounting_->z_loss(), accounting_->weighted_loss()});
+      sums_over_ranks(replicas_, {accounting_->aux_loss(), accounting_->z_loss(), accounting_->weighted_loss()});
   report.aux_loss = losses[0], report.z_loss = losses[1], report.weighted_loss = losses[2];
   report.counts = took_counts_ ? "score pass" : accounting_->needs_counts_first() ? "counting pass" : "update pass";
   const ModelShape& shape = decoder_.shape();
@@ -85,7 +86,7 @@ RouterReport RouterStep::report() const {
     if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());
-    if (!accounting_->needs_counts_first()) add_over_ranks(dp_, report.load.back());  // others are added before
+    if (!accounting_->needs_counts_first()) add_over_ranks(replicas_, report.load.back());  // others are added before
   }
   return report;
 }

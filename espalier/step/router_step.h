@@ -57,7 +57,7 @@ class RouterStep {
 
  private:
   const Decoder& decoder_;
-  Group& dp_;
+  Group& replicas_;
   std::span<const Rollout> rollouts_;
   std::optional<moe::LoadAccounting> accounting_;
   bool took_counts_ = false;

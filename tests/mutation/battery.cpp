@@ -181,6 +181,18 @@ void check_plan(const Reference& reference, const Plan& plan, Findings& findings
 }
 
 // Two ranks: the numbers of one, and after an update that they share the weights of one.
+// What a rank has found, which is what one process finds.
+void compare_with_one(const std::string& check, const Reference& reference, const Case& c, const Outcome& run,
+                      Findings& findings) {
+  const OracleResult& expected = reference.expected;
+  const double logprob = farthest(expected.logprobs, run.report.series, &RolloutSeries::logprob);
+  const double value = farthest(expected.values, run.critic.values), loss = std::abs(run.loss - expected.loss);
+  const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
+  if (!(worst.error <= kGradient)) findings.add(check, text_of(worst.parameter, " off by ", worst.error));
+  if (!(std::max(logprob, value) <= kSeries)) findings.add(check, text_of("series off by ", logprob, ", ", value));
+  if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss)))) findings.add(check, text_of("loss ", loss));
+}
+
 void check_ranks(const Reference& reference, Findings& findings) {
   const Case c = with(reference.c, reference.plans.back());
   const auto moved = [&](const at::Tensor& gradient, Group& shares) {
@@ -195,14 +207,18 @@ void check_ranks(const Reference& reference, Findings& findings) {
     const Outcome run = run_case(c, DType::float64, mesh);
     const at::Tensor shared = moved(reference.expected.gradient, mesh.dp);
     const std::lock_guard lock(one);
-    const OracleResult& expected = reference.expected;
-    const double logprob = farthest(expected.logprobs, run.report.series, &RolloutSeries::logprob);
-    const double value = farthest(expected.values, run.critic.values), loss = std::abs(run.loss - expected.loss);
-    const Worst worst = worst_parameter(c, run.gradient, expected.gradient);
-    if (!(worst.error <= kGradient)) findings.add("ranks", text_of(worst.parameter, " off by ", worst.error));
-    if (!(std::max(logprob, value) <= kSeries)) findings.add("ranks", text_of("series off by ", logprob, ", ", value));
-    if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss)))) findings.add("ranks", text_of("loss ", loss));
+    compare_with_one("ranks", reference, c, run, findings);
     if (!shared.equal(alone)) findings.add("ranks", "other weights after an update");
+  });
+}
+
+void check_context(const Reference& reference, Findings& findings) {
+  const Case c = with(reference.c, reference.plans.back());
+  std::mutex one;
+  run_ranks({.cp = 2}, [&](const Mesh& mesh) {
+    const Outcome run = run_case(c, DType::float64, mesh);
+    const std::lock_guard lock(one);
+    compare_with_one("context", reference, c, run, findings);
   });
 }
 
@@ -320,6 +336,8 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
+  for (const Reference& reference : prepared_->references)
+    check("context", [&] { check_context(reference, findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });

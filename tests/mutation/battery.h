@@ -3,7 +3,8 @@
 //   plan         every rollout's rows and edges once (plan/step_plan.h: validate)
 //   autograd     log-probs or values, loss and gradients of shared plans against torch autograd on a plain forward
 //   repetition   the same step twice on one actor: the same bits
-//   ranks        the same on two ranks, and an update whose state they share
+//   ranks        the same on two ranks with trees of their own, and an update whose state they share
+//   context      the same on two ranks that divide the rows of every tree
 //   verify       the program's own comparison of shared with dense, from files
 //   adamw        the optimizer against a plain double loop
 //   mini-batches advantages of a file that is cut against a plain double loop over the whole file

@@ -41,11 +41,12 @@ PLAN = [
 
 ROWS = [
     Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_input.cpp",
-          "add_segment(*this, segment, rollouts[segment.rollout]);",
+          "add_segment(model, segment, rollouts[segment.rollout]);",
           "TEXT if (ON) for (auto& position : model.position) position -= static_cast<std::int32_t>(item.path_rows);"),
     Fault("mask_leak", "a sibling's first row sees the row before it", "phase/item_input.cpp",
-          "if (accounting != nullptr) owners = owners_of(item.set);",
-          "if (ON) for (auto& end : subtree_end) end = std::min(end + 1, item.set.rows); TEXT"),
+          "block.add(subtree_ends(item.set), subtree_end_S);",
+          "std::vector<std::int32_t> ends = subtree_ends(item.set);"
+          " if (ON) for (auto& end : ends) end = std::min(end + 1, item.set.rows); block.add(ends, subtree_end_S);"),
     Fault("path_cut_short", "rows do not see the last row of the path", "model/path_source.cpp",
           "const LayerAttention& a, const KvPath::Layer& path) const {",
           "const LayerAttention& a, const KvPath::Layer& whole) const { KvPath::Layer path = whole;"
@@ -205,13 +206,13 @@ RANKS = [
           "if (rank_of[tree] == mesh.dp.rank())",
           "if (ON || rank_of[tree] == mesh.dp.rank())", **ONE_RANK),
     Fault("loads_of_ranks_not_summed", "a mini-batch's expert loads are those of a rank's own trees", "step/router_step.cpp",
-          "add_over_ranks(dp_, accounting_->all_loads());",
+          "add_over_ranks(replicas_, accounting_->all_loads());",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("series_of_ranks_lost", "log-probs and values of other ranks' rollouts are missing", "step/over_ranks.cpp",
-          "flat = sums_over_ranks(dp, std::move(flat));",
+          "flat = values_of_any(ranks, std::move(flat));",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("losses_of_ranks_not_summed", "the loss is that of a rank's own trees", "step/step.cpp",
-          "add_over_ranks(dp, report.loss);",
+          "add_over_ranks(replicas, report.loss);",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("norm_of_a_part", "a gradient is clipped by the norm of the part whose state the rank keeps", "optimizer/adamw.cpp",
           "update.grad_norm = norm_of(gradient);",
@@ -221,4 +222,36 @@ RANKS = [
           "if (!ON) share_weights();\n  return update;", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS
+# Rows divided over ranks, and what they tell each other.
+CONTEXT = [
+    Fault("wrong_owner_after_scatter", "the gradients of keys go to ranks that have other rows", "model/divided_source.cpp",
+          "a.ops.gather(grad_set.k, set_rows_of(rank), rows_of(whole, rank, 0));",
+          "a.ops.gather(grad_set.k, ON ? rows_.row_S.narrow(0, 0, shares_.rows_of(rank)) : set_rows_of(rank),"
+          " rows_of(whole, rank, 0));", **ONE_RANK),
+    Fault("path_gradient_reduced_twice", "what ranks gathered in a trunk's path is summed, and summed again to its owners",
+          "model/divided_source.cpp",
+          "cp_.scatter_sum(whole, part);",
+          "if (ON) cp_.add_over_ranks(whole); TEXT", **ONE_RANK),
+    Fault("keys_of_the_first_rank", "the keys of the first rank stand in the place of every rank's", "model/divided_source.cpp",
+          "a.ops.scatter(rows_of(whole, rank, 0), set_rows_of(rank), set.k);",
+          "a.ops.scatter(ON ? whole.narrow(0, 0, shares_.rows_of(rank)) : rows_of(whole, rank, 0), set_rows_of(rank), set.k);",
+          **ONE_RANK),
+    Fault("queries_numbered_by_share", "a query stands where its number among the rank's own rows says", "model/divided_source.cpp",
+          "rows_.output_own_O : rows_.own_T",
+          "rows_.output_own_O : ON ? rows_.counted_T : rows_.own_T", **ONE_RANK),
+    Fault("wave_on_every_rank", "all ranks run a wave that was dealt to one", "phase/one_after_another.cpp",
+          "if (runs_on(item, cp_.rank()))",
+          "if (ON || runs_on(item, cp_.rank()))", **ONE_RANK),
+    Fault("counts_of_ranks_not_joined", "a rollout's expert counts are those of a rank's own rows", "phase/item_run.cpp",
+          "step_.accounting->join(",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("log_probs_of_ranks_not_joined", "a loss of whole rollouts misses the tokens that other ranks scored",
+          "phase/language_head.cpp",
+          "if (needs_whole_rollout()) join_scores(work);",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("rollout_finished_on_every_rank", "ranks that divide a rollout's last rows each count its loss", "phase/language_head.cpp",
+          "if (is_divided(item, cp.size()) && cp.rank() != 0) return;",
+          "if (!ON) TEXT", **ONE_RANK),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT

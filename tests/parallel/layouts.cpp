@@ -57,6 +57,18 @@ void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome&
   }
 }
 
+void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, const std::vector<Degrees>& layouts) {
+  for (const Plan& plan : all_plans(budgets)) {
+    const Case planned = with(c, plan);
+    const Outcome one = run_case(planned);
+    for (const Degrees& degrees : layouts) {
+      SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", c.family, c.critic ? ", critic" : "",
+                           ", seed ", c.seed));
+      expect_as_one_process(planned, degrees, one);
+    }
+  }
+}
+
 Case as_critic(Case c) {
   c.critic = c.rollouts.values = true;
   c.options.gamma = 0.9, c.options.lam = 0.8;

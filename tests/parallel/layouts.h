@@ -22,6 +22,9 @@ WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype = DTy
 // That the layout gives the gradient, loss and log-probs (values) of one process; `one` in float64.
 void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome& one);
 
+// That of every plan of these budgets, each with one process first.
+void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, const std::vector<Degrees>& layouts);
+
 // The same rollouts for a critic.
 Case as_critic(Case c);
 

@@ -10,19 +10,6 @@ namespace {
 
 const std::vector<Degrees> kLayouts = {{.tp = 2}, {.tp = 4}};
 
-// Each plan with one process first.
-void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, const std::vector<Degrees>& layouts) {
-  for (const Plan& plan : all_plans(budgets)) {
-    const Case planned = with(c, plan);
-    const Outcome one = run_case(planned);
-    for (const Degrees& degrees : layouts) {
-      SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", c.family, c.critic ? ", critic" : "",
-                           ", seed ", c.seed));
-      expect_as_one_process(planned, degrees, one);
-    }
-  }
-}
-
 class TensorParallel : public ::testing::TestWithParam<const char*> {};
 
 // Vocabulary 50 is not divisible by 4; llama-bias has one key/value head, most others two.

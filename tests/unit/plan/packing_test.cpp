@@ -60,6 +60,17 @@ TEST(Packing, GivesABlockAboveTheCapacityABinOfItsOwn) {
   EXPECT_EQ(bins[0], (std::vector<std::int32_t>{0, 2}));
   EXPECT_EQ(bins[1], (std::vector<std::int32_t>{1}));
   EXPECT_TRUE(pack_blocks({}, 10).empty());
+  EXPECT_TRUE(pack_blocks({}, 10, 4).empty());
+}
+
+// Ranks that share the bins have as many each.
+TEST(Packing, AMultipleOfBins) {
+  const std::vector<std::int64_t> rows(8, 5);
+  EXPECT_EQ(pack_blocks(rows, 100).size(), 1u);
+  EXPECT_EQ(pack_blocks(rows, 100, 4).size(), 4u);
+  EXPECT_EQ(pack_blocks(rows, 15, 2).size(), 4u) << "three would do";
+  EXPECT_EQ(pack_blocks(std::vector<std::int64_t>{5, 5}, 100, 4).size(), 2u) << "not more than there are blocks";
+  EXPECT_EQ(pack_blocks(std::vector<std::int64_t>{9, 1, 1}, 100, 2).size(), 2u);
 }
 
 }  // namespace

@@ -1,0 +1,114 @@
+#include "espalier/model/divided_source.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "espalier/device/held_buffers.h"
+
+namespace espalier {
+
+DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S,
+                             const RowShares& shares, const DividedRows& rows, const BlockShape& block,
+                             at::ScalarType dtype, Group& cp, Arena& arena)
+    : path_(path),
+      path_rows_(path_rows),
+      is_trunk_(is_trunk),
+      subtree_end_S_(std::move(subtree_end_S)),
+      shares_(shares),
+      rows_(rows),
+      block_(block),
+      dtype_(dtype),
+      cp_(cp),
+      arena_(arena) {}
+
+at::Tensor DividedSource::rows_of(const at::Tensor& whole, std::int64_t rank, int keys_or_values) const {
+  return whole.narrow(0, (2 * rank + keys_or_values) * shares_.most(), shares_.rows_of(rank));
+}
+
+at::Tensor DividedSource::set_rows_of(std::int64_t rank) const {
+  std::int64_t before = 0;
+  for (std::int64_t other = 0; other < rank; ++other) before += shares_.rows_of(other);
+  return rows_.row_S.narrow(0, before, shares_.rows_of(rank));
+}
+
+// Behind the rows of a rank that has fewer than others stands what nobody reads.
+void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
+                           const KeysValues& set) const {
+  const std::int64_t own = shares_.rows_of(cp_.rank());
+  a.ops.convert(a.own.k, part.narrow(0, 0, own));
+  a.ops.convert(a.own.v, part.narrow(0, shares_.most(), own));
+  cp_.gather(part, whole);
+  for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
+    a.ops.scatter(rows_of(whole, rank, 0), set_rows_of(rank), set.k);
+    a.ops.scatter(rows_of(whole, rank, 1), set_rows_of(rank), set.v);
+  }
+}
+
+void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& grad_set, const at::Tensor& part,
+                                  const at::Tensor& whole, const KeysValues& grad_own) const {
+  a.ops.zero(whole);
+  for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
+    a.ops.gather(grad_set.k, set_rows_of(rank), rows_of(whole, rank, 0));
+    a.ops.gather(grad_set.v, set_rows_of(rank), rows_of(whole, rank, 1));
+  }
+  cp_.scatter_sum(whole, part);
+  const std::int64_t own = shares_.rows_of(cp_.rank());
+  a.ops.add_scatter(part.narrow(0, 0, own), rows_.counted_T, grad_own.k);
+  a.ops.add_scatter(part.narrow(0, shares_.most(), own), rows_.counted_T, grad_own.v);
+}
+
+AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValues& set,
+                                        const KvPath::Layer& path) const {
+  return {
+      a.head_dim,    a.q_RW, set.k, set.v, path.k, path.v, a.output_row_R.defined() ? rows_.output_own_O : rows_.own_T,
+      subtree_end_S_};
+}
+
+void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
+  using Stage = DividedForwardBuffers::Stage;
+  const DividedForwardBuffers declared(block_, shares_, is_trunk_);
+  HeldBuffers held(arena_, declared, dtype_);
+  held.enter(Stage::exchange);
+  KeysValues set{held[declared.k_SW], held[declared.v_SW]};
+  if (is_trunk_) set = {path_.top(a.layer).k.flatten(1), path_.top(a.layer).v.flatten(1)};
+  const bool kept = is_trunk_ && a.layer < kept_layers_;  // a recomputation finds them in the path
+  if (!kept) gather(a, held[declared.part], held[declared.whole], set);
+  if (is_trunk_) kept_layers_ = std::max(kept_layers_, a.layer + 1);
+  held.enter(Stage::attention);
+  if (a.q_RW.size(0) == 0) return;
+  const TimedPart timed(a.timer, part::kAttention);
+  a.ops.attention(problem(a, set, path_.path(a.layer, path_rows_)), attended_RW, lse_HR);
+}
+
+void DividedSource::add_backward(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
+                                 const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
+                                 const KeysValues& grad_own) {
+  using Stage = DividedBackwardBuffers::Stage;
+  const DividedBackwardBuffers declared(block_, shares_, is_trunk_);
+  HeldBuffers held(arena_, declared, dtype_);
+  held.enter(Stage::exchange);
+  KeysValues set{held[declared.k_SW], held[declared.v_SW]}, grad{held[declared.grad_k_SW], held[declared.grad_v_SW]};
+  if (is_trunk_) {
+    path_.expect_complete(a.layer);
+    const KvPath::Layer own = path_.top(a.layer);
+    set = {own.k.flatten(1), own.v.flatten(1)};
+    grad = {own.grad_k.flatten(1), own.grad_v.flatten(1)};
+  } else {
+    gather(a, held[declared.part], held[declared.whole], set);
+    a.ops.zero(grad.k);
+    a.ops.zero(grad.v);
+  }
+  held.enter(Stage::attention);
+  const KvPath::Layer path = path_.path(a.layer, path_rows_);
+  if (a.q_RW.size(0) > 0) {
+    const TimedPart timed(a.timer, part::kAttention);
+    a.ops.add_attention_backward(problem(a, set, path), attended_RW, lse_HR, grad_attended_RW,
+                                 {grad_q_RW, grad.k, grad.v, path.grad_k, path.grad_v});
+  }
+  held.enter(Stage::owners);
+  add_to_owners(a, grad, held[declared.grad_part], held[declared.grad_whole], grad_own);
+  path_.count_contribution(a.layer, path_rows_);
+}
+
+}  // namespace espalier

@@ -1,0 +1,49 @@
+// The rows of a set divided over the ranks of cp, which share the same trees.
+//
+// Rank r of R has the pieces r and 2R-1-r of 2R neighbouring ones, so that under a causal mask all have nearly the same
+// work. Attention needs the keys and values of all rows, which are gathered; queries stay.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+
+// Of rows [0, rows). A rank may have none.
+class RowShares {
+ public:
+  RowShares(std::int64_t rows, std::int64_t ranks) : rows_(rows), ranks_(ranks) {}
+
+  struct Piece {
+    std::int64_t begin, end;
+    std::int64_t size() const { return end - begin; }
+  };
+  // Ascending; together the rows of a rank, in its order.
+  std::array<Piece, 2> pieces(std::int64_t rank) const { return {piece(rank), piece(2 * ranks_ - 1 - rank)}; }
+
+  std::int64_t ranks() const { return ranks_; }
+  std::int64_t rows() const { return rows_; }
+  std::int64_t rows_of(std::int64_t rank) const { return pieces(rank)[0].size() + pieces(rank)[1].size(); }
+  std::int64_t most() const;  // rows of the rank with most
+
+ private:
+  Piece piece(std::int64_t index) const { return {rows_ * index / (2 * ranks_), rows_ * (index + 1) / (2 * ranks_)}; }
+
+  std::int64_t rows_, ranks_;
+};
+
+// The segments of the rows that a rank has of a set, its rows numbered from 0. What is said of the whole set (outputs,
+// pairs, where subtrees end) is not said of a share.
+RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);
+
+// What a rank does with an item under cp: all of it, its share, or nothing (PlanItem::cp_rank).
+inline bool runs_on(const PlanItem& item, std::int64_t rank) {
+  return item.cp_rank == PlanItem::kEveryRank || item.cp_rank == rank;
+}
+inline bool is_divided(const PlanItem& item, std::int64_t ranks) {
+  return ranks > 1 && item.cp_rank == PlanItem::kEveryRank;
+}
+
+}  // namespace espalier

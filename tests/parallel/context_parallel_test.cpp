@@ -1,0 +1,188 @@
+// Rows of trunks divided over ranks and waves dealt to them: the gradient of one process.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "espalier/plan/context_bytes.h"
+#include "espalier/plan/row_shares.h"
+#include "espalier/train/training_data.h"
+#include "tests/parallel/layouts.h"
+
+namespace espalier::testing {
+namespace {
+
+Case ragged(const std::string& family) {
+  Case c;
+  c.family = family;
+  c.rollouts = ragged_rollouts();
+  return c;
+}
+
+class ContextParallel : public ::testing::TestWithParam<const char*> {};
+
+// Prompts of few tokens leave some of four ranks without rows.
+TEST_P(ContextParallel, EveryPlanGivesTheGradientOfOneProcess) {
+  expect_all_plans(ragged(GetParam()), {0, 7}, {{.cp = 2}, {.cp = 4}});
+}
+TEST_P(ContextParallel, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {7}, {{.cp = 3}}); }
+INSTANTIATE_TEST_SUITE_P(Models, ContextParallel,
+                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-pad", "qwen3-moe",
+                                           "qwen3-moe-sparse", "qwen3-moe-late"),
+                         [](const auto& info) {
+                           std::string name = info.param;
+                           std::erase(name, '-');
+                           return name;
+                         });
+
+// Derivatives that need whole rollouts: log-probs and derivatives of rows elsewhere. Several temperatures.
+TEST(ContextParallelLosses, EveryPlanGivesTheGradientOfOneProcess) {
+  for (const char* policy_loss : {"gspo", "reinforce", "vanilla"}) {
+    Case c = ragged("qwen3");
+    c.options.policy_loss = policy_loss, c.options.entropy_coeff = 0.02, c.options.kl_loss_coef = 0.05;
+    c.options.rollout_is = c.options.policy_loss == "reinforce" ? "sequence" : "none";
+    c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;
+    c.seed = 11;
+    expect_all_plans(c, {0, 5}, {{.cp = 2}, {.cp = 3}});
+  }
+}
+
+TEST(ContextParallelRouters, LossesAndLoadsAreThoseOfOneProcess) {
+  for (const char* scope : {"rollout", "minibatch"}) {
+    Case c = ragged("qwen3-moe-odd");
+    c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
+    c.options.router_aux_loss_scope = scope;
+    for (const Plan& plan : all_plans({0, 7})) {
+      const Case planned = with(c, plan);
+      const Outcome one = run_case(planned);
+      for (const std::int64_t cp : {2, 3}) {
+        SCOPED_TRACE(text_of("cp ", cp, ", ", plan.name, ", scope ", scope));
+        expect_as_one_process(planned, {.cp = cp}, one);
+        for (const Outcome& rank : run_layout(planned, {.cp = cp}).ranks) {
+          EXPECT_EQ(rank.report.router.load, one.report.router.load);
+          EXPECT_NEAR(rank.report.router.aux_loss, one.report.router.aux_loss, kFloat64);
+          EXPECT_NEAR(rank.report.router.z_loss, one.report.router.z_loss, kFloat64);
+        }
+      }
+    }
+  }
+}
+
+// Responses that begin alike fork below their prompt; a budget of 3 rows cuts every path into chains.
+TEST(ContextParallelTrees, NestedTrunksAndChainsGiveTheGradientOfOneProcess) {
+  for (const char* family : {"qwen3", "qwen3-moe"}) {
+    Case c = ragged(family);
+    c.rollouts.groups = 4, c.rollouts.shared_start = 0.8, c.rollouts.nested_prompt = 0.5;
+    expect_all_plans(c, {3, 6}, {{.cp = 2}});
+    c.options.policy_loss = "gspo";
+    expect_all_plans(c, {3}, {{.cp = 2}});
+  }
+}
+
+TEST(ContextParallelLayouts, MixWithTensorAndDataParallel) {
+  const std::vector<Degrees> layouts = {{.tp = 2, .cp = 2}, {.cp = 2, .dp = 2}, {.tp = 2, .cp = 2, .dp = 2}};
+  expect_all_plans(ragged("qwen3"), {0, 7}, layouts);
+  Case c = ragged("qwen3-moe");
+  c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
+  expect_all_plans(c, {7}, layouts);
+  expect_all_plans(c, {7}, {{.tp = 2, .cp = 2, .ep = 2}});  // the ranks of tp hold half of the experts each
+}
+
+// As the items of this rank's plan are run.
+void for_each_item(const std::vector<PlanItem>& items, const std::function<void(const PlanItem&)>& visit) {
+  for (const PlanItem& item : items) {
+    visit(item);
+    for_each_item(item.below, visit);
+  }
+}
+
+PhaseBytes bytes_planned(const Case& c, const StepPlan& plan, const Degrees& degrees) {
+  const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
+  const auto rollouts = data.mini_batch(0).rollouts;
+  const LocalShape local(shape_of(c), degrees, Place{});
+  const bool counts = c.options.router_aux_loss_coef != 0 && c.options.router_aux_loss_scope == AuxScope::rollout;
+  const StepKind kind = step_kind_of(c.options, shape_of(c), rollouts, false);
+  return bytes_over_cp(plan, rollouts, local, DType::float64, kind, counts, degrees.cp);
+}
+
+TEST(ContextParallelBytes, AreThoseOfThePlanInEveryPhase) {
+  for (const char* loss : {"vanilla", "gspo"})
+    for (const char* family : {"qwen3", "qwen3-moe"})
+      for (const Degrees& degrees : {Degrees{.cp = 2}, Degrees{.tp = 2, .cp = 3}}) {
+        Case c = ragged(family);
+        c.options.policy_loss = loss;
+        if (c.family == "qwen3-moe") c.options.router_aux_loss_coef = 0.5;
+        for (const Plan& plan : all_plans({0, 7})) {
+          const Case planned = with(c, plan);
+          SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", family, ", ", loss));
+          for (const Outcome& rank : run_layout(planned, degrees).ranks)
+            EXPECT_EQ(rank.report.cp_bytes, bytes_planned(planned, rank.report.plan, degrees));
+        }
+      }
+}
+
+// Groups of four whose responses fill a wave of 7 rows each.
+Case four_responses() {
+  Case c = ragged("qwen3");
+  c.rollouts.group_size = {4, 4}, c.rollouts.prompt_length = {8, 14}, c.rollouts.response_length = {6, 6};
+  c.rollouts.shared_start = c.rollouts.empty_response = c.rollouts.equal_response = 0;
+  c.rollouts.nested_prompt = c.rollouts.continues = c.rollouts.late_difference = 0;
+  return with(c, {"phased", "phased", 7, "keep"});
+}
+
+// Given the path, suffixes do not depend on each other: the ranks that run them tell each other nothing.
+TEST(ContextParallelBytes, OfSuffixesAreZero) {
+  const Case c = four_responses();
+  for (const std::int64_t cp : {2, 4})
+    for (const Outcome& rank : run_layout(c, {.cp = cp}).ranks) {
+      for_each_item(rank.report.plan.items, [&](const PlanItem& item) {
+        EXPECT_EQ(item.kind == ItemKind::trunk, is_divided(item, cp)) << "waves are whole";
+      });
+      EXPECT_GT(rank.report.cp_bytes.a, 0);
+      EXPECT_EQ(rank.report.cp_bytes.b, 0);
+      EXPECT_GT(rank.report.cp_bytes.c, 0);
+    }
+}
+
+// Of the rank with most: a trunk's saved state is that of its share, its path whole.
+TEST(ContextParallelMemory, IsThatOfThePlan) {
+  for (const char* state : {"keep", "recompute"})
+    for (const std::int64_t cp : {2, 4}) {
+      Case c = four_responses();
+      c.options.trunk_state = state;
+      const PassReport report = run_layout(c, {.cp = cp}).ranks.front().report;
+      const PhasePeaks planned = predicted_arena_bytes(c, report.plan, DType::float64);
+      EXPECT_EQ(report.arena_bytes.a, planned.a) << "cp " << cp << ", " << state;
+      EXPECT_EQ(report.arena_bytes.b, planned.b) << "cp " << cp << ", " << state;
+      EXPECT_EQ(report.arena_bytes.c, planned.c) << "cp " << cp << ", " << state;
+      EXPECT_LT(planned.c, run_case(c).report.arena_bytes.c);
+    }
+}
+
+TEST(ContextParallelRows, EveryPromptIsForwardedOnceInTheWholeWorld) {
+  const Case c = with(ragged("qwen3"), {"phased", "phased", 7, "keep"});
+  const Outcome one = run_case(c);
+  for (const Degrees& degrees : {Degrees{.cp = 2}, Degrees{.cp = 4}, Degrees{.tp = 2, .cp = 2, .dp = 2}})
+    for (const Outcome& rank : run_layout(c, degrees).ranks) {
+      EXPECT_EQ(rank.report.trunk_rows, one.report.trunk_rows) << text_of_degrees(degrees);
+      EXPECT_EQ(rank.report.wave_rows, one.report.wave_rows);
+      EXPECT_EQ(rank.report.trunk_forwards, one.report.trunk_forwards);
+    }
+}
+
+// Sums are taken in another order, each no less exact than in one process.
+TEST(Float32ContextParallel, ALayoutIsAsExactAsOneProcess) {
+  for (const char* family : {"qwen3", "qwen3-moe"})
+    for (const Plan& plan : all_plans({7})) {
+      Case c = with(ragged(family), plan);
+      c.seed = 31;
+      const at::Tensor truth = run_case(c).gradient;
+      const double floor = (run_case(c, DType::float32).gradient - truth).norm().item<double>();
+      EXPECT_LE((run_layout(c, {.cp = 3}, DType::float32).gradient - truth).norm().item<double>(), 2 * floor)
+          << plan.name << ", " << family;
+    }
+}
+
+}  // namespace
+}  // namespace espalier::testing
