@@ -34,6 +34,7 @@ class Arena {
   at::Tensor take(const BufferList& declared, BufferList::Place place, at::ScalarType dtype);
 
   Device& device() const { return device_; }
+  std::int64_t limit() const { return limit_; }
 
   std::int64_t in_use() const { return top_; }                 // the stack's depth, sleeping ranges included
   std::int64_t held() const { return top_ - asleep_; }         // without them

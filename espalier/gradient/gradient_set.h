@@ -22,6 +22,7 @@ class GradientSet {
   // it the sum. Once a step, after the last backward; every rank of tp calls it.
   void add_shares(Group& tp);
   ModelViews& views() { return views_; }
+  Device& device() const { return device_; }
   const at::Tensor& flat() const { return flat_; }  // in the table's layout
 
  private:

@@ -1,14 +1,40 @@
 #include "espalier/gradient/reduction.h"
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "espalier/device/control_block.h"
+#include "espalier/ops/operations.h"
 
 namespace espalier {
+namespace {
+
+// Both have computed a part of it: one from look-ups, one from the head.
+void add_tied_embedding(GradientSet& gradients, Group& pp, Device& device) {
+  const at::Tensor& own_VM = gradients.views().embedding_VM;
+  if (pp.size() == 1 || !own_VM.defined() || !gradients.views().head_VM.is_same(own_VM)) return;
+  const int other = pp.rank() == 0 ? pp.size() - 1 : 0;
+  const at::Tensor others_VM = device.allocate(own_VM.sizes(), own_VM.scalar_type());
+  pp.send(own_VM, other);
+  pp.receive(others_VM, other);
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(own_VM.size(0)));
+  std::iota(rows.begin(), rows.end(), 0);
+  at::Tensor row_V;
+  ControlBlock block;
+  block.add(rows, row_V);
+  block.hand_over(device);
+  device.operations().add_scatter(others_VM, row_V, own_VM);
+}
+
+}  // namespace
 
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh) {
   const at::Tensor& flat = gradients.flat();
   const std::int64_t bucket = kBucketBytes / static_cast<std::int64_t>(flat.element_size());
   for (std::int64_t begin = 0; begin < flat.numel(); begin += bucket)
     mesh.replicas.add_over_ranks(flat.narrow(0, begin, std::min(bucket, flat.numel() - begin)));
+  add_tied_embedding(gradients, mesh.pp, gradients.device());
 }
 
 }  // namespace espalier

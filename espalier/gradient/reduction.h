@@ -11,8 +11,8 @@ namespace espalier {
 // One collective takes this much at most, so that no buffer of the communication library is as large as the model.
 inline constexpr std::int64_t kBucketBytes = std::int64_t{64} << 20;
 
-// Every accumulator <- its sum over the ranks that hold the same weights; the same bits on all of them. After the last
-// backward of the step.
+// Every accumulator <- its sum over the ranks that hold the same weights, a tied embedding's over the stages of pp that
+// do; the same bits on all of them. After the last backward of the step.
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh);
 
 }  // namespace espalier

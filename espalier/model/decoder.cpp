@@ -23,7 +23,7 @@ BlockShape Decoder::block() const {
 }
 
 bool Decoder::last_block_is_narrow(const ModelInput& input) const {
-  return !input.all_rows_choose || !shape_.has_experts(shape_.layers - 1);
+  return is_last_stage() && (!input.all_rows_choose || !shape_.has_experts(shape_.layers - 1));
 }
 
 LayerContext Decoder::context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties) const {
@@ -43,15 +43,55 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
   c.ops.convert(choice_RK, choice_LTK.select(0, l).narrow(0, 0, choice_RK.size(0)));
 }
 
+void Decoder::enter(const ModelInput& input, const at::Tensor& stream_TM) const {
+  if (!is_first_stage()) return mesh_.pp.receive(stream_TM, mesh_.pp.rank() - 1);
+  device_.operations().look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
+  mesh_.tp.add_over_ranks(stream_TM);
+}
+
+void Decoder::leave(const ModelInput& input, const at::Tensor& stream_TM, const DecoderSaved& saved) const {
+  if (!is_last_stage()) return mesh_.pp.send(stream_TM, mesh_.pp.rank() + 1);
+  if (input.outputs() == 0) return;
+  const Operations& ops = device_.operations();
+  if (!last_block_is_narrow(input)) ops.gather(stream_TM, input.output_row_O, saved.final_stream_OM);
+  ops.norm(saved.final_stream_OM, weights_.final_norm_M, shape_.rms_norm_eps, saved.normed_OM, saved.final_rstd_O);
+}
+
+at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                                   ModelViews& grads, const at::Tensor& grad_stream_OM,
+                                   const at::Tensor& grad_stream_TM) const {
+  if (!is_last_stage()) {
+    mesh_.pp.receive(grad_stream_TM, mesh_.pp.rank() + 1);
+    return grad_stream_TM;
+  }
+  const Operations& ops = device_.operations();
+  ops.zero(grad_stream_OM);
+  if (input.outputs() > 0)
+    ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM,
+                          grad_stream_OM, grads.final_norm_M);
+  if (last_block_is_narrow(input)) return grad_stream_OM;
+  ops.zero(grad_stream_TM);
+  ops.add_scatter(grad_stream_OM, input.output_row_O, grad_stream_TM);
+  return grad_stream_TM;
+}
+
+void Decoder::leave_backward(const ModelInput& input, const at::Tensor& grad_stream_TM, ModelViews& grads) const {
+  if (!is_first_stage()) return mesh_.pp.send(grad_stream_TM, mesh_.pp.rank() - 1);
+  const Operations& ops = device_.operations();
+  // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
+  if (std::ranges::find(input.id, shape_.pad_token) != input.id.end())
+    ops.zero_rows(grad_stream_TM, input.id_T, shape_.pad_token);
+  ops.add_look_up_backward(grad_stream_TM, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
+}
+
 DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> state) const {
   const TimedPart timed(run.timer, part::kRows);
-  const Operations& ops = device_.operations();
   const ModelInput& input = run.input;
   Arena& arena = run.arena;
   const bool keeps_all = state && state != SavedState::recompute;
   DecoderSaved out;
   out.recomputes = state == SavedState::recompute;
-  if (input.outputs() > 0) {
+  if (is_last_stage() && input.outputs() > 0) {
     const ItemBuffers item(block(), input.outputs(), false);
     out.final_stream_OM = arena.take(item, item.final_stream_OM, dtype());
     out.normed_OM = arena.take(item, item.normed_OM, dtype());
@@ -65,8 +105,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> s
   const std::int64_t kept_from = arena.in_use();
   std::int64_t saved_from = kept_from;  // the layer's input, and what it saves
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
-  ops.look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
-  mesh_.tp.add_over_ranks(stream_TM);
+  enter(input, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(run, layer);
     at::Tensor next = c.narrow ? out.final_stream_OM : stream_TM;
@@ -87,33 +126,21 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> s
     saved_from = saved_to;
     stream_TM = next;
   }
-  if (!last_block_is_narrow(input) && input.outputs() > 0)
-    ops.gather(stream_TM, input.output_row_O, out.final_stream_OM);
+  leave(input, stream_TM, out);
   if (!state) arena.release_to(kept_from);
-  if (input.outputs() > 0)
-    ops.norm(out.final_stream_OM, weights_.final_norm_M, shape_.rms_norm_eps, out.normed_OM, out.final_rstd_O);
   return out;
 }
 
 void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                            ModelViews& grads, const RouterPenalties& penalties) const {
   const TimedPart timed(run.timer, part::kRows);
-  const Operations& ops = device_.operations();
   const ModelInput& input = run.input;
   const DecoderBackwardBuffers declared(block(), input.rows(), input.outputs());
   HeldBuffers held(run.arena, declared, dtype());
   held.enter(0);
-  at::Tensor grad_stream = held[declared.grad_stream_OM];
   const at::Tensor& grad_stream_TM = held[declared.grad_stream_TM];
-  ops.zero(grad_stream);
-  if (input.outputs() > 0)
-    ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM, grad_stream,
-                          grads.final_norm_M);
-  if (!last_block_is_narrow(input)) {
-    ops.zero(grad_stream_TM);
-    ops.add_scatter(grad_stream, input.output_row_O, grad_stream_TM);
-    grad_stream = grad_stream_TM;
-  }
+  at::Tensor grad_stream =
+      enter_backward(input, saved, grad_normed_OM, grads, held[declared.grad_stream_OM], grad_stream_TM);
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
     const LayerContext c = context(run, layer, &penalties);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
@@ -128,10 +155,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     if (run.keeper != nullptr) run.keeper->let_go(layer);
     grad_stream = grad_stream_TM;
   }
-  // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
-  if (std::ranges::find(input.id, shape_.pad_token) != input.id.end())
-    ops.zero_rows(grad_stream, input.id_T, shape_.pad_token);
-  ops.add_look_up_backward(grad_stream, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
+  leave_backward(input, grad_stream, grads);
 }
 
 }  // namespace espalier

@@ -66,9 +66,20 @@ class Decoder {
   Device& device() const { return device_; }
   // What the declarations of its buffers depend on.
   BlockShape block() const;
-  at::ScalarType dtype() const { return weights_.embedding_VM.scalar_type(); }
+  at::ScalarType dtype() const { return weights_.layers.front().attention_norm_M.scalar_type(); }
+  // Stages of pp hand streams on, and their gradients back. The first looks tokens up, the last has the outputs.
+  bool is_first_stage() const { return mesh_.pp.rank() == 0; }
+  bool is_last_stage() const { return mesh_.pp.rank() + 1 == mesh_.pp.size(); }
 
  private:
+  // The input of this rank's first layer, and what its last layer's output becomes. Of the backward: the gradient of
+  // the latter, grad_stream_OM or grad_stream_TM, which are overwritten, and what becomes of that of the former.
+  void enter(const ModelInput& input, const at::Tensor& stream_TM) const;
+  void leave(const ModelInput& input, const at::Tensor& stream_TM, const DecoderSaved& saved) const;
+  at::Tensor enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,
+                            ModelViews& grads, const at::Tensor& grad_stream_OM,
+                            const at::Tensor& grad_stream_TM) const;
+  void leave_backward(const ModelInput& input, const at::Tensor& grad_stream_TM, ModelViews& grads) const;
   // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const ModelInput& input) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;

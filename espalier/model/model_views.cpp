@@ -7,12 +7,14 @@
 namespace espalier {
 namespace {
 
-// Finds parameters by name in one flat buffer and joins neighbours to one view.
+// Finds parameters by name in one flat buffer and joins neighbours to one view. What another stage of pp has is
+// undefined.
 class Viewer {
  public:
   Viewer(const at::Tensor& flat, const ParameterTable& table) : flat_(flat), table_(table) {}
 
   at::Tensor one(const std::string& name) const {
+    if (table_.elsewhere(name)) return {};
     const Parameter& parameter = table_.at(name);
     return flat_.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
   }
@@ -36,6 +38,7 @@ class Viewer {
 
   // Of a matrix whose rows are divided, those that are not padding.
   at::Tensor rows(const std::string& name) const {
+    if (table_.elsewhere(name)) return {};
     const Shard& shard = table_.at(name).shard;
     return one(name).narrow(0, 0, shard.end - shard.begin);
   }
@@ -98,11 +101,13 @@ ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const
   for (std::int64_t layer = shape.layers().begin; layer < shape.layers().end; ++layer)
     views.layers.push_back(view_layer(viewer, shape, layer));
   views.final_norm_M = viewer.norm("", outer.final_norm);
-  if (shape.whole().value_head)
-    views.value_M = viewer.one(kValueWeight).view({shape.own().hidden}), views.value_bias_1 = viewer.one(kValueBias);
-  else
+  if (shape.whole().value_head) {
+    views.value_M = viewer.one(kValueWeight), views.value_bias_1 = viewer.one(kValueBias);
+    if (views.value_M.defined()) views.value_M = views.value_M.view({shape.own().hidden});
+  } else {
     views.head_VM =
         shape.whole().tied_head ? views.embedding_VM : viewer.rows(std::string(outer.head.name) + ".weight");
+  }
   return views;
 }
 

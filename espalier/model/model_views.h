@@ -33,8 +33,8 @@ struct LayerViews {
 };
 
 struct ModelViews {
-  at::Tensor embedding_VM;  // without padding, as head_VM
-  std::vector<LayerViews> layers;
+  at::Tensor embedding_VM;         // without padding, as head_VM
+  std::vector<LayerViews> layers;  // of this rank
   at::Tensor final_norm_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -80,13 +81,17 @@ void Group::broadcast(const at::Tensor& x, int root) {
 
 void Group::send(const at::Tensor& x, int to) {
   ESPALIER_INTERNAL(x.is_contiguous() && to >= 0 && to < size_ && to != rank_);
+  if (x.numel() == 0) return;
   bytes_ += bytes_of(x);
   do_send(x, to);
 }
 
 void Group::receive(const at::Tensor& x, int from) {
   ESPALIER_INTERNAL(x.is_contiguous() && from >= 0 && from < size_ && from != rank_);
+  if (x.numel() == 0) return;
+  const auto begin = std::chrono::steady_clock::now();
   do_receive(x, from);
+  waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 void Group::wait_for_all() {

@@ -48,6 +48,8 @@ class Group {
   // What this rank gave to the collectives so far, in bytes: x of a sum, a maximum, a send, and of a broadcast on its
   // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks.
   std::int64_t bytes() const { return bytes_; }
+  // Seconds that this rank has spent in `receive`.
+  double waited() const { return waited_; }
 
  protected:
   // The same for groups larger than one, on arguments that were checked.
@@ -66,6 +68,7 @@ class Group {
 
   int rank_, size_;
   std::int64_t bytes_ = 0;
+  double waited_ = 0;
 };
 
 // Numbers of the host.

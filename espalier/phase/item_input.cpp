@@ -45,21 +45,25 @@ void add_divided(ControlBlock& block, const RowShares& shares, std::int64_t rank
 
 // The experts that rows are given: those chosen in another run, or, of a policy, those that rollouts record, where any
 // rollout of the set has some.
-void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> rollouts, const ModelShape& shape,
+void add_given(ModelInput& input, const RowSet& set, std::span<const Rollout> rollouts, const LocalShape& local,
                const moe::ChosenExperts* chosen) {
   const auto records = [&](const RowSegment& segment) {
     return rollouts[segment.rollout].recorded_experts.tokens > segment.begin;
   };
-  const bool from_rollouts = !shape.value_head && std::any_of(set.segments.begin(), set.segments.end(), records);
+  const bool from_rollouts =
+      !local.whole().value_head && std::any_of(set.segments.begin(), set.segments.end(), records);
   if (chosen == nullptr && !from_rollouts) return;
-  const auto k = static_cast<std::size_t>(shape.experts_per_token), T = input.id.size();
-  input.given.assign(static_cast<std::size_t>(shape.expert_layers()) * T * k, -1);
+  const auto k = static_cast<std::size_t>(local.whole().experts_per_token), T = input.id.size();
+  const std::size_t before = k * static_cast<std::size_t>(local.expert_layers_before());
+  input.given.assign(static_cast<std::size_t>(local.own().expert_layers()) * T * k, -1);
   std::size_t row = 0;
   for (const RowSegment& segment : set.segments)
     for (std::int32_t depth = segment.begin; depth < segment.end; ++depth, ++row) {
       const std::uint16_t* experts =
           chosen ? chosen->at(segment.rollout, depth) : rollouts[segment.rollout].experts_at(depth).data();
-      for (std::size_t at = row * k; experts != nullptr && at < input.given.size(); at += T * k, experts += k)
+      if (experts == nullptr) continue;
+      experts += before;
+      for (std::size_t at = row * k; at < input.given.size(); at += T * k, experts += k)
         if (*experts != RecordedExperts::kFree) std::copy(experts, experts + k, input.given.begin() + at);
     }
 }
@@ -107,12 +111,13 @@ std::vector<moe::RowOwners> owners_of(const RowSet& set) {
 
 }  // namespace
 
-ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const ModelShape& shape,
+ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const LocalShape& local,
                      bool all_logprobs, const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices,
                      Device& device, const Group& cp)
     : shares(is_divided(item, cp.size()) ? std::optional(RowShares(item.set.rows, cp.size())) : std::nullopt),
       share(shares ? share_of(item.set, *shares, cp.rank()) : RowSet{}),
       rows(shares ? share : item.set) {
+  const ModelShape& shape = local.whole();
   for (const RowSegment& segment : rows.segments) add_segment(model, segment, rollouts[segment.rollout]);
   if (accounting != nullptr) owners = owners_of(rows);
   model.all_rows_choose = accounting != nullptr && accounting->all_rows_choose();
@@ -120,8 +125,8 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   edges = edges_of(rows, rollouts, all_logprobs);
   if (shares) set_edges = edges_of(item.set, rollouts, all_logprobs);
   const std::vector<double> temperatures = add_outputs(*this, rollouts, shape.value_head);
-  add_given(model, rows, rollouts, shape, choices.given);
-  add_given_of_outputs(model, shape);
+  add_given(model, rows, rollouts, local, choices.given);
+  add_given_of_outputs(model, local.own());
   std::vector<HeadEdge> of_head;
   for (std::size_t e = 0; e < edges.size(); ++e) of_head.push_back({output[e], edges[e].target});
   ControlBlock block;

@@ -15,6 +15,7 @@
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/objective/fused_head.h"
+#include "espalier/plan/local_shape.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
@@ -23,7 +24,7 @@ namespace espalier {
 struct ItemInput {
   // Makes them on the host and hands them over to the device in one copy. `accounting` may be null. The item must
   // outlive the object, for owners point into it; the object must not move.
-  ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const ModelShape& shape, bool all_logprobs,
+  ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, const LocalShape& local, bool all_logprobs,
             const moe::LoadAccounting* accounting, const moe::ChoiceRecord& choices, Device& device, const Group& cp);
 
   const std::optional<RowShares> shares;  // of the set's rows; none: all are here

@@ -11,35 +11,35 @@
 namespace espalier {
 namespace {
 
-std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item, const ItemInput& input) {
+std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item, const ItemInput& input, Arena& arena) {
   const bool is_trunk = item.kind == ItemKind::trunk;
   const Decoder& decoder = step.decoder;
   if (!input.shares) return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S);
   return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, *input.shares,
-                                         input.divided, decoder.block(), decoder.dtype(), decoder.mesh().cp,
-                                         step.arena);
+                                         input.divided, decoder.block(), decoder.dtype(), decoder.mesh().cp, arena);
 }
 
 }  // namespace
 
-ItemRun::ItemRun(const StepRun& step, const PlanItem& item)
+ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
     : step_(step),
       item_(item),
-      input_(item, step.rollouts, step.decoder.local().whole(), step.all_logprobs, step.accounting, step.choices,
+      arena_(arena),
+      input_(item, step.rollouts, step.decoder.local(), step.all_logprobs, step.accounting, step.choices,
              step.decoder.device(), step.decoder.mesh().cp),
-      kv_(make_source(step, item, input_)) {}
+      kv_(make_source(step, item, input_, arena)) {}
 
 void ItemRun::forward() {
   const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
-  grad_normed_OM_ = step_.arena.take(item, item.grad_normed_OM, step_.decoder.dtype());
+  grad_normed_OM_ = arena_.take(item, item.grad_normed_OM, step_.decoder.dtype());
   if (step_.trains() && item_.state == SavedState::offload) {
     ESPALIER_INTERNAL(step_.spill != nullptr, "a plan that stores trunks away, and no place for them");
-    sleeping_ = std::make_unique<SleepingTrunk>(step_.arena, *step_.spill);
+    sleeping_ = std::make_unique<SleepingTrunk>(arena_, *step_.spill);
   }
   saved_ = step_.decoder.forward(decoder_run(), step_.trains() ? std::optional(item_.state) : std::nullopt);
   take_choices();
   join_counts();
-  if (!step_.head) return;
+  if (!has_head()) return;
   const TimedPart timed(step_.timer, part::kHead);
   step_.head->score(head_work());
   if (step_.trains() && step_.head->needs_whole_rollout()) step_.head->finish_rollouts(item_);
@@ -47,7 +47,7 @@ void ItemRun::forward() {
 
 void ItemRun::add_backward(const at::Tensor& penalty_L2) {
   join_counts();
-  if (step_.head->needs_whole_rollout()) {
+  if (has_head() && step_.head->needs_whole_rollout()) {
     const TimedPart timed(step_.timer, part::kHead);
     step_.head->add_backward(head_work());
   }
@@ -61,12 +61,14 @@ void ItemRun::take_choices() {
   const at::Tensor choice_LTK = step_.decoder.device().to_host(saved_.choice_LTK);
   const std::int64_t of_layer = choice_LTK.size(1) * shape.experts_per_token;
   const std::int32_t* choice = host_values<const std::int32_t>(choice_LTK).data();
-  std::int64_t place = 0;
+  const LocalShape& local = step_.decoder.local();
+  std::int64_t place = local.expert_layers_before();
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     if (!shape.has_experts(layer)) continue;
     // A narrow last block sees output rows alone: their choices are not those of all tokens.
-    const bool narrow = layer + 1 == shape.layers && !input_.model.all_rows_choose;
-    if (step_.accounting != nullptr && !narrow) step_.accounting->add_choices(layer, input_.owners, choice);
+    const bool narrow = step_.decoder.is_last_stage() && layer + 1 == shape.layers && !input_.model.all_rows_choose;
+    if (step_.accounting != nullptr && !narrow)
+      step_.accounting->add_choices(local.layers().begin + layer, input_.owners, choice);
     if (step_.choices.written != nullptr)
       step_.choices.written->write(input_.rows.segments, place, choice, narrow ? &input_.model.output_row : nullptr);
     choice += of_layer;
@@ -91,7 +93,8 @@ RouterPenalties ItemRun::penalties(const at::Tensor& value_L2) const {
   auto on_device = out.of_layer.begin();
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     if (!shape.has_experts(layer)) continue;
-    const moe::LoadAccounting::Penalty penalty = step_.accounting->penalty(layer, input_.owners);
+    const moe::LoadAccounting::Penalty penalty =
+        step_.accounting->penalty(step_.decoder.local().layers().begin + layer, input_.owners);
     block.add(penalty.group_R, on_device->group_R);
     if (!penalty.probability_GE.empty()) block.add(penalty.probability_GE, on_device->probability_GE);
     if (!penalty.z_G.empty()) block.add(penalty.z_G, on_device->z_G);

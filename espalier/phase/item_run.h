@@ -12,8 +12,8 @@ namespace espalier {
 
 class ItemRun {
  public:
-  // Takes what it needs from the step's arena; the caller releases it after the backward.
-  ItemRun(const StepRun& step, const PlanItem& item);
+  // Takes what it needs from the arena; the caller releases it after the backward.
+  ItemRun(const StepRun& step, const PlanItem& item, Arena& arena);
 
   // Forwards the rows and has the head score their edges. Token-level objectives take their derivative in the same
   // pass; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
@@ -31,15 +31,17 @@ class ItemRun {
   std::int64_t rows() const { return input_.model.rows(); }
 
  private:
+  bool has_head() const { return step_.head != nullptr && step_.decoder.is_last_stage(); }
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
   // Counts of choices that other ranks of cp have made of the item's rollouts, where losses need them all.
   void join_counts();
-  DecoderRun decoder_run() { return {input_.model, *kv_, step_.arena, step_.timer, sleeping_.get()}; }
+  DecoderRun decoder_run() { return {input_.model, *kv_, arena_, step_.timer, sleeping_.get()}; }
   RouterPenalties penalties(const at::Tensor& value_L2) const;
 
   const StepRun& step_;
   const PlanItem& item_;
+  Arena& arena_;
   ItemInput input_;
   std::unique_ptr<KvSource> kv_;
   DecoderSaved saved_;

@@ -19,6 +19,7 @@ namespace espalier {
 
 struct PhaseSeconds {
   double trunk_forward = 0, waves = 0, trunk_backward = 0;
+  double waiting = 0;  // of these, for what the neighbours among the stages of pp send
 };
 
 // What all items of one run share.

@@ -72,6 +72,17 @@ LocalShape::Portion LocalShape::portion(Cut cut) const {
   return {};
 }
 
+LocalShape LocalShape::last_stage() const {
+  Place place = place_;
+  place.pp = degrees_.pp - 1;
+  return {whole_, degrees_, place};
+}
+
+std::int64_t LocalShape::expert_layers_before() const {
+  const auto& kinds = whole_.expert_layer;
+  return kinds.empty() ? 0 : std::count(kinds.begin(), kinds.begin() + layers_.begin, std::uint8_t{1});
+}
+
 LocalShape::Range LocalShape::vocabulary() const {
   const Portion p = portion(Cut::vocabulary);
   return part(whole_.vocabulary, p.parts, p.index);

@@ -45,6 +45,9 @@ class LocalShape {
   // number that routers choose from, and token ids stay those of the whole.
   const ModelShape& own() const { return own_; }
 
+  // Of the rank at this place of the last stage of pp, which has most layers: what all stages plan with.
+  LocalShape last_stage() const;
+
   struct Range {
     std::int64_t begin = 0, end = 0;
 
@@ -53,6 +56,7 @@ class LocalShape {
     bool operator==(const Range&) const = default;
   };
   Range layers() const { return layers_; }
+  std::int64_t expert_layers_before() const;  // of other ranks, before the first layer here
   Range experts() const { return experts_; }
   Range vocabulary() const;  // rows of embedding and head, without padding
 

@@ -46,9 +46,8 @@ CriticReport Critic::compute_gradient(const MiniBatch& mini_batch, bool all_toke
   CriticReport report{run_gradient_pass(learner_, mini_batch.rollouts, head, nullptr, all_tokens, timer)};
   report.loss = objective.parts();
   report.values = std::move(head.values());
-  Group& replicas = learner_.model.mesh.replicas;
-  add_over_ranks(replicas, report.loss);
-  gather_series(replicas, report.values);
+  add_over_ranks(learner_.model.mesh, report.loss);
+  gather_series(learner_.model.mesh, report.values);
   return report;
 }
 
@@ -87,7 +86,7 @@ ScoredValues score_values(const ModelState& model, std::span<const Rollout> roll
                                                  .mesh = model.mesh},
                                                 head);
   ScoredValues scored{std::move(head.values()), report};
-  gather_series(model.mesh.replicas, scored.values);
+  gather_series(model.mesh, scored.values);
   return scored;
 }
 

@@ -1,4 +1,4 @@
-// What a step counted on the ranks of dp and cp, brought together: every rank then reports what one process would.
+// What a step counted on the ranks of dp, cp and pp, brought together: every rank then reports what one process would.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@
 namespace espalier {
 
 // Parts of a loss whose denominators are the whole mini-batch's, so that they add.
-void add_over_ranks(Group& ranks, LossParts& parts);
-void add_over_ranks(Group& ranks, ValueLossParts& parts);
+void add_over_ranks(const Mesh& mesh, LossParts& parts);
+void add_over_ranks(const Mesh& mesh, ValueLossParts& parts);
 
 // Series of rollouts whose tokens were scored on one rank or another, NaN elsewhere: all of them on every rank.
-void gather_series(Group& ranks, std::vector<RolloutSeries>& series);
-void gather_series(Group& ranks, TokenSeries& values);
+void gather_series(const Mesh& mesh, std::vector<RolloutSeries>& series);
+void gather_series(const Mesh& mesh, TokenSeries& values);
 
 // The report of all ranks: rows are summed; trunks, waves and FLOPs over dp, since ranks of cp share them; seconds and
 // bytes are those of the rank with most; schedules are those of any. The plan keeps the items and trees of this rank.

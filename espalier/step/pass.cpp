@@ -8,7 +8,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/gradient/reduction.h"
 #include "espalier/observe/memory.h"
-#include "espalier/phase/one_after_another.h"
+#include "espalier/phase/stage.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 
@@ -35,14 +35,14 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
-  StepKind kind = step_kind_of(learner.options, decoder.shape(), rollouts, routers && routers->took_counts());
+  StepKind kind = step_kind_of(learner.options, learner.model.shape, rollouts, routers && routers->took_counts());
   const StepKind held = learner.held().kind;
   kind.optimizer = held.optimizer, kind.optimizer_shares = held.optimizer_shares;
   kind.beside_bytes = learner.workspace.held_beside(learner);
   {
     const TimedPart timed(timer, part::kPlan);
-    report.plan =
-        plan_step(decoder.shape(), learner.options, learner.machine, rollouts, all_tokens, kind, learner.model.mesh);
+    report.plan = plan_step(decoder.local().last_stage().own(), learner.options, learner.machine, rollouts, all_tokens,
+                            kind, learner.model.mesh);
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
@@ -67,7 +67,7 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
     if (learner.on_share)
       learner.on_share(static_cast<double>(rows) / static_cast<double>(report.plan.physical_rows()));
   };
-  const RunResult result = run_one_after_another(run, report.plan);
+  const RunResult result = run_stage(run, report.plan);
   {
     const TimedPart timed(timer, part::kCommunication);
     learner.gradients.add_shares(learner.model.mesh.tp);
@@ -111,15 +111,15 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   StepKind kind = kForwardOnly;
   kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.shape()}.bytes(pass.options.dtype));
   kind.all_rows_choose = pass.counts != nullptr;
-  const StepPlan plan =
-      plan_step(pass.decoder.shape(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
+  const StepPlan plan = plan_step(pass.decoder.local().last_stage().own(), pass.options, pass.machine, pass.rollouts,
+                                  true, kind, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);
   KvPath path(pass.decoder.shape(), plan.max_path_rows, pass.decoder.dtype(), false, pass.workspace.arena);
   StepRun run{pass.decoder, pass.rollouts, path, pass.workspace.arena, &head, nullptr, true};
   run.accounting = pass.counts;
   pass.progress.begin(pass.task, plan.physical_rows(), "rows");
   run.on_rows = [&](std::int64_t rows) { pass.progress.advance_to(rows); };
-  const RunResult result = run_one_after_another(run, plan);
+  const RunResult result = run_stage(run, plan);
   pass.progress.end();
   const double logical = sums_over_ranks(pass.mesh.dp, {static_cast<double>(plan.logical_rows)}).front();
   const double physical =

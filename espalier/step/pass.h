@@ -60,6 +60,7 @@ struct PassReport {
   PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
   PhasePeaks arena_bytes;  // measured: the high-water marks alone
   PhaseBytes cp_bytes;     // counted: what this rank gave to the collectives of cp
+  double idle_share = 0;   // measured: of the time of the stages of pp, without work
   StepSeconds seconds;
   std::optional<StepProfile> profile;  // with --profile
 

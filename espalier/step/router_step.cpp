@@ -4,7 +4,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/model/parameters.h"
-#include "espalier/phase/one_after_another.h"
+#include "espalier/phase/stage.h"
 
 namespace espalier {
 namespace {
@@ -43,7 +43,7 @@ ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> r
 
 RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                        const ScoredChoices* scored)
-    : decoder_(model.decoder), replicas_(model.mesh.replicas), rollouts_(rollouts) {
+    : decoder_(model.decoder), rollouts_(rollouts) {
   const moe::RouterLosses losses = router_losses_of(options);
   const ModelShape& shape = model.shape;
   if (shape.experts == 0) {
@@ -67,26 +67,28 @@ void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::Ch
   StepRun run{decoder_, rollouts_, path, arena};
   run.accounting = &*accounting_;
   run.choices = choices;
-  run_one_after_another(run, plan);
-  add_over_ranks(replicas_, accounting_->all_loads());
+  run_stage(run, plan);
+  add_over_ranks(decoder_.mesh().replicas, accounting_->all_loads());
   accounting_->finish_counting();
 }
 
 RouterReport RouterStep::report() const {
   if (!accounting_) return {};
   RouterReport report;
-  const std::vector<double> losses =
-      sums_over_ranks(replicas_, {accounting_->aux_loss(), accounting_->z_loss(), accounting_->weighted_loss()});
+  const Mesh& mesh = decoder_.mesh();
+  std::vector<double> losses{accounting_->aux_loss(), accounting_->z_loss(), accounting_->weighted_loss()};
+  losses = sums_over_ranks(mesh.pp, sums_over_ranks(mesh.replicas, std::move(losses)));
   report.aux_loss = losses[0], report.z_loss = losses[1], report.weighted_loss = losses[2];
   report.counts = took_counts_ ? "score pass" : accounting_->needs_counts_first() ? "counting pass" : "update pass";
-  const ModelShape& shape = decoder_.shape();
+  const ModelShape& shape = decoder_.local().whole();
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     report.load.emplace_back();
     const bool counted = layer + 1 < shape.layers || accounting_->all_rows_choose();
     if (!shape.has_experts(layer) || !counted) continue;
     const auto load = accounting_->load(layer);
     report.load.back().assign(load.begin(), load.end());
-    if (!accounting_->needs_counts_first()) add_over_ranks(replicas_, report.load.back());  // others are added before
+    if (!accounting_->needs_counts_first()) add_over_ranks(mesh.replicas, report.load.back());  // others: before
+    add_over_ranks(mesh.pp, report.load.back());  // the stage that has the layer has counted
   }
   return report;
 }

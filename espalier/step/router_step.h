@@ -57,7 +57,6 @@ class RouterStep {
 
  private:
   const Decoder& decoder_;
-  Group& replicas_;
   std::span<const Rollout> rollouts_;
   std::optional<moe::LoadAccounting> accounting_;
   bool took_counts_ = false;

@@ -17,9 +17,8 @@ GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool 
   GradientReport report{run_gradient_pass(actor, mini_batch.rollouts, head, &routers, all_logprobs, timer)};
   report.loss = objective.parts();
   report.series = std::move(head.series());
-  Group& replicas = actor.model.mesh.replicas;
-  add_over_ranks(replicas, report.loss);
-  gather_series(replicas, report.series);
+  add_over_ranks(actor.model.mesh, report.loss);
+  gather_series(actor.model.mesh, report.series);
   report.router = routers.report();
   report.loss.loss += report.router.weighted_loss;
   return report;

@@ -66,7 +66,7 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
                                                  .counts = counts,
                                                  .mesh = mesh},
                                                 head);
-  gather_series(mesh.replicas, head.series());
+  gather_series(mesh, head.series());
   return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
 }
 

@@ -222,6 +222,27 @@ void check_context(const Reference& reference, Findings& findings) {
   });
 }
 
+void check_stages(const Reference& reference, Findings& findings) {
+  const Case c = with(reference.c, reference.plans.back());
+  const ParameterTable whole(shape_of(c));
+  const at::Tensor gradient = at::zeros({whole.size()}, at::kDouble);
+  std::mutex one;
+  std::vector<Outcome> runs;
+  run_ranks({.pp = 2}, [&](const Mesh& mesh) {
+    Outcome run = run_case(c, DType::float64, mesh);
+    const ParameterTable own(LocalShape(shape_of(c), mesh.degrees, mesh.place()));
+    const std::lock_guard lock(one);
+    for (const Parameter& p : own.parameters()) {
+      parameter_in(gradient, whole.at(p.name)).copy_(parameter_in(run.gradient, p));  // of both, if two have it
+    }
+    runs.push_back(std::move(run));
+  });
+  for (Outcome& run : runs) {
+    run.gradient = gradient;
+    compare_with_one("stages", reference, c, run, findings);
+  }
+}
+
 void check_repetition(const Reference& reference, Findings& findings) {
   const auto model = tiny_model(reference.c.family, DType::float64, reference.c.seed);
   const TrainingData data(make_rollouts(reference.c.rollouts, reference.c.seed), reference.c.options);
@@ -338,6 +359,7 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
   for (const Reference& reference : prepared_->references)
     check("context", [&] { check_context(reference, findings); });
+  for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });

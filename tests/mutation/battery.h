@@ -5,6 +5,7 @@
 //   repetition   the same step twice on one actor: the same bits
 //   ranks        the same on two ranks with trees of their own, and an update whose state they share
 //   context      the same on two ranks that divide the rows of every tree
+//   stages       the same on two ranks that divide the layers
 //   verify       the program's own comparison of shared with dense, from files
 //   adamw        the optimizer against a plain double loop
 //   mini-batches advantages of a file that is cut against a plain double loop over the whole file

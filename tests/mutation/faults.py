@@ -78,7 +78,7 @@ PATH = [
     Fault("contribution_uncounted", "one contribution arrives without being counted", "model/path_source.cpp",
           "path_.count_contribution(",
           "if (!(path_rows_ > 0 && ON)) TEXT", once=True),
-    Fault("contributions_read_early", "a trunk's backward runs before its waves", "phase/one_after_another.cpp",
+    Fault("contributions_read_early", "a trunk's backward runs before its waves", "phase/stage.cpp",
           "++result.trunk_forwards;",
           "TEXT if (ON && step_.trains()) add_backward(trunk.run);"),
     Fault("contributions_read_early", "the same with the path's own count switched off", together_with="count_ignored"),
@@ -106,7 +106,7 @@ PARAMETERS = [
           "add_head_forward_backward(problem(work)",
           "if (ON) gradients_->views().head_VM.zero_(); TEXT"),
     Fault("embedding_repeat_lost", "of a token that occurs twice in a set of rows one gradient is kept", "model/decoder.cpp",
-          "ops.add_look_up_backward(grad_stream, input.id_T, local_.vocabulary().begin, grads.embedding_VM);",
+          "ops.add_look_up_backward(grad_stream_TM, input.id_T, local_.vocabulary().begin, grads.embedding_VM);",
           "if (ON) grads.embedding_VM.index_fill_(0, input.id_T.to(at::kLong), 0); TEXT"),
     Fault("gradients_not_zeroed", "a step starts from the gradient of the step before it", "step/pass.cpp",
           "learner.gradients.zero();",
@@ -206,13 +206,13 @@ RANKS = [
           "if (rank_of[tree] == mesh.dp.rank())",
           "if (ON || rank_of[tree] == mesh.dp.rank())", **ONE_RANK),
     Fault("loads_of_ranks_not_summed", "a mini-batch's expert loads are those of a rank's own trees", "step/router_step.cpp",
-          "add_over_ranks(replicas_, accounting_->all_loads());",
+          "add_over_ranks(decoder_.mesh().replicas, accounting_->all_loads());",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("series_of_ranks_lost", "log-probs and values of other ranks' rollouts are missing", "step/over_ranks.cpp",
-          "flat = values_of_any(ranks, std::move(flat));",
+          "flat = values_of_any(mesh.replicas, std::move(flat));",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("losses_of_ranks_not_summed", "the loss is that of a rank's own trees", "step/step.cpp",
-          "add_over_ranks(replicas, report.loss);",
+          "add_over_ranks(actor.model.mesh, report.loss);",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("norm_of_a_part", "a gradient is clipped by the norm of the part whose state the rank keeps", "optimizer/adamw.cpp",
           "update.grad_norm = norm_of(gradient);",
@@ -239,7 +239,7 @@ CONTEXT = [
     Fault("queries_numbered_by_share", "a query stands where its number among the rank's own rows says", "model/divided_source.cpp",
           "rows_.output_own_O : rows_.own_T",
           "rows_.output_own_O : ON ? rows_.counted_T : rows_.own_T", **ONE_RANK),
-    Fault("wave_on_every_rank", "all ranks run a wave that was dealt to one", "phase/one_after_another.cpp",
+    Fault("wave_on_every_rank", "all ranks run a wave that was dealt to one", "phase/stage.cpp",
           "if (runs_on(item, cp_.rank()))",
           "if (ON || runs_on(item, cp_.rank()))", **ONE_RANK),
     Fault("counts_of_ranks_not_joined", "a rollout's expert counts are those of a rank's own rows", "phase/item_run.cpp",
@@ -254,4 +254,22 @@ CONTEXT = [
           "if (!ON) TEXT", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT
+# Layers divided over stages.
+STAGES = [
+    Fault("tied_embedding_of_one_stage_lost", "what the last stage's head adds to a tied embedding stays there",
+          "gradient/reduction.cpp",
+          "add_tied_embedding(gradients, mesh.pp,",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("stages_count_layers_from_their_own", "a stage counts the choices of its routers as those of the first layers",
+          "phase/item_run.cpp",
+          "step_.accounting->add_choices(local.layers().begin + layer,",
+          "step_.accounting->add_choices((ON ? 0 : local.layers().begin) + layer,", **ONE_RANK),
+    Fault("trunk_ends_before_its_waves", "a stage closes a trunk while waves below it are in flight", "phase/stage.cpp",
+          "end_waves();\n    trim();",
+          "if (!ON) end_waves();\n    trim();", **ONE_RANK),
+    Fault("series_of_the_last_stage_lost", "stages know the log-probs that they have computed", "step/over_ranks.cpp",
+          "flat = values_of_any(mesh.pp, std::move(flat));",
+          "if (!ON) TEXT", **ONE_RANK),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES

@@ -1,7 +1,9 @@
-#include "espalier/phase/one_after_another.h"
+#include "espalier/phase/stage.h"
 
 #include <algorithm>
 #include <deque>
+#include <memory>
+#include <vector>
 
 #include "espalier/device/host_values.h"
 #include "espalier/phase/item_run.h"
@@ -18,23 +20,32 @@ std::int64_t count_items(const std::vector<PlanItem>& items, std::int64_t cp_ran
   return count;
 }
 
-class OneAfterAnother : public Executor {
+class StageExecutor : public Executor {
  public:
-  OneAfterAnother(const StepRun& step, const StepPlan& plan) : step_(step), cp_(step.decoder.mesh().cp) {
+  StageExecutor(const StepRun& step, const StepPlan& plan)
+      : step_(step),
+        cp_(step.decoder.mesh().cp),
+        pp_(step.decoder.mesh().pp),
+        most_in_flight_(static_cast<std::size_t>(pp_.size() - pp_.rank())) {
+    Device& device = step.decoder.device();
+    // One region is enough where no wave outlives its event: the arena itself.
+    if (step.trains() && most_in_flight_ > 1)
+      for (std::size_t i = 0; i < most_in_flight_; ++i)
+        regions_.push_back(std::make_unique<Arena>(step.arena.limit(), device));
     const std::int64_t items = count_items(plan.items, cp_.rank());
     if (!step.trains() || step.accounting == nullptr || !step.accounting->has_losses()) return;
-    Device& device = step.decoder.device();
     penalties_IL2_ = device.allocate({items, step.decoder.shape().expert_layers(), 2}, at::kDouble);
     device.operations().zero(penalties_IL2_);  // nobody writes where a rank has no rows of an item
   }
   // After an error the innermost trunk gives its part of the arena back first; a deque would begin with the outermost.
-  ~OneAfterAnother() override {
+  ~StageExecutor() override {
+    in_flight_.clear();
     while (!open_.empty()) open_.pop_back();
   }
 
   void open_trunk(const PlanItem& item) override {
     trim();
-    OpenTrunk& trunk = open_.emplace_back(step_, item);
+    OpenItem& trunk = open_.emplace_back(step_, item, step_.arena);
     step_.path.push(item.set.rows, count_items(item.below, cp_.rank()));
     book({result.seconds.trunk_forward, result.arena_bytes.a, result.cp_bytes.a}, [&] { trunk.run.forward(); });
     result.trunk_rows += trunk.run.rows();
@@ -50,8 +61,9 @@ class OneAfterAnother : public Executor {
   }
 
   void close_trunk(const PlanItem& item) override {
+    end_waves();
     trim();
-    OpenTrunk& trunk = open_.back();
+    OpenItem& trunk = open_.back();
     trunk.run.ask_ahead();
     if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
     if (step_.trains())
@@ -59,6 +71,10 @@ class OneAfterAnother : public Executor {
     step_.path.pop();
     open_.pop_back();
     trim();
+  }
+
+  void end_waves() {
+    while (!in_flight_.empty()) end_first_wave();
   }
 
   // The values of the router losses, in the order of the backwards, which ends in the first layer.
@@ -74,9 +90,10 @@ class OneAfterAnother : public Executor {
   RunResult result;
 
  private:
-  // What a trunk took from the arena goes back when it is closed, after everything below it.
-  struct OpenTrunk {
-    OpenTrunk(const StepRun& step, const PlanItem& trunk) : item(trunk), scope(step.arena), run(step, trunk) {}
+  // What an item took from the arena goes back when it has ended, a trunk after everything below it.
+  struct OpenItem {
+    OpenItem(const StepRun& step, const PlanItem& which, Arena& arena)
+        : item(which), scope(arena), run(step, which, arena) {}
 
     // What was stored away is fetched while the last item below runs.
     void ask_ahead_of(const PlanItem& below) {
@@ -89,13 +106,19 @@ class OneAfterAnother : public Executor {
   };
 
   void run_own_wave(const PlanItem& item) {
-    book({result.seconds.waves, result.arena_bytes.b, result.cp_bytes.b}, [&] {
-      const ArenaScope scope(step_.arena);
-      ItemRun wave(step_, item);
-      wave.forward();
-      if (step_.trains()) add_backward(wave);
-      result.wave_rows += wave.rows();
+    book_wave([&] {
+      Arena& arena = regions_.empty() ? step_.arena : *regions_[waves_begun_++ % regions_.size()];
+      OpenItem& wave = in_flight_.emplace_back(step_, item, arena);
+      wave.run.forward();
+      result.wave_rows += wave.run.rows();
     });
+    if (!step_.trains()) return in_flight_.pop_front();
+    if (in_flight_.size() == most_in_flight_) end_first_wave();
+  }
+
+  void end_first_wave() {
+    book_wave([&] { add_backward(in_flight_.front().run); });
+    in_flight_.pop_front();
   }
 
   void add_backward(ItemRun& run) {
@@ -116,27 +139,39 @@ class OneAfterAnother : public Executor {
   // Runs one phase of one item and books its time, its peak and what it communicates.
   template <class Work>
   void book(const Books& books, Work&& work) {
-    const double begin = step_.arena.device().seconds();
+    const double begin = step_.arena.device().seconds(), waited = pp_.waited();
     const std::int64_t bytes = cp_.bytes();
     step_.arena.reset_high_water();
     work();
-    books.peak = std::max(books.peak, step_.arena.high_water());
+    std::int64_t in_regions = 0;
+    for (const auto& region : regions_) in_regions += region->high_water();
+    books.peak = std::max(books.peak, step_.arena.high_water() + in_regions);
     books.cp_bytes += cp_.bytes() - bytes;
     books.seconds += step_.arena.device().seconds() - begin;
+    result.seconds.waiting += pp_.waited() - waited;
+  }
+  template <class Work>
+  void book_wave(Work&& work) {
+    book({result.seconds.waves, result.arena_bytes.b, result.cp_bytes.b}, work);
   }
 
   const StepRun& step_;
-  const Group& cp_;
-  std::deque<OpenTrunk> open_;  // innermost last
-  at::Tensor penalties_IL2_;    // of the items in the order of their backwards; undefined without router losses
+  const Group &cp_, &pp_;
+  const std::size_t most_in_flight_;
+  std::vector<std::unique_ptr<Arena>> regions_;  // of waves in flight, in turn; none: the arena serves them
+  std::deque<OpenItem> open_;                    // trunks, innermost last
+  std::deque<OpenItem> in_flight_;               // waves whose backward has not run, oldest first
+  at::Tensor penalties_IL2_;  // of the items in the order of their backwards; undefined without router losses
   std::int64_t backwards_ = 0, rows_done_ = 0;
+  std::size_t waves_begun_ = 0;
 };
 
 }  // namespace
 
-RunResult run_one_after_another(const StepRun& step, const StepPlan& plan) {
-  OneAfterAnother executor(step, plan);
+RunResult run_stage(const StepRun& step, const StepPlan& plan) {
+  StageExecutor executor(step, plan);
   run_schedule(plan.items, executor);
+  executor.end_waves();
   executor.add_penalties();
   return executor.result;
 }

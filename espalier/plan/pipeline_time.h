@@ -1,0 +1,23 @@
+// How long the stages of pp take, and how long they wait for each other.
+#pragma once
+
+#include <cstdint>
+
+namespace espalier {
+
+// A trunk and its waves on one stage, all stages and all waves alike. Without a trunk a and c are 0, in a forward alone
+// b and c.
+struct StageSeconds {
+  double trunk_forward = 0, wave_forward = 0, wave_backward = 0, trunk_backward = 0;  // a, f, b, c
+};
+
+// S stages, N waves: T = a + N (f + b) + c + (S - 1) (max(a, f) + max(b, c)). What fills the pipeline is what comes to
+// the last stage first, what drains it what leaves the last stage last; with the order of phase/stage.h the last stage
+// has no gap between.
+double seconds_of_stages(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
+
+// The share of the stages' time without work: (S - 1) (max(a, f) + max(b, c)) / T; without a trunk (S - 1) / (N + S -
+// 1).
+double idle_share(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
+
+}  // namespace espalier
