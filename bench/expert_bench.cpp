@@ -68,7 +68,10 @@ class Mlp {
     const LayerContext context{
         model_->shape, model_->decoder.weights().layers[0], rotary_, input_, kv_, 0, false, arena_, &timer,
         mesh_of_one()};
-    LayerSaved saved = take_layer_saved(context, stream_);
+    LayerSaved saved;
+    saved.stream_in_TM = stream_;
+    take_attention_saved(context, saved);
+    take_mlp_saved(context, saved);
     saved.stream_mid_RM.copy_(stream_);
     grad_stream_.copy_(grad_);
     mlp_forward(context, saved, out_);

@@ -1,6 +1,7 @@
 """What a trunk's state costs: peak of every phase and seconds, dense against phased with kept, recomputed and stored trunks.
 
-    python bench/trunk_state.py [--program build/espalier] [--prompts 2048,4096] [--response 2048] [--n 16] [--keep]
+    python bench/trunk_state.py [--program build/espalier] [--prompts 2048,4096] [--response 2048] [--n 16] [--layers 8] [--heads 4]
+                                [--head-dim 32] [--threads 0] [--keep]
 
 One group, one step, one rollout a wave on both sides. Peaks are those of the arena (activations, path and gradients of keys and
 values), above weights, gradients and optimizer. With --keep a line for each case is appended to bench/results/trunk_state.jsonl.
@@ -26,7 +27,7 @@ def measure(options, folder, prompt, schedule, state):
     budget = options.response + (prompt if schedule == "dense" else 1)  # a prompt above it is a chain of trunks
     words = [options.program, "train", "--model", folder / "model", "--rollouts", folder / "rollouts.jsonl", "--out", folder / "out",
              "--overwrite", "--steps", 1, "--schedule", schedule, "--token-budget", budget, "--trunk-state", state,
-             "--wave-state", "keep", "--json", "--quiet"]
+             "--wave-state", "keep", "--threads", options.threads, "--json", "--quiet"]
     if options.spill_dir:
         words += ["--spill-dir", options.spill_dir]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
@@ -43,15 +44,23 @@ def main():
     parser.add_argument("--prompts", default="2048,4096,6144,8192,10240")
     parser.add_argument("--response", type=int, default=2048)
     parser.add_argument("--n", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=4, help="of queries; keys and values have one")
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--spill-dir", default="")
     parser.add_argument("--keep", action="store_true", help="append to bench/results/trunk_state.jsonl")
     options = parser.parse_args()
-    about = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "response": options.response, "n": options.n}
+    about = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "response": options.response, "n": options.n,
+             "layers": options.layers, "heads": options.heads, "head_dim": options.head_dim}
+    width = 32 * options.heads
+    shape = dict(MODEL, num_hidden_layers=options.layers, num_attention_heads=options.heads, head_dim=options.head_dim, hidden_size=width,
+                 intermediate_size=3 * width)
     print("| prompt | | A, MiB | B, MiB | C, MiB | B against dense | seconds | against keep |\n| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for prompt in map(int, options.prompts.split(",")):
         with tempfile.TemporaryDirectory(prefix="espalier-trunk-state-") as name:
             folder, rows = Path(name), {}
-            write_model(folder / "model", MODEL)
+            write_model(folder / "model", shape)
             write_rollouts(folder / "rollouts.jsonl", MODEL["vocab_size"], prompt, options.response, options.n)
             for case, schedule, state in CASES:
                 row = rows[case] = measure(options, folder, prompt, schedule, state)

@@ -24,6 +24,8 @@ class Device {
 
   const Operations& operations() const { return operations_; }
   virtual std::string_view name() const = 0;
+  // Whether its memory is the host's: what waits for long then waits in a file, otherwise in the host's memory.
+  virtual bool in_host_memory() const { return false; }
   // Returns when everything called so far has run.
   virtual void synchronize() = 0;
   // Seconds of a steady clock, once everything called so far has run.

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -19,6 +20,7 @@
 #include "espalier/device/device.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
+#include "espalier/saved/spill_file.h"
 
 namespace espalier {
 namespace {
@@ -120,6 +122,16 @@ std::filesystem::path cache_file(DType dtype) {
          text_of("machine-", kCacheVersion, "-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
 }
 
+// Of the file system that --spill-dir lies on: empty where nothing can be stored away there, or nothing kept.
+std::filesystem::path disk_cache_file(const std::filesystem::path& folder) {
+  struct stat status {};
+  std::error_code ignored;
+  const std::filesystem::path place = folder.empty() ? std::filesystem::temp_directory_path(ignored) : folder;
+  const std::filesystem::path beside = cache_file(DType::float32);
+  if (beside.empty() || room_to_spill(folder) == 0 || ::stat(place.c_str(), &status) != 0) return {};
+  return beside.parent_path() / text_of("disk-", kCacheVersion, "-", status.st_dev, ".json");
+}
+
 // Null where it cannot be written.
 std::unique_ptr<AtomicFile> open_cache(const std::filesystem::path& file) {
   std::error_code failed;
@@ -130,6 +142,46 @@ std::unique_ptr<AtomicFile> open_cache(const std::filesystem::path& file) {
   } catch (const OptionError&) {
     return nullptr;
   }
+}
+
+// What a disk's cached rate says; else it is measured and kept, or where that cannot be, stays as it is stated.
+double spill_rate(const Options& options, double stated, Progress& progress) {
+  const std::filesystem::path file = disk_cache_file(options.spill_dir);
+  if (file.empty()) return stated;
+  try {
+    if (std::ifstream in(file); in) return Json::parse(in).at("bytes_per_second").get<double>();
+    const std::unique_ptr<AtomicFile> out = open_cache(file);
+    if (!out) return stated;
+    progress.note("measuring the disk of --spill-dir once, less than a second");
+    const double rate = spill_bytes_per_second(options.spill_dir);
+    out->write(Json({{"folder", options.spill_dir}, {"bytes_per_second", rate}}).dump(1) + "\n");
+    out->commit();
+    return rate;
+  } catch (const nlohmann::json::exception&) {
+    return stated;
+  } catch (const OptionError&) {  // a folder that takes nothing: whoever stores there says so
+    return stated;
+  }
+}
+
+// Cached, or measured and cached; nothing of its disks.
+MachineProfile profile_without_disk(const Options& options, Progress& progress) {
+  const DType dtype = options.dtype;
+  const std::filesystem::path file = cache_file(dtype);
+  if (std::ifstream in(file); in) {
+    std::stringstream text;
+    text << in.rdbuf();
+    try {
+      return profile_of(Json::parse(text.str()), file.string());
+    } catch (const std::exception&) {
+      progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
+    }
+  }
+  if (!open_cache(file)) return default_profile(options.device, dtype, at::get_num_threads());
+  progress.note("measuring this machine once, a few seconds");
+  const MachineProfile profile = measure_machine(dtype);
+  keep_profile(profile);
+  return profile;
 }
 
 }  // namespace
@@ -157,21 +209,8 @@ MachineProfile measure_machine(DType dtype) {
 }
 
 MachineProfile machine_profile(const Options& options, Progress& progress) {
-  const DType dtype = options.dtype;
-  const std::filesystem::path file = cache_file(dtype);
-  if (std::ifstream in(file); in) {
-    std::stringstream text;
-    text << in.rdbuf();
-    try {
-      return profile_of(Json::parse(text.str()), file.string());
-    } catch (const std::exception&) {
-      progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
-    }
-  }
-  if (!open_cache(file)) return default_profile(options.device, dtype, at::get_num_threads());
-  progress.note("measuring this machine once, a few seconds");
-  const MachineProfile profile = measure_machine(dtype);
-  keep_profile(profile);
+  MachineProfile profile = profile_without_disk(options, progress);
+  profile.spill_bytes_per_second = spill_rate(options, profile.spill_bytes_per_second, progress);
   return profile;
 }
 
@@ -191,6 +230,7 @@ MachineProfile current_machine_profile(const Options& options, Progress& progres
   progress.note(text_of("matrix products run at ", std::llround(now / 1e9), " GFLOP/s, at ", std::llround(then / 1e9),
                         " when this machine was measured: measuring it again"));
   MachineProfile again = measure_machine(profile.dtype);
+  again.spill_bytes_per_second = profile.spill_bytes_per_second;
   keep_profile(again);
   return again;
 }

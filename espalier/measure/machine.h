@@ -1,8 +1,9 @@
 // The few constants that the cost model knows of this machine, measured once in a few seconds and cached.
 //
-// The cache lies in $XDG_CACHE_HOME/espalier (~/.cache/espalier), one file for each CPU, dtype and thread count. Plans
-// must be the same in every run, so a machine whose cache cannot be written keeps the built-in constants. `bench` adds
-// factors that hold the cost model to the steps it ran (cost_fit.h); nothing else changes a cached profile.
+// The cache lies in $XDG_CACHE_HOME/espalier (~/.cache/espalier), one file for each CPU, dtype and thread count, and
+// one for the file system of --spill-dir. Plans must be the same in every run, so a machine whose cache cannot be
+// written keeps the built-in constants. `bench` adds factors that hold the cost model to the steps it ran (cost_fit.h);
+// nothing else changes a cached profile.
 #pragma once
 
 #include "espalier/observe/progress.h"

@@ -84,13 +84,33 @@ void Decoder::leave_backward(const ModelInput& input, const at::Tensor& grad_str
   ops.add_look_up_backward(grad_stream_TM, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
 }
 
-DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> state) const {
+namespace {
+
+// Where the members of a layer begin, and where they end, in the arena.
+struct MemberPlaces {
+  std::int64_t stream, attention, mlp, end;
+};
+
+// The one range of them that is stored away (ItemState::possible).
+Arena::Range stored_range(ItemState state, const MemberPlaces& places) {
+  const std::int64_t begin = state.stream == kOffload      ? places.stream
+                             : state.attention == kOffload ? places.attention
+                                                           : places.mlp;
+  const std::int64_t end = state.mlp == kOffload         ? places.end
+                           : state.attention == kOffload ? places.mlp
+                                                         : places.attention;
+  return {begin, end};
+}
+
+}  // namespace
+
+DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> state) const {
   const TimedPart timed(run.timer, part::kRows);
   const ModelInput& input = run.input;
   Arena& arena = run.arena;
-  const bool keeps_all = state && state != SavedState::recompute;
   DecoderSaved out;
-  out.recomputes = state == SavedState::recompute;
+  out.state = state.value_or(SavedState::recompute);
+  const bool attention_stays = !out.state.recomputes_attention(), mlp_stays = !out.state.recomputes_mlp();
   if (is_last_stage() && input.outputs() > 0) {
     const ItemBuffers item(block(), input.outputs(), false);
     out.final_stream_OM = arena.take(item, item.final_stream_OM, dtype());
@@ -108,21 +128,26 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<SavedState> s
   enter(input, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     const LayerContext c = context(run, layer);
-    at::Tensor next = c.narrow ? out.final_stream_OM : stream_TM;
-    if (out.recomputes && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
-    const std::int64_t mark = arena.in_use();
-    LayerSaved saved = take_layer_saved(c, stream_TM);
+    LayerSaved saved;
+    saved.stream_in_TM = stream_TM;
+    // What stays lies below the next layer's input, what is made again above it.
+    const std::int64_t attention_from = arena.in_use();
+    if (attention_stays) take_attention_saved(c, saved);
+    const std::int64_t mlp_from = arena.in_use();
+    if (mlp_stays) take_mlp_saved(c, saved);
     const std::int64_t saved_to = arena.in_use();
-    if (keeps_all && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
-    layer_forward(c, saved, next);
-    if (input.keeps_choices && saved.router_choice_RK.defined()) keep_choices(c, saved, out.choice_LTK);
-    if (!keeps_all) {
-      arena.release_to(mark);
-      saved = LayerSaved{};
-      saved.stream_in_TM = stream_TM;
-    }
+    at::Tensor next = c.narrow ? out.final_stream_OM : stream_TM;
+    if (state && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
+    LayerSaved all = saved;
+    const std::int64_t mark = arena.in_use();
+    if (!attention_stays) take_attention_saved(c, all);
+    if (!mlp_stays) take_mlp_saved(c, all);
+    layer_forward(c, all, next);
+    if (input.keeps_choices && all.router_choice_RK.defined()) keep_choices(c, all, out.choice_LTK);
+    arena.release_to(mark);
     if (state) out.layers.push_back(std::move(saved));
-    if (run.keeper != nullptr) run.keeper->put_away(layer, {saved_from, saved_to});
+    if (run.keeper != nullptr)
+      run.keeper->put_away(layer, stored_range(out.state, {saved_from, attention_from, mlp_from, saved_to}));
     saved_from = saved_to;
     stream_TM = next;
   }
@@ -146,10 +171,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
     const ArenaScope layer_scope(run.arena);
     if (run.keeper != nullptr) run.keeper->bring_back(layer);
-    if (saved.recomputes) {
-      kept = take_layer_saved(c, kept.stream_in_TM);
-      layer_forward(c, kept, at::Tensor());
-    }
+    layer_forward_again(c, kept, saved.state);
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
     if (run.keeper != nullptr) run.keeper->let_go(layer);

@@ -17,11 +17,12 @@
 #include "espalier/model/model_views.h"
 #include "espalier/model/rotary.h"
 #include "espalier/parallel/mesh.h"
+#include "espalier/plan/item_state.h"
 
 namespace espalier {
 
 struct DecoderSaved {
-  bool recomputes = false;                              // of each layer only its input is saved
+  ItemState state;                                      // of the layers' members
   std::vector<LayerSaved> layers;                       // none after a forward without a backward
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
   // Experts that rows chose, [L, max(T, O), k] (int32), where input.keeps_choices; a narrow last layer has only its
@@ -50,8 +51,9 @@ class Decoder {
 
   // The result holds normed_OM, the input of the head. Everything in it is taken from the arena and stays valid until
   // the caller releases it. `state`: what happens to the layers' activations until the backward; nothing where there is
-  // no backward. A keeper needs SavedState::offload, and else there is none.
-  DecoderSaved forward(const DecoderRun& run, std::optional<SavedState> state = std::nullopt) const;
+  // no backward. A keeper is there where members are stored away: it gets those of each
+  // layer, and is asked for them by add_backward.
+  DecoderSaved forward(const DecoderRun& run, std::optional<ItemState> state = std::nullopt) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
   // set's part to the gradients of what its rows attended to. Consumes `saved`. What later rows added to the gradients

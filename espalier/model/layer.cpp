@@ -76,23 +76,25 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
 
 }  // namespace
 
-LayerSaved take_layer_saved(const LayerContext& c, const at::Tensor& stream_in_TM) {
-  const LayerSavedBuffers declared(c.block(), c.block_rows());
+void take_attention_saved(const LayerContext& c, LayerSaved& saved) {
+  const AttentionSavedBuffers declared(c.block(), c.block_rows());
   const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
-  LayerSaved saved;
-  saved.stream_in_TM = stream_in_TM;
   saved.norm_rstd_T = take(declared.norm_rstd_T);
   saved.kv_TW = take(declared.kv_TW);
   saved.q_RW = take(declared.q_RW);
   saved.attended_RW = take(declared.attended_RW);
   saved.lse_HR = take(declared.lse_HR);
   saved.stream_mid_RM = take(declared.stream_mid_RM);
+}
+
+void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
+  const MlpSavedBuffers declared(c.block(), c.block_rows());
+  const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
   saved.mlp_rstd_R = take(declared.mlp_rstd_R);
   saved.gate_up_RW = take(declared.gate_up_RW);
   saved.router_logits_RE = take(declared.router_logits_RE);
   saved.router_choice_RK = take(declared.router_choice_RK);
   saved.router_weight_RK = take(declared.router_weight_RK);
-  return saved;
 }
 
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
@@ -115,6 +117,15 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
                          saved.attended_RW, c.weights.output);
   held.enter(Stage::mlp);
   mlp_forward(c, saved, stream_out_RM);
+}
+
+void layer_forward_again(const LayerContext& c, LayerSaved& saved, ItemState state) {
+  if (state.recomputes_attention()) take_attention_saved(c, saved);
+  if (state.recomputes_mlp()) take_mlp_saved(c, saved);
+  if (state.recomputes_attention())
+    layer_forward(c, saved, at::Tensor());
+  else if (state.recomputes_mlp() && sizes_of(c).continuing > 0)
+    mlp_forward(c, saved, at::Tensor());
 }
 
 void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,

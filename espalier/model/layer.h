@@ -10,15 +10,20 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/model/layer_context.h"
+#include "espalier/plan/item_state.h"
 
 namespace espalier {
 
-// Takes all members but stream_in from the arena.
-LayerSaved take_layer_saved(const LayerContext& context, const at::Tensor& stream_in_TM);
+// Takes the members of the first half of a block from the arena; of the second.
+void take_attention_saved(const LayerContext& context, LayerSaved& saved);
+void take_mlp_saved(const LayerContext& context, LayerSaved& saved);
 
 // Fills `saved` and overwrites stream_out [R, M]; where stream_out is undefined it stops after gate_up (recomputation).
 // Keys and values that the source keeps are written there. stream_out may be stream_mid.
 void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
+
+// Takes and fills what `state` says is made again, from what is there.
+void layer_forward_again(const LayerContext& context, LayerSaved& saved, ItemState state);
 
 // grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself
 // where all rows continue. Adds to `grads`, and to the gradients of what the rows attended to. Consumes `saved`.

@@ -9,7 +9,7 @@ class LayerKeeper {
  public:
   virtual ~LayerKeeper() = default;
 
-  // Forward, layers ascending: `range` holds a layer's input and all that it saved; nobody reads it before bring_back.
+  // Forward, layers ascending: `range` holds members that a layer saved; nobody reads it before bring_back.
   virtual void put_away(std::int64_t layer, Arena::Range range) = 0;
   // Backward, layers descending: the range holds again what it held.
   virtual void bring_back(std::int64_t layer) = 0;

@@ -21,16 +21,17 @@ BufferList::Place add_product(BufferList& list, const BlockShape& b, std::string
   return b.rounds_weight_gradients ? list.add(name, outputs, inputs, kActivation, stage) : BufferList::Place{};
 }
 
-std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
-  return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
-                      : DenseForwardBuffers(b, rows.continuing, with_output).peak();
-}
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
                       : DenseBackwardBuffers(b, rows.continuing).peak();
 }
 
 }  // namespace
+
+std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
+                      : DenseForwardBuffers(b, rows.continuing, with_output).peak();
+}
 
 PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
   k_PW = add("keys", rows, kv_width(b));
@@ -51,15 +52,20 @@ StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(
   stream_TM = add("stream", rows, b.shape.hidden);
 }
 
-LayerSavedBuffers::LayerSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const ModelShape& s = b.shape;
-  const std::int64_t R = rows.continuing, k = s.experts_per_token;
+  const std::int64_t R = rows.continuing;
   norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
   kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
   q_RW = add("queries", R, q_width(b));
   attended_RW = add("attended values", R, q_width(b));
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
   stream_mid_RM = add("stream after attention", R, s.hidden);
+}
+
+MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const ModelShape& s = b.shape;
+  const std::int64_t R = rows.continuing, k = s.experts_per_token;
   mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
   if (!rows.experts) {
     gate_up_RW = add("gate and up", R, 2 * s.inner);

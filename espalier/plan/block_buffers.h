@@ -48,13 +48,20 @@ struct StreamBuffer : BufferList {
   Place stream_TM;
 };
 
-// What a layer saves for its backward, without its input.
-struct LayerSavedBuffers : BufferList {
-  LayerSavedBuffers(const BlockShape& block, const BlockRows& rows);
-  Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM, mlp_rstd_R;
-  Place gate_up_RW;                                            // with experts [R*k, 2*F]
+// What a layer saves for its backward besides its input: of the first half of the block, and of the second.
+struct AttentionSavedBuffers : BufferList {
+  AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
+};
+
+struct MlpSavedBuffers : BufferList {
+  MlpSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
+
+// The most that the second half of a block takes while it runs forward.
+std::int64_t mlp_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
 
 // The second half of a block. Without output (recomputation) it stops after gate_up.
 struct DenseForwardBuffers : BufferList {

@@ -26,7 +26,7 @@ PhaseBytes bytes_over_cp(const StepPlan& plan, std::span<const Rollout> batch, c
     forward += gather + control;
     if (!kind.gradients) return;
     backward += to_owners + control;
-    if (!trunk) backward += (item.state == SavedState::recompute ? 2 : 1) * gather;
+    if (!trunk) backward += (item.state.recomputes_attention() ? 2 : 1) * gather;
   };
   std::ranges::for_each(plan.items, add);
   return out;

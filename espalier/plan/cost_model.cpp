@@ -14,6 +14,8 @@ namespace {
 
 constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, activation: one forward of a layer
 constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
+// Of a forward's traffic in rows, and of its calls, what making gate and up again repeats: a norm and a product.
+constexpr double kGateUpPass = 0.15;
 
 }  // namespace
 
@@ -59,7 +61,8 @@ std::string MachineProfile::line() const {
   return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows,
                  " rows; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
                  std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
-                 " us per call", fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
+                 " us per call; stores at ", std::llround(spill_bytes_per_second / 1e6), " MB/s",
+                 fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
 }
 
 MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads) {
@@ -176,7 +179,7 @@ double CostModel::rows_per_expert(std::int64_t rows) const {
 }
 
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
-CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::int64_t rows, int passes) const {
+CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const {
   const double head_rows = static_cast<double>(std::min<std::int64_t>(work.outputs, 256));
   CostParts parts;
   parts.products = flops.layers / profile_.matrix_flops_per_second(static_cast<double>(rows)) +
@@ -188,8 +191,9 @@ CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::i
   return parts;
 }
 
-CostParts CostModel::parts(const Work& work, SavedState state) const {
-  const int passes = (!kind_.gradients ? 1 : state == SavedState::recompute ? 4 : 3) + (kind_.counting_pass ? 1 : 0);
+CostParts CostModel::parts(const Work& work, ItemState state) const {
+  const double again = state.recomputes_attention() ? 1 : state.recomputes_mlp() ? kGateUpPass : 0;
+  const double passes = (kind_.gradients ? 3 + again : 1) + (kind_.counting_pass ? 1 : 0);
   const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
   CostParts parts = variable_parts(step_flops(shape_, work, kind_, state), work, work.rows, passes);
   if (kind_.gradients) {
@@ -202,10 +206,10 @@ CostParts CostModel::parts(const Work& work, SavedState state) const {
   return parts * profile_.fit;
 }
 
-double CostModel::seconds(const Work& work, SavedState state) const {
+double CostModel::seconds(const Work& work, ItemState state) const {
   const double all = parts(work, state).total();
-  if (state != SavedState::offload || !kind_.gradients) return all;
-  const double bytes = static_cast<double>(bytes_.stored(work)), disk = bytes / profile_.spill_bytes_per_second;
+  if (!state.stores() || !kind_.gradients) return all;
+  const double bytes = static_cast<double>(bytes_.stored(work, state)), disk = bytes / profile_.spill_bytes_per_second;
   const double copies = 4 * bytes / profile_.bytes_per_second;  // each way a read and a write
   return all + copies + std::max(0.0, disk - all / 3) + std::max(0.0, disk - 2 * all / 3);
 }

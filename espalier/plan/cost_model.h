@@ -40,7 +40,7 @@ struct MachineProfile {
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;          // of memory-bound passes
-  double spill_bytes_per_second = 5e8;  // of the disk that trunks are stored away on; stated, not measured
+  double spill_bytes_per_second = 5e8;  // to where trunks are stored away, and from there
   double seconds_per_call = 0;          // overhead of one kernel
   std::int64_t memory_bytes = 0;        // that the device has; 0: not said
   // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
@@ -65,18 +65,18 @@ class CostModel {
  public:
   CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
-  // All that a step runs for one set of rows: forward, backward, where it is recomputed the forward again.
-  CostParts parts(const Work& work, SavedState state) const;
-  double flops(const Work& work, SavedState state) const { return step_flops(shape_, work, kind_, state).total(); }
+  // All that a step runs for one set of rows: forward, backward, perhaps the forward or a part of it again.
+  CostParts parts(const Work& work, ItemState state) const;
+  double flops(const Work& work, ItemState state) const { return step_flops(shape_, work, kind_, state).total(); }
   // With what storing away costs: the part of writing and reading that does not hide behind forward and backward, and
   // the copies.
-  double seconds(const Work& work, SavedState state) const;
+  double seconds(const Work& work, ItemState state) const;
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
  private:
   // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
-  CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, int passes) const;
+  CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   double rows_per_expert(std::int64_t rows) const;
 
   ModelShape shape_;

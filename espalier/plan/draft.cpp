@@ -87,14 +87,14 @@ void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, Pea
   walk.close_trunk(draft.work, draft.state, held);
 }
 
-void set_state(Draft& draft, SavedState state) {
+void set_trunk_states(Draft& draft, ItemState state) {
   if (draft.kind == ItemKind::trunk) draft.state = state;
-  for (Draft& item : draft.below) set_state(item, state);
+  for (Draft& item : draft.below) set_trunk_states(item, state);
 }
 
-void set_wave_state(Draft& draft, SavedState state) {
+void set_wave_states(Draft& draft, ItemState state) {
   if (draft.kind == ItemKind::wave) draft.state = state;
-  for (Draft& item : draft.below) set_wave_state(item, state);
+  for (Draft& item : draft.below) set_wave_states(item, state);
 }
 
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model) {

@@ -23,7 +23,7 @@ struct Block {
 // A wave or a trunk. With `fork` (a node of the blocks' tree) it opens with the fork's last token as a row of its own.
 struct Draft {
   ItemKind kind = ItemKind::wave;
-  SavedState state = SavedState::keep;
+  ItemState state;
   std::int32_t fork = -1;
   bool takes_ends = false;  // counts the rollouts that end at the fork
   std::vector<Block> blocks;
@@ -45,8 +45,8 @@ struct DraftCost {
 };
 // Adds the item and everything below it to `cost` and to the walk.
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost);
-void set_state(Draft& draft, SavedState state);  // of its trunks
-void set_wave_state(Draft& draft, SavedState state);
+void set_trunk_states(Draft& draft, ItemState state);
+void set_wave_states(Draft& draft, ItemState state);
 
 // The plan's item with its segments.
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model);

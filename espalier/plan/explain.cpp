@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
@@ -85,30 +86,25 @@ std::string costs_table(const StepPlan& plan) {
   return out;
 }
 
-void count_states(const std::vector<PlanItem>& items, std::int64_t (&trunks)[4], std::int64_t& recomputing_waves) {
-  for (const PlanItem& item : items) {
-    if (item.kind == ItemKind::trunk) ++trunks[static_cast<int>(item.state)];
-    recomputing_waves += item.kind == ItemKind::wave && item.state == SavedState::recompute;
-    count_states(item.below, trunks, recomputing_waves);
-  }
-}
-
 std::string states_text(const StepPlan& plan) {
-  std::int64_t trunks[4] = {}, waves = 0;
-  count_states(plan.items, trunks, waves);
-  const auto of = [&](SavedState state) { return format_count(trunks[static_cast<int>(state)]); };
-  if (plan.trunks + waves == 0) return "";
-  return text_of("State between forward and backward: trunks ", of(SavedState::keep), " kept, ",
-                 of(SavedState::recompute), " recomputed, ", of(SavedState::offload), " stored away",
-                 plan.chosen.stored_bytes > 0 ? text_of(" (", format_bytes(plan.chosen.stored_bytes), " at most)") : "",
-                 "; ", format_count(waves), " of ", format_count(plan.waves), " waves recomputed\n");
+  std::string out;
+  for (const auto& [kind, name] : {std::pair(ItemKind::trunk, "trunks"), {ItemKind::wave, "waves"}}) {
+    std::map<std::string, std::int64_t> counts;
+    count_states(plan.items, kind, counts);
+    for (const auto& [state, count] : counts)
+      out += text_of(out.empty() ? "" : "; ", format_count(count), ' ', name, ' ', state);
+  }
+  if (out.empty()) return out;
+  const std::int64_t stored = plan.chosen.stored_bytes;
+  return text_of("State between forward and backward: ", out,
+                 stored > 0 ? text_of("; at most ", format_bytes(stored), " stored away") : "", "\n");
 }
 
 // What was tried before the plan fitted, and what each would cost.
 std::string tried_text(const StepPlan& plan) {
   std::string out;
   for (const TriedPlan& tried : plan.tried)
-    out += text_of("  ", pad(tried.what, -72), pad(format_seconds(tried.cost.seconds), 12),
+    out += text_of("  ", pad(tried.what, -84), pad(format_seconds(tried.cost.seconds), 12),
                    pad(format_bytes(tried.cost.bytes.peak()), 12), tried.cost.fits ? "" : "  does not fit", "\n");
   return out.empty() ? out : "\nTried to fit the budget: predicted time, peak bytes\n" + out;
 }

@@ -74,13 +74,29 @@ Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_c
   return flops;
 }
 
-Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, SavedState state) {
+Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
+  const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
+  const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);
+  const FullLayers mlp = full_layers(s);
+  const RowWeights w = row_weights(s);
+  constexpr double kGateUp = 2.0 / 3;  // of an MLP's weights
+  Flops flops;
+  flops.layers = 2 * (T * (mlp.dense * kGateUp * w.dense_mlp + mlp.experts * w.router) +
+                      R * (experts_last ? w.router : kGateUp * w.dense_mlp));
+  flops.experts = 2 * kGateUp * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
+  return flops;
+}
+
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, ItemState state) {
   Flops flops = forward_flops(shape, work, kind.all_rows_choose);
   if (!kind.gradients) return flops;
   const double head = flops.head;
   flops += backward_flops(shape, work, kind.all_rows_choose);
   if (kind.whole_rollout) flops.head += head;
-  if (state == SavedState::recompute) flops += recompute_flops(shape, work, kind.all_rows_choose);
+  if (state.recomputes_attention())
+    flops += recompute_flops(shape, work, kind.all_rows_choose);
+  else if (state.recomputes_mlp())
+    flops += gate_up_flops(shape, work, kind.all_rows_choose);
   if (kind.counting_pass) flops += recompute_flops(shape, work, kind.all_rows_choose);
   return flops;
 }

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "espalier/plan/item_state.h"
 #include "espalier/plan/model_shape.h"
 #include "espalier/plan/step_kind.h"
 
@@ -45,12 +46,14 @@ struct Flops {
 
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
-// The second forward of a trunk whose activations were dropped, and a counting pass: the layers, not the head.
+// The second forward of rows whose activations were dropped, and a counting pass: the layers, not the head. Of rows
+// whose gate and up alone are made again: those products.
 Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
+Flops gate_up_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 
 // All that a step of this kind runs: forward, and with gradients backward [+ recomputation, counting pass]. Where the
 // objective needs whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and
 // logits are not kept.
-Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, SavedState state);
+Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, ItemState state);
 
 }  // namespace espalier

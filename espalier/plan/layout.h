@@ -15,9 +15,9 @@ namespace espalier {
 struct LayoutOptions {
   std::int64_t budget = 4096;
   bool soft = false;
-  SavedState trunks = SavedState::keep;  // what they would cost: kept or recomputed
-  bool phased = false;  // a shared run is a trunk where it is longer than the path above it, whatever it costs
-  std::int64_t cp = 1;  // ranks that have waves dealt to them: what would fill one wave is shared among them
+  ItemState trunk_state;  // what trunks would cost
+  bool phased = false;    // a shared run is a trunk where it is longer than the path above it, whatever it costs
+  std::int64_t cp = 1;    // ranks that have waves dealt to them: what would fill one wave is shared among them
 };
 
 // Items of a step. `loose` blocks start at depth 0 and may share waves with those of other trees.

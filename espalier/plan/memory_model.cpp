@@ -14,7 +14,8 @@ constexpr std::int64_t kProcessBytes = 130 << 20, kBfloat16CodeBytes = 13 << 20;
 // Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
 // The matrix library packs a product's weight (bfloat16 as float32) up to a limit; attention takes about 4 MiB at most.
-constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20;
+// Products of a few rows pack nothing.
+constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20, kFewestPackedRows = 16;
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
 constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 2 << 10;
 // Numbers of an item on the host and in its control block (phase/item_rows.h): id, position and subtree end of a row;
@@ -24,6 +25,10 @@ constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, 
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
 }  // namespace
+
+std::int64_t chunks_in_flight(std::int64_t stored_bytes) {
+  return std::clamp(stored_bytes / (8 * kSpillChunkBytes), kFewestSpillChunks, kMostSpillChunks);
+}
 
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
   return 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_of(dtype);
@@ -78,10 +83,12 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows)
       std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, 2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels =
       std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.accumulator);
-  return numbers +
-         std::min(kMostPackedBytes + kMostPackedElements * bytes.activation,
-                  shape_.hidden * widest * bytes.accumulator) +
-         (widens_products_ ? panels : 0) + std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
+  const std::int64_t packed = rows < kFewestPackedRows
+                                  ? 0
+                                  : std::min(kMostPackedBytes + kMostPackedElements * bytes.activation,
+                                             shape_.hidden * widest * bytes.accumulator);
+  return numbers + packed + (widens_products_ ? panels : 0) +
+         std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
 }
 
 std::int64_t ActivationBytes::path(std::int64_t path_rows) const {
@@ -93,13 +100,19 @@ std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
   return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient).peak();
 }
 
-std::int64_t ActivationBytes::full_saved(const Work& work, const FullKind& upto) const {
-  return (upto.dense_layers > 0 ? upto.dense_layers * layer_saved(full(work, true, false)) : 0) +
-         (upto.expert_layers > 0 ? upto.expert_layers * layer_saved(full(work, true, true)) : 0);
+std::int64_t ActivationBytes::members(const BlockRows& rows) const {
+  return AttentionSavedBuffers(block(), rows).peak() + MlpSavedBuffers(block(), rows).peak();
 }
 
-std::int64_t ActivationBytes::beside_layers(const Work& work) const {
-  return outputs_held(work) + (last_is_narrow_ ? 0 : stream(work.rows));
+std::int64_t ActivationBytes::members(const BlockRows& rows, ItemState state, ItemState::Member place) const {
+  return (state.attention == place ? AttentionSavedBuffers(block(), rows).peak() : 0) +
+         (state.mlp == place ? MlpSavedBuffers(block(), rows).peak() : 0);
+}
+
+std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state,
+                                           ItemState::Member place) const {
+  return (upto.dense_layers > 0 ? upto.dense_layers * members(full(work, true, false), state, place) : 0) +
+         (upto.expert_layers > 0 ? upto.expert_layers * members(full(work, true, true), state, place) : 0);
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
@@ -107,58 +120,59 @@ void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& vi
   if (last_is_narrow_) visit(narrow(work, wave));
 }
 
-std::int64_t ActivationBytes::stored(const Work& work) const {
-  if (!kind_.gradients) return 0;
+std::int64_t ActivationBytes::stored(const Work& work, ItemState state) const {
+  if (!kind_.gradients || !state.stores()) return 0;
   constexpr std::int64_t kPage = 4096;  // every layer begins at one
-  return saved(work, SavedState::keep) - beside_layers(work) + shape_.layers * kPage;
+  std::int64_t sum = shape_.layers * kPage;
+  if (state.stream == kOffload) sum += shape_.layers * stream(work.rows);
+  if (!full_kinds_.empty()) sum += full_members(work, full_kinds_.back(), state, kOffload);
+  return sum + (last_is_narrow_ ? members(narrow(work, true), state, kOffload) : 0);
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
-  if (stored_bytes == 0) return 0;
-  return std::clamp(stored_bytes / (8 * kSpillChunkBytes), kFewestSpillChunks, kMostSpillChunks) * kSpillChunkBytes;
+  return stored_bytes == 0 || kind_.cuda ? 0 : chunks_in_flight(stored_bytes) * kSpillChunkBytes;
 }
 
-std::int64_t ActivationBytes::saved(const Work& work, SavedState state) const {
+std::int64_t ActivationBytes::saved(const Work& work, ItemState state) const {
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
-  if (state == SavedState::offload) return beside_layers(work);
-  sum += streams() * stream(work.rows);
-  if (state == SavedState::recompute) return sum;
-  if (!full_kinds_.empty()) sum += full_saved(work, full_kinds_.back());
-  return sum + (last_is_narrow_ ? layer_saved(narrow(work, true)) : 0);
+  // The stream behind a last layer that runs all rows stays in any case.
+  sum += (state.stream == kKeep ? streams() : streams() - shape_.layers) * stream(work.rows);
+  if (!full_kinds_.empty()) sum += full_members(work, full_kinds_.back(), state, kKeep);
+  return sum + (last_is_narrow_ ? members(narrow(work, true), state, kKeep) : 0);
 }
 
-std::int64_t ActivationBytes::forward_peak(const Work& work, SavedState state, bool wave) const {
+std::int64_t ActivationBytes::forward_peak(const Work& work, ItemState state, bool wave) const {
   const std::int64_t outputs = outputs_held(work), after = saved(work, state);
-  if (state == SavedState::offload && kind_.gradients) {
-    std::int64_t most = after + head(work, !kind_.whole_rollout);
-    for_each_layer_kind(work, wave, [&](const BlockRows& rows) {  // its input, and unless it is narrow the next one's
-      const std::int64_t streams = (rows.narrow ? 1 : 2) * stream(work.rows);
-      most = std::max(most, outputs + streams + layer_saved(rows) + layer_forward(rows, true));
-    });
-    return most;
-  }
-  const bool dropped = state == SavedState::recompute || !kind_.gradients;
-  // What is held while a layer runs: `streams` inputs of layers (one serves all of them in a forward alone).
-  const auto in_layer = [&](const BlockRows& rows, std::int64_t streams, std::int64_t layers_saved) {
-    return outputs + (kind_.gradients ? streams : 1) * stream(work.rows) +
-           (dropped ? layer_saved(rows) : layers_saved) + layer_forward(rows, true);
+  const bool keeps = kind_.gradients;
+  // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
+  // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
+  const auto in_layer = [&](const BlockRows& rows, std::int64_t streams, std::int64_t kept) {
+    const std::int64_t inputs = !keeps ? 1 : state.stream == kKeep ? streams : rows.narrow ? 1 : 2;
+    const std::int64_t before = keeps ? kept - members(rows, state, kKeep) : 0;
+    return outputs + inputs * stream(work.rows) + before + members(rows) + layer_forward(rows, true);
   };
-  std::int64_t most = after + head(work, kind_.gradients && !kind_.whole_rollout);
+  std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(most, in_layer(full(work, wave, kind.experts), kind.layers() + 1, full_saved(work, kind)));
-  if (last_is_narrow_)
-    most = std::max(most, in_layer(narrow(work, wave), streams(), after - outputs - streams() * stream(work.rows)));
-  return most;
+    most = std::max(
+        most, in_layer(full(work, wave, kind.experts), kind.layers() + 1, full_members(work, kind, state, kKeep)));
+  if (!last_is_narrow_) return most;
+  const BlockRows last = narrow(work, wave);
+  const std::int64_t kept =
+      (full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, kKeep)) + members(last, state, kKeep);
+  return std::max(most, in_layer(last, streams(), kept));
 }
 
-std::int64_t ActivationBytes::backward_peak(const Work& work, SavedState state, bool wave) const {
+std::int64_t ActivationBytes::backward_peak(const Work& work, ItemState state, bool wave) const {
   std::int64_t most = 0;
   for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
     std::int64_t layer = LayerBackwardBuffers(block(), rows).peak();
-    if (state == SavedState::recompute) layer = std::max(layer, layer_forward(rows, false)) + layer_saved(rows);
-    if (state == SavedState::offload) layer += stream(work.rows) + layer_saved(rows);
-    most = std::max(most, layer);
+    if (state.recomputes_attention())
+      layer = std::max(layer, layer_forward(rows, false));
+    else if (state.recomputes_mlp())
+      layer = std::max(layer, mlp_forward_bytes(block(), rows, false));
+    if (state.stream == kOffload) layer += stream(work.rows);
+    most = std::max(most, layer + members(rows) - members(rows, state, kKeep));
   });
   const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, work.outputs).peak();
   return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
@@ -171,24 +185,24 @@ Work ActivationBytes::share_of(const Work& trunk) const {
   return share;
 }
 
-void PeakWalk::wave(const Work& work, SavedState state, std::int64_t held) {
+void PeakWalk::wave(const Work& work, ItemState state, std::int64_t held) {
   std::int64_t peak = bytes_.forward_peak(work, state, true);
   if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, state, true));
   b_ = std::max(b_, held + peak);
 }
 
-std::int64_t PeakWalk::open_trunk(const Work& work, SavedState state, std::int64_t held) {
+std::int64_t PeakWalk::open_trunk(const Work& work, ItemState state, std::int64_t held) {
   const Work share = bytes_.share_of(work);
   a_ = std::max(a_, held + bytes_.forward_peak(share, state, false));
-  if (state == SavedState::offload) stored_ += bytes_.stored(share);
+  stored_ += bytes_.stored(share, state);
   most_stored_ = std::max(most_stored_, stored_);
   return held + bytes_.saved(share, state);
 }
 
-void PeakWalk::close_trunk(const Work& work, SavedState state, std::int64_t held) {
+void PeakWalk::close_trunk(const Work& work, ItemState state, std::int64_t held) {
   const Work share = bytes_.share_of(work);
   if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(share, state, false));
-  if (state == SavedState::offload) stored_ -= bytes_.stored(share);
+  stored_ -= bytes_.stored(share, state);
 }
 
 PhasePeaks PeakWalk::peaks(std::int64_t base) const {

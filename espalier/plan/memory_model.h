@@ -16,9 +16,12 @@
 
 namespace espalier {
 
-// What is on its way to the spill file, or back, at a time (saved/spill_queue.h): so many chunks of so many bytes.
+// What is on its way to the store, or back, at a time (saved/spill_queue.h): so many chunks of so many bytes.
 inline constexpr std::int64_t kSpillChunkBytes = std::int64_t{1} << 20;
 inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
+
+// An eighth of what is stored away, within bounds.
+std::int64_t chunks_in_flight(std::int64_t stored_bytes);
 
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
@@ -37,17 +40,16 @@ class ActivationBytes {
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   std::int64_t path(std::int64_t path_rows) const;
 
-  // What an item holds between its forward and its backward: of the layers all, their inputs alone, or (stored away)
-  // nothing.
-  std::int64_t saved(const Work& work, SavedState state) const;
-  // What it has in the spill file meanwhile, if it is stored away.
-  std::int64_t stored(const Work& work) const;
-  // Of the process, for so many bytes in the file: what is on its way, an eighth of them within bounds.
+  // What an item holds between its forward and its backward: of the layers what is kept.
+  std::int64_t saved(const Work& work, ItemState state) const;
+  // What it has in the store meanwhile.
+  std::int64_t stored(const Work& work, ItemState state) const;
+  // Of the device, for so many bytes in the store: what is on its way. A GPU's lies in the host's memory.
   std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
   // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
-  std::int64_t forward_peak(const Work& work, SavedState state, bool wave) const;
-  std::int64_t backward_peak(const Work& work, SavedState state, bool wave) const;
+  std::int64_t forward_peak(const Work& work, ItemState state, bool wave) const;
+  std::int64_t backward_peak(const Work& work, ItemState state, bool wave) const;
 
   // What the rank of cp with most rows has of a trunk's; its outputs may all be among them.
   Work share_of(const Work& trunk) const;
@@ -73,16 +75,16 @@ class ActivationBytes {
     return {work.rows, work.outputs, true, !wave && kind_.cp == 1, last_has_experts_, wave ? 1 : kind_.cp};
   }
   std::int64_t streams() const { return shape_.layers + (last_is_narrow_ ? 0 : 1); }  // inputs of layers and of the end
-  std::int64_t full_saved(const Work& work, const FullKind& upto) const;
-  std::int64_t layer_saved(const BlockRows& rows) const { return LayerSavedBuffers(block(), rows).peak(); }
+  // The members of one layer that are in one of the places, its input excluded; of all that are in `upto`.
+  std::int64_t members(const BlockRows& rows, ItemState state, ItemState::Member place) const;
+  std::int64_t members(const BlockRows& rows) const;
+  std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, ItemState::Member place) const;
   std::int64_t layer_forward(const BlockRows& rows, bool with_output) const {
     return LayerForwardBuffers(block(), rows, with_output).peak();
   }
   std::int64_t outputs_held(const Work& work) const {
     return ItemBuffers(block(), work.outputs, kind_.gradients).peak();
   }
-  // What stays of an item whose layers sleep: its outputs, and the stream behind a last layer that runs all rows.
-  std::int64_t beside_layers(const Work& work) const;
   // Calls with every kind of layer that there is, the last one included.
   void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
   std::int64_t number_bytes(std::int64_t rows, std::int64_t path_rows) const;
@@ -103,10 +105,10 @@ class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}
 
-  void wave(const Work& work, SavedState state, std::int64_t held);
+  void wave(const Work& work, ItemState state, std::int64_t held);
   // Returns what is held while the items below run.
-  std::int64_t open_trunk(const Work& work, SavedState state, std::int64_t held);
-  void close_trunk(const Work& work, SavedState state, std::int64_t held);
+  std::int64_t open_trunk(const Work& work, ItemState state, std::int64_t held);
+  void close_trunk(const Work& work, ItemState state, std::int64_t held);
 
   // Peaks with `base` bytes held throughout; phases that never ran stay 0.
   PhasePeaks peaks(std::int64_t base) const;

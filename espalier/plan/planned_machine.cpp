@@ -24,11 +24,12 @@ struct Gpu {
   double attention_bfloat16;          // FLOP/s of forward and backward together, as measured by its writers
   double bytes_per_second;
   std::int64_t memory_bytes;
+  double host_bytes_per_second;  // to the host's memory and back, each way
 };
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 500e12, 3.35e12, std::int64_t{79} << 30},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 500e12, 4.8e12, std::int64_t{139} << 30},
-    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 180e12, 2.04e12, std::int64_t{79} << 30},
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9},
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9},
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 180e12, 2.04e12, std::int64_t{79} << 30, 32e9},
 };
 // What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
 constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
@@ -52,6 +53,7 @@ MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype) {
   profile.attention_flops_per_second =
       dtype == DType::bfloat16 ? gpu.attention_bfloat16 : kPlainAttention * kReachedFlops * peak;
   profile.seconds_per_call = kLaunchSeconds;
+  profile.spill_bytes_per_second = kReachedBytes * gpu.host_bytes_per_second;
   profile.memory_bytes = gpu.memory_bytes;
   return profile;
 }

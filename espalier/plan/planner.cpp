@@ -8,6 +8,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/plan/layout.h"
+#include "espalier/plan/state_choice.h"
 
 namespace espalier {
 namespace {
@@ -32,7 +33,8 @@ class Search {
         edges_(rollouts, options.all_logprobs),
         model_(shape, profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
-        large_rows_(profile.large_rows()) {
+        large_rows_(profile.large_rows()),
+        states_(model_, bytes_, options) {
     if (shape.experts > 0)
       largest_wave_ *= std::clamp<std::int64_t>(shape.experts / shape.experts_per_token, 1, kMostExpertShare);
     std::vector<std::int32_t> place(rollouts.size());
@@ -46,6 +48,8 @@ class Search {
   Candidate best(Schedule schedule) const;
   double dense_flops() const;
   double ideal_flops() const;
+  // Of two candidates the one that fits, and is the cheaper; of two that do not, the smaller.
+  static bool better(const Candidate& a, const Candidate& b);
 
   const Forest& forest() const { return forest_; }
   const EdgeIndex& edges() const { return edges_; }
@@ -55,18 +59,11 @@ class Search {
  private:
   Candidate build(Schedule schedule, const LayoutOptions& options) const;
   void evaluate(Candidate& candidate) const;
-  SavedState asked_state() const {
-    return options_.trunk_state == SavedState::automatic ? SavedState::keep : options_.trunk_state;
-  }
   // Held besides what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows) + bytes_.path(cost.max_path_rows);
   }
-  void choose_states(Candidate& candidate) const;
-  void choose_states(Candidate& candidate, std::int64_t in_flight) const;
-  // Of two candidates the one that fits, and is the cheaper; of two that do not, the smaller.
-  static bool better(const Candidate& a, const Candidate& b);
-  // At one budget: everything kept, or where that does not fit the cheapest states that do.
+  // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
   PlanOptions options_;
@@ -76,6 +73,7 @@ class Search {
   std::int64_t large_rows_, largest_wave_ = kLargestWave;
   std::int32_t longest_ = 0;
   Forest forest_;
+  StateChoice states_;
 };
 
 Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
@@ -98,9 +96,8 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
   }
   layout.pack_loose(candidate.layout);
   for (Draft& item : candidate.layout.items) {
-    set_state(item, options.trunks == SavedState::recompute ? SavedState::recompute : asked_state());
-    set_wave_state(item, options_.wave_state == SavedState::recompute && bytes_.gradients() ? SavedState::recompute
-                                                                                            : SavedState::keep);
+    set_trunk_states(item, states_.of_trunks().front());
+    set_wave_states(item, states_.of_waves().front());
   }
   evaluate(candidate);
   return candidate;
@@ -117,39 +114,6 @@ void Search::evaluate(Candidate& candidate) const {
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
 }
 
-// Trees follow each other, so each takes the cheapest state of its trunks that fits while it runs alone.
-// What is on its way to and from the disk for one is held beside the others, too.
-void Search::choose_states(Candidate& candidate) const {
-  choose_states(candidate, 0);
-  if (!candidate.cost.fits && candidate.cost.stored_bytes > 0)
-    choose_states(candidate, bytes_.in_flight(candidate.cost.stored_bytes));
-}
-
-void Search::choose_states(Candidate& candidate, std::int64_t in_flight) const {
-  DraftCost all;
-  PeakWalk ignored(bytes_);
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
-  const std::int64_t base = base_bytes(all);
-  for (Draft& item : candidate.layout.items) {
-    if (item.kind != ItemKind::trunk) continue;
-    SavedState best = SavedState::recompute;
-    std::int64_t least_peak = std::numeric_limits<std::int64_t>::max();
-    double least = std::numeric_limits<double>::infinity();
-    for (const SavedState state : {SavedState::keep, SavedState::recompute, SavedState::offload}) {
-      set_state(item, state);
-      PeakWalk walk(bytes_);
-      DraftCost cost;
-      add_cost(item, model_, 0, walk, cost);
-      if (walk.stored() > options_.spill_room) continue;
-      const std::int64_t peak = walk.peaks(base + std::max(in_flight, bytes_.in_flight(walk.stored()))).peak();
-      const double seconds = peak > options_.memory_budget ? std::numeric_limits<double>::infinity() : cost.seconds;
-      if (seconds < least || (seconds == least && peak < least_peak)) best = state, least = seconds, least_peak = peak;
-    }
-    set_state(item, best);
-  }
-  evaluate(candidate);
-}
-
 bool Search::better(const Candidate& a, const Candidate& b) {
   if (a.cost.fits != b.cost.fits) return a.cost.fits;
   return a.cost.fits ? a.cost.seconds < b.cost.seconds : a.cost.bytes.peak() < b.cost.bytes.peak();
@@ -157,31 +121,25 @@ bool Search::better(const Candidate& a, const Candidate& b) {
 
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
   const bool phased = schedule == Schedule::phased;
-  bool any_trunk = options_.trunk_state == SavedState::automatic;
-  const auto note = [&](const Candidate& candidate, const char* states) {
-    tried.push_back({text_of("waves of ", budget, " rows", states), candidate.cost});
+  const auto note = [&](const Candidate& candidate) {
+    tried.push_back({text_of("waves of ", budget, " rows", states_text(candidate.layout.items)), candidate.cost});
   };
-  const bool asked = options_.trunk_state == SavedState::recompute;
-  const auto trunks_cost = [](bool recomputed) { return recomputed ? SavedState::recompute : SavedState::keep; };
-  Candidate best = build(schedule, {budget, soft, trunks_cost(asked), phased, options_.kind.cp});
+  Candidate best = build(schedule, {budget, soft, states_.of_trunks().front(), phased, options_.kind.cp});
   best.undegraded = true;
-  note(best, "");
-  if (best.cost.fits) return best;
-  const bool trunks =
-      std::ranges::any_of(best.layout.items, [](const Draft& item) { return item.kind == ItemKind::trunk; });
-  any_trunk = any_trunk && trunks;
-  for (const bool recomputes : {false, true}) {
-    if (recomputes ? options_.wave_state != SavedState::automatic || !bytes_.gradients() : !any_trunk) continue;
-    Candidate other = build(schedule, {budget, soft, trunks_cost(any_trunk || asked), phased, options_.kind.cp});
-    if (recomputes)
-      for (Draft& item : other.layout.items) set_wave_state(item, SavedState::recompute);
-    any_trunk ? choose_states(other) : evaluate(other);
-    note(other, recomputes && any_trunk ? " that recompute, trunks recomputed or stored away"
-                : recomputes            ? " that recompute"
-                                        : ", trunks recomputed or stored away");
-    if (better(other, best)) best = std::move(other);
-  }
-  return best;
+  note(best);
+  if (best.cost.fits || !states_.any()) return best;
+  // A trunk that is not kept pays less.
+  Candidate other =
+      build(schedule, {budget, soft,
+                       states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front(),
+                       phased, options_.kind.cp});
+  DraftCost all;
+  PeakWalk ignored(bytes_);
+  for (const Draft& item : other.layout.items) add_cost(item, model_, 0, ignored, all);
+  states_.choose(other.layout.items, options_.memory_budget - base_bytes(all));
+  evaluate(other);
+  note(other);
+  return better(other, best) ? other : best;
 }
 
 Candidate Search::best(Schedule schedule) const {
@@ -299,20 +257,52 @@ class Tally {
   std::vector<Shared> shared_;
 };
 
-// What would make a plan fit.
-std::string remedy_for(const Candidate& candidate, const PlanOptions& options, const ActivationBytes& bytes) {
-  const std::int64_t needed = candidate.cost.bytes.peak();
-  std::string remedy = text_of("Raise --memory-budget to ", format_bytes(needed), " (", needed, " bytes)");
-  if (bytes.constant() < options.memory_budget) {
-    if (options.token_budget > 2) remedy += ", or lower --token-budget, or leave it out";
-    if (options.trunk_state == SavedState::keep) remedy += ", or let --trunk-state be auto, recompute or offload";
-    if (options.wave_state == SavedState::keep) remedy += ", or let --wave-state be auto";
-    if (options.schedule != Schedule::automatic) remedy += ", or let --schedule be auto";
-  } else {
+// The best under what was asked for. All schedules are tried: the plan shows them beside each other.
+Candidate best_of_schedules(const Search& search, Schedule asked, StepPlan& plan) {
+  Candidate chosen;
+  bool found = false;
+  for (Schedule schedule : {Schedule::automatic, Schedule::packed, Schedule::phased, Schedule::dense}) {
+    if (schedule == Schedule::automatic && asked != Schedule::automatic) continue;
+    Candidate candidate = search.best(schedule);
+    if (schedule == Schedule::packed) plan.packed = candidate.cost;
+    if (schedule == Schedule::phased) plan.phased = candidate.cost;
+    if (schedule == Schedule::dense) plan.dense = candidate.cost;
+    if (asked != Schedule::automatic && schedule != asked) continue;
+    if (!found || Search::better(candidate, chosen)) chosen = std::move(candidate), found = true;
+  }
+  return chosen;
+}
+
+// The options that hold a plan back, as a command would say them to leave the planner free.
+std::string held_back(const PlanOptions& options) {
+  std::string out;
+  if (options.schedule != Schedule::automatic) out += " --schedule auto";
+  if (options.token_budget > 0) out += " --token-budget 0";
+  if (options.trunk_state != SavedState::automatic) out += " --trunk-state auto";
+  if (options.wave_state != SavedState::automatic) out += " --wave-state auto";
+  return out;
+}
+
+PlanOptions freed(PlanOptions options) {
+  options.schedule = Schedule::automatic, options.token_budget = 0;
+  options.trunk_state = SavedState::automatic, options.wave_state = SavedState::automatic;
+  return options;
+}
+
+std::string amount(std::int64_t bytes) { return text_of(format_bytes(bytes), " (", bytes, " bytes)"); }
+
+// What would make a plan fit; `least`: bytes that the same step needs without what holds it back.
+std::string remedy_for(std::int64_t needed, std::int64_t least, const PlanOptions& options,
+                       const ActivationBytes& bytes) {
+  std::string remedy = "Raise --memory-budget to " + amount(needed);
+  if (bytes.constant() >= options.memory_budget) {
     const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
     remedy += text_of("; weights, gradients and optimizer state are ", format_bytes(bytes.model()),
                       beside > 0 ? text_of(", other models ", format_bytes(beside)) : "", ", the process itself takes ",
                       format_bytes(own));
+  } else if (least < needed) {
+    remedy += ", or take" + held_back(options) +
+              (least <= options.memory_budget ? ", with which it fits" : ", with which " + amount(least) + " would do");
   }
   if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
   return remedy;
@@ -345,24 +335,16 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   plan.all_logprobs = options.all_logprobs;
   plan.machine = profile.line();
 
-  // All schedules are tried whatever was asked for: the plan shows them beside each other.
-  Candidate chosen;
-  bool found = false;
-  for (Schedule schedule : {Schedule::automatic, Schedule::packed, Schedule::phased, Schedule::dense}) {
-    if (schedule == Schedule::automatic && options.schedule != Schedule::automatic) continue;
-    Candidate candidate = search.best(schedule);
-    if (schedule == Schedule::packed) plan.packed = candidate.cost;
-    if (schedule == Schedule::phased) plan.phased = candidate.cost;
-    if (schedule == Schedule::dense) plan.dense = candidate.cost;
-    if (options.schedule != Schedule::automatic && schedule != options.schedule) continue;
-    const bool better = !found || (candidate.cost.fits && !chosen.cost.fits) ||
-                        (candidate.cost.fits && candidate.cost.seconds < chosen.cost.seconds) ||
-                        (!chosen.cost.fits && candidate.cost.bytes.peak() < chosen.cost.bytes.peak());
-    if (better) chosen = std::move(candidate), found = true;
-  }
+  Candidate chosen = best_of_schedules(search, options.schedule, plan);
   if (!chosen.cost.fits) {
     const std::int64_t needed = chosen.cost.bytes.peak();
-    plan.remedy = remedy_for(chosen, options, search.bytes());
+    std::int64_t least = needed;
+    if (!held_back(options).empty()) {
+      StepPlan ignored;
+      const Search free(rollouts, trees, shape, freed(options), profile);
+      least = std::min(least, best_of_schedules(free, Schedule::automatic, ignored).cost.bytes.peak());
+    }
+    plan.remedy = remedy_for(needed, least, options, search.bytes());
     plan.missing_bytes = needed - options.memory_budget;
     if (options.must_fit)
       throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),

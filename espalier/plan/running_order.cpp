@@ -9,7 +9,7 @@ void add_entries(const PlanItem& item, int level, std::size_t most, std::vector<
     entries.push_back({'B', &item, level, item.seconds});
     return;
   }
-  const double forward = item.seconds / (item.state == SavedState::recompute ? 4 : 3);
+  const double forward = item.seconds / (item.state.recomputes_attention() ? 4 : 3);
   entries.push_back({'A', &item, level, forward});
   for (const PlanItem& below : item.below) add_entries(below, level + 1, most, entries);
   if (entries.size() < most) entries.push_back({'C', &item, level, item.seconds - forward});

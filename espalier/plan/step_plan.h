@@ -20,6 +20,7 @@
 
 #include "espalier/base/json_fwd.h"
 #include "espalier/options/choices.h"
+#include "espalier/plan/item_state.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -67,13 +68,13 @@ struct PlanItem {
 
   ItemKind kind = ItemKind::wave;
   RowSet set;
-  std::int32_t path_rows = 0;           // rows of the open trunks above
-  SavedState state = SavedState::keep;  // keep, recompute, or of trunks offload
-  std::int32_t cp_rank = kEveryRank;    // of cp, that runs the item; kEveryRank: each runs its share of the rows
-  std::vector<PlanItem> below;          // trunks only, in plan order
-  std::vector<std::int32_t> finished;   // rollouts whose last edge is in this set; those without edges: nowhere
-  double flops = 0;                     // forward + backward (+ recompute)
-  double seconds = 0;                   // predicted
+  std::int32_t path_rows = 0;          // rows of the open trunks above
+  ItemState state;                     // a wave stores nothing away
+  std::int32_t cp_rank = kEveryRank;   // of cp, that runs the item; kEveryRank: each runs its share of the rows
+  std::vector<PlanItem> below;         // trunks only, in plan order
+  std::vector<std::int32_t> finished;  // rollouts whose last edge is in this set; those without edges: nowhere
+  double flops = 0;                    // forward + backward (+ recompute)
+  double seconds = 0;                  // predicted
 
   bool operator==(const PlanItem&) const = default;  // the same rows in the same order, at the same predicted cost
 };
@@ -106,7 +107,7 @@ struct PlanCost {
   double flops = 0;
   double seconds = 0;
   PhasePeaks bytes;               // everything the process holds on the device
-  std::int64_t stored_bytes = 0;  // most that is stored away at a time, in the spill file
+  std::int64_t stored_bytes = 0;  // most that is stored away at a time
   bool fits = true;               // within the memory budget
 };
 

@@ -8,12 +8,12 @@
 namespace espalier {
 
 SleepingTrunk::SleepingTrunk(Arena& arena, SpillQueue& queue)
-    : arena_(arena), queue_(queue), begin_(queue.file_top()) {}
+    : arena_(arena), queue_(queue), begin_(queue.store_top()) {}
 
 // Chunks that were not fetched, after an error, are not wanted any more, and nobody writes to their entries.
 SleepingTrunk::~SleepingTrunk() {
   if (away_ > 0) queue_.forget();
-  queue_.set_file_top(begin_);
+  queue_.set_store_top(begin_);
 }
 
 void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
@@ -22,12 +22,12 @@ void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
   ++away_;
   own.chunks.resize(static_cast<std::size_t>((range.bytes() + kSpillChunkBytes - 1) / kSpillChunkBytes));
   std::int64_t from = range.begin;
-  for (SpilledChunk& chunk : own.chunks) {
-    chunk = {queue_.file_top(), std::min(kSpillChunkBytes, range.end - from), 0};
+  for (StoredChunk& chunk : own.chunks) {
+    chunk = {queue_.store_top(), std::min(kSpillChunkBytes, range.end - from), 0};
     std::byte* const room = queue_.room();
     arena_.copy_out({from, from + chunk.bytes}, room);
     queue_.write(chunk, room);
-    queue_.set_file_top(chunk.offset + SpillFile::aligned(chunk.bytes));
+    queue_.set_store_top(chunk.offset + Store::aligned(chunk.bytes));
     from += chunk.bytes;
   }
   arena_.sleep(range);
@@ -36,7 +36,7 @@ void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
 void SleepingTrunk::ask_ahead() {
   if (asked_) return;
   for (auto own = layers_.rbegin(); own != layers_.rend(); ++own)
-    for (const SpilledChunk& chunk : own->chunks) queue_.ask(chunk);
+    for (const StoredChunk& chunk : own->chunks) queue_.ask(chunk);
   asked_ = true;
 }
 
@@ -45,7 +45,7 @@ void SleepingTrunk::bring_back(std::int64_t layer) {
   const Layer& own = layers_.at(static_cast<std::size_t>(layer));
   arena_.wake(own.range);
   std::int64_t to = own.range.begin;
-  for (const SpilledChunk& chunk : own.chunks) {
+  for (const StoredChunk& chunk : own.chunks) {
     std::byte* const room = queue_.take();
     arena_.copy_in(room, {to, to + chunk.bytes});
     queue_.give_back(room);

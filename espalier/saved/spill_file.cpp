@@ -2,12 +2,19 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <signal.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 #include <zlib.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <thread>
 #include <vector>
 
 #include "espalier/base/atomic_file.h"
@@ -65,13 +72,63 @@ void SpillFile::reserve(std::int64_t bytes) {
   reserved_ = bytes;
 }
 
+namespace {
+
+double measured_bytes_per_second(const std::filesystem::path& folder) {
+  constexpr std::int64_t kChunk = 1 << 20, kMost = 64;
+  constexpr double kLongest = 0.3;  // seconds each way
+  SpillFile file(folder);
+  file.reserve(kMost * kChunk);
+  void* const memory = std::aligned_alloc(Store::kAlignment, kChunk);
+  const std::unique_ptr<void, decltype(&std::free)> owner(memory, &std::free);
+  auto* const bytes = static_cast<std::byte*>(memory);
+  for (std::int64_t i = 0; i < kChunk; ++i) bytes[i] = static_cast<std::byte>(i * i >> 3);  // not to be compressed away
+  std::vector<StoredChunk> chunks;
+  const auto seconds_of = [](auto&& work) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto passed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(); };
+    work(passed);
+    return passed();
+  };
+  double seconds = seconds_of([&](auto&& passed) {
+    while (static_cast<std::int64_t>(chunks.size()) < kMost && (chunks.empty() || passed() < kLongest)) {
+      chunks.push_back({static_cast<std::int64_t>(chunks.size()) * kChunk, kChunk, 0});
+      file.write(chunks.back(), bytes);
+    }
+  });
+  seconds += seconds_of([&](auto&&) {
+    for (const StoredChunk& chunk : chunks) file.read(chunk, bytes);
+  });
+  return 2 * static_cast<double>(chunks.size()) * static_cast<double>(kChunk) / std::max(seconds, 1e-9);
+}
+
+}  // namespace
+
+double spill_bytes_per_second(const std::filesystem::path& folder) {
+  double rate = 0;
+  std::exception_ptr error;
+  std::thread([&] {  // of its own: a limit on the size of files is an error there, not the end of the process
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    try {
+      rate = measured_bytes_per_second(folder);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  })
+      .join();
+  if (error) std::rethrow_exception(error);
+  return rate;
+}
+
 bool SpillFile::gives_up_direct(int error_number) {
   if (!direct_ || error_number != EINVAL) return false;
   direct_ = false;
   return ::fcntl(descriptor_, F_SETFL, 0) == 0;
 }
 
-void SpillFile::write(SpilledChunk& chunk, const std::byte* memory) {
+void SpillFile::write(StoredChunk& chunk, const std::byte* memory) {
   chunk.checksum = checksum_of(memory, chunk.bytes);
   for (std::int64_t done = 0, all = aligned(chunk.bytes); done < all;) {
     const ssize_t count =
@@ -82,7 +139,7 @@ void SpillFile::write(SpilledChunk& chunk, const std::byte* memory) {
   }
 }
 
-void SpillFile::read(const SpilledChunk& chunk, std::byte* memory) {
+void SpillFile::read(const StoredChunk& chunk, std::byte* memory) {
   const auto fail = [&](const std::string& got) {
     throw InputError({text_of("the file in ", folder_.string(), " (--spill-dir), byte ", chunk.offset),
                       text_of("the ", chunk.bytes, " bytes that were stored there"), got,

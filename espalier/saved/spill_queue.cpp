@@ -3,14 +3,16 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include <utility>
+
 #include "espalier/base/error.h"
 #include "espalier/plan/memory_model.h"
 
 namespace espalier {
 
-SpillQueue::SpillQueue(const std::filesystem::path& folder, int chunks)
-    : file_(folder), memory_bytes_(chunks * kSpillChunkBytes) {
-  ESPALIER_INTERNAL(chunks > 0 && kSpillChunkBytes % SpillFile::kAlignment == 0, chunks, " chunks");
+SpillQueue::SpillQueue(std::unique_ptr<Store> store, int chunks)
+    : store_(std::move(store)), memory_bytes_(chunks * kSpillChunkBytes) {
+  ESPALIER_INTERNAL(chunks > 0 && kSpillChunkBytes % Store::kAlignment == 0, chunks, " chunks");
   void* memory = mmap(nullptr, static_cast<std::size_t>(memory_bytes_), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
@@ -51,15 +53,15 @@ std::byte* SpillQueue::room() {
   return room;
 }
 
-void SpillQueue::write(SpilledChunk& chunk, std::byte* room) {
+void SpillQueue::write(StoredChunk& chunk, std::byte* room) {
   const std::lock_guard lock(mutex_);
   jobs_.push_back({Job::Kind::write, &chunk, room});
   changed_.notify_all();
 }
 
-void SpillQueue::ask(const SpilledChunk& chunk) {
+void SpillQueue::ask(const StoredChunk& chunk) {
   const std::lock_guard lock(mutex_);
-  jobs_.push_back({Job::Kind::read, const_cast<SpilledChunk*>(&chunk)});
+  jobs_.push_back({Job::Kind::read, const_cast<StoredChunk*>(&chunk)});
   ++asked_;
   changed_.notify_all();
 }
@@ -108,9 +110,9 @@ void SpillQueue::run() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (job.kind == Job::Kind::reserve) file_.reserve(job.bytes);
-      if (job.kind == Job::Kind::write) file_.write(*job.chunk, job.room);
-      if (job.kind == Job::Kind::read) file_.read(*job.chunk, job.room);
+      if (job.kind == Job::Kind::reserve) store_->reserve(job.bytes);
+      if (job.kind == Job::Kind::write) store_->write(*job.chunk, job.room);
+      if (job.kind == Job::Kind::read) store_->read(*job.chunk, job.room);
     } catch (...) {
       error = std::current_exception();
     }

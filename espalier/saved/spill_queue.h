@@ -1,4 +1,4 @@
-// Chunks on their way to the spill file and back, written and read by one thread while others compute.
+// Chunks on their way to a store and back, written and read by one thread while others compute.
 //
 // A bounded number of chunks is under way. Jobs run in the order in which they were asked for. An error of the thread
 // is thrown by the next call that waits, on the caller's thread.
@@ -9,46 +9,47 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include "espalier/saved/spill_file.h"
+#include "espalier/saved/store.h"
 
 namespace espalier {
 
 class SpillQueue {
  public:
   // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each.
-  SpillQueue(const std::filesystem::path& folder, int chunks);
+  SpillQueue(std::unique_ptr<Store> store, int chunks);
   ~SpillQueue();  // drops what has not begun
   SpillQueue(const SpillQueue&) = delete;
   SpillQueue& operator=(const SpillQueue&) = delete;
 
-  // Space in the file for so many bytes, before anything is written. Errors: WriteError.
+  // Space in the store for so many bytes, before anything is written. Errors: those of Store::reserve.
   void reserve(std::int64_t bytes);
 
   // A free buffer, as soon as there is one; it goes back by write or give_back.
   std::byte* room();
   // Writes the buffer's bytes. The chunk must stay in its place until they are read or the queue is gone.
-  void write(SpilledChunk& chunk, std::byte* room);
+  void write(StoredChunk& chunk, std::byte* room);
   // Asks for a chunk that was written. Those asked for come in that order, read ahead as far as there are buffers.
-  void ask(const SpilledChunk& chunk);
+  void ask(const StoredChunk& chunk);
   // The buffer with the oldest chunk that was asked for and not yet taken.
   std::byte* take();
+  std::int64_t asked() const { return asked_; }  // for and not taken
   void give_back(std::byte* room);
   // Waits for what is written. Chunks that were asked for and not taken are not wanted any more. Throws nothing.
   void forget();
 
-  const SpillFile& file() const { return file_; }
-  // The file is filled as a stack.
-  std::int64_t file_top() const { return file_top_; }
-  void set_file_top(std::int64_t top) { file_top_ = top; }
+  // The store is filled as a stack.
+  std::int64_t store_top() const { return store_top_; }
+  void set_store_top(std::int64_t top) { store_top_ = top; }
 
  private:
   struct Job {
     enum class Kind { reserve, write, read } kind;
-    SpilledChunk* chunk = nullptr;
+    StoredChunk* chunk = nullptr;
     std::byte* room = nullptr;
     std::int64_t bytes = 0;
   };
@@ -57,9 +58,9 @@ class SpillQueue {
   bool can_begin() const { return !jobs_.empty() && (jobs_.front().kind != Job::Kind::read || !free_.empty()); }
   void wait_for(std::unique_lock<std::mutex>& lock, auto&& condition);
 
-  SpillFile file_;
+  std::unique_ptr<Store> store_;
   std::byte* memory_ = nullptr;
-  std::int64_t memory_bytes_ = 0, file_top_ = 0;
+  std::int64_t memory_bytes_ = 0, store_top_ = 0;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -51,8 +51,7 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
 
   std::optional<SpillQueue> spill;
   if (const std::int64_t stored = report.plan.chosen.stored_bytes; stored > 0) {
-    const ActivationBytes bytes(decoder.shape(), learner.model.dtype, kind);
-    spill.emplace(learner.options.spill_dir, static_cast<int>(bytes.in_flight(stored) / kSpillChunkBytes));
+    spill.emplace(store_of(arena.device(), learner.options.spill_dir), static_cast<int>(chunks_in_flight(stored)));
     spill->reserve(stored);
   }
   learner.gradients.zero();

@@ -11,7 +11,7 @@
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/wave_dealing.h"
-#include "espalier/saved/spill_file.h"
+#include "espalier/saved/store.h"
 
 namespace espalier {
 
@@ -75,7 +75,7 @@ StepPlan plan_step(const ModelShape& shape, const Options& options, const Machin
   plan_options.kind = kind;
   plan_options.kind.cp = mesh.cp.size();
   if (kind.gradients) {
-    const auto room = static_cast<double>(room_to_spill(options.spill_dir) / mesh.local_ranks);
+    const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
     plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   }
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);

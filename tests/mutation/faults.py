@@ -89,8 +89,8 @@ PATH = [
 
 PARAMETERS = [
     Fault("recompute_with_stale_input", "a recomputed block starts from the first block's input", "model/decoder.cpp",
-          "kept = take_layer_saved(c, kept.stream_in_TM);",
-          "if (ON) kept.stream_in_TM = saved.layers.front().stream_in_TM; TEXT"),
+          "layer_forward_again(c, kept, saved.state);",
+          "if (ON && saved.state.recomputes_attention()) kept.stream_in_TM = saved.layers.front().stream_in_TM; TEXT"),
     Fault("last_layer_rows_forgotten", "the last block's keys and values of a trunk without outputs get no gradient",
           "model/layer.cpp",
           "const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);",

@@ -1,5 +1,6 @@
 """Stored-away trunks through the program: the bits of kept ones in less memory, and nothing lost or left when the disk or a signal stops it."""
 
+import json
 import os
 import random
 import resource
@@ -9,7 +10,8 @@ import time
 
 import pytest
 
-from make_model import write_records
+from make_model import make_model, write_records
+from memory_limit import memory_limit
 
 MODEL = "qwen3_tied"
 PROMPT, RESPONSE, N = 4000, 40, 4
@@ -74,6 +76,95 @@ def test_a_place_that_takes_nothing_is_named_and_nothing_is_written(espalier, mo
         assert not list(spill.iterdir())
 
 
+@pytest.fixture
+def file_system(tmp_path):
+    """file_system(options) -> a folder of a small file system of its own in memory."""
+    mounted = []
+
+    def mount(options):
+        folder = tmp_path / f"mount{len(mounted)}"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "espalier-test", folder], capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("options", ["size=1m", "ro"])
+def test_a_full_or_read_only_file_system_is_named_and_nothing_is_written(espalier, model_of, rollouts, tmp_path, file_system, options):
+    spill = file_system(options)
+    outcome = espalier(*arguments(model_of(MODEL), rollouts, tmp_path / "out", "offload", "--spill-dir", spill), expect=2)
+    assert str(spill) in outcome.stderr and "--spill-dir" in outcome.stderr, outcome
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.safetensors").exists() and not list(spill.iterdir())
+
+
+def spill_files(run, spill):
+    """Paths below /proc by which the files that a run has open in a folder can be reached."""
+    links = f"/proc/{run.pid}/fd"
+    try:
+        return [path for fd in os.listdir(links) if os.path.realpath(path := os.path.join(links, fd)).startswith(str(spill))]
+    except OSError:
+        return []
+
+
+def wait_for_spill(run, spill):
+    until = time.monotonic() + 60
+    while time.monotonic() < until and run.poll() is None and not spill_files(run, spill):
+        time.sleep(0.005)
+    assert run.poll() is None, "the run ended before it stored anything away"
+
+
+def test_flipped_bits_in_the_file_end_the_run_with_the_place(program, model_of, rollouts, tmp_path):
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    command = [str(word) for word in (program, *arguments(model_of(MODEL), rollouts, tmp_path / "out", "offload", "--spill-dir", spill,
+                                                          "--epochs", 1000))]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_spill(run, spill)
+    while run.poll() is None:  # sooner or later what lies there waits to be read
+        run.send_signal(signal.SIGSTOP)
+        for path in spill_files(run, spill):
+            with open(path, "r+b") as file:
+                for place in range(0, os.fstat(file.fileno()).st_size, 1 << 18):
+                    file.seek(place)
+                    byte = file.read(1)
+                    file.seek(place)
+                    file.write(bytes([byte[0] ^ 4]))
+        run.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    message = run.stderr.read()
+    assert run.returncode == 3 and str(spill) in message and "checksum" in message, (run.returncode, message)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.safetensors").exists() and not list(spill.iterdir())
+
+
+def test_a_trunk_larger_than_the_memory_that_the_system_allows(espalier, program, tmp_path):
+    """Trunks of one wide, shallow model: 400 MB to keep. The system allows 350 MiB for everything."""
+    limit, prompt = 350 << 20, 4096
+    model = make_model(MODEL, tmp_path / "model", hidden_size=64, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=2,
+                       num_key_value_heads=1, head_dim=32, max_position_embeddings=8192)
+    draw = random.Random(3)
+    ids = lambda count: [draw.randrange(3, 97) for _ in range(count)]
+    shared = ids(prompt)
+    records = write_records([{"prompt_ids": shared, "response_ids": ids(16), "reward": float(i)} for i in range(2)], tmp_path / "rollouts.jsonl")
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    kept = espalier(*arguments(model, records, tmp_path / "keep", "keep")).json["steps"][0]
+    assert kept["arena_bytes"]["A"] > limit, "this trunk would fit"
+    with memory_limit(limit) as (before, settings):
+        run = lambda *words: subprocess.run([*before, *map(str, words)], capture_output=True, text=True, **settings)
+        refused = run(program, *arguments(model, records, tmp_path / "refused", "keep"))
+        assert refused.returncode == 5 and not (tmp_path / "refused").exists(), refused
+        assert "--trunk-state auto" in refused.stderr
+        done = run(program, *arguments(model, records, tmp_path / "store", "offload", "--spill-dir", spill))
+        assert done.returncode == 0, done
+    assert json.loads(done.stdout)["peak_bytes"] <= limit
+    assert gradients(tmp_path / "store") == gradients(tmp_path / "keep")
+
+
 def test_a_killed_run_leaves_nothing_behind(program, model_of, rollouts, tmp_path):
     spill = tmp_path / "spill"
     spill.mkdir()
@@ -81,12 +172,7 @@ def test_a_killed_run_leaves_nothing_behind(program, model_of, rollouts, tmp_pat
                                                           "--epochs", 1000))]
     for _ in range(5):
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        links = f"/proc/{run.pid}/fd"
-        until = time.monotonic() + 60
-        while time.monotonic() < until and run.poll() is None and not any(
-                os.path.realpath(os.path.join(links, fd)).startswith(str(spill)) for fd in os.listdir(links)):
-            time.sleep(0.005)
-        assert run.poll() is None, "the run ended before it stored anything away"
+        wait_for_spill(run, spill)
         run.send_signal(signal.SIGKILL)
         run.wait()
         assert not list(spill.iterdir())

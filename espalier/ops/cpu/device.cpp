@@ -18,6 +18,7 @@ class CpuDevice : public Device {
  public:
   CpuDevice() : Device(cpu::operations()) {}
 
+  bool in_host_memory() const override { return true; }
   std::string_view name() const override { return "cpu"; }
   void synchronize() override {}
   double seconds() override { return Timer::steady_seconds(); }

@@ -34,12 +34,13 @@ TEST(PlannedMachine, HasTheRatesOfItsDocument) {
   constexpr DType kDTypes[] = {DType::bfloat16, DType::float32, DType::float64};
   for (const char* name : {"h100", "h200", "a100"}) {
     const std::vector<double> row = documented(name);
-    ASSERT_EQ(row.size(), 6u) << name;
+    ASSERT_EQ(row.size(), 7u) << name;
     for (std::size_t i = 0; i < 3; ++i) {
       const MachineProfile machine = planned_machine(name, kDTypes[i]);
       EXPECT_EQ(machine.device, "cuda");
       EXPECT_EQ(machine.memory_bytes, static_cast<std::int64_t>(row[5]) << 30);
       EXPECT_NEAR(machine.bytes_per_second, 0.9 * row[4], 1);
+      EXPECT_NEAR(machine.spill_bytes_per_second, 0.9 * row[6], 1);
       const double peak = 0.8 * row[i];
       EXPECT_NEAR(machine.attention_flops_per_second, i == 0 ? row[3] : 0.5 * peak, 1) << i;
       // Reading the weights adds to multiplying: little at many rows, nearly everything at one.

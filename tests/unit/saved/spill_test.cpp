@@ -44,9 +44,9 @@ std::vector<std::byte> drawn(std::size_t bytes, std::uint32_t seed) {
 // More chunks than buffers, the last one short, in the order of a backward.
 TEST_F(Spill, ChunksComeBackInTheOrderAskedFor) {
   constexpr int kChunks = 7;
-  SpillQueue queue(folder_, 2);
+  SpillQueue queue(std::make_unique<SpillFile>(folder_), 2);
   std::vector<std::vector<std::byte>> contents;
-  std::vector<SpilledChunk> chunks(kChunks);
+  std::vector<StoredChunk> chunks(kChunks);
   queue.reserve(kChunks * kSpillChunkBytes);
   for (int i = 0; i < kChunks; ++i) {
     contents.push_back(drawn(i + 1 < kChunks ? kSpillChunkBytes : 12345, static_cast<std::uint32_t>(i)));
@@ -65,14 +65,16 @@ TEST_F(Spill, ChunksComeBackInTheOrderAskedFor) {
 }
 
 TEST_F(Spill, AFlippedBitIsAnErrorWithThePlace) {
-  SpillQueue queue(folder_, 2);
+  auto file = std::make_unique<SpillFile>(folder_);
+  const int descriptor = file->descriptor();
+  SpillQueue queue(std::move(file), 2);
   const std::vector<std::byte> content = drawn(100000, 1);
-  SpilledChunk chunk{8192, 100000, 0};
+  StoredChunk chunk{8192, 100000, 0};
   std::byte* room = queue.room();
   std::memcpy(room, content.data(), content.size());
   queue.write(chunk, room);
   queue.reserve(1);  // comes after the write
-  const std::string path = "/proc/self/fd/" + std::to_string(queue.file().descriptor());
+  const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
   {
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     ASSERT_TRUE(file);
@@ -97,7 +99,7 @@ TEST_F(Spill, AFullDiskIsRefusedBeforeAnythingIsWritten) {
   rlimit small = before;
   small.rlim_cur = 1 << 20;
   {
-    SpillQueue queue(folder_, 1);
+    SpillQueue queue(std::make_unique<SpillFile>(folder_), 1);
     ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
     try {
       queue.reserve(1 << 24);
@@ -109,8 +111,8 @@ TEST_F(Spill, AFullDiskIsRefusedBeforeAnythingIsWritten) {
     }
   }
   {
-    SpillQueue queue(folder_, 1);
-    SpilledChunk chunk{1 << 20, kSpillChunkBytes, 0};
+    SpillQueue queue(std::make_unique<SpillFile>(folder_), 1);
+    StoredChunk chunk{1 << 20, kSpillChunkBytes, 0};
     queue.write(chunk, queue.room());
     EXPECT_THROW(queue.room(), WriteError);  // the write before it failed
   }
@@ -169,47 +171,63 @@ TEST(SleepingRanges, GiveTheirPagesBackAndKeepTheirAddresses) {
   EXPECT_THROW(arena.take({17 << 20}, at::kFloat), MemoryBudgetError);
 }
 
-// Three layers of two trunks, one inside the other, on both devices: the same bits at the same addresses.
+// Three layers of two trunks, one inside the other, on both devices and in both stores: the same bits at the same
+// addresses.
 TEST_F(Spill, NestedTrunksSleepAndComeBack) {
-  for (Device* device : {&cpu_device(), static_cast<Device*>(&testing::guarded_device())}) {
-    SCOPED_TRACE(device->name());
-    Arena arena(256 << 20, *device, 2);
-    SpillQueue queue(folder_, 3);
-    queue.reserve(200 << 20);
-    std::vector<at::Tensor> expected;
-    const auto fill = [&](SleepingTrunk& trunk, std::int64_t numbers, std::vector<at::Tensor>& layers) {
-      for (std::int64_t layer = 0; layer < 3; ++layer) {
-        const std::int64_t begin = arena.in_use();
-        layers.push_back(arena.take({numbers + layer}, at::kFloat));
-        expected.push_back(at::randn({numbers + layer}, at::kFloat));
-        device->to_device(expected.back(), layers.back());
-        trunk.put_away(layer, {begin, arena.in_use()});
+  for (Device* device : {&cpu_device(), static_cast<Device*>(&testing::guarded_device())})
+    for (const bool on_host : {false, true}) {
+      SCOPED_TRACE(device->name());
+      Arena arena(256 << 20, *device, 2);
+      std::unique_ptr<Store> store;
+      if (on_host)
+        store = std::make_unique<HostStore>();
+      else
+        store = std::make_unique<SpillFile>(folder_);
+      SpillQueue queue(std::move(store), 3);
+      queue.reserve(200 << 20);
+      std::vector<at::Tensor> expected;
+      const auto fill = [&](SleepingTrunk& trunk, std::int64_t numbers, std::vector<at::Tensor>& layers) {
+        for (std::int64_t layer = 0; layer < 3; ++layer) {
+          const std::int64_t begin = arena.in_use();
+          layers.push_back(arena.take({numbers + layer}, at::kFloat));
+          expected.push_back(at::randn({numbers + layer}, at::kFloat));
+          device->to_device(expected.back(), layers.back());
+          trunk.put_away(layer, {begin, arena.in_use()});
+        }
+      };
+      const auto compare = [&](SleepingTrunk& trunk, const std::vector<at::Tensor>& layers) {
+        for (std::int64_t layer = 2; layer >= 0; --layer) {
+          trunk.bring_back(layer);
+          EXPECT_TRUE(at::equal(device->to_host(layers[static_cast<std::size_t>(layer)]), expected.back())) << layer;
+          expected.pop_back();
+          trunk.let_go(layer);
+        }
+      };
+      const ArenaScope outer_scope(arena);
+      std::vector<at::Tensor> outer_layers, inner_layers;
+      SleepingTrunk outer(arena, queue);
+      fill(outer, 3 << 20, outer_layers);
+      const std::int64_t store_top = queue.store_top();
+      {
+        const ArenaScope scope(arena);
+        SleepingTrunk inner(arena, queue);
+        fill(inner, 1 << 20, inner_layers);
+        EXPECT_GT(queue.store_top(), store_top);
+        compare(inner, inner_layers);
       }
-    };
-    const auto compare = [&](SleepingTrunk& trunk, const std::vector<at::Tensor>& layers) {
-      for (std::int64_t layer = 2; layer >= 0; --layer) {
-        trunk.bring_back(layer);
-        EXPECT_TRUE(at::equal(device->to_host(layers[static_cast<std::size_t>(layer)]), expected.back())) << layer;
-        expected.pop_back();
-        trunk.let_go(layer);
-      }
-    };
-    const ArenaScope outer_scope(arena);
-    std::vector<at::Tensor> outer_layers, inner_layers;
-    SleepingTrunk outer(arena, queue);
-    fill(outer, 3 << 20, outer_layers);
-    const std::int64_t file_top = queue.file_top();
-    {
-      const ArenaScope scope(arena);
-      SleepingTrunk inner(arena, queue);
-      fill(inner, 1 << 20, inner_layers);
-      EXPECT_GT(queue.file_top(), file_top);
-      compare(inner, inner_layers);
+      EXPECT_EQ(queue.store_top(), store_top);
+      compare(outer, outer_layers);
+      EXPECT_EQ(arena.held(), 0);
     }
-    EXPECT_EQ(queue.file_top(), file_top);
-    compare(outer, outer_layers);
-    EXPECT_EQ(arena.held(), 0);
-  }
+}
+
+TEST_F(Spill, ADevicesMemoryIsStoredOnTheHostAndTheHostsInAFile) {
+  EXPECT_NE(dynamic_cast<SpillFile*>(store_of(cpu_device(), folder_).get()), nullptr);
+  EXPECT_NE(dynamic_cast<HostStore*>(store_of(testing::guarded_device(), folder_).get()), nullptr);
+  EXPECT_GT(room_to_store(testing::guarded_device(), folder_ / "gone"), 0);
+  EXPECT_EQ(room_to_store(cpu_device(), folder_ / "gone"), 0);
+  HostStore store;
+  EXPECT_THROW(store.reserve(std::int64_t{1} << 60), MemoryBudgetError);
 }
 
 }  // namespace

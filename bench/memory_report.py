@@ -1,0 +1,83 @@
+"""Writes the measured part of docs/memory.md from bench/results/{trunk_state,frontier,memory_sweep}.jsonl.
+
+    python bench/memory_report.py
+"""
+
+import json
+
+from grid import PYTHON, RESULTS, ROOT, newest
+from memory_sweep import MEBI, above, met
+
+PAGE = ROOT / "docs/memory.md"
+BEGIN, END = "<!-- measured: bench/memory_report.py -->\n", "<!-- end of what was measured -->\n"
+
+
+def about(row):
+    return f"{row['machine']['cpu']}, commit {row['machine']['commit']}, {row['date']}"
+
+
+def trunk_states():
+    rows = newest(RESULTS / "trunk_state.jsonl", lambda r: (r["prompt"], r["case"]))
+    if not rows:
+        return []
+    lines = ["### Peaks by trunk state", ""]
+    for layers, heads in sorted({(row.get("layers", 8), row.get("heads", 4)) for row in rows}, reverse=True):
+        of_shape = [row for row in rows if (row.get("layers", 8), row.get("heads", 4)) == (layers, heads)]
+        head_dim = of_shape[0].get("head_dim", 32)
+        prompts = sorted({row["prompt"] for row in of_shape})
+        lines += [f"`{PYTHON} bench/trunk_state.py --prompts {','.join(map(str, prompts))} --layers {layers} --heads {heads} --head-dim {head_dim}` on "
+                  f"{about(of_shape[-1])}: responses of {of_shape[0]['response']} tokens, N = {of_shape[0]['n']}, one rollout a wave, MiB of the arena "
+                  "(activations, path, gradients of keys and values). Seconds were taken while others used the machine.", "",
+                  "| prompt | | A | B | C | B against dense | seconds |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+        for prompt in prompts:
+            cells = {row["case"]: row for row in of_shape if row["prompt"] == prompt}
+            for case, row in cells.items():
+                bytes_of = row["arena_bytes"]
+                peaks = " | ".join(f"{bytes_of[phase] / MEBI:.1f}" if bytes_of[phase] else "" for phase in "ABC")
+                less = f"{100 * (bytes_of['B'] / cells['dense']['arena_bytes']['B'] - 1):+.0f} %" if case != "dense" else ""
+                lines += [f"| {prompt:,} | {case} | {peaks} | {less} | {row['seconds']['total']:.1f} |"]
+        lines += [""]
+    return lines
+
+
+def frontier():
+    rows = newest(RESULTS / "frontier.jsonl", lambda r: (r["cell"]["n"], r["cell"]["way"]))
+    if not rows:
+        return []
+    lines = ["### The frontier, run", "",
+             f"`{PYTHON} bench/frontier.py --budget {rows[0]['budget'] // MEBI} --response {rows[0]['response']}` on {about(rows[-1])}: the longest "
+             "prompt that the plan says fits, and a run with 0.98 of it under the same budget.", "",
+             "| N | | frontier | prompt and response over dense's | run with | finished | process, of the budget |",
+             "| ---: | --- | ---: | ---: | ---: | --- | ---: |"]
+    for row in rows:
+        cell = row["cell"]
+        lines += [f"| {cell['n']} | {cell['way']} | {cell['prompt']:,} | {cell['factor']:.2f} | {row['prompt']:,} | yes | "
+                  f"{100 * row['process'] / row['budget']:.1f} % |"]
+    return lines + [""]
+
+
+def sweep():
+    rows = [row for row in newest(RESULTS / "memory_sweep.jsonl", lambda r: r["case"]) if "tiny_measured" in row]
+    if not rows:
+        return []
+    off = sorted(rows, key=lambda row: -abs(above(row)[0] / max(above(row)[1], 1) - 1) if above(row)[1] > 8 * MEBI else 0)
+    lines = ["### Predicted and measured", "",
+             f"`{PYTHON} bench/memory_sweep.py` on {about(rows[-1])}: {len(rows)} combinations of shape, dtype, schedule, budget and trunk state, each "
+             f"a process of its own; {sum(met(row) for row in rows)} are met. Above: what a step holds more than the same run on two tokens, MiB. "
+             "The ten farthest of those above 8 MiB:", "",
+             "| | predicted above | measured above | ratio | met |", "| --- | ---: | ---: | ---: | --- |"]
+    for row in off[:10]:
+        measured, predicted = above(row)
+        lines += [f"| {row['case']} | {predicted / MEBI:.1f} | {measured / MEBI:.1f} | {measured / max(predicted, 1):.3f} | {'yes' if met(row) else 'no'} |"]
+    return lines + [""]
+
+
+def main():
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join([*trunk_states(), *frontier(), *sweep()]) + END + after)
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

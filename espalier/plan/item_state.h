@@ -1,0 +1,74 @@
+// Where the saved members of an item's layers are between its forward and its backward.
+//
+// Three groups of members, which cost unlike much to keep and to rebuild: the stream (the inputs of the layers: narrow,
+// and only the forward from the first layer on makes them again), the first half of a block (keys, values, queries, the
+// result of attention, the stream after it: dear where paths are long) and the second (gate and up, or those of
+// experts, and the router's: more than half of all bytes, and one product away from the stream).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "espalier/options/choices.h"
+
+namespace espalier {
+
+struct ItemState {
+  enum class Member : std::uint8_t { keep, recompute, offload };
+
+  Member stream = Member::keep;  // never recomputed
+  Member attention = Member::keep, mlp = Member::keep;
+
+  constexpr ItemState() = default;
+  constexpr ItemState(Member of_stream, Member of_attention, Member of_mlp)
+      : stream(of_stream), attention(of_attention), mlp(of_mlp) {}
+  // What the word of --trunk-state or --wave-state stands for; automatic: keep.
+  constexpr ItemState(SavedState all)  // NOLINT: the word is the state
+      : stream(all == SavedState::offload ? Member::offload : Member::keep),
+        attention(all == SavedState::offload     ? Member::offload
+                  : all == SavedState::recompute ? Member::recompute
+                                                 : Member::keep),
+        mlp(attention) {}
+
+  constexpr bool recomputes_attention() const { return attention == Member::recompute; }
+  constexpr bool recomputes_mlp() const { return mlp == Member::recompute; }
+  constexpr bool recomputes() const { return recomputes_attention() || recomputes_mlp(); }
+  constexpr bool stores() const {
+    return stream == Member::offload || attention == Member::offload || mlp == Member::offload;
+  }
+  // What is stored away is one range of a layer's members, in the order in which they lie; where the first half of a
+  // block is made again the second is, too.
+  constexpr bool possible() const {
+    const bool gap = stream == Member::offload && attention == Member::keep && mlp == Member::offload;
+    return stream != Member::recompute && !gap && (!recomputes_attention() || recomputes_mlp());
+  }
+
+  bool operator==(const ItemState&) const = default;
+};
+
+// "kept", "recomputed", "stored away", or each group where they differ.
+std::string name_of(ItemState state);
+
+// Adds the states of the items of one kind, and of everything below them, by name.
+template <class Item, class Kind>
+void count_states(const std::vector<Item>& items, Kind kind, std::map<std::string, std::int64_t>& counts) {
+  for (const Item& item : items) {
+    if (item.kind == kind) ++counts[name_of(item.state)];
+    count_states(item.below, kind, counts);
+  }
+}
+
+// States that a plan may choose, of trunks and of waves; the first is that of plenty, those of waves come by rising
+// time.
+inline constexpr ItemState::Member kKeep = ItemState::Member::keep, kRecompute = ItemState::Member::recompute,
+                                   kOffload = ItemState::Member::offload;
+inline constexpr ItemState kTrunkStates[] = {
+    {kKeep, kKeep, kKeep},          {kKeep, kKeep, kRecompute},       {kKeep, kKeep, kOffload},
+    {kKeep, kOffload, kOffload},    {kKeep, kOffload, kRecompute},    {kKeep, kRecompute, kRecompute},
+    {kOffload, kOffload, kOffload}, {kOffload, kOffload, kRecompute}, {kOffload, kRecompute, kRecompute}};
+inline constexpr ItemState kWaveStates[] = {
+    {kKeep, kKeep, kKeep}, {kKeep, kKeep, kRecompute}, {kKeep, kRecompute, kRecompute}};
+
+}  // namespace espalier

@@ -1,0 +1,137 @@
+// Which states a plan takes when memory is short: never a dearer mixture than a uniform one that fits, each trunk by
+// itself.
+#include "espalier/plan/state_choice.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <set>
+
+#include "espalier/base/error.h"
+#include "tests/unit/plan/shapes.h"
+
+namespace espalier {
+namespace {
+
+using testing::group_of;
+using testing::planned;
+
+ModelShape deep_shape() {
+  ModelShape shape = testing::tiny_shape();
+  shape.layers = 12, shape.hidden = 256, shape.inner = 768, shape.kv_heads = 1, shape.max_positions = 1 << 16;
+  shape.expert_layer.assign(12, 0);
+  return shape;
+}
+
+PlanOptions phased(std::int64_t rows, SavedState state) {
+  PlanOptions options;
+  options.schedule = Schedule::phased, options.token_budget = rows, options.trunk_state = state;
+  options.spill_room = std::numeric_limits<std::int64_t>::max();
+  options.must_fit = false;
+  return options;
+}
+
+void collect(const std::vector<PlanItem>& items, std::set<std::string>& trunks) {
+  for (const PlanItem& item : items) {
+    if (item.kind == ItemKind::trunk) trunks.insert(name_of(item.state));
+    collect(item.below, trunks);
+  }
+}
+
+TEST(StateChoice, TakesNeverMoreTimeThanAUniformStateThatFits) {
+  const ModelShape shape = deep_shape();
+  const std::vector<Rollout> batch = group_of(6000, 100, 4);
+  const auto plan_of = [&](SavedState state, std::int64_t budget) {
+    PlanOptions options = phased(8192, state);
+    options.memory_budget = budget;
+    return planned(batch, options, ShareMode::whole_trees, shape);
+  };
+  const std::int64_t keep = plan_of(SavedState::keep, 0).chosen.bytes.peak();
+  const std::int64_t constant = ActivationBytes(shape, DType::float32).constant();
+  std::set<std::string> states;
+  double before = 0;
+  int fitted = 0;
+  for (int part = 100; part >= 30; part -= 5) {
+    const std::int64_t budget = constant + (keep - constant) * part / 100;
+    const StepPlan chosen = plan_of(SavedState::automatic, budget);
+    if (!chosen.chosen.fits) break;
+    SCOPED_TRACE(text_of(part, " % of what is kept"));
+    EXPECT_LE(chosen.chosen.bytes.peak(), budget);
+    EXPECT_GE(chosen.chosen.seconds, before * 0.999) << "less memory, less time";
+    before = chosen.chosen.seconds;
+    for (const SavedState state : {SavedState::keep, SavedState::recompute, SavedState::offload})
+      if (const StepPlan uniform = plan_of(state, budget); uniform.chosen.fits) {
+        EXPECT_LE(chosen.chosen.seconds, uniform.chosen.seconds * (1 + 1e-12)) << name_of(state);
+      }
+    collect(chosen.items, states);
+    ++fitted;
+  }
+  EXPECT_GE(fitted, 8);
+  EXPECT_TRUE(states.contains("kept, gate and up recomputed")) << "a little less memory costs one product again";
+  EXPECT_GE(states.size(), 3u);
+}
+
+TEST(StateChoice, TrunksOfAChainTakeStatesOfTheirOwn) {
+  const ModelShape shape = deep_shape();
+  const std::vector<Rollout> batch = group_of(8000, 60, 2);
+  PlanOptions options = phased(1000, SavedState::automatic);
+  const std::int64_t most = planned(batch, options, ShareMode::whole_trees, shape).chosen.bytes.peak();
+  const std::int64_t constant = ActivationBytes(shape, DType::float32).constant();
+  std::size_t kinds = 0;
+  for (int part = 90; part >= 60; part -= 10) {
+    options.memory_budget = constant + (most - constant) * part / 100;
+    const StepPlan plan = planned(batch, options, ShareMode::whole_trees, shape);
+    ASSERT_TRUE(plan.chosen.fits);
+    std::set<std::string> states;
+    collect(plan.items, states);
+    kinds = std::max(kinds, states.size());
+    EXPECT_GE(plan.tried.size(), 2u);
+  }
+  EXPECT_GE(kinds, 2u) << "some trunks are kept, others not";
+}
+
+TEST(StateChoice, StoresNothingAwayWithoutRoom) {
+  const ModelShape shape = deep_shape();
+  const std::vector<Rollout> batch = group_of(6000, 100, 4);
+  PlanOptions options = phased(8192, SavedState::automatic);
+  options.spill_room = 0;
+  options.memory_budget = 1;
+  const StepPlan plan = planned(batch, options, ShareMode::whole_trees, shape);
+  EXPECT_EQ(plan.chosen.stored_bytes, 0);
+}
+
+TEST(StateChoice, WhatDoesNotFitIsToldWhatHoldsItBack) {
+  const ModelShape shape = deep_shape();
+  const std::vector<Rollout> batch = group_of(6000, 100, 4);
+  PlanOptions options = phased(8192, SavedState::keep);
+  options.wave_state = SavedState::keep;
+  const std::int64_t keep = planned(batch, options, ShareMode::whole_trees, shape).chosen.bytes.peak();
+  options.memory_budget = keep - (1 << 20);
+  StepPlan plan = planned(batch, options, ShareMode::whole_trees, shape);
+  EXPECT_FALSE(plan.chosen.fits);
+  EXPECT_EQ(plan.missing_bytes, 1 << 20);
+  EXPECT_NE(plan.remedy.find(text_of(keep, " bytes")), std::string::npos) << plan.remedy;
+  for (const char* word : {"--schedule auto", "--token-budget 0", "--trunk-state auto", "--wave-state auto", "it fits"})
+    EXPECT_NE(plan.remedy.find(word), std::string::npos) << plan.remedy;
+  // The least budget that would do is one that does.
+  options.memory_budget = ActivationBytes(shape, DType::float32).constant() + (20 << 20);
+  plan = planned(batch, options, ShareMode::whole_trees, shape);
+  const std::size_t at = plan.remedy.find("with which ");
+  ASSERT_NE(at, std::string::npos) << plan.remedy;
+  const std::size_t open = plan.remedy.find('(', at);
+  PlanOptions free;
+  free.memory_budget = std::stoll(plan.remedy.substr(open + 1));
+  free.spill_room = options.spill_room;
+  EXPECT_TRUE(planned(batch, free, ShareMode::whole_trees, shape).chosen.fits) << plan.remedy;
+}
+
+TEST(StateChoice, EveryStateThatAPlanMayChooseIsPossible) {
+  for (const ItemState state : kTrunkStates) EXPECT_TRUE(state.possible()) << name_of(state);
+  for (const ItemState state : kWaveStates) EXPECT_TRUE(state.possible() && !state.stores()) << name_of(state);
+  EXPECT_FALSE(ItemState(kOffload, kKeep, kOffload).possible());
+  EXPECT_FALSE(ItemState(kRecompute, kKeep, kKeep).possible());
+  EXPECT_FALSE(ItemState(kKeep, kRecompute, kKeep).possible());
+}
+
+}  // namespace
+}  // namespace espalier
