@@ -8,11 +8,14 @@ BUILD := build
 PYTHON_USED = $$(cat $(BUILD)/setup/python)
 GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix Makefiles"; fi)
 
-.PHONY: all setup setup-tests configure test demo bench wheel check gpu-check docs debug asan clean help
+# On a machine with a GPU's driver the CUDA library is a part of the program.
+CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
+
+.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check docs debug asan clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
-	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cli espalier_core
+	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cli espalier_core $(CUDA_TARGET)
 
 setup:
 	@tools/setup.sh program
@@ -29,6 +32,9 @@ configure: setup
 test: setup-tests configure  ## all tests that need no accelerator, C++ and Python
 	@cmake --build $(BUILD) --parallel $(JOBS)
 	@"$(PYTHON_USED)" tools/run_tests.py --build $(BUILD)
+
+cuda: setup configure  ## the library behind --device cuda, build/libespalier_cuda.so, where there is an nvcc
+	@cmake --build $(BUILD) --parallel $(JOBS) --target espalier_cuda
 
 demo: all  ## the main job on a small model made on the spot
 	@tools/demo.sh

@@ -19,6 +19,7 @@
 #include "cli/usage.h"
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
+#include "espalier/device/cuda_library.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/processors.h"
 #include "espalier/observe/progress_text.h"
@@ -68,11 +69,12 @@ void check_required(const Verb& verb, const Options& options) {
   }
 }
 
-// Planning needs no device: it may ask about machines that are not there.
-void check_device(const Verb& verb, const Options& options) {
-  if (verb.letter != 'p' && options.device == DeviceType::cuda)
-    throw DeviceError({"--device", "a device this program was built for (cpu)", "cuda",
-                       "the CUDA library is not part of this build; leave --device out"});
+// Binds the device of the run. Planning needs none: it may ask about machines that are not there.
+void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ranks) {
+  if (verb.letter == 'p' || options.device != DeviceType::cuda) return;
+  if (ranks.several())
+    throw UnsupportedError({"--device cuda", "one process", "several", "collectives run on processors so far"});
+  bind_device(open_cuda_device());
 }
 
 void resolve_options(Run& run, Progress& progress) {
@@ -106,8 +108,8 @@ void resolve_options(Run& run, Progress& progress) {
 
 void check_options(const Verb& verb, const Run& run, const std::vector<std::string>& words) {
   check_required(verb, run.options);
-  check_device(verb, run.options);
   run.ranks.check(verb, run.options, words);
+  bind_device_of(verb, run.options, run.ranks);
   if (run.ranks.talks()) check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
 }

@@ -41,6 +41,7 @@ step "include order" "$python" tools/check_includes.py
 step "faults of the mutation tests" "$python" tests/mutation/write_faulty_sources.py espalier
 step "sizes and names" "$python" tools/check_sizes.py
 step "documents" "$python" tools/check_docs.py
+step "registers of kernels" "$python" tools/ptxas_facts.py
 step "format" format
 TIDY=${TIDY-HEAD}
 if [ "$TIDY" = 0 ]; then

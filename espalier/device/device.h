@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 #include <vector>
 
@@ -28,6 +29,8 @@ class Device {
   virtual bool in_host_memory() const { return false; }
   // Returns when everything called so far has run.
   virtual void synchronize() = 0;
+  // Of its memory, what can still be taken.
+  virtual std::int64_t free_bytes() = 0;
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;
 

@@ -17,7 +17,6 @@
 #include "espalier/device/host_values.h"
 #include "espalier/generate/prompt_group.h"
 #include "espalier/objective/fused_head.h"
-#include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/plan/memory_model.h"
@@ -144,7 +143,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
-      kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : available_bytes() / 2),
+      kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
   check_settings(settings);
   for (const Prompt& prompt : prompts) check_prompt(decoder.shape(), prompt);

@@ -4,11 +4,11 @@
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
+#include "espalier/device/device.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/model_words.h"
 #include "espalier/loop/sampling.h"
 #include "espalier/measure/machine.h"
-#include "espalier/observe/memory.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
@@ -65,7 +65,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
   out.options = given;
   out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
-    out.options.memory_budget = text_of(std::max<std::int64_t>(available_bytes() / 10 * 9, 1 << 20), "B");
+    out.options.memory_budget = text_of(std::max<std::int64_t>(bound_device().free_bytes() / 10 * 9, 1 << 20), "B");
   CheckedRun checked = check_new_run(out.options, progress);
   out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);

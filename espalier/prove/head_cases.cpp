@@ -136,6 +136,7 @@ void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::
   };
   cases.push_back(score);
   OperationCase gradient{"logit_gradients", sizes, shared, {}, 0, terms * 4};
+  for (OperationCase::Argument& sum : gradient.arguments) sum.result = false;  // they are compared above
   for (int i = 0; i < 3; ++i) gradient.arguments.push_back(numbers(edges.edges, false));
   gradient.arguments.push_back({logits, Kind::sum, true});
   gradient.arguments.push_back({normal({edges.edges}, 62), Kind::fixed});
@@ -317,7 +318,8 @@ std::vector<OperationCase> attention_cases() {
   std::vector<OperationCase> cases;
   for (const AttentionSize& size : {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
                                     AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
-                                    AttentionSize{9, 3, 3, 1, 256, true}})
+                                    AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
+                                    AttentionSize{70, 65, 2, 2, 128, true}})
     add_attention_case(cases, size);
   return cases;
 }

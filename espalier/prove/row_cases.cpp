@@ -147,18 +147,18 @@ void add_sum_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::in
   for (const Kind kind : {Kind::activation, Kind::sum}) {
     const OperationCase::Argument into{normal({table, width}, 21), kind, true};
     const std::string which = sizes + (kind == Kind::sum ? ", sums" : "");
-    // The CPU rounds a bfloat16 sum at each addition, a GPU once: the answer is that in float64.
+    // The CPU rounds a bfloat16 sum at each addition, a GPU once.
     cases.push_back({"add_scatter",
                      which,
                      {{x}, {ids, Kind::fixed}, into},
                      [](const Ops& o, const Tensors& t) { o.add_scatter(t[0], t[1], t[2]); },
-                     kind == Kind::sum ? 0.0 : 1.0,
+                     kind == Kind::sum ? 0.0 : static_cast<double>(rows),
                      terms});
     cases.push_back({"add_look_up_backward",
                      which,
                      {{x}, {ids + 2, Kind::fixed}, into},
                      [](const Ops& o, const Tensors& t) { o.add_look_up_backward(t[0], t[1], 3, t[2]); },
-                     kind == Kind::sum ? 0.0 : 1.0,
+                     kind == Kind::sum ? 0.0 : static_cast<double>(rows),
                      terms});
   }
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "espalier/base/units.h"
+#include "espalier/device/device.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
 #include "espalier/parallel/agreement.h"
@@ -16,7 +17,7 @@
 namespace espalier {
 
 std::int64_t arena_limit(const Options& options) {
-  return options.memory_budget.empty() ? available_bytes() : parse_bytes(options.memory_budget, "--memory-budget");
+  return options.memory_budget.empty() ? bound_device().free_bytes() : parse_bytes(options.memory_budget, "--memory-budget");
 }
 
 namespace {

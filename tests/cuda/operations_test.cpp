@@ -47,6 +47,16 @@ TEST_P(EmulatedOperations, HaveTheSameBitsInEveryOrderOfThreads) {
     }
 }
 
+// The bounds are those of any device.
+TEST(TheCpuItself, GivesItsAnswersInFloat64) {
+  for (const OperationCase& each : all_operation_cases())
+    for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {
+      const OperationCheck check = check_operation(cpu_device(), each, dtype);
+      EXPECT_TRUE(check.pass()) << check.operation << ", " << check.sizes << ", " << name_of(dtype) << ": off by "
+                                << check.error << ", allowed " << check.allowed;
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Rows, EmulatedOperations, ::testing::Values(row_cases));
 INSTANTIATE_TEST_SUITE_P(Moving, EmulatedOperations, ::testing::Values(moving_cases));
 INSTANTIATE_TEST_SUITE_P(Products, EmulatedOperations, ::testing::Values(product_cases));

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "espalier/base/error.h"
+#include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/cpu/operations.h"
 
@@ -99,6 +100,8 @@ void GuardedDevice::synchronize() {
   }
   protect(PROT_NONE);
 }
+
+std::int64_t GuardedDevice::free_bytes() { return available_bytes(); }
 
 double GuardedDevice::seconds() {
   synchronize();

@@ -95,6 +95,7 @@ class SlowDevice : public Device {
   SlowDevice() : Device(slow_operations()) {}
   std::string_view name() const override { return "slow"; }
   void synchronize() override {}
+  std::int64_t free_bytes() override { return cpu_device().free_bytes(); }
   double seconds() override { return cpu_device().seconds(); }
   std::byte* reserve(std::int64_t bytes) override { return cpu_device().reserve(bytes); }
   void release(std::byte* memory, std::int64_t bytes) override { cpu_device().release(memory, bytes); }

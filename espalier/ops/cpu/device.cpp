@@ -8,6 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/device.h"
+#include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/cpu/operations.h"
 
@@ -21,6 +22,7 @@ class CpuDevice : public Device {
   bool in_host_memory() const override { return true; }
   std::string_view name() const override { return "cpu"; }
   void synchronize() override {}
+  std::int64_t free_bytes() override { return available_bytes(); }
   double seconds() override { return Timer::steady_seconds(); }
 
   std::byte* reserve(std::int64_t bytes) override {

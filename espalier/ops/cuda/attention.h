@@ -21,6 +21,17 @@ void add_plain_attention_backward(const attention::Shape& shape, const attention
                                   attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
                                   attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
 
+// On tensor cores: heads of 64 and 128 elements whose rows stand at multiples of 16 bytes. Weights and slopes are
+// rounded to bfloat16 as factors of the second products, sums are in float32.
+bool takes_tiles(const attention::Shape& shape, const attention::Inputs<bfloat16>& in);
+void tiled_attention(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
+                     attention::Rows<bfloat16> out, float* lse_HQ);
+// grad_out stands as `in` does.
+void add_tiled_attention_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
+                                  attention::Rows<const bfloat16> out, const float* lse_HQ,
+                                  attention::Rows<const bfloat16> grad_out,
+                                  const attention::Gradients<bfloat16>& grads);
+
 // delta_hq = dO_q . out_q of each head.
 template <class T>
 void attention_delta(const attention::Shape& shape, attention::Rows<const T> out, attention::Rows<const T> grad_out,

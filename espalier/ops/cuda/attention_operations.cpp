@@ -40,7 +40,18 @@ attention::Inputs<T> inputs_of(const AttentionProblem& p) {
           rows_of<const T>(p.path_k_P), rows_of<const T>(p.path_v_P)};
 }
 
+// Whether rows of bfloat16 stand at multiples of 16 bytes.
+bool in_pieces(const at::Tensor& x) {
+  return x.stride(0) % 8 == 0 && reinterpret_cast<std::uintptr_t>(x.data_ptr()) % 16 == 0;
+}
+
 void attention_rows(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
+  if (out.scalar_type() == at::kBFloat16) {
+    const attention::Shape shape = shape_of(problem);
+    const attention::Inputs<bfloat16> in = inputs_of<bfloat16>(problem);
+    if (takes_tiles(shape, in) && in_pieces(out))
+      return tiled_attention(shape, in, rows_of<bfloat16>(out), pointer<float>(lse));
+  }
   dispatch(out.scalar_type(), [&]<class T>() {
     plain_attention<T>(shape_of(problem), inputs_of<T>(problem), rows_of<T>(out), pointer<accumulator_t<T>>(lse));
   });
@@ -50,11 +61,16 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
                                  const at::Tensor& grad_out, const AttentionGradients& gradients) {
   dispatch(out.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
+    const attention::Shape shape = shape_of(problem);
+    const attention::Inputs<T> in = inputs_of<T>(problem);
     const attention::Gradients<T> to{rows_of<T>(gradients.q_Q), rows_of<A>(gradients.own_k_T),
                                      rows_of<A>(gradients.own_v_T), rows_of<A>(gradients.path_k_P),
                                      rows_of<A>(gradients.path_v_P)};
-    add_plain_attention_backward<T>(shape_of(problem), inputs_of<T>(problem), rows_of<const T>(out), pointer<A>(lse),
-                                    rows_of<const T>(grad_out), to);
+    if constexpr (std::is_same_v<T, bfloat16>)
+      if (takes_tiles(shape, in) && in_pieces(grad_out) && in_pieces(gradients.q_Q))
+        return add_tiled_attention_backward(shape, in, rows_of<const T>(out), pointer<A>(lse),
+                                            rows_of<const T>(grad_out), to);
+    add_plain_attention_backward<T>(shape, in, rows_of<const T>(out), pointer<A>(lse), rows_of<const T>(grad_out), to);
   });
 }
 

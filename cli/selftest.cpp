@@ -1,0 +1,79 @@
+// `selftest`: every operation of the device against the CPU's answer in float64, and that it gives the same bits twice.
+#include <algorithm>
+#include <iomanip>
+#include <map>
+#include <sstream>
+
+#include "cli/verbs.h"
+#include "espalier/device/device.h"
+#include "espalier/prove/operation_check.h"
+
+namespace espalier::cli {
+namespace {
+
+constexpr int kFailed = 6;  // the exit code of a failed verification
+
+struct Tally {
+  std::int64_t cases = 0, failed = 0;
+  double worst = 0;  // error in parts of what is allowed
+};
+
+std::string text_of_check(const OperationCheck& check) {
+  std::ostringstream out;
+  out << check.operation << " (" << check.sizes << ", " << name_of(check.dtype) << "): ";
+  if (!check.same_bits) out << "other bits the second time; ";
+  out << "off by " << std::setprecision(2) << check.error << ", allowed " << check.allowed;
+  return out.str();
+}
+
+Json json_of(const OperationCheck& check) {
+  return {{"operation", check.operation}, {"sizes", check.sizes},     {"dtype", name_of(check.dtype)},
+          {"error", check.error},         {"allowed", check.allowed}, {"same_bits", check.same_bits},
+          {"pass", check.pass()}};
+}
+
+void print_table(std::ostream& out, const std::map<std::string, Tally>& tallies) {
+  out << std::left << std::setw(42) << "operation" << std::right << std::setw(7) << "checks" << std::setw(8) << "failed"
+      << std::setw(22) << "worst error/allowed" << '\n';
+  for (const auto& [operation, tally] : tallies)
+    out << std::left << std::setw(42) << operation << std::right << std::setw(7) << tally.cases << std::setw(8)
+        << tally.failed << std::setw(22) << std::setprecision(2) << std::fixed << tally.worst << '\n';
+}
+
+}  // namespace
+
+int run_selftest(Context& context) {
+  Device& device = bound_device();
+  const std::vector<OperationCase> cases = all_operation_cases();
+  std::map<std::string, Tally> tallies;
+  Json checks = Json::array();
+  std::vector<std::string> failures;
+  const double start = device.seconds();
+  std::int64_t done = 0;
+  context.progress.begin("operations", static_cast<std::int64_t>(cases.size()), "cases");
+  for (const OperationCase& each : cases) {
+    for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {
+      const OperationCheck check = check_operation(device, each, dtype);
+      Tally& tally = tallies[check.operation];
+      ++tally.cases;
+      tally.failed += check.pass() ? 0 : 1;
+      if (check.error > 0) tally.worst = std::max(tally.worst, check.error / check.allowed);
+      if (!check.pass()) failures.push_back(text_of_check(check));
+      checks.push_back(json_of(check));
+    }
+    context.progress.advance_to(++done);
+  }
+  context.progress.end();
+  const double seconds = device.seconds() - start;
+  context.result["verdict"] = failures.empty() ? "pass" : "fail";
+  context.result["checks"] = checks;
+  context.result["self_test_seconds"] = seconds;
+  print_table(context.text, tallies);
+  for (const std::string& failure : failures) context.text << "  " << failure << '\n';
+  context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
+               << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)
+               << seconds << " s\n";
+  return failures.empty() ? 0 : kFailed;
+}
+
+}  // namespace espalier::cli

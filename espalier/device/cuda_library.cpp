@@ -1,0 +1,32 @@
+#include "espalier/device/cuda_library.h"
+
+#include <dlfcn.h>
+
+#include <filesystem>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+
+Device& open_cuda_device(int index) {
+  std::error_code unreadable;
+  const auto library =
+      std::filesystem::read_symlink("/proc/self/exe", unreadable).parent_path() / "libespalier_cuda.so";
+  if (!std::filesystem::exists(library, unreadable))
+    throw DeviceError({"--device cuda", "the CUDA library of this build, " + library.string(), "no such file",
+                       "leave --device out, or build with a CUDA toolkit: make cuda"});
+  void* const opened = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (opened == nullptr)
+    throw DeviceError({"--device cuda", "a CUDA library that can be opened", dlerror(),
+                       "leave --device out, or install what is missing (tools/requirements-cuda-libraries.txt)"});
+  auto* const open = reinterpret_cast<OpenCudaDevice*>(dlsym(opened, kOpenCudaDevice));
+  std::string problem;
+  Device* const device = open == nullptr ? nullptr : open(index, &problem);
+  if (device == nullptr)
+    throw DeviceError({"--device cuda", "a GPU with CUDA 13 and its driver",
+                       open == nullptr ? library.string() + " of another version" : problem,
+                       "leave --device out, or run where nvidia-smi shows a GPU"});
+  return *device;
+}
+
+}  // namespace espalier

@@ -1,0 +1,442 @@
+// Attention of bfloat16 on tensor cores: tiles of 64 queries (or keys) stay in registers while tiles of their partners
+// pass through two buffers in shared memory, one being fetched while the other is multiplied. S is made twice in the
+// backward, once for the gradients of keys and values and once for those of queries, so that each sum has one owner:
+// no atomics, and the same bits each time.
+#include "espalier/ops/cuda/attention.h"
+#include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/tiles.h"
+
+namespace espalier::cuda {
+namespace {
+
+// For each tile of own keys the last end of its subtrees: no query row from there on sees a key of it.
+__global__ void __launch_bounds__(kTileKeys)
+    tile_end_kernel(std::int64_t own_rows, const std::int32_t* subtree_end, std::int32_t* tile_end) {
+  ESPALIER_SHARED(std::int32_t[kTileKeys], ends);
+  const std::int64_t row = grid_thread();
+  ends[threadIdx.x] = row < own_rows ? subtree_end[row] : 0;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  std::int32_t last = 0;
+  for (int i = 0; i < kTileKeys; ++i) last = ends[i] > last ? ends[i] : last;
+  tile_end[blockIdx.x] = last;
+}
+
+// The tiles of keys that 64 query rows meet: all of the path, then those of the own rows with a key that one sees.
+struct KeyTiles {
+  std::int64_t of_path, all, first_row;
+  const std::int32_t* tile_end;
+  int keys;  // of a tile
+
+  __device__ __forceinline__ bool seen(std::int64_t n) const {
+    return n < of_path || tile_end[(n - of_path) * keys / kTileKeys] > first_row;
+  }
+  __device__ __forceinline__ std::int64_t from(std::int64_t n) const {
+    while (n < all && !seen(n)) ++n;
+    return n;
+  }
+};
+__device__ __forceinline__ KeyTiles key_tiles(const Shape& shape, std::int64_t first_query, int keys,
+                                              const std::int32_t* tile_end) {
+  const std::int64_t end = first_query + 64 < shape.query_rows ? first_query + 64 : shape.query_rows;
+  const std::int64_t of_path = (shape.path_rows + keys - 1) / keys;
+  return {of_path, of_path + own_row_of(shape, end - 1) / keys + 1, own_row_of(shape, first_query), tile_end, keys};
+}
+
+// Whether the query at own row `row` sees key number `key` of a region; `end` is the key's subtree's.
+__device__ __forceinline__ bool sees(bool path, std::int64_t key, std::int64_t path_rows, std::int64_t row,
+                                     std::int64_t end) {
+  return path ? key < path_rows : key <= row && row < end;
+}
+
+template <int D>
+__global__ void __launch_bounds__(kTileThreads)
+    forward_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end, Rows<bfloat16> out,
+                         float* lse_HQ) {
+  constexpr int kKeys = 64, kSteps = D / 16;
+  bfloat16* const memory = dynamic_shared<bfloat16>();  // two buffers of k, v [64][D]; the queries begin in the second
+  const auto tile = [&](int buffer, int which) { return memory + (buffer * 2 + which) * kKeys * D; };
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
+            t = lane % 4;
+  const std::int64_t first_query = static_cast<std::int64_t>(blockIdx.x) * 64, head = blockIdx.y;
+  const std::int64_t kv_head = head / (shape.heads / shape.kv_heads);
+  const KeyTiles tiles = key_tiles(shape, first_query, kKeys, tile_end);
+  const auto fetch = [&](std::int64_t n, int buffer) {
+    const bool path = n < tiles.of_path;
+    const std::int64_t first = (path ? n : n - tiles.of_path) * kKeys, rows = path ? shape.path_rows : shape.own_rows;
+    fetch_tile<D, kKeys>(tile(buffer, 0), (path ? in.path_k.data : in.own_k.data) + kv_head * D,
+                         path ? in.path_k.stride : in.own_k.stride, first, rows);
+    fetch_tile<D, kKeys>(tile(buffer, 1), (path ? in.path_v.data : in.own_v.data) + kv_head * D,
+                         path ? in.path_v.stride : in.own_v.stride, first, rows);
+  };
+  fetch_tile<D, 64>(tile(1, 0), in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
+  cp_async_commit();
+  std::int64_t n = tiles.from(0);
+  fetch(n, 0);
+  cp_async_commit();
+  cp_async_wait<1>();
+  __syncthreads();
+  unsigned fq[kSteps][4];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+    ldmatrix_x4<false>(fq[s], piece_at<D>(tile(1, 0), warp * 16 + lane % 16, s * 2 + lane / 16));
+  __syncthreads();  // the queries are read: their place is free for keys
+
+  std::int64_t row[2];  // own rows of the two query rows of this lane
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t query = first_query + warp * 16 + g + 8 * r;
+    row[r] = own_row_of(shape, query < shape.query_rows ? query : shape.query_rows - 1);
+  }
+  float acc[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  const float to_log2 = static_cast<float>(shape.scale) * kLog2E;
+  for (int buffer = 0; n < tiles.all; buffer ^= 1) {
+    const std::int64_t next = tiles.from(n + 1);
+    if (next < tiles.all) fetch(next, buffer ^ 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    const bool path = n < tiles.of_path;
+    const std::int64_t first = (path ? n : n - tiles.of_path) * kKeys;
+    float s[kKeys / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j) {
+        unsigned b[4];  // keys 16 j + 0..7 in b0 b1, the next eight in b2 b3
+        ldmatrix_x4<false>(b, piece_at<D>(tile(buffer, 0), j * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+        mma_16816(s[2 * j], fq[k], b[0], b[1]);
+        mma_16816(s[2 * j + 1], fq[k], b[2], b[3]);
+      }
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const std::int64_t key = first + j * 8 + 2 * t + c;
+        const std::int64_t end = !path && key < shape.own_rows ? shape.subtree_end[key] : 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          s[j][2 * r + c] = sees(path, key, shape.path_rows, row[r], end) ? s[j][2 * r + c] * to_log2 : -INFINITY;
+      }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = top[r];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) high = fmaxf(high, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2) high = fmaxf(high, __shfl_xor_sync(kWholeWarp, high, lanes));
+      const float base = high == -INFINITY ? 0.f : high, less = exp2_approximate(top[r] - base);
+      top[r] = high;
+      sum[r] *= less;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) acc[j][2 * r] *= less, acc[j][2 * r + 1] *= less;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          s[j][2 * r + c] = exp2_approximate(s[j][2 * r + c] - base);
+          sum[r] += s[j][2 * r + c];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {  // the result of two blocks of keys is the left factor of 16 keys
+      const unsigned a[4] = {packed(s[2 * k][0], s[2 * k][1]), packed(s[2 * k][2], s[2 * k][3]),
+                             packed(s[2 * k + 1][0], s[2 * k + 1][1]), packed(s[2 * k + 1][2], s[2 * k + 1][3])};
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j) {
+        unsigned b[4];
+        ldmatrix_x4<true>(b, piece_at<D>(tile(buffer, 1), k * 16 + lane % 16, j * 2 + lane / 16));
+        mma_16816(acc[2 * j], a, b[0], b[1]);
+        mma_16816(acc[2 * j + 1], a, b[2], b[3]);
+      }
+    }
+    __syncthreads();  // the buffer is free
+    n = next;
+  }
+  cp_async_wait<0>();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) sum[r] += __shfl_xor_sync(kWholeWarp, sum[r], lanes);
+    const std::int64_t query = first_query + warp * 16 + g + 8 * r;
+    if (query >= shape.query_rows) continue;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<unsigned*>(out.data + query * out.stride + head * D + j * 8 + 2 * t) =
+          packed(acc[j][2 * r] / sum[r], acc[j][2 * r + 1] / sum[r]);
+    if (t == 0) lse_HQ[head * shape.query_rows + query] = (top[r] + log2f(sum[r])) * kLn2;
+  }
+}
+
+// Probabilities and slopes of 64 rows of one side (`here`, in a and its partner) against kOthers of the other: with
+// S = x y^T and P = grad_x' y'^T in their fragments.
+template <int D, int kOthers>
+__device__ __forceinline__ void two_products(bfloat16* here_a, bfloat16* here_b, bfloat16* there_a, bfloat16* there_b,
+                                             int warp, int lane, float (&s)[kOthers / 8][4],
+                                             float (&p)[kOthers / 8][4]) {
+#pragma unroll
+  for (int c = 0; c < D / 16; ++c) {
+    unsigned fa[4], fb[4];
+    ldmatrix_x4<false>(fa, piece_at<D>(here_a, warp * 16 + lane % 16, c * 2 + lane / 16));
+    ldmatrix_x4<false>(fb, piece_at<D>(here_b, warp * 16 + lane % 16, c * 2 + lane / 16));
+#pragma unroll
+    for (int j = 0; j < kOthers / 16; ++j) {
+      const int row = j * 16 + lane / 16 * 8 + lane % 8, piece = c * 2 + lane / 8 % 2;
+      unsigned b[4];
+      ldmatrix_x4<false>(b, piece_at<D>(there_a, row, piece));
+      mma_16816(s[2 * j], fa, b[0], b[1]);
+      mma_16816(s[2 * j + 1], fa, b[2], b[3]);
+      ldmatrix_x4<false>(b, piece_at<D>(there_b, row, piece));
+      mma_16816(p[2 * j], fb, b[0], b[1]);
+      mma_16816(p[2 * j + 1], fb, b[2], b[3]);
+    }
+  }
+}
+
+// acc += x y, x [64, kOthers] in the fragments of a product's result, y [kOthers, D] in a tile.
+template <int D, int kOthers>
+__device__ __forceinline__ void add_product(const float (&x)[kOthers / 8][4], bfloat16* y, int lane,
+                                            float (&acc)[D / 8][4]) {
+#pragma unroll
+  for (int k = 0; k < kOthers / 16; ++k) {
+    const unsigned a[4] = {packed(x[2 * k][0], x[2 * k][1]), packed(x[2 * k][2], x[2 * k][3]),
+                           packed(x[2 * k + 1][0], x[2 * k + 1][1]), packed(x[2 * k + 1][2], x[2 * k + 1][3])};
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {
+      unsigned b[4];
+      ldmatrix_x4<true>(b, piece_at<D>(y, k * 16 + lane % 16, j * 2 + lane / 16));
+      mma_16816(acc[2 * j], a, b[0], b[1]);
+      mma_16816(acc[2 * j + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+constexpr int kPassing = 32;  // rows of the side that passes by in the backward
+
+// Gradients of 64 keys and values of a key/value head, of the path or of the own rows; added to.
+template <int D, bool kPath>
+__global__ void __launch_bounds__(kTileThreads)
+    backward_keys_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
+                               Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
+                               Rows<float> grad_k, Rows<float> grad_v) {
+  bfloat16* const memory = dynamic_shared<bfloat16>();  // k, v [64][D]; two buffers of q, dO [32][D]
+  bfloat16 *const tile_k = memory, *const tile_v = memory + 64 * D;
+  const auto tile = [&](int buffer, int which) { return memory + (4 + buffer * 2 + which) * kPassing * D; };
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
+            t = lane % 4;
+  const std::int64_t first_key = static_cast<std::int64_t>(blockIdx.x) * 64, kv_head = blockIdx.y;
+  const std::int64_t keys = kPath ? shape.path_rows : shape.own_rows, group = shape.heads / shape.kv_heads;
+  const Rows<const bfloat16> k = kPath ? in.path_k : in.own_k, v = kPath ? in.path_v : in.own_v;
+  fetch_tile<D, 64>(tile_k, k.data + kv_head * D, k.stride, first_key, keys);
+  fetch_tile<D, 64>(tile_v, v.data + kv_head * D, v.stride, first_key, keys);
+  // Query rows ascend: those that see one of the keys are in one run of tiles.
+  std::int64_t first_tile = 0, last_tile = (shape.query_rows + kPassing - 1) / kPassing;
+  if (!kPath) {
+    const auto last_row = [&](std::int64_t n) {
+      const std::int64_t end = (n + 1) * kPassing < shape.query_rows ? (n + 1) * kPassing : shape.query_rows;
+      return own_row_of(shape, end - 1);
+    };
+    while (first_tile < last_tile && last_row(first_tile) < first_key) ++first_tile;
+    while (first_tile < last_tile && own_row_of(shape, (last_tile - 1) * kPassing) >= tile_end[blockIdx.x]) --last_tile;
+  }
+  const std::int64_t per_head = last_tile - first_tile, passes = per_head * group;
+  const auto head_of = [&](std::int64_t n) { return kv_head * group + n / per_head; };
+  const auto query_of = [&](std::int64_t n) { return (first_tile + n % per_head) * kPassing; };
+  const auto fetch = [&](std::int64_t n) {
+    const int buffer = static_cast<int>(n % 2);
+    fetch_tile<D, kPassing>(tile(buffer, 0), in.q.data + head_of(n) * D, in.q.stride, query_of(n), shape.query_rows);
+    fetch_tile<D, kPassing>(tile(buffer, 1), grad_out.data + head_of(n) * D, grad_out.stride, query_of(n),
+                            shape.query_rows);
+  };
+  if (passes > 0) fetch(0);
+  cp_async_commit();
+  std::int64_t end[2];  // of the subtrees of the two keys of this lane
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t key = first_key + warp * 16 + g + 8 * r;
+    end[r] = !kPath && key < keys ? shape.subtree_end[key] : 0;
+  }
+  float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+  const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
+  for (std::int64_t n = 0; n < passes; ++n) {
+    const int buffer = static_cast<int>(n % 2);
+    if (n + 1 < passes) fetch(n + 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    float s[kPassing / 8][4] = {}, dp[kPassing / 8][4] = {};
+    two_products<D, kPassing>(tile_k, tile_v, tile(buffer, 0), tile(buffer, 1), warp, lane, s, dp);
+    const std::int64_t of_head = head_of(n) * shape.query_rows;
+#pragma unroll
+    for (int j = 0; j < kPassing / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const std::int64_t query = query_of(n) + j * 8 + 2 * t + c;
+        const bool inside = query < shape.query_rows;
+        const float lse = inside ? lse_HQ[of_head + query] * kLog2E : 0.f,
+                    delta = inside ? delta_HQ[of_head + query] : 0.f;
+        const std::int64_t row = inside ? own_row_of(shape, query) : 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const std::int64_t key = first_key + warp * 16 + g + 8 * r;
+          const bool seen = inside && sees(kPath, key, keys, row, end[r]);
+          const float p = seen ? exp2_approximate(s[j][2 * r + c] * to_log2 - lse) : 0.f;
+          s[j][2 * r + c] = p;
+          dp[j][2 * r + c] = p * (dp[j][2 * r + c] - delta);
+        }
+      }
+    add_product<D, kPassing>(s, tile(buffer, 1), lane, dv);
+    add_product<D, kPassing>(dp, tile(buffer, 0), lane, dk);
+    __syncthreads();  // the buffer is free
+  }
+  cp_async_wait<0>();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t key = first_key + warp * 16 + g + 8 * r;
+    if (key >= keys) continue;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const std::int64_t column = kv_head * D + j * 8 + 2 * t + c;
+        grad_k.data[key * grad_k.stride + column] += scale * dk[j][2 * r + c];
+        grad_v.data[key * grad_v.stride + column] += dv[j][2 * r + c];
+      }
+  }
+}
+
+// Gradients of 64 query rows of a head; overwritten.
+template <int D>
+__global__ void __launch_bounds__(kTileThreads)
+    backward_queries_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
+                                  Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
+                                  Rows<bfloat16> grad_q) {
+  bfloat16* const memory = dynamic_shared<bfloat16>();  // q, dO [64][D]; two buffers of k, v [32][D]
+  bfloat16 *const tile_q = memory, *const tile_g = memory + 64 * D;
+  const auto tile = [&](int buffer, int which) { return memory + (4 + buffer * 2 + which) * kPassing * D; };
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
+            t = lane % 4;
+  const std::int64_t first_query = static_cast<std::int64_t>(blockIdx.x) * 64, head = blockIdx.y;
+  const std::int64_t kv_head = head / (shape.heads / shape.kv_heads);
+  const KeyTiles tiles = key_tiles(shape, first_query, kPassing, tile_end);
+  const auto fetch = [&](std::int64_t n, int buffer) {
+    const bool path = n < tiles.of_path;
+    const std::int64_t first = (path ? n : n - tiles.of_path) * kPassing,
+                       rows = path ? shape.path_rows : shape.own_rows;
+    fetch_tile<D, kPassing>(tile(buffer, 0), (path ? in.path_k.data : in.own_k.data) + kv_head * D,
+                            path ? in.path_k.stride : in.own_k.stride, first, rows);
+    fetch_tile<D, kPassing>(tile(buffer, 1), (path ? in.path_v.data : in.own_v.data) + kv_head * D,
+                            path ? in.path_v.stride : in.own_v.stride, first, rows);
+  };
+  fetch_tile<D, 64>(tile_q, in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
+  fetch_tile<D, 64>(tile_g, grad_out.data + head * D, grad_out.stride, first_query, shape.query_rows);
+  std::int64_t n = tiles.from(0);
+  fetch(n, 0);
+  cp_async_commit();
+  std::int64_t row[2];
+  float lse[2], delta[2], dq[D / 8][4] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t wanted = first_query + warp * 16 + g + 8 * r;
+    const std::int64_t query = wanted < shape.query_rows ? wanted : shape.query_rows - 1;
+    row[r] = own_row_of(shape, query);
+    lse[r] = lse_HQ[head * shape.query_rows + query] * kLog2E;
+    delta[r] = delta_HQ[head * shape.query_rows + query];
+  }
+  const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
+  for (int buffer = 0; n < tiles.all; buffer ^= 1) {
+    const std::int64_t next = tiles.from(n + 1);
+    if (next < tiles.all) fetch(next, buffer ^ 1);
+    cp_async_commit();
+    cp_async_wait<1>();
+    __syncthreads();
+    const bool path = n < tiles.of_path;
+    const std::int64_t first = (path ? n : n - tiles.of_path) * kPassing;
+    float s[kPassing / 8][4] = {}, dp[kPassing / 8][4] = {};
+    two_products<D, kPassing>(tile_q, tile_g, tile(buffer, 0), tile(buffer, 1), warp, lane, s, dp);
+#pragma unroll
+    for (int j = 0; j < kPassing / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const std::int64_t key = first + j * 8 + 2 * t + c;
+        const std::int64_t end = !path && key < shape.own_rows ? shape.subtree_end[key] : 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const bool seen = sees(path, key, shape.path_rows, row[r], end);
+          const float p = seen ? exp2_approximate(s[j][2 * r + c] * to_log2 - lse[r]) : 0.f;
+          s[j][2 * r + c] = p * (dp[j][2 * r + c] - delta[r]);
+        }
+      }
+    add_product<D, kPassing>(s, tile(buffer, 0), lane, dq);
+    __syncthreads();  // the buffer is free
+    n = next;
+  }
+  cp_async_wait<0>();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t query = first_query + warp * 16 + g + 8 * r;
+    if (query >= shape.query_rows) continue;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<unsigned*>(grad_q.data + query * grad_q.stride + head * D + j * 8 + 2 * t) =
+          packed(scale * dq[j][2 * r], scale * dq[j][2 * r + 1]);
+  }
+}
+
+template <class T>
+bool whole_pieces(const Rows<T>& rows) {
+  return aligned_16(rows.data) && rows.stride % 8 == 0;
+}
+
+template <class Body>
+void with_head_dim(const Shape& shape, Body&& body) {
+  shape.head_dim == 64 ? body.template operator()<64>() : body.template operator()<128>();
+}
+
+class TileEnds {
+ public:
+  explicit TileEnds(const Shape& shape) : memory_(ceil_div(shape.own_rows, kTileKeys)) {
+    launch(tile_end_kernel, {ceil_div(shape.own_rows, kTileKeys)}, kTileKeys, 0, shape.own_rows, shape.subtree_end,
+           memory_.get());
+  }
+  const std::int32_t* get() const { return memory_.get(); }
+
+ private:
+  Scratch<std::int32_t> memory_;
+};
+
+constexpr std::int64_t kMostHeads = 65535;  // of a grid's second dimension
+
+}  // namespace
+
+bool takes_tiles(const Shape& shape, const attention::Inputs<bfloat16>& in) {
+  return (shape.head_dim == 64 || shape.head_dim == 128) && shape.heads <= kMostHeads && whole_pieces(in.q) &&
+         whole_pieces(in.own_k) && whole_pieces(in.own_v) && whole_pieces(in.path_k) && whole_pieces(in.path_v);
+}
+
+void tiled_attention(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<bfloat16> out, float* lse_HQ) {
+  const TileEnds ends(shape);
+  with_head_dim(shape, [&]<int D>() {
+    launch(forward_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, 4 * 64 * D * 2, shape,
+           in, ends.get(), out, lse_HQ);
+  });
+}
+
+void add_tiled_attention_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<const bfloat16> out,
+                                  const float* lse_HQ, Rows<const bfloat16> grad_out,
+                                  const attention::Gradients<bfloat16>& grads) {
+  const TileEnds ends(shape);
+  const Scratch<float> delta(shape.heads * shape.query_rows);
+  attention_delta(shape, out, grad_out, delta.get());
+  with_head_dim(shape, [&]<int D>() {
+    constexpr std::int64_t kBytes = (2 * 64 + 4 * kPassing) * D * 2;
+    launch(backward_queries_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, kBytes, shape,
+           in, ends.get(), grad_out, lse_HQ, delta.get(), grads.q);
+    launch(backward_keys_tiles_kernel<D, true>, {ceil_div(shape.path_rows, 64), shape.kv_heads}, kTileThreads, kBytes,
+           shape, in, ends.get(), grad_out, lse_HQ, delta.get(), grads.path_k, grads.path_v);
+    launch(backward_keys_tiles_kernel<D, false>, {ceil_div(shape.own_rows, 64), shape.kv_heads}, kTileThreads, kBytes,
+           shape, in, ends.get(), grad_out, lse_HQ, delta.get(), grads.own_k, grads.own_v);
+  });
+}
+
+}  // namespace espalier::cuda

@@ -1,0 +1,41 @@
+// Tiles of rows of one head in shared memory, and what the tiled attention kernels share.
+//
+// Rows of a tile are D elements; their pieces of 16 bytes are stored in another order in each row of eight, so that
+// ldmatrix, which reads the same piece of eight rows at a time, meets each bank once.
+#pragma once
+
+#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cuda/ptx.h"
+
+namespace espalier::cuda {
+
+constexpr int kTileThreads = 128;  // four warps
+constexpr int kTileKeys = 64;      // own keys whose subtree ends are summed up in tile_end
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+
+using attention::Rows;
+using attention::Shape;
+
+template <int D>
+__device__ __forceinline__ bfloat16* piece_at(bfloat16* tile, int row, int piece) {
+  return tile + row * D + (piece ^ (row & 7)) * 8;
+}
+
+// Begins the copies of rows [first, first + kRows) of a head; those from `rows` on are zeros.
+template <int D, int kRows>
+__device__ __forceinline__ void fetch_tile(bfloat16* tile, const bfloat16* data, std::int64_t stride,
+                                           std::int64_t first, std::int64_t rows) {
+  constexpr int kPieces = D / 8;
+#pragma unroll
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kTileThreads) {
+    const int r = i / kPieces, p = i % kPieces;
+    const bool inside = first + r < rows;
+    cp_async_16(piece_at<D>(tile, r, p), data + (inside ? (first + r) * stride : 0) + p * 8, inside);
+  }
+}
+
+__device__ __forceinline__ std::int64_t own_row_of(const Shape& shape, std::int64_t query) {
+  return shape.query_row != nullptr ? shape.query_row[query] : query;
+}
+
+}  // namespace espalier::cuda
