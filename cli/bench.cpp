@@ -87,7 +87,7 @@ void print_cell(std::ostream& out, const BenchCell& cell) {
 
 int run_bench(Context& context) {
   context.result["cells"] = Json::array();
-  bench(context.options, context.progress, [&](const BenchCell& cell) {
+  const auto print = [&](const BenchCell& cell) {
     context.progress.end();  // takes the bar away; the next report draws it again
     if (context.result["cells"].empty()) print_header(context.text);  // not before an error
     print_cell(context.text, cell);
@@ -97,7 +97,8 @@ int run_bench(Context& context) {
         print_profile(context.text, *profile);
       }
     context.result["cells"].push_back(cell_json(cell));
-  });
+  };
+  bench(context.options, context.progress, print, context.mesh);
   return 0;
 }
 

@@ -24,7 +24,7 @@ std::string fixed(double value) {
 }  // namespace
 
 int run_generate(Context& context) {
-  const GeneratedRecords records = generate_records(context.options, context.progress);
+  const GeneratedRecords records = generate_records(context.options, context.progress, context.mesh);
   const GenerateReport& r = records.report;
   const double mean = rate(r.response_tokens, static_cast<double>(r.responses));
   context.result["prompts"] = r.prompts;

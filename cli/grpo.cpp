@@ -127,12 +127,13 @@ int run_grpo(Context& context) {
   RunText text(context.text, context.options.show);
   context.result["steps"] = Json::array();
   context.result["evaluations"] = Json::array();
-  const GrpoReport report = grpo(context.options, context.progress, [&](const Json& line) {
+  const auto on_line = [&](const Json& line) {
     context.progress.end();  // takes the bar away; the next report draws it again
     text.print(line);
     if (line["kind"] == "step") context.result["steps"].push_back(without_kind(line));
     if (line["kind"] == "evaluation") context.result["evaluations"].push_back(without_kind(line));
-  });
+  };
+  const GrpoReport report = grpo(context.options, context.progress, on_line, context.mesh);
   const std::string run = report.run.string();
   context.result["run"] = run;
   context.result["steps_done"] = report.steps;

@@ -13,9 +13,10 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/measure/machine.h"
+#include "espalier/plan/layout_search.h"
 #include "espalier/plan/planned_machine.h"
 #include "espalier/plan/planner.h"
-#include "espalier/plan/rank_report.h"
+#include "espalier/plan/rank_layout.h"
 #include "espalier/plan/recorded_experts_fit.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
@@ -177,30 +178,63 @@ Shortage shortage_of(const std::vector<StepPlan>& plans) {
   return worst == plans.end() ? Shortage{} : Shortage{worst->missing_bytes, worst->remedy};
 }
 
-// The shortage of one process of the layout, where degrees are given; `budget`: bytes of one process, 0: unlimited.
-std::optional<Shortage> report_ranks(Context& context, const std::vector<StepPlan>& plans, const ModelShape& shape,
-                                     const PlanOptions& options, std::int64_t budget, const MachineProfile& profile) {
-  const Degrees degrees = degrees_of(context.options);
-  if (degrees.ranks() == 1 && degrees.ep == 1) return std::nullopt;
-  const auto longest = std::max_element(plans.begin(), plans.end(), [](const StepPlan& a, const StepPlan& b) {
-    return a.chosen.seconds < b.chosen.seconds;
-  });
-  if (longest == plans.end()) return std::nullopt;
-  RankReport report = rank_report(*longest, shape, options.dtype, degrees, profile, options.kind);
-  const std::int64_t missing = budget == 0 ? 0 : std::max<std::int64_t>(0, report.cost.bytes.peak() - budget);
-  report.cost.fits = missing == 0;
-  context.result["rank"] = to_json(report);
-  context.text << "\nOne process of the layout, in step " << longest - plans.begin() + 1 << ":\n" << explain(report);
-  return Shortage{missing, missing == 0 ? "" : "Take larger degrees, or machines with more memory"};
+using MiniBatches = std::vector<std::vector<Rollout>>;
+
+// The one with most tokens, which decides a layout.
+const std::vector<Rollout>& longest_of(const MiniBatches& mini_batches) {
+  const auto tokens = [](const std::vector<Rollout>& rollouts) {
+    std::int64_t sum = 0;
+    for (const Rollout& rollout : rollouts) sum += rollout.length();
+    return sum;
+  };
+  return *std::ranges::max_element(mini_batches, {}, tokens);
 }
 
-using MiniBatches = std::vector<std::vector<Rollout>>;
+// The layout of the degrees given, or with --layout auto of those found; nothing for one process.
+std::optional<FoundLayout> layout_of(const Context& context, const MiniBatches& mini_batches,
+                                     std::span<const HeldModel> held, PlanOptions plan_options,
+                                     const MachineProfile& profile) {
+  const Options& options = context.options;
+  const ModelShape& shape = held.front().shape.whole();
+  const Degrees degrees = degrees_of(options);
+  const bool automatic = options.layout == LayoutChoice::automatic;
+  const std::int64_t ranks = automatic && options.ranks > 0 ? options.ranks : degrees.ranks();
+  if (mini_batches.empty() || (ranks == 1 && degrees.ep == 1)) return std::nullopt;
+  const std::vector<Rollout>& rollouts = longest_of(mini_batches);
+  const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);
+  const bool cuda = plan_options.kind.cuda;
+  plan_options.kind = step_kind_of(options, shape, rollouts);
+  plan_options.kind.cuda = cuda, plan_options.kind.beside_bytes = bytes_beside(held.front(), held, options.dtype);
+  const LayoutProblem problem{rollouts, trees, shape, plan_options, profile, options.shard};
+  if (automatic) return find_layout(problem, ranks);
+  return FoundLayout{plan_layout(problem, degrees), {}, ""};
+}
+
+void report_layout(Context& context, const FoundLayout& found) {
+  constexpr std::size_t kShown = 8;
+  Json& out = context.result["layout"] = to_json(found.best);
+  context.text << '\n' << explain(found.best);
+  if (found.reason.empty()) return;
+  out["reason"] = found.reason;
+  for (const TriedLayout& tried : found.tried) out["tried"].push_back(to_json(tried));
+  context.text << "  chosen because " << found.reason << ":\n";
+  for (std::size_t i = 0; i < std::min(kShown, found.tried.size()); ++i) {
+    const TriedLayout& tried = found.tried[i];
+    context.text << "    " << std::left << std::setw(28) << text_of_degrees(tried.degrees) << std::right
+                 << std::setw(12) << (tried.seconds > 0 ? format_seconds(tried.seconds) : "") << std::setw(12)
+                 << format_bytes(tried.peak_bytes) << (tried.fits ? "" : "  does not fit") << '\n';
+  }
+}
+
+Shortage shortage_of(const LayoutPlan& layout) {
+  return {layout.missing_bytes, layout.fits() ? "" : "Take larger degrees, or machines with more memory"};
+}
 
 // The plans of all steps of one model, actor or critic. Leaves the kind of the last step in plan_options.
 std::vector<StepPlan> plans_of(Context& context, const MiniBatches& mini_batches, const HeldModel& model,
                                std::span<const HeldModel> held, PlanOptions& plan_options,
                                const MachineProfile& profile) {
-  const ModelShape& shape = model.shape;
+  const ModelShape& shape = model.shape.whole();
   const Options& options = context.options;
   const bool cuda = plan_options.kind.cuda;
   std::vector<StepPlan> plans;
@@ -262,10 +296,7 @@ int run_plan(Context& context) {
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_recorded_experts(file.rollouts, shape);
   const MachineProfile profile = machine_of(context, plan_options);
-  // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
   const std::int64_t budget = plan_options.memory_budget;
-  const Degrees degrees = degrees_of(options);
-  plan_options.memory_budget *= degrees.ranks() / degrees.dp;
   const auto cut = cut_mini_batches(file.rollouts, options.mini_batch_size);
   if (const std::string note = mini_batch_note(file.rollouts, cut, options.mini_batch_size); !note.empty())
     context.progress.note("note: " + note);
@@ -275,11 +306,15 @@ int run_plan(Context& context) {
     for (const std::int64_t index : indices)
       mini_batches.back().push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
   }
+  const std::optional<FoundLayout> layout = layout_of(context, mini_batches, held, plan_options, profile);
+  // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
+  if (layout) plan_options.memory_budget *= layout->best.degrees.ranks() / layout->best.degrees.dp;
   const std::vector<StepPlan> plans = plans_of(context, mini_batches, held.front(), held, plan_options, profile);
   context.result.update(json_of(plans));
   context.result["memory_budget"] = budget;
   print_plans(context, plans);
-  Shortage shortage = report_ranks(context, plans, shape, plan_options, budget, profile).value_or(shortage_of(plans));
+  if (layout) report_layout(context, *layout);
+  Shortage shortage = layout ? shortage_of(layout->best) : shortage_of(plans);
   if (held.size() > 1) {
     const Shortage of_critic = report_critic(context, mini_batches, held, plan_options, profile);
     if (of_critic.missing_bytes > shortage.missing_bytes) shortage = of_critic;

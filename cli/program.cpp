@@ -168,6 +168,7 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
   if (run.survives_closed_pipe) signal(SIGPIPE, SIG_IGN);
   std::ostream nowhere(nullptr);
   std::ostream& text = run.line.json || !talks ? nowhere : std::cout;
+  run.ranks.choose_layout(verb, run.options, progress);
   const Mesh& mesh = run.ranks.connect(verb, run.options);
   Context context{run.options, run.line.arguments, progress, text, mesh};
   int code = 0;

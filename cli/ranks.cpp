@@ -8,6 +8,7 @@
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/train/found_degrees.h"
 
 namespace espalier::cli {
 namespace {
@@ -18,26 +19,31 @@ std::string this_program() {
   return unknown ? "espalier" : path.string();
 }
 
-// Verbs whose letter is here run with --dp above 1.
-constexpr std::string_view kUnderDp = "tsvr";
+// Verbs that run on several ranks, by letter.
+constexpr std::string_view kRun = "tsvbrgl";
 
 void refuse_unsupported(const Verb& verb, const Options& options) {
-  for (const auto& [name, degree] : {std::pair{"--tp", options.tp},
-                                     {"--cp", options.cp},
-                                     {"--pp", options.pp},
-                                     {"--ep", options.ep},
-                                     {"--dp", options.dp}}) {
-    const bool runs = std::string_view(name) == "--dp" && kUnderDp.find(verb.letter) != std::string_view::npos;
-    if (degree > 1 && !runs)
+  const bool runs = kRun.find(verb.letter) != std::string_view::npos;
+  struct Axis {
+    const char* name;
+    std::int64_t degree;
+    bool runs;
+  };
+  for (const Axis& axis :
+       {Axis{"--tp", options.tp, runs}, Axis{"--cp", options.cp, false}, Axis{"--pp", options.pp, false},
+        Axis{"--ep", options.ep, runs}, Axis{"--dp", options.dp, runs}})
+    if (axis.degree > 1 && !axis.runs)
       throw UnsupportedError(
-          {name, "1", text_of(degree),
+          {axis.name, "1", text_of(axis.degree),
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
-  }
+  if (options.shard == Sharding::none) return;
   if (options.shard == Sharding::full)
     throw UnsupportedError(
         {"--shard", "none or optimizer", name_of(options.shard), "optimizer spreads its state over the ranks"});
-  if (options.shard == Sharding::optimizer && (verb.letter != 't' || !options.record.empty()))
-    throw UnsupportedError({"--shard", verb.letter == 't' ? "none with --record" : "none", name_of(options.shard), ""});
+  if (verb.letter != 't') throw UnsupportedError({"--shard", "none", name_of(options.shard), ""});
+  if (options.ep > options.tp)
+    throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(options.shard),
+                            "give --ep of at most --tp, or leave --shard out"});
 }
 
 }  // namespace
@@ -61,7 +67,11 @@ void RunRanks::check(const Verb& verb, const Options& options, const std::vector
   refuse_unsupported(verb, options);
   const Degrees degrees = degrees_of(options);
   check_degrees(degrees);
-  if (degrees.ranks() == launch_.ranks) {
+  const bool found = options.layout == LayoutChoice::automatic;
+  if (found && !(degrees == Degrees{}))
+    throw OptionError(
+        {"--layout", "auto, or degrees", "auto with " + text_of_degrees(degrees), "leave one of them out"});
+  if (found || degrees.ranks() == launch_.ranks) {
     for (const std::string& path : split_paths(options.rollouts))
       if (several() && path == "-")
         throw OptionError(
@@ -75,6 +85,20 @@ void RunRanks::check(const Verb& verb, const Options& options, const std::vector
                        "start it with: " + command_with_ranks(degrees.ranks(), this_program(), words)});
   throw OptionError({"parallel degrees", product, text_of(launch_.ranks, " from ", launch_.launcher),
                      "the product of --tp, --cp, --pp and --dp is the number of processes"});
+}
+
+void RunRanks::choose_layout(const Verb& verb, Options& options, Progress& progress) {
+  if (options.layout == LayoutChoice::given || verb.letter == 'p') return;
+  options.layout = LayoutChoice::given;
+  if (!several()) return;
+  const Json told = Json::parse(processes_->told_by_rank_0("layout", [&] {
+    const FoundDegrees found = find_degrees(options, verb.letter, launch_.ranks, launch_.local_ranks, progress);
+    progress.note("note: --layout auto: " + found.reason);
+    return Json({{"tp", found.degrees.tp}, {"dp", found.degrees.dp}, {"ep", found.degrees.ep}}).dump();
+  }));
+  options.tp = told["tp"].get<std::int64_t>();
+  options.dp = told["dp"].get<std::int64_t>();
+  options.ep = told["ep"].get<std::int64_t>();
 }
 
 const Mesh& RunRanks::connect(const Verb& verb, const Options& options) {

@@ -28,6 +28,10 @@ class RunRanks {
   // UnsupportedError for layouts that the verb does not run under.
   void check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const;
 
+  // With --layout auto: overwrites the degrees with those that rank 0 finds for the processes there are; a note says
+  // why. Errors: OptionError for degrees that were given, too.
+  void choose_layout(const Verb& verb, Options& options, Progress& progress);
+
   // Connects the ranks. Errors: CommunicationError, also where they were told different things.
   const Mesh& connect(const Verb& verb, const Options& options);
 

@@ -236,17 +236,9 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
 
 // Reads what the parameter's shard is of the entry. Padding is not written.
 void load_shard(const SafetensorsEntry& entry, const Parameter& parameter, DType dtype, std::byte* out) {
-  const Shard& shard = parameter.shard;
-  const auto* data = static_cast<const std::byte*>(entry.data);
-  const std::int64_t bytes = bytes_of(entry.type);
-  if (shard.dim < 0) return convert_values(entry.type, data, dtype, out, parameter.count);
-  // Runs of elements that stand together: one of all rows, or one of each row.
-  std::int64_t runs = 1, width = 1;
-  for (std::size_t dim = 0; dim < parameter.shape.size(); ++dim)
-    (static_cast<int>(dim) < shard.dim ? runs : width) *= static_cast<int>(dim) == shard.dim ? 1 : parameter.shape[dim];
-  for (std::int64_t run = 0; run < runs; ++run)
-    convert_values(entry.type, data + (run * shard.whole + shard.begin) * width * bytes, dtype,
-                   out + run * shard.local * width * bytes_of(dtype), (shard.end - shard.begin) * width);
+  for (const ShardRun& run : runs_of(parameter))
+    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype, out + run.local * bytes_of(dtype),
+                   run.count);
 }
 
 void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void* flat, const ElementProgress& progress,

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "espalier/base/dtype.h"
 #include "espalier/model/parameters.h"
@@ -61,8 +61,8 @@ void write_named_tensors(const std::filesystem::path& file, const ParameterTable
 struct NamedTensors {
   std::string prefix;
   const ParameterTable& table;
-  const void* flat;
+  ParameterValues values;
 };
-void write_named_tensors(const std::filesystem::path& file, std::initializer_list<NamedTensors> models, DType dtype);
+void write_named_tensors(const std::filesystem::path& file, const std::vector<NamedTensors>& models, DType dtype);
 
 }  // namespace espalier

@@ -189,17 +189,19 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {
-  write_named_tensors(file, {{"", table, flat}}, dtype);
+  write_named_tensors(file, {{"", table, values_of(flat, bytes_of(dtype))}}, dtype);
 }
 
-void write_named_tensors(const fs::path& file, std::initializer_list<NamedTensors> models, DType dtype) {
+void write_named_tensors(const fs::path& file, const std::vector<NamedTensors>& models, DType dtype) {
   std::vector<TensorSpec> specs;
   for (const NamedTensors& model : models)
     for (const Parameter& parameter : model.table.parameters())
       specs.push_back({model.prefix + parameter.name, tensor_type_of(dtype), parameter.shape});
   AtomicFile output(file);
   SafetensorsWriter writer(output.output(), specs);
-  for (const NamedTensors& model : models) writer.append(model.flat, model.table.size() * bytes_of(dtype));
+  for (const NamedTensors& model : models)
+    for (const Parameter& parameter : model.table.parameters())
+      writer.append(model.values(parameter), parameter.count * bytes_of(dtype));
   writer.finish();
   output.commit();
 }

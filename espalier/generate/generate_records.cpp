@@ -12,6 +12,7 @@
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/generate/prompts_file.h"
+#include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
@@ -35,6 +36,16 @@ bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out)
     out.push_back(id.get<std::int32_t>());
   }
   return true;
+}
+
+// What ranks must have the same of.
+std::string text_of_prompts(std::span<const Prompt> prompts) {
+  std::string text;
+  for (const Prompt& prompt : prompts) {
+    for (const std::int32_t id : prompt.ids) text += text_of(id, ' ');
+    text += '\n';
+  }
+  return text;
 }
 
 }  // namespace
@@ -72,12 +83,13 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
   return ids;
 }
 
-void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings) {
+void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings, const Mesh& mesh) {
   constexpr std::int64_t kFewestRows = 16;
   // Of what is free, the weights are taken already; of a given budget they are still to be.
-  const std::int64_t limit =
-      arena_limit(options) -
-      (options.memory_budget.empty() ? 0 : bytes_held(std::array{HeldModel{shape}}, options.dtype));
+  const std::int64_t own = options.memory_budget.empty()
+                               ? arena_limit(options) / mesh.local_ranks
+                               : arena_limit(options) - bytes_held(std::array{HeldModel{shape}}, options.dtype);
+  const auto limit = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(own)}).front());
   const auto activations = [&](std::int64_t rows) { return sampling_bytes(shape, options.dtype, rows); };
   if (settings.token_budget == 0) {
     settings.token_budget = kMostPromptRows;
@@ -92,23 +104,26 @@ void plan_memory(const ModelShape& shape, const Options& options, SamplingSettin
   if (settings.kv_limit_bytes == 0) settings.kv_limit_bytes = std::max<std::int64_t>(1, limit - most);
 }
 
-GeneratedRecords generate_records(const Options& options, Progress& progress) {
+GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
   const ModelShape shape = read_model_shape(options.model);
-  require_room(std::array{HeldModel{shape}}, options);
+  require_room(std::array{HeldModel{local_shape(shape, mesh)}}, options);
   std::optional<RewardFunction> reward;
-  if (!options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
+  if (mesh.writes() && !options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
   LazyTokenizer tokenizers(options.model);
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
-  Tokenizer* const tokenizer = reward || file.has_text ? &tokenizers.get() : tokenizers.at_hand(progress);
-  const auto model = load_model(options.model, options.dtype, progress);
+  Tokenizer* const tokenizer =
+      !options.reward.empty() || file.has_text ? &tokenizers.get() : tokenizers.at_hand(progress);
+  require_same(mesh.world, options.prompts, text_of_prompts(file.prompts), "give every rank the same files");
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   settings.stop_ids = stop_ids(options, shape.vocabulary, tokenizer);
   if (settings.stop_ids.empty())
     progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");
-  RolloutWriter writer(options.out);  // before the work, so that an unwritable place costs nothing
-  plan_memory(model->shape, options, settings);
+  std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
+  if (mesh.writes()) writer.emplace(options.out);
+  plan_memory(model->decoder.local(), options, settings, mesh);
   model->decoder.reserve_positions(positions_needed(model->shape, file.prompts, settings));
 
   Arena arena(arena_limit(options));
@@ -116,6 +131,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
   Generated generated = generate(model->decoder, file.prompts, settings, arena, progress);
   std::vector<Rollout>& rollouts = generated.rollouts;
   out.report = generated.report;
+  if (!writer) return out;
   if (tokenizer) add_texts(rollouts, *tokenizer);
   std::optional<ErrorText> unrewarded;  // what was sampled is written whatever the reward function does
   if (reward) {
@@ -127,8 +143,8 @@ GeneratedRecords generate_records(const Options& options, Progress& progress) {
       unrewarded = error.text();
     }
   }
-  for (const Rollout& rollout : rollouts) writer.write(rollout);
-  writer.finish();
+  for (const Rollout& rollout : rollouts) writer->write(rollout);
+  writer->finish();
   if (unrewarded) {
     unrewarded->remedy +=
         text_of(unrewarded->remedy.empty() ? "" : "; ", "the responses are kept in ", options.out, ", without rewards");

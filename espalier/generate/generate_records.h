@@ -21,7 +21,9 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 
 // Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
 // `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.
-void plan_memory(const ModelShape& shape, const Options& options, SamplingSettings& settings);
+// Of one rank; all ranks of the mesh take what the one with least memory takes.
+void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings,
+                 const Mesh& mesh = mesh_of_one());
 
 struct GeneratedRecords {
   GenerateReport report;
@@ -30,7 +32,8 @@ struct GeneratedRecords {
 
 // Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a
 // tokenizer, and with rewards where --reward gives them. Errors: those of the parts; --out is as it was before then,
-// except for InputError of the reward function: the responses are in --out, without rewards.
-GeneratedRecords generate_records(const Options& options, Progress& progress);
+// except for InputError of the reward function: the responses are in --out, without rewards. Every rank of the mesh
+// generates its part; rank 0 rewards and writes.
+GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

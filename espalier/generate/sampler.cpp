@@ -19,6 +19,7 @@
 #include "espalier/objective/fused_head.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
+#include "espalier/plan/dealing.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/rollout/record_format.h"
 
@@ -27,6 +28,11 @@ namespace {
 
 DType dtype_of(at::ScalarType type) {
   return type == at::kDouble ? DType::float64 : type == at::kFloat ? DType::float32 : DType::bfloat16;
+}
+
+// What every rank has, so that all admit as many responses.
+std::int64_t least_of_all(const Mesh& mesh, std::int64_t bytes) {
+  return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(bytes)}).front());
 }
 
 // Tokens that a response to this prompt may have.
@@ -87,6 +93,13 @@ struct Response {
   Random random;
 };
 
+// A response ends with a stop token, or for its length.
+void end_response(Rollout& rollout, std::span<const std::int32_t> stop_ids) {
+  const bool stopped = std::ranges::find(stop_ids, rollout.response_ids.back()) != stop_ids.end();
+  rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+  add_carried(rollout.carried, "finish_reason", stopped ? "\"stop\"" : "\"length\"");
+}
+
 class Generation {
  public:
   Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings, Arena& arena,
@@ -102,6 +115,10 @@ class Generation {
 
   void make_prompts(std::span<const Prompt> prompts);
   void make_results(std::span<const Prompt> prompts);
+  void keep_own_prompts();
+  void gather_results();
+  bool somebody_runs(bool own);
+  at::Tensor whole_logits(const at::Tensor& logits_BV);
   void admit();
   void open(PromptState& state);
   void compute_prompts(std::span<PromptState* const> opened);
@@ -112,7 +129,7 @@ class Generation {
   at::Tensor hidden_of_step(AppendedRows& rows, Asked& asked);
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void accept(std::int64_t response, const TokenChoice& choice);
-  void finish(std::int64_t response, const char* reason);
+  void finish(std::int64_t response);
   void count_held();
   std::int64_t promised_bytes(const PromptState& state, std::int64_t live) const;
 
@@ -127,6 +144,7 @@ class Generation {
   std::vector<std::unique_ptr<PromptState>> prompts_;
   std::vector<Response> responses_;
   std::vector<Rollout> results_;
+  std::vector<std::uint8_t> own_;  // of results: decoded by this rank
   std::vector<PromptState*> open_;
   std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
   std::size_t next_prompt_ = 0;
@@ -143,14 +161,78 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
-      kv_limit_(settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2),
+      kv_limit_(least_of_all(
+          decoder.mesh(), settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2)),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
   check_settings(settings);
-  for (const Prompt& prompt : prompts) check_prompt(decoder.shape(), prompt);
+  for (const Prompt& prompt : prompts) check_prompt(decoder.local().whole(), prompt);
   ESPALIER_INTERNAL(positions_needed(decoder.shape(), prompts, settings) <= decoder.positions(), "rotary tables of ",
                     decoder.positions(), " positions");
   make_results(prompts);
   make_prompts(prompts);
+  keep_own_prompts();
+}
+
+// The longest first, each to the rank that has least.
+void Generation::keep_own_prompts() {
+  own_.assign(results_.size(), 1);
+  Group& dp = decoder_.mesh().dp;
+  if (dp.size() == 1) return;
+  std::vector<double> tokens;
+  for (const auto& state : prompts_)
+    tokens.push_back(static_cast<double>(state->prompt_rows() +
+                                         state->longest * static_cast<std::int64_t>(state->responses.size())));
+  const std::vector<std::int64_t> rank_of = deal_by_weight(tokens, dp.size());
+  std::vector<std::unique_ptr<PromptState>> own;
+  for (std::size_t i = 0; i < prompts_.size(); ++i) {
+    if (rank_of[i] == dp.rank()) {
+      own.push_back(std::move(prompts_[i]));
+      continue;
+    }
+    for (const std::int64_t response : prompts_[i]->responses) own_[static_cast<std::size_t>(response)] = 0;
+  }
+  prompts_ = std::move(own);
+}
+
+// What other ranks of dp decoded, for which this one adds nothing.
+void Generation::gather_results() {
+  Group& dp = decoder_.mesh().dp;
+  if (dp.size() == 1) return;
+  std::vector<std::int64_t> lengths, tokens;
+  for (const Rollout& rollout : results_) lengths.push_back(rollout.response_length());
+  add_over_ranks(dp, lengths);
+  std::vector<double> logprobs;
+  for (std::size_t i = 0; i < results_.size(); ++i) {
+    Rollout& rollout = results_[i];
+    rollout.response_ids.resize(static_cast<std::size_t>(lengths[i]));
+    rollout.rollout_logprobs.resize(static_cast<std::size_t>(lengths[i]));
+    tokens.insert(tokens.end(), rollout.response_ids.begin(), rollout.response_ids.end());
+    logprobs.insert(logprobs.end(), rollout.rollout_logprobs.begin(), rollout.rollout_logprobs.end());
+  }
+  add_over_ranks(dp, tokens);
+  logprobs = sums_over_ranks(dp, std::move(logprobs));
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < results_.size(); ++i) {
+    Rollout& rollout = results_[i];
+    for (std::size_t t = 0; t < rollout.response_ids.size(); ++t, ++next) {
+      rollout.response_ids[t] = static_cast<std::int32_t>(tokens[next]);
+      rollout.rollout_logprobs[t] = logprobs[next];
+    }
+    if (!own_[i]) end_response(rollout, settings_.stop_ids);
+  }
+  std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens};
+  add_over_ranks(dp, counts);
+  report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
+  const std::vector<double> most = maxima_over_ranks(
+      dp, {static_cast<double>(report_.decode_steps), report_.seconds_prompt, report_.seconds_decode});
+  report_.decode_steps = std::llround(most[0]), report_.seconds_prompt = most[1], report_.seconds_decode = most[2];
+}
+
+// Ranks of ep with other prompts than each other run their forwards together; who has ended joins the others'.
+bool Generation::somebody_runs(bool own) {
+  const Mesh& mesh = decoder_.mesh();
+  if (mesh.degrees.ep <= mesh.degrees.tp) return own;
+  return sums_over_ranks(mesh.ep, {own ? 1.0 : 0.0}).front() > 0;
 }
 
 void Generation::make_results(std::span<const Prompt> prompts) {
@@ -206,8 +288,10 @@ Generated Generation::run() {
     admit();
     step();
   }
+  while (somebody_runs(false)) decoder_.join_forward(arena_);
   progress_.end();
   report_.seconds_decode = timer.total() - report_.seconds_prompt;
+  gather_results();
   report_.responses = static_cast<std::int64_t>(results_.size());
   report_.prompts = report_.responses / settings_.n;
   for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
@@ -303,6 +387,7 @@ at::Tensor Generation::forward(AppendedRows& rows) {
   rows.input.add_to(block);
   rows.kv.add_to(block, rows.input.output_row);
   block.hand_over(decoder_.device());
+  somebody_runs(true);
   return decoder_.forward({rows.input, rows.kv, arena_}).normed_OM;
 }
 
@@ -380,17 +465,39 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
   const auto visit = [&](std::int64_t first_row, const at::Tensor& logits_BV) {
     const std::int64_t rows = logits_BV.size(0), begin = asked.begin[static_cast<std::size_t>(first_row)];
     const std::int64_t tokens = asked.begin[static_cast<std::size_t>(first_row + rows)] - begin;
+    const ArenaScope scope(arena_);
     device.operations().choose_tokens(
-        logits_BV, rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
+        whole_logits(logits_BV), rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
         drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
   };
-  for_each_logits(hidden_OM, decoder_.weights().head_VM, visit, arena_);
+  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp};
+  for_each_logits(hidden_OM, decoder_.weights().head_VM, part, visit, arena_);
   const at::Tensor on_host = device.to_host(drawn_2N);
   const auto drawn = host_values<const double>(on_host);
   std::vector<TokenChoice> choices;
   for (std::size_t i = 0; i < uniforms.size(); ++i)
     choices.push_back({static_cast<std::int32_t>(drawn[i]), drawn[uniforms.size() + i]});
   return choices;
+}
+
+// Of all ranks of tp, which then choose the same tokens. Parts are as large as the largest.
+at::Tensor Generation::whole_logits(const at::Tensor& logits_BV) {
+  Group& tp = decoder_.mesh().tp;
+  if (tp.size() == 1) return logits_BV;
+  const Operations& ops = decoder_.device().operations();
+  const std::int64_t rows = logits_BV.size(0), part = decoder_.shape().vocabulary,
+                     all = decoder_.local().whole().vocabulary;
+  const at::ScalarType dtype = logits_BV.scalar_type();
+  const at::Tensor whole_BV = arena_.take({rows, all}, dtype), own_BV = arena_.take({rows, part}, dtype),
+                   parts = arena_.take({tp.size(), rows, part}, dtype);
+  ops.zero(own_BV);
+  ops.convert(logits_BV, own_BV.narrow(1, 0, logits_BV.size(1)));
+  tp.gather(own_BV, parts);
+  for (std::int64_t rank = 0, first = 0; first < all; ++rank, first += part) {
+    const std::int64_t count = std::min(part, all - first);
+    ops.convert(parts.select(0, rank).narrow(1, 0, count), whole_BV.narrow(1, first, count));
+  }
+  return whole_BV;
 }
 
 void Generation::accept(std::int64_t index, const TokenChoice& choice) {
@@ -403,16 +510,15 @@ void Generation::accept(std::int64_t index, const TokenChoice& choice) {
   rollout.rollout_logprobs.push_back(choice.logprob);
   ++report_.response_tokens;
   ++done_;
-  if (std::ranges::find(settings_.stop_ids, choice.token) != settings_.stop_ids.end()) return finish(index, "stop");
-  if (rollout.response_length() == state.longest) return finish(index, "length");
+  const bool stops = std::ranges::find(settings_.stop_ids, choice.token) != settings_.stop_ids.end();
+  if (stops || rollout.response_length() == state.longest) return finish(index);
   if (rollout.response_length() == 1) state.group->add(index);
 }
 
-void Generation::finish(std::int64_t index, const char* reason) {
+void Generation::finish(std::int64_t index) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
   PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
-  rollout.loss_mask.assign(rollout.response_ids.size(), 1);
-  add_carried(rollout.carried, "finish_reason", text_of('"', reason, '"'));
+  end_response(rollout, settings_.stop_ids);
   done_ += state.longest - rollout.response_length();
   if (rollout.response_length() > 1) state.group->remove(index);
   --live_;
@@ -440,7 +546,7 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
   return longest;
 }
 
-std::int64_t sampling_bytes(const ModelShape& shape, DType dtype, std::int64_t rows) {
+std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
   const ActivationBytes bytes(shape, dtype, kForwardOnly);
   return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) + bytes.scratch(rows);
 }

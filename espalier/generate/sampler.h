@@ -3,7 +3,7 @@
 // Every step runs one row for each live response of all prompts, so that weights are read once a step; attention runs
 // once a prompt, over the prompt's rows (the path) and the rows of its responses (own), by the contract that training
 // uses (attention/attention.h). A response that ends frees its place for the next one at once. Equal prompts are one
-// prompt.
+// prompt. Distinct prompts are dealt to the ranks of dp; those of tp decode the same ones, each with its heads.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
                               const SamplingSettings& settings);
 
 // Bytes of activations that so many rows at once take.
-std::int64_t sampling_bytes(const ModelShape& shape, DType dtype, std::int64_t rows);
+std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows);
 
 // Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
 // rollout_logprobs, temperature, group (the prompt's own, else its ordinal), carried (the prompt's, and
@@ -70,7 +70,8 @@ std::int64_t sampling_bytes(const ModelShape& shape, DType dtype, std::int64_t r
 // training computes again. At temperature 0 they are those of temperature 1, which is then also the record's.
 // Random numbers depend on (seed, prompt, response, position) alone. So a response does not depend on how many are
 // decoded at once, on threads or on sharing, but where floating-point rounding decides between two tokens.
-// Activations come from `arena`; keys and values have memory of their own.
+// Activations come from `arena`; keys and values have memory of their own. Every rank of the decoder's mesh calls it
+// with the same prompts and settings and gets all responses; rows and tokens of the report are those of all ranks.
 // Errors: OptionError for settings out of range; InputError for prompts that are empty, longer than the model's
 // positions or hold ids beyond the vocabulary, and for logits that are not finite; MemoryBudgetError where not even one
 // response fits.

@@ -23,6 +23,7 @@ class GradientSet {
   void add_shares(Group& tp);
   ModelViews& views() { return views_; }
   Device& device() const { return device_; }
+  const ParameterTable& table() const { return table_; }
   const at::Tensor& flat() const { return flat_; }  // in the table's layout
 
  private:

@@ -32,8 +32,13 @@ void add_tied_embedding(GradientSet& gradients, Group& pp, Device& device) {
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh) {
   const at::Tensor& flat = gradients.flat();
   const std::int64_t bucket = kBucketBytes / static_cast<std::int64_t>(flat.element_size());
-  for (std::int64_t begin = 0; begin < flat.numel(); begin += bucket)
-    mesh.replicas.add_over_ranks(flat.narrow(0, begin, std::min(bucket, flat.numel() - begin)));
+  const auto sum_run = [&](std::int64_t first, std::int64_t count, bool divided) {
+    Group& holders = divided ? mesh.expert_replicas : mesh.replicas;
+    for (std::int64_t begin = 0; begin < count; begin += bucket)
+      holders.add_over_ranks(flat.narrow(0, first + begin, std::min(bucket, count - begin)));
+  };
+  for_each_run(
+      gradients.table(), [&](const Parameter& p) { return p.shard.of_expert && mesh.degrees.ep > 1; }, sum_run);
   add_tied_embedding(gradients, mesh.pp, gradients.device());
 }
 

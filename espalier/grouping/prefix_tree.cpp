@@ -269,6 +269,41 @@ std::int64_t PrefixTree::logical_tokens() const {
   });
 }
 
+PrefixTree part_of(const PrefixTree& tree, std::int32_t leaf_begin, std::int32_t leaf_end) {
+  PrefixTree part;
+  part.leaf_order.assign(tree.leaf_order.begin() + leaf_begin, tree.leaf_order.begin() + leaf_end);
+  const auto clip = [&](const PrefixNode& whole) {
+    PrefixNode node = whole;
+    node.leaf_begin = std::max(whole.leaf_begin, leaf_begin) - leaf_begin;
+    node.leaf_end = std::min(whole.leaf_end, leaf_end) - leaf_begin;
+    std::erase_if(node.ends_here, [&](std::int32_t rollout) {
+      return std::ranges::find(part.leaf_order, rollout) == part.leaf_order.end();
+    });
+    node.children.clear();
+    if (node.multiplicity() > 0) node.rollout = part.leaf_order[static_cast<std::size_t>(node.leaf_begin)];
+    return node;
+  };
+  std::vector<std::int32_t> place(tree.nodes.size(), -1);  // in the part
+  for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
+    PrefixNode node = clip(tree.nodes[i]);
+    if (node.multiplicity() <= 0) continue;
+    node.parent = node.parent < 0 ? -1 : place[static_cast<std::size_t>(node.parent)];
+    if (node.parent >= 0) {
+      // Where all rollouts of a node go on to the same child, the two are one run.
+      PrefixNode& above = part.nodes[static_cast<std::size_t>(node.parent)];
+      if (above.multiplicity() == node.multiplicity()) {
+        above.end = node.end, above.ends_here = std::move(node.ends_here);
+        place[i] = node.parent;
+        continue;
+      }
+      above.children.push_back(static_cast<std::int32_t>(part.nodes.size()));
+    }
+    place[i] = static_cast<std::int32_t>(part.nodes.size());
+    part.nodes.push_back(std::move(node));
+  }
+  return part;
+}
+
 std::vector<PrefixTree> build_prefix_trees(std::span<const Rollout> rollouts, ShareMode mode) {
   ESPALIER_INTERNAL(rollouts.size() < (std::size_t{1} << 30), "trees of ", rollouts.size(), " rollouts");
   for (const Rollout& rollout : rollouts) ESPALIER_INTERNAL(!rollout.prompt_ids.empty(), rollout.where);

@@ -26,19 +26,23 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
                    {"prompts_drawn", state.prompts_drawn},
                    {"prompts", state.prompts}}
                   .dump();
-  AtomicDirectory target(directory);
-  save_trained_model(target.path(), model, optimizer, out, options.save_dtype);
-  if (critic)
-    save_trained_model(target.path() / kCritic, critic->model(), critic->optimizer(), out, options.save_dtype);
-  target.commit();
+  std::optional<AtomicDirectory> target;
+  if (model.mesh.writes()) target.emplace(directory);
+  const std::filesystem::path folder = target ? target->path() : std::filesystem::path();
+  save_trained_model(folder, model, optimizer, out, options.save_dtype);
+  if (critic) save_trained_model(folder / kCritic, critic->model(), critic->optimizer(), out, options.save_dtype);
+  if (target) target->commit();
+  model.mesh.world.wait_for_all();
 }
 
-Restored load_checkpoint(const std::filesystem::path& directory, const Options& options) {
+Restored load_checkpoint(const std::filesystem::path& directory, const Options& options, const Mesh& mesh) {
   Restored out;
-  out.model = std::make_unique<ModelState>(read_model_shape(directory), options.dtype);
+  out.model =
+      std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), options.dtype, bound_device(), mesh);
   out.model->source = directory;
   out.model->weights.zero_();
-  out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options));
+  out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options),
+                                          out.model->decoder.device(), OptimizerRanks{.world = mesh.world});
   const RunState former = continue_trained_model(directory, *out.model, *out.optimizer);
   const Json extra = Json::parse(former.extra);
   if (!extra.contains("metrics_bytes"))

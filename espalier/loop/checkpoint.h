@@ -24,7 +24,8 @@ struct LoopState {
   std::string prompts;             // Questions::fingerprint
 };
 
-// Complete or absent. `critic` may be null; it goes to critic/. Errors: OptionError.
+// Complete or absent. `critic` may be null; it goes to critic/. Every rank calls it, and returns when it is there.
+// Errors: OptionError.
 void save_checkpoint(const std::filesystem::path& directory, const LoopState& state, const ModelState& model,
                      const AdamW& optimizer, Critic* critic, const Options& options);
 
@@ -35,7 +36,8 @@ struct Restored {
   std::unique_ptr<AdamW> optimizer;
   LoopState state;
 };
-Restored load_checkpoint(const std::filesystem::path& directory, const Options& options);
+Restored load_checkpoint(const std::filesystem::path& directory, const Options& options,
+                         const Mesh& mesh = mesh_of_one());
 
 // Overwrites the critic with that of a checkpoint. Errors: InputError.
 void restore_critic(const std::filesystem::path& directory, Critic& critic);

@@ -24,6 +24,7 @@
 #include "espalier/step/step_json.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trace.h"
+#include "espalier/train/trainer.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -33,12 +34,13 @@ constexpr std::int64_t kSamplesOfEvaluation = 3;  // recorded at least, whatever
 
 class Loop {
  public:
-  Loop(RunStart start, Progress& progress, const MetricLine& on_line)
+  Loop(RunStart start, Progress& progress, const MetricLine& on_line, const Mesh& mesh)
       : folder_(*start.folder),
         start_(std::move(start)),
         options_(start_.options),
         progress_(progress),
-        parts_(progress) {
+        parts_(progress),
+        mesh_(mesh) {
     if (const auto step = folder_.newest_checkpoint())
       restore(folder_.checkpoint(*step), on_line);
     else
@@ -53,7 +55,7 @@ class Loop {
     prepare();
     bool nothing_left = false;
     while (state_.step < last_step_ && !nothing_left) {
-      if (const int signal = progress_.interrupted(); signal != 0) interrupt(signal);
+      if (const int signal = signal_of_any_rank(progress_, mesh_); signal != 0) interrupt(signal);
       nothing_left = !run_batch();
     }
     if (recorder_) recorder_->finish();
@@ -61,7 +63,7 @@ class Loop {
     if (saved_at_ != state_.step) save();
     write_model();
     progress_.end();
-    if (const int signal = progress_.interrupted(); signal != 0)
+    if (const int signal = signal_of_any_rank(progress_, mesh_); signal != 0)
       throw Interrupted{signal, text_of("after the last step, ", state_.step)};
     return {folder_.root(), state_.step, state_.accuracy, nothing_left};
   }
@@ -78,6 +80,8 @@ class Loop {
   void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
   void run_steps(const TrainingData& data, const Json& batch);
   void evaluate();
+  void open_metrics(std::int64_t bytes, std::int64_t first_step, const MetricLine& on_line);
+  void write_line(const Json& line);
   void write_samples(std::span<const Answer> answers);
   void save();
   void write_last_rollouts() const;
@@ -88,11 +92,12 @@ class Loop {
   const Options& options_;
   Progress& progress_;
   PartProgress parts_;  // of everything after the weights are there, under one bar for the run
+  const Mesh& mesh_;
   std::int64_t first_step_ = 0, last_step_ = 0;
 
   std::unique_ptr<ModelState> model_, reference_;
   std::unique_ptr<AdamW> optimizer_;
-  std::unique_ptr<RunMetrics> metrics_;
+  std::unique_ptr<RunMetrics> metrics_;  // on rank 0
   LoopState state_;
 
   std::optional<ScoredChoices> scored_choices_;  // of the batch, at the weights of its first step
@@ -107,24 +112,35 @@ class Loop {
   std::int64_t evaluated_at_ = -1, saved_at_ = -1;
 };
 
+void Loop::open_metrics(std::int64_t bytes, std::int64_t first_step, const MetricLine& on_line) {
+  if (mesh_.writes()) metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), bytes, first_step, on_line);
+}
+
+void Loop::write_line(const Json& line) {
+  if (metrics_) metrics_->write(line);
+}
+
 // Weights as given, or fresh ones after a warm start.
 void Loop::begin(const MetricLine& on_line) {
   std::filesystem::path source = options_.model;
   if (source.empty()) {
     source = folder_.fresh();
-    write_fresh_model(source, fresh_config(options_.fresh, options_.prompt_length + options_.max_response_length));
+    if (mesh_.writes())
+      write_fresh_model(source, fresh_config(options_.fresh, options_.prompt_length + options_.max_response_length));
+    mesh_.world.wait_for_all();
   }
   const DType dtype = options_.dtype;
   if (has_weights(source)) {
-    model_ = load_model(source, dtype, progress_);
-    metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), 0, 0, on_line);
+    model_ = load_model(source, dtype, progress_, mesh_);
+    open_metrics(0, 0, on_line);
   } else {
-    model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key());
+    model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key(), mesh_);
     model_->source = source;
     model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
     start_warm(on_line);
   }
-  optimizer_ = std::make_unique<AdamW>(model_->table, model_->weights, AdamWSettings::from(options_));
+  optimizer_ = std::make_unique<AdamW>(model_->table, model_->weights, AdamWSettings::from(options_),
+                                       model_->decoder.device(), OptimizerRanks{.world = mesh_.world});
 }
 
 void Loop::start_warm(const MetricLine& on_line) {
@@ -135,7 +151,7 @@ void Loop::start_warm(const MetricLine& on_line) {
               {"right", step.right},
               {"prompt_length", step.prompt_length}};
     if (step.held_out) line["held_out"] = *step.held_out;
-    metrics_->write(line);
+    write_line(line);
   };
   WarmStart warm(*model_, task_of(options_), options_, start_.machine);
   std::int64_t bytes = 0;
@@ -143,12 +159,12 @@ void Loop::start_warm(const MetricLine& on_line) {
   if (warm.last().step > 0)
     progress_.note(
         text_of("continuing ", folder_.root().string(), " in its warm start, after step ", warm.last().step));
-  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), bytes, warm.last().step + 1, on_line);
+  open_metrics(bytes, warm.last().step + 1, on_line);
   progress_.on_interrupt(OnInterrupt::finish);
   if (!warm.run(progress_, write)) {
-    std::filesystem::create_directories(folder_.checkpoint(0).parent_path());
-    warm.save(folder_.warm_start(), metrics_->bytes());
-    throw Interrupted{progress_.interrupted(), text_of("in the warm start, after step ", warm.last().step),
+    if (mesh_.writes()) std::filesystem::create_directories(folder_.checkpoint(0).parent_path());
+    warm.save(folder_.warm_start(), metrics_ ? metrics_->bytes() : 0);
+    throw Interrupted{signal_of_any_rank(progress_, mesh_), text_of("in the warm start, after step ", warm.last().step),
                       folder_.root()};
   }
   const WarmStartStep& last = warm.last();
@@ -159,7 +175,7 @@ void Loop::start_warm(const MetricLine& on_line) {
 }
 
 void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on_line) {
-  Restored restored = load_checkpoint(checkpoint, options_);
+  Restored restored = load_checkpoint(checkpoint, options_, mesh_);
   model_ = std::move(restored.model);
   optimizer_ = std::move(restored.optimizer);
   state_ = restored.state;
@@ -167,7 +183,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
     throw InputError({options_.prompts, "the prompts that the run was started with", "others",
                       "restore --prompts and --val-prompts, or start a new run in another --out"});
   evaluated_at_ = saved_at_ = state_.step;
-  metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), state_.metrics_bytes, state_.step + 1, on_line);
+  open_metrics(state_.metrics_bytes, state_.step + 1, on_line);
   progress_.note(text_of("continuing ", folder_.root().string(), " after step ", state_.step));
   if (!options_.record.empty() && state_.step > 0)
     throw OptionError({"--record", "a run from its beginning", text_of("one that continues after step ", state_.step),
@@ -178,7 +194,7 @@ void Loop::restore(const std::filesystem::path& checkpoint, const MetricLine& on
 // reference.
 void Loop::prepare() {
   actor_.emplace(*model_, options_, start_.machine, &*optimizer_);
-  sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_),
+  sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_, mesh_),
                     actor_->workspace.arena, parts_);
   model_->decoder.reserve_positions(sampling_->longest_rollout());
   if (!options_.critic.empty()) prepare_critic();
@@ -187,17 +203,17 @@ void Loop::prepare() {
     save();
   }
   if (options_.kl_loss_coef > 0) {
-    reference_ = load_checkpoint(folder_.checkpoint(0), options_).model;
+    reference_ = load_checkpoint(folder_.checkpoint(0), options_, mesh_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
   if (reference_) reference_bytes_.emplace(actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes()));
   if (!options_.record.empty())
-    recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_->masters(), options_);
+    recorder_.emplace(options_.record, options_.record_every, *model_, *optimizer_, options_);
 }
 
 // PPO: the critic shares the actor's workspace, for the two take turns.
 void Loop::prepare_critic() {
-  critic_.emplace(load_critic(options_.critic, options_, model_->shape, parts_), options_, start_.machine,
+  critic_.emplace(load_critic(options_.critic, options_, model_->shape, parts_, mesh_), options_, start_.machine,
                   actor_->workspace);
   critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
   critic_->optimizer();
@@ -207,7 +223,8 @@ void Loop::prepare_critic() {
 // False where no group was left to learn from.
 // Nothing changes while a batch is sampled, so an interrupt there need not wait for its end.
 SampledBatch Loop::sample() {
-  progress_.on_interrupt(OnInterrupt::unwind);
+  // Of several ranks none leaves the others alone.
+  if (mesh_.world.size() == 1) progress_.on_interrupt(OnInterrupt::unwind);
   std::optional<SampledBatch> sampled;
   try {
     sampled = sampling_->batch(state_.batches, state_.prompts_drawn);
@@ -263,12 +280,13 @@ bool Loop::run_batch() {
 void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved) {
   const auto score = [&](const Decoder& decoder, std::vector<double> Rollout::*field, moe::LoadAccounting* counts) {
     ScoredRollouts scored =
-        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->workspace, parts_, counts);
+        score_rollouts(decoder, rollouts, options_, start_.machine, actor_->workspace, parts_, counts, mesh_);
     for (std::size_t i = 0; i < rollouts.size(); ++i) rollouts[i].*field = std::move(scored.series[i].logprob);
     tokens_saved += scored.logical_rows - scored.physical_rows;
   };
   scored_choices_.reset();
-  const bool count = model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
+  // Ranks of dp count their own rollouts alone: they count again.
+  const bool count = mesh_.dp.size() == 1 && model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
                      options_.router_aux_loss_scope == AuxScope::minibatch;
   if (steps > 1 || options_.rollout_is != RolloutCorrection::none) {
     if (count) scored_choices_.emplace(*model_, rollouts);
@@ -288,8 +306,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     const StepReport report = run_step(*actor_, mini_batch, false, critic_ ? &*critic_ : nullptr);
     state_.step = report.step;
     const bool last_of_batch = i + 1 == steps;
-    if (recorder_)
-      recorder_->add(report, mini_batch, optimizer_->masters(), last_of_batch && report.step >= last_step_);
+    if (recorder_) recorder_->add(report, mini_batch, last_of_batch && report.step >= last_step_);
     const GradientReport& gradient = report.gradient;
     if (data.rollouts().front().old_logprobs.empty())  // then there is one step, with these weights
       for (const RolloutSeries& series : gradient.series) last_rollouts_[at++].old_logprobs = series.logprob;
@@ -307,7 +324,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     line["seconds"] = seconds;
     line["tokens_saved"] = (i == 0 ? batch["tokens_saved"].get<std::int64_t>() : 0) + gradient.plan.logical_rows -
                            gradient.trunk_rows - gradient.wave_rows;
-    metrics_->write(line);
+    write_line(line);
     parts_.advance_to(i + 1);
     parts_.advance_run_to(state_.step - first_step_);
   }
@@ -319,40 +336,40 @@ void Loop::evaluate() {
   evaluated_at_ = state_.step;
   if (const std::optional<Evaluation> found = sampling_->evaluate()) {
     state_.accuracy = found->accuracy;
-    metrics_->write({{"kind", "evaluation"},
-                     {"step", state_.step},
-                     {"accuracy", found->accuracy},
-                     {"reward", found->reward},
-                     {"length", found->mean_length}});
+    write_line({{"kind", "evaluation"},
+                {"step", state_.step},
+                {"accuracy", found->accuracy},
+                {"reward", found->reward},
+                {"length", found->mean_length}});
     write_samples(found->answers);
   } else {
     write_samples(last_answers_);
   }
-  if (!last_picture_.is_null()) metrics_->write({{"kind", "picture"}, {"step", state_.step}, {"plan", last_picture_}});
+  if (!last_picture_.is_null()) write_line({{"kind", "picture"}, {"step", state_.step}, {"plan", last_picture_}});
 }
 
 void Loop::write_samples(std::span<const Answer> answers) {
   const auto samples =
       std::min(answers.size(), static_cast<std::size_t>(std::max(kSamplesOfEvaluation, options_.show)));
   for (const Answer& answer : answers.first(samples))
-    metrics_->write({{"kind", "sample"},
-                     {"step", state_.step},
-                     {"prompt", answer.prompt},
-                     {"response", answer.response},
-                     {"expected", answer.expected},
-                     {"reward", answer.reward}});
+    write_line({{"kind", "sample"},
+                {"step", state_.step},
+                {"prompt", answer.prompt},
+                {"response", answer.response},
+                {"expected", answer.expected},
+                {"reward", answer.reward}});
 }
 
 void Loop::save() {
   parts_.begin("saving", 0, "bytes");
-  write_last_rollouts();
-  state_.metrics_bytes = metrics_->bytes();
+  if (mesh_.writes()) write_last_rollouts();
+  state_.metrics_bytes = metrics_ ? metrics_->bytes() : 0;
   state_.prompts = start_.questions->fingerprint();
-  std::filesystem::create_directories(folder_.root() / "checkpoints");
+  if (mesh_.writes()) std::filesystem::create_directories(folder_.root() / "checkpoints");
   save_checkpoint(folder_.checkpoint(state_.step), state_, *model_, *optimizer_, critic_ ? &*critic_ : nullptr,
                   options_);
   saved_at_ = state_.step;
-  std::filesystem::remove_all(folder_.warm_start());
+  if (mesh_.writes()) std::filesystem::remove_all(folder_.warm_start());
   parts_.end();
 }
 
@@ -364,17 +381,18 @@ void Loop::write_last_rollouts() const {
 }
 
 void Loop::write_model() const {
-  AtomicDirectory out(folder_.model());
-  write_trained_weights(out.path(), *model_, *optimizer_, options_.save_dtype);
-  out.commit();
+  std::optional<AtomicDirectory> out;
+  if (mesh_.writes()) out.emplace(folder_.model());
+  write_trained_weights(out ? out->path() : std::filesystem::path(), *model_, *optimizer_, options_.save_dtype);
+  if (out) out->commit();
 }
 
 }  // namespace
 
-GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line) {
+GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line, const Mesh& mesh) {
   std::optional<ClaimedDirectory> record;
-  if (!options.record.empty()) record.emplace(options.record, options.overwrite);
-  return Loop(start_run(options, progress), progress, on_line).run();
+  if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
+  return Loop(start_run(options, progress, mesh), progress, on_line, mesh).run();
 }
 
 }  // namespace espalier

@@ -18,6 +18,7 @@
 #include "espalier/observe/metrics.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -34,6 +35,9 @@ struct GrpoReport {
 // line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done.
 // On an interrupt what was begun of a batch's steps is finished and saved, then Interrupted is thrown. Errors:
 // OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each.
-GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line);
+// Every rank of the mesh runs it; rank 0 writes, rewards and sees the lines. --out must be a folder that all of them
+// see.
+GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line,
+                const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

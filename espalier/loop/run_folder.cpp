@@ -22,9 +22,9 @@ namespace fs = std::filesystem;
 namespace {
 
 // What may differ between a run and its continuation.
-constexpr std::array<std::string_view, 12> kFree = {"threads",         "out",       "resume",    "steps",
-                                                    "save_freq",       "test_freq", "val_size",  "show",
-                                                    "expect_accuracy", "record",    "overwrite", "reward_timeout"};
+constexpr std::array<std::string_view, 18> kFree = {
+    "threads", "out",       "resume",         "steps", "save_freq", "test_freq", "val_size", "show", "expect_accuracy",
+    "record",  "overwrite", "reward_timeout", "tp",    "cp",        "pp",        "ep",       "dp",   "comm_timeout"};
 
 bool is_free(std::string_view field) { return std::ranges::find(kFree, field) != kFree.end(); }
 
@@ -51,6 +51,12 @@ void check_usable(const fs::path& root) {
 bool RunFolder::is_run(const fs::path& root) {
   std::error_code failure;
   return fs::is_regular_file(root / "run.json", failure);
+}
+
+std::unique_ptr<RunFolder> RunFolder::seen_by_rank(const fs::path& root) {
+  std::unique_ptr<RunFolder> seen(new RunFolder());
+  seen->root_ = root;
+  return seen;
 }
 
 RunFolder::RunFolder(const fs::path& root) : root_(resolved_target(root)) {

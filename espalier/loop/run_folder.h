@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 
 #include "espalier/base/json.h"
@@ -30,6 +31,9 @@ class RunFolder {
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
   ~RunFolder();
+
+  // The same run, which rank 0 has locked, for a rank that only reads it.
+  static std::unique_ptr<RunFolder> seen_by_rank(const std::filesystem::path& root);
 
   static bool is_run(const std::filesystem::path& root);  // it holds run.json
 
@@ -49,6 +53,8 @@ class RunFolder {
   Json description() const;                       // Errors: InputError
 
  private:
+  RunFolder() = default;
+
   std::filesystem::path root_;
   int lock_ = -1;
 };

@@ -40,6 +40,7 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   const std::string where = (out.folder->root() / "run.json").string();
   const Json recorded = run.value("options", Json::object());
   out.options = continued_options(given, recorded, where);
+  out.options.tp = given.tp, out.options.ep = given.ep, out.options.dp = given.dp;  // whatever they were
   out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
   if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
     progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
@@ -60,13 +61,14 @@ void check_disk_space(const std::filesystem::path& root, const ModelShape& shape
   require_disk_space({{root, bytes}});
 }
 
-RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
+RunStart new_run(const std::filesystem::path& root, const Options& given, Progress& progress, const Mesh& mesh) {
   RunStart out;
   out.options = given;
   out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
-    out.options.memory_budget = text_of(std::max<std::int64_t>(bound_device().free_bytes() / 10 * 9, 1 << 20), "B");
-  CheckedRun checked = check_new_run(out.options, progress);
+    out.options.memory_budget =
+        text_of(std::max<std::int64_t>(bound_device().free_bytes() / mesh.local_ranks / 10 * 9, 1 << 20), "B");
+  CheckedRun checked = check_new_run(out.options, progress, mesh);
   out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);
   check_disk_space(root, checked.shape, out.options);
@@ -85,30 +87,63 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
 
 }  // namespace
 
-std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options) {
-  std::vector<HeldModel> held{{shape, {}}};
-  if (options.kl_loss_coef > 0) held.push_back({shape});
-  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
+std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options, const Mesh& mesh) {
+  const LocalShape local = local_shape(shape, mesh);
+  std::vector<HeldModel> held{{local, {}}};
+  if (options.kl_loss_coef > 0) held.push_back({local});
+  if (!options.critic.empty()) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh), {}});
   return held;
 }
 
-CheckedRun check_new_run(const Options& options, Progress& progress) {
+CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh) {
   check_sampling(options);
   CheckedRun out;
   out.shape = shape_of(options);
-  require_room(models_of_loop(out.shape, options), options);
+  require_room(models_of_loop(out.shape, options, mesh), options);
   out.questions = make_questions(options, options.model, out.shape, progress);
   return out;
 }
 
-RunStart start_run(const Options& given, Progress& progress) {
+namespace {
+
+RunStart start_on_disk(const Options& given, Progress& progress, const Mesh& mesh) {
   const std::filesystem::path root = root_of(given);
   if (given.overwrite && !given.resume.empty())
     throw OptionError({"--overwrite", "a new run", "one that --resume continues", "leave one of the two out"});
   // Without a checkpoint nothing has been done that other options could contradict.
   if (RunFolder::is_run(root) && !given.overwrite && (!given.resume.empty() || RunFolder(root).has_progress()))
     return continue_run(root, given, progress);
-  return new_run(root, given, progress);
+  return new_run(root, given, progress, mesh);
+}
+
+// What rank 0 has found, as text, and the start that another rank makes of it.
+std::string told(const RunStart& start) {
+  return Json{{"options", options_to_json(start.options, 'l')},
+              {"machine", to_json(start.machine)},
+              {"root", start.folder->root().string()}}
+      .dump();
+}
+
+RunStart start_as_told(const Json& told, Progress& progress) {
+  RunStart out;
+  out.options = options_from_json(told["options"], "rank 0: ");
+  out.machine = profile_of(told["machine"], "the machine profile of rank 0");
+  out.folder = RunFolder::seen_by_rank(told["root"].get<std::string>());
+  const auto step = out.folder->newest_checkpoint();
+  const std::filesystem::path source = step ? out.folder->checkpoint(*step) : std::filesystem::path(out.options.model);
+  out.questions =
+      make_questions(out.options, source, step ? read_model_shape(source) : shape_of(out.options), progress);
+  return out;
+}
+
+}  // namespace
+
+RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh) {
+  if (mesh.world.size() == 1) return start_on_disk(given, progress, mesh);
+  RunStart out;
+  if (mesh.writes()) out = start_on_disk(given, progress, mesh);
+  const Json of_rank_0 = Json::parse(text_of_rank(mesh.world, mesh.writes() ? told(out) : ""));
+  return mesh.writes() ? std::move(out) : start_as_told(of_rank_0, progress);
 }
 
 }  // namespace espalier

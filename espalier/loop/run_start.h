@@ -8,6 +8,7 @@
 #include "espalier/loop/run_folder.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/model_shape.h"
 #include "espalier/step/held_models.h"
@@ -22,7 +23,8 @@ struct RunStart {
 };
 
 // What a run holds from its first batch on: the trained model, a reference where there is a KL term, a critic.
-std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options);
+std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
+                                      const Mesh& mesh = mesh_of_one());
 
 // Checks what a new run checks before it writes anything: options, model, room, prompts, reward.
 // Errors: OptionError, InputError, UnsupportedError, MemoryBudgetError.
@@ -30,10 +32,11 @@ struct CheckedRun {
   ModelShape shape;
   std::unique_ptr<Questions> questions;
 };
-CheckedRun check_new_run(const Options& options, Progress& progress);
+CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 // Opens --resume, or --out; writes run.json where it is new or its options have changed.
-// Errors: OptionError, InputError, UnsupportedError; nothing has been written then.
-RunStart start_run(const Options& given, Progress& progress);
+// Rank 0 does, the others are told what it found. Errors: OptionError, InputError, UnsupportedError; nothing has been
+// written then.
+RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -92,8 +92,20 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
   Generated generated = generate(decoder_, prompts, settings, arena_, progress_);
   out.rollouts = std::move(generated.rollouts), out.report = generated.report;
   ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
-  out.judgements = questions_.judge(out.rollouts, progress_);
+  out.judgements = judge(out.rollouts);
   return out;
+}
+
+// Rank 0 asks the reward function, which nobody says gives the same answer twice.
+std::vector<Judgement> Sampling::judge(std::vector<Rollout>& rollouts) {
+  const Mesh& mesh = decoder_.mesh();
+  std::vector<Judgement> judgements(rollouts.size());
+  if (mesh.writes()) judgements = questions_.judge(rollouts, progress_);
+  std::vector<double> numbers;
+  for (const Judgement& one : judgements) numbers.push_back(one.reward), numbers.push_back(one.right);
+  numbers = sums_over_ranks(mesh.world, std::move(numbers));  // the others add 0
+  for (std::size_t i = 0; i < judgements.size(); ++i) judgements[i] = {numbers[2 * i], numbers[2 * i + 1]};
+  return judgements;
 }
 
 SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {

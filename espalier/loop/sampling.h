@@ -68,6 +68,7 @@ class Sampling {
     std::vector<Judgement> judgements;
   };
   std::int64_t most_kv_bytes() const;
+  std::vector<Judgement> judge(std::vector<Rollout>& rollouts);
   Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings);
 
   Options options_;

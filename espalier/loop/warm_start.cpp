@@ -12,6 +12,7 @@
 #include "espalier/loop/random_streams.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trained_model.h"
+#include "espalier/train/trainer.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -82,7 +83,8 @@ WarmStart::WarmStart(ModelState& model, const Task& task, const Options& options
     : model_(model),
       options_(supervised(options)),
       machine_(machine),
-      optimizer_(model.table, model.weights, AdamWSettings::from(options_)),
+      optimizer_(model.table, model.weights, AdamWSettings::from(options_), model.decoder.device(),
+                 {.world = model.mesh.world}),
       actor_(model, options_, machine, &optimizer_),
       held_out_(demonstrations(task, Split::held_out, random_of(options.seed, Stream::warm_start_held_out))),
       curriculum_(task) {}
@@ -97,7 +99,8 @@ WarmStartStep WarmStart::step() {
   if (found.step % kProbeEvery == 0) {
     NoProgress silent;  // a part of the task that is shown
     found.held_out = mean_probability(
-        score_rollouts(model_.decoder, held_out_, options_, machine_, actor_.workspace, silent).series);
+        score_rollouts(model_.decoder, held_out_, options_, machine_, actor_.workspace, silent, nullptr, model_.mesh)
+            .series);
   }
   return found;
 }
@@ -105,7 +108,7 @@ WarmStartStep WarmStart::step() {
 bool WarmStart::run(Progress& progress, const std::function<void(const WarmStartStep&)>& on_step) {
   progress.begin("warm start", options_.warm_start_steps, "steps");
   while (last_.step < options_.warm_start_steps && last_.held_out.value_or(0) < kWarmStartRight) {
-    if (progress.interrupted() != 0) return false;
+    if (signal_of_any_rank(progress, model_.mesh) != 0) return false;
     last_ = step();
     on_step(last_);
     progress.advance_to(last_.step);
@@ -121,9 +124,10 @@ void WarmStart::save(const std::filesystem::path& directory, std::int64_t metric
                      {"prompt_length", curriculum_.task().prompt_length},
                      {"smoothed", curriculum_.smoothed()}}
                     .dump();
-  AtomicDirectory target(directory);
-  save_trained_model(target.path(), model_, optimizer_, state, options_.save_dtype);
-  target.commit();
+  std::optional<AtomicDirectory> target;
+  if (model_.mesh.writes()) target.emplace(directory);
+  save_trained_model(target ? target->path() : std::filesystem::path(), model_, optimizer_, state, options_.save_dtype);
+  if (target) target->commit();
 }
 
 std::int64_t WarmStart::load(const std::filesystem::path& directory) {

@@ -6,8 +6,18 @@
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/model/expert_mlp.h"
 
 namespace espalier {
+namespace {
+
+// Of no rows: nobody asks it.
+class NoSource final : public KvSource {
+ public:
+  void attend(const LayerAttention&, const at::Tensor&, const at::Tensor&) override {}
+};
+
+}  // namespace
 
 Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh)
     : local_(shape), shape_(shape.own()), weights_(std::move(weights)), device_(device), mesh_(mesh) {}
@@ -34,6 +44,25 @@ LayerContext Decoder::context(const DecoderRun& run, std::int64_t layer, const R
           narrow,    run.arena,
           run.timer, mesh_,
           penalties};
+}
+
+bool Decoder::only_joins(const LayerContext& c) const {
+  return c.narrow && c.input.outputs() == 0 && shape_.has_experts(c.layer) && mesh_.ep.size() > 1;
+}
+
+void Decoder::join_forward(Arena& arena) const {
+  const ModelInput no_rows;
+  NoSource nothing;
+  for (std::int64_t layer = 0; layer < shape_.layers; ++layer)
+    if (shape_.has_experts(layer)) join_experts_forward(context({no_rows, nothing, arena}, layer));
+}
+
+void Decoder::join_backward(ModelViews& grads, Arena& arena) const {
+  const ModelInput no_rows;
+  NoSource nothing;
+  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer)
+    if (shape_.has_experts(layer))
+      join_experts_backward(context({no_rows, nothing, arena}, layer), grads.layers[static_cast<std::size_t>(layer)]);
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -143,6 +172,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
     if (!attention_stays) take_attention_saved(c, all);
     if (!mlp_stays) take_mlp_saved(c, all);
     layer_forward(c, all, next);
+    if (only_joins(c)) join_experts_forward(c);
     if (input.keeps_choices && all.router_choice_RK.defined()) keep_choices(c, all, out.choice_LTK);
     arena.release_to(mark);
     if (state) out.layers.push_back(std::move(saved));
@@ -172,6 +202,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     const ArenaScope layer_scope(run.arena);
     if (run.keeper != nullptr) run.keeper->bring_back(layer);
     layer_forward_again(c, kept, saved.state);
+    if (only_joins(c)) join_experts_backward(c, grads.layers[static_cast<std::size_t>(layer)]);
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
     if (run.keeper != nullptr) run.keeper->let_go(layer);

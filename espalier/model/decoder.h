@@ -61,6 +61,11 @@ class Decoder {
   void add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
                     const RouterPenalties& penalties = {}) const;
 
+  // What a rank of ep without rows of its own runs while others run forward, or add_backward: its experts, on their
+  // rows. The latter adds to the gradients of its experts.
+  void join_forward(Arena& arena) const;
+  void join_backward(ModelViews& grads, Arena& arena) const;
+
   const ModelShape& shape() const { return shape_; }  // of this rank
   const LocalShape& local() const { return local_; }
   const Mesh& mesh() const { return mesh_; }
@@ -85,6 +90,8 @@ class Decoder {
   // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const ModelInput& input) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
+  // Whether the layer runs no row of these past keys and values, while other ranks of ep may send theirs.
+  bool only_joins(const LayerContext& context) const;
   LayerContext context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 
   LocalShape local_;

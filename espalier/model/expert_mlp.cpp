@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "espalier/device/held_buffers.h"
+#include "espalier/device/scalar_type.h"
 #include "espalier/model/expert_products.h"
 
 namespace espalier {
@@ -79,6 +80,37 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
   c.ops.add_norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
                           grads.mlp_norm_M);
+}
+
+namespace {
+
+// No rows, in the form that products of experts take them.
+struct NoRows {
+  explicit NoRows(const LayerContext& c)
+      : normed_0M(c.arena.take({0, c.shape.hidden}, c.dtype())),
+        sum_0M(c.arena.take({0, c.shape.hidden}, accumulator_type(c.dtype()))),
+        weight_0K(c.arena.take({0, c.shape.experts_per_token}, accumulator_type(c.dtype()))) {
+    saved.router_choice_RK = c.arena.take({0, c.shape.experts_per_token}, at::kInt);
+    saved.router_weight_RK = weight_0K;
+  }
+
+  at::Tensor normed_0M, sum_0M, weight_0K;
+  LayerSaved saved;
+};
+
+}  // namespace
+
+void join_experts_forward(const LayerContext& c) {
+  const ArenaScope scope(c.arena);
+  const NoRows none(c);
+  expert_products(c.mesh).add_forward(c, none.saved, none.normed_0M, none.sum_0M, {});
+}
+
+void join_experts_backward(const LayerContext& c, const LayerViews& grads) {
+  const ArenaScope scope(c.arena);
+  const NoRows none(c);
+  expert_products(c.mesh).add_backward(c, none.saved, none.normed_0M, none.normed_0M, grads,
+                                       {none.sum_0M, none.weight_0K}, {});
 }
 
 }  // namespace espalier

@@ -16,4 +16,8 @@ void expert_mlp_forward(const LayerContext& context, LayerSaved& saved, const at
 void add_expert_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                              const LayerViews& grads);
 
+// The same without rows of one's own, where experts of this rank get those of others (mesh.ep of several ranks).
+void join_experts_forward(const LayerContext& context);
+void join_experts_backward(const LayerContext& context, const LayerViews& grads);
+
 }  // namespace espalier

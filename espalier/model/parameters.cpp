@@ -13,6 +13,20 @@ std::vector<std::int64_t> Parameter::whole_shape() const {
   return whole;
 }
 
+// One run of all rows, or one of each row.
+std::vector<ShardRun> runs_of(const Parameter& parameter) {
+  const Shard& shard = parameter.shard;
+  if (shard.dim < 0) return {{0, 0, parameter.count}};
+  std::int64_t runs = 1, width = 1;
+  for (std::size_t dim = 0; dim < parameter.shape.size(); ++dim)
+    if (static_cast<int>(dim) != shard.dim) (static_cast<int>(dim) < shard.dim ? runs : width) *= parameter.shape[dim];
+  std::vector<ShardRun> out;
+  for (std::int64_t run = 0; run < runs; ++run)
+    out.push_back(
+        {(run * shard.whole + shard.begin) * width, run * shard.local * width, (shard.end - shard.begin) * width});
+  return out;
+}
+
 ParameterTable::ParameterTable(const LocalShape& shape) {
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     if (const std::optional<Shard> shard = shape.shard(parameter))
@@ -22,10 +36,15 @@ ParameterTable::ParameterTable(const LocalShape& shape) {
   });
 }
 
-const Parameter& ParameterTable::at(const std::string& name) const {
+const Parameter* ParameterTable::find(const std::string& name) const {
   const auto found = index_.find(name);
-  ESPALIER_INTERNAL(found != index_.end(), "no parameter '", name, "'");
-  return parameters_[found->second];
+  return found == index_.end() ? nullptr : &parameters_[found->second];
+}
+
+const Parameter& ParameterTable::at(const std::string& name) const {
+  const Parameter* const found = find(name);
+  ESPALIER_INTERNAL(found != nullptr, "no parameter '", name, "'");
+  return *found;
 }
 
 void ParameterTable::add(const ParameterShape& whole, const Shard& shard) {

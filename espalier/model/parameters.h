@@ -28,6 +28,13 @@ struct Parameter {
   std::vector<std::int64_t> whole_shape() const;  // in files
 };
 
+// Elements of a parameter that stand together here and in the whole tensor, counted from the parameter's first.
+struct ShardRun {
+  std::int64_t whole = 0, local = 0, count = 0;
+};
+// All of what is here, without padding, ascending in both.
+std::vector<ShardRun> runs_of(const Parameter& parameter);
+
 // The `count` values of a whole parameter in host memory, until the next call. A caller that visits several
 // asks for them in the table's order.
 using ParameterValues = std::function<const void*(const Parameter&)>;
@@ -43,6 +50,7 @@ class ParameterTable {
   std::int64_t size() const { return size_; }                               // elements
   const Parameter& at(const std::string& name) const;                       // InternalError when absent
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
+  const Parameter* find(const std::string& name) const;                                  // null when absent
   bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }  // other ranks have it
 
  private:
@@ -53,5 +61,18 @@ class ParameterTable {
   std::unordered_set<std::string> elsewhere_;
   std::int64_t size_ = 0;
 };
+
+// Calls visit(first element, elements, kind) for every run of neighbours for which kind_of(parameter) is the same.
+template <class KindOf, class Visit>
+void for_each_run(const ParameterTable& table, KindOf kind_of, Visit visit) {
+  const std::vector<Parameter>& parameters = table.parameters();
+  for (std::size_t first = 0, last; first < parameters.size(); first = last) {
+    const auto kind = kind_of(parameters[first]);
+    std::int64_t count = 0;
+    for (last = first; last < parameters.size() && kind_of(parameters[last]) == kind; ++last)
+      count += parameters[last].count;
+    visit(parameters[first].offset, count, kind);
+  }
+}
 
 }  // namespace espalier

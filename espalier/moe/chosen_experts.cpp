@@ -55,6 +55,22 @@ std::int64_t ChosenExperts::unite(std::span<const PrefixTree> trees) {
   return changed;
 }
 
+std::vector<std::int64_t> ChosenExperts::numbers() const {
+  std::vector<std::int64_t> out;
+  for (const auto& of_rollout : ids_)
+    for (const std::uint16_t id : of_rollout) out.push_back(id == RecordedExperts::kFree ? 0 : id + 1);
+  return out;
+}
+
+void ChosenExperts::take(std::span<const std::int64_t> numbers) {
+  auto next = numbers.begin();
+  for (auto& of_rollout : ids_)
+    for (std::uint16_t& id : of_rollout) {
+      const std::int64_t number = *next++;
+      id = number == 0 ? RecordedExperts::kFree : static_cast<std::uint16_t>(number - 1);
+    }
+}
+
 ChosenExperts ChosenExperts::reversed() const {
   ChosenExperts out = *this;
   std::ranges::reverse(out.ids_);

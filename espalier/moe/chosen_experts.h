@@ -40,6 +40,10 @@ class ChosenExperts {
   // mini-batch) where they are known. Returns how many known choices that changed. `trees`: of the same rollouts.
   std::int64_t unite(std::span<const PrefixTree> trees);
 
+  // All of it as numbers, 0 where nothing is known: those of ranks that ran other rollouts each can be added up.
+  std::vector<std::int64_t> numbers() const;
+  void take(std::span<const std::int64_t> numbers);
+
   // The same choices of the rollouts in reverse order.
   ChosenExperts reversed() const;
 

@@ -217,9 +217,9 @@ void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature,
   block.add(targets, target_E);
 }
 
-void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
-                     Arena& arena) {
-  HeadPass pass(hidden_OM, weight_VM, {}, nullptr, arena);
+void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
+                     const LogitsFunction& visit, Arena& arena) {
+  HeadPass pass(hidden_OM, weight_VM, part, nullptr, arena);
   pass.run([&](std::int64_t first, std::int64_t) { visit(first, pass.logits()); });
 }
 

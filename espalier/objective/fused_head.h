@@ -65,8 +65,8 @@ using HeadObjective =
 // Calls visit with the first row of each block and its raw logits hidden_o . weight_v, [block, V] in the accumulator
 // type, which are gone after the call: for who samples from them.
 using LogitsFunction = std::function<void(std::int64_t first_row, const at::Tensor& logits_BV)>;
-void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const LogitsFunction& visit,
-                     Arena& arena);
+void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
+                     const LogitsFunction& visit, Arena& arena);
 
 // Overwrites logprob [E] and entropy [E] (of the edge's row).
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena);

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
@@ -34,13 +36,13 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step) {
   return settings.lr * static_cast<double>(step - 1) / static_cast<double>(settings.warmup_steps);
 }
 
-Group& optimizer_shares(const Options& options, const Mesh& mesh) {
-  return options.shard == Sharding::none ? mesh_of_one().dp : mesh.dp;
+OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh) {
+  return {options.shard == Sharding::none ? mesh_of_one().dp : mesh.dp, mesh.world};
 }
 
 AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings, Device& device,
-             Group& shares)
-    : table_(table), settings_(settings), device_(device), shares_(shares), weights_(weights) {
+             const OptimizerRanks& ranks)
+    : table_(table), settings_(settings), device_(device), ranks_(ranks), weights_(weights) {
   const Operations& ops = device.operations();
   const at::ScalarType accumulator = accumulator_type(weights.scalar_type());
   const std::int64_t count = own().end - own().begin;
@@ -56,15 +58,25 @@ AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamW
   }
 }
 
-AdamW::Range AdamW::range_of(int rank) const {
-  const std::int64_t part = (table_.size() + shares_.size() - 1) / shares_.size();
-  return {std::min(table_.size(), part * rank), std::min(table_.size(), part * (rank + 1))};
+AdamW::Range AdamW::range_of(std::int64_t elements, int ranks, int rank) {
+  const std::int64_t part = (elements + ranks - 1) / ranks;
+  return {std::min(elements, part * rank), std::min(elements, part * (rank + 1))};
 }
 
+// Neighbours that count here are summed at once.
 double AdamW::norm_of(const at::Tensor& gradient) const {
-  const at::Tensor sum_1 = device_.allocate({1}, at::kDouble);
-  device_.operations().sum_of_squares(gradient, sum_1);
-  return std::sqrt(host_values<const double>(device_.to_host(sum_1)).front());
+  std::vector<at::Tensor> counted;
+  for_each_run(
+      table_, [](const Parameter& parameter) { return parameter.shard.counted; },
+      [&](std::int64_t begin, std::int64_t count, bool here) {
+        if (here) counted.push_back(gradient.narrow(0, begin, count));
+      });
+  const at::Tensor sum_N = device_.allocate({static_cast<std::int64_t>(counted.size())}, at::kDouble);
+  for (std::size_t i = 0; i < counted.size(); ++i)
+    device_.operations().sum_of_squares(counted[i], sum_N.narrow(0, static_cast<std::int64_t>(i), 1));
+  const at::Tensor on_host = device_.to_host(sum_N);
+  const auto sums = host_values<const double>(on_host);
+  return std::sqrt(sums_over_ranks(ranks_.world, {std::accumulate(sums.begin(), sums.end(), 0.0)}).front());
 }
 
 AdamW::Update AdamW::step(const at::Tensor& gradient) {
@@ -79,29 +91,27 @@ AdamW::Update AdamW::step(const at::Tensor& gradient) {
   AdamWStep step{update.lr,          settings_.beta1, settings_.beta2, settings_.eps, settings_.weight_decay,
                  update.clip_factor, steps_done_};
   // Neighbours that decay alike are updated at once: no number depends on another.
-  const std::vector<Parameter>& parameters = table_.parameters();
   const Range mine = own();
-  for (std::size_t first = 0, last; first < parameters.size(); first = last) {
-    std::int64_t count = 0;
-    for (last = first; last < parameters.size() && decays(parameters[last]) == decays(parameters[first]); ++last)
-      count += parameters[last].count;
-    step.weight_decay = decays(parameters[first]) ? settings_.weight_decay : 0;
-    const std::int64_t begin = std::max(parameters[first].offset, mine.begin);
-    const std::int64_t own_count = std::min(parameters[first].offset + count, mine.end) - begin;
-    if (own_count <= 0) continue;
+  const auto update_run = [&](std::int64_t first, std::int64_t count, bool decaying) {
+    step.weight_decay = decaying ? settings_.weight_decay : 0;
+    const std::int64_t begin = std::max(first, mine.begin);
+    const std::int64_t own_count = std::min(first + count, mine.end) - begin;
+    if (own_count <= 0) return;
     const auto whole = [&](const at::Tensor& flat) { return flat.narrow(0, begin, own_count); };
     const auto part = [&](const at::Tensor& flat) { return flat.narrow(0, begin - mine.begin, own_count); };
     device_.operations().adamw(part(masters_), whole(gradient), part(exp_avg_), part(exp_avg_sq_), step,
                                weights_.scalar_type() == at::kBFloat16 ? whole(weights_) : at::Tensor());
-  }
+  };
+  for_each_run(
+      table_, [&](const Parameter& parameter) { return decays(parameter); }, update_run);
   share_weights();
   return update;
 }
 
 void AdamW::share_weights() {
-  for (int rank = 0; rank < shares_.size(); ++rank) {
+  for (int rank = 0; rank < ranks_.shares.size(); ++rank) {
     const Range moved = range_of(rank);
-    shares_.broadcast(weights_.narrow(0, moved.begin, moved.end - moved.begin), rank);
+    ranks_.shares.broadcast(weights_.narrow(0, moved.begin, moved.end - moved.begin), rank);
   }
 }
 

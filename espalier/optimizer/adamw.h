@@ -4,7 +4,8 @@
 // the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
 //
 // Ranks that share the state keep masters and moments of a contiguous part of the elements each, move those weights and
-// send them to the others (ZeRO, stage 1).
+// send them to the others (ZeRO, stage 1). Where ranks have parts of the model, the norm is that of the whole gradient:
+// a part that several of them hold counts once (Shard::counted).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,22 +34,25 @@ double clip_factor(double norm, double max_norm);
 // constant schedule with warm-up of transformers and verl, whose first step has rate 0.
 double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
-// The ranks that share the state of an optimizer under --shard, each with a part of it.
-Group& optimizer_shares(const Options& options, const Mesh& mesh);
+// The ranks that an optimizer works with.
+struct OptimizerRanks {
+  Group& shares = mesh_of_one().dp;    // under --shard: each of them keeps a part of the state
+  Group& world = mesh_of_one().world;  // together they have the whole gradient
+};
+OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh);
 
 class AdamW {
  public:
-  // `weights`: the model's flat buffer on the device, which step() overwrites. Table and `shares`, the ranks that share
-  // the state, must outlive the object.
+  // `weights`: the model's flat buffer on the device, which step() overwrites. Table and ranks must outlive the object.
   AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings,
-        Device& device = bound_device(), Group& shares = mesh_of_one().dp);
+        Device& device = bound_device(), const OptimizerRanks& ranks = {});
 
   struct Update {
     double grad_norm = 0, clip_factor = 1, lr = 0;
     double seconds = 0;
   };
-  // One update from a whole gradient in the table's layout, the same on every rank. Errors: InputError where the norm
-  // is not finite; nothing has been changed then.
+  // One update from the gradient of the table's parameters, the same on every rank that holds them. Every rank of the
+  // world calls it. Errors: InputError, on all of them, where the norm is not finite; nothing has been changed then.
   Update step(const at::Tensor& gradient);
 
   std::int64_t steps_done() const { return steps_done_; }
@@ -65,9 +69,11 @@ class AdamW {
   struct Range {
     std::int64_t begin = 0, end = 0;
   };
-  Range range_of(int rank) const;  // elements whose state a rank of shares() keeps
-  Range own() const { return range_of(shares_.rank()); }
-  Group& shares() const { return shares_; }
+  // Of so many elements those whose state a rank keeps, of so many that share it.
+  static Range range_of(std::int64_t elements, int ranks, int rank);
+  Range range_of(int rank) const { return range_of(table_.size(), ranks_.shares.size(), rank); }
+  Range own() const { return range_of(ranks_.shares.rank()); }
+  Group& shares() const { return ranks_.shares; }
 
  private:
   void share_weights();  // the own part goes to the other ranks
@@ -77,7 +83,7 @@ class AdamW {
   const ParameterTable& table_;
   AdamWSettings settings_;
   Device& device_;
-  Group& shares_;
+  OptimizerRanks ranks_;
   at::Tensor weights_, masters_, exp_avg_, exp_avg_sq_;
   std::int64_t steps_done_ = 0;
 };

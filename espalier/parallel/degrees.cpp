@@ -65,6 +65,20 @@ std::vector<int> ranks_along(Axis axis, std::int64_t rank, const Degrees& degree
   return ranks;
 }
 
+AxisBytes& AxisBytes::operator+=(const AxisBytes& other) {
+  tp += other.tp, cp += other.cp, pp += other.pp, dp += other.dp, ep += other.ep;
+  return *this;
+}
+
+AxisBytes AxisBytes::operator-(const AxisBytes& other) const {
+  return {tp - other.tp, cp - other.cp, pp - other.pp, dp - other.dp, ep - other.ep};
+}
+
+TrafficBytes& TrafficBytes::operator+=(const TrafficBytes& other) {
+  a += other.a, b += other.b, c += other.c, reduction += other.reduction;
+  return *this;
+}
+
 void check_degrees(const Degrees& degrees) {
   const std::int64_t stage = degrees.dp * degrees.cp * degrees.tp;
   if (stage % degrees.ep != 0)

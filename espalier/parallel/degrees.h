@@ -41,6 +41,25 @@ enum class Axis {
 // Those that share an axis with `rank`, itself included, ascending.
 std::vector<int> ranks_along(Axis axis, std::int64_t rank, const Degrees& degrees);
 
+// What a rank gives to collectives, by axis, in bytes; dp with the sums of gradients over replicas.
+struct AxisBytes {
+  std::int64_t tp = 0, cp = 0, pp = 0, dp = 0, ep = 0;
+
+  AxisBytes& operator+=(const AxisBytes& other);
+  AxisBytes operator-(const AxisBytes& other) const;
+  bool operator==(const AxisBytes&) const = default;
+  std::int64_t total() const { return tp + cp + pp + dp + ep; }
+};
+
+// The same of a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. What the
+// ranks tell each other of their plans, losses and log-probs is in none.
+struct TrafficBytes {
+  AxisBytes a, b, c, reduction;
+
+  bool operator==(const TrafficBytes&) const = default;
+  TrafficBytes& operator+=(const TrafficBytes& other);
+};
+
 // Errors: OptionError where ep does not divide the ranks of a stage, dp x cp x tp.
 void check_degrees(const Degrees& degrees);
 

@@ -25,12 +25,37 @@ class GroupOfOne : public Group {
   void do_receive(const at::Tensor&, int) override { refuse(); }
 };
 
+// Another axis of the same ranks.
+class SameRanks : public Group {
+ public:
+  explicit SameRanks(Group& group) : Group(group.rank(), group.size()), group_(group) {}
+
+ private:
+  void do_add(const at::Tensor& x) override { group_.add_over_ranks(x); }
+  void do_max(const at::Tensor& x) override { group_.max_over_ranks(x); }
+  void do_gather(const at::Tensor& part, const at::Tensor& whole) override { group_.gather(part, whole); }
+  void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override { group_.scatter_sum(whole, part); }
+  void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
+                   std::span<const std::int64_t> receive_rows) override {
+    group_.exchange(send, send_rows, receive, receive_rows);
+  }
+  void do_broadcast(const at::Tensor& x, int root) override { group_.broadcast(x, root); }
+  void do_send(const at::Tensor& x, int to) override { group_.send(x, to); }
+  void do_receive(const at::Tensor& x, int from) override { group_.receive(x, from); }
+
+  Group& group_;
+};
+
 }  // namespace
+
+AxisBytes Mesh::bytes() const {
+  return {tp.bytes(), cp.bytes(), pp.bytes(), dp.bytes() + replicas.bytes() + expert_replicas.bytes(), ep.bytes()};
+}
 
 Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make) {
   std::vector<int> ranks = ranks_along(axis, rank, degrees);
   for (auto& [known, group] : groups_)
-    if (known == ranks) return *group;
+    if (known == ranks) return *others_.emplace_back(std::make_unique<SameRanks>(*group));
   auto group = ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(ranks);
   return *groups_.emplace_back(std::move(ranks), std::move(group)).second;
 }

@@ -27,12 +27,13 @@ struct Mesh {
 
   Place place() const { return place_of(world.rank(), degrees); }
   bool writes() const { return world.rank() == 0; }  // files and the terminal
+  AxisBytes bytes() const;                           // that this rank gave to the axes so far
 };
 
 // One process: every group has one rank.
 const Mesh& mesh_of_one();
 
-// A mesh and the groups it refers to. Axes of the same ranks share a group, so that nothing is connected twice.
+// A mesh and the groups it refers to. Axes of the same ranks share a connection and count their bytes apart.
 class OwnedMesh {
  public:
   // Makes the group of these ranks of the world, two or more, ascending, `rank` among them. Every rank makes the groups
@@ -47,6 +48,7 @@ class OwnedMesh {
   Group& group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make);
 
   std::vector<std::pair<std::vector<int>, std::unique_ptr<Group>>> groups_;
+  std::vector<std::unique_ptr<Group>> others_;  // of the same ranks as one of them
   Mesh mesh_;
 };
 

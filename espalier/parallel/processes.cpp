@@ -32,10 +32,6 @@ class ProcessGroup : public Group {
  public:
   ProcessGroup(c10::intrusive_ptr<Gloo> gloo, int rank, int size, double timeout)
       : Group(rank, size), gloo_(std::move(gloo)), timeout_(timeout) {}
-  // A group that lost a rank waits for it as it ends; the process is about to end, so it is left as it is.
-  ~ProcessGroup() override {
-    if (failed_) gloo_.release();
-  }
 
  private:
   template <class Call>
@@ -43,7 +39,6 @@ class ProcessGroup : public Group {
     try {
       call();
     } catch (const std::exception& error) {
-      failed_ = true;
       throw CommunicationError({name, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"),
                                 first_line(error), ""});
     }
@@ -115,7 +110,6 @@ class ProcessGroup : public Group {
 
   c10::intrusive_ptr<Gloo> gloo_;
   double timeout_;
-  bool failed_ = false;
   std::deque<c10::intrusive_ptr<c10d::Work>> under_way_;
 };
 
@@ -174,7 +168,7 @@ Processes::Processes(const Launch& launch) : state_(std::make_unique<State>()) {
 }
 
 Processes::~Processes() {
-  state_->mesh.reset();  // ranks that wait for this one in a collective are released
+  state_->mesh.reset();
   try {
     if (state_->failed) state_->wait_for_others();
   } catch (const std::exception&) {  // nobody is there to be waited for
@@ -210,8 +204,27 @@ const Mesh& Processes::connect(const Degrees& degrees, double timeout) {
   return mesh;
 }
 
+std::string Processes::told_by_rank_0(const std::string& what, const std::function<std::string()>& make) {
+  State& state = *state_;
+  if (state.launch.rank == 0) {
+    const std::string text = make();
+    state.store->set(what, std::vector<std::uint8_t>(text.begin(), text.end()));
+    return text;
+  }
+  try {
+    while (!state.store->check({what}) && !state.has_failed(0)) std::this_thread::sleep_for(Milliseconds(20));
+    if (state.store->check({what})) {
+      const std::vector<std::uint8_t> bytes = state.store->get(what);
+      return {bytes.begin(), bytes.end()};
+    }
+  } catch (const std::exception&) {  // the meeting place is gone with the rank that made it
+  }
+  throw CommunicationError({what, "an answer of rank 0", "its end", ""});
+}
+
 bool Processes::is_first_to_fail() {
   state_->failed = true;
+  state_->mesh.reset();  // whoever waits for this rank in a collective finds out now, while the meeting place is there
   try {
     const std::string own = std::to_string(state_->launch.rank);
     const std::vector<std::uint8_t> bytes(own.begin(), own.end());

@@ -1,6 +1,7 @@
 // The ranks of a run as processes: they meet at a store, Gloo carries their collectives.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -18,6 +19,10 @@ class Processes {
   // Connects every rank with those that share an axis with it. Called once. `timeout`: seconds until a silent rank is
   // given up. Errors: CommunicationError.
   const Mesh& connect(const Degrees& degrees, double timeout);
+
+  // What `make` says on rank 0, told to all before anybody is connected. Errors: CommunicationError where rank 0
+  // failed.
+  std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 
   // Where something failed: true on the rank that calls it first, whose message is the one to be shown.
   bool is_first_to_fail();

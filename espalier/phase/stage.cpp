@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "espalier/device/host_values.h"
+#include "espalier/phase/in_step.h"
 #include "espalier/phase/item_run.h"
 #include "espalier/phase/schedule.h"
 #include "espalier/plan/row_shares.h"
@@ -22,8 +23,11 @@ std::int64_t count_items(const std::vector<PlanItem>& items, std::int64_t cp_ran
 
 class StageExecutor : public Executor {
  public:
+  RunResult result;
+
   StageExecutor(const StepRun& step, const StepPlan& plan)
       : step_(step),
+        in_step_(step, plan),
         cp_(step.decoder.mesh().cp),
         pp_(step.decoder.mesh().pp),
         most_in_flight_(static_cast<std::size_t>(pp_.size() - pp_.rank())) {
@@ -47,7 +51,8 @@ class StageExecutor : public Executor {
     trim();
     OpenItem& trunk = open_.emplace_back(step_, item, step_.arena);
     step_.path.push(item.set.rows, count_items(item.below, cp_.rank()));
-    book({result.seconds.trunk_forward, result.arena_bytes.a, result.cp_bytes.a}, [&] { trunk.run.forward(); });
+    book({result.seconds.trunk_forward, result.arena_bytes.a, result.cp_bytes.a, result.bytes.a},
+         [&] { forward(trunk.run); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
     rows_done_ += item.set.rows;
@@ -67,12 +72,21 @@ class StageExecutor : public Executor {
     trunk.run.ask_ahead();
     if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
     if (step_.trains())
-      book({result.seconds.trunk_backward, result.arena_bytes.c, result.cp_bytes.c}, [&] { add_backward(trunk.run); });
+      book({result.seconds.trunk_backward, result.arena_bytes.c, result.cp_bytes.c, result.bytes.c},
+           [&] { add_backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
     trim();
   }
 
+  // What other ranks still run, after one's own last wave.
+  void finish() {
+    end_waves();
+    if (!in_step_.done()) book_wave([&] { in_step_.finish(); });
+    add_penalties();
+  }
+
+ private:
   void end_waves() {
     while (!in_flight_.empty()) end_first_wave();
   }
@@ -87,9 +101,6 @@ class StageExecutor : public Executor {
       for (std::size_t at = item + of_item; at > item; at -= 2) step_.accounting->add({values[at - 2], values[at - 1]});
   }
 
-  RunResult result;
-
- private:
   // What an item took from the arena goes back when it has ended, a trunk after everything below it.
   struct OpenItem {
     OpenItem(const StepRun& step, const PlanItem& which, Arena& arena)
@@ -109,7 +120,7 @@ class StageExecutor : public Executor {
     book_wave([&] {
       Arena& arena = regions_.empty() ? step_.arena : *regions_[waves_begun_++ % regions_.size()];
       OpenItem& wave = in_flight_.emplace_back(step_, item, arena);
-      wave.run.forward();
+      forward(wave.run);
       result.wave_rows += wave.run.rows();
     });
     if (!step_.trains()) return in_flight_.pop_front();
@@ -121,7 +132,13 @@ class StageExecutor : public Executor {
     in_flight_.pop_front();
   }
 
+  void forward(ItemRun& run) {
+    in_step_.before(Pass::forward);
+    run.forward();
+  }
+
   void add_backward(ItemRun& run) {
+    in_step_.before(Pass::backward);
     run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
   }
 
@@ -134,28 +151,33 @@ class StageExecutor : public Executor {
   struct Books {
     double& seconds;
     std::int64_t &peak, &cp_bytes;
+    AxisBytes& bytes;
   };
 
   // Runs one phase of one item and books its time, its peak and what it communicates.
   template <class Work>
   void book(const Books& books, Work&& work) {
     const double begin = step_.arena.device().seconds(), waited = pp_.waited();
+    const Mesh& mesh = step_.decoder.mesh();
     const std::int64_t bytes = cp_.bytes();
+    const AxisBytes before = mesh.bytes();
     step_.arena.reset_high_water();
     work();
     std::int64_t in_regions = 0;
     for (const auto& region : regions_) in_regions += region->high_water();
     books.peak = std::max(books.peak, step_.arena.high_water() + in_regions);
     books.cp_bytes += cp_.bytes() - bytes;
+    books.bytes += mesh.bytes() - before;
     books.seconds += step_.arena.device().seconds() - begin;
     result.seconds.waiting += pp_.waited() - waited;
   }
   template <class Work>
   void book_wave(Work&& work) {
-    book({result.seconds.waves, result.arena_bytes.b, result.cp_bytes.b}, work);
+    book({result.seconds.waves, result.arena_bytes.b, result.cp_bytes.b, result.bytes.b}, work);
   }
 
   const StepRun& step_;
+  InStep in_step_;
   const Group &cp_, &pp_;
   const std::size_t most_in_flight_;
   std::vector<std::unique_ptr<Arena>> regions_;  // of waves in flight, in turn; none: the arena serves them
@@ -171,8 +193,7 @@ class StageExecutor : public Executor {
 RunResult run_stage(const StepRun& step, const StepPlan& plan) {
   StageExecutor executor(step, plan);
   run_schedule(plan.items, executor);
-  executor.end_waves();
-  executor.add_penalties();
+  executor.finish();
   return executor.result;
 }
 

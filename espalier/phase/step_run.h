@@ -47,6 +47,7 @@ struct RunResult {
   PhaseSeconds seconds;
   PhasePeaks arena_bytes;  // high-water mark of the arena in each phase
   PhaseBytes cp_bytes;     // that this rank gave to the collectives of cp
+  TrafficBytes bytes;      // that it gave to all of them; nothing of the reduction
 };
 
 }  // namespace espalier

@@ -94,6 +94,9 @@ Json to_json(const MachineProfile& profile) {
           {"seconds_per_call", profile.seconds_per_call},
           {"spill_bytes_per_second", profile.spill_bytes_per_second},
           {"memory_bytes", profile.memory_bytes},
+          {"ranks_per_machine", profile.ranks_per_machine},
+          {"link_bytes_per_second", profile.link_bytes_per_second},
+          {"network_bytes_per_second", profile.network_bytes_per_second},
           {"fit",
            {{"products", profile.fit.products},
             {"attention", profile.fit.attention},
@@ -125,6 +128,11 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.bytes_per_second = number(json, "bytes_per_second");
   profile.seconds_per_call = number(json, "seconds_per_call");
   if (json.contains("spill_bytes_per_second")) profile.spill_bytes_per_second = number(json, "spill_bytes_per_second");
+  if (json.contains("ranks_per_machine"))
+    profile.ranks_per_machine = static_cast<std::int64_t>(number(json, "ranks_per_machine"));
+  if (json.contains("link_bytes_per_second")) profile.link_bytes_per_second = number(json, "link_bytes_per_second");
+  if (json.contains("network_bytes_per_second"))
+    profile.network_bytes_per_second = number(json, "network_bytes_per_second");
   if (json.contains("device")) profile.device = text("device");
   if (profile.device != "cpu" && profile.device != "cuda") fail("cpu or cuda as 'device'");
   if (json.contains("memory_bytes") && json.at("memory_bytes") != Json(0))
@@ -147,20 +155,29 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   return profile;
 }
 
-CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind)
-    : shape_(shape),
+CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind)
+    : shape_(local.own()),
+      experts_(static_cast<double>(local.experts().size())),
+      expert_share_(1),
+      row_sets_(1),
       profile_(profile),
       kind_(kind),
-      bytes_(shape, dtype, kind),
-      expert_layers_(static_cast<double>(shape.expert_layers())) {
+      bytes_(local, dtype, kind),
+      expert_layers_(static_cast<double>(shape_.expert_layers())) {
+  const ModelShape& shape = shape_;
+  if (const Degrees& degrees = local.degrees(); degrees.ep > 1) {
+    expert_share_ = 1 / static_cast<double>(degrees.tp);
+    row_sets_ = static_cast<double>(degrees.ep) * expert_share_;
+  }
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
   const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
   // copies v; SwiGLU reads two and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
   const double k = static_cast<double>(shape.experts_per_token), M = static_cast<double>(shape.hidden);
-  bytes_per_row_ = b * (all_layers * (8 * M + 2.0 * static_cast<double>(shape.qkv_width())) +
-                        dense_layers * 3.0 * static_cast<double>(shape.inner)) +
-                   expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
+  bytes_per_row_ =
+      b * (all_layers * (8 * M + 2.0 * static_cast<double>(shape.qkv_width())) +
+           dense_layers * 3.0 * static_cast<double>(shape.inner)) +
+      expert_share_ * expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
   logit_bytes_ = 8 * a * static_cast<double>(shape.head_width()) * (kind.gradients ? 1 : 0.5);
   const double embedding = static_cast<double>(outer_parameters(shape).embedding.weights());
@@ -169,13 +186,20 @@ CostModel::CostModel(const ModelShape& shape, const MachineProfile& profile, DTy
       2 * a * expert_layers_ * static_cast<double>(shape.experts * layer_parameters(shape, true).mlp_parameters());
   gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - embedding - (shape.tied_head ? 0 : head)) -
                     expert_gradient_bytes_;
+  if (shape.experts > 0) expert_gradient_bytes_ *= experts_ / static_cast<double>(shape.experts);
   head_gradient_bytes_ = 2 * a * head;
+}
+
+Flops CostModel::all_flops(const Work& work, ItemState state) const {
+  Flops flops = step_flops(shape_, work, kind_, state);
+  flops.experts *= expert_share_;
+  return flops;
 }
 
 double CostModel::rows_per_expert(std::int64_t rows) const {
   return shape_.experts == 0
              ? 0
-             : static_cast<double>(rows * shape_.experts_per_token) / static_cast<double>(shape_.experts);
+             : row_sets_ * static_cast<double>(rows * shape_.experts_per_token) / static_cast<double>(shape_.experts);
 }
 
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
@@ -195,13 +219,13 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
   const double again = state.recomputes_attention() ? 1 : state.recomputes_mlp() ? kGateUpPass : 0;
   const double passes = (kind_.gradients ? 3 + again : 1) + (kind_.counting_pass ? 1 : 0);
   const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
-  CostParts parts = variable_parts(step_flops(shape_, work, kind_, state), work, work.rows, passes);
+  CostParts parts = variable_parts(all_flops(work, state), work, work.rows, passes);
   if (kind_.gradients) {
     parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
     if (work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
   }
   const double calls = passes * (static_cast<double>(shape_.layers) * kCallsPerLayer +
-                                 expert_layers_ * reached * static_cast<double>(shape_.experts) * kCallsPerExpert);
+                                 expert_layers_ * reached * experts_ * kCallsPerExpert);
   parts.products += calls * profile_.seconds_per_call;
   return parts * profile_.fit;
 }
@@ -215,9 +239,8 @@ double CostModel::seconds(const Work& work, ItemState state) const {
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  const CostParts parts =
-      variable_parts(step_flops(shape_, work, kind_, SavedState::keep), work, std::max(full_rows, work.rows),
-                     (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
+  const CostParts parts = variable_parts(all_flops(work, SavedState::keep), work, std::max(full_rows, work.rows),
+                                         (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
   return (parts * profile_.fit).total();
 }
 

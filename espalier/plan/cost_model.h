@@ -11,8 +11,8 @@
 #include "espalier/base/json_fwd.h"
 #include "espalier/options/choices.h"
 #include "espalier/plan/flops.h"
+#include "espalier/plan/local_shape.h"
 #include "espalier/plan/memory_model.h"
-#include "espalier/plan/model_shape.h"
 
 namespace espalier {
 
@@ -43,6 +43,9 @@ struct MachineProfile {
   double spill_bytes_per_second = 5e8;  // to where trunks are stored away, and from there
   double seconds_per_call = 0;          // overhead of one kernel
   std::int64_t memory_bytes = 0;        // that the device has; 0: not said
+  // Ranks that share a machine, what one of them sends to a neighbour there, and to another machine; stated.
+  std::int64_t ranks_per_machine = 8;
+  double link_bytes_per_second = 2e9, network_bytes_per_second = 1e9;
   // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
   CostParts fit = {1, 1, 1, 1};
   std::int64_t fitted_steps = 0;
@@ -63,11 +66,12 @@ MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
  public:
-  CostModel(const ModelShape& shape, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
+  // Of one rank: its part of every product. Rows are taken to choose experts evenly.
+  CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
   // All that a step runs for one set of rows: forward, backward, perhaps the forward or a part of it again.
   CostParts parts(const Work& work, ItemState state) const;
-  double flops(const Work& work, ItemState state) const { return step_flops(shape_, work, kind_, state).total(); }
+  double flops(const Work& work, ItemState state) const { return all_flops(work, state).total(); }
   // With what storing away costs: the part of writing and reading that does not hide behind forward and backward, and
   // the copies.
   double seconds(const Work& work, ItemState state) const;
@@ -77,9 +81,13 @@ class CostModel {
  private:
   // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
+  Flops all_flops(const Work& work, ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
 
   ModelShape shape_;
+  // Experts that are here; of the rows' products with experts the share that is computed here, and how many times as
+  // many rows as this rank's own choose among them, where ranks of ep exchange rows.
+  double experts_, expert_share_, row_sets_;
   MachineProfile profile_;
   StepKind kind_;
   ActivationBytes bytes_;

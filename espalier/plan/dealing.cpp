@@ -1,6 +1,8 @@
 #include "espalier/plan/dealing.h"
 
 #include <algorithm>
+#include <functional>
+#include <limits>
 #include <numeric>
 
 #include "espalier/plan/tree_index.h"
@@ -8,7 +10,7 @@
 namespace espalier {
 
 std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
-                                     const ModelShape& shape, const PlanOptions& options,
+                                     const LocalShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile) {
   const EdgeIndex edges(rollouts, options.all_logprobs);
   const CostModel model(shape, profile, options.dtype, options.kind);
@@ -25,6 +27,87 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const st
     seconds.push_back(model.seconds(work, SavedState::keep));
   }
   return seconds;
+}
+
+namespace {
+
+// Where the rows before and behind are most even.
+std::int32_t middle_leaf(const TreeIndex& index) {
+  std::int32_t best = 1;
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  for (std::int32_t leaf = 1; leaf < index.leaves(); ++leaf) {
+    const std::int64_t rows = std::max(index.rows_of_leaves(0, leaf), index.rows_of_leaves(leaf, index.leaves()));
+    if (rows < least) least = rows, best = leaf;
+  }
+  return best;
+}
+
+double longest_rank(std::span<const double> seconds, std::int64_t ranks) {
+  std::vector<double> load(static_cast<std::size_t>(ranks));
+  const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, ranks);
+  for (std::size_t tree = 0; tree < seconds.size(); ++tree)
+    load[static_cast<std::size_t>(rank_of[tree])] += seconds[tree];
+  return *std::ranges::max_element(load);
+}
+
+// Trees and their seconds, the heavy ones cut until none is heavier than a fair share or the parts cost as much as the
+// whole.
+struct Weighed {
+  std::vector<PrefixTree> trees;
+  std::vector<double> seconds;
+};
+Weighed cut_heavy(Weighed weighed, std::int64_t ranks, const std::function<double(const PrefixTree&)>& seconds_of,
+                  const std::function<std::int32_t(const PrefixTree&)>& middle_of) {
+  constexpr double kWorthCutting = 0.9;  // of the whole, the heavier part
+  const double fair = std::accumulate(weighed.seconds.begin(), weighed.seconds.end(), 0.0) / static_cast<double>(ranks);
+  for (std::size_t tree = 0; tree < weighed.trees.size();) {
+    const PrefixTree whole = weighed.trees[tree];
+    const auto leaves = static_cast<std::int32_t>(whole.leaf_order.size());
+    if (weighed.seconds[tree] <= fair || leaves == 1) {
+      ++tree;
+      continue;
+    }
+    const std::int32_t middle = middle_of(whole);
+    PrefixTree first = part_of(whole, 0, middle), second = part_of(whole, middle, leaves);
+    const double a = seconds_of(first), b = seconds_of(second);
+    if (std::max(a, b) > kWorthCutting * weighed.seconds[tree]) {
+      ++tree;
+      continue;
+    }
+    weighed.trees[tree] = std::move(first), weighed.seconds[tree] = a;
+    const auto next = static_cast<std::ptrdiff_t>(tree) + 1;
+    weighed.trees.insert(weighed.trees.begin() + next, std::move(second));
+    weighed.seconds.insert(weighed.seconds.begin() + next, b);
+  }
+  return weighed;
+}
+
+}  // namespace
+
+std::vector<std::vector<PrefixTree>> deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks,
+                                                std::span<const Rollout> rollouts, const LocalShape& shape,
+                                                const PlanOptions& options, const MachineProfile& profile) {
+  constexpr double kWorthHaving = 0.9;  // of the longest rank's seconds before
+  std::vector<std::vector<PrefixTree>> dealt(static_cast<std::size_t>(ranks));
+  if (ranks == 1) {
+    dealt.front() = std::move(trees);
+    return dealt;
+  }
+  Weighed weighed;
+  weighed.seconds = seconds_of_trees(rollouts, trees, shape, options, profile);
+  weighed.trees = std::move(trees);
+  const EdgeIndex edges(rollouts, options.all_logprobs);
+  std::vector<std::int32_t> place(rollouts.size());
+  const auto seconds_of = [&](const PrefixTree& tree) {
+    return seconds_of_trees(rollouts, {tree}, shape, options, profile).front();
+  };
+  Weighed cut = cut_heavy(weighed, ranks, seconds_of,
+                          [&](const PrefixTree& tree) { return middle_leaf(TreeIndex(tree, edges, place)); });
+  if (longest_rank(cut.seconds, ranks) <= kWorthHaving * longest_rank(weighed.seconds, ranks)) weighed = std::move(cut);
+  const std::vector<std::int64_t> rank_of = deal_by_weight(weighed.seconds, ranks);
+  for (std::size_t tree = 0; tree < rank_of.size(); ++tree)
+    dealt[static_cast<std::size_t>(rank_of[tree])].push_back(std::move(weighed.trees[tree]));
+  return dealt;
 }
 
 std::vector<std::int64_t> deal_by_weight(std::span<const double> weights, std::int64_t ranks) {

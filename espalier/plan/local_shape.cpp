@@ -40,7 +40,7 @@ LocalShape::Range part(std::int64_t size, std::int64_t parts, std::int64_t index
 
 LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place)
     : whole_(whole), own_(whole), degrees_(degrees), place_(place) {
-  check(whole, degrees);
+  if (!(degrees == Degrees{})) check(whole, degrees);
   layers_ = {whole.layers * place.pp / degrees.pp, whole.layers * (place.pp + 1) / degrees.pp};
   experts_ = part(whole.experts, degrees.ep, place.ep);
   own_.heads = ceil_div(whole.heads, portion(Cut::heads).parts);
@@ -63,7 +63,7 @@ LocalShape::Portion LocalShape::portion(Cut cut) const {
     case Cut::vocabulary:
       return all;
     case Cut::kv_heads: {
-      const std::int64_t parts = std::min(degrees_.tp, whole_.kv_heads);
+      const std::int64_t parts = std::clamp<std::int64_t>(whole_.kv_heads, 1, degrees_.tp);
       return {parts, place_.tp * parts / degrees_.tp};
     }
     case Cut::expert_inner:
@@ -125,6 +125,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
 }
 
 std::int64_t LocalShape::parameters() const {
+  if (degrees_ == Degrees{}) return whole_.parameters();
   std::int64_t total = 0;
   for_each_parameter(whole_, [&](const ParameterShape& parameter) {
     const std::optional<Shard> here = shard(parameter);

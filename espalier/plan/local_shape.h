@@ -41,6 +41,8 @@ class LocalShape {
   LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place);
 
   const ModelShape& whole() const { return whole_; }
+  const Degrees& degrees() const { return degrees_; }
+  const Place& place() const { return place_; }
   // The sizes of this rank's blocks: its heads, inner widths, padded vocabulary rows and layers. `experts` stays the
   // number that routers choose from, and token ids stay those of the whole.
   const ModelShape& own() const { return own_; }

@@ -34,12 +34,14 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
   return 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_of(dtype);
 }
 
-ActivationBytes::ActivationBytes(const ModelShape& shape, DType dtype, const StepKind& kind)
-    : shape_(shape),
+ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
+    : shape_(local.own()),
+      parameters_(local.parameters()),
       kind_(kind),
       dtype_(dtype),
       widens_products_(dtype == DType::bfloat16 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
       rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
+  const ModelShape& shape = shape_;
   const auto experts = [&](std::int64_t layer) {
     return !shape.expert_layer.empty() && shape.expert_layer[layer] != 0;
   };
@@ -58,8 +60,8 @@ std::int64_t ActivationBytes::model() const {
   std::int64_t per_parameter = bytes.activation;
   if (kind_.gradients) per_parameter += bytes.accumulator;
   const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
-  const std::int64_t own = (shape_.parameters() + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
-  return shape_.parameters() * per_parameter + own * state;
+  const std::int64_t own = (parameters_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
+  return parameters_ * per_parameter + own * state;
 }
 
 std::int64_t ActivationBytes::constant() const {

@@ -11,7 +11,7 @@
 #include "espalier/base/dtype.h"
 #include "espalier/plan/block_buffers.h"
 #include "espalier/plan/flops.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/plan/local_shape.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -28,7 +28,8 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
 class ActivationBytes {
  public:
-  ActivationBytes(const ModelShape& shape, DType dtype, const StepKind& kind = {});
+  // Of one rank: its parameters, heads and inner columns.
+  ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind = {});
 
   // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them.
   std::int64_t model() const;
@@ -91,6 +92,7 @@ class ActivationBytes {
   std::int64_t head(const Work& work, bool with_gradient) const;
 
   ModelShape shape_;
+  std::int64_t parameters_;
   StepKind kind_;
   DType dtype_;
   bool widens_products_;          // bfloat16 products are made of float32 panels here

@@ -25,14 +25,17 @@ struct Gpu {
   double bytes_per_second;
   std::int64_t memory_bytes;
   double host_bytes_per_second;  // to the host's memory and back, each way
+  double link, network;          // that one GPU sends, to a neighbour and to another machine
 };
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9},
-    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 180e12, 2.04e12, std::int64_t{79} << 30, 32e9},
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9, 450e9, 50e9},
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9, 450e9, 50e9},
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 180e12, 2.04e12, std::int64_t{79} << 30, 32e9, 300e9,
+     25e9},
 };
 // What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
 constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
+constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; round, not measured
 // Attention in float32 and float64 has no published rate: half of what products reach.
 constexpr double kPlainAttention = 0.5;
 constexpr double kLaunchSeconds = 4e-6;
@@ -55,6 +58,8 @@ MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype) {
   profile.seconds_per_call = kLaunchSeconds;
   profile.spill_bytes_per_second = kReachedBytes * gpu.host_bytes_per_second;
   profile.memory_bytes = gpu.memory_bytes;
+  profile.link_bytes_per_second = kReachedLink * gpu.link;
+  profile.network_bytes_per_second = kReachedLink * gpu.network;
   return profile;
 }
 

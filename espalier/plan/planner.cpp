@@ -27,7 +27,7 @@ struct Candidate {
 // Everything that stays the same while candidates are tried.
 class Search {
  public:
-  Search(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+  Search(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
         edges_(rollouts, options.all_logprobs),
@@ -35,8 +35,8 @@ class Search {
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()),
         states_(model_, bytes_, options) {
-    if (shape.experts > 0)
-      largest_wave_ *= std::clamp<std::int64_t>(shape.experts / shape.experts_per_token, 1, kMostExpertShare);
+    if (const ModelShape& whole = shape.whole(); whole.experts > 0)
+      largest_wave_ *= std::clamp<std::int64_t>(whole.experts / whole.experts_per_token, 1, kMostExpertShare);
     std::vector<std::int32_t> place(rollouts.size());
     forest_.reserve(trees.size());
     for (const PrefixTree& tree : trees) forest_.emplace_back(tree, edges_, place);
@@ -325,7 +325,7 @@ PlanOptions plan_options_of(const Options& options) {
   return out;
 }
 
-StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile) {
   const Search search(rollouts, trees, shape, options, profile);
   StepPlan plan;

@@ -9,7 +9,6 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/cost_model.h"
-#include "espalier/plan/model_shape.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -31,13 +30,14 @@ struct PlanOptions {
 // values it cannot read.
 PlanOptions plan_options_of(const Options& options);
 
-// `trees` hold every rollout exactly once. `automatic` takes, of the modelled times of dense, packed,
+// What one rank runs: `shape` says what it has of the model. `trees` hold every rollout of the rank exactly once.
+// `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
 // Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows; up
 // to four times that where a row goes to few of many experts), or what fits the memory budget. Time: O(rollouts +
 // nodes) per schedule and budget tried. Errors: MemoryBudgetError (how much is needed at least, what would lower it),
 // OptionError (a budget that cuts a path into thousands of trunks).
-StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const ModelShape& shape,
+StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile);
 
 // What make_plan finds under options.schedule alone, and nothing written out. A budget that cuts a path into thousands

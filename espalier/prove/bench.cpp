@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <sstream>
 
@@ -29,17 +30,17 @@ ModelShape built_in_shape() {
   return shape;
 }
 
-std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progress) {
+std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progress, const Mesh& mesh) {
   const DType dtype = options.dtype;
   const auto seed = static_cast<std::uint64_t>(options.seed);
-  if (options.model.empty()) return random_model(built_in_shape(), dtype, seed);
+  if (options.model.empty()) return random_model(built_in_shape(), dtype, seed, mesh);
   const std::filesystem::path path = options.model;
   const bool weights = std::filesystem::exists(path / "model.safetensors") ||
                        std::filesystem::exists(path / "model.safetensors.index.json");
-  if (weights) return load_model(path, dtype, progress);
+  if (weights) return load_model(path, dtype, progress, mesh);
   const ModelShape shape = read_model_shape(path);
   progress.note("no weights beside config.json: random ones");
-  return random_model(shape, dtype, seed);
+  return random_model(shape, dtype, seed, mesh);
 }
 
 struct Split {
@@ -72,9 +73,20 @@ std::vector<std::int64_t> parse_group_sizes(const std::string& text) {
   return out;
 }
 
+// Of what all ranks have, each element once.
+double norm_of(const ModelState& model, const at::Tensor& flat) {
+  double squares = 0;
+  const auto add_run = [&](std::int64_t begin, std::int64_t count, bool counted) {
+    if (counted) squares += std::pow(flat.narrow(0, begin, count).norm().item<double>(), 2);
+  };
+  for_each_run(
+      model.table, [](const Parameter& parameter) { return parameter.shard.counted; }, add_run);
+  return std::sqrt(sums_over_ranks(model.mesh.world, {squares}).front());
+}
+
 // |gradient - dense| / |dense|, the numerator alone where dense is zero. What is no number counts as infinitely far.
-double distance(const at::Tensor& gradient, const at::Tensor& dense) {
-  const double error = (gradient - dense).norm().item<double>(), norm = dense.norm().item<double>();
+double distance(const ModelState& model, const at::Tensor& gradient, const at::Tensor& dense) {
+  const double error = norm_of(model, gradient - dense), norm = norm_of(model, dense);
   if (!std::isfinite(error)) return std::numeric_limits<double>::infinity();
   return norm > 0 ? error / norm : error;
 }
@@ -123,7 +135,7 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   compute_gradient(actor, mini_batch, false);
   Device& device = actor.model.decoder.device();
   const at::Tensor dense = device.to_host(actor.gradients.flat()).clone();
-  if (const double norm = dense.norm().item<double>(); !std::isfinite(norm))
+  if (const double norm = norm_of(actor.model, dense); !std::isfinite(norm))
     throw InputError({options.model.empty() ? "--rollouts" : options.model, "a finite gradient", text_of("norm ", norm),
                       "check weights, rewards and log-probs for extreme values"});
   std::int64_t runs = 0;
@@ -149,9 +161,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
       measure.flops = report.plan.chosen.flops;
       if (options.profile) measure.profile = report.profile;
       cell.ceiling = report.plan.ceiling;
-      if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.plan.trees.front().schedule);
+      if (entrant.measure == &BenchCell::automatic) cell.chosen = name_of(report.schedules.front());
       measure.gradient_error =
-          std::max(measure.gradient_error, distance(device.to_host(actor.gradients.flat()), dense));
+          std::max(measure.gradient_error, distance(actor.model, device.to_host(actor.gradients.flat()), dense));
       plans[&entrant - kEntrants] = std::move(report.plan.items);
       progress.advance_to(++runs);
     }
@@ -181,11 +193,13 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 }  // namespace
 
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
-                             const std::function<void(const BenchCell&)>& on_cell) {
+                             const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh) {
   const std::vector<Split> splits = parse_splits(options.splits);
   const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
-  const auto model = bench_model(options, progress);
-  Actor actor(*model, options, current_machine_profile(options, progress));
+  const auto model = bench_model(options, progress, mesh);
+  const bool alone = mesh.world.size() == 1;
+  Actor actor(*model, options,
+              alone ? current_machine_profile(options, progress) : machine_profile(options, progress, mesh));
   actor.options.profile = true;
   MachineProfile unfitted_machine = actor.machine;
   unfitted_machine.fit = {1, 1, 1, 1};
@@ -194,7 +208,7 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
   auto measure = [&](std::vector<Rollout> rollouts, const Split& split, std::int64_t n) {
     const TrainingData data(std::move(rollouts), options);
     model->decoder.reserve_positions(data.longest());
-    const CostModel unfitted(model->shape, unfitted_machine, model->dtype,
+    const CostModel unfitted(model->decoder.local(), unfitted_machine, model->dtype,
                              step_kind_of(options, model->shape, data.mini_batch(0).rollouts));
     BenchCell cell = measure_cell(actor, options, data, unfitted, fit, progress);
     cell.prefix = split.prefix, cell.suffix = split.suffix, cell.n = n;
@@ -210,14 +224,21 @@ std::vector<BenchCell> bench(const Options& options, Progress& progress,
     }
     const auto n = static_cast<std::int64_t>(rollouts.size());
     measure(std::move(rollouts), {std::llround(median(prompts)), std::llround(median(responses))}, n);
-    finish(fit, actor.machine, progress);
+    if (alone) finish(fit, actor.machine, progress);
     return cells;
   }
   const Random random(static_cast<std::uint64_t>(options.seed));
   for (const Split& split : splits)
-    for (const std::int64_t n : sizes)
-      measure(random_group(split, n, model->shape.vocabulary, random.fork(cells.size())), split, n);
-  finish(fit, actor.machine, progress);
+    for (const std::int64_t n : sizes) {
+      const Random of_cell = random.fork(cells.size());
+      std::vector<Rollout> rollouts = random_group(split, n, model->shape.vocabulary, of_cell);
+      for (std::int64_t rank = 1; rank < mesh.dp.size(); ++rank)
+        std::ranges::move(
+            random_group(split, n, model->shape.vocabulary, of_cell.fork(static_cast<std::uint64_t>(rank))),
+            std::back_inserter(rollouts));
+      measure(std::move(rollouts), split, n);
+    }
+  if (alone) finish(fit, actor.machine, progress);  // ranks wait for each other: no rates of a machine
   return cells;
 }
 

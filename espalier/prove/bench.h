@@ -13,6 +13,7 @@
 #include "espalier/measure/step_profile.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
@@ -42,9 +43,11 @@ struct BenchCell {
   double fraction() const { return speedup() / ceiling; }
 };
 
-// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends. Afterwards the machine's cached
-// profile is fitted to the steps that ran, where the machine was quiet enough for that (cost_fit.h); a note says so.
+// One cell for every --splits x --n, or one for --rollouts. Calls on_cell as each ends. Every rank of the mesh runs it;
+// under dp a cell of --splits has a group for each of its ranks, seconds are those of the slowest. With one rank the
+// machine's cached profile is fitted to the steps that ran, where the machine was quiet enough for that (cost_fit.h); a
+// note says so.
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
-                             const std::function<void(const BenchCell&)>& on_cell);
+                             const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

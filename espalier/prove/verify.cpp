@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/prove/verified_step.h"
+#include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
 
@@ -46,13 +48,7 @@ at::Tensor slice(const at::Tensor& flat, const Parameter& parameter) {
   return flat.narrow(0, parameter.offset, parameter.count);
 }
 
-double length(const at::Tensor& x) { return x.norm().item<double>(); }
-
-// Relative to the dense parameter's norm; where that vanishes, to what rounding makes of the whole gradient.
-double relative_distance(const at::Tensor& x, const at::Tensor& dense, double smallest_norm) {
-  const double distance = length(x - dense);
-  return distance == 0 ? 0 : distance / std::max(length(dense), smallest_norm);  // both may vanish
-}
+double sum_of_squares(const at::Tensor& x) { return at::dot(x, x).item<double>(); }
 
 double largest_difference(const TokenSeries& a, const TokenSeries& b) {
   double largest = 0;
@@ -113,26 +109,24 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
 class Verification {
  public:
   Verification(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options)
-      : step_(step), model_(step.learner().model), mini_batch_(mini_batch), options_(options) {
+      : step_(step), model_(step.learner().model), whole_(model_.shape), mini_batch_(mini_batch), options_(options) {
     options_.schedule = "dense";
     dense_ = step.run(mini_batch, options_);
     slopes_ = step.slopes(mini_batch, options_, dense_);
+    dense_squares_ =
+        over_parameters([&](const Parameter& here) { return sum_of_squares(slice(dense_.gradient, here)); });
     // In float64, so that the 1e-16 of the whole that rounding leaves of a vanishing gradient are within what is
     // allowed.
-    smallest_norm_ = length(dense_.gradient) * (model_.dtype == DType::float64 ? 1e-5 : 1e-8);
+    smallest_norm_ = gradient_norm() * (model_.dtype == DType::float64 ? 1e-5 : 1e-8);
     loss_dense = loss_shared = dense_.loss;
-    for (const Parameter& parameter : model_.table.parameters()) parameters.push_back({parameter.name, {}, 1});
+    for (const Parameter& parameter : whole_.parameters()) parameters.push_back({parameter.name, {}, 1});
     raise_floors(run_reversed(step, mini_batch, options_));
   }
 
   // Takes another dense run of the same step into the floors.
   void raise_floors(const StepOutcome& other) {
-    for (std::size_t p = 0; p < parameters.size(); ++p) {
-      const Parameter& parameter = model_.table.parameters()[p];
-      raise(parameters[p].distance,
-            relative_distance(slice(other.gradient, parameter), slice(dense_.gradient, parameter), smallest_norm_),
-            kFloat64Relative);
-    }
+    const std::vector<double> distances = relative_distances(other.gradient);
+    for (std::size_t p = 0; p < parameters.size(); ++p) raise(parameters[p].distance, distances[p], kFloat64Relative);
     raise(series, largest_difference(other.series[0], dense_.series[0]), kFloat64Relative);
     raise(loss, std::max(std::abs(other.loss - dense_.loss), loss_floor(slopes_, dense_, other)),
           kFloat64Relative * std::max(1.0, std::abs(dense_.loss)));
@@ -165,12 +159,16 @@ class Verification {
     options.trunk_state = variant.options.trunk_state;
     const StepOutcome shared = step_.run(mini_batch_, options);
     ScheduleCheck schedule{variant.name, shared.plan.physical_rows(), shared.plan.trunks, shared.plan.waves, 0};
+    const std::vector<double> distances = relative_distances(shared.gradient);
+    const std::vector<double> squares =
+        over_parameters([&](const Parameter& here) { return sum_of_squares(slice(shared.gradient, here)); });
+    const std::vector<double> products = over_parameters([&](const Parameter& here) {
+      return at::dot(slice(shared.gradient, here), slice(dense_.gradient, here)).item<double>();
+    });
     for (std::size_t p = 0; p < parameters.size(); ++p) {
-      const Parameter& parameter = model_.table.parameters()[p];
-      const at::Tensor a = slice(shared.gradient, parameter), b = slice(dense_.gradient, parameter);
-      take(parameters[p].distance, relative_distance(a, b, smallest_norm_), schedule);
-      const double product = length(a) * length(b);
-      if (product > 0) parameters[p].cosine = std::min(parameters[p].cosine, at::dot(a, b).item<double>() / product);
+      take(parameters[p].distance, distances[p], schedule);
+      const double norms = std::sqrt(squares[p] * dense_squares_[p]);
+      if (norms > 0) parameters[p].cosine = std::min(parameters[p].cosine, products[p] / norms);
     }
     take(series, largest_difference(shared.series[0], dense_.series[0]), schedule);
     const double loss_error = std::abs(shared.loss - dense_.loss);
@@ -181,7 +179,7 @@ class Verification {
   }
 
   std::int64_t logical_rows() const { return dense_.plan.logical_rows; }
-  double gradient_norm() const { return length(dense_.gradient); }
+  double gradient_norm() const { return std::sqrt(std::accumulate(dense_squares_.begin(), dense_squares_.end(), 0.0)); }
 
   // The verdict so far; meanings as in Verdict. `series`: log-probs, or values.
   std::vector<ParameterCheck> parameters;
@@ -202,9 +200,31 @@ class Verification {
     schedule.worst_ratio = std::max(schedule.worst_ratio, Distance{error, distance.floor, distance.allowed}.ratio());
   }
 
+  // Of every parameter of the whole model the sum over its elements, of which ranks have parts.
+  std::vector<double> over_parameters(const std::function<double(const Parameter& here)>& sum_here) const {
+    std::vector<double> sums;
+    for (const Parameter& parameter : whole_.parameters()) {
+      const Parameter* const here = model_.table.find(parameter.name);
+      sums.push_back(here != nullptr && here->shard.counted ? sum_here(*here) : 0);
+    }
+    return sums_over_ranks(model_.mesh.world, std::move(sums));
+  }
+
+  // Of every parameter, relative to the dense one's norm; where that vanishes, to what rounding makes of the whole
+  // gradient.
+  std::vector<double> relative_distances(const at::Tensor& gradient) const {
+    std::vector<double> distances = over_parameters(
+        [&](const Parameter& here) { return sum_of_squares(slice(gradient, here) - slice(dense_.gradient, here)); });
+    for (std::size_t p = 0; p < distances.size(); ++p)
+      if (distances[p] != 0)  // both may vanish
+        distances[p] = std::sqrt(distances[p]) / std::max(std::sqrt(dense_squares_[p]), smallest_norm_);
+    return distances;
+  }
+
   // Largest difference of a weight between one AdamW step with this gradient and one with the dense gradient.
   double largest_move_difference(const at::Tensor& gradient) const {
-    return (weights_after(gradient) - weights_after(dense_.gradient)).abs().max().item<double>();
+    const at::Tensor difference = weights_after(gradient) - weights_after(dense_.gradient);
+    return maxima_over_ranks(model_.mesh.world, {difference.abs().max().item<double>()}).front();
   }
   at::Tensor weights_after(const at::Tensor& gradient) const {
     Device& device = model_.decoder.device();
@@ -212,15 +232,18 @@ class Verification {
     const at::Tensor weights = device.adopt(device.to_host(model_.weights).to(accumulator, false, true));
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
-    AdamW(model_.table, weights, settings, device).step(device.adopt(gradient.to(accumulator)));
+    AdamW(model_.table, weights, settings, device, {.world = model_.mesh.world})
+        .step(device.adopt(gradient.to(accumulator)));
     return device.to_host(weights).to(at::kDouble);
   }
 
   VerifiedStep& step_;
   const ModelState& model_;
+  ParameterTable whole_;
   MiniBatch mini_batch_;
   Options options_;
   StepOutcome dense_;
+  std::vector<double> dense_squares_;  // of every parameter
   std::vector<TokenSeries> slopes_;
   double smallest_norm_ = 0;
 };
@@ -236,6 +259,7 @@ ChoosingRun run_choosing(VerifiedStep& step, const MiniBatch& mini_batch, const 
   step.learner().choices = {.written = &chosen};
   StepOutcome outcome = step.run(mini_batch, options);
   step.learner().choices = {};
+  gather_choices(step.learner().model.mesh.dp, chosen);
   return {std::move(outcome), std::move(chosen)};
 }
 
@@ -253,7 +277,8 @@ ChoosingRun exact_run(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
 }
 
 // The same step in float64, dense: the actor's, or the critic's.
-ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic) {
+ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic,
+                        const Mesh& mesh) {
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
@@ -261,13 +286,13 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   if (critic) {
     Workspace workspace(arena_limit(exact));
     Critic value_model(
-        load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent), exact,
+        load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent, mesh), exact,
         machine, workspace);
     value_model.model().decoder.reserve_positions(longest);
     CriticStep step(value_model);
     return exact_run(step, mini_batch, exact);
   }
-  const auto model = load_model(options.model, DType::float64, silent);
+  const auto model = load_model(options.model, DType::float64, silent, mesh);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
   ActorStep step(actor);
@@ -296,10 +321,11 @@ Verification verified(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
   std::optional<ChoosingRun> exact;
   std::optional<moe::ChoiceDifference> router;
   if (model.dtype != DType::float64) {
-    exact = float64_run(options, mini_batch, longest, model.shape.value_head);
+    exact = float64_run(options, mini_batch, longest, model.shape.value_head, model.mesh);
     if (exact->choices) {
-      // Of several ranks each writes down the choices of its own rollouts alone.
-      if (model.mesh.world.size() == 1) router = free_difference(step, mini_batch, options, *exact->choices);
+      // Ranks that have some of the layers or rows know the choices of those alone.
+      if (model.mesh.pp.size() == 1 && model.mesh.cp.size() == 1)
+        router = free_difference(step, mini_batch, options, *exact->choices);
       step.learner().choices.given = &*exact->choices;
     }
   }

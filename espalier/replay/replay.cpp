@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
@@ -25,20 +28,33 @@ Options replay_options(const Trace& trace, const Options& given) {
 }
 
 at::Tensor recorded_weights(const std::filesystem::path& file, const ParameterTable& table) {
-  at::Tensor flat = at::empty({table.size()}, at::kDouble);
+  at::Tensor flat = at::zeros({table.size()}, at::kDouble);
   load_named_tensors(file, table, DType::float64, host_bytes(flat));
   return flat;
 }
 
-CheckpointDifference compare(std::int64_t step, const at::Tensor& ours, const at::Tensor& theirs,
-                             const at::Tensor& initial) {
-  const at::Tensor difference = ours - theirs, absolute = difference.abs();
+// Of the weights of all ranks, each of which has a part of them; padding is 0 on both sides.
+CheckpointDifference compare(std::int64_t step, const ModelState& model, const at::Tensor& ours,
+                             const at::Tensor& theirs, const at::Tensor& initial) {
+  double largest = 0, absolute = 0, squares = 0, moved = 0;
+  const auto compare_run = [&](std::int64_t begin, std::int64_t count, bool counted) {
+    if (!counted) return;
+    const at::Tensor recorded = theirs.narrow(0, begin, count), difference = ours.narrow(0, begin, count) - recorded;
+    largest = std::max(largest, difference.abs().max().item<double>());
+    absolute += difference.abs().sum().item<double>();
+    squares += difference.square().sum().item<double>();
+    moved += (recorded - initial.narrow(0, begin, count)).square().sum().item<double>();
+  };
+  for_each_run(
+      model.table, [](const Parameter& parameter) { return parameter.shard.counted; }, compare_run);
+  const std::vector<double> sums = sums_over_ranks(model.mesh.world, {absolute, squares, moved});
+  const auto weights = static_cast<double>(model.shape.parameters());
   CheckpointDifference out;
   out.step = step;
-  out.max_abs = absolute.max().item<double>();
-  out.mean_abs = absolute.mean().item<double>();
-  out.rms = difference.square().mean().sqrt().item<double>();
-  out.movement_rel_l2 = difference.norm().item<double>() / (theirs - initial).norm().item<double>();
+  out.max_abs = maxima_over_ranks(model.mesh.world, {largest}).front();
+  out.mean_abs = sums[0] / weights;
+  out.rms = std::sqrt(sums[1] / weights);
+  out.movement_rel_l2 = std::sqrt(sums[1]) / std::sqrt(sums[2]);
   return out;
 }
 
@@ -56,9 +72,9 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
                       text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
   model->decoder.reserve_positions(data.longest());
-  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
-  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
   Device& device = model->decoder.device();
+  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});
+  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
   const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);
 
   ReplayReport report;
@@ -72,7 +88,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
     for (; checkpoint != trace.checkpoints.end() && checkpoint->step <= recorded.step; ++checkpoint) {
       const at::Tensor theirs = recorded_weights(checkpoint->file, model->table);
       report.checkpoints.push_back(
-          compare(checkpoint->step, device.to_host(optimizer.masters()).to(at::kDouble), theirs, initial));
+          compare(checkpoint->step, *model, device.to_host(optimizer.masters()).to(at::kDouble), theirs, initial));
       on_checkpoint(report.checkpoints.back());
     }
     progress.advance_to(i + 1);

@@ -44,7 +44,8 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   const TrainingData data(read_for_model(path, model->shape, progress, options.temperature), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   model->decoder.reserve_positions(data.longest());
-  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options));
+  AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),
+                  {.world = mesh.world});
   Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
 
   const std::int64_t all = options.epochs * data.mini_batches();

@@ -27,7 +27,7 @@ Critic::Critic(std::unique_ptr<ModelState> model, const Options& options, const 
 AdamW& Critic::optimizer() {
   if (!optimizer_)
     optimizer_.emplace(model_->table, model_->weights, AdamWSettings::from(learner_.options), model_->decoder.device(),
-                       optimizer_shares(learner_.options, model_->mesh));
+                       optimizer_ranks(learner_.options, model_->mesh));
   learner_.optimizer = &*optimizer_;
   return *optimizer_;
 }

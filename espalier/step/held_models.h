@@ -6,14 +6,14 @@
 #include <span>
 
 #include "espalier/options/options.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/plan/local_shape.h"
 #include "espalier/plan/step_kind.h"
 
 namespace espalier {
 
 struct HeldModel {
-  ModelShape shape;
-  StepKind kind = kForwardOnly;  // whether gradients and the optimizer's state are held, and on how many ranks
+  LocalShape shape = ModelShape();  // what this rank has of it
+  StepKind kind = kForwardOnly;     // whether gradients and the optimizer's state are held, and on how many ranks
 
   // Weights, and gradients and the optimizer's state where there are any.
   std::int64_t bytes(DType dtype) const;

@@ -17,27 +17,43 @@ namespace {
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
 
-// Overwrites a parameter of weights in the host's memory.
-void fill(const Parameter& parameter, double deviation, Random random, const at::Tensor& host) {
+// Overwrites what is here of a whole parameter, `flat` in the host's memory.
+void fill(const Parameter& whole, const Parameter& here, double deviation, Random random, const at::Tensor& flat) {
+  const std::vector<ShardRun> runs = runs_of(here);
+  auto run = runs.begin();
   std::vector<double> values;
-  for (std::int64_t begin = 0; begin < parameter.count; begin += static_cast<std::int64_t>(values.size())) {
-    values.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, parameter.count - begin)));
+  for (std::int64_t begin = 0; begin < whole.count; begin += static_cast<std::int64_t>(values.size())) {
+    values.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, whole.count - begin)));
     for (double& value : values)
-      value = is_norm(parameter.name) ? 1 : is_bias(parameter.name) ? 0 : deviation * random.normal();
-    const auto count = static_cast<std::int64_t>(values.size());
-    host.narrow(0, parameter.offset + begin, count).copy_(at::from_blob(values.data(), {count}, at::kDouble));
+      value = is_norm(whole.name) ? 1 : is_bias(whole.name) ? 0 : deviation * random.normal();
+    const std::int64_t end = begin + static_cast<std::int64_t>(values.size());
+    for (; run != runs.end() && run->whole < end; ++run) {
+      const std::int64_t first = std::max(begin, run->whole), last = std::min(end, run->whole + run->count);
+      flat.narrow(0, here.offset + run->local + first - run->whole, last - first)
+          .copy_(at::from_blob(values.data() + (first - begin), {last - first}, at::kDouble));
+      if (run->whole + run->count > end) break;  // goes on in the next piece
+    }
   }
 }
 
-LocalShape local_shape(const ModelShape& shape, const Mesh& mesh) { return {shape, mesh.degrees, mesh.place()}; }
+// Host memory for the weights, with their padding.
+at::Tensor room_for_weights(const ModelState& state) {
+  Device& device = state.decoder.device();
+  const auto padded = [](const Parameter& parameter) { return parameter.shard.padded(); };
+  return std::ranges::any_of(state.table.parameters(), padded) ? device.to_host(state.weights)
+                                                               : device.host_room(state.weights);
+}
 
 // A critic's head that is not stored is drawn from `seed`.
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
                   Progress& progress) {
   state.source = directory;
   Device& device = state.decoder.device();
-  const at::Tensor host = device.host_room(state.weights);
-  if (head == ValueHead::fresh) fill(state.table.at(kValueWeight), state.shape.initializer_range, Random(seed), host);
+  const at::Tensor host = room_for_weights(state);
+  if (head == ValueHead::fresh) {
+    const Parameter& weight = state.table.at(kValueWeight);
+    fill(weight, weight, state.shape.initializer_range, Random(seed), host);
+  }
   progress.begin("weights", state.table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
@@ -47,6 +63,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 }
 
 }  // namespace
+
+LocalShape local_shape(const ModelShape& shape, const Mesh& mesh) { return {shape, mesh.degrees, mesh.place()}; }
 
 ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks)
     : mesh(ranks),
@@ -78,12 +96,16 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
 }
 
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed, const Mesh& mesh) {
-  auto state = std::make_unique<ModelState>(shape, dtype, bound_device(), mesh);
+  auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);
-  const at::Tensor host = state->decoder.device().host_room(state->weights);
+  const at::Tensor host = room_for_weights(*state);
   std::uint64_t stream = 0;
-  for (const Parameter& parameter : state->table.parameters())
-    fill(parameter, shape.initializer_range, random.fork(stream++), host);
+  const ParameterTable all(shape);
+  for (const Parameter& whole : all.parameters()) {
+    const Random own = random.fork(stream++);
+    if (const Parameter* const here = state->table.find(whole.name))
+      fill(whole, *here, shape.initializer_range, own, host);
+  }
   state->decoder.device().to_device(host, state->weights);
   return state;
 }

@@ -28,6 +28,9 @@ struct ModelState {
   std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones
 };
 
+// What this rank of the mesh has of a model. Errors: as LocalShape.
+LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
+
 // Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh = mesh_of_one());
@@ -39,7 +42,7 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
                                              Progress& progress, const Mesh& mesh = mesh_of_one());
 
 // Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
-// numbers on every machine.
+// numbers on every machine and under every layout.
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
                                          const Mesh& mesh = mesh_of_one());
 

@@ -69,6 +69,13 @@ void gather_series(const Mesh& mesh, TokenSeries& values) {
   gather(mesh, all);
 }
 
+void gather_choices(Group& dp, moe::ChosenExperts& choices) {
+  if (dp.size() == 1) return;
+  std::vector<std::int64_t> numbers = choices.numbers();
+  add_over_ranks(dp, numbers);
+  choices.take(numbers);
+}
+
 PassReport joined(const Mesh& mesh, PassReport report) {
   StepPlan& plan = report.plan;
   Fields rows, sums, most;

@@ -20,6 +20,9 @@ void add_over_ranks(const Mesh& mesh, ValueLossParts& parts);
 void gather_series(const Mesh& mesh, std::vector<RolloutSeries>& series);
 void gather_series(const Mesh& mesh, TokenSeries& values);
 
+// What the routers chose for rollouts, each of which ran on one rank: that of all of them on every rank.
+void gather_choices(Group& dp, moe::ChosenExperts& choices);
+
 // The report of all ranks: rows are summed; trunks, waves and FLOPs over dp, since ranks of cp share them; seconds and
 // bytes are those of the rank with most; schedules are those of any. The plan keeps the items and trees of this rank.
 PassReport joined(const Mesh& mesh, PassReport report);

@@ -27,7 +27,7 @@ Learner::Learner(ModelState& model_state, const Options& run_options, const Mach
 HeldModel Learner::held() const {
   StepKind kind{.optimizer = optimizer != nullptr};
   if (optimizer != nullptr) kind.optimizer_shares = optimizer->shares().size();
-  return {model.decoder.shape(), kind};
+  return {model.decoder.local(), kind};
 }
 
 PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
@@ -41,8 +41,8 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   kind.beside_bytes = learner.workspace.held_beside(learner);
   {
     const TimedPart timed(timer, part::kPlan);
-    report.plan = plan_step(decoder.local().last_stage().own(), learner.options, learner.machine, rollouts, all_tokens,
-                            kind, learner.model.mesh);
+    report.plan = plan_step(decoder.local().last_stage(), learner.options, learner.machine, rollouts, all_tokens, kind,
+                            learner.model.mesh);
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
@@ -67,10 +67,14 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
       learner.on_share(static_cast<double>(rows) / static_cast<double>(report.plan.physical_rows()));
   };
   const RunResult result = run_stage(run, report.plan);
+  report.bytes = result.bytes;
   {
+    const Mesh& mesh = learner.model.mesh;
     const TimedPart timed(timer, part::kCommunication);
-    learner.gradients.add_shares(learner.model.mesh.tp);
-    sum_over_ranks(learner.gradients, learner.model.mesh);
+    const AxisBytes before = mesh.bytes();
+    learner.gradients.add_shares(mesh.tp);
+    sum_over_ranks(learner.gradients, mesh);
+    report.bytes.reduction = mesh.bytes() - before;
   }
 
   report.trunk_rows = result.trunk_rows, report.wave_rows = result.wave_rows;
@@ -108,10 +112,10 @@ void PassReport::add_update(const AdamW::Update& update) {
 ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   const Timer timer;
   StepKind kind = kForwardOnly;
-  kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.shape()}.bytes(pass.options.dtype));
+  kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.local()}.bytes(pass.options.dtype));
   kind.all_rows_choose = pass.counts != nullptr;
-  const StepPlan plan = plan_step(pass.decoder.local().last_stage().own(), pass.options, pass.machine, pass.rollouts,
-                                  true, kind, pass.mesh);
+  const StepPlan plan =
+      plan_step(pass.decoder.local().last_stage(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);
   KvPath path(pass.decoder.shape(), plan.max_path_rows, pass.decoder.dtype(), false, pass.workspace.arena);
   StepRun run{pass.decoder, pass.rollouts, path, pass.workspace.arena, &head, nullptr, true};

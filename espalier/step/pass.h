@@ -62,6 +62,7 @@ struct PassReport {
   PhaseBytes cp_bytes;     // counted: what this rank gave to the collectives of cp
   double idle_share = 0;   // measured: of the time of the stages of pp, without work
   StepSeconds seconds;
+  TrafficBytes bytes;                  // that this rank gave to others
   std::optional<StepProfile> profile;  // with --profile
 
   // Books the update that followed.

@@ -48,28 +48,25 @@ std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
 }
 
-// Those of this rank, in the order of the file.
-std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const ModelShape& shape, const PlanOptions& options,
+// Those of this rank.
+std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalShape& shape, const PlanOptions& options,
                                     const MachineProfile& machine, std::span<const Rollout> rollouts,
                                     const Mesh& mesh) {
   if (mesh.dp.size() == 1) return trees;
-  const std::vector<double> seconds = seconds_of_trees(rollouts, trees, shape, options, machine);
-  const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, mesh.dp.size());
+  std::vector<std::vector<PrefixTree>> dealt =
+      deal_trees(std::move(trees), mesh.dp.size(), rollouts, shape, options, machine);
   Fingerprint fingerprint;
   fingerprint.add_number(options.memory_budget);
-  for (std::size_t tree = 0; tree < trees.size(); ++tree)
-    for (const std::int32_t rollout : trees[tree].leaf_order)
-      fingerprint.add_number(rollout), fingerprint.add_number(rank_of[tree]);
+  for (std::size_t rank = 0; rank < dealt.size(); ++rank)
+    for (const PrefixTree& tree : dealt[rank])
+      for (const std::int32_t rollout : tree.leaf_order) fingerprint.add_number(rollout), fingerprint.add_number(rank);
   require_same(mesh.dp, kPlan, fingerprint.value(), kSameInput);
-  std::vector<PrefixTree> own;
-  for (std::size_t tree = 0; tree < trees.size(); ++tree)
-    if (rank_of[tree] == mesh.dp.rank()) own.push_back(std::move(trees[tree]));
-  return own;
+  return std::move(dealt[static_cast<std::size_t>(mesh.dp.rank())]);
 }
 
 }  // namespace
 
-StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
+StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const Mesh& mesh) {
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;

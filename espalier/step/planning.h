@@ -16,10 +16,10 @@ namespace espalier {
 // Bytes the arena may grow to: --memory-budget, else what is free.
 std::int64_t arena_limit(const Options& options);
 
-// The plan of this rank's part of one mini-batch: whole prefix trees, dealt to the ranks of dp, and how the options and
+// The plan of this rank's part of one mini-batch: prefix trees, dealt to the ranks of dp, and how the options and
 // the machine say to run them. A rank may have none. Without a memory budget it is made for the rank with least room,
 // so that all plan alike. Errors: CommunicationError where ranks of one part plan differently.
-StepPlan plan_step(const ModelShape& shape, const Options& options, const MachineProfile& machine,
+StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
                    const Mesh& mesh = mesh_of_one());
 

@@ -72,8 +72,8 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
   check_options(options);
-  std::vector<HeldModel> held{{read_model_shape(options.model)}};
-  if (options.values) held.push_back({read_critic_shape(options.critic).shape});
+  std::vector<HeldModel> held{{local_shape(read_model_shape(options.model), mesh)}};
+  if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
   require_room(held, options);
   const auto model = load_model(options.model, options.dtype, progress, mesh);
   std::vector<RecordedExperts> experts;

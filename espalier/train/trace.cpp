@@ -7,7 +7,6 @@
 #include "espalier/base/json.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
-#include "espalier/device/host_values.h"
 #include "espalier/options/options_json.h"
 #include "espalier/train/trained_model.h"
 
@@ -73,45 +72,55 @@ Trace read_trace(const std::filesystem::path& directory) {
   return trace;
 }
 
+TraceRecorder::Files::Files(const std::filesystem::path& target)
+    : directory(target), rollouts((directory.path() / "rollouts.jsonl.gz").string()) {}
+
 TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
-                             const at::Tensor& masters, const Options& options)
-    : directory_(directory),
-      every_(every),
+                             const AdamW& optimizer, const Options& options)
+    : every_(every),
       model_(model),
+      optimizer_(optimizer),
+      whole_(model),
       options_(options),
-      rollouts_((directory_.path() / "rollouts.jsonl.gz").string()),
       steps_(Json::array()),
       checkpoints_(Json::array()) {
+  const ParameterValues masters = whole_.of(optimizer_.masters(), optimizer_);
+  if (!model.mesh.writes()) {
+    whole_.give(masters);
+    return;
+  }
+  files_.emplace(directory);
+  const std::filesystem::path folder = files_->directory.path();
   const DType accumulator = accumulator_of(model.dtype);
-  const at::Tensor host = model.decoder.device().to_host(masters);
-  write_model_directory(directory_.path() / "model", model.source, model.table, accumulator, host_bytes(host),
-                        accumulator);
-  std::filesystem::create_directory(directory_.path() / "checkpoints");
+  write_model_directory(folder / "model", model.source, whole_.table(), accumulator, masters, accumulator);
+  std::filesystem::create_directory(folder / "checkpoints");
 }
 
-void TraceRecorder::add(const StepReport& report, const MiniBatch& mini_batch, const at::Tensor& masters, bool last) {
+void TraceRecorder::add(const StepReport& report, const MiniBatch& mini_batch, bool last) {
   const std::int64_t step = static_cast<std::int64_t>(steps_.size()) + 1;
   steps_.push_back({{"step", step},
                     {"loss", report.gradient.loss.loss},
                     {"grad_norm", report.update.grad_norm},
                     {"lr", report.update.lr},
                     {"rollouts", mini_batch.rollouts.size()}});
-  for (std::size_t i = 0; i < mini_batch.rollouts.size(); ++i) {
+  for (std::size_t i = 0; files_ && i < mini_batch.rollouts.size(); ++i) {
     Rollout rollout = mini_batch.rollouts[i];
     rollout.step = step;
     rollout.advantages = mini_batch.advantages[i];
-    rollouts_.write(rollout);
+    files_->rollouts.write(rollout);
   }
   if (step % every_ != 0 && !last) return;
+  const ParameterValues masters = whole_.of(optimizer_.masters(), optimizer_);
+  if (!files_) return whole_.give(masters);
   char name[64];
   std::snprintf(name, sizeof name, "checkpoints/step-%06lld.safetensors", static_cast<long long>(step));
-  const at::Tensor host = model_.decoder.device().to_host(masters);
-  write_named_tensors(directory_.path() / name, model_.table, accumulator_of(model_.dtype), host_bytes(host));
+  write_named_tensors(files_->directory.path() / name, {{"", whole_.table(), masters}}, accumulator_of(model_.dtype));
   checkpoints_.push_back({{"step", step}, {"file", name}});
 }
 
 void TraceRecorder::finish() {
-  rollouts_.finish();
+  if (!files_) return;
+  files_->rollouts.finish();
   Json json{{"format", "trace"}, {"version", 1}};
   json["recorder"] = "espalier --record";
   json["dtype"] = name_of(model_.dtype);
@@ -120,8 +129,8 @@ void TraceRecorder::finish() {
   json["options"] = options_to_json(options_, 't');
   json["steps"] = steps_;
   json["checkpoints"] = checkpoints_;
-  write_json_file(directory_.path() / "trace.json", json);
-  directory_.commit();
+  write_json_file(files_->directory.path() / "trace.json", json);
+  files_->directory.commit();
 }
 
 }  // namespace espalier

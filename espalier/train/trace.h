@@ -15,6 +15,7 @@
 #include "espalier/options/options.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/step.h"
+#include "espalier/train/whole_values.h"
 
 namespace espalier {
 
@@ -37,24 +38,34 @@ struct Trace {
 // Errors: InputError with the file and the member that is missing or wrong.
 Trace read_trace(const std::filesystem::path& directory);
 
-// Writes one while a run goes on; nothing is visible before finish().
+// Writes one while a run goes on; nothing is visible before finish(). Every rank has one: rank 0 writes, the others
+// give it their share of each tensor.
 class TraceRecorder {
  public:
-  // `every`: steps between checkpoints. Copies the initial weights. Errors: OptionError.
+  // `every`: steps between checkpoints. Copies the initial weights. Model and optimizer must outlive the object.
+  // Errors: OptionError.
   TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
-                const at::Tensor& masters, const Options& options);
+                const AdamW& optimizer, const Options& options);
 
   // After a step: its records, with the advantages that were used, and a checkpoint where one is due (always after the
   // `last`).
-  void add(const StepReport& report, const MiniBatch& mini_batch, const at::Tensor& masters, bool last);
+  void add(const StepReport& report, const MiniBatch& mini_batch, bool last);
   void finish();
 
  private:
-  AtomicDirectory directory_;
+  // On rank 0.
+  struct Files {
+    explicit Files(const std::filesystem::path& target);
+    AtomicDirectory directory;
+    RolloutWriter rollouts;
+  };
+
   std::int64_t every_;
   const ModelState& model_;
+  const AdamW& optimizer_;
+  WholeValues whole_;
   Options options_;
-  RolloutWriter rollouts_;
+  std::optional<Files> files_;
   Json steps_, checkpoints_;
 };
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "espalier/checkpoint/model_directory.h"
@@ -19,19 +18,19 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape) {
   return asked == SaveDType::source ? shape.stored_dtype : parse_dtype(name_of(asked));
 }
 
-// What another rank writes.
-void give_values(const ParameterTable& table, const ParameterValues& values) {
-  for (const Parameter& parameter : table.parameters()) values(parameter);
+void write_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
+                   const WholeValues& whole, SaveDType save_dtype) {
+  const ParameterValues masters = whole.of(optimizer.masters(), optimizer);
+  if (!model.mesh.writes()) return whole.give(masters);
+  write_model_directory(directory, model.source, whole.table(), accumulator_of(model.dtype), masters,
+                        saved_dtype(save_dtype, model.shape));
 }
 
 }  // namespace
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype) {
-  const ParameterValues masters = whole_values(optimizer, optimizer.masters(), model.decoder.device());
-  if (!model.mesh.writes()) return give_values(model.table, masters);
-  write_model_directory(directory, model.source, model.table, accumulator_of(model.dtype), masters,
-                        saved_dtype(save_dtype, model.shape));
+  write_weights(directory, model, optimizer, WholeValues(model), save_dtype);
 }
 
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
@@ -40,13 +39,12 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   state.model = fingerprint_of(model.shape);
   state.dtype = model.dtype;
   state.accumulators = accumulator_of(model.dtype);
-  write_trained_weights(directory, model, optimizer, save_dtype);
-  Device& device = model.decoder.device();
-  const RunStateValues parts = {whole_values(optimizer, optimizer.masters(), device),
-                                whole_values(optimizer, optimizer.exp_avg(), device),
-                                whole_values(optimizer, optimizer.exp_avg_sq(), device)};
-  if (model.mesh.writes()) return save_run_state(directory, state, model.table, parts);
-  for (const ParameterValues& values : parts) give_values(model.table, values);
+  const WholeValues whole(model);
+  write_weights(directory, model, optimizer, whole, save_dtype);
+  const RunStateValues parts = {whole.of(optimizer.masters(), optimizer), whole.of(optimizer.exp_avg(), optimizer),
+                                whole.of(optimizer.exp_avg_sq(), optimizer)};
+  if (model.mesh.writes()) return save_run_state(directory, state, whole.table(), parts);
+  for (const ParameterValues& values : parts) whole.give(values);
 }
 
 std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
@@ -58,18 +56,15 @@ std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& option
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
   Device& device = model.decoder.device();
   const at::Tensor masters = optimizer.masters(), first = optimizer.exp_avg(), second = optimizer.exp_avg_sq();
-  const at::Tensor read[] = {device.host_room(masters), device.host_room(first), device.host_room(second)};
+  const at::Tensor read[] = {device.to_host(masters), device.to_host(first), device.to_host(second)};  // with padding
   const AdamW::Range own = optimizer.own();
   const std::int64_t bytes = bytes_of(accumulator_of(model.dtype));
-  const auto take = [&](std::size_t part, const Parameter& parameter, const std::byte* values) {
-    const std::int64_t begin = std::max(own.begin, parameter.offset);
-    const std::int64_t count = std::min(own.end, parameter.offset + parameter.count) - begin;
-    if (count > 0)
-      std::copy_n(values + (begin - parameter.offset) * bytes, count * bytes,
-                  static_cast<std::byte*>(host_bytes(read[part])) + (begin - own.begin) * bytes);
+  const auto take = [&](std::size_t part, const Parameter& whole, const std::byte* values) {
+    if (const Parameter* const here = model.table.find(whole.name))
+      take_values(*here, own, values, bytes, static_cast<std::byte*>(host_bytes(read[part])));
   };
-  RunState former =
-      load_run_state(directory, fingerprint_of(model.shape), model.table, accumulator_of(model.dtype), take);
+  RunState former = load_run_state(directory, fingerprint_of(model.shape), ParameterTable(model.shape),
+                                   accumulator_of(model.dtype), take);
   device.to_device(read[0], masters);
   device.to_device(read[1], first);
   device.to_device(read[2], second);

@@ -54,10 +54,10 @@ bool is_same(const std::string& a, const std::string& b) {
 
 // Actor and critic, both with gradients and moments, before either is read.
 void check_room(const Options& options, const Mesh& mesh) {
-  const StepKind kind{.optimizer_shares = optimizer_shares(options, mesh).size()};
-  std::vector<HeldModel> held{{read_model_shape(source_of(options)), kind}};
+  const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
+  std::vector<HeldModel> held{{local_shape(read_model_shape(source_of(options)), mesh), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
-    held.push_back({read_critic_shape(critic).shape, kind});
+    held.push_back({local_shape(read_critic_shape(critic).shape, mesh), kind});
   require_room(held, options);
 }
 
@@ -97,7 +97,7 @@ class Training {
         model_(load_model(source_of(options), options.dtype, progress, mesh)),
         data_(read(progress)),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options), model_->decoder.device(),
-                   optimizer_shares(options, mesh)),
+                   optimizer_ranks(options, mesh)),
         actor_(*model_, options, machine_profile(options, progress, mesh), &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
@@ -114,8 +114,8 @@ class Training {
           {split_paths(options_.rollouts).front(),
            text_of("something left to do after the ", position_, " steps that were done on these rollouts"),
            text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
-    if (mesh_.writes() && !options_.record.empty())
-      recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_.masters(), options_);
+    if (!options_.record.empty())
+      recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_, options_);
     if (mesh_.writes() && !options_.rollout_metrics.empty())
       rollout_metrics_.emplace(options_.rollout_metrics, options_);
     record_.emplace(options_.resume, optimizer_.steps_done());
@@ -141,9 +141,9 @@ class Training {
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report, record_->add(report, mini_batch, steps_total));
       ++position_;
-      const int signal = options_.out.empty() ? 0 : signal_of_any_rank();
+      const int signal = options_.out.empty() ? 0 : signal_of_any_rank(progress_, mesh_);
       if (rollout_metrics_) rollout_metrics_->add(report.step, mini_batch, report.gradient.series);
-      if (recorder_) recorder_->add(report, mini_batch, optimizer_.masters(), last || signal != 0);
+      if (recorder_) recorder_->add(report, mini_batch, last || signal != 0);
       if (last) last_ = std::move(report.gradient.series), last_index_ = index;
       if (!last && signal != 0) interrupt(signal, end);
       if (!last && options_.save_freq > 0 && report.step % options_.save_freq == 0) save();
@@ -152,14 +152,14 @@ class Training {
   }
 
   void write() {
-    if (mesh_.writes() && !options_.gradients.empty()) write_gradients();
+    if (!options_.gradients.empty()) write_gradients();
     if (mesh_.writes() && !options_.logprobs.empty())
       write_series(options_.logprobs, data_.mini_batch(last_index_).rollouts, last_);
     if (recorder_) recorder_->finish();
     if (rollout_metrics_) rollout_metrics_->finish();
     if (!options_.out.empty()) save();
     mesh_.world.wait_for_all();  // what one rank could not write has not been done by any
-    if (const int signal = options_.out.empty() ? 0 : signal_of_any_rank(); signal != 0)
+    if (const int signal = options_.out.empty() ? 0 : signal_of_any_rank(progress_, mesh_); signal != 0)
       throw Interrupted{signal, text_of("after the last step, ", position_)};
   }
 
@@ -228,20 +228,28 @@ class Training {
     for (const auto& [name, fingerprint] : data_.field_fingerprints()) data.add(fingerprint);
     data.add_number(position_);
     require_same(mesh_.world, split_paths(options_.rollouts).front(), data.value(), "give every rank the same files");
-    Device& device = model_->decoder.device();
-    add_bytes(weights, device.to_host(model_->weights));
-    if (critic_) add_bytes(weights, device.to_host(critic_->model().weights));
     weights.add_number(optimizer_.steps_done());
     require_same(mesh_.world, source_of(options_), weights.value(), "give every rank the same model directory");
+    require_same_weights(*model_, source_of(options_));
+    if (critic_) require_same_weights(critic_->model(), critic_source_of(options_));
   }
 
-  static void add_bytes(Fingerprint& fingerprint, const at::Tensor& host) {
-    fingerprint.add({static_cast<const char*>(host_bytes(host)), static_cast<std::size_t>(host.nbytes())});
-  }
-
-  // An interrupt may reach one rank before the others: all of them stop after the same step.
-  int signal_of_any_rank() const {
-    return static_cast<int>(maxima_over_ranks(mesh_.world, {static_cast<double>(progress_.interrupted())}).front());
+  // Those that several ranks hold: of ranks with other parts nothing can be compared.
+  static void require_same_weights(const ModelState& model, const std::string& where) {
+    const Mesh& mesh = model.mesh;
+    const at::Tensor host = model.decoder.device().to_host(model.weights);
+    Fingerprint everywhere, of_replicas, of_experts;
+    for (const Parameter& p : model.table.parameters()) {
+      const at::Tensor values = host.narrow(0, p.offset, p.count);
+      const std::string_view bytes(static_cast<const char*>(host_bytes(values)), values.nbytes());
+      const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
+      (divided ? of_experts : p.shard.copies == mesh.tp.size() ? everywhere : of_replicas).add(bytes);
+    }
+    const std::string remedy = "give every rank the same model directory";
+    require_same(mesh.tp, where, everywhere.value(), remedy);
+    of_replicas.add_number(everywhere.value());
+    require_same(mesh.replicas, where, of_replicas.value(), remedy);
+    require_same(mesh.expert_replicas, where, of_experts.value(), remedy);
   }
 
   // "reward, values": what the file had in other numbers when the former run read it.
@@ -274,14 +282,12 @@ class Training {
   }
 
   void write_gradients() {
-    const DType accumulator = accumulator_of(model_->dtype);
-    Device& device = model_->decoder.device();
-    const at::Tensor of_actor = device.to_host(actor_.gradients.flat());
-    const NamedTensors actor{"", model_->table, host_bytes(of_actor)};
-    if (!critic_) return write_named_tensors(options_.gradients, {actor}, accumulator);
-    const at::Tensor of_critic = device.to_host(critic_->gradients().flat());
-    write_named_tensors(options_.gradients, {actor, {"critic.", critic_->model().table, host_bytes(of_critic)}},
-                        accumulator);
+    const WholeValues actor(*model_), critic(critic_ ? critic_->model() : *model_);
+    std::vector<NamedTensors> models{{"", actor.table(), actor.of(actor_.gradients.flat())}};
+    if (critic_) models.push_back({"critic.", critic.table(), critic.of(critic_->gradients().flat())});
+    if (mesh_.writes()) return write_named_tensors(options_.gradients, models, accumulator_of(model_->dtype));
+    for (const NamedTensors& model : models)
+      for (const Parameter& parameter : model.table.parameters()) model.values(parameter);
   }
 
   RunState state() const {
@@ -313,6 +319,10 @@ class Training {
 };
 
 }  // namespace
+
+int signal_of_any_rank(const Progress& progress, const Mesh& mesh) {
+  return static_cast<int>(maxima_over_ranks(mesh.world, {static_cast<double>(progress.interrupted())}).front());
+}
 
 void train(const Options& options, Progress& progress, const TrainStep& on_step, const Mesh& mesh) {
   std::optional<ClaimedDirectory> out, record;

@@ -1,15 +1,52 @@
-// Masters and moments that ranks hold parts of (--shard), whole again for a file: one parameter at a time, on rank 0.
+// Tensors of which ranks hold parts (tp, ep, pp; masters and moments under --shard), whole again for a file: one
+// parameter at a time, on rank 0.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include "espalier/device/device.h"
+#include <vector>
+
 #include "espalier/optimizer/adamw.h"
+#include "espalier/step/model_state.h"
 
 namespace espalier {
 
-// Whole parameters of `part`, which is optimizer.masters() or a moment: on rank 0 of those that share the state, null
-// on the others. All of them ask for the same parameters in the same order. `part` must outlive the result.
-ParameterValues whole_values(const AdamW& optimizer, const at::Tensor& part, Device& device);
+class WholeValues {
+ public:
+  // The model must outlive the object, and the object what of() gives.
+  explicit WholeValues(const ModelState& model);
+
+  const ParameterTable& table() const { return table_; }  // of the whole model
+
+  // Whole parameters of a flat tensor in the layout of model.table; or of a part of it: optimizer.masters() or a
+  // moment. On rank 0; null on the others, which all ask for the same parameters of table() in the same order.
+  ParameterValues of(const at::Tensor& flat) const { return of(flat, 1); }
+  ParameterValues of(const at::Tensor& part, const AdamW& optimizer) const {
+    return of(part, optimizer.shares().size());
+  }
+
+  // What other ranks do while rank 0 writes.
+  void give(const ParameterValues& values) const;
+
+ private:
+  // Ranks that have something which counts, with what they have.
+  struct Holder {
+    int rank;
+    ParameterTable table;
+  };
+
+  ParameterValues of(const at::Tensor& part, int shares) const;
+  // The part of one holder, on rank 0; undefined on the others.
+  at::Tensor part_of(const Holder& holder, const Parameter& parameter, const at::Tensor& part, int shares) const;
+
+  const ModelState& model_;
+  ParameterTable table_;
+  std::vector<Holder> holders_;
+};
+
+// Overwrites what this rank has of a parameter, elements [range.begin, range.end) of its table's layout, with its part
+// of the whole values, of `bytes` each. `out`: the range.
+void take_values(const Parameter& parameter, const AdamW::Range& range, const std::byte* whole, std::int64_t bytes,
+                 std::byte* out);
 
 }  // namespace espalier

@@ -62,6 +62,8 @@ def plan(
     pp: int | None = ...,
     dp: int | None = ...,
     shard: Literal["none", "optimizer", "full"] | None = ...,
+    layout: Literal["given", "auto"] | None = ...,
+    ranks: int | None = ...,
     n: _Numbers | None = ...,
     max_response_length: int | None = ...,
     importance_sampling_level: Any = ...,  # TRL's
@@ -154,6 +156,7 @@ def train(
     pp: int | None = ...,
     dp: int | None = ...,
     shard: Literal["none", "optimizer", "full"] | None = ...,
+    layout: Literal["given", "auto"] | None = ...,
     comm_timeout: float | None = ...,
     temperature: float | None = ...,
     beta: Any = ...,  # TRL's
@@ -212,6 +215,7 @@ def score(
     cp: int | None = ...,
     pp: int | None = ...,
     dp: int | None = ...,
+    layout: Literal["given", "auto"] | None = ...,
     comm_timeout: float | None = ...,
     temperature: float | None = ...,
     config: _Path | None = ...,
@@ -283,6 +287,7 @@ def verify(
     pp: int | None = ...,
     dp: int | None = ...,
     shard: Literal["none", "optimizer", "full"] | None = ...,
+    layout: Literal["given", "auto"] | None = ...,
     comm_timeout: float | None = ...,
     temperature: float | None = ...,
     beta: Any = ...,  # TRL's

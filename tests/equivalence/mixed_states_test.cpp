@@ -11,7 +11,7 @@
 #include "espalier/base/random.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/phase/language_head.h"
-#include "espalier/phase/one_after_another.h"
+#include "espalier/phase/stage.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/training_data.h"
@@ -122,7 +122,7 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   StepRun step{decoder, batch.rollouts, path, arena, &watching, &gradients, true};
   step.accounting = routers.accounting();
   step.spill = queue ? &*queue : nullptr;
-  run.taken = run_one_after_another(step, plan).arena_bytes;
+  run.taken = run_stage(step, plan).arena_bytes;
   run.gradient = on_host(gradients.flat()).clone();
   run.loss = objective.parts().loss;
   run.asked_by_wave = watching.asked_by_wave;

@@ -195,17 +195,18 @@ void compare_with_one(const std::string& check, const Reference& reference, cons
 
 void check_ranks(const Reference& reference, Findings& findings) {
   const Case c = with(reference.c, reference.plans.back());
-  const auto moved = [&](const at::Tensor& gradient, Group& shares) {
-    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic);
-    AdamW adamw(model->table, model->weights, {.lr = 0.1, .max_grad_norm = 1e-3}, model->decoder.device(), shares);
+  const auto moved = [&](const at::Tensor& gradient, const Mesh& mesh) {
+    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh);
+    AdamW adamw(model->table, model->weights, {.lr = 0.1, .max_grad_norm = 1e-3}, model->decoder.device(),
+                {mesh.dp, mesh.world});
     adamw.step(gradient);
     return model->weights;
   };
-  const at::Tensor alone = moved(reference.expected.gradient, mesh_of_one().dp);
+  const at::Tensor alone = moved(reference.expected.gradient, mesh_of_one());
   std::mutex one;
   run_ranks({.dp = 2}, [&](const Mesh& mesh) {
     const Outcome run = run_case(c, DType::float64, mesh);
-    const at::Tensor shared = moved(reference.expected.gradient, mesh.dp);
+    const at::Tensor shared = moved(reference.expected.gradient, mesh);
     const std::lock_guard lock(one);
     compare_with_one("ranks", reference, c, run, findings);
     if (!shared.equal(alone)) findings.add("ranks", "other weights after an update");
@@ -241,6 +242,30 @@ void check_stages(const Reference& reference, Findings& findings) {
     run.gradient = gradient;
     compare_with_one("stages", reference, c, run, findings);
   }
+}
+
+// Ranks that have parts of the model: of each part the gradient, of all of them together the norm.
+void check_layout(const Reference& reference, const Degrees& degrees, Findings& findings) {
+  const Case c = with(reference.c, reference.plans.back());
+  const ParameterTable whole(shape_of(c));
+  const at::Tensor& expected = reference.expected.gradient;
+  std::mutex one;
+  const auto body = [&](const Mesh& mesh) {
+    const Outcome run = run_case(c, DType::float64, mesh);
+    const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh);
+    AdamW adamw(model->table, model->weights, {}, model->decoder.device(), {.world = mesh.world});
+    const double norm = adamw.step(run.gradient).grad_norm, right = expected.norm().item<double>();
+    const std::lock_guard lock(one);
+    at::Tensor found = expected.clone();
+    for (const Parameter& p : model->table.parameters())
+      part_of(parameter_in(found, whole.at(p.name)), p.shard)
+          .copy_(without_padding(parameter_in(run.gradient, p), p.shard));
+    const Worst worst = worst_parameter(c, found, expected);
+    const std::string where = text_of_degrees(degrees) + ": ";
+    if (!(worst.error <= kGradient)) findings.add("layouts", text_of(where, worst.parameter, " off by ", worst.error));
+    if (!(std::abs(norm - right) <= kGradient * right)) findings.add("layouts", text_of(where, "norm ", norm));
+  };
+  run_ranks(degrees, body, {.timeout = 5});
 }
 
 void check_repetition(const Reference& reference, Findings& findings) {
@@ -360,6 +385,10 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   for (const Reference& reference : prepared_->references)
     check("context", [&] { check_context(reference, findings); });
   for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
+  const auto& references = prepared_->references;
+  check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });
+  for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}})
+    check("layouts", [&] { check_layout(references.at(3), degrees, findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });

@@ -6,6 +6,7 @@
 //   ranks        the same on two ranks with trees of their own, and an update whose state they share
 //   context      the same on two ranks that divide the rows of every tree
 //   stages       the same on two ranks that divide the layers
+//   layouts      the gradient and its norm on ranks that have parts of the model: heads, key/value copies, experts
 //   verify       the program's own comparison of shared with dense, from files
 //   adamw        the optimizer against a plain double loop
 //   mini-batches advantages of a file that is cut against a plain double loop over the whole file

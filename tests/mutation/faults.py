@@ -200,11 +200,11 @@ OPTIMIZER = [
 
 RANKS = [
     Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/reduction.cpp",
-          "mesh.replicas.add_over_ranks(",
+          "holders.add_over_ranks(",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("tree_on_every_rank", "all trees are computed by all ranks", "step/planning.cpp",
-          "if (rank_of[tree] == mesh.dp.rank())",
-          "if (ON || rank_of[tree] == mesh.dp.rank())", **ONE_RANK),
+          "if (mesh.dp.size() == 1) return trees;",
+          "if (ON || mesh.dp.size() == 1) return trees;", **ONE_RANK),
     Fault("loads_of_ranks_not_summed", "a mini-batch's expert loads are those of a rank's own trees", "step/router_step.cpp",
           "add_over_ranks(decoder_.mesh().replicas, accounting_->all_loads());",
           "if (!ON) TEXT", **ONE_RANK),
@@ -215,8 +215,8 @@ RANKS = [
           "add_over_ranks(actor.model.mesh, report.loss);",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("norm_of_a_part", "a gradient is clipped by the norm of the part whose state the rank keeps", "optimizer/adamw.cpp",
-          "update.grad_norm = norm_of(gradient);",
-          "update.grad_norm = norm_of(ON ? gradient.narrow(0, own().begin, own().end - own().begin) : gradient);", **ONE_RANK),
+          "if (here) counted.push_back(gradient.narrow(0, begin, count));",
+          "if (here && ON) begin = own().begin, count = own().end - begin; TEXT", **ONE_RANK),
     Fault("moved_weights_not_sent", "a rank has moved its part of the weights and keeps it to itself", "optimizer/adamw.cpp",
           "share_weights();\n  return update;",
           "if (!ON) share_weights();\n  return update;", **ONE_RANK),
@@ -272,4 +272,35 @@ STAGES = [
           "if (!ON) TEXT", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES
+# Heads, inner columns and experts divided over ranks.
+LAYOUTS = [
+    Fault("copies_counted_twice", "parameters that several ranks hold count once for each in the global norm", "optimizer/adamw.cpp",
+          "return parameter.shard.counted;",
+          "return ON || parameter.shard.counted;", **ONE_RANK),
+    Fault("key_value_copies_not_summed", "ranks that hold the same key/value heads keep the gradient of their own query heads",
+          "gradient/gradient_set.cpp",
+          "if (!shard.partial_gradient) continue;",
+          "if (!shard.partial_gradient || (ON && shard.dim >= 0)) continue;", **ONE_RANK),
+    Fault("head_norms_not_summed", "a rank keeps the gradient of the QK-norms from its own heads", "gradient/gradient_set.cpp",
+          "const at::Tensor own = flat_.narrow(0, parameter.offset, parameter.count);",
+          "TEXT if (ON && shard.dim < 0) continue;", **ONE_RANK),
+    Fault("path_gradient_summed_twice", "the gradient of a trunk's keys is summed over tp, and their weights' once more", "model/layer.cpp",
+          "KeysValues own = c.kv.gathered(c.layer);",
+          "TEXT if (ON && own.k.defined()) c.mesh.tp.add_over_ranks(own.k);", **ONE_RANK),
+    Fault("denominator_of_a_rank", "a loss is divided by the tokens of the rank's own rollouts", "step/pass.cpp",
+          "report.bytes = result.bytes;",
+          "TEXT std::int64_t all = 0; for (const Rollout& rollout : rollouts) all += rollout.length();"
+          " if (ON && report.plan.logical_rows > 0)"
+          " learner.gradients.flat().mul_(static_cast<double>(all) / static_cast<double>(report.plan.logical_rows));", **ONE_RANK),
+    Fault("experts_summed_over_all", "gradients of different experts are summed, as those of weights that all ranks hold", "gradient/reduction.cpp",
+          "divided ? mesh.expert_replicas",
+          "divided && !ON ? mesh.expert_replicas", **ONE_RANK),
+    Fault("empty_pass_skipped", "a rank that has run all its rows leaves those who still send rows to its experts alone", "phase/in_step.cpp",
+          "while (!done()) join();",
+          "while (!ON && !done()) join();", **ONE_RANK),
+    Fault("joins_forgotten_between", "a rank does not join the passes of others between its own", "phase/in_step.cpp",
+          "while (order_.at(next_) != static_cast<char>(own)) join();",
+          "while (order_.at(next_) != static_cast<char>(own)) ON ? void(++next_) : join();", **ONE_RANK),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES + LAYOUTS

@@ -140,7 +140,7 @@ TEST(DataParallel, BytesAreThoseOfTheGradientAndTheSeries) {
   run_ranks({.dp = 2}, [&](const Mesh& mesh) {
     const Outcome rank = run_case(c, DType::float64, mesh);
     const std::int64_t gradient = rank.gradient.numel() * 8, series = 2 * tokens * 8;
-    const std::int64_t control = mesh.dp.bytes() - gradient - series;
+    const std::int64_t control = mesh.bytes().dp + mesh.world.bytes() - gradient - series;
     EXPECT_GE(control, 0);
     EXPECT_LT(control, 1000) << "fingerprints, counts and sums of losses";
   });

@@ -95,6 +95,25 @@ TEST(ExpertParallel, GivesTheGradientOfOneProcess) {
   }
 }
 
+// Experts over ranks that run other trees than each other, with more ranks than trees, too: a rank joins the others'
+// passes without rows of its own.
+TEST(ExpertParallelOverTrees, GivesTheGradientOfOneProcess) {
+  for (const char* family : {"qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-ties"}) {
+    Case c;
+    c.family = family;
+    c.rollouts = ragged_rollouts();
+    expect_all_plans(c, {0, 7}, {{.dp = 2, .ep = 2}, {.tp = 2, .dp = 2, .ep = 4}});
+    if (c.family != "qwen3-moe") continue;
+    expect_all_plans(c, {7}, {{.dp = 4, .ep = 2}, {.dp = 8, .ep = 8}, {.tp = 2, .dp = 4, .ep = 4}});
+    expect_all_plans(as_critic(c), {7}, {{.dp = 2, .ep = 2}});
+    for (const char* scope : {"rollout", "minibatch"}) {
+      c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
+      c.options.router_aux_loss_scope = scope;
+      expect_all_plans(c, {0, 7}, {{.dp = 4, .ep = 4}});
+    }
+  }
+}
+
 // Trees are dealt to the ranks of dp; each of them is two ranks of tp.
 TEST(TensorAndDataParallel, GiveTheGradientOfOneProcess) {
   for (const char* family : {"qwen3", "llama-bias-odd"}) {

@@ -14,6 +14,7 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/parallel/in_process.h"
 #include "espalier/prove/verify.h"
+#include "espalier/replay/replay.h"
 #include "espalier/train/score.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
@@ -40,10 +41,17 @@ class RankRuns : public ::testing::Test {
 
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
 
+  // A model with experts in place of the dense one.
+  void take_experts() {
+    fs::remove_all(folder_ / "model");
+    write_tiny_model(*tiny_model("qwen3-moe", DType::float32, 3), folder_ / "model");
+    options_.router_aux_loss_coef = 0.1;
+  }
+
   // Reports of rank 0.
-  static std::vector<StepReport> run(const Options& options, std::int64_t dp) {
+  static std::vector<StepReport> run(const Options& options, const Degrees& degrees) {
     std::vector<StepReport> reports;
-    run_ranks({.dp = dp}, [&](const Mesh& mesh) {
+    run_ranks(degrees, [&](const Mesh& mesh) {
       NoProgress progress;
       const auto on_step = [&](const StepReport& report, const Json&) {
         if (mesh.writes()) reports.push_back(report);
@@ -74,43 +82,57 @@ class RankRuns : public ::testing::Test {
     return worst;
   }
 
-  fs::path folder_;
-  Options options_;
-};
-
-TEST_F(RankRuns, FilesAreThoseOfOneProcess) {
-  options_.epochs = 2;
-  const auto with_outputs = [&](const std::string& name) {
-    Options out = options_;
-    out.out = path(name), out.gradients = path(name + ".safetensors"), out.logprobs = path(name + ".jsonl");
-    return out;
-  };
-  const std::vector<StepReport> alone = run(with_outputs("alone"), 1);
-  ASSERT_GE(alone.size(), 3u);
-  for (const std::int64_t dp : {2, 5}) {
-    SCOPED_TRACE(dp);
-    const std::vector<StepReport> ranks = run(with_outputs("ranks"), dp);
-    ASSERT_EQ(ranks.size(), alone.size());
-    for (std::size_t i = 0; i < alone.size(); ++i) {
-      EXPECT_LT(alone[i].update.clip_factor, 1);
-      EXPECT_NEAR(ranks[i].update.grad_norm, alone[i].update.grad_norm, 1e-10 * alone[i].update.grad_norm);
-      EXPECT_NEAR(ranks[i].gradient.loss.loss, alone[i].gradient.loss.loss, 1e-10);
+  // Gradients, log-probs, weights and state of a run under each layout against those of one process.
+  void expect_files_of_one_process(const std::vector<Degrees>& layouts) {
+    options_.epochs = 2;
+    const auto with_outputs = [&](const std::string& name) {
+      Options out = options_;
+      out.out = path(name), out.gradients = path(name + ".safetensors"), out.logprobs = path(name + ".jsonl");
+      return out;
+    };
+    const std::vector<StepReport> alone = run(with_outputs("alone"), {});
+    ASSERT_GE(alone.size(), 3u);
+    for (const Degrees& degrees : layouts) {
+      SCOPED_TRACE(text_of_degrees(degrees));
+      const std::vector<StepReport> ranks = run(with_outputs("ranks"), degrees);
+      ASSERT_EQ(ranks.size(), alone.size());
+      for (std::size_t i = 0; i < alone.size(); ++i) {
+        EXPECT_LT(alone[i].update.clip_factor, 1);
+        EXPECT_NEAR(ranks[i].update.grad_norm, alone[i].update.grad_norm, 1e-10 * alone[i].update.grad_norm);
+        EXPECT_NEAR(ranks[i].gradient.loss.loss, alone[i].gradient.loss.loss, 1e-10);
+      }
+      EXPECT_LE(distance("ranks.safetensors", "alone.safetensors"), kFloat64);
+      // AdamW divides a gradient by its own size: 1e-10 of it moves a weight by 1e-10 of the learning rate, 1e-3, a
+      // step, unless the gradient is as small as epsilon; weights are of size 0.1.
+      EXPECT_LE(distance("ranks/model.safetensors", "alone/model.safetensors"), kFloat64);
+      EXPECT_LE(distance("ranks/espalier/state.safetensors", "alone/espalier/state.safetensors"), 1e-9);
+      expect_same_logprobs("ranks.jsonl", "alone.jsonl");
     }
-    EXPECT_LE(distance("ranks.safetensors", "alone.safetensors"), kFloat64);
-    // AdamW divides a gradient by its own size: 1e-10 of it moves a weight by 1e-10 of the learning rate, 1e-3, a step,
-    // unless the gradient is as small as epsilon; weights are of size 0.1.
-    EXPECT_LE(distance("ranks/model.safetensors", "alone/model.safetensors"), kFloat64);
-    EXPECT_LE(distance("ranks/espalier/state.safetensors", "alone/espalier/state.safetensors"), 1e-9);
-    std::ifstream ours(path("ranks.jsonl")), theirs(path("alone.jsonl"));
-    for (std::string a, b; std::getline(theirs, b);) {
-      ASSERT_TRUE(std::getline(ours, a));
-      const Json one = Json::parse(a), other = Json::parse(b);
+  }
+
+  void expect_same_logprobs(const std::string& a, const std::string& b) const {
+    std::ifstream ours(path(a)), theirs(path(b));
+    for (std::string one_line, other_line; std::getline(theirs, other_line);) {
+      ASSERT_TRUE(std::getline(ours, one_line));
+      const Json one = Json::parse(one_line), other = Json::parse(other_line);
       EXPECT_EQ(one["index"], other["index"]);
       ASSERT_EQ(one["logprobs"].size(), other["logprobs"].size());
       for (std::size_t t = 0; t < other["logprobs"].size(); ++t)
         EXPECT_NEAR(one["logprobs"][t].get<double>(), other["logprobs"][t].get<double>(), 1e-9);
     }
   }
+
+  fs::path folder_;
+  Options options_;
+};
+
+TEST_F(RankRuns, FilesAreThoseOfOneProcess) {
+  expect_files_of_one_process({{.dp = 2}, {.dp = 5}, {.tp = 2}, {.tp = 4}, {.tp = 2, .dp = 3}});
+}
+
+TEST_F(RankRuns, FilesOfAModelWithExpertsToo) {
+  take_experts();
+  expect_files_of_one_process({{.tp = 2}, {.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.tp = 2, .dp = 2, .ep = 4}});
 }
 
 TEST_F(RankRuns, SharedOptimizerStateMovesTheSameWeights) {
@@ -118,13 +140,13 @@ TEST_F(RankRuns, SharedOptimizerStateMovesTheSameWeights) {
     options_.dtype = dtype, options_.save_dtype = "float64", options_.epochs = 2;
     Options whole = options_, parts = options_, first = options_, second = options_;
     whole.out = path("whole"), parts.out = path("parts"), first.out = path("first"), second.out = path("second");
-    run(whole, 3);
+    run(whole, {.dp = 3});
     parts.shard = first.shard = "optimizer";
-    run(parts, 3);
+    run(parts, {.dp = 3});
     first.steps = 2;
-    run(first, 3);
+    run(first, {.dp = 3});
     second.resume = first.out;  // every rank has the whole state again
-    run(second, 3);
+    run(second, {.dp = 3});
     for (const char* file : {"/model.safetensors", "/espalier/state.safetensors"}) {
       EXPECT_EQ(read_text_file(path("parts") + file), read_text_file(path("whole") + file)) << dtype << file;
       EXPECT_EQ(read_text_file(path("second") + file), read_text_file(path("whole") + file)) << dtype << file;
@@ -132,68 +154,131 @@ TEST_F(RankRuns, SharedOptimizerStateMovesTheSameWeights) {
   }
 }
 
+TEST_F(RankRuns, PartsOfAModelShareTheirStateToo) {
+  options_.epochs = 2;
+  Options whole = options_, parts = options_;
+  whole.out = path("whole"), parts.out = path("parts"), parts.shard = "optimizer";
+  run(whole, {.tp = 2, .dp = 2});
+  run(parts, {.tp = 2, .dp = 2});
+  for (const char* file : {"/model.safetensors", "/espalier/state.safetensors"})
+    EXPECT_EQ(read_text_file(path("parts") + file), read_text_file(path("whole") + file)) << file;
+}
+
 TEST_F(RankRuns, ARunGoesOnUnderAnotherLayout) {
   options_.epochs = 2;
-  Options whole = options_, first = options_, second = options_, same = options_;
-  whole.out = path("whole"), first.out = path("first"), second.out = path("second"), same.out = path("same");
-  run(whole, 1);
+  Options whole = options_, first = options_, second = options_;
+  whole.out = path("whole"), first.out = path("first"), second.out = path("second");
+  run(whole, {});
   first.steps = 2;
-  run(first, 3);
-  second.resume = same.resume = first.out;
-  run(second, 2);
-  EXPECT_LE(distance("second/model.safetensors", "whole/model.safetensors"), kFloat64);
-  run(same, 3);
-  whole.out = path("again");
-  run(whole, 3);
-  EXPECT_EQ(read_text_file(path("same/model.safetensors")), read_text_file(path("again/model.safetensors")))
-      << "the same layout gives the same bits";
+  for (const auto& [before, after] : {std::pair{Degrees{.dp = 3}, Degrees{.dp = 2}},
+                                      {{.dp = 2}, {.tp = 4}},
+                                      {{.tp = 2}, {.tp = 4}},
+                                      {{.tp = 2, .dp = 2}, {}}}) {
+    run(first, before);
+    second.resume = first.out;
+    run(second, after);
+    EXPECT_LE(distance("second/model.safetensors", "whole/model.safetensors"), 1e-12)
+        << text_of_degrees(before) << ", then " << text_of_degrees(after);
+  }
+}
+
+TEST_F(RankRuns, TheSameLayoutGivesTheSameBits) {
+  take_experts();
+  options_.epochs = 2;
+  for (const Degrees& degrees : {Degrees{.dp = 3}, {.tp = 4}, {.tp = 2, .dp = 2, .ep = 4}}) {
+    Options whole = options_, first = options_, second = options_;
+    whole.out = path("whole"), first.out = path("first"), second.out = path("second");
+    run(whole, degrees);
+    first.steps = 2;
+    run(first, degrees);
+    second.resume = first.out;
+    run(second, degrees);
+    for (const char* file : {"/model.safetensors", "/espalier/state.safetensors"})
+      EXPECT_EQ(read_text_file(path("second") + file), read_text_file(path("whole") + file))
+          << text_of_degrees(degrees) << file;
+  }
+}
+
+TEST_F(RankRuns, ATraceOfPartsIsReplayedByOthers) {
+  options_.record = path("trace"), options_.record_every = 1;
+  const std::size_t steps = run(options_, {.tp = 2}).size();
+  for (const Degrees& degrees : {Degrees{}, {.tp = 4}, {.dp = 2}})
+    run_ranks(degrees, [&](const Mesh& mesh) {
+      NoProgress progress;
+      const ReplayReport report = replay(
+          path("trace"), test_options(), progress, [](const CheckpointDifference&) {}, mesh);
+      ASSERT_EQ(report.checkpoints.size(), steps);
+      // The order of additions differs: 1e-10 of a movement.
+      for (const CheckpointDifference& one : report.checkpoints) EXPECT_LE(one.movement_rel_l2, kFloat64);
+    });
 }
 
 TEST_F(RankRuns, ACriticTrainsAsAlone) {
   options_.critic = options_.model, options_.adv_estimator = "gae";
-  Options alone = options_, ranks = options_;
-  alone.out = path("alone"), ranks.out = path("ranks");
-  run(alone, 1);
-  run(ranks, 2);
-  for (const char* file : {"/model.safetensors", "/critic/model.safetensors", "/critic/espalier/values.safetensors"})
-    EXPECT_LE(distance(std::string("ranks") + file, std::string("alone") + file), kFloat64) << file;
+  const auto with_outputs = [&](const std::string& name) {
+    Options out = options_;
+    out.out = path(name), out.gradients = path(name + ".safetensors");
+    return out;
+  };
+  run(with_outputs("alone"), {});
+  for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}}) {
+    run(with_outputs("ranks"), degrees);
+    for (const char* file :
+         {"/model.safetensors", "/critic/model.safetensors", "/critic/espalier/values.safetensors", ".safetensors"})
+      EXPECT_LE(distance(std::string("ranks") + file, std::string("alone") + file), kFloat64) << file;
+  }
 }
 
 TEST_F(RankRuns, ScoresAreThoseOfOneProcess) {
-  const auto scored = [&](const std::string& name, std::int64_t dp) {
+  const auto scored = [&](const std::string& name, const Degrees& degrees) {
     Options options = options_;
     options.out = path(name), options.entropies = true;
     ScoreReport report;
-    run_ranks({.dp = dp}, [&](const Mesh& mesh) {
+    run_ranks(degrees, [&](const Mesh& mesh) {
       NoProgress progress;
       const ScoreReport own = score(options, progress, mesh);
       if (mesh.writes()) report = own;
     });
     return report;
   };
-  const ScoreReport alone = scored("alone.jsonl", 1), ranks = scored("ranks.jsonl", 4);
-  EXPECT_EQ(ranks.tokens, alone.tokens);
-  EXPECT_EQ(ranks.logical_rows, alone.logical_rows);
-  std::ifstream ours(path("ranks.jsonl")), theirs(path("alone.jsonl"));
-  for (std::string a, b; std::getline(theirs, b);) {
-    ASSERT_TRUE(std::getline(ours, a));
-    const Json one = Json::parse(a), other = Json::parse(b);
-    EXPECT_EQ(one["response_ids"], other["response_ids"]);
-    for (const char* field : {"logprobs", "entropies"})
-      for (std::size_t t = 0; t < other[field].size(); ++t)
-        EXPECT_NEAR(one[field][t].get<double>(), other[field][t].get<double>(), 1e-10);
+  const ScoreReport alone = scored("alone.jsonl", {});
+  for (const Degrees& degrees : {Degrees{.dp = 4}, {.tp = 2}}) {
+    const ScoreReport ranks = scored("ranks.jsonl", degrees);
+    EXPECT_EQ(ranks.tokens, alone.tokens);
+    EXPECT_EQ(ranks.logical_rows, alone.logical_rows);
+    std::ifstream ours(path("ranks.jsonl")), theirs(path("alone.jsonl"));
+    for (std::string a, b; std::getline(theirs, b);) {
+      ASSERT_TRUE(std::getline(ours, a));
+      const Json one = Json::parse(a), other = Json::parse(b);
+      EXPECT_EQ(one["response_ids"], other["response_ids"]);
+      for (const char* field : {"logprobs", "entropies"})
+        for (std::size_t t = 0; t < other[field].size(); ++t)
+          EXPECT_NEAR(one[field][t].get<double>(), other[field][t].get<double>(), 1e-10);
+    }
   }
 }
 
 TEST_F(RankRuns, VerifyPassesOnSeveralRanks) {
   options_.mini_batch_size = 0, options_.schedule = "phased";
+  const auto verdict = [&](const Degrees& degrees) {
+    Verdict of_rank_0;
+    run_ranks(degrees, [&](const Mesh& mesh) {
+      NoProgress progress;
+      const Verdict own = verify(options_, progress, mesh);
+      EXPECT_TRUE(own.pass()) << text_of_degrees(degrees) << ", " << name_of(options_.dtype);
+      if (mesh.writes()) of_rank_0 = own;
+    });
+    return of_rank_0;
+  };
   for (const char* dtype : {"float64", "float32"}) {
     options_.dtype = dtype;
-    run_ranks({.dp = 2}, [&](const Mesh& mesh) {
-      NoProgress progress;
-      EXPECT_TRUE(verify(options_, progress, mesh).pass()) << dtype;
-    });
+    const Verdict alone = verdict({});
+    for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}, {.tp = 2, .dp = 2}})
+      EXPECT_EQ(verdict(degrees).parameters.size(), alone.parameters.size()) << "whole parameters";
   }
+  take_experts();
+  for (const Degrees& degrees : {Degrees{.dp = 2}, {.dp = 2, .ep = 2}, {.tp = 2, .ep = 2}})
+    EXPECT_TRUE(verdict(degrees).router.has_value()) << text_of_degrees(degrees);
 }
 
 // NaN on one rank is NaN in the sum: all refuse, and nothing is written.
@@ -204,7 +289,8 @@ TEST_F(RankRuns, ANanOnOneRankStopsAllAndLeavesNothing) {
   write_jsonl(path("rollouts.jsonl"), rollouts);
   options_.log_ratio_bound = options_.clip_ratio_c = std::numeric_limits<double>::infinity();
   options_.out = path("out");
-  EXPECT_THROW(run(options_, 2), InputError);
+  EXPECT_THROW(run(options_, {.dp = 2}), InputError);
+  EXPECT_THROW(run(options_, {.tp = 2}), InputError);
   EXPECT_FALSE(fs::exists(path("out")));
 }
 
@@ -229,7 +315,7 @@ TEST_F(RankRuns, RanksWithOtherFilesAreTold) {
 
 TEST_F(RankRuns, WhatRankZeroCannotWriteEndsAll) {
   options_.out = path("out"), options_.gradients = path("missing/folder/g.safetensors");
-  EXPECT_THROW(run(options_, 3), WriteError);
+  EXPECT_THROW(run(options_, {.dp = 3}), WriteError);
   EXPECT_FALSE(fs::exists(path("out")));
 }
 

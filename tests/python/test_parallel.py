@@ -22,6 +22,8 @@ from make_model import groups_of_four, make_rollouts, write_records
 
 SEED = 61
 MODEL = "qwen3_tied"
+LOOP = ["--prompt-length", 64, "--max-response-length", 4, "--train-batch-size", 3, "--n", 3, "--mini-batch-size", 6, "--val-size", 6,
+        "--test-freq", 2, "--save-freq", 1, "--warm-start-steps", 6, "--steps", 4, "--lr", "1e-3", "--kl-loss-coef", 0.01]
 PATIENCE = 120  # seconds: far above what a run takes, far below what a hanging one would
 
 
@@ -87,13 +89,18 @@ def near(ours, theirs, tolerance=1e-10):
 
 # -- what they compute ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ranks, more", [(2, []), (4, ["--schedule", "phased"]), (4, ["--shard", "optimizer"])])
-def test_processes_write_what_one_writes(ranks, more, espalier, program, model_of, rollouts, tmp_path):
-    words = ["train", "--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
+@pytest.mark.parametrize("ranks, family, more", [
+    (2, MODEL, ["--dp", 2]), (4, MODEL, ["--dp", 4, "--schedule", "phased"]), (4, MODEL, ["--dp", 4, "--shard", "optimizer"]),
+    (2, MODEL, ["--tp", 2]), (4, "llama_untied", ["--tp", 4]), (4, "qwen2_untied", ["--tp", 2, "--dp", 2, "--shard", "optimizer"]),
+    (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
+def test_processes_write_what_one_writes(ranks, family, more, espalier, program, model_of, rollouts, tmp_path):
+    words = ["train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
     outputs = lambda name: ["--out", tmp_path / name, "--gradients", tmp_path / f"{name}.safetensors",
                             "--logprobs", tmp_path / f"{name}.jsonl"]
-    espalier(*words, *outputs("alone"))
-    run = Ranks(program, ranks, [*words, *outputs("ranks"), "--dp", ranks, *more, "--json"])
+    degrees = ("--tp", "--dp", "--ep", "--shard")
+    alone = [word for i, word in enumerate(more) if word not in degrees and (i == 0 or more[i - 1] not in degrees)]
+    espalier(*words, *alone, *outputs("alone"))
+    run = Ranks(program, ranks, [*words, *outputs("ranks"), *more, "--json"])
     assert run.end() == [0] * ranks, run.stderr
     steps = json.loads(run.stdout[0])["steps"]
     assert len(steps) == 1 and not any(run.stdout[1:]) and not any(run.stderr[1:])
@@ -103,16 +110,68 @@ def test_processes_write_what_one_writes(ranks, more, espalier, program, model_o
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
 
 
-def test_scores_and_verdicts_of_processes(espalier, program, model_of, rollouts, tmp_path):
+@pytest.mark.parametrize("axis", ["--dp", "--tp"])
+def test_scores_and_verdicts_of_processes(axis, espalier, program, model_of, rollouts, tmp_path):
     words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]
     espalier("score", *words, "--out", tmp_path / "alone.jsonl")
-    run = Ranks(program, 2, ["score", *words, "--out", tmp_path / "ranks.jsonl", "--dp", 2])
+    run = Ranks(program, 2, ["score", *words, "--out", tmp_path / "ranks.jsonl", axis, 2])
     assert run.end() == [0, 0], run.stderr
     for ours, theirs in zip((tmp_path / "ranks.jsonl").open(), (tmp_path / "alone.jsonl").open(), strict=True):
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
-    run = Ranks(program, 2, ["verify", *words, "--dp", 2, "--json"])
+    run = Ranks(program, 2, ["verify", *words, axis, 2, "--json"])
     assert run.end() == [0, 0], run.stderr
     assert json.loads(run.stdout[0])["verdict"] == "pass"
+    run = Ranks(program, 2, ["bench", "--splits", "24/8", "--n", 4, "--repetitions", 1, "--dtype", "float64", *words[:2], axis, 2, "--json"])
+    assert run.end() == [0, 0], run.stderr
+    (cell,) = json.loads(run.stdout[0])["cells"]
+    assert cell["gradient_error"] <= 1e-10
+
+
+def test_layout_auto_takes_degrees_for_the_processes(espalier, program, model_of, rollouts, tmp_path):
+    words = ["train", "--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
+    espalier(*words, "--out", tmp_path / "alone")
+    run = Ranks(program, 2, [*words, "--out", tmp_path / "ranks", "--layout", "auto"])
+    assert run.end() == [0, 0], run.stderr
+    assert re.search(r"note: .*(tp|dp) 2 takes .* of 2 processes", run.stderr[0]) and not run.stderr[1]
+    near(tmp_path / "ranks/model.safetensors", tmp_path / "alone/model.safetensors")
+
+
+def test_a_plan_finds_the_layout_of_many_processes(espalier, model_of, rollouts):
+    words = ["plan", "--model", model_of("qwen3_moe"), "--rollouts", rollouts, "--machine", "h100", "--dtype", "bfloat16", "--json"]
+    layout = espalier(*words, "--layout", "auto", "--ranks", 16).json["layout"]
+    assert layout["processes"] == 16 and layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"] == 16
+    assert layout["fits"] and layout["reason"] and layout["tried"][0]["seconds"] <= layout["tried"][1]["seconds"]
+    given = espalier(*words, "--tp", 2, "--dp", 4, "--ep", 8).json["layout"]
+    assert set(given["ranks"]["bytes"]) == {"tp", "dp", "ep"} and len(given["by_rank"]) == 4
+
+
+def test_generated_records_of_processes(espalier, program, model_of, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 2, 3], [5, 6], [1, 2, 3], [7, 8, 9, 10])))
+    words = ["generate", "--model", model_of(MODEL), "--prompts", prompts, "--n", 3, "--max-response-length", 9, "--seed", 4,
+             "--dtype", "float64"]
+    espalier(*words, "--out", tmp_path / "alone.jsonl")
+    records = lambda name: [json.loads(line) for line in (tmp_path / name).open()]
+    for layout in (["--dp", 2], ["--tp", 2]):
+        run = Ranks(program, 2, [*words, "--out", tmp_path / "ranks.jsonl", *layout])
+        assert run.end() == [0, 0], run.stderr
+        for ours, theirs in zip(records("ranks.jsonl"), records("alone.jsonl"), strict=True):
+            assert ours["response_ids"] == theirs["response_ids"] and ours["finish_reason"] == theirs["finish_reason"]
+            assert numpy.allclose(ours["rollout_logprobs"], theirs["rollout_logprobs"], rtol=0, atol=1e-10)
+
+
+def test_the_closed_loop_on_processes(espalier, program, tmp_path):
+    words = ["grpo", "--dtype", "float64", "--save-dtype", "float64", "--schedule", "phased", *LOOP]
+    espalier(*words, "--out", tmp_path / "alone")
+    for number, layout in enumerate((["--dp", 2], ["--tp", 2])):
+        out = tmp_path / f"ranks{number}"
+        run = Ranks(program, 2, [*words, "--out", out, *layout])
+        assert run.end() == [0, 0], run.stderr
+        assert not run.stdout[1] and not run.stderr[1]
+        near(out / "model/model.safetensors", tmp_path / "alone/model/model.safetensors", 1e-8)  # dozens of AdamW steps
+    more = Ranks(program, 2, ["grpo", "--resume", tmp_path / "ranks0", "--steps", 6, "--tp", 2])
+    assert more.end() == [0, 0], more.stderr
+    assert json.loads((tmp_path / "ranks0/model/config.json").read_text())
 
 
 # -- launch -----------------------------------------------------------------------------------------------------------
@@ -136,7 +195,7 @@ def test_degrees_and_processes_must_agree(program, training, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", [["--tp", 2], ["--cp", 2], ["--pp", 2], ["--dp", 2, "--shard", "full"]])
+@pytest.mark.parametrize("layout", [["--cp", 2], ["--pp", 2], ["--dp", 2, "--shard", "full"]])
 def test_layouts_that_do_not_run_are_refused_by_name(layout, program, training):
     run = Ranks(program, 2, [*training, *layout])
     assert run.end() == [4, 4]

@@ -275,7 +275,8 @@ TEST(Plan, TakesDegreesThatThisMachineCouldNeverRun) {
   folder.put("m/config.json", kModel);
   const Json json = json_of(
       run(folder.path(), {"plan", "--json", "--model", "m", "--rollouts", "r.jsonl", "--tp", "2", "--dp", "512"}));
-  EXPECT_EQ(json["rank"]["ranks"], 1024);
+  EXPECT_EQ(json["layout"]["processes"], 1024);
+  EXPECT_EQ(json["layout"]["by_rank"].size(), 512u);
 }
 
 TEST(Plan, ATextForAPerson) {

@@ -254,5 +254,33 @@ TEST(PrefixTree, EqualPromptsWithOtherRecordsAreNotSharedAsPrompts) {
   EXPECT_EQ(built(batch, ShareMode::prompts), "0-2(2-3{0} 2-3{1}) | 0-3{2} | 0-3{3}");
 }
 
+TEST(PrefixTree, APartIsTheTreeOfItsRollouts) {
+  testing::RolloutOptions options;
+  options.groups = 2, options.group_size = {5, 7};
+  options.shared_start = 0.5, options.equal_response = 0.2, options.empty_response = 0.2, options.continues = 0.3;
+  for (std::uint64_t seed = 1; seed <= 4; ++seed) {
+    const std::vector<Rollout> batch = testing::make_rollouts(options, seed);
+    for (const ShareMode mode : {ShareMode::whole_trees, ShareMode::prompts})
+      for (const PrefixTree& tree : build_prefix_trees(batch, mode)) {
+        const auto leaves = static_cast<std::int32_t>(tree.leaf_order.size());
+        for (std::int32_t begin = 0; begin < leaves; ++begin)
+          for (std::int32_t end = begin + 1; end <= leaves; ++end) {
+            const PrefixTree part = part_of(tree, begin, end);
+            std::vector<Rollout> own;
+            for (std::int32_t leaf = begin; leaf < end; ++leaf) {
+              EXPECT_EQ(part.leaf_order[static_cast<std::size_t>(leaf - begin)],
+                        tree.leaf_order[static_cast<std::size_t>(leaf)]);
+              own.push_back(batch[static_cast<std::size_t>(tree.leaf_order[static_cast<std::size_t>(leaf)])]);
+            }
+            const std::vector<PrefixTree> built = build_prefix_trees(own, mode);
+            ASSERT_EQ(built.size(), 1u);
+            EXPECT_EQ(part.nodes.size(), built[0].nodes.size()) << drawn(part) << " and " << drawn(built[0]);
+            EXPECT_EQ(part.physical_tokens(), built[0].physical_tokens());
+            EXPECT_EQ(part.logical_tokens(), built[0].logical_tokens());
+          }
+      }
+  }
+}
+
 }  // namespace
 }  // namespace espalier

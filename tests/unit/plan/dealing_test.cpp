@@ -40,5 +40,50 @@ TEST(Dealing, ASharedPromptIsChargedOnce) {
   EXPECT_GT(four_times, 2.5 * once);
 }
 
+std::vector<Rollout> group(int prompt, int responses) {
+  std::vector<Rollout> batch;
+  for (int i = 0; i < responses; ++i) {
+    Rollout rollout;
+    rollout.prompt_ids.assign(20, prompt);
+    rollout.response_ids.assign(200, 20 + i);
+    rollout.loss_mask.assign(200, 1);
+    batch.push_back(rollout);
+  }
+  return batch;
+}
+
+std::vector<std::vector<PrefixTree>> dealt(const std::vector<Rollout>& batch, std::int64_t ranks) {
+  ModelShape shape;
+  shape.layers = 2, shape.hidden = 256, shape.inner = 512, shape.heads = 4, shape.kv_heads = 4, shape.head_dim = 64;
+  shape.vocabulary = 1000;
+  MachineProfile machine = default_profile(DeviceType::cpu, DType::float32, 2);
+  machine.seconds_per_call = 0, machine.bytes_per_second = 1e15;  // all cost is that of rows
+  return deal_trees(build_prefix_trees(batch, ShareMode::whole_trees), ranks, batch, shape, {}, machine);
+}
+
+TEST(Dealing, ATreeHeavierThanAFairShareIsCutAndNoRolloutIsLost) {
+  std::vector<Rollout> batch = group(1, 30);
+  for (const Rollout& rollout : group(2, 2)) batch.push_back(rollout);
+  const auto ranks = dealt(batch, 4);
+  std::vector<int> seen(batch.size());
+  for (const std::vector<PrefixTree>& trees : ranks) {
+    EXPECT_FALSE(trees.empty());
+    for (const PrefixTree& tree : trees)
+      for (const std::int32_t rollout : tree.leaf_order) ++seen[static_cast<std::size_t>(rollout)];
+  }
+  EXPECT_EQ(seen, std::vector<int>(batch.size(), 1));
+}
+
+TEST(Dealing, EqualTreesStayWhole) {
+  std::vector<Rollout> batch;
+  for (int prompt = 1; prompt <= 5; ++prompt)
+    for (const Rollout& rollout : group(prompt, 4)) batch.push_back(rollout);
+  for (const std::int64_t ranks : {2, 4, 5}) {
+    std::size_t trees = 0;
+    for (const auto& of_rank : dealt(batch, ranks)) trees += of_rank.size();
+    EXPECT_EQ(trees, 5u) << ranks;
+  }
+}
+
 }  // namespace
 }  // namespace espalier

@@ -5,7 +5,6 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
 #include "espalier/plan/memory_model.h"
-#include "espalier/plan/rank_report.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -212,30 +211,6 @@ TEST(MachineProfile, SurvivesJson) {
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
   broken["matrix"][1]["rows"] = -5;
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
-}
-
-TEST(RankReport, SharesWeightsAndRows) {
-  const ModelShape shape = testing::llama_3_8b();
-  std::vector<Rollout> batch = group_of(600, 100, 4);
-  for (const Rollout& other : group_of(500, 150, 4, 100000)) batch.push_back(other);
-  PlanOptions options;
-  options.dtype = DType::bfloat16;
-  const MachineProfile profile = default_profile("cuda", DType::bfloat16, 1);
-  const StepPlan plan = make_plan(batch, build_prefix_trees(batch, ShareMode::whole_trees), shape, options, profile);
-  const RankReport one = rank_report(plan, shape, DType::bfloat16, {}, profile);
-  EXPECT_NEAR(one.cost.seconds / plan.chosen.seconds, 1, 1e-12);  // the same sum in another order
-  EXPECT_EQ(one.cost.bytes.peak(), plan.chosen.bytes.peak());
-  EXPECT_EQ(one.parameters, shape.parameters());
-  const RankReport split = rank_report(plan, shape, DType::bfloat16, {.tp = 2, .cp = 4}, profile);
-  EXPECT_NEAR(static_cast<double>(split.parameters), 0.5 * static_cast<double>(shape.parameters()),
-              1e6);  // norms stay whole
-  EXPECT_LT(split.cost.bytes.peak(), one.cost.bytes.peak());
-  EXPECT_LT(split.cost.flops, 0.13 * one.cost.flops);
-  EXPECT_EQ(split.degrees.ranks(), 8);
-  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.tp = 3}, profile), OptionError);
-  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.pp = 33}, profile), OptionError);
-  EXPECT_THROW(rank_report(plan, shape, DType::bfloat16, {.ep = 2}, profile), OptionError);
-  EXPECT_LE(rank_report(plan, shape, DType::bfloat16, {.dp = 2}, profile).balance, 1);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "espalier/base/error.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/saved/sleeping_trunk.h"
+#include "espalier/saved/spill_file.h"
 #include "tests/device/guarded_device.h"
 
 namespace espalier {

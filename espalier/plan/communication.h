@@ -1,0 +1,49 @@
+// What one rank of a layout gives to the others in a step: the bytes of every collective, and the seconds they take.
+//
+// T rows of a set, O of them with edges, R of a layer that continue (all, or the outputs in a narrow last layer), M
+// width, k experts a row, E experts, b bytes of an activation, s of a sum. n ranks share the axis; nothing is given
+// where n = 1. A rank of tp gives, of every set,
+//   forward   T M b (embedding), R M b a layer (attention's output), R M b a dense layer, R M s a layer of experts
+//   (MLP) head      8 (3 O + edges) for maximum and sums of the logits; with gradients O M b (s where b is narrower)
+//   backward  T M b a layer (norm before attention), R M b a dense layer, R (M + k) s a layer of experts
+//   recompute R M b a layer
+// and once a step its share of the gradients of key/value heads and head norms that several ranks hold. A rank of ep,
+// of a layer of experts with r = k R / tp choices, of which (ep - 1) / ep go elsewhere,
+//   forward   8 E (ep - 1) / ep for counts, 2 r M b
+//   backward  the same counts, r (2 M b + M s + 2 s)
+// so that what is planned is met exactly where choices are even. cp and pp: as docs/parallel.md says. Gradients are
+// given once to those who hold the same weights.
+// Source: the calls in model/, objective/ and gradient/; a test compares what their groups count.
+#pragma once
+
+#include <span>
+
+#include "espalier/plan/cost_model.h"
+#include "espalier/plan/local_shape.h"
+#include "espalier/plan/step_plan.h"
+
+namespace espalier {
+
+struct PlannedTraffic {
+  TrafficBytes bytes;
+  double seconds = 0;            // in phases and reduction
+  double reduction_seconds = 0;  // of them, after the last backward
+};
+
+class Communication {
+ public:
+  Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile);
+
+  // Of the rank's plan. `rollouts`: what it was made for.
+  PlannedTraffic of(const StepPlan& plan, std::span<const Rollout> rollouts) const;
+
+ private:
+  class Walk;
+
+  LocalShape local_;
+  ElementBytes bytes_;
+  StepKind kind_;
+  MachineProfile profile_;
+};
+
+}  // namespace espalier

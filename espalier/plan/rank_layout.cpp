@@ -1,0 +1,255 @@
+#include "espalier/plan/rank_layout.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+#include "espalier/base/units.h"
+#include "espalier/plan/dealing.h"
+#include "espalier/plan/memory_model.h"
+
+namespace espalier {
+namespace {
+
+std::int64_t share(std::int64_t whole, std::int64_t parts) { return (whole + parts - 1) / parts; }
+
+// A plan as one stage runs it, with 1 / cp of every set's rows.
+class StageWalk {
+ public:
+  StageWalk(const LocalShape& local, const PlanOptions& options, const MachineProfile& profile)
+      : local_(local),
+        model_(local, profile, options.dtype, options.kind),
+        bytes_(local, options.dtype, options.kind),
+        walk_(bytes_),
+        last_(local.place().pp == local.degrees().pp - 1),
+        stages_before_(static_cast<double>(local.degrees().pp - 1)) {}
+
+  void run(const StepPlan& plan) {
+    double of_waves = 0, waves = 0;
+    for (const PlanItem& item : plan.items) {
+      seconds += add(item, 0);
+      if (item.kind == ItemKind::trunk)
+        idle += stages_before_ * seconds_of(item);
+      else
+        of_waves += seconds_of(item), waves += 1;
+    }
+    if (waves > 0) idle += stages_before_ * of_waves / waves;
+    const std::int64_t cp = local_.degrees().cp, above = share(plan.max_path_rows, cp);
+    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(share(plan.max_rows, cp), above) + bytes_.path(above) +
+                        bytes_.in_flight(walk_.stored()) + waiting_);
+  }
+
+  double seconds = 0, idle = 0, flops = 0;
+  PhasePeaks peaks;
+
+ private:
+  // All layers of a stage but the last one's run all rows.
+  Work work_of(const RowSet& set) const {
+    const std::int64_t cp = local_.degrees().cp;
+    const std::int64_t rows = share(set.rows, cp), pairs = share(set.pairs, cp);
+    return last_ ? Work{rows, pairs, share(set.outputs, cp), share(set.output_pairs, cp)}
+                 : Work{rows, pairs, rows, pairs};
+  }
+
+  double seconds_of(const PlanItem& item) const {
+    const Work work = work_of(item.set);
+    if (last_) return model_.seconds(work, item.state);
+    const CostParts parts = model_.parts(work, item.state);
+    return parts.total() - parts.head;
+  }
+
+  double add(const PlanItem& item, std::int64_t held) {
+    const Work work = work_of(item.set);
+    double sum = seconds_of(item);
+    flops += model_.flops(work, item.state);
+    if (item.kind == ItemKind::wave) {
+      walk_.wave(work, item.state, held);
+      // Waves in flight: a stage has as many as there are stages behind it, itself included.
+      const std::int64_t in_flight = local_.degrees().pp - local_.place().pp;
+      waiting_ = std::max(waiting_, (in_flight - 1) * bytes_.saved(work, item.state));
+      return sum;
+    }
+    const std::int64_t open = walk_.open_trunk(work, item.state, held);
+    for (const PlanItem& below : item.below) sum += add(below, open);
+    walk_.close_trunk(work, item.state, held);
+    return sum;
+  }
+
+  LocalShape local_;
+  CostModel model_;
+  ActivationBytes bytes_;
+  PeakWalk walk_;
+  bool last_;
+  double stages_before_;  // that fill before the last one begins
+  std::int64_t waiting_ = 0;
+};
+
+PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees, const LocalShape& local) {
+  PlanOptions options = problem.options;
+  options.must_fit = false;
+  if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
+  // A rank of cp holds a part of the rows that the plan speaks of.
+  const std::int64_t constant = ActivationBytes(local, options.dtype, options.kind).constant();
+  if (options.memory_budget > constant)
+    options.memory_budget = constant + (options.memory_budget - constant) * degrees.cp;
+  return options;
+}
+
+std::int64_t trunks_in(const std::vector<PlanItem>& items) {
+  std::int64_t count = 0;
+  for (const PlanItem& item : items) count += (item.kind == ItemKind::trunk ? 1 : 0) + trunks_in(item.below);
+  return count;
+}
+
+// The busiest one alone, or all.
+std::vector<std::int64_t> asked_ranks(const std::vector<std::vector<PrefixTree>>& dealt, const LayoutProblem& problem,
+                                      const LocalShape& local, const PlanOptions& options, WhichRanks which) {
+  std::vector<std::int64_t> all;
+  std::vector<double> load;
+  for (const std::vector<PrefixTree>& trees : dealt) {
+    all.push_back(static_cast<std::int64_t>(all.size()));
+    if (which == WhichRanks::all) continue;
+    const auto seconds = seconds_of_trees(problem.rollouts, trees, local, options, problem.profile);
+    load.push_back(std::accumulate(seconds.begin(), seconds.end(), 0.0));
+  }
+  if (which == WhichRanks::all) return all;
+  return {std::ranges::max_element(load) - load.begin()};
+}
+
+void add_rank(LayoutPlan& layout, const LayoutProblem& problem, const std::vector<LocalShape>& stages,
+              const PlanOptions& options, std::int64_t dp, const std::vector<PrefixTree>& trees) {
+  const StepPlan plan = make_plan(problem.rollouts, trees, stages.front(), options, problem.profile);
+  layout.trunk_forwards += trunks_in(plan.items);
+  double slowest = 0, idle = 0, communication = 0;
+  for (const LocalShape& stage : stages) {
+    RankCost rank{dp, stage.place().pp, static_cast<std::int64_t>(trees.size()), plan.physical_rows(), plan.chosen, {}};
+    if (const Degrees& d = layout.degrees; d.pp > 1 || d.cp > 1) {
+      StageWalk walk(stage, options, problem.profile);
+      walk.run(plan);
+      rank.cost.seconds = walk.seconds, rank.cost.flops = walk.flops, rank.cost.bytes = walk.peaks;
+      idle = std::max(idle, walk.idle);
+    }
+    rank.traffic = Communication(stage, options.dtype, options.kind, problem.profile).of(plan, problem.rollouts);
+    slowest = std::max(slowest, rank.cost.seconds);
+    communication = std::max(communication, rank.traffic.seconds);
+    for (auto peak : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
+      layout.bytes.*peak = std::max(layout.bytes.*peak, rank.cost.bytes.*peak);
+    layout.ranks.push_back(std::move(rank));
+  }
+  const double seconds = slowest + idle + communication;
+  if (seconds <= layout.seconds) return;
+  layout.seconds = seconds, layout.compute_seconds = slowest, layout.communication_seconds = communication;
+  layout.bubble = slowest > 0 ? idle / (slowest + idle) : 0;
+}
+
+Json bytes_json(const TrafficBytes& bytes) {
+  Json out = Json::object();
+  const auto add = [&](const char* phase, const AxisBytes& axes) {
+    for (const auto& [name, count] :
+         {std::pair{"tp", axes.tp}, {"cp", axes.cp}, {"pp", axes.pp}, {"dp", axes.dp}, {"ep", axes.ep}})
+      if (count > 0) out[name][phase] = count;
+  };
+  add("A", bytes.a), add("B", bytes.b), add("C", bytes.c), add("reduction", bytes.reduction);
+  return out;
+}
+
+Json peaks_json(const PhasePeaks& peaks) { return {{"A", peaks.a}, {"B", peaks.b}, {"C", peaks.c}}; }
+
+}  // namespace
+
+LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, WhichRanks which) {
+  if (problem.shard == Sharding::full)
+    throw UnsupportedError({"--shard", "none or optimizer", name_of(problem.shard), ""});
+  if (problem.shard == Sharding::optimizer && degrees.ep > degrees.tp)
+    throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(problem.shard),
+                            "give --ep of at most --tp, or leave --shard out"});
+  check_degrees(degrees);
+  LayoutPlan layout;
+  layout.degrees = degrees, layout.shard = problem.shard;
+  std::vector<LocalShape> stages;
+  for (std::int64_t stage = 0; stage < degrees.pp; ++stage) {
+    stages.emplace_back(problem.shape, degrees, Place{.pp = stage});
+    layout.parameters = std::max(layout.parameters, stages.back().parameters());
+  }
+  const PlanOptions options = options_of_rank(problem, degrees, stages.front());
+  const auto dealt = deal_trees(problem.trees, degrees.dp, problem.rollouts, stages.front(), options, problem.profile);
+  const std::vector<std::int64_t> asked = asked_ranks(dealt, problem, stages.front(), options, which);
+  for (const std::int64_t dp : asked)
+    add_rank(layout, problem, stages, options, dp, dealt[static_cast<std::size_t>(dp)]);
+
+  double sum = 0, most = 0;
+  for (std::size_t first = 0; first < layout.ranks.size(); first += stages.size()) {
+    double compute = 0;
+    for (std::size_t stage = 0; stage < stages.size(); ++stage)
+      compute = std::max(compute, layout.ranks[first + stage].cost.seconds);
+    sum += compute, most = std::max(most, compute);
+  }
+  if (most > 0) layout.balance = sum / static_cast<double>(asked.size()) / most;
+  const std::int64_t budget = problem.options.memory_budget;
+  if (budget > 0) layout.missing_bytes = std::max<std::int64_t>(0, layout.bytes.peak() - budget);
+  for (RankCost& rank : layout.ranks) rank.cost.fits = budget == 0 || rank.cost.bytes.peak() <= budget;
+  return layout;
+}
+
+Json to_json(const LayoutPlan& layout) {
+  const Degrees& d = layout.degrees;
+  const auto longest = std::ranges::max_element(
+      layout.ranks, {}, [](const RankCost& rank) { return rank.cost.seconds + rank.traffic.seconds; });
+  Json each = Json::array();
+  for (const RankCost& rank : layout.ranks)
+    each.push_back({{"dp", rank.dp},
+                    {"pp", rank.pp},
+                    {"trees", rank.trees},
+                    {"rows", rank.rows},
+                    {"flops", rank.cost.flops},
+                    {"seconds", rank.cost.seconds},
+                    {"communication_seconds", rank.traffic.seconds},
+                    {"peak_bytes", peaks_json(rank.cost.bytes)},
+                    {"bytes", bytes_json(rank.traffic.bytes)},
+                    {"fits", rank.cost.fits}});
+  return {{"tp", d.tp},
+          {"cp", d.cp},
+          {"pp", d.pp},
+          {"ep", d.ep},
+          {"dp", d.dp},
+          {"shard", name_of(layout.shard)},
+          {"processes", d.ranks()},
+          {"seconds", layout.seconds},
+          {"parameters", layout.parameters},
+          {"trunk_forwards", layout.trunk_forwards},
+          {"ranks",
+           {{"peak_bytes", peaks_json(layout.bytes)},
+            {"seconds", layout.compute_seconds},
+            {"communication_seconds", layout.communication_seconds},
+            {"bytes", longest == layout.ranks.end() ? Json::object() : bytes_json(longest->traffic.bytes)}}},
+          {"by_rank", each},
+          {"balance", layout.balance},
+          {"bubble", layout.bubble},
+          {"fits", layout.fits()}};
+}
+
+std::string explain(const LayoutPlan& layout) {
+  const PhasePeaks& bytes = layout.bytes;
+  const auto longest = std::ranges::max_element(
+      layout.ranks, {}, [](const RankCost& rank) { return rank.cost.seconds + rank.traffic.seconds; });
+  std::string out =
+      text_of("Layout ", text_of_degrees(layout.degrees), layout.shard == Sharding::none ? "" : ", shard optimizer",
+              " (", layout.degrees.ranks(), " processes): ", format_seconds(layout.seconds), " a step, of which ",
+              format_seconds(layout.communication_seconds), " communication; balance ",
+              std::lround(100 * layout.balance), "%, pipeline bubble ", std::lround(100 * layout.bubble), "%\n",
+              "  a rank: ", format_count(layout.parameters), " parameters, peak ", format_bytes(bytes.peak()), " (A ",
+              format_bytes(bytes.a), ", B ", format_bytes(bytes.b), ", C ", format_bytes(bytes.c), ")\n");
+  if (longest == layout.ranks.end()) return out;
+  std::string given;
+  const Json by_axis = bytes_json(longest->traffic.bytes);
+  for (const auto& [axis, phases] : by_axis.items()) {
+    given += text_of(given.empty() ? "  it gives to others: " : "; ", axis);
+    for (const auto& [phase, count] : phases.items())
+      given += text_of(' ', phase, ' ', format_bytes(count.get<std::int64_t>()));
+  }
+  return out + (given.empty() ? "" : given + "\n");
+}
+
+}  // namespace espalier

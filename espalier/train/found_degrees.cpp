@@ -1,0 +1,58 @@
+#include "espalier/train/found_degrees.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "espalier/measure/machine.h"
+#include "espalier/observe/memory.h"
+#include "espalier/plan/layout_search.h"
+#include "espalier/rollout/mini_batches.h"
+#include "espalier/step/held_models.h"
+#include "espalier/step/planning.h"
+#include "espalier/train/training_data.h"
+
+namespace espalier {
+namespace {
+
+// The mini-batch with most tokens; score takes all in one.
+std::vector<Rollout> longest_mini_batch(std::vector<Rollout> rollouts, std::int64_t size) {
+  std::vector<Rollout> longest;
+  std::int64_t most = -1;
+  for (const std::vector<std::int64_t>& indices : cut_mini_batches(rollouts, size)) {
+    std::int64_t tokens = 0;
+    for (const std::int64_t index : indices) tokens += rollouts[static_cast<std::size_t>(index)].length();
+    if (tokens <= most) continue;
+    most = tokens;
+    longest.clear();
+    for (const std::int64_t index : indices) longest.push_back(rollouts[static_cast<std::size_t>(index)]);
+  }
+  return longest;
+}
+
+}  // namespace
+
+FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
+                          Progress& progress) {
+  NoProgress silent;  // the run itself reads them again, and says what there is to be said
+  const ModelShape shape = read_model_shape(options.model.empty() ? options.resume : options.model);
+  const bool trains = verb != 's';
+  const std::vector<Rollout> rollouts = longest_mini_batch(
+      read_for_model(options.rollouts, shape, silent, options.temperature), trains ? options.mini_batch_size : 0);
+  PlanOptions plan_options = plan_options_of(options);
+  plan_options.must_fit = false;
+  plan_options.kind = trains ? step_kind_of(options, shape, rollouts) : kForwardOnly;
+  plan_options.all_logprobs = !trains;
+  if (!options.critic.empty())
+    plan_options.kind.beside_bytes =
+        HeldModel{read_critic_shape(options.critic).shape, plan_options.kind}.bytes(options.dtype);
+  if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options) / local;
+  MachineProfile profile = machine_profile(options, progress);
+  profile.ranks_per_machine = local;
+  const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);
+  const SearchedAxes axes{.cp = false, .pp = false, .ep = options.shard == Sharding::none};
+  const FoundLayout found =
+      find_layout({rollouts, trees, shape, plan_options, profile, options.shard}, processes, axes);
+  return {found.best.degrees, found.reason};
+}
+
+}  // namespace espalier

@@ -1,0 +1,134 @@
+// A step on every rank of a layout, and the layout that is found for so many processes.
+#include "espalier/plan/rank_layout.h"
+
+#include <gtest/gtest.h>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/layout_search.h"
+#include "espalier/plan/planned_machine.h"
+#include "tests/unit/plan/shapes.h"
+
+namespace espalier {
+namespace {
+
+using testing::group_of;
+
+class Layouts : public ::testing::Test {
+ protected:
+  Layouts() {
+    for (std::int32_t group = 0; group < 16; ++group)
+      for (Rollout& rollout : group_of(600, 100, 4, 100000 * group)) batch_.push_back(std::move(rollout));
+    trees_ = build_prefix_trees(batch_, ShareMode::whole_trees);
+    options_.dtype = DType::bfloat16, options_.kind.cuda = true;
+    options_.memory_budget = h100_.memory_bytes;
+  }
+
+  LayoutProblem problem(const ModelShape& shape, Choice<Sharding> shard = Sharding::none) const {
+    return {batch_, trees_, shape, options_, h100_, shard};
+  }
+
+  MachineProfile h100_ = planned_machine("h100", DType::bfloat16);
+  std::vector<Rollout> batch_;
+  std::vector<PrefixTree> trees_;
+  PlanOptions options_;
+  ModelShape llama_ = testing::llama_3_8b(), moe_ = testing::qwen3_30b_a3b();
+};
+
+TEST_F(Layouts, OneRankIsThePlanOfOneProcess) {
+  options_.must_fit = false;
+  const StepPlan plan = make_plan(batch_, trees_, llama_, options_, h100_);
+  const LayoutPlan one = plan_layout(problem(llama_), {});
+  EXPECT_EQ(one.seconds, plan.chosen.seconds);
+  EXPECT_EQ(one.bytes.peak(), plan.chosen.bytes.peak());
+  EXPECT_EQ(one.parameters, llama_.parameters());
+  EXPECT_EQ(one.communication_seconds, 0);
+  EXPECT_EQ(one.bubble, 0);
+}
+
+TEST_F(Layouts, WeightsAndRowsAreDivided) {
+  options_.schedule = Schedule::phased, options_.memory_budget = 0;
+  const LayoutPlan one = plan_layout(problem(llama_), {}), split = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
+  EXPECT_NEAR(static_cast<double>(split.parameters), static_cast<double>(llama_.parameters()) / 8, 1e6);  // norms
+  EXPECT_LT(split.bytes.peak(), one.bytes.peak() / 4);
+  EXPECT_EQ(split.ranks.size(), 4u);
+  EXPECT_DOUBLE_EQ(split.balance, 1) << "16 equal trees on 4 ranks";
+  EXPECT_EQ(split.trunk_forwards, one.trunk_forwards) << "no prompt on two ranks";
+  std::int64_t rows = 0;
+  double flops = 0;
+  for (const RankCost& rank : split.ranks) rows += rank.rows, flops += 8 * rank.cost.flops;
+  EXPECT_EQ(rows, one.ranks.front().rows);
+  EXPECT_NEAR(flops / one.ranks.front().cost.flops, 1, 1e-3) << "key/value heads and all are divided by 8";
+  EXPECT_GT(split.communication_seconds, 0);
+}
+
+TEST_F(Layouts, StagesHaveTheirLayersAndWaitForEachOther) {
+  options_.schedule = Schedule::phased, options_.memory_budget = 0;
+  const LayoutPlan two = plan_layout(problem(llama_), {.pp = 2}), four = plan_layout(problem(llama_), {.pp = 4});
+  EXPECT_EQ(two.ranks.size(), 2u);
+  EXPECT_GT(two.bubble, 0);
+  EXPECT_GT(four.bubble, two.bubble);
+  EXPECT_LT(four.bytes.peak(), two.bytes.peak());
+  const TrafficBytes& first = four.ranks.front().traffic.bytes;
+  EXPECT_GT(first.a.pp + first.b.pp, 0);
+}
+
+// Rows of a set are divided over cp, weights are not.
+TEST_F(Layouts, ContextDividesRows) {
+  const LayoutPlan one = plan_layout(problem(llama_), {}), split = plan_layout(problem(llama_), {.cp = 4});
+  EXPECT_EQ(split.parameters, one.parameters);
+  EXPECT_LT(split.ranks.front().cost.flops, 0.3 * one.ranks.front().cost.flops);
+}
+
+TEST_F(Layouts, ExpertsAreSpread) {
+  const LayoutPlan split = plan_layout(problem(moe_), {.dp = 8, .ep = 8});
+  const double experts = 48.0 * 128 * 3 * 768 * 2048, rest = static_cast<double>(moe_.parameters()) - experts;
+  EXPECT_NEAR(static_cast<double>(split.parameters), rest + experts / 8, 1);
+  const TrafficBytes& bytes = split.ranks.front().traffic.bytes;
+  EXPECT_GT(bytes.b.ep, 0);
+  EXPECT_EQ(bytes.reduction.dp, static_cast<std::int64_t>(4 * rest)) << "experts are nobody else's";
+}
+
+TEST_F(Layouts, AHeavyTreeIsCut) {
+  options_.schedule = Schedule::phased, options_.memory_budget = 0;
+  batch_ = group_of(600, 400, 32);
+  trees_ = build_prefix_trees(batch_, ShareMode::whole_trees);
+  const LayoutPlan one = plan_layout(problem(llama_), {.tp = 8}),
+                   split = plan_layout(problem(llama_), {.tp = 8, .dp = 4});
+  EXPECT_GT(split.trunk_forwards, one.trunk_forwards);
+  EXPECT_LT(split.compute_seconds, 0.5 * one.compute_seconds);
+  std::int64_t rows = 0, parts = 0;
+  for (const RankCost& rank : split.ranks) rows += rank.rows, parts += rank.trees;
+  EXPECT_GE(parts, 4);
+  // The prompt once more for every part, and the last token of it for each of a few waves.
+  EXPECT_LE(rows, one.ranks.front().rows + parts * 610);
+}
+
+TEST_F(Layouts, WhatDoesNotDivideIsRefused) {
+  EXPECT_THROW(plan_layout(problem(llama_), {.tp = 3}), OptionError);
+  EXPECT_THROW(plan_layout(problem(llama_), {.pp = 33}), OptionError);
+  EXPECT_THROW(plan_layout(problem(llama_), {.dp = 2, .ep = 2}), OptionError);
+  EXPECT_THROW(plan_layout(problem(llama_, Sharding::full), {.dp = 2}), UnsupportedError);
+}
+
+// 8B parameters, 16 bytes each in bfloat16 (weights, gradients, masters, moments) is more than one H100 has.
+TEST_F(Layouts, TheFoundLayoutFitsAndNoneThatFitsIsFaster) {
+  const FoundLayout found = find_layout(problem(llama_), 8);
+  ASSERT_TRUE(found.best.fits()) << found.reason;
+  EXPECT_EQ(found.best.degrees.ranks(), 8);
+  EXPECT_GT(found.best.degrees.tp * found.best.degrees.pp, 1);
+  for (const TriedLayout& tried : found.tried) EXPECT_TRUE(!tried.fits || tried.seconds >= found.tried.front().seconds);
+  EXPECT_NE(found.reason.find("of 8 processes"), std::string::npos);
+  const FoundLayout narrow = find_layout(problem(llama_), 8, {.tp = true, .cp = false, .pp = false});
+  EXPECT_EQ(narrow.best.degrees.cp * narrow.best.degrees.pp, 1);
+  EXPECT_THROW(find_layout(problem(llama_), 7, {.cp = false, .pp = false, .dp = false}), OptionError);
+}
+
+TEST_F(Layouts, WhereNothingFitsTheSmallestIsShown) {
+  options_.memory_budget = std::int64_t{1} << 30;
+  const FoundLayout found = find_layout(problem(llama_), 2);
+  EXPECT_FALSE(found.best.fits());
+  EXPECT_GT(found.best.missing_bytes, 0);
+}
+
+}  // namespace
+}  // namespace espalier
