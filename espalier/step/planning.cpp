@@ -17,7 +17,8 @@
 namespace espalier {
 
 std::int64_t arena_limit(const Options& options) {
-  return options.memory_budget.empty() ? bound_device().free_bytes() : parse_bytes(options.memory_budget, "--memory-budget");
+  return options.memory_budget.empty() ? bound_device().free_bytes()
+                                       : parse_bytes(options.memory_budget, "--memory-budget");
 }
 
 namespace {

@@ -21,7 +21,7 @@ TEST(RequireRoom, ComparesTheBudgetWithAllThatIsHeld) {
   const ModelShape shape = shape_of_a_gigabyte();
   Options options;
   const HeldModel trained{shape, {}}, gradients{shape, {.optimizer = false}}, weights{shape};
-  const std::int64_t process = ActivationBytes({}, DType::float32, kForwardOnly).constant();
+  const std::int64_t process = ActivationBytes(ModelShape{}, DType::float32, kForwardOnly).constant();
   const std::int64_t one = 4 * shape.parameters();
   EXPECT_EQ(weights.bytes(DType::float32), one);
   for (const auto& [held, models] : {std::pair(std::vector{trained}, 4 * one),
