@@ -19,23 +19,27 @@ std::string this_program() {
   return unknown ? "espalier" : path.string();
 }
 
-// Verbs that run on several ranks, by letter.
-constexpr std::string_view kRun = "tsvbrgl";
+// Verbs that run on several ranks, by letter, and those that divide rows and layers over them, too.
+constexpr std::string_view kRun = "tsvbrgl", kRunUnderCpAndPp = "tsvr";
 
 void refuse_unsupported(const Verb& verb, const Options& options) {
   const bool runs = kRun.find(verb.letter) != std::string_view::npos;
+  const bool divides = kRunUnderCpAndPp.find(verb.letter) != std::string_view::npos;
   struct Axis {
     const char* name;
     std::int64_t degree;
     bool runs;
   };
   for (const Axis& axis :
-       {Axis{"--tp", options.tp, runs}, Axis{"--cp", options.cp, false}, Axis{"--pp", options.pp, false},
+       {Axis{"--tp", options.tp, runs}, Axis{"--cp", options.cp, divides}, Axis{"--pp", options.pp, divides},
         Axis{"--ep", options.ep, runs}, Axis{"--dp", options.dp, runs}})
     if (axis.degree > 1 && !axis.runs)
       throw UnsupportedError(
           {axis.name, "1", text_of(axis.degree),
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
+  if (options.ep > options.tp && (options.cp > 1 || options.pp > 1))
+    throw UnsupportedError({"--ep", text_of("at most --tp ", options.tp, " together with --cp or --pp"),
+                            text_of(options.ep), "spread experts over ranks of tp and dp alone, or leave --ep out"});
   if (options.shard == Sharding::none) return;
   if (options.shard == Sharding::full)
     throw UnsupportedError(

@@ -259,7 +259,9 @@ ChoosingRun run_choosing(VerifiedStep& step, const MiniBatch& mini_batch, const 
   step.learner().choices = {.written = &chosen};
   StepOutcome outcome = step.run(mini_batch, options);
   step.learner().choices = {};
-  gather_choices(step.learner().model.mesh.dp, chosen);
+  const Mesh& mesh = step.learner().model.mesh;
+  gather_choices(mesh.replicas, chosen);
+  gather_choices(mesh.pp, chosen);  // each stage has its own layers'
   return {std::move(outcome), std::move(chosen)};
 }
 

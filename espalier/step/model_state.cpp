@@ -50,10 +50,9 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   state.source = directory;
   Device& device = state.decoder.device();
   const at::Tensor host = room_for_weights(state);
-  if (head == ValueHead::fresh) {
-    const Parameter& weight = state.table.at(kValueWeight);
-    fill(weight, weight, state.shape.initializer_range, Random(seed), host);
-  }
+  const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it
+  if (head == ValueHead::fresh && weight != nullptr)
+    fill(*weight, *weight, state.shape.initializer_range, Random(seed), host);
   progress.begin("weights", state.table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),

@@ -69,10 +69,10 @@ void gather_series(const Mesh& mesh, TokenSeries& values) {
   gather(mesh, all);
 }
 
-void gather_choices(Group& dp, moe::ChosenExperts& choices) {
-  if (dp.size() == 1) return;
+void gather_choices(Group& ranks, moe::ChosenExperts& choices) {
+  if (ranks.size() == 1) return;
   std::vector<std::int64_t> numbers = choices.numbers();
-  add_over_ranks(dp, numbers);
+  add_over_ranks(ranks, numbers);
   choices.take(numbers);
 }
 

@@ -92,12 +92,14 @@ def near(ours, theirs, tolerance=1e-10):
 @pytest.mark.parametrize("ranks, family, more", [
     (2, MODEL, ["--dp", 2]), (4, MODEL, ["--dp", 4, "--schedule", "phased"]), (4, MODEL, ["--dp", 4, "--shard", "optimizer"]),
     (2, MODEL, ["--tp", 2]), (4, "llama_untied", ["--tp", 4]), (4, "qwen2_untied", ["--tp", 2, "--dp", 2, "--shard", "optimizer"]),
+    (2, MODEL, ["--cp", 2]), (4, MODEL, ["--cp", 2, "--dp", 2, "--schedule", "phased"]), (2, MODEL, ["--pp", 2]),
+    (4, "llama_untied", ["--cp", 2, "--pp", 2]), (4, "qwen3_moe", ["--tp", 2, "--cp", 2, "--router-aux-loss-coef", 0.1]),
     (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
 def test_processes_write_what_one_writes(ranks, family, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
     outputs = lambda name: ["--out", tmp_path / name, "--gradients", tmp_path / f"{name}.safetensors",
                             "--logprobs", tmp_path / f"{name}.jsonl"]
-    degrees = ("--tp", "--dp", "--ep", "--shard")
+    degrees = ("--tp", "--cp", "--pp", "--dp", "--ep", "--shard")
     alone = [word for i, word in enumerate(more) if word not in degrees and (i == 0 or more[i - 1] not in degrees)]
     espalier(*words, *alone, *outputs("alone"))
     run = Ranks(program, ranks, [*words, *outputs("ranks"), *more, "--json"])
@@ -110,7 +112,7 @@ def test_processes_write_what_one_writes(ranks, family, more, espalier, program,
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("axis", ["--dp", "--tp"])
+@pytest.mark.parametrize("axis", ["--dp", "--tp", "--cp", "--pp"])
 def test_scores_and_verdicts_of_processes(axis, espalier, program, model_of, rollouts, tmp_path):
     words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]
     espalier("score", *words, "--out", tmp_path / "alone.jsonl")
@@ -121,6 +123,8 @@ def test_scores_and_verdicts_of_processes(axis, espalier, program, model_of, rol
     run = Ranks(program, 2, ["verify", *words, axis, 2, "--json"])
     assert run.end() == [0, 0], run.stderr
     assert json.loads(run.stdout[0])["verdict"] == "pass"
+    if axis in ("--cp", "--pp"):
+        return  # bench does not run under them
     run = Ranks(program, 2, ["bench", "--splits", "24/8", "--n", 4, "--repetitions", 1, "--dtype", "float64", *words[:2], axis, 2, "--json"])
     assert run.end() == [0, 0], run.stderr
     (cell,) = json.loads(run.stdout[0])["cells"]
@@ -195,7 +199,7 @@ def test_degrees_and_processes_must_agree(program, training, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", [["--cp", 2], ["--pp", 2], ["--dp", 2, "--shard", "full"]])
+@pytest.mark.parametrize("layout", [["--cp", 2, "--ep", 2], ["--dp", 2, "--shard", "full"]])
 def test_layouts_that_do_not_run_are_refused_by_name(layout, program, training):
     run = Ranks(program, 2, [*training, *layout])
     assert run.end() == [4, 4]
