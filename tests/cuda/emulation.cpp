@@ -11,8 +11,10 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
 static void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
 static void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
 #endif
@@ -395,6 +397,7 @@ void run(const Launch& launch, const std::function<void()>& body) {
     try {
       run_block(block, random);
     } catch (...) {  // what the other threads hold on their stacks is left as it is
+      for (const Fiber& fiber : block.fibers) ASAN_UNPOISON_MEMORY_REGION(fiber.stack, kStackBytes);
       block_now = nullptr, fault = nullptr;
       free_operations.clear(), all_operations.clear();
       throw;
