@@ -47,6 +47,50 @@ TEST_P(EmulatedOperations, HaveTheSameBitsInEveryOrderOfThreads) {
     }
 }
 
+// Products of [m, k] and [k, n] on tensor cores: a matrix instruction for every 16 x 8 x 16.
+std::int64_t instructions(std::int64_t products, std::int64_t m, std::int64_t n, std::int64_t k) {
+  return products * m * n * k / (16 * 8 * 16);
+}
+
+TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
+  constexpr std::int64_t T = 64, P = 128, H = 2, J = 1, D = 64;
+  const auto rows = [](std::int64_t count, std::int64_t heads) {
+    return emulated_device().adopt(normal({count, heads * D}, 1).to(at::kBFloat16));
+  };
+  const auto sums = [](std::int64_t count) { return emulated_device().adopt(at::zeros({count, J * D}, at::kFloat)); };
+  const at::Tensor ends = emulated_device().adopt(at::full({T}, T, at::kInt));
+  const AttentionProblem problem{D, rows(T, H), rows(T, J), rows(T, J), rows(P, J), rows(P, J), at::Tensor(), ends};
+  const at::Tensor out = rows(T, H), lse = emulated_device().adopt(at::zeros({H, T}, at::kFloat));
+  const Operations& ops = emulated_device().operations();
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  ops.attention(problem, out, lse);
+  emulated_device().synchronize();
+  EXPECT_EQ(emulation::counter("mma"), H * instructions(2, T, P + T, D));
+  emulation::reset_counters();
+  ops.add_attention_backward(problem, out, lse, rows(T, H), {rows(T, H), sums(T), sums(T), sums(P), sums(P)});
+  emulated_device().synchronize();
+  // S and dP twice, dV, dK, dQ.
+  EXPECT_EQ(emulation::counter("mma"), H * instructions(7, T, P + T, D));
+  EXPECT_GT(emulation::counter("ldmatrix"), 0);
+  EXPECT_EQ(emulation::counter("bank conflicts"), 0);
+}
+
+// A group of three: each own tile of the second and third is seen by no row of the others, and left out.
+TEST(TiledAttention, LeavesOutTilesThatNobodySees) {
+  constexpr std::int64_t N = 3, T = N * 64, D = 64;
+  std::vector<std::int32_t> ends;
+  for (std::int64_t i = 0; i < T; ++i) ends.push_back(static_cast<std::int32_t>((i / 64 + 1) * 64));
+  const auto rows = [] { return emulated_device().adopt(normal({T, D}, 1).to(at::kBFloat16)); };
+  const at::Tensor none = rows().narrow(0, 0, 0);
+  const AttentionProblem problem{D,    rows(), rows(),       rows(),
+                                 none, none,   at::Tensor(), emulated_device().adopt(whole_numbers(ends))};
+  emulation::reset_counters();
+  emulated_device().operations().attention(problem, rows(), emulated_device().adopt(at::zeros({1, T}, at::kFloat)));
+  emulated_device().synchronize();
+  EXPECT_EQ(emulation::counter("mma"), instructions(2, 64, 64, D) * N);
+}
+
 // The bounds are those of any device.
 TEST(TheCpuItself, GivesItsAnswersInFloat64) {
   for (const OperationCase& each : all_operation_cases())
