@@ -273,7 +273,7 @@ def test_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(victim, espalier, 
 def test_killed_at_any_moment_a_run_leaves_a_whole_checkpoint(program, espalier, training, tmp_path):
     chance, step = random.Random(SEED), 0
     words = endless(training)
-    for kill in range(6):
+    for kill in range(4):
         began = [*words, "--comm-timeout", 20] + (["--resume", tmp_path / "out"] if kill else [])
         run = Ranks(program, 3, began)
         wait_for(lambda: saved_step(tmp_path / "out") > step)
