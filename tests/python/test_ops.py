@@ -242,6 +242,7 @@ def test_a_model_with_the_ops_compiles_without_a_break(with_buffers):
         assert torch.equal(got, want) and want.abs().sum() > 0
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6.") and not torch.cuda.is_available(), reason="torch 2.6 asks fake CUDA tensors for a driver")
 def test_calls_on_other_devices_match_torchs_signatures():
     from torch._subclasses.fake_tensor import FakeTensorMode
     with FakeTensorMode():
