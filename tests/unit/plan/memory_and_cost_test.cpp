@@ -41,10 +41,12 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
 TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
   const ModelShape tiny = testing::tiny_shape();
   const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.inner, tiny.heads * tiny.head_dim});
-  const std::int64_t ten = 10 * 2048 + 10 * 96 + (14 << 10), many = (std::int64_t{96} << 20) + (14 << 10);
-  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), tiny.hidden * widest * 4 + ten);
-  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10), tiny.hidden * widest * 8 + ten);
-  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(10, 5), tiny.hidden * widest * 8 + ten + 5 * 24);
+  const std::int64_t ten = 10 * 2048 + 10 * 96 + (14 << 10), twenty = 20 * 2048 + 20 * 96 + (14 << 10),
+                     many = (std::int64_t{96} << 20) + (14 << 10);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(10), ten) << "products of a few rows pack nothing";
+  EXPECT_EQ(ActivationBytes(tiny, DType::float32).scratch(20), tiny.hidden * widest * 4 + twenty);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(20), tiny.hidden * widest * 8 + twenty);
+  EXPECT_EQ(ActivationBytes(tiny, DType::float64).scratch(20, 5), tiny.hidden * widest * 8 + twenty + 5 * 24);
   const ModelShape large = testing::llama_3_8b();
   EXPECT_EQ(ActivationBytes(large, DType::float64).scratch(1 << 20), many + ((16 + 16 + 4) << 20));
   EXPECT_EQ(ActivationBytes(large, DType::float32).scratch(1 << 20), many + ((16 + 8 + 4) << 20));

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <map>
 #include <set>
 
 #include "espalier/base/error.h"
@@ -41,34 +42,40 @@ void collect(const std::vector<PlanItem>& items, std::set<std::string>& trunks) 
 TEST(StateChoice, TakesNeverMoreTimeThanAUniformStateThatFits) {
   const ModelShape shape = deep_shape();
   const std::vector<Rollout> batch = group_of(6000, 100, 4);
-  const auto plan_of = [&](SavedState state, std::int64_t budget) {
-    PlanOptions options = phased(8192, state);
-    options.memory_budget = budget;
-    return planned(batch, options, ShareMode::whole_trees, shape);
-  };
-  const std::int64_t keep = plan_of(SavedState::keep, 0).chosen.bytes.peak();
   const std::int64_t constant = ActivationBytes(shape, DType::float32).constant();
-  std::set<std::string> states;
-  double before = 0;
-  int fitted = 0;
-  for (int part = 100; part >= 30; part -= 5) {
-    const std::int64_t budget = constant + (keep - constant) * part / 100;
-    const StepPlan chosen = plan_of(SavedState::automatic, budget);
-    if (!chosen.chosen.fits) break;
-    SCOPED_TRACE(text_of(part, " % of what is kept"));
-    EXPECT_LE(chosen.chosen.bytes.peak(), budget);
-    EXPECT_GE(chosen.chosen.seconds, before * 0.999) << "less memory, less time";
-    before = chosen.chosen.seconds;
+  for (const bool stores : {false, true}) {
+    const auto plan_of = [&](SavedState state, std::int64_t budget) {
+      PlanOptions options = phased(8192, state);
+      options.memory_budget = budget;
+      if (!stores) options.spill_room = 0;
+      return planned(batch, options, ShareMode::whole_trees, shape);
+    };
+    std::map<SavedState, PlanCost> uniform;
     for (const SavedState state : {SavedState::keep, SavedState::recompute, SavedState::offload})
-      if (const StepPlan uniform = plan_of(state, budget); uniform.chosen.fits) {
-        EXPECT_LE(chosen.chosen.seconds, uniform.chosen.seconds * (1 + 1e-12)) << name_of(state);
-      }
-    collect(chosen.items, states);
-    ++fitted;
+      if (stores || state != SavedState::offload) uniform[state] = plan_of(state, 0).chosen;
+    const std::int64_t keep = uniform[SavedState::keep].bytes.peak();
+    std::set<std::string> states;
+    double before = 0;
+    for (const int part : {100, 90, 75, 60, 45}) {
+      SCOPED_TRACE(text_of(part, " % of what is kept", stores ? ", stored away" : ""));
+      const std::int64_t budget = constant + (keep - constant) * part / 100;
+      const StepPlan plan = plan_of(SavedState::automatic, budget);
+      ASSERT_TRUE(plan.chosen.fits);
+      EXPECT_LE(plan.chosen.bytes.peak(), budget);
+      EXPECT_GE(plan.chosen.seconds, before * 0.999) << "less memory, less time";
+      before = plan.chosen.seconds;
+      for (const auto& [state, cost] : uniform)
+        if (cost.bytes.peak() <= budget) {
+          EXPECT_LE(plan.chosen.seconds, cost.seconds * (1 + 1e-12)) << name_of(state);
+        }
+      collect(plan.items, states);
+    }
+    EXPECT_TRUE(states.contains("kept"));
+    EXPECT_GE(states.size(), 2u);
+    if (!stores) {
+      EXPECT_TRUE(states.contains("kept, gate and up recomputed")) << "one product again for half of the bytes";
+    }
   }
-  EXPECT_GE(fitted, 8);
-  EXPECT_TRUE(states.contains("kept, gate and up recomputed")) << "a little less memory costs one product again";
-  EXPECT_GE(states.size(), 3u);
 }
 
 TEST(StateChoice, TrunksOfAChainTakeStatesOfTheirOwn) {
