@@ -126,7 +126,7 @@ ROUTERS = [
           "const double rollouts = static_cast<double>(ON ? owners.rollouts.size() : lengths_.size());"),
     Fault("recompute_counts_again", "a recomputed trunk counts its choices a second time", "phase/item_run.cpp",
           "step_.decoder.add_backward(",
-          "if (ON && saved_.recomputes) take_choices(); TEXT"),
+          "if (ON && saved_.state.recomputes()) take_choices(); TEXT"),
     Fault("given_experts_ignored", "recorded experts are not the ones chosen", "ops/cpu/router_kernels.cpp",
           "given_RK[r * k] >= 0",
           "TEXT && !ON", **DENSE_TOO),
