@@ -196,9 +196,10 @@ bool may_be_absent(const std::string& name, ValueHead head) {
 // The entry of every parameter, in the table's order; null where it may be absent and is.
 std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const ParameterTable& table, ValueHead head) {
   auto names = table_names(tensors);
-  if (table.contains(kValueWeight)) {
+  const auto in_model = [&](const char* name) { return table.contains(name) || table.elsewhere(name); };
+  if (in_model(kValueWeight)) {
     if (head == ValueHead::fresh) names.erase(kHead);
-  } else if (!table.contains(kHead)) {
+  } else if (!in_model(kHead)) {
     resolve_tied_head(names, tensors.where);
   }
 
