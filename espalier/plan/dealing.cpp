@@ -50,34 +50,33 @@ double longest_rank(std::span<const double> seconds, std::int64_t ranks) {
   return *std::ranges::max_element(load);
 }
 
-// Trees and their seconds, the heavy ones cut until none is heavier than a fair share or the parts cost as much as the
-// whole.
 struct Weighed {
   std::vector<PrefixTree> trees;
   std::vector<double> seconds;
 };
+
+// The heaviest tree in two, again and again, until none is heavier than a fair share of the seconds, which grow by the
+// prompt with every cut, or a part of the heaviest costs about as much as the whole: that rank would stay the longest.
 Weighed cut_heavy(Weighed weighed, std::int64_t ranks, const std::function<double(const PrefixTree&)>& seconds_of,
                   const std::function<std::int32_t(const PrefixTree&)>& middle_of) {
   constexpr double kWorthCutting = 0.9;  // of the whole, the heavier part
-  const double fair = std::accumulate(weighed.seconds.begin(), weighed.seconds.end(), 0.0) / static_cast<double>(ranks);
-  for (std::size_t tree = 0; tree < weighed.trees.size();) {
-    const PrefixTree whole = weighed.trees[tree];
+  constexpr double kFair = 1.05;         // shares of parts that differ by a few rows
+  double sum = std::accumulate(weighed.seconds.begin(), weighed.seconds.end(), 0.0);
+  while (!weighed.trees.empty()) {
+    const auto tree = std::ranges::max_element(weighed.seconds) - weighed.seconds.begin();
+    const double seconds = weighed.seconds[static_cast<std::size_t>(tree)];
+    const PrefixTree whole = weighed.trees[static_cast<std::size_t>(tree)];
     const auto leaves = static_cast<std::int32_t>(whole.leaf_order.size());
-    if (weighed.seconds[tree] <= fair || leaves == 1) {
-      ++tree;
-      continue;
-    }
+    if (leaves == 1 || seconds <= kFair * sum / static_cast<double>(ranks)) break;
     const std::int32_t middle = middle_of(whole);
     PrefixTree first = part_of(whole, 0, middle), second = part_of(whole, middle, leaves);
     const double a = seconds_of(first), b = seconds_of(second);
-    if (std::max(a, b) > kWorthCutting * weighed.seconds[tree]) {
-      ++tree;
-      continue;
-    }
-    weighed.trees[tree] = std::move(first), weighed.seconds[tree] = a;
-    const auto next = static_cast<std::ptrdiff_t>(tree) + 1;
-    weighed.trees.insert(weighed.trees.begin() + next, std::move(second));
-    weighed.seconds.insert(weighed.seconds.begin() + next, b);
+    if (std::max(a, b) > kWorthCutting * seconds) break;
+    sum += a + b - seconds;
+    weighed.trees[static_cast<std::size_t>(tree)] = std::move(first);
+    weighed.seconds[static_cast<std::size_t>(tree)] = a;
+    weighed.trees.insert(weighed.trees.begin() + tree + 1, std::move(second));
+    weighed.seconds.insert(weighed.seconds.begin() + tree + 1, b);
   }
   return weighed;
 }

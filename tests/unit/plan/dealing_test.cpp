@@ -74,6 +74,15 @@ TEST(Dealing, ATreeHeavierThanAFairShareIsCutAndNoRolloutIsLost) {
   EXPECT_EQ(seen, std::vector<int>(batch.size(), 1));
 }
 
+// Every cut computes the prompt once more.
+TEST(Dealing, ATreeIsCutIntoAsManyPartsAsThereAreRanks) {
+  for (const std::int64_t ranks : {2, 4, 8})
+    for (const std::vector<PrefixTree>& trees : dealt(group(1, 32), ranks)) {
+      ASSERT_EQ(trees.size(), 1u) << ranks;
+      EXPECT_EQ(trees.front().leaf_order.size(), static_cast<std::size_t>(32 / ranks));
+    }
+}
+
 TEST(Dealing, EqualTreesStayWhole) {
   std::vector<Rollout> batch;
   for (int prompt = 1; prompt <= 5; ++prompt)
