@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def pytest_configure(config):
+    # A shell ignores Ctrl-C for what it starts in the background, and so would every program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "rounding: judges float32 or bfloat16; repeated under every instruction set")
 
 

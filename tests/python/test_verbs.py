@@ -141,7 +141,7 @@ def test_other_threads_run_during_a_verb_and_during_a_plan(rollouts):
 
     shape = dict(layers=2, hidden=64, inner=128, heads=4, kv_heads=2, head_dim=16, vocabulary=97)
     buffers = native._Buffers([[i % 97 for i in range(2000)]] * 3000, [[i % 97, i % 89, i % 83] for i in range(3000)])
-    request = native._Request(64, 1, 1, *(word.encode() for word in ("auto", "auto", "keep", "float32", "cpu")))
+    request = native._Request(64, 1, 0.0, 1, *(word.encode() for word in ("auto", "auto", "keep", "float32", "cpu")))
 
     def plan():
         handle = native.library().espalier_plan_new(ctypes.byref(buffers.struct), ctypes.byref(native._Shape(**shape)), ctypes.byref(request))
