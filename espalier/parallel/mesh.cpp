@@ -1,5 +1,7 @@
 #include "espalier/parallel/mesh.h"
 
+#include <algorithm>
+
 #include "espalier/base/error.h"
 
 namespace espalier {
@@ -25,7 +27,7 @@ class GroupOfOne : public Group {
   void do_receive(const at::Tensor&, int) override { refuse(); }
 };
 
-// Another axis of the same ranks.
+// The ranks of an axis; axes of the same ranks share `group`, whose own count nobody reads.
 class SameRanks : public Group {
  public:
   explicit SameRanks(Group& group) : Group(group.rank(), group.size()), group_(group) {}
