@@ -22,7 +22,6 @@ QWEN = {**COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3
         "mlp_only_layers": []}
 STATE = ["--shard", "optimizer"]
 RUNS = [("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "8", *STATE]),
-        ("Llama-3-8B", LLAMA, "h100", ["--tp", "2", "--cp", "4", *STATE]),
         ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "64", *STATE]),
         ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "1024", *STATE]),
         ("Qwen3-30B-A3B", QWEN, "h100", ["--dp", "8", "--ep", "8"]),

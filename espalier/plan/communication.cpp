@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "espalier/plan/parameter_shapes.h"
+#include "espalier/plan/row_shares.h"
 
 namespace espalier {
 namespace {
@@ -66,6 +67,7 @@ class Communication::Walk {
   }
 
   void add(const PlanItem& item) {
+    if (!runs_on(item, local_.place().cp)) return;  // a wave that was dealt to another rank of cp
     const bool trunk = item.kind == ItemKind::trunk;
     forward(item, trunk ? traffic.bytes.a : traffic.bytes.b);
     for (const PlanItem& below : item.below) add(below);
@@ -105,32 +107,52 @@ class Communication::Walk {
   void for_each_layer(const PlanItem& item, Visit visit) const {
     for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
       const bool experts = own_.has_experts(layer), last = last_stage_ && layer + 1 == own_.layers;
-      visit(share(last && !(kind_.all_rows_choose && experts) ? item.set.outputs : item.set.rows), experts);
+      visit(share(item, last && !(kind_.all_rows_choose && experts) ? item.set.outputs : item.set.rows), experts);
     }
   }
-  std::int64_t share(std::int64_t rows) const { return (rows + cp_.ranks - 1) / cp_.ranks; }
+  // Of rows or edges of an item, those of the rank of cp with most.
+  std::int64_t share(const PlanItem& item, std::int64_t count) const {
+    return is_divided(item, cp_.ranks) ? RowShares(count, cp_.ranks).most() : count;
+  }
+  std::int64_t edges(const PlanItem& item) const {
+    return static_cast<std::int64_t>(edges_of(item.set, rollouts_, all_logprobs_).size());
+  }
+  // Of a layer of a divided item, as plan/context_bytes.h says.
+  void gather_context(const PlanItem& item, AxisBytes& phase) {
+    if (!is_divided(item, cp_.ranks)) return;
+    give(cp_, Collective::gather, share(item, item.set.rows) * key_value_width() * b_, phase.cp);
+  }
+  void control(const PlanItem& item, AxisBytes& phase) {
+    if (kind_.whole_rollout && is_divided(item, cp_.ranks)) give(cp_, Collective::gather, 16 * edges(item), phase.cp);
+  }
 
   void forward(const PlanItem& item, AxisBytes& phase) {
-    const std::int64_t T = share(item.set.rows), M = own_.hidden;
+    const std::int64_t T = share(item, item.set.rows), M = own_.hidden;
     if (local_.place().pp == 0) give(tp_, Collective::sum, T * M * b_, phase.tp);
     for_each_layer(item, [&](std::int64_t R, bool experts) {
-      give(cp_, Collective::gather, T * key_value_width() * b_, phase.cp);
+      gather_context(item, phase);
       give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
       if (experts) exchange(R, 2 * M * b_, phase);
     });
     if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
+    control(item, phase);
     head(item, phase, kind_.gradients && !kind_.whole_rollout);
   }
 
   void backward(const PlanItem& item, AxisBytes& phase) {
-    const std::int64_t T = share(item.set.rows), M = own_.hidden, k = own_.experts_per_token;
+    const std::int64_t T = share(item, item.set.rows), M = own_.hidden, k = own_.experts_per_token;
+    const bool again = item.kind == ItemKind::wave, recomputes = item.state.recomputes_attention();
+    if (last_stage_) control(item, phase);
     if (last_stage_ && kind_.whole_rollout) head(item, phase, true);
     for_each_layer(item, [&](std::int64_t R, bool experts) {
-      if (item.state.recomputes_attention()) give(tp_, Collective::sum, R * M * b_, phase.tp);
+      if (again) gather_context(item, phase);  // a trunk's keys and values are in the path
+      if (again && recomputes) gather_context(item, phase);
+      if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, T * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      give(cp_, Collective::scatter_sum, item.set.rows * key_value_width() * s_, phase.cp);
+      if (is_divided(item, cp_.ranks))
+        give(cp_, Collective::scatter_sum, cp_.ranks * T * key_value_width() * s_, phase.cp);
       if (!experts) return;
       give(tp_, Collective::sum, R * k * s_, phase.tp);
       exchange(R, 2 * M * b_ + M * s_ + 2 * s_, phase);
@@ -139,9 +161,9 @@ class Communication::Walk {
   }
 
   void head(const PlanItem& item, AxisBytes& phase, bool with_gradient) {
-    const std::int64_t O = share(item.set.outputs);
+    const std::int64_t O = share(item, item.set.outputs);
     if (O == 0 || local_.whole().value_head) return;
-    const auto edges = share(static_cast<std::int64_t>(edges_of(item.set, rollouts_, all_logprobs_).size()));
+    const std::int64_t edges = share(item, this->edges(item));
     give(tp_, Collective::sum, O * kNumber, phase.tp);
     give(tp_, Collective::sum, (2 * O + edges) * kNumber, phase.tp);
     if (with_gradient) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);

@@ -9,91 +9,101 @@
 #include "espalier/base/units.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/plan/row_shares.h"
+#include "espalier/plan/wave_dealing.h"
 
 namespace espalier {
 namespace {
 
-std::int64_t share(std::int64_t whole, std::int64_t parts) { return (whole + parts - 1) / parts; }
-
-// A plan as one stage runs it, with 1 / cp of every set's rows.
+// A plan as one stage runs it: divided sets with 1 / cp of their rows on every rank of cp, waves dealt whole on one.
 class StageWalk {
  public:
   StageWalk(const LocalShape& local, const PlanOptions& options, const MachineProfile& profile)
-      : local_(local),
-        model_(local, profile, options.dtype, options.kind),
+      : model_(local, profile, options.dtype, options.kind),
         bytes_(local, options.dtype, options.kind),
         walk_(bytes_),
+        cp_(local.degrees().cp),
         last_(local.place().pp == local.degrees().pp - 1),
-        stages_before_(static_cast<double>(local.degrees().pp - 1)) {}
+        stages_before_(static_cast<double>(local.degrees().pp - 1)),
+        in_flight_(local.degrees().pp - local.place().pp),
+        load_(static_cast<std::size_t>(cp_)) {}
 
   void run(const StepPlan& plan) {
-    double of_waves = 0, waves = 0;
     for (const PlanItem& item : plan.items) {
-      seconds += add(item, 0);
+      add(item, 0);
       if (item.kind == ItemKind::trunk)
-        idle += stages_before_ * seconds_of(item);
-      else
-        of_waves += seconds_of(item), waves += 1;
+        idle += stages_before_ * std::max(seconds_of(item), seconds_of_a_wave(item.below));
     }
-    if (waves > 0) idle += stages_before_ * of_waves / waves;
-    const std::int64_t cp = local_.degrees().cp, above = share(plan.max_path_rows, cp);
-    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(share(plan.max_rows, cp), above) + bytes_.path(above) +
-                        bytes_.in_flight(walk_.stored()) + waiting_);
+    idle += stages_before_ * seconds_of_a_wave(plan.items);
+    const Load& most = *std::ranges::max_element(load_, {}, &Load::seconds);
+    seconds = most.seconds, flops = most.flops;
+    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows) +
+                        bytes_.path(plan.max_path_rows) + bytes_.in_flight(walk_.stored()) + waiting_);
   }
 
-  double seconds = 0, idle = 0, flops = 0;
+  double seconds = 0, idle = 0, flops = 0;  // of the busiest rank of cp
   PhasePeaks peaks;
 
  private:
+  struct Load {
+    double seconds = 0, flops = 0;
+  };
+
   // All layers of a stage but the last one's run all rows.
-  Work work_of(const RowSet& set) const {
-    const std::int64_t cp = local_.degrees().cp;
-    const std::int64_t rows = share(set.rows, cp), pairs = share(set.pairs, cp);
-    return last_ ? Work{rows, pairs, share(set.outputs, cp), share(set.output_pairs, cp)}
-                 : Work{rows, pairs, rows, pairs};
+  Work work_of(const RowSet& set, std::int64_t parts) const {
+    const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
+    const std::int64_t rows = share(set.rows), pairs = share(set.pairs);
+    return last_ ? Work{rows, pairs, share(set.outputs), share(set.output_pairs)} : Work{rows, pairs, rows, pairs};
   }
+  Work own_work_of(const PlanItem& item) const { return work_of(item.set, is_divided(item, cp_) ? cp_ : 1); }
 
   double seconds_of(const PlanItem& item) const {
-    const Work work = work_of(item.set);
-    if (last_) return model_.seconds(work, item.state);
-    const CostParts parts = model_.parts(work, item.state);
+    if (last_) return model_.seconds(own_work_of(item), item.state);
+    const CostParts parts = model_.parts(own_work_of(item), item.state);
     return parts.total() - parts.head;
   }
 
-  double add(const PlanItem& item, std::int64_t held) {
-    const Work work = work_of(item.set);
-    double sum = seconds_of(item);
-    flops += model_.flops(work, item.state);
-    if (item.kind == ItemKind::wave) {
-      walk_.wave(work, item.state, held);
-      // Waves in flight: a stage has as many as there are stages behind it, itself included.
-      const std::int64_t in_flight = local_.degrees().pp - local_.place().pp;
-      waiting_ = std::max(waiting_, (in_flight - 1) * bytes_.saved(work, item.state));
-      return sum;
-    }
-    const std::int64_t open = walk_.open_trunk(work, item.state, held);
-    for (const PlanItem& below : item.below) sum += add(below, open);
-    walk_.close_trunk(work, item.state, held);
-    return sum;
+  // Of those among the items, the mean; 0 without one.
+  double seconds_of_a_wave(const std::vector<PlanItem>& items) const {
+    double sum = 0, waves = 0;
+    for (const PlanItem& item : items)
+      if (item.kind == ItemKind::wave) sum += seconds_of(item), waves += 1;
+    return waves > 0 ? sum / waves : 0;
   }
 
-  LocalShape local_;
+  void add(const PlanItem& item, std::int64_t held) {
+    const double own_seconds = seconds_of(item), own_flops = model_.flops(own_work_of(item), item.state);
+    for (std::int64_t rank = 0; rank < cp_; ++rank)
+      if (Load& load = load_[static_cast<std::size_t>(rank)]; runs_on(item, rank))
+        load.seconds += own_seconds, load.flops += own_flops;
+    const Work whole = work_of(item.set, 1);  // what is held of a divided trunk is the byte model's to say
+    if (item.kind == ItemKind::wave) {
+      walk_.wave(whole, item.state, held);
+      // Waves in flight: a stage has as many as there are stages behind it, itself included.
+      waiting_ = std::max(waiting_, (in_flight_ - 1) * bytes_.saved(whole, item.state));
+      return;
+    }
+    const std::int64_t open = walk_.open_trunk(whole, item.state, held);
+    for (const PlanItem& below : item.below) add(below, open);
+    walk_.close_trunk(whole, item.state, held);
+  }
+
   CostModel model_;
   ActivationBytes bytes_;
   PeakWalk walk_;
+  std::int64_t cp_;
   bool last_;
   double stages_before_;  // that fill before the last one begins
+  std::int64_t in_flight_;
+  std::vector<Load> load_;  // by rank of cp
   std::int64_t waiting_ = 0;
 };
 
-PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees, const LocalShape& local) {
+PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {
   PlanOptions options = problem.options;
   options.must_fit = false;
   if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
-  // A rank of cp holds a part of the rows that the plan speaks of.
-  const std::int64_t constant = ActivationBytes(local, options.dtype, options.kind).constant();
-  if (options.memory_budget > constant)
-    options.memory_budget = constant + (options.memory_budget - constant) * degrees.cp;
+  options.kind.cp = degrees.cp;
   return options;
 }
 
@@ -120,7 +130,8 @@ std::vector<std::int64_t> asked_ranks(const std::vector<std::vector<PrefixTree>>
 
 void add_rank(LayoutPlan& layout, const LayoutProblem& problem, const std::vector<LocalShape>& stages,
               const PlanOptions& options, std::int64_t dp, const std::vector<PrefixTree>& trees) {
-  const StepPlan plan = make_plan(problem.rollouts, trees, stages.front(), options, problem.profile);
+  StepPlan plan = make_plan(problem.rollouts, trees, stages.front(), options, problem.profile);
+  deal_waves(plan.items, layout.degrees.cp);
   layout.trunk_forwards += trunks_in(plan.items);
   double slowest = 0, idle = 0, communication = 0;
   for (const LocalShape& stage : stages) {
@@ -173,7 +184,7 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, Whi
     stages.emplace_back(problem.shape, degrees, Place{.pp = stage});
     layout.parameters = std::max(layout.parameters, stages.back().parameters());
   }
-  const PlanOptions options = options_of_rank(problem, degrees, stages.front());
+  const PlanOptions options = options_of_rank(problem, degrees);
   const auto dealt = deal_trees(problem.trees, degrees.dp, problem.rollouts, stages.front(), options, problem.profile);
   const std::vector<std::int64_t> asked = asked_ranks(dealt, problem, stages.front(), options, which);
   for (const std::int64_t dp : asked)
