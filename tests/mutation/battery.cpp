@@ -180,7 +180,6 @@ void check_plan(const Reference& reference, const Plan& plan, Findings& findings
     findings.add("gradients", text_of(plan.name, ": ", worst.parameter, " off by ", worst.error));
 }
 
-// Two ranks: the numbers of one, and after an update that they share the weights of one.
 // What a rank has found, which is what one process finds.
 void compare_with_one(const std::string& check, const Reference& reference, const Case& c, const Outcome& run,
                       Findings& findings) {
@@ -193,6 +192,7 @@ void compare_with_one(const std::string& check, const Reference& reference, cons
   if (!(loss <= kGradient * std::max(1.0, std::abs(expected.loss)))) findings.add(check, text_of("loss ", loss));
 }
 
+// Two ranks: the numbers of one, and after an update that they share the weights of one.
 void check_ranks(const Reference& reference, Findings& findings) {
   const Case c = with(reference.c, reference.plans.back());
   const auto moved = [&](const at::Tensor& gradient, const Mesh& mesh) {
@@ -213,8 +213,8 @@ void check_ranks(const Reference& reference, Findings& findings) {
   });
 }
 
-void check_context(const Reference& reference, Findings& findings) {
-  const Case c = with(reference.c, reference.plans.back());
+void check_context(const Reference& reference, const Plan& plan, Findings& findings) {
+  const Case c = with(reference.c, plan);
   std::mutex one;
   run_ranks({.cp = 2}, [&](const Mesh& mesh) {
     const Outcome run = run_case(c, DType::float64, mesh);
@@ -383,11 +383,11 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
   for (const Reference& reference : prepared_->references)
-    check("context", [&] { check_context(reference, findings); });
+    for (const Plan& plan : reference.plans) check("context", [&] { check_context(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
   const auto& references = prepared_->references;
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });
-  for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}})
+  for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.dp = 4, .ep = 2}})
     check("layouts", [&] { check_layout(references.at(3), degrees, findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
