@@ -42,6 +42,11 @@ std::vector<Degrees> layouts() {
       for (const std::int64_t ep : {2, 4, 8})
         if (const Degrees d{.tp = tp, .dp = dp, .ep = ep}; d.ranks() <= 8 && d.ranks() % ep == 0 && ep % tp == 0)
           out.push_back(d);
+  for (const std::int64_t pp : {1, 2, 3})
+    for (const std::int64_t cp : {1, 2, 4})
+      for (const std::int64_t tp : {1, 2})
+        for (const std::int64_t dp : {1, 2})
+          if (const Degrees d{.tp = tp, .cp = cp, .pp = pp, .dp = dp}; cp * pp > 1 && d.ranks() <= 8) out.push_back(d);
   return out;
 }
 
