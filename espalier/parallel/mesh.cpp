@@ -56,10 +56,12 @@ AxisBytes Mesh::bytes() const {
 
 Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make) {
   std::vector<int> ranks = ranks_along(axis, rank, degrees);
-  for (auto& [known, group] : groups_)
-    if (known == ranks) return *others_.emplace_back(std::make_unique<SameRanks>(*group));
-  auto group = ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(ranks);
-  return *groups_.emplace_back(std::move(ranks), std::move(group)).second;
+  auto same = std::ranges::find(groups_, ranks, [](const auto& known) { return known.first; });
+  if (same == groups_.end()) {
+    auto group = ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(ranks);
+    same = groups_.emplace(groups_.end(), std::move(ranks), std::move(group));
+  }
+  return *axes_.emplace_back(std::make_unique<SameRanks>(*same->second));
 }
 
 // The world first: where a rank is missing, that is what everybody finds out.

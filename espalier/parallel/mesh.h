@@ -48,7 +48,7 @@ class OwnedMesh {
   Group& group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make);
 
   std::vector<std::pair<std::vector<int>, std::unique_ptr<Group>>> groups_;
-  std::vector<std::unique_ptr<Group>> others_;  // of the same ranks as one of them
+  std::vector<std::unique_ptr<Group>> axes_;  // each counts the bytes of its own
   Mesh mesh_;
 };
 
