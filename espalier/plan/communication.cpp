@@ -133,7 +133,7 @@ class Communication::Walk {
       gather_context(item, phase);
       give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (experts) exchange(R, 2 * M * b_, phase);
+      if (experts) exchange(R, M * b_, M * b_, phase);
     });
     if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
     control(item, phase);
@@ -155,7 +155,7 @@ class Communication::Walk {
         give(cp_, Collective::scatter_sum, cp_.ranks * T * key_value_width() * s_, phase.cp);
       if (!experts) return;
       give(tp_, Collective::sum, R * k * s_, phase.tp);
-      exchange(R, 2 * M * b_ + M * s_ + 2 * s_, phase);
+      exchange(R, 2 * M * b_ + s_, M * s_ + s_, phase);
     });
     if (local_.place().pp > 0) give(pp_, Collective::send, T * M * b_, phase.pp);
   }
@@ -169,13 +169,17 @@ class Communication::Walk {
     if (with_gradient) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 
-  // Counts of every expert's choices, then the choices of R rows, `bytes` each; those of this rank's run of them.
-  void exchange(std::int64_t R, std::int64_t bytes, AxisBytes& phase) {
+  // Counts of every expert's choices, then of the choices of this rank's run of R rows `out` bytes each to the ranks
+  // that have the experts, and `back` bytes each to the ranks whose choices came here: those of other trees have as
+  // many.
+  void exchange(std::int64_t R, std::int64_t out, std::int64_t back, AxisBytes& phase) {
     const Degrees& d = local_.degrees();
     if (d.ep == 1) return;
     const std::int64_t of_tp = local_.place().tp, run = R * (of_tp + 1) / d.tp - R * of_tp / d.tp;
+    const std::int64_t others = R * d.ep / d.tp - run, k = own_.experts_per_token;
     give(ep_, Collective::exchange, own_.experts * kNumber / d.ep * (d.ep - 1), phase.ep);
-    give(ep_, Collective::exchange, run * own_.experts_per_token * (d.ep - 1) / d.ep * bytes, phase.ep);
+    give(ep_, Collective::exchange, run * k * (d.ep - 1) / d.ep * out, phase.ep);
+    give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
   }
 
   std::int64_t key_value_width() const { return 2 * own_.kv_heads * own_.head_dim; }
