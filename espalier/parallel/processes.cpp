@@ -224,15 +224,18 @@ std::string Processes::told_by_rank_0(const std::string& what, const std::functi
 
 bool Processes::is_first_to_fail() {
   state_->failed = true;
-  state_->mesh.reset();  // whoever waits for this rank in a collective finds out now, while the meeting place is there
+  bool is_first = true;
   try {
     const std::string own = std::to_string(state_->launch.rank);
     const std::vector<std::uint8_t> bytes(own.begin(), own.end());
     state_->store->set("failed/" + own, bytes);
-    return state_->store->compareSet("failed", {}, bytes) == bytes;
+    is_first = state_->store->compareSet("failed", {}, bytes) == bytes;
   } catch (const std::exception&) {
-    return true;  // the meeting place is gone with the rank that made it
+    // the meeting place is gone with the rank that made it
   }
+  // Whoever waits for this rank in a collective finds out now, while the meeting place is there, and comes second.
+  state_->mesh.reset();
+  return is_first;
 }
 
 std::string Processes::silent_ranks() {
