@@ -1,0 +1,49 @@
+// Attention of tensors as attention of rows: what the devices' operations hand to their kernels.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "espalier/ops/attention.h"
+#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/dispatch.h"
+
+namespace espalier::attention {
+
+inline Shape shape_of(const AttentionProblem& p) {
+  const auto heads_in = [&](const at::Tensor& rows) {
+    return (rows.dim() == 3 ? rows.size(1) * rows.size(2) : rows.size(1)) / p.head_dim;
+  };
+  Shape shape;
+  shape.query_rows = p.q_Q.size(0);
+  shape.own_rows = p.own_k_T.size(0);
+  shape.path_rows = p.path_k_P.size(0);
+  shape.heads = heads_in(p.q_Q);
+  shape.kv_heads = heads_in(p.own_k_T);
+  shape.head_dim = p.head_dim;
+  shape.scale = 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  shape.query_row = pointer<std::int32_t>(p.query_row_Q);
+  shape.subtree_end = pointer<std::int32_t>(p.subtree_end_T);
+  ESPALIER_INTERNAL_EQ(p.subtree_end_T.size(0), shape.own_rows);
+  return shape;
+}
+
+template <class T>
+Rows<T> rows_of(const at::Tensor& x) {
+  return {pointer<std::remove_const_t<T>>(x), x.stride(0)};
+}
+
+template <class T>
+Inputs<T> inputs_of(const AttentionProblem& p) {
+  return {rows_of<const T>(p.q_Q), rows_of<const T>(p.own_k_T), rows_of<const T>(p.own_v_T),
+          rows_of<const T>(p.path_k_P), rows_of<const T>(p.path_v_P)};
+}
+
+template <class T>
+Gradients<T> gradients_of(const AttentionGradients& g) {
+  using A = accumulator_t<T>;
+  return {rows_of<T>(g.q_Q), rows_of<A>(g.own_k_T), rows_of<A>(g.own_v_T), rows_of<A>(g.path_k_P),
+          rows_of<A>(g.path_v_P)};
+}
+
+}  // namespace espalier::attention
