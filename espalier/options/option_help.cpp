@@ -135,7 +135,7 @@ std::string meaning_for_all(const OptionRow& row) {
   for_each_piece(
       row.help, [&](std::string_view text) { out += text, after_part = after_part && text.empty(); },
       [&](const std::string& letters, const std::string& text) {
-        out += (after_part ? ", " : "") + text + " (" + verbs_among(letters) + ")";
+        out += (after_part && !text.starts_with(';') ? ", " : "") + text + " (" + verbs_among(letters) + ")";
         after_part = true;
       });
   return out;
