@@ -95,7 +95,7 @@ void RunRanks::choose_layout(const Verb& verb, Options& options, Progress& progr
   if (options.layout == LayoutChoice::given || verb.letter == 'p') return;
   options.layout = LayoutChoice::given;
   if (!several()) return;
-  const Json told = Json::parse(processes_->told_by_rank_0("layout", [&] {
+  const Json told = Json::parse(processes_->told_by_rank_0("layout", options.comm_timeout, [&] {
     const FoundDegrees found = find_degrees(options, verb.letter, launch_.ranks, launch_.local_ranks, progress);
     progress.note("note: --layout auto: " + found.reason);
     return Json({{"tp", found.degrees.tp}, {"dp", found.degrees.dp}, {"ep", found.degrees.ep}}).dump();

@@ -204,7 +204,8 @@ const Mesh& Processes::connect(const Degrees& degrees, double timeout) {
   return mesh;
 }
 
-std::string Processes::told_by_rank_0(const std::string& what, const std::function<std::string()>& make) {
+std::string Processes::told_by_rank_0(const std::string& what, double timeout,
+                                      const std::function<std::string()>& make) {
   State& state = *state_;
   if (state.launch.rank == 0) {
     const std::string text = make();
@@ -212,14 +213,17 @@ std::string Processes::told_by_rank_0(const std::string& what, const std::functi
     return text;
   }
   try {
-    while (!state.store->check({what}) && !state.has_failed(0)) std::this_thread::sleep_for(Milliseconds(20));
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
+    while (!state.store->check({what}) && !state.has_failed(0) && std::chrono::steady_clock::now() < until)
+      std::this_thread::sleep_for(Milliseconds(20));
     if (state.store->check({what})) {
       const std::vector<std::uint8_t> bytes = state.store->get(what);
       return {bytes.begin(), bytes.end()};
     }
   } catch (const std::exception&) {  // the meeting place is gone with the rank that made it
   }
-  throw CommunicationError({what, "an answer of rank 0", "its end", ""});
+  throw CommunicationError(
+      {what, text_of("an answer of rank 0 within ", timeout, " seconds (--comm-timeout)"), "its end, or nothing", ""});
 }
 
 bool Processes::is_first_to_fail() {

@@ -21,8 +21,8 @@ class Processes {
   const Mesh& connect(const Degrees& degrees, double timeout);
 
   // What `make` says on rank 0, told to all before anybody is connected. Errors: CommunicationError where rank 0
-  // failed.
-  std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
+  // failed or has not spoken for `timeout` seconds.
+  std::string told_by_rank_0(const std::string& what, double timeout, const std::function<std::string()>& make);
 
   // Where something failed: true on the rank that calls it first, whose message is the one to be shown.
   bool is_first_to_fail();

@@ -168,6 +168,18 @@ RolloutOptions ragged_rollouts() {
   return options;
 }
 
+Case ragged(const std::string& family) {
+  Case c;
+  c.family = family;
+  c.rollouts = ragged_rollouts();
+  return c;
+}
+
+std::string name_of_family(std::string family) {
+  std::erase(family, '-');
+  return family;
+}
+
 Options test_options() {
   Options options;
   options.memory_budget = "1GiB";

@@ -56,6 +56,11 @@ struct Case {
   std::function<void(std::vector<Rollout>&, const ModelState&)> edit = {};  // of the generated rollouts; may be empty
 };
 
+// Of this family, on ragged rollouts.
+Case ragged(const std::string& family);
+// As a part of a test's name.
+std::string name_of_family(std::string family);
+
 ModelShape shape_of(const Case& c);
 
 struct Outcome {

@@ -72,11 +72,7 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
                                            "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
                                            "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::erase(name, '-');
-                           return name;
-                         });
+                         [](const auto& info) { return name_of_family(info.param); });
 
 // Every fifth id is the pad token: looked up, it gets no gradient under any plan; what a tied head adds to its row
 // stays.
@@ -231,11 +227,7 @@ TEST_P(Bfloat16, PhasedIsAsExactAsDenseForACritic) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, Bfloat16, ::testing::Values("qwen3", "qwen3-moe", "qwen3-moe-128"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::erase(name, '-');
-                           return name;
-                         });
+                         [](const auto& info) { return name_of_family(info.param); });
 
 }  // namespace
 }  // namespace espalier::testing
