@@ -72,13 +72,6 @@ void expect_all_layouts(const Case& c, const std::vector<Plan>& plans) {
   }
 }
 
-Case ragged(const std::string& family) {
-  Case c;
-  c.family = family;
-  c.rollouts = ragged_rollouts();
-  return c;
-}
-
 TEST(DataParallel, EveryPlanOfADenseModel) { expect_all_layouts(ragged("qwen3"), all_plans({0, 7})); }
 
 TEST(DataParallel, UntiedHeadsAndBiases) {

@@ -14,13 +14,6 @@
 namespace espalier::testing {
 namespace {
 
-Case ragged(const std::string& family) {
-  Case c;
-  c.family = family;
-  c.rollouts = ragged_rollouts();
-  return c;
-}
-
 class Pipeline : public ::testing::TestWithParam<const char*> {};
 
 // Three layers. Embeddings are tied in llama-bias and qwen3: its first and last stage both have a gradient of them.
@@ -31,11 +24,7 @@ TEST_P(Pipeline, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {
 INSTANTIATE_TEST_SUITE_P(Models, Pipeline,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3-pad", "qwen3", "qwen3-moe",
                                            "qwen3-moe-sparse", "qwen3-moe-late"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::erase(name, '-');
-                           return name;
-                         });
+                         [](const auto& info) { return name_of_family(info.param); });
 
 TEST(PipelineLosses, OfWholeRolloutsAndOfRouters) {
   Case c = ragged("qwen3");
