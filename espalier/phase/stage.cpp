@@ -51,8 +51,7 @@ class StageExecutor : public Executor {
     trim();
     OpenItem& trunk = open_.emplace_back(step_, item, step_.arena);
     step_.path.push(item.set.rows, count_items(item.below, cp_.rank()));
-    book({result.seconds.trunk_forward, result.arena_bytes.a, result.cp_bytes.a, result.bytes.a},
-         [&] { forward(trunk.run); });
+    book({result.seconds.trunk_forward, result.arena_bytes.a, result.bytes.a}, [&] { forward(trunk.run); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
     rows_done_ += item.set.rows;
@@ -72,8 +71,7 @@ class StageExecutor : public Executor {
     trunk.run.ask_ahead();
     if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
     if (step_.trains())
-      book({result.seconds.trunk_backward, result.arena_bytes.c, result.cp_bytes.c, result.bytes.c},
-           [&] { add_backward(trunk.run); });
+      book({result.seconds.trunk_backward, result.arena_bytes.c, result.bytes.c}, [&] { add_backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
     trim();
@@ -150,7 +148,7 @@ class StageExecutor : public Executor {
   // Of one phase.
   struct Books {
     double& seconds;
-    std::int64_t &peak, &cp_bytes;
+    std::int64_t& peak;
     AxisBytes& bytes;
   };
 
@@ -159,21 +157,19 @@ class StageExecutor : public Executor {
   void book(const Books& books, Work&& work) {
     const double begin = step_.arena.device().seconds(), waited = pp_.waited();
     const Mesh& mesh = step_.decoder.mesh();
-    const std::int64_t bytes = cp_.bytes();
     const AxisBytes before = mesh.bytes();
     step_.arena.reset_high_water();
     work();
     std::int64_t in_regions = 0;
     for (const auto& region : regions_) in_regions += region->high_water();
     books.peak = std::max(books.peak, step_.arena.high_water() + in_regions);
-    books.cp_bytes += cp_.bytes() - bytes;
     books.bytes += mesh.bytes() - before;
     books.seconds += step_.arena.device().seconds() - begin;
     result.seconds.waiting += pp_.waited() - waited;
   }
   template <class Work>
   void book_wave(Work&& work) {
-    book({result.seconds.waves, result.arena_bytes.b, result.cp_bytes.b, result.bytes.b}, work);
+    book({result.seconds.waves, result.arena_bytes.b, result.bytes.b}, work);
   }
 
   const StepRun& step_;

@@ -46,8 +46,7 @@ struct RunResult {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhaseSeconds seconds;
   PhasePeaks arena_bytes;  // high-water mark of the arena in each phase
-  PhaseBytes cp_bytes;     // that this rank gave to the collectives of cp
-  TrafficBytes bytes;      // that it gave to all of them; nothing of the reduction
+  TrafficBytes bytes;      // that this rank gave to others; nothing of the reduction
 };
 
 }  // namespace espalier

@@ -117,13 +117,18 @@ class Communication::Walk {
   std::int64_t edges(const PlanItem& item) const {
     return static_cast<std::int64_t>(edges_of(item.set, rollouts_, all_logprobs_).size());
   }
-  // Of a layer of a divided item, as plan/context_bytes.h says.
+  // Of a layer of a divided item.
   void gather_context(const PlanItem& item, AxisBytes& phase) {
     if (!is_divided(item, cp_.ranks)) return;
     give(cp_, Collective::gather, share(item, item.set.rows) * key_value_width() * b_, phase.cp);
   }
   void control(const PlanItem& item, AxisBytes& phase) {
-    if (kind_.whole_rollout && is_divided(item, cp_.ranks)) give(cp_, Collective::gather, 16 * edges(item), phase.cp);
+    if (!is_divided(item, cp_.ranks)) return;
+    if (kind_.whole_rollout && last_stage_) give(cp_, Collective::sum, 2 * edges(item) * kNumber, phase.cp);
+    const ModelShape& whole = local_.whole();
+    if (kind_.counts_rollouts && kind_.gradients)
+      give(cp_, Collective::sum,
+           static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers * whole.experts * kNumber, phase.cp);
   }
 
   void forward(const PlanItem& item, AxisBytes& phase) {
@@ -135,15 +140,15 @@ class Communication::Walk {
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
       if (experts) exchange(R, M * b_, M * b_, phase);
     });
-    if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
     control(item, phase);
+    if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
     head(item, phase, kind_.gradients && !kind_.whole_rollout);
   }
 
   void backward(const PlanItem& item, AxisBytes& phase) {
     const std::int64_t T = share(item, item.set.rows), M = own_.hidden, k = own_.experts_per_token;
     const bool again = item.kind == ItemKind::wave, recomputes = item.state.recomputes_attention();
-    if (last_stage_) control(item, phase);
+    control(item, phase);
     if (last_stage_ && kind_.whole_rollout) head(item, phase, true);
     for_each_layer(item, [&](std::int64_t R, bool experts) {
       if (again) gather_context(item, phase);  // a trunk's keys and values are in the path

@@ -11,7 +11,12 @@
 // of a layer of experts with r = k R / tp choices, of which (ep - 1) / ep go elsewhere,
 //   forward   8 E (ep - 1) / ep for counts, 2 r M b
 //   backward  the same counts, r (2 M b + M s + 2 s)
-// so that what is planned is met exactly where choices are even. cp and pp: as docs/parallel.md says. Gradients are
+// so that what is planned is met exactly where choices are even. A rank of cp gives, of a set whose S rows on the rank
+// with most are a share, with J key/value heads of size D,
+//   forward   2 S J D b a layer; for a wave once more in the backward, and once more where attention is recomputed
+//   backward  2 n S J D s a layer
+//   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
+// and of a wave that was dealt whole nothing. pp: T M b to the next stage and back. Gradients are
 // given once to those who hold the same weights.
 // Source: the calls in model/, objective/ and gradient/; a test compares what their groups count.
 #pragma once

@@ -16,8 +16,10 @@ struct StageSeconds {
 // has no gap between.
 double seconds_of_stages(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
 
-// The share of the stages' time without work: (S - 1) (max(a, f) + max(b, c)) / T; without a trunk (S - 1) / (N + S -
-// 1).
+// What stages wait: (S - 1) (max(a, f) + max(b, c)).
+double seconds_of_waiting(const StageSeconds& stage, std::int64_t stages);
+
+// Its share of T; without a trunk (S - 1) / (N + S - 1).
 double idle_share(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
 
 }  // namespace espalier

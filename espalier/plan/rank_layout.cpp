@@ -9,6 +9,7 @@
 #include "espalier/base/units.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/plan/pipeline_time.h"
 #include "espalier/plan/row_shares.h"
 #include "espalier/plan/wave_dealing.h"
 
@@ -20,21 +21,21 @@ class StageWalk {
  public:
   StageWalk(const LocalShape& local, const PlanOptions& options, const MachineProfile& profile)
       : model_(local, profile, options.dtype, options.kind),
+        forward_(local, profile, options.dtype, forward_of(options.kind)),
         bytes_(local, options.dtype, options.kind),
         walk_(bytes_),
         cp_(local.degrees().cp),
         last_(local.place().pp == local.degrees().pp - 1),
-        stages_before_(static_cast<double>(local.degrees().pp - 1)),
+        stages_(local.degrees().pp),
         in_flight_(local.degrees().pp - local.place().pp),
         load_(static_cast<std::size_t>(cp_)) {}
 
   void run(const StepPlan& plan) {
     for (const PlanItem& item : plan.items) {
       add(item, 0);
-      if (item.kind == ItemKind::trunk)
-        idle += stages_before_ * std::max(seconds_of(item), seconds_of_a_wave(item.below));
+      if (item.kind == ItemKind::trunk) idle += seconds_of_waiting(stage_of(&item, item.below), stages_);
     }
-    idle += stages_before_ * seconds_of_a_wave(plan.items);
+    idle += seconds_of_waiting(stage_of(nullptr, plan.items), stages_);
     const Load& most = *std::ranges::max_element(load_, {}, &Load::seconds);
     seconds = most.seconds, flops = most.flops;
     peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows) +
@@ -57,18 +58,36 @@ class StageWalk {
   }
   Work own_work_of(const PlanItem& item) const { return work_of(item.set, is_divided(item, cp_) ? cp_ : 1); }
 
+  static StepKind forward_of(StepKind kind) {
+    kind.gradients = kind.counting_pass = false;
+    return kind;
+  }
+
   double seconds_of(const PlanItem& item) const {
     if (last_) return model_.seconds(own_work_of(item), item.state);
     const CostParts parts = model_.parts(own_work_of(item), item.state);
     return parts.total() - parts.head;
   }
+  double forward_seconds_of(const PlanItem& item) const {
+    const CostParts parts = forward_.parts(own_work_of(item), ItemState());
+    return last_ ? parts.total() : parts.total() - parts.head;
+  }
 
-  // Of those among the items, the mean; 0 without one.
-  double seconds_of_a_wave(const std::vector<PlanItem>& items) const {
-    double sum = 0, waves = 0;
-    for (const PlanItem& item : items)
-      if (item.kind == ItemKind::wave) sum += seconds_of(item), waves += 1;
-    return waves > 0 ? sum / waves : 0;
+  // Of the trunk, if there is one, and of the waves among the items, the mean.
+  StageSeconds stage_of(const PlanItem* trunk, const std::vector<PlanItem>& items) const {
+    StageSeconds out;
+    if (trunk != nullptr) {
+      out.trunk_forward = forward_seconds_of(*trunk);
+      out.trunk_backward = seconds_of(*trunk) - out.trunk_forward;
+    }
+    double waves = 0;
+    for (const PlanItem& item : items) {
+      if (item.kind != ItemKind::wave) continue;
+      const double forward = forward_seconds_of(item);
+      out.wave_forward += forward, out.wave_backward += seconds_of(item) - forward, waves += 1;
+    }
+    if (waves > 0) out.wave_forward /= waves, out.wave_backward /= waves;
+    return out;
   }
 
   void add(const PlanItem& item, std::int64_t held) {
@@ -88,12 +107,12 @@ class StageWalk {
     walk_.close_trunk(whole, item.state, held);
   }
 
-  CostModel model_;
+  CostModel model_, forward_;
   ActivationBytes bytes_;
   PeakWalk walk_;
   std::int64_t cp_;
   bool last_;
-  double stages_before_;  // that fill before the last one begins
+  std::int64_t stages_;
   std::int64_t in_flight_;
   std::vector<Load> load_;  // by rank of cp
   std::int64_t waiting_ = 0;

@@ -23,6 +23,7 @@ StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span
   const bool balanced = options.router_aux_loss_coef != 0;
   kind.all_rows_choose = balanced || options.router_z_loss_coef != 0;
   kind.counting_pass = balanced && options.router_aux_loss_scope == AuxScope::minibatch && !counted;
+  kind.counts_rollouts = balanced && options.router_aux_loss_scope == AuxScope::rollout;
   return kind;
 }
 

@@ -18,6 +18,7 @@ struct StepKind {
   std::int64_t beside_bytes = 0;      // held by other models of the process
   bool all_rows_choose = false;       // router losses or whole loads: a last layer of experts runs all rows
   bool counting_pass = false;         // a forward pass for the routers' choices comes first
+  bool counts_rollouts = false;       // router losses by rollout: ranks that divide one join its choices
   bool cuda = false;                  // on a GPU: its context and libraries are held in place of the process
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
   std::int64_t cp = 1;                // ranks that divide the rows of trunks and have waves dealt to them

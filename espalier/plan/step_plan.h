@@ -97,12 +97,6 @@ struct PhasePeaks {
 };
 
 // What a rank gives to collectives, in the same phases.
-struct PhaseBytes {
-  std::int64_t a = 0, b = 0, c = 0;
-
-  bool operator==(const PhaseBytes&) const = default;
-};
-
 struct PlanCost {
   double flops = 0;
   double seconds = 0;

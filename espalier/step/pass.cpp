@@ -87,7 +87,6 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   if (run.timer)
     report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.shape(), kind, learner.machine);
   report.arena_bytes = result.arena_bytes;
-  report.cp_bytes = result.cp_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
   return joined(learner.model.mesh, std::move(report));
 }

@@ -59,7 +59,6 @@ struct PassReport {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
   PhasePeaks arena_bytes;  // measured: the high-water marks alone
-  PhaseBytes cp_bytes;     // counted: what this rank gave to the collectives of cp
   double idle_share = 0;   // measured: of the time of the stages of pp, without work
   StepSeconds seconds;
   TrafficBytes bytes;                  // that this rank gave to others

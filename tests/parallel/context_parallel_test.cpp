@@ -5,20 +5,13 @@
 #include <algorithm>
 #include <functional>
 
-#include "espalier/plan/context_bytes.h"
+#include "espalier/plan/communication.h"
 #include "espalier/plan/row_shares.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
 namespace {
-
-Case ragged(const std::string& family) {
-  Case c;
-  c.family = family;
-  c.rollouts = ragged_rollouts();
-  return c;
-}
 
 class ContextParallel : public ::testing::TestWithParam<const char*> {};
 
@@ -30,11 +23,7 @@ TEST_P(ContextParallel, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam
 INSTANTIATE_TEST_SUITE_P(Models, ContextParallel,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-pad", "qwen3-moe",
                                            "qwen3-moe-sparse", "qwen3-moe-late"),
-                         [](const auto& info) {
-                           std::string name = info.param;
-                           std::erase(name, '-');
-                           return name;
-                         });
+                         [](const auto& info) { return name_of_family(info.param); });
 
 // Derivatives that need whole rollouts: log-probs and derivatives of rows elsewhere. Several temperatures.
 TEST(ContextParallelLosses, EveryPlanGivesTheGradientOfOneProcess) {
@@ -97,13 +86,13 @@ void for_each_item(const std::vector<PlanItem>& items, const std::function<void(
   }
 }
 
-PhaseBytes bytes_planned(const Case& c, const StepPlan& plan, const Degrees& degrees) {
+// Of the rank in the first place of every axis: all ranks of cp give as much.
+TrafficBytes bytes_planned(const Case& c, const StepPlan& plan, const Degrees& degrees) {
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
   const auto rollouts = data.mini_batch(0).rollouts;
   const LocalShape local(shape_of(c), degrees, Place{});
-  const bool counts = c.options.router_aux_loss_coef != 0 && c.options.router_aux_loss_scope == AuxScope::rollout;
   const StepKind kind = step_kind_of(c.options, shape_of(c), rollouts, false);
-  return bytes_over_cp(plan, rollouts, local, DType::float64, kind, counts, degrees.cp);
+  return Communication(local, DType::float64, kind, default_profile("cpu", DType::float64, 1)).of(plan, rollouts).bytes;
 }
 
 TEST(ContextParallelBytes, AreThoseOfThePlanInEveryPhase) {
@@ -116,8 +105,12 @@ TEST(ContextParallelBytes, AreThoseOfThePlanInEveryPhase) {
         for (const Plan& plan : all_plans({0, 7})) {
           const Case planned = with(c, plan);
           SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", family, ", ", loss));
-          for (const Outcome& rank : run_layout(planned, degrees).ranks)
-            EXPECT_EQ(rank.report.cp_bytes, bytes_planned(planned, rank.report.plan, degrees));
+          for (const Outcome& rank : run_layout(planned, degrees).ranks) {
+            const TrafficBytes expected = bytes_planned(planned, rank.report.plan, degrees);
+            EXPECT_EQ(rank.report.bytes.a.cp, expected.a.cp);
+            EXPECT_EQ(rank.report.bytes.b.cp, expected.b.cp);
+            EXPECT_EQ(rank.report.bytes.c.cp, expected.c.cp);
+          }
         }
       }
 }
@@ -139,9 +132,9 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
       for_each_item(rank.report.plan.items, [&](const PlanItem& item) {
         EXPECT_EQ(item.kind == ItemKind::trunk, is_divided(item, cp)) << "waves are whole";
       });
-      EXPECT_GT(rank.report.cp_bytes.a, 0);
-      EXPECT_EQ(rank.report.cp_bytes.b, 0);
-      EXPECT_GT(rank.report.cp_bytes.c, 0);
+      EXPECT_GT(rank.report.bytes.a.cp, 0);
+      EXPECT_EQ(rank.report.bytes.b.cp, 0);
+      EXPECT_GT(rank.report.bytes.c.cp, 0);
     }
 }
 

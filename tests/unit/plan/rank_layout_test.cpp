@@ -5,7 +5,6 @@
 
 #include "espalier/base/error.h"
 #include "espalier/plan/communication.h"
-#include "espalier/plan/context_bytes.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/plan/planned_machine.h"
 #include "espalier/plan/wave_dealing.h"
@@ -80,17 +79,6 @@ TEST_F(Layouts, ContextDividesRows) {
   const LayoutPlan one = plan_layout(problem(llama_), {}), split = plan_layout(problem(llama_), {.cp = 4});
   EXPECT_EQ(split.parameters, one.parameters);
   EXPECT_LT(split.ranks.front().cost.flops, 0.3 * one.ranks.front().cost.flops);
-}
-
-TEST_F(Layouts, BytesOfContextAreThoseOfItsFormula) {
-  options_.schedule = Schedule::phased, options_.must_fit = false, options_.kind.cp = 4;
-  const LocalShape local(llama_, {.cp = 4}, {});
-  StepPlan plan = make_plan(batch_, trees_, local, options_, h100_);
-  deal_waves(plan.items, 4);
-  const TrafficBytes bytes = Communication(local, options_.dtype, options_.kind, h100_).of(plan, batch_).bytes;
-  EXPECT_GT(bytes.a.cp, 0);
-  EXPECT_EQ((PhaseBytes{bytes.a.cp, bytes.b.cp, bytes.c.cp}),
-            bytes_over_cp(plan, batch_, local, options_.dtype, options_.kind, false, 4));
 }
 
 // A wave that is dealt whole is held whole; of a divided trunk a rank holds its rows.
