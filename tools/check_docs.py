@@ -48,7 +48,7 @@ def meaning_for_all(text, verbs):
     def part(match):
         names = ", ".join(name for letter, name in verbs if letter in match.group(1))
         return f"{match.group(2)} ({names})"
-    return re.sub(r"\{(\w+)\|([^}]*)\}", part, text.replace("}{", "}, {"))
+    return re.sub(r"\{(\w+)\|([^}]*)\}", part, re.sub(r"\}\{(?!\w+\|;)", "}, {", text))
 
 
 def option_faults():
