@@ -17,7 +17,7 @@ import trl
 from espalier import native
 from espalier.errors import Unsupported
 from espalier.hf import attention, ranks
-from espalier.hf.attention import Phase, Trunk
+from espalier.hf.attention import Phase, RowSet, Trunk
 from espalier.hf.checks import base_model, check, check_captured, check_live
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
@@ -114,7 +114,7 @@ class SharedPrompts:
         if key in prompts or len(key) < 2:
             return
         trunk = Trunk(len(key) - 1)
-        phase = Phase(trunk.rows, trunk.rows, [], [(0, trunk.rows)], captures=trunk)
+        phase = Phase([RowSet(0, (), [(0, trunk.rows, trunk.rows)])], trunk.rows, captures=trunk)
         positions = torch.arange(trunk.rows, device=ids.device)[None]
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
             model(input_ids=ids[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **router.wanted)
@@ -128,7 +128,7 @@ class SharedPrompts:
         """(row, position) of each response token [T, 2], its log-prob and its entropy [T], the router's loss; all members in one call
         of the model. With a router's loss the last tokens' rows run too, as it counts them."""
         device = rows.ids.device
-        ids, positions, labels, place, scored, paths, squares, at = [], [], [], [], [], [], [], 0
+        ids, positions, labels, place, scored, sets, at = [], [], [], [], [], [], 0
         above = collections.Counter()
         last = 1 if routed else 0
         for row in members:
@@ -140,16 +140,20 @@ class SharedPrompts:
             positions.append(torch.arange(depth, depth + length, device=device))
             place.append(torch.stack([torch.full((n,), row, device=device), torch.arange(n, device=device)], 1))
             scored.append(torch.arange(at, at + n, device=device))
+            trunks = ()
             if depth > 0:
-                above[tuple(prompt.tolist())] += 1
-                paths.append((at, at + length, (prompts[tuple(prompt.tolist())].trunk,)))
-            squares.append((at, length))
+                key = tuple(prompt.tolist())
+                above[key] += 1
+                trunks = (prompts[key].trunk,)
+            if not sets or sets[-1].trunks != trunks:
+                sets.append(RowSet(at, trunks))
+            sets[-1].runs.append((at, length, at + length))
             at += length
             self.shared_rows["without_sharing"] += len(prompt) + n
         if not members:
             return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device), None
         self.shared_rows["run"] += at
-        phase = Phase(at, int(max(p[-1] for p in positions)) + 1, paths, squares)
+        phase = Phase(sets, int(max(p[-1] for p in positions)) + 1)
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
             out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions)[None], shift_labels=torch.cat(labels)[None],
                         fused_lm_head=True, espalier=phase, **router.wanted)
@@ -193,12 +197,10 @@ class _Prompt:
 
     def gathered(self):
         """What has a graph and the gradient that came back for it, alternately."""
-        trunk = self.trunk
-        pairs = [(x, total.to(x.dtype)[None]) for layer, live in trunk.live.items() if layer in trunk.dk
-                 for x, total in zip(live, (trunk.dk[layer], trunk.dv[layer])) if x.requires_grad]
+        pairs = self.trunk.gathered()
         if self.router and self.leaf.grad is not None:
-            pairs.append((self.router.sums, self.leaf.grad))
-        return [part for pair in pairs for part in pair]
+            pairs += [self.router.sums, self.leaf.grad]
+        return pairs
 
 
 class _router_logits:

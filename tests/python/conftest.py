@@ -16,7 +16,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "python")]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 # Processes of pytest-xdist share the processors already.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else max(1, min(2, os.cpu_count() or 1)))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else max(1, min(2, os.cpu_count() or 1)))
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 

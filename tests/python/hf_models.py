@@ -134,8 +134,8 @@ def worst(found, wanted):
     """The largest relative distance of a parameter's gradient, and its name; the same parameters must have one."""
     assert set(found) == set(wanted), sorted(set(found) ^ set(wanted))
     errors = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-30)) for name in wanted
-              if wanted[name].norm() > 0 or found[name].norm() > 0}
-    return max((error, name) for name, error in errors.items())
+              if wanted[name].norm() != 0 or found[name].norm() != 0}
+    return max((error if error == error else float("inf"), name) for name, error in errors.items())
 
 
 @contextlib.contextmanager

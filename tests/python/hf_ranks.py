@@ -1,5 +1,5 @@
 """One of two gloo processes: hf_ranks.py FOLDER RANK all|brief FAMILY... Writes to FOLDER/RANK.json how far gradients are from the mean
-of both ranks' dense ones: {family: {kind: {case: largest relative distance of a parameter}}}. brief: one case of each kind."""
+of both ranks' dense ones: {family: {kind: {case: largest relative distance of a parameter}}}. brief: two cases of each kind."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, 
 BATCHES = [batch(seed=3), batch(seed=4, groups=((40, (6, 2)), (12, (5,)), (33, (9, 9, 9))), stem=0)]
 LOSSES = [loss_of(rollouts) for rollouts in BATCHES]
 BRIEF = sys.argv[3] == "brief"
-CUTS = ((16, "keep"),) if BRIEF else ((16, "keep"), (4096, "keep"), (30, "recompute"))
+CUTS = ((16, "keep"), (30, "recompute")) if BRIEF else ((16, "keep"), (4096, "keep"), (30, "recompute"))
 
 
 def dense(family, which):

@@ -137,6 +137,17 @@ def test_attention_in_lower_dtypes_is_as_exact_as_torch(dtype):
     assert all(own <= 2 * plain for own, plain in zip(ours, theirs)), (ours, theirs)
 
 
+def test_threads_are_torch_s():
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.ops.espalier.shared_prefix_attention(*operands("chain", 3, 2, 2, 64))
+            assert native.library().omp_get_max_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_lse_has_no_gradient():
     given = operands("chain", 3, 2, 2, 64)
     _, lse = torch.ops.espalier.shared_prefix_attention(*given)

@@ -21,6 +21,7 @@ EVERYTHING = {"policy-loss": "vanilla", "clip-ratio-high": 0.28, "kl-loss-coef":
 CASES = {
     "defaults": {},
     "clip_higher_and_dual_clip": {"clip-ratio-high": 0.28, "clip-ratio-low": 0.1, "clip-ratio-c": 1.3},
+    "no_dual_clip": {"clip-ratio-c": float("inf")},
     "gspo": {"policy-loss": "gspo", "clip-ratio-low": 0.05, "clip-ratio-high": 0.05},
     "gspo_token_mean": {"policy-loss": "gspo", "loss-agg-mode": "token-mean"},
     "cispo": {"policy-loss": "cispo"},

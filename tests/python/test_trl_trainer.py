@@ -43,7 +43,11 @@ def run(example, trainer_class, config_class, folder, attention=None, **settings
     from datasets import Dataset
 
     class Recording(trainer_class):
-        losses, grads = [], []
+        losses, grads, rows = [], [], 0
+
+        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args, **kwargs):
+            Recording.rows += int(attention_mask.sum())
+            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
 
         def training_step(self, *args, **kwargs):
             out = super().training_step(*args, **kwargs)
@@ -52,7 +56,6 @@ def run(example, trainer_class, config_class, folder, attention=None, **settings
                 self.grads.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
             return out
 
-    Recording.losses, Recording.grads = [], []
     config = config_class(**dict(dict(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to=[], save_strategy="no", logging_steps=1,
         per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, max_completion_length=10, learning_rate=.05, optim="sgd",
@@ -97,6 +100,7 @@ def compare(plain, ours, eager, agreed=bool):
         assert all(x <= max(LEAST_ALLOWED, 2 * other) for x, other in zip(found, floor)), (found, floor)
     assert found[0] > 0, "not one bit differs: nothing was shared"
     assert ours.shared_rows["run"] < ours.shared_rows["without_sharing"] / 2
+    assert ours.rows == plain.rows >= ours.shared_rows["without_sharing"]  # equal unless responses are masked as a whole
 
 
 def plain_against_shared(example, plain_class, shared_class, config_class, folder, **settings):

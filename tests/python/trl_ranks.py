@@ -22,7 +22,7 @@ CASES = {
     "sequence level": dict(importance_sampling_level="sequence", loss_type="grpo", num_iterations=2),
     "groups cut by ranks": dict(num_generations=8, loss_type="dr_grpo"),
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
-    "sapo": dict(loss_type="sapo"),
+    **{kind: dict(loss_type=kind) for kind in ("sapo", "luspo", "vespo")},
     "rloo": None,
 }
 

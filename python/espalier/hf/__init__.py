@@ -66,7 +66,8 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
         inner = ranks.without_replicas(model)
         coef = _router_coefficient(model, router_aux_loss_coef)
         router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
-        schedule = choice.schedule(schedule, plan, prepared, len(attention_layers(model)), wave_tokens)
+        by_kernel = attention.by_kernel(ranks.device_of(model), next(unwrapped(model).parameters()).dtype)
+        schedule = choice.schedule(schedule, plan, prepared, len(attention_layers(model)), wave_tokens, by_kernel)
         before = verification.begin(model, router) if verify and verification.is_first(model) else None
         with measure.Peak() as peak:
             start = time.perf_counter()

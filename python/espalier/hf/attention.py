@@ -2,9 +2,11 @@
 
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
 every attention layer; without it the function is torch's own attention, so that the same model still generates and evaluates.
+On a CPU the rows run in the engine's kernels (rows_by_kernel.py), elsewhere in torch's own (rows_by_blocks.py).
 """
 
 import contextlib
+from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -12,13 +14,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from espalier.errors import Unsupported
-from espalier.hf import blocks
+from espalier.hf import rows_by_blocks, rows_by_kernel
+from espalier.ops.kernels import accumulator
 
 NAME = "espalier"
 
 
 class Trunk:
-    """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients (float32; float64 in float64)."""
+    """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64)."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -31,35 +34,44 @@ class Trunk:
         if torch.is_grad_enabled():
             self.live[layer] = (k, v)
 
-    def add(self, layer, dk, dv):
-        """dk, dv [J, P, D] are added to the sums."""
+    def sums(self, layer):
+        """dk and dv of a layer, zeros at first: gradients are added to them."""
         if layer not in self.dk:
-            wide = blocks.accumulator(self.k[layer].dtype)
-            self.dk[layer] = torch.zeros(self.k[layer].shape[1:], dtype=wide, device=dk.device)
-            self.dv[layer] = torch.zeros(self.v[layer].shape[1:], dtype=wide, device=dv.device)
-        self.dk[layer] += dk
-        self.dv[layer] += dv
+            for x, sums in ((self.k[layer], self.dk), (self.v[layer], self.dv)):
+                _, j, p, d = x.shape
+                sums[layer] = torch.zeros(p, j, d, dtype=accumulator(x.dtype), device=x.device)
+        return self.dk[layer], self.dv[layer]
+
+    def gathered(self):
+        """What has a graph and the gradient that came back for it, alternately."""
+        return [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
+                if x.requires_grad for part in (x, sums.transpose(0, 1).to(x.dtype)[None])]
+
+
+@dataclass
+class RowSet:
+    """Rows [begin, end) below the same trunks, all of whose rows they see. `runs`: (begin, length, subtree end), causal runs that cover
+    the set once; a run's rows are also seen by all later rows below its subtree's end."""
+    begin: int
+    trunks: tuple
+    runs: list = field(default_factory=list)
+
+    @property
+    def end(self):
+        return self.runs[-1][0] + self.runs[-1][1]
 
 
 class Phase:
-    """What the rows of one call see. `paths`: (begin, end, trunks), these rows see all rows of these trunks; `squares`:
-    (begin, length), causal runs that cover every row once; `rectangles`: (query begin, query end, key begin, key end).
-    """
+    """What the rows of one call see: `sets`, one after the other. `longest`: tokens up to and including the last position."""
 
-    def __init__(self, rows, longest, paths, squares, rectangles=(), captures=None):
-        self.rows, self.longest, self.captures = rows, longest, captures
-        self.paths = [path for path in paths if path[2]]
-        self.rectangles = list(rectangles)
-        self.by_length = {}
-        for begin, length in squares:
-            self.by_length.setdefault(length, []).append(begin)
+    def __init__(self, sets, longest, captures=None):
+        self.sets, self.longest, self.captures = sets, longest, captures
         self.capturing = False
 
     @classmethod
-    def of_segments(cls, segments, rows, trunks, longest, captures=None):
+    def of_segments(cls, segments, trunks, longest, captures=None):
         """From an item's segments (core_interface.h)."""
-        squares, rectangles = _squares_and_rectangles(segments)
-        return cls(rows, longest, [(0, rows, tuple(trunks))], squares, rectangles, captures)
+        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures)
 
     @contextlib.contextmanager
     def forward(self):
@@ -72,21 +84,18 @@ class Phase:
                 self.capturing = False
 
 
-def _squares_and_rectangles(segments):
-    """Ancestors in the set are rectangles over all that is below them."""
-    squares, rectangles = [], []
-    for _, begin, end, row, subtree_end, *_ in segments.tolist():
-        length = end - begin
-        squares.append((row, length))
-        if subtree_end > row + length:
-            rectangles.append((row + length, subtree_end, row, row + length))
-    return squares, rectangles
+def _runs(segments):
+    return [(row, end - begin, subtree_end) for _, begin, end, row, subtree_end, *_ in segments.tolist()]
 
 
-def blocks_of(segments, trunks):
-    """How many blocks of keys one layer's attention takes for an item below so many trunks: squares of one length go together."""
-    squares, rectangles = _squares_and_rectangles(segments)
-    return len({length for _, length in squares}) + len(rectangles) + trunks
+def by_kernel(device, dtype):
+    """Whether rows like these run in the engine's kernels; heads whose values have another size than their keys do not."""
+    return rows_by_kernel.serves(torch.empty(0, dtype=dtype, device=device))
+
+
+def calls_of(segments, trunks, by_kernel):
+    """How many calls of an attention kernel one layer takes for an item below so many trunks."""
+    return 1 if by_kernel else rows_by_blocks.count(_runs(segments), trunks)
 
 
 class _Masks:
@@ -107,85 +116,21 @@ def _mask(*args, **kwargs):
 
 
 class _RowAttention(torch.autograd.Function):
-    """q [1, H, T, D], k and v [1, J, T, D] -> [1, H, T, D]. Gradients of the trunks' keys and values go to their sums."""
+    """q [1, H, T, D], k and v [1, J, T, D] -> [1, T, H, D]. Gradients of the trunks' keys and values go to their sums."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, phase, layer):
-        wide = blocks.accumulator(q.dtype)
-        _, h, t, d = q.shape
-        j = k.shape[1]
-        qg, k1, v1 = q.reshape(j, h // j, t, d), k[0], v[0]
-        out = torch.empty(j, h // j, t, v.shape[-1], dtype=wide, device=q.device)
-        lse = torch.empty(j, h // j, t, dtype=wide, device=q.device)
-        for length, begins in phase.by_length.items():
-            cut = lambda x, axis: _gather(x, axis, begins, length)
-            for whole, part in zip((out, lse), blocks.forward(cut(qg, 2), cut(k1, 1), cut(v1, 1), scale, True)):
-                _scatter(whole, 2, part, begins, length)
-        for rows, _, kb, vb in _rectangles(phase, layer, k1, v1):
-            _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], kb, vb, scale, False))
-        out = out.to(q.dtype)
+        ctx.rows = rows_by_kernel if rows_by_kernel.serves(q, v) else rows_by_blocks
+        out, lse = ctx.rows.forward(q, k, v, scale, phase.sets, layer)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.phase, ctx.layer = scale, phase, layer
-        return out.reshape(1, h, t, -1)
+        ctx.scale, ctx.sets, ctx.layer = scale, phase.sets, layer
+        return out
 
     @staticmethod
     def backward(ctx, go):
         q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            return (*_row_attention_backward(go.to(q.dtype), q, k, v, out, lse, ctx.scale, ctx.phase, ctx.layer), None, None, None)
-
-
-def _row_attention_backward(go, q, k, v, out, lse, scale, phase, layer):
-    wide = blocks.accumulator(q.dtype)
-    _, h, t, d = q.shape
-    j = k.shape[1]
-    qg, gg, k1, v1 = q.reshape(j, h // j, t, d), go.reshape(j, h // j, t, -1), k[0], v[0]
-    dq = torch.empty(qg.shape, dtype=wide, device=q.device)
-    dk, dv = torch.empty(k1.shape, dtype=wide, device=q.device), torch.empty(v1.shape, dtype=wide, device=q.device)
-    for length, begins in phase.by_length.items():
-        cut = lambda x, axis=2: _gather(x, axis, begins, length)
-        parts = blocks.backward(cut(gg), cut(qg), cut(k1, 1), cut(v1, 1), cut(out), cut(lse), scale, True)
-        for whole, axis, part in zip((dq, dk, dv), (2, 1, 1), parts):
-            _scatter(whole, axis, part, begins, length)
-    for rows, owner, kb, vb in _rectangles(phase, layer, k1, v1):
-        cut = lambda x: x[:, :, rows]
-        more_q, more_k, more_v = blocks.backward(cut(gg), cut(qg), kb, vb, cut(out), cut(lse), scale, False)
-        dq[:, :, rows] += more_q
-        if isinstance(owner, Trunk):
-            owner.add(layer, more_k, more_v)
-        else:
-            dk[:, owner] += more_k
-            dv[:, owner] += more_v
-    return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype)[None], dv.to(v.dtype)[None]
-
-
-def _rectangles(phase, layer, k, v):
-    """(query rows, trunk or own key rows, keys, values) of every rectangle."""
-    for begin, end, trunks in phase.paths:
-        for trunk in trunks:
-            yield slice(begin, end), trunk, trunk.k[layer][0], trunk.v[layer][0]
-    for begin, end, key_begin, key_end in phase.rectangles:
-        own = slice(key_begin, key_end)
-        yield slice(begin, end), own, k[:, own], v[:, own]
-
-
-def _merge(out, lse, rows, more, more_lse):
-    """Two softmaxes over different keys are one over both: weights exp(lse_i - logaddexp(lse_1, lse_2))."""
-    o, l = out[:, :, rows], lse[:, :, rows]
-    both = torch.logaddexp(l, more_lse)
-    o.mul_((l - both).exp()[..., None]).addcmul_(more.to(o.dtype), (more_lse - both).exp()[..., None])
-    l.copy_(both)
-
-
-def _gather(x, axis, begins, length):
-    """Runs [begin, begin + length) of the row axis, one after the other on the first: [J, ...] -> [n J, ...]."""
-    runs = [x.narrow(axis, begin, length) for begin in begins]
-    return runs[0] if len(runs) == 1 else torch.cat(runs)
-
-
-def _scatter(whole, axis, parts, begins, length):
-    for begin, part in zip(begins, parts.chunk(len(begins))):
-        whole.narrow(axis, begin, length).copy_(part)
+            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, ctx.scale, ctx.sets, ctx.layer), None, None, None)
 
 
 def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=None, espalier=None, **kwargs):
@@ -212,8 +157,7 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
         phase.captures.take(module.layer_idx, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):
-        out = _RowAttention.apply(query, key, value, scale, phase, module.layer_idx)
-    return out.transpose(1, 2).contiguous(), None
+        return _RowAttention.apply(query, key, value, scale, phase, module.layer_idx), None
 
 
 def register():

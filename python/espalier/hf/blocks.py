@@ -10,13 +10,10 @@ so that the gradients of blocks add up exactly. Kernels are torch's own; the pla
 
 import torch
 
+from espalier.ops.kernels import accumulator
+
 _FEW_KEYS = 8  # below, two thin products are cheaper than a fused kernel's set-up
 _CHUNK = 1 << 24  # scores that the plain formula holds at once
-
-
-def accumulator(dtype):
-    """The type sums are kept in: float64 in float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kernel(q, k):

@@ -1,35 +1,35 @@
 """Shared or dense: what the plan predicts for this model and these rollouts, with what calls from Python cost.
 
 Of a small model the rows cost less than the calls. A plan's prediction holds an overhead for every call of a layer (rollouts.py);
-attention over shared rows adds more calls for every block of keys (attention.py), forward and backward.
+attention over shared rows adds calls of a kernel (attention.py), forward and backward.
 """
 
 from espalier.errors import Error
 from espalier.hf import dense
-from espalier.hf.attention import blocks_of
+from espalier.hf.attention import calls_of
 
 SCHEDULES = ("auto", "shared", "dense")
-SECONDS_PER_BLOCK = 250e-6  # forward and backward of one block in one layer; of small models 100e-6 to 240e-6 was measured
+SECONDS_PER_CALL = 250e-6  # forward and backward of one call in one layer; of small models 100e-6 to 240e-6 was measured
 
 
-def schedule(asked, plan, rollouts, layers, wave_tokens):
-    """dense, packed (no trunk) or phased."""
+def schedule(asked, plan, rollouts, layers, wave_tokens, by_kernel):
+    """dense, packed (no trunk) or phased. `by_kernel`: attention runs in the engine's kernels."""
     if asked not in SCHEDULES:
         raise Error("option", "schedule", ", ".join(SCHEDULES), repr(asked), "", 2)
     shared = "phased" if any(item.trunk for item in plan.items) else "packed"
     if asked != "auto":
         return "dense" if asked == "dense" else shared
-    return "dense" if dense_is_faster(plan, rollouts, layers, wave_tokens) else shared
+    return "dense" if dense_is_faster(plan, rollouts, layers, wave_tokens, by_kernel) else shared
 
 
-def dense_is_faster(plan, rollouts, layers, wave_tokens):
+def dense_is_faster(plan, rollouts, layers, wave_tokens, by_kernel):
     if rollouts.lengths.max() > wave_tokens:
         return False
-    predicted, depths, blocks = plan.json["predicted"], [], 0
+    predicted, depths, calls = plan.json["predicted"], [], 0
     for item in plan.items:
         depths.append(depths[item.parent] + 1 if item.parent >= 0 else 0)
-        blocks += blocks_of(item.segments, depths[-1])
+        calls += calls_of(item.segments, depths[-1], by_kernel)
     batches = dense.batches_of(rollouts.lengths, wave_tokens)
     padded = sum(len(batch) * int(rollouts.lengths[batch].max()) for batch in batches) / int(rollouts.lengths.sum())
-    shared = predicted["chosen"]["seconds"] + layers * blocks * SECONDS_PER_BLOCK
+    shared = predicted["chosen"]["seconds"] + layers * calls * SECONDS_PER_CALL
     return padded * predicted["dense"]["seconds"] < shared

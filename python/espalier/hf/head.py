@@ -6,7 +6,7 @@ target). Sums run in float32 (float64 in float64). Backward: dz = sum_e g_e (1_t
 
 import torch
 
-from espalier.hf.blocks import accumulator
+from espalier.ops.kernels import accumulator
 
 _CHUNK = 1 << 22  # logits that stand in the accumulator type at once
 
@@ -47,9 +47,9 @@ class TokenStatistics(torch.autograd.Function):
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
             logp = _wide(logits, rows, ctx.temperature) - lse[rows, None]
-            weight = -down[rows, None]
+            weight = -down[rows, None] / ctx.temperature
             if spread is not None:
-                weight = weight - spread[rows, None] * (logp + entropy[rows, None])
-            grad[rows] = (logp.exp() * weight / ctx.temperature).to(grad.dtype)
+                weight = weight - spread[rows, None] / ctx.temperature * (logp + entropy[rows, None])
+            grad[rows] = logp.exp_().mul_(weight)
         grad.index_put_((output, target), (g / ctx.temperature).to(grad.dtype), accumulate=True)
         return grad, None, None, None, None

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from espalier.errors import Error, Unsupported
-from espalier.hf.blocks import accumulator
 from espalier.hf.checks import decoder_config
+from espalier.ops.kernels import accumulator
 
 SCOPES = ("rollout", "minibatch")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import blocks, ranks
+from espalier.hf import ranks
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
@@ -117,7 +117,7 @@ class Executor:
         if not len(outputs):
             outputs = np.array([item.rows - 1])
         longest = int(positions.max()) + 1
-        phase = Phase.of_segments(item.segments, item.rows, trunks, longest, captures)
+        phase = Phase.of_segments(item.segments, trunks, longest, captures)
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
         with phase.forward():
             logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs),
@@ -161,11 +161,7 @@ class Executor:
 
     def backward_trunk(self):
         trunk = self.open.pop()
-        pairs = []
-        for layer, live in trunk.kv.live.items():
-            for x, sums in zip(live, (trunk.kv.dk, trunk.kv.dv)):
-                if x.requires_grad and layer in sums:
-                    pairs += [x, sums[layer].to(x.dtype)[None]]
+        pairs = trunk.kv.gathered()
         if trunk.grads is not None and trunk.logprobs.requires_grad:
             pairs += [trunk.logprobs, trunk.grads[0], trunk.entropies, trunk.grads[1]]
         if trunk.router_term is not None and trunk.router_term.requires_grad:

@@ -17,10 +17,6 @@ from espalier.errors import Error
 from espalier.ops import kernels, regions
 
 
-def _accumulator(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v):
     def wrong(where, expected, got):
         raise Error("input", f"shared_prefix_attention: {where}", expected, got, "", 3)
@@ -44,8 +40,8 @@ def _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v):
     for name, grad in (("path_grad_k", path_grad_k), ("path_grad_v", path_grad_v)):
         if grad is None:
             continue
-        if grad.shape != path_k.shape or grad.dtype != _accumulator(q.dtype) or not grad.is_contiguous() or grad.requires_grad:
-            wrong(name, f"contiguous {_accumulator(q.dtype)} of shape {tuple(path_k.shape)} without a gradient of its own",
+        if grad.shape != path_k.shape or grad.dtype != kernels.accumulator(q.dtype) or not grad.is_contiguous() or grad.requires_grad:
+            wrong(name, f"contiguous {kernels.accumulator(q.dtype)} of shape {tuple(path_k.shape)} without a gradient of its own",
                   f"{grad.dtype} of shape {tuple(grad.shape)}")
 
 
@@ -72,7 +68,7 @@ def shared_prefix_attention(q: Tensor, k: Tensor, v: Tensor, path_k: Tensor, pat
 @shared_prefix_attention.register_fake
 def _(q, k, v, path_k, path_v, subtree_end, path_grad_k=None, path_grad_v=None, scale=None):
     _check(q, k, v, path_k, path_v, subtree_end, path_grad_k, path_grad_v)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], q.shape[0]), dtype=_accumulator(q.dtype))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((q.shape[1], q.shape[0]), dtype=kernels.accumulator(q.dtype))
 
 
 @torch.library.custom_op("espalier::add_shared_prefix_attention_backward", mutates_args=("path_grad_k", "path_grad_v"))
@@ -100,7 +96,7 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad_out, _):
     q, k, v, path_k, path_v, subtree_end, out, lse = ctx.saved_tensors
     given = ctx.path_grads[0] is not None
-    sums = ctx.path_grads if given else [torch.zeros_like(x, dtype=_accumulator(x.dtype), memory_format=torch.contiguous_format)
+    sums = ctx.path_grads if given else [torch.zeros_like(x, dtype=kernels.accumulator(x.dtype), memory_format=torch.contiguous_format)
                                          for x in (path_k, path_v)]
     grads = torch.ops.espalier.add_shared_prefix_attention_backward(
         grad_out, q, k, v, path_k, path_v, subtree_end, out, lse, sums[0], sums[1], ctx.scale)

@@ -28,6 +28,7 @@ def serves(tensor):
 
 def _call(function, *arguments):
     core = native.library()
+    core.omp_set_num_threads(torch.get_num_threads())  # torch may have brought an OpenMP of its own
     if getattr(core, function)(*arguments) != 0:
         raise Error.of(json.loads(core.espalier_last_error()))
 
@@ -55,14 +56,15 @@ class _Attention:
         _call(function, self.dtype, ctypes.byref(self.shape), ctypes.byref(self.inputs), *map(_pointer, tensors))
 
 
-def _sums_dtype(dtype):
+def accumulator(dtype):
+    """The type sums are kept in: float64 in float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention_forward(q, k, v, path_k, path_v, subtree_end, scale):
     """out [T, H, D] and lse [H, T]."""
     out = q.new_empty(q.shape)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_sums_dtype(q.dtype))
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q.dtype))
     _Attention(q, k, v, path_k, path_v, subtree_end, scale).call("espalier_attention_forward", out, lse)
     return out, lse
 

@@ -18,10 +18,6 @@ BLOCK_BYTES = 64 << 20  # of logits that exist at once
 BLOCK_ROWS = 256
 
 
-def _sums_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _check(hidden, weight, targets, temperature):
     def wrong(where, expected, got):
         raise Error("input", f"linear_logprob: {where}", expected, got, "", 3)
@@ -38,7 +34,7 @@ def _check(hidden, weight, targets, temperature):
 
 def _blocks(hidden, weight):
     """Slices of rows whose logits take at most BLOCK_BYTES."""
-    bytes_a_row = weight.shape[0] * torch.empty((), dtype=_sums_dtype(weight.dtype)).element_size()
+    bytes_a_row = weight.shape[0] * torch.empty((), dtype=kernels.accumulator(weight.dtype)).element_size()
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // bytes_a_row))
     return [slice(first, min(first + rows, hidden.shape[0])) for first in range(0, hidden.shape[0], rows)]
 
@@ -69,7 +65,7 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tenso
     if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]):
         raise Error("input", "linear_logprob: targets", f"token ids from 0 to {weight.shape[0] - 1}",
                     f"{int(targets.min())} to {int(targets.max())}", "", 3)
-    dtype = _sums_dtype(hidden.dtype)
+    dtype = kernels.accumulator(hidden.dtype)
     logprob, entropy = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(2))
     wide = weight.to(dtype)
     for rows in _blocks(hidden, weight):
@@ -85,13 +81,13 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tenso
 @_forward.register_fake
 def _(hidden, weight, targets, temperature):
     _check(hidden, weight, targets, temperature)
-    return tuple(hidden.new_empty(hidden.shape[0], dtype=_sums_dtype(hidden.dtype)) for _ in range(2))
+    return tuple(hidden.new_empty(hidden.shape[0], dtype=kernels.accumulator(hidden.dtype)) for _ in range(2))
 
 
 @torch.library.custom_op("espalier::linear_logprob_rows_backward", mutates_args=())
 def _backward(grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
               temperature: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = _sums_dtype(hidden.dtype)
+    dtype = kernels.accumulator(hidden.dtype)
     wide = weight.to(dtype)
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
