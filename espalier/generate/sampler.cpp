@@ -279,6 +279,7 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
 }
 
 Generated Generation::run() {
+  const at::AutoDispatchBelowADInplaceOrView unrecorded;  // as the passes of a step
   std::int64_t total = 0;
   for (const auto& state : prompts_)
     total += state->prompt_rows() + state->longest * static_cast<std::int64_t>(state->responses.size());

@@ -32,6 +32,7 @@ HeldModel Learner::held() const {
 
 PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
                              bool all_tokens, Timer& timer) {
+  const at::AutoDispatchBelowADInplaceOrView unrecorded;  // torch's autograd records nothing: cheaper calls
   PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
@@ -109,6 +110,7 @@ void PassReport::add_update(const AdamW::Update& update) {
 }
 
 ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
+  const at::AutoDispatchBelowADInplaceOrView unrecorded;  // torch's autograd records nothing: cheaper calls
   const Timer timer;
   StepKind kind = kForwardOnly;
   kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.local()}.bytes(pass.options.dtype));
