@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "espalier/base/json.h"
 #include "espalier/base/random.h"
@@ -99,31 +102,63 @@ at::Tensor without_padding(const at::Tensor& local, const Shard& shard) {
   return shard.dim < 0 ? local : local.narrow(shard.dim, 0, shard.end - shard.begin);
 }
 
-std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
-                                       const Mesh& mesh) {
+namespace {
+
+// Weights in float64 as every rank and every plan of a test asks for them again, with the table that names them.
+struct ExactModel {
+  ParameterTable table;
+  at::Tensor weights;  // host
+};
+
+ModelShape drawn_shape(const std::string& family, bool critic) {
   ModelShape shape = with_head(tiny_shape(family), critic);
   shape.initializer_range = 0.2;  // large enough for attention and entropies that are not flat
-  auto exact = random_model(shape, DType::float64, seed);
-  const at::Tensor weights = on_host(exact->weights);
-  double* const values = host_values<double>(weights).data();
+  return shape;
+}
+
+ExactModel make_exact_model(const std::string& family, std::uint64_t seed, bool critic) {
+  const ModelShape shape = drawn_shape(family, critic);
+  const auto model = random_model(shape, DType::float64, seed);
+  ExactModel exact{model->table, on_host(model->weights)};
+  double* const values = host_values<double>(exact.weights).data();
   Random random(seed, 99);
-  for (const Parameter& p : exact->table.parameters())
+  for (const Parameter& p : exact.table.parameters())
     if (p.shape.size() == 1)
       for (std::int64_t i = 0; i < p.count; ++i) values[p.offset + i] += 0.3 * random.normal();
-  for (const Parameter& p : exact->table.parameters())
+  for (const Parameter& p : exact.table.parameters())
     if (family == "qwen3-moe-ties" && p.name.ends_with("mlp.gate.weight"))
-      weights.narrow(0, p.offset, p.count).zero_();
+      exact.weights.narrow(0, p.offset, p.count).zero_();
     else if (family == "qwen3-moe-near-ties" && p.name.ends_with("mlp.gate.weight"))
       for (std::int64_t i = shape.hidden; i < p.count; ++i) {
         double* rows = values + p.offset;
         rows[i] = rows[i % shape.hidden] * (1 + 1e-6 * random.normal());
       }
-  const LocalShape local(shape, mesh.degrees, mesh.place());
+  return exact;
+}
+
+std::shared_ptr<const ExactModel> exact_model(const std::string& family, std::uint64_t seed, bool critic) {
+  using Key = std::tuple<std::string, std::uint64_t, bool>;
+  constexpr std::size_t kMostHeld = 8;
+  static std::mutex mutex;  // ranks are threads
+  static std::map<Key, std::shared_ptr<const ExactModel>> held;
+  const std::lock_guard lock(mutex);
+  const Key key(family, seed, critic);
+  if (const auto found = held.find(key); found != held.end()) return found->second;
+  if (held.size() == kMostHeld) held.clear();
+  return held[key] = std::make_shared<const ExactModel>(make_exact_model(family, seed, critic));
+}
+
+}  // namespace
+
+std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
+                                       const Mesh& mesh) {
+  const std::shared_ptr<const ExactModel> exact = exact_model(family, seed, critic);
+  const LocalShape local(drawn_shape(family, critic), mesh.degrees, mesh.place());
   auto model = std::make_unique<ModelState>(local, dtype, bound_device(), mesh);
   const at::Tensor own = at::zeros({model->table.size()}, scalar_type(dtype));
   for (const Parameter& p : model->table.parameters())
     without_padding(parameter_in(own, p), p.shard)
-        .copy_(part_of(parameter_in(weights, exact->table.at(p.name)), p.shard));
+        .copy_(part_of(parameter_in(exact->weights, exact->table.at(p.name)), p.shard));
   bound_device().to_device(own, model->weights);
   return model;
 }
