@@ -6,9 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <cstdio>
 #include <fstream>
+#include <iostream>
 #include <sstream>
+
+#include "cli/interrupt.h"
+#include "cli/program.h"
 
 namespace espalier::testing {
 namespace {
@@ -31,27 +35,38 @@ int open_output(const std::filesystem::path& caught, Output output) {
   return ends[1];
 }
 
+// A copy of this process in the folder, with its streams; `become` does not come back.
+template <class Become>
+pid_t start_copy(const std::filesystem::path& where, int out_file, const std::string& input, const Become& become) {
+  std::fflush(nullptr);  // what waits here to be written is not the copy's
+  const pid_t pid = fork();
+  if (pid != 0) {
+    close(out_file);
+    return pid;
+  }
+  const int err_file = open((where / kErr).c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  if (out_file < 0 || err_file < 0 || chdir(where.c_str()) != 0) _exit(126);
+  // A test run that a script started in the background ignores interrupts, and its children would.
+  for (const int interrupt : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(interrupt, SIG_DFL);
+  dup2(open(input.c_str(), O_RDONLY), STDIN_FILENO);
+  dup2(out_file, STDOUT_FILENO);
+  dup2(err_file, STDERR_FILENO);
+  become();
+  _exit(127);
+}
+
 }  // namespace
 
 Started::Started(const std::filesystem::path& where, const std::vector<std::string>& words, Output output,
                  bool ignores_broken_pipes, const std::string& input)
-    : out_(where / kOut), err_(where / kErr) {
+    : where_(where) {
   std::vector<char*> argv = {const_cast<char*>("espalier")};
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
-  pid_ = fork();
-  if (pid_ != 0) return;
-  const int out_file = open_output(out_, output);
-  const int err_file = open(err_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (out_file < 0 || err_file < 0 || chdir(where.c_str()) != 0) _exit(126);
-  signal(SIGPIPE, ignores_broken_pipes ? SIG_IGN : SIG_DFL);
-  // A test run that a script started in the background ignores interrupts, and its children would.
-  for (const int interrupt : {SIGINT, SIGTERM, SIGHUP}) signal(interrupt, SIG_DFL);
-  dup2(open(input.c_str(), O_RDONLY), STDIN_FILENO);
-  dup2(out_file, STDOUT_FILENO);
-  dup2(err_file, STDERR_FILENO);
-  execv(ESPALIER_PROGRAM, argv.data());
-  _exit(127);
+  pid_ = start_copy(where, open_output(where / kOut, output), input, [&] {
+    if (ignores_broken_pipes) signal(SIGPIPE, SIG_IGN);
+    execv(ESPALIER_PROGRAM, argv.data());
+  });
 }
 
 Outcome Started::wait() {
@@ -62,13 +77,20 @@ Outcome Started::wait() {
     outcome.code = WEXITSTATUS(status);
   else
     outcome.signal = WTERMSIG(status);
-  outcome.out = content(out_);
-  outcome.err = content(err_);
+  outcome.out = content(where_ / kOut);
+  outcome.err = content(where_ / kErr);
   return outcome;
 }
 
 Outcome run(const std::filesystem::path& where, const std::vector<std::string>& words) {
-  return Started(where, words).wait();
+  const auto become = [&] {
+    cli::install_interrupt_handlers();
+    const int code = cli::run_program(words);
+    std::cout.flush();
+    std::fflush(nullptr);
+    _exit(code);  // without the end of torch's library, which takes longer than most runs
+  };
+  return Started(where, start_copy(where, open_output(where / kOut, Output::caught), "/dev/null", become)).wait();
 }
 
 Folder::Folder() {

@@ -1,4 +1,4 @@
-// Runs the built program with its streams caught.
+// Runs the program with its streams caught.
 #pragma once
 
 #include <sys/types.h>
@@ -18,19 +18,22 @@ struct Outcome {
 // Where the standard output goes: a file that is read at the end, a full disk, or a pipe whose reader has left.
 enum class Output { caught, full_disk, closed_pipe };
 
-// A program under way in the folder `where`; `input` is what stands on its standard input.
+// The built file under way in the folder `where`; `input` is what stands on its standard input.
 class Started {
  public:
   Started(const std::filesystem::path& where, const std::vector<std::string>& words, Output output = Output::caught,
           bool ignores_broken_pipes = false, const std::string& input = "/dev/null");
+  // A copy of this process that runs there, its streams as above.
+  Started(const std::filesystem::path& where, pid_t copy) : pid_(copy), where_(where) {}
   pid_t pid() const { return pid_; }
   Outcome wait();  // at most once
 
  private:
   pid_t pid_;
-  std::filesystem::path out_, err_;
+  std::filesystem::path where_;
 };
 
+// The program's function in a copy of this process, which saves what the start of torch's library takes.
 Outcome run(const std::filesystem::path& where, const std::vector<std::string>& words);
 
 // A folder for one test, removed at its end.

@@ -128,6 +128,17 @@ TEST(WrongUsage, GivesOneObjectUnderJson) {
   }
 }
 
+// Most of these tests call the program's function in a copy of their process: the built file says the same.
+TEST(BuiltFile, SaysWhatTheFunctionSays) {
+  const Folder folder;
+  for (const Words& words : {Words{}, Words{"--version"}, Words{"train", "--help"}, Words{"train", "--lr", "x"}}) {
+    const Outcome file = Started(folder.path(), words).wait(), function = run(folder.path(), words);
+    EXPECT_EQ(file.code, function.code) << joined(words);
+    EXPECT_EQ(file.out, function.out) << joined(words);
+    EXPECT_EQ(file.err, function.err) << joined(words);
+  }
+}
+
 TEST(Help, ShowsEveryOptionOfEveryVerb) {
   const Folder folder;
   for (const auto& [letter, name] : verb_names()) {
