@@ -161,6 +161,7 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
     if (talks) std::cout << config_text(run.options, verb.name, verb.letter);
     return 0;
   }
+  run.ranks.meet(run.options.comm_timeout);
   check_options(verb, run, words);
   use_threads(static_cast<int>(run.options.threads));
   // The reader of the output may leave; a run that writes files goes on without it.

@@ -20,7 +20,7 @@ std::string this_program() {
 }
 
 // Verbs that run on several ranks, by letter, and those that divide rows and layers over them, too.
-constexpr std::string_view kRun = "tsvbrgl", kRunUnderCpAndPp = "tsvr";
+constexpr std::string_view kRun = "tsvbrgl", kRunUnderCpAndPp = "tsvbr";
 
 void refuse_unsupported(const Verb& verb, const Options& options) {
   const bool runs = kRun.find(verb.letter) != std::string_view::npos;
@@ -37,9 +37,6 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
       throw UnsupportedError(
           {axis.name, "1", text_of(axis.degree),
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
-  if (options.ep > options.tp && (options.cp > 1 || options.pp > 1))
-    throw UnsupportedError({"--ep", text_of("at most --tp ", options.tp, " together with --cp or --pp"),
-                            text_of(options.ep), "spread experts over ranks of tp and dp alone, or leave --ep out"});
   if (options.shard == Sharding::none) return;
   if (options.shard == Sharding::full)
     throw UnsupportedError(
@@ -56,7 +53,12 @@ void RunRanks::begin(const Verb& verb) {
   begun_ = true;
   if (verb.letter == 'p' || !find_option("dp")->taken_by(verb.letter)) return;
   launch_ = launch_of_environment();
-  if (several()) processes_ = std::make_unique<Processes>(launch_);
+}
+
+void RunRanks::meet(double timeout) {
+  if (!several() || looked_) return;
+  looked_ = true;
+  processes_ = std::make_unique<Processes>(launch_, timeout);
 }
 
 std::string RunRanks::restart_point(const Verb& verb, const Options& options) const {
@@ -95,19 +97,19 @@ void RunRanks::choose_layout(const Verb& verb, Options& options, Progress& progr
   if (options.layout == LayoutChoice::given || verb.letter == 'p') return;
   options.layout = LayoutChoice::given;
   if (!several()) return;
-  const Json told = Json::parse(processes_->told_by_rank_0("layout", options.comm_timeout, [&] {
+  const Json told = Json::parse(processes_->told_by_rank_0("layout", [&] {
     const FoundDegrees found = find_degrees(options, verb.letter, launch_.ranks, launch_.local_ranks, progress);
     progress.note("note: --layout auto: " + found.reason);
-    return Json({{"tp", found.degrees.tp}, {"dp", found.degrees.dp}, {"ep", found.degrees.ep}}).dump();
+    return Json({found.degrees.tp, found.degrees.cp, found.degrees.pp, found.degrees.dp, found.degrees.ep}).dump();
   }));
-  options.tp = told["tp"].get<std::int64_t>();
-  options.dp = told["dp"].get<std::int64_t>();
-  options.ep = told["ep"].get<std::int64_t>();
+  std::size_t next = 0;
+  for (std::int64_t* degree : {&options.tp, &options.cp, &options.pp, &options.dp, &options.ep})
+    *degree = told[next++].get<std::int64_t>();
 }
 
 const Mesh& RunRanks::connect(const Verb& verb, const Options& options) {
   if (!several()) return mesh_of_one();
-  const Mesh& mesh = processes_->connect(degrees_of(options), options.comm_timeout);
+  const Mesh& mesh = processes_->connect(degrees_of(options));
   Json told = options_to_json(options, verb.letter);
   told.erase("threads");
   require_same(mesh.world, "options", text_of(ESPALIER_VERSION, told.dump()),
@@ -116,12 +118,14 @@ const Mesh& RunRanks::connect(const Verb& verb, const Options& options) {
 }
 
 bool RunRanks::shows_error() {
-  if (processes_) return processes_->is_first_to_fail();
   try {
-    return begun_ || launch_of_environment().speaks();
-  } catch (const OptionError&) {  // nobody knows who this is
-    return true;
+    if (!begun_) return launch_of_environment().speaks();
+    meet(Processes::kStart);  // options of this rank alone may be wrong
+    return !processes_ || processes_->is_first_to_fail();
+  } catch (const OptionError&) {         // nobody knows who this is
+  } catch (const CommunicationError&) {  // nor whether others know more
   }
+  return true;
 }
 
 }  // namespace espalier::cli

@@ -16,6 +16,8 @@ class RunRanks {
  public:
   // A verb without degrees runs by itself, whatever launched it.
   void begin(const Verb& verb);
+  // Finds the other ranks; `timeout`: seconds until a silent one is given up. Errors: CommunicationError.
+  void meet(double timeout);
 
   bool several() const { return launch_.ranks > 1; }
   bool talks() const { return launch_.speaks(); }  // prints results, progress and notes
@@ -41,7 +43,8 @@ class RunRanks {
   std::string silent_ranks() { return processes_ ? processes_->silent_ranks() : ""; }
 
  private:
-  bool begun_ = false;  // which verb it is, is known
+  bool begun_ = false;   // which verb it is, is known
+  bool looked_ = false;  // for the other ranks
   Launch launch_;
   std::unique_ptr<Processes> processes_;
 };

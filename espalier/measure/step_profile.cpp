@@ -2,22 +2,25 @@
 
 #include <algorithm>
 
+#include "espalier/plan/rank_layout.h"
+#include "espalier/plan/row_shares.h"
+
 namespace espalier {
 namespace {
 
-double layer_product_flops(const std::vector<PlanItem>& items, const ModelShape& shape, const StepKind& kind) {
+double layer_product_flops(const std::vector<PlanItem>& items, const LocalShape& rank, const StepKind& kind) {
   double flops = 0;
   for (const PlanItem& item : items) {
-    const Work work{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    const Flops of_item = step_flops(shape, work, kind, item.state);
-    flops += of_item.layers + of_item.experts + layer_product_flops(item.below, shape, kind);
+    if (!runs_on(item, rank.place().cp)) continue;
+    const Flops of_item = step_flops(rank.own(), work_on(item, rank), kind, item.state);
+    flops += of_item.layers + of_item.experts + layer_product_flops(item.below, rank, kind);
   }
   return flops;
 }
 
 }  // namespace
 
-StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape, StepKind kind,
+StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const LocalShape& rank, StepKind kind,
                        const MachineProfile& machine) {
   StepProfile profile;
   double rest = total;
@@ -30,7 +33,7 @@ StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, c
   profile.seconds.emplace_back("other", rest);
   const double products = timer.seconds(part::kProducts);
   kind.counting_pass = false;  // its products are in its own part
-  if (products > 0) profile.product_flops_per_second = layer_product_flops(plan.items, shape, kind) / products;
+  if (products > 0) profile.product_flops_per_second = layer_product_flops(plan.items, rank, kind) / products;
   for (const MachineProfile::Rate& rate : machine.matrix)
     profile.measured_flops_per_second = std::max(profile.measured_flops_per_second, rate.flops_per_second);
   return profile;

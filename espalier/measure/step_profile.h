@@ -23,8 +23,8 @@ struct StepProfile {
   }
 };
 
-// The profile of a step that took `total` seconds, from the parts that its timer booked.
-StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const ModelShape& shape, StepKind kind,
+// The profile of a step of one rank that took `total` seconds, from the parts that its timer booked.
+StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const LocalShape& rank, StepKind kind,
                        const MachineProfile& machine);
 
 }  // namespace espalier

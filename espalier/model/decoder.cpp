@@ -47,7 +47,8 @@ LayerContext Decoder::context(const DecoderRun& run, std::int64_t layer, const R
 }
 
 bool Decoder::only_joins(const LayerContext& c) const {
-  return c.narrow && c.input.outputs() == 0 && shape_.has_experts(c.layer) && mesh_.ep.size() > 1;
+  const std::int64_t rows = c.narrow ? c.input.outputs() : c.input.rows();
+  return rows == 0 && shape_.has_experts(c.layer) && mesh_.ep.size() > 1;
 }
 
 void Decoder::join_forward(Arena& arena) const {
@@ -190,7 +191,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
                            ModelViews& grads, const RouterPenalties& penalties) const {
   const TimedPart timed(run.timer, part::kRows);
   const ModelInput& input = run.input;
-  const DecoderBackwardBuffers declared(block(), input.rows(), input.outputs());
+  const DecoderBackwardBuffers declared(block(), input.rows(), is_last_stage() ? input.outputs() : 0);
   HeldBuffers held(run.arena, declared, dtype());
   held.enter(0);
   const at::Tensor& grad_stream_TM = held[declared.grad_stream_TM];

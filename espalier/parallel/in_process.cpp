@@ -10,6 +10,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "espalier/base/error.h"
@@ -19,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a rank brings to a collective; the others read it until all have.
+// What a rank brings to a collective.
 struct Offer {
   const char* call = "";
   std::int64_t argument = 0;  // root or the like: must be the same on all ranks
@@ -29,12 +30,16 @@ struct Offer {
 
 // What the threads of one group share. One lock for the whole world: tests have few ranks, and small tensors.
 struct Meeting {
-  explicit Meeting(std::size_t size) : offers(size) {}
+  explicit Meeting(std::size_t size) : offers(size), given(size) {}
 
   std::vector<Offer> offers;
+  // What the last one to come makes of them. It stays until all have come again, which they do after reading it.
+  at::Tensor result;
+  std::vector<Offer> given;
   std::size_t arrived = 0;
   std::uint64_t round = 0;
   std::map<std::pair<int, int>, std::deque<at::Tensor>> mail;  // from, to
+  std::condition_variable changed;
 };
 
 class World {
@@ -46,29 +51,31 @@ class World {
     return meetings_.try_emplace(ranks, ranks.size()).first->second;
   }
 
-  // Returns when all ranks of the group have come.
-  void meet(Meeting& meeting, const char* call) {
+  // Returns when all ranks of the group have come and the last one has called combine().
+  template <class Combine>
+  void meet(Meeting& meeting, const char* call, Combine&& combine) {
     std::unique_lock lock(mutex_);
     check_alive(call);
     if (++meeting.arrived == meeting.offers.size()) {
+      combine();
       meeting.arrived = 0;
       ++meeting.round;
-      changed_.notify_all();
+      meeting.changed.notify_all();
       return;
     }
-    wait(lock, call, [&, round = meeting.round] { return meeting.round != round; });
+    wait(lock, meeting, call, [&, round = meeting.round] { return meeting.round != round; });
   }
 
   void post(Meeting& meeting, int from, int to, const at::Tensor& x) {
     const std::lock_guard lock(mutex_);
     check_alive("send");
     meeting.mail[{from, to}].push_back(x.clone());
-    changed_.notify_all();
+    meeting.changed.notify_all();
   }
   at::Tensor take(Meeting& meeting, int from, int to) {
     std::unique_lock lock(mutex_);
     std::deque<at::Tensor>& mail = meeting.mail[{from, to}];
-    wait(lock, "receive", [&] { return !mail.empty(); });
+    wait(lock, meeting, "receive", [&] { return !mail.empty(); });
     at::Tensor x = mail.front();
     mail.pop_front();
     return x;
@@ -78,7 +85,7 @@ class World {
   void fail(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = error;
-    changed_.notify_all();
+    for (auto& [ranks, meeting] : meetings_) meeting.changed.notify_all();
   }
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);
@@ -89,10 +96,10 @@ class World {
     if (error_) throw CommunicationError({call, "an answer of every rank", "the end of one of them", ""});
   }
   template <class Ready>
-  void wait(std::unique_lock<std::mutex>& lock, const char* call, Ready ready) {
+  void wait(std::unique_lock<std::mutex>& lock, Meeting& meeting, const char* call, Ready ready) {
     const auto end =
         Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_));
-    const bool in_time = changed_.wait_until(lock, end, [&] { return ready() || error_; });
+    const bool in_time = meeting.changed.wait_until(lock, end, [&] { return ready() || error_; });
     if (in_time && ready()) return;
     check_alive(call);
     throw CommunicationError(
@@ -101,7 +108,6 @@ class World {
 
   double timeout_;
   std::mutex mutex_;
-  std::condition_variable changed_;
   std::exception_ptr error_;
   std::map<std::vector<int>, Meeting> meetings_;
 };
@@ -112,21 +118,20 @@ class ThreadGroup : public Group {
       : Group(rank, static_cast<int>(ranks.size())), world_(world), meeting_(world.meeting_of(ranks)) {}
 
  private:
-  // Every rank offers, then reads what the others offered, then overwrites its own tensors.
-  template <class Read, class Write>
-  void together(Offer offer, Read&& read, Write&& write) {
+  // Every rank offers; the last one to come combines what all have offered.
+  template <class Combine>
+  void together(Offer offer, Combine&& combine) {
     const char* call = offer.call;
-    offers()[static_cast<std::size_t>(rank())] = std::move(offer);
-    world_.meet(meeting_, call);
-    check_agreement();
-    read();
-    world_.meet(meeting_, call);
-    write();
+    meeting_.offers[static_cast<std::size_t>(rank())] = std::move(offer);
+    world_.meet(meeting_, call, [&] {
+      check_agreement();
+      combine();
+    });
   }
 
   void check_agreement() const {
-    const Offer& own = offers()[static_cast<std::size_t>(rank())];
-    for (const Offer& other : offers()) {
+    const Offer& own = meeting_.offers[static_cast<std::size_t>(rank())];
+    for (const Offer& other : meeting_.offers) {
       const bool same = std::string_view(other.call) == own.call && other.argument == own.argument &&
                         other.tensor.scalar_type() == own.tensor.scalar_type() &&
                         (!own.rows.empty() || other.tensor.numel() == own.tensor.numel());
@@ -136,8 +141,7 @@ class ThreadGroup : public Group {
     }
   }
 
-  std::vector<Offer>& offers() const { return meeting_.offers; }
-  at::Tensor offered(int rank) const { return offers()[static_cast<std::size_t>(rank)].tensor; }
+  at::Tensor offered(int rank) const { return meeting_.offers[static_cast<std::size_t>(rank)].tensor; }
 
   at::Tensor sum() const {
     at::Tensor sum = offered(0).clone();
@@ -146,57 +150,54 @@ class ThreadGroup : public Group {
   }
 
   void do_add(const at::Tensor& x) override {
-    at::Tensor all;
-    together(
-        {"add_over_ranks", 0, x, {}}, [&] { all = sum(); }, [&] { x.copy_(all); });
+    together({"add_over_ranks", 0, x, {}}, [&] { meeting_.result = sum(); });
+    x.copy_(meeting_.result.view(x.sizes()));
   }
 
   void do_max(const at::Tensor& x) override {
-    at::Tensor all;
-    const auto read = [&] {
-      all = offered(0).clone();
-      for (int r = 1; r < size(); ++r) all = at::maximum(all, offered(r));
-    };
-    together({"max_over_ranks", 0, x, {}}, read, [&] { x.copy_(all); });
+    together({"max_over_ranks", 0, x, {}}, [&] {
+      meeting_.result = offered(0).clone();
+      for (int r = 1; r < size(); ++r) at::maximum_out(meeting_.result, meeting_.result, offered(r));
+    });
+    x.copy_(meeting_.result.view(x.sizes()));
   }
 
   void do_gather(const at::Tensor& part, const at::Tensor& whole) override {
-    const auto read = [&] {
-      for (int r = 0; r < size(); ++r)
-        whole.view(-1).narrow(0, r * part.numel(), part.numel()).copy_(offered(r).view(-1));
-    };
-    together({"gather", 0, part, {}}, read, [] {});
+    together({"gather", 0, part, {}}, [&] {
+      std::vector<at::Tensor> parts;
+      for (int r = 0; r < size(); ++r) parts.push_back(offered(r).view(-1));
+      meeting_.result = at::cat(parts);
+    });
+    whole.view(-1).copy_(meeting_.result);
   }
 
   void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
-    at::Tensor own;
-    const auto read = [&] { own = sum().view(-1).narrow(0, rank() * part.numel(), part.numel()); };
-    together({"scatter_sum", 0, whole, {}}, read, [&] { part.view(-1).copy_(own); });
+    together({"scatter_sum", 0, whole, {}}, [&] { meeting_.result = sum(); });
+    part.view(-1).copy_(meeting_.result.view(-1).narrow(0, rank() * part.numel(), part.numel()));
   }
 
   void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                    std::span<const std::int64_t> receive_rows) override {
-    const auto read = [&] {
-      std::int64_t to = 0;
-      for (int r = 0; r < size(); ++r) {
-        const std::vector<std::int64_t>& rows = offers()[static_cast<std::size_t>(r)].rows;
-        const std::int64_t count = rows[static_cast<std::size_t>(rank())];
-        std::int64_t from = 0;
-        for (int before = 0; before < rank(); ++before) from += rows[static_cast<std::size_t>(before)];
-        if (count != receive_rows[static_cast<std::size_t>(r)])
-          throw CommunicationError({"exchange", text_of(receive_rows[static_cast<std::size_t>(r)], " rows of rank ", r),
-                                    text_of(count), ""});
-        receive.narrow(0, to, count).copy_(offered(r).narrow(0, from, count));
-        to += count;
-      }
-    };
-    together({"exchange", 0, send, {send_rows.begin(), send_rows.end()}}, read, [] {});
+    together({"exchange", 0, send, {send_rows.begin(), send_rows.end()}}, [&] {
+      meeting_.given = meeting_.offers;
+      for (Offer& offer : meeting_.given) offer.tensor = offer.tensor.clone();
+    });
+    std::int64_t to = 0;
+    for (int r = 0; r < size(); ++r) {
+      const Offer& given = meeting_.given[static_cast<std::size_t>(r)];
+      const std::int64_t count = given.rows[static_cast<std::size_t>(rank())];
+      const std::int64_t from = std::accumulate(given.rows.begin(), given.rows.begin() + rank(), std::int64_t{0});
+      if (count != receive_rows[static_cast<std::size_t>(r)])
+        throw CommunicationError(
+            {"exchange", text_of(receive_rows[static_cast<std::size_t>(r)], " rows of rank ", r), text_of(count), ""});
+      receive.narrow(0, to, count).copy_(given.tensor.narrow(0, from, count));
+      to += count;
+    }
   }
 
   void do_broadcast(const at::Tensor& x, int root) override {
-    at::Tensor from_root;
-    together(
-        {"broadcast", root, x, {}}, [&] { from_root = offered(root).clone(); }, [&] { x.copy_(from_root); });
+    together({"broadcast", root, x, {}}, [&] { meeting_.result = offered(root).clone(); });
+    x.copy_(meeting_.result.view(x.sizes()));
   }
 
   void do_send(const at::Tensor& x, int to) override { world_.post(meeting_, rank(), to, x); }

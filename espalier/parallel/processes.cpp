@@ -30,8 +30,8 @@ std::string first_line(const std::exception& error) {
 
 class ProcessGroup : public Group {
  public:
-  ProcessGroup(c10::intrusive_ptr<Gloo> gloo, int rank, int size, double timeout)
-      : Group(rank, size), gloo_(std::move(gloo)), timeout_(timeout) {}
+  ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, double timeout)
+      : Group(backend->getRank(), backend->getSize()), backend_(std::move(backend)), timeout_(timeout) {}
 
  private:
   template <class Call>
@@ -49,7 +49,7 @@ class ProcessGroup : public Group {
       std::vector<at::Tensor> tensors{x};
       c10d::AllreduceOptions options;
       options.reduceOp = op;
-      gloo_->allreduce(tensors, options)->wait();
+      backend_->allreduce(tensors, options)->wait();
     });
   }
 
@@ -59,14 +59,14 @@ class ProcessGroup : public Group {
   void do_gather(const at::Tensor& part, const at::Tensor& whole) override {
     run("gather", [&] {
       at::Tensor in = part.view(-1), out = whole.view(-1);
-      gloo_->_allgather_base(out, in)->wait();
+      backend_->_allgather_base(out, in)->wait();
     });
   }
 
   void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
     run("sum and scatter", [&] {
       at::Tensor in = whole.view(-1), out = part.view(-1);
-      gloo_->_reduce_scatter_base(out, in)->wait();
+      backend_->_reduce_scatter_base(out, in)->wait();
     });
   }
 
@@ -76,7 +76,7 @@ class ProcessGroup : public Group {
       at::Tensor in = send, out = receive;
       std::vector<std::int64_t> given(send_rows.begin(), send_rows.end()),
           taken(receive_rows.begin(), receive_rows.end());
-      gloo_->alltoall_base(out, in, taken, given)->wait();
+      backend_->alltoall_base(out, in, taken, given)->wait();
     });
   }
 
@@ -85,7 +85,7 @@ class ProcessGroup : public Group {
       std::vector<at::Tensor> tensors{x};
       c10d::BroadcastOptions options;
       options.rootRank = root;
-      gloo_->broadcast(tensors, options)->wait();
+      backend_->broadcast(tensors, options)->wait();
     });
   }
 
@@ -94,7 +94,7 @@ class ProcessGroup : public Group {
     constexpr std::size_t kMostUnderWay = 16;
     run("send", [&] {
       std::vector<at::Tensor> tensors{x.clone()};
-      under_way_.push_back(gloo_->send(tensors, to, 0));
+      under_way_.push_back(backend_->send(tensors, to, 0));
       if (under_way_.size() <= kMostUnderWay) return;
       under_way_.front()->wait();
       under_way_.pop_front();
@@ -104,11 +104,11 @@ class ProcessGroup : public Group {
   void do_receive(const at::Tensor& x, int from) override {
     run("receive", [&] {
       std::vector<at::Tensor> tensors{x};
-      gloo_->recv(tensors, from, 0)->wait();
+      backend_->recv(tensors, from, 0)->wait();
     });
   }
 
-  c10::intrusive_ptr<Gloo> gloo_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   double timeout_;
   std::deque<c10::intrusive_ptr<c10d::Work>> under_way_;
 };
@@ -134,6 +134,23 @@ auto network_device(const Launch& launch) {
   return Gloo::createDefaultDevice();
 }
 
+// The library that carries the collectives of a group. Gloo: of tensors in the host's memory.
+class Backends {
+ public:
+  Backends(const Launch& launch, double timeout) : device_(network_device(launch)), timeout_(timeout) {}
+
+  c10::intrusive_ptr<c10d::Backend> make(c10::intrusive_ptr<c10d::Store> store, int rank, int size) const {
+    auto options = Gloo::Options::create(milliseconds(timeout_));
+    options->devices.push_back(device_);
+    options->threads = 1;
+    return c10::make_intrusive<Gloo>(std::move(store), rank, size, options);
+  }
+
+ private:
+  decltype(network_device(Launch{})) device_;
+  double timeout_;
+};
+
 }  // namespace
 
 struct Processes::State {
@@ -155,11 +172,11 @@ struct Processes::State {
   }
 };
 
-Processes::Processes(const Launch& launch) : state_(std::make_unique<State>()) {
+Processes::Processes(const Launch& launch, double timeout) : state_(std::make_unique<State>()) {
   state_->launch = launch;
-  constexpr double kPatience = 300;  // seconds: ranks start one after another, on many machines
+  state_->timeout = timeout;
   try {
-    state_->store = meeting_place(launch, kPatience);
+    state_->store = meeting_place(launch, std::max(timeout, kStart));
   } catch (const std::exception& error) {
     throw CommunicationError({text_of(launch.host, ':', launch.port),
                               text_of("the meeting place of ", launch.ranks, " ranks"), first_line(error),
@@ -175,23 +192,20 @@ Processes::~Processes() {
   }
 }
 
-const Mesh& Processes::connect(const Degrees& degrees, double timeout) {
+const Mesh& Processes::connect(const Degrees& degrees) {
   State& state = *state_;
   const Launch& launch = state.launch;
+  const double timeout = state.timeout;
   try {
-    const auto device = network_device(launch);
+    const Backends backends(launch, timeout);
     state.mesh =
         std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const std::vector<int>& ranks) -> std::unique_ptr<Group> {
           std::string name;
           for (const int rank : ranks) name += text_of('/', rank);
           const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), launch.rank) - ranks.begin());
-          const int size = static_cast<int>(ranks.size());
-          auto options = Gloo::Options::create(milliseconds(timeout));
-          options->devices.push_back(device);
-          options->threads = 1;
-          auto gloo = c10::make_intrusive<Gloo>(c10::make_intrusive<c10d::PrefixStore>(name, state.store), place, size,
-                                                options);
-          return std::make_unique<ProcessGroup>(std::move(gloo), place, size, timeout);
+          auto store = c10::make_intrusive<c10d::PrefixStore>(name, state.store);
+          return std::make_unique<ProcessGroup>(backends.make(std::move(store), place, static_cast<int>(ranks.size())),
+                                                timeout);
         });
   } catch (const std::exception& error) {
     throw CommunicationError(
@@ -204,9 +218,9 @@ const Mesh& Processes::connect(const Degrees& degrees, double timeout) {
   return mesh;
 }
 
-std::string Processes::told_by_rank_0(const std::string& what, double timeout,
-                                      const std::function<std::string()>& make) {
+std::string Processes::told_by_rank_0(const std::string& what, const std::function<std::string()>& make) {
   State& state = *state_;
+  const double timeout = std::max(state.timeout, kStart);
   if (state.launch.rank == 0) {
     const std::string text = make();
     state.store->set(what, std::vector<std::uint8_t>(text.begin(), text.end()));

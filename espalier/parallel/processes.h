@@ -12,17 +12,20 @@ namespace espalier {
 
 class Processes {
  public:
-  // Finds the meeting place; rank 0 makes it where the launcher does not. Errors: CommunicationError.
-  explicit Processes(const Launch& launch);
+  // Ranks start one after another: while they look for each other, so many seconds are waited in any case.
+  static constexpr double kStart = 10;
+
+  // Finds the meeting place; rank 0 makes it where the launcher does not. `timeout`: seconds until a silent rank is
+  // given up. Errors: CommunicationError.
+  Processes(const Launch& launch, double timeout);
   ~Processes();
 
-  // Connects every rank with those that share an axis with it. Called once. `timeout`: seconds until a silent rank is
-  // given up. Errors: CommunicationError.
-  const Mesh& connect(const Degrees& degrees, double timeout);
+  // Connects every rank with those that share an axis with it. Called once. Errors: CommunicationError.
+  const Mesh& connect(const Degrees& degrees);
 
   // What `make` says on rank 0, told to all before anybody is connected. Errors: CommunicationError where rank 0
-  // failed or has not spoken for `timeout` seconds.
-  std::string told_by_rank_0(const std::string& what, double timeout, const std::function<std::string()>& make);
+  // failed or says nothing.
+  std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 
   // Where something failed: true on the rank that calls it first, whose message is the one to be shown.
   bool is_first_to_fail();

@@ -1,38 +1,33 @@
-// Ranks of ep that run other rows than each other, as those of dp do, still meet in every layer of experts: they take
-// forward and backward passes in one common order, and who has no rows of its own for a pass joins without any.
+// Ranks of ep that run other rows than each other meet in every layer of experts: the next event of their common order
+// (plan/joint_order.h), and whether this rank has rows of its own for it.
 #pragma once
 
 #include <cstddef>
-#include <string>
+#include <optional>
 #include <vector>
 
-#include "espalier/phase/step_run.h"
+#include "espalier/parallel/mesh.h"
+#include "espalier/plan/joint_order.h"
 
 namespace espalier {
 
-enum class Pass : char { forward = 'f', backward = 'b' };
-
-// The passes of a plan that a rank of cp runs, in order.
-std::string passes_of(const StepPlan& plan, bool trains, std::int64_t cp_rank = 0);
-
-// The shortest order that a simple rule finds in which every rank's passes are contained in theirs: the next pass is
-// always that of the rank with most to do, the lowest among equals; all who are about to run such a pass do.
-std::string common_order(std::vector<std::string> passes_of_ranks);
-
 class InStep {
  public:
-  // Every rank of ep makes one for the same run. Nothing happens where all of them have the same rows.
-  InStep(const StepRun& step, const StepPlan& plan);
+  // Every rank of a stage makes one for the same run. There is no order where all ranks of ep have the same rows.
+  InStep(const Mesh& mesh, const StepPlan& plan);
 
-  void before(Pass own);  // this rank is about to run one: joins those that come first
-  bool done() const { return next_ == order_.size(); }
-  void finish();  // joins what the others still run
+  // Takes the next event if it is one that this rank has no rows for.
+  std::optional<Event> take_of_others();
+  // Takes the next one, which is this rank's own.
+  void take_own(Event event);
 
  private:
-  void join();
+  struct Turn {
+    Event event;
+    bool own;
+  };
 
-  const StepRun& step_;
-  std::string order_;  // empty: all have the same rows
+  std::vector<Turn> order_;  // empty: none
   std::size_t next_ = 0;
 };
 

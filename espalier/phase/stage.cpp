@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "espalier/device/host_values.h"
@@ -27,7 +28,7 @@ class StageExecutor : public Executor {
 
   StageExecutor(const StepRun& step, const StepPlan& plan)
       : step_(step),
-        in_step_(step, plan),
+        in_step_(step.decoder.mesh(), plan),
         cp_(step.decoder.mesh().cp),
         pp_(step.decoder.mesh().pp),
         most_in_flight_(static_cast<std::size_t>(pp_.size() - pp_.rank())) {
@@ -48,10 +49,12 @@ class StageExecutor : public Executor {
   }
 
   void open_trunk(const PlanItem& item) override {
+    begin_own(Event::open);
+    end_waves();
     trim();
     OpenItem& trunk = open_.emplace_back(step_, item, step_.arena);
     step_.path.push(item.set.rows, count_items(item.below, cp_.rank()));
-    book({result.seconds.trunk_forward, result.arena_bytes.a, result.bytes.a}, [&] { forward(trunk.run); });
+    book_open([&] { trunk.run.forward(); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
     rows_done_ += item.set.rows;
@@ -60,18 +63,21 @@ class StageExecutor : public Executor {
   void run_wave(const PlanItem& item) override {
     if (!open_.empty()) open_.back().ask_ahead_of(item);
     rows_done_ += item.set.rows;
-    if (runs_on(item, cp_.rank())) run_own_wave(item);
+    if (runs_on(item, cp_.rank())) {
+      begin_own(Event::wave);
+      begin_wave(&item);
+    }
     if (step_.on_rows) step_.on_rows(rows_done_);
   }
 
   void close_trunk(const PlanItem& item) override {
+    begin_own(Event::close);
     end_waves();
     trim();
     OpenItem& trunk = open_.back();
     trunk.run.ask_ahead();
     if (open_.size() > 1) open_[open_.size() - 2].ask_ahead_of(item);
-    if (step_.trains())
-      book({result.seconds.trunk_backward, result.arena_bytes.c, result.bytes.c}, [&] { add_backward(trunk.run); });
+    if (step_.trains()) book_close([&] { add_backward(trunk.run); });
     step_.path.pop();
     open_.pop_back();
     trim();
@@ -79,12 +85,34 @@ class StageExecutor : public Executor {
 
   // What other ranks still run, after one's own last wave.
   void finish() {
+    join_others();
     end_waves();
-    if (!in_step_.done()) book_wave([&] { in_step_.finish(); });
     add_penalties();
   }
 
  private:
+  // Runs this rank's experts for the events that others have before its own next one.
+  void join_others() {
+    const Decoder& decoder = step_.decoder;
+    while (const std::optional<Event> event = in_step_.take_of_others()) switch (*event) {
+        case Event::open:
+          end_waves();
+          book_open([&] { decoder.join_forward(step_.arena); });
+          break;
+        case Event::wave:
+          begin_wave(nullptr);
+          break;
+        case Event::close:
+          end_waves();
+          if (step_.trains()) book_close([&] { join_backward(); });
+          break;
+      }
+  }
+  void begin_own(Event event) {
+    join_others();
+    in_step_.take_own(event);
+  }
+
   void end_waves() {
     while (!in_flight_.empty()) end_first_wave();
   }
@@ -114,29 +142,32 @@ class StageExecutor : public Executor {
     ItemRun run;
   };
 
-  void run_own_wave(const PlanItem& item) {
+  // Null: a wave that others run, which is in flight here as it is there.
+  void begin_wave(const PlanItem* item) {
+    Arena* region = regions_.empty() ? nullptr : regions_[waves_begun_++ % regions_.size()].get();
     book_wave([&] {
-      Arena& arena = regions_.empty() ? step_.arena : *regions_[waves_begun_++ % regions_.size()];
-      OpenItem& wave = in_flight_.emplace_back(step_, item, arena);
-      forward(wave.run);
+      if (item == nullptr) {
+        in_flight_.emplace_back();
+        return step_.decoder.join_forward(step_.arena);
+      }
+      OpenItem& wave = *in_flight_.emplace_back(std::in_place, step_, *item, region ? *region : step_.arena);
+      wave.run.forward();
       result.wave_rows += wave.run.rows();
     });
+    if (region) region->trim();  // until its backward it holds what it saves
     if (!step_.trains()) return in_flight_.pop_front();
     if (in_flight_.size() == most_in_flight_) end_first_wave();
   }
 
   void end_first_wave() {
-    book_wave([&] { add_backward(in_flight_.front().run); });
+    book_wave([&] { in_flight_.front() ? add_backward(in_flight_.front()->run) : join_backward(); });
     in_flight_.pop_front();
+    if (!regions_.empty()) regions_[waves_ended_++ % regions_.size()]->trim();
   }
 
-  void forward(ItemRun& run) {
-    in_step_.before(Pass::forward);
-    run.forward();
-  }
+  void join_backward() { step_.decoder.join_backward(step_.gradients->views(), step_.arena); }
 
   void add_backward(ItemRun& run) {
-    in_step_.before(Pass::backward);
     run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
   }
 
@@ -159,6 +190,7 @@ class StageExecutor : public Executor {
     const Mesh& mesh = step_.decoder.mesh();
     const AxisBytes before = mesh.bytes();
     step_.arena.reset_high_water();
+    for (const auto& region : regions_) region->reset_high_water();
     work();
     std::int64_t in_regions = 0;
     for (const auto& region : regions_) in_regions += region->high_water();
@@ -166,6 +198,14 @@ class StageExecutor : public Executor {
     books.bytes += mesh.bytes() - before;
     books.seconds += step_.arena.device().seconds() - begin;
     result.seconds.waiting += pp_.waited() - waited;
+  }
+  template <class Work>
+  void book_open(Work&& work) {
+    book({result.seconds.trunk_forward, result.arena_bytes.a, result.bytes.a}, work);
+  }
+  template <class Work>
+  void book_close(Work&& work) {
+    book({result.seconds.trunk_backward, result.arena_bytes.c, result.bytes.c}, work);
   }
   template <class Work>
   void book_wave(Work&& work) {
@@ -176,12 +216,12 @@ class StageExecutor : public Executor {
   InStep in_step_;
   const Group &cp_, &pp_;
   const std::size_t most_in_flight_;
-  std::vector<std::unique_ptr<Arena>> regions_;  // of waves in flight, in turn; none: the arena serves them
-  std::deque<OpenItem> open_;                    // trunks, innermost last
-  std::deque<OpenItem> in_flight_;               // waves whose backward has not run, oldest first
+  std::vector<std::unique_ptr<Arena>> regions_;    // of waves in flight, in turn; none: the arena serves them
+  std::deque<OpenItem> open_;                      // trunks, innermost last
+  std::deque<std::optional<OpenItem>> in_flight_;  // waves whose backward has not run, oldest first; nothing: others'
   at::Tensor penalties_IL2_;  // of the items in the order of their backwards; undefined without router losses
   std::int64_t backwards_ = 0, rows_done_ = 0;
-  std::size_t waves_begun_ = 0;
+  std::size_t waves_begun_ = 0, waves_ended_ = 0;
 };
 
 }  // namespace

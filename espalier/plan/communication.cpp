@@ -1,7 +1,11 @@
 #include "espalier/plan/communication.h"
 
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <vector>
 
+#include "espalier/plan/joint_order.h"
 #include "espalier/plan/parameter_shapes.h"
 #include "espalier/plan/row_shares.h"
 
@@ -66,12 +70,40 @@ class Communication::Walk {
     last_stage_ = local_.place().pp == d.pp - 1;
   }
 
-  void add(const PlanItem& item) {
-    if (!runs_on(item, local_.place().cp)) return;  // a wave that was dealt to another rank of cp
-    const bool trunk = item.kind == ItemKind::trunk;
-    forward(item, trunk ? traffic.bytes.a : traffic.bytes.b);
-    for (const PlanItem& below : item.below) add(below);
-    if (kind_.gradients) backward(item, trunk ? traffic.bytes.c : traffic.bytes.b);
+  // `plans`: of every rank of dp.
+  void run(std::span<const StepPlan* const> plans) {
+    const Degrees& d = local_.degrees();
+    const Place& place = local_.place();
+    const RankRange together = joint_ranks(d, place);
+    std::vector<std::string> events;
+    std::vector<std::vector<const PlanItem*>> items;
+    for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank) {
+      const std::vector<PlanItem>& of_rank = plans[static_cast<std::size_t>(rank / d.cp)]->items;
+      events.push_back(events_of(of_rank, rank % d.cp));
+      items.push_back(items_of_events(of_rank, rank % d.cp));
+    }
+    const std::int64_t own = place.dp * d.cp + place.cp - together.begin,
+                       of_ep = std::max<std::int64_t>(1, d.ep / d.tp);
+    std::vector<std::size_t> taken(items.size());
+    for (const JointEvent& next : joint_order(std::move(events), d.cp, together.begin)) {
+      const PlanItem* item = nullptr;
+      others_.clear();
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        const auto rank = static_cast<std::int64_t>(i);
+        if (!next.own[i]) continue;
+        const PlanItem& here = *items[i][taken[i]++];
+        if (rank == own)
+          item = &here;
+        else if (rank / of_ep == own / of_ep)
+          others_.push_back(rows_on(here, (together.begin + rank) % d.cp));
+      }
+      own_rows_ = item ? rows_on(*item, place.cp) : Rows{};
+      if (next.event == Event::open) forward(item, traffic.bytes.a);
+      if (next.event == Event::wave) forward(item, traffic.bytes.b);
+      if (!kind_.gradients) continue;
+      if (next.event == Event::wave) backward(item, traffic.bytes.b);
+      if (next.event == Event::close) backward(item, traffic.bytes.c);
+    }
   }
 
   // Gradients of copies within tp, then of replicas, in the order of the engine.
@@ -88,6 +120,10 @@ class Communication::Walk {
       if (shard->partial_gradient)
         give(tp_, Collective::sum, tp_.ranks / shard->copies * count * s_, traffic.bytes.reduction.tp);
     });
+    const ModelShape& whole = local_.whole();
+    const bool outer = local_.place().pp == 0 || last_stage_;
+    if (whole.tied_head && outer)
+      give(pp_, Collective::send, own_.vocabulary * own_.hidden * s_, traffic.bytes.reduction.pp);
     give(replicas_, Collective::sum, everybody * s_, traffic.bytes.reduction.dp);
     give(expert_replicas_, Collective::sum, experts * s_, traffic.bytes.reduction.dp);
     traffic.reduction_seconds = traffic.seconds - before;
@@ -102,86 +138,104 @@ class Communication::Walk {
     traffic.seconds += line.seconds(kind, static_cast<double>(bytes));
   }
 
-  // Calls visit(rows that continue, whether the layer has experts) for every layer of this rank, R where it has some.
-  template <class Visit>
-  void for_each_layer(const PlanItem& item, Visit visit) const {
-    for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
-      const bool experts = own_.has_experts(layer), last = last_stage_ && layer + 1 == own_.layers;
-      visit(share(item, last && !(kind_.all_rows_choose && experts) ? item.set.outputs : item.set.rows), experts);
-    }
+  // What a rank of cp has of an item: its rows, and those with edges.
+  struct Rows {
+    std::int64_t all = 0, outputs = 0;
+  };
+  Rows rows_on(const PlanItem& item, std::int64_t cp_rank) const {
+    if (!is_divided(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
+    const RowShares shares(item.set.rows, cp_.ranks);
+    Rows rows{shares.rows_of(cp_rank), 0};
+    std::int32_t before = -1;
+    for (const LossEdge& edge : edges_of(share_of(item.set, shares, cp_rank), rollouts_, all_logprobs_))
+      if (edge.row != before) ++rows.outputs, before = edge.row;
+    return rows;
   }
-  // Of rows or edges of an item, those of the rank of cp with most.
-  std::int64_t share(const PlanItem& item, std::int64_t count) const {
-    return is_divided(item, cp_.ranks) ? RowShares(count, cp_.ranks).most() : count;
+  std::int64_t edges_here(const PlanItem& item) const {
+    if (!is_divided(item, cp_.ranks)) return edges(item.set);
+    return edges(share_of(item.set, RowShares(item.set.rows, cp_.ranks), local_.place().cp));
   }
-  std::int64_t edges(const PlanItem& item) const {
-    return static_cast<std::int64_t>(edges_of(item.set, rollouts_, all_logprobs_).size());
+  std::int64_t edges(const RowSet& set) const {
+    return static_cast<std::int64_t>(edges_of(set, rollouts_, all_logprobs_).size());
   }
+
+  bool is_narrow(std::int64_t layer) const {
+    return last_stage_ && layer + 1 == own_.layers && !(kind_.all_rows_choose && own_.has_experts(layer));
+  }
+  std::int64_t continuing(const Rows& rows, std::int64_t layer) const {
+    return is_narrow(layer) ? rows.outputs : rows.all;
+  }
+
   // Of a layer of a divided item.
   void gather_context(const PlanItem& item, AxisBytes& phase) {
-    if (!is_divided(item, cp_.ranks)) return;
-    give(cp_, Collective::gather, share(item, item.set.rows) * key_value_width() * b_, phase.cp);
+    if (is_divided(item, cp_.ranks)) give(cp_, Collective::gather, most_rows(item) * key_value_width() * b_, phase.cp);
   }
+  std::int64_t most_rows(const PlanItem& item) const { return RowShares(item.set.rows, cp_.ranks).most(); }
   void control(const PlanItem& item, AxisBytes& phase) {
     if (!is_divided(item, cp_.ranks)) return;
-    if (kind_.whole_rollout && last_stage_) give(cp_, Collective::sum, 2 * edges(item) * kNumber, phase.cp);
+    if (kind_.whole_rollout && last_stage_) give(cp_, Collective::sum, 2 * edges(item.set) * kNumber, phase.cp);
     const ModelShape& whole = local_.whole();
     if (kind_.counts_rollouts && kind_.gradients)
       give(cp_, Collective::sum,
            static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers * whole.experts * kNumber, phase.cp);
   }
 
-  void forward(const PlanItem& item, AxisBytes& phase) {
-    const std::int64_t T = share(item, item.set.rows), M = own_.hidden;
+  // Of an event; null: of others, this rank has no rows.
+  void forward(const PlanItem* item, AxisBytes& phase) {
+    const std::int64_t T = own_rows_.all, M = own_.hidden;
     if (local_.place().pp == 0) give(tp_, Collective::sum, T * M * b_, phase.tp);
-    for_each_layer(item, [&](std::int64_t R, bool experts) {
-      gather_context(item, phase);
+    for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
+      const bool experts = own_.has_experts(layer);
+      const std::int64_t R = continuing(own_rows_, layer);
+      if (item) gather_context(*item, phase);
       give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (experts) exchange(R, M * b_, M * b_, phase);
-    });
-    control(item, phase);
+      if (experts) exchange(layer, M * b_, M * b_, phase);
+    }
+    if (item) control(*item, phase);
     if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
-    head(item, phase, kind_.gradients && !kind_.whole_rollout);
+    if (item) head(*item, phase, kind_.gradients && !kind_.whole_rollout);
   }
 
-  void backward(const PlanItem& item, AxisBytes& phase) {
-    const std::int64_t T = share(item, item.set.rows), M = own_.hidden, k = own_.experts_per_token;
-    const bool again = item.kind == ItemKind::wave, recomputes = item.state.recomputes_attention();
-    control(item, phase);
-    if (last_stage_ && kind_.whole_rollout) head(item, phase, true);
-    for_each_layer(item, [&](std::int64_t R, bool experts) {
-      if (again) gather_context(item, phase);  // a trunk's keys and values are in the path
-      if (again && recomputes) gather_context(item, phase);
+  void backward(const PlanItem* item, AxisBytes& phase) {
+    const std::int64_t T = own_rows_.all, M = own_.hidden, k = own_.experts_per_token;
+    const bool again = item && item->kind == ItemKind::wave, recomputes = item && item->state.recomputes_attention();
+    if (item) control(*item, phase);
+    if (item && last_stage_ && kind_.whole_rollout) head(*item, phase, true);
+    for (std::int64_t layer = own_.layers - 1; layer >= 0; --layer) {
+      const bool experts = own_.has_experts(layer);
+      const std::int64_t R = continuing(own_rows_, layer);
+      if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
+      if (again && recomputes) gather_context(*item, phase);
       if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, T * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (is_divided(item, cp_.ranks))
-        give(cp_, Collective::scatter_sum, cp_.ranks * T * key_value_width() * s_, phase.cp);
-      if (!experts) return;
+      if (item && is_divided(*item, cp_.ranks))
+        give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
+      if (!experts) continue;
       give(tp_, Collective::sum, R * k * s_, phase.tp);
-      exchange(R, 2 * M * b_ + s_, M * s_ + s_, phase);
-    });
+      exchange(layer, 2 * M * b_ + s_, M * s_ + s_, phase);
+    }
     if (local_.place().pp > 0) give(pp_, Collective::send, T * M * b_, phase.pp);
   }
 
   void head(const PlanItem& item, AxisBytes& phase, bool with_gradient) {
-    const std::int64_t O = share(item, item.set.outputs);
-    if (O == 0 || local_.whole().value_head) return;
-    const std::int64_t edges = share(item, this->edges(item));
+    const std::int64_t O = own_rows_.outputs;
+    if (O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
     give(tp_, Collective::sum, O * kNumber, phase.tp);
-    give(tp_, Collective::sum, (2 * O + edges) * kNumber, phase.tp);
+    give(tp_, Collective::sum, (2 * O + edges_here(item)) * kNumber, phase.tp);
     if (with_gradient) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 
-  // Counts of every expert's choices, then of the choices of this rank's run of R rows `out` bytes each to the ranks
-  // that have the experts, and `back` bytes each to the ranks whose choices came here: those of other trees have as
-  // many.
-  void exchange(std::int64_t R, std::int64_t out, std::int64_t back, AxisBytes& phase) {
+  // Counts of every expert's choices, then of the choices of this rank's run of its rows `out` bytes each to the ranks
+  // that have the experts, and `back` bytes each to the ranks whose choices came here.
+  void exchange(std::int64_t layer, std::int64_t out, std::int64_t back, AxisBytes& phase) {
     const Degrees& d = local_.degrees();
     if (d.ep == 1) return;
-    const std::int64_t of_tp = local_.place().tp, run = R * (of_tp + 1) / d.tp - R * of_tp / d.tp;
-    const std::int64_t others = R * d.ep / d.tp - run, k = own_.experts_per_token;
+    const std::int64_t R = continuing(own_rows_, layer), of_tp = local_.place().tp, k = own_.experts_per_token;
+    const std::int64_t run = R * (of_tp + 1) / d.tp - R * of_tp / d.tp;
+    std::int64_t others = R - run;
+    for (const Rows& rows : others_) others += continuing(rows, layer);
     give(ep_, Collective::exchange, own_.experts * kNumber / d.ep * (d.ep - 1), phase.ep);
     give(ep_, Collective::exchange, run * k * (d.ep - 1) / d.ep * out, phase.ep);
     give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
@@ -195,6 +249,8 @@ class Communication::Walk {
   const StepKind& kind_;
   std::span<const Rollout> rollouts_;
   bool all_logprobs_, last_stage_ = true;
+  Rows own_rows_;             // at the event that is walked
+  std::vector<Rows> others_;  // of the ranks that share experts with this one
   Line tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
 };
 
@@ -202,9 +258,13 @@ Communication::Communication(const LocalShape& local, DType dtype, const StepKin
     : local_(local), bytes_(element_bytes(dtype)), kind_(kind), profile_(profile) {}
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {
-  Walk walk(*this, rollouts, plan.all_logprobs);
+  return of(std::vector(static_cast<std::size_t>(local_.degrees().dp), &plan), rollouts);
+}
+
+PlannedTraffic Communication::of(std::span<const StepPlan* const> plans, std::span<const Rollout> rollouts) const {
   if (local_.degrees().ranks() == 1) return {};
-  for (const PlanItem& item : plan.items) walk.add(item);
+  Walk walk(*this, rollouts, plans.front()->all_logprobs);
+  walk.run(plans);
   if (kind_.gradients) walk.add_reduction();
   return walk.traffic;
 }

@@ -11,13 +11,14 @@
 // of a layer of experts with r = k R / tp choices, of which (ep - 1) / ep go elsewhere,
 //   forward   8 E (ep - 1) / ep for counts, 2 r M b
 //   backward  the same counts, r (2 M b + M s + 2 s)
-// so that what is planned is met exactly where choices are even. A rank of cp gives, of a set whose S rows on the rank
-// with most are a share, with J key/value heads of size D,
+// so that what is planned is met exactly where choices are even; without rows of its own for an event of others
+// (plan/joint_order.h) the counts, and back what came to its experts. A rank of cp gives, of a set whose S rows on the
+// rank with most are a share, with J key/value heads of size D,
 //   forward   2 S J D b a layer; for a wave once more in the backward, and once more where attention is recomputed
 //   backward  2 n S J D s a layer
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
-// and of a wave that was dealt whole nothing. pp: T M b to the next stage and back. Gradients are
-// given once to those who hold the same weights.
+// and of a wave that was dealt whole nothing. pp: T M b to the next stage and back, and once a
+// step the gradient of a tied embedding. Gradients are given once to those who hold the same weights.
 // Source: the calls in model/, objective/ and gradient/; a test compares what their groups count.
 #pragma once
 
@@ -39,7 +40,9 @@ class Communication {
  public:
   Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile);
 
-  // Of the rank's plan. `rollouts`: what it was made for.
+  // `plans`: of the ranks of dp, this one's among them, for the same `rollouts`.
+  PlannedTraffic of(std::span<const StepPlan* const> plans, std::span<const Rollout> rollouts) const;
+  // The same if all ranks of dp had this one's plan.
   PlannedTraffic of(const StepPlan& plan, std::span<const Rollout> rollouts) const;
 
  private:

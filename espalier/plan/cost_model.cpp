@@ -160,6 +160,7 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
       experts_(static_cast<double>(local.experts().size())),
       expert_share_(1),
       row_sets_(1),
+      has_head_(local.place().pp == local.degrees().pp - 1),
       profile_(profile),
       kind_(kind),
       bytes_(local, dtype, kind),
@@ -193,6 +194,7 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
 Flops CostModel::all_flops(const Work& work, ItemState state) const {
   Flops flops = step_flops(shape_, work, kind_, state);
   flops.experts *= expert_share_;
+  if (!has_head_) flops.head = 0;
   return flops;
 }
 
@@ -210,8 +212,9 @@ CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::i
                    flops.experts / profile_.matrix_flops_per_second(rows_per_expert(rows));
   parts.attention = flops.attention / profile_.attention_flops_per_second;
   parts.rows = passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
-  parts.head = static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second;
-  if (work.outputs > 0) parts.head += flops.head / profile_.matrix_flops_per_second(head_rows);
+  if (!has_head_ || work.outputs == 0) return parts;
+  parts.head = static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second +
+               flops.head / profile_.matrix_flops_per_second(head_rows);
   return parts;
 }
 
@@ -222,7 +225,7 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
   CostParts parts = variable_parts(all_flops(work, state), work, work.rows, passes);
   if (kind_.gradients) {
     parts.products += (gradient_bytes_ + reached * expert_gradient_bytes_) / profile_.bytes_per_second;
-    if (work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
+    if (has_head_ && work.outputs > 0) parts.head += head_gradient_bytes_ / profile_.bytes_per_second;
   }
   const double calls = passes * (static_cast<double>(shape_.layers) * kCallsPerLayer +
                                  expert_layers_ * reached * experts_ * kCallsPerExpert);

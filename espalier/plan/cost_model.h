@@ -66,7 +66,7 @@ MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
  public:
-  // Of one rank: its part of every product. Rows are taken to choose experts evenly.
+  // Of one rank: its layers, its part of every product. Rows are taken to choose experts evenly.
   CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
 
   // All that a step runs for one set of rows: forward, backward, perhaps the forward or a part of it again.
@@ -88,6 +88,7 @@ class CostModel {
   // Experts that are here; of the rows' products with experts the share that is computed here, and how many times as
   // many rows as this rank's own choose among them, where ranks of ep exchange rows.
   double experts_, expert_share_, row_sets_;
+  bool has_head_;  // the last stage of pp
   MachineProfile profile_;
   StepKind kind_;
   ActivationBytes bytes_;

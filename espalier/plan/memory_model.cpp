@@ -39,6 +39,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       parameters_(local.parameters()),
       kind_(kind),
       dtype_(dtype),
+      has_outputs_(local.place().pp == local.degrees().pp - 1),
       widens_products_(dtype == DType::bfloat16 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
       rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
   const ModelShape& shape = shape_;
@@ -46,7 +47,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
     return !shape.expert_layer.empty() && shape.expert_layer[layer] != 0;
   };
   last_has_experts_ = shape.layers > 0 && experts(shape.layers - 1);
-  last_is_narrow_ = !(kind.all_rows_choose && last_has_experts_);
+  last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_has_experts_);
   std::int64_t of_kind[2] = {0, 0};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
     ++of_kind[experts(layer)];
@@ -98,7 +99,7 @@ std::int64_t ActivationBytes::path(std::int64_t path_rows) const {
 }
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
-  if (shape_.value_head) return 0;
+  if (shape_.value_head || !has_outputs_) return 0;
   return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient).peak();
 }
 
@@ -176,8 +177,14 @@ std::int64_t ActivationBytes::backward_peak(const Work& work, ItemState state, b
     if (state.stream == kOffload) layer += stream(work.rows);
     most = std::max(most, layer + members(rows) - members(rows, state, kKeep));
   });
-  const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, work.outputs).peak();
+  const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, has_outputs_ ? work.outputs : 0).peak();
   return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
+}
+
+std::int64_t ActivationBytes::wave_peak(const Work& work, ItemState state) const {
+  std::int64_t peak = forward_peak(work, state, true);
+  if (gradients()) peak = std::max(peak, backward_peak(work, state, true));
+  return peak + (waves_in_flight() - 1) * saved(work, state);
 }
 
 Work ActivationBytes::share_of(const Work& trunk) const {
@@ -188,12 +195,25 @@ Work ActivationBytes::share_of(const Work& trunk) const {
 }
 
 void PeakWalk::wave(const Work& work, ItemState state, std::int64_t held) {
-  std::int64_t peak = bytes_.forward_peak(work, state, true);
-  if (bytes_.gradients()) peak = std::max(peak, bytes_.backward_peak(work, state, true));
-  b_ = std::max(b_, held + peak);
+  b_ = std::max(b_, held + saved_in_flight_ + bytes_.forward_peak(work, state, true));
+  if (!bytes_.gradients()) return;
+  in_flight_.push_back({held + bytes_.backward_peak(work, state, true), bytes_.saved(work, state)});
+  saved_in_flight_ += in_flight_.back().saved;
+  if (static_cast<std::int64_t>(in_flight_.size()) == bytes_.waves_in_flight()) end_first_wave();
+}
+
+void PeakWalk::end_first_wave() {
+  saved_in_flight_ -= in_flight_.front().saved;
+  b_ = std::max(b_, in_flight_.front().backward_peak + saved_in_flight_);
+  in_flight_.pop_front();
+}
+
+void PeakWalk::end_waves() {
+  while (!in_flight_.empty()) end_first_wave();
 }
 
 std::int64_t PeakWalk::open_trunk(const Work& work, ItemState state, std::int64_t held) {
+  end_waves();
   const Work share = bytes_.share_of(work);
   a_ = std::max(a_, held + bytes_.forward_peak(share, state, false));
   stored_ += bytes_.stored(share, state);
@@ -202,12 +222,14 @@ std::int64_t PeakWalk::open_trunk(const Work& work, ItemState state, std::int64_
 }
 
 void PeakWalk::close_trunk(const Work& work, ItemState state, std::int64_t held) {
+  end_waves();
   const Work share = bytes_.share_of(work);
   if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(share, state, false));
   stored_ -= bytes_.stored(share, state);
 }
 
-PhasePeaks PeakWalk::peaks(std::int64_t base) const {
+PhasePeaks PeakWalk::peaks(std::int64_t base) {
+  end_waves();
   const auto total = [base](std::int64_t bytes) { return bytes < 0 ? std::int64_t{0} : base + bytes; };
   return {total(a_), total(b_), total(c_)};
 }

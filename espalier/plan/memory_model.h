@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "espalier/base/dtype.h"
@@ -56,6 +57,9 @@ class ActivationBytes {
   Work share_of(const Work& trunk) const;
 
   bool gradients() const { return kind_.gradients; }
+  std::int64_t waves_in_flight() const { return kind_.gradients ? kind_.in_flight : 1; }
+  // Most that a wave takes while others like it are in flight.
+  std::int64_t wave_peak(const Work& work, ItemState state) const;
 
  private:
   // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The most is held in the last
@@ -84,7 +88,7 @@ class ActivationBytes {
     return LayerForwardBuffers(block(), rows, with_output).peak();
   }
   std::int64_t outputs_held(const Work& work) const {
-    return ItemBuffers(block(), work.outputs, kind_.gradients).peak();
+    return has_outputs_ ? ItemBuffers(block(), work.outputs, kind_.gradients).peak() : 0;
   }
   // Calls with every kind of layer that there is, the last one included.
   void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
@@ -95,14 +99,15 @@ class ActivationBytes {
   std::int64_t parameters_;
   StepKind kind_;
   DType dtype_;
+  bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products are made of float32 panels here
   bool rounds_weight_gradients_;  // as the operations of the same name
   bool last_has_experts_ = false, last_is_narrow_ = true;
   std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end
 };
 
-// Peaks of the phases of one item and everything below it, when `held` bytes of enclosing state are open. Constant and
-// path bytes are not in it: they belong to the step.
+// Peaks of the phases of items and everything below them, when `held` bytes of enclosing state are open. Constant and
+// path bytes are not in it: they belong to the step. Waves are in flight as in phase/stage.h.
 class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}
@@ -112,15 +117,23 @@ class PeakWalk {
   std::int64_t open_trunk(const Work& work, ItemState state, std::int64_t held);
   void close_trunk(const Work& work, ItemState state, std::int64_t held);
 
-  // Peaks with `base` bytes held throughout; phases that never ran stay 0.
-  PhasePeaks peaks(std::int64_t base) const;
+  // After the last item: peaks with `base` bytes held throughout; phases that never ran stay 0.
+  PhasePeaks peaks(std::int64_t base);
   // The most that is stored away at a time.
   std::int64_t stored() const { return most_stored_; }
 
  private:
+  struct Wave {
+    std::int64_t backward_peak, saved;  // with what is held above
+  };
+  void end_first_wave();
+  void end_waves();
+
   const ActivationBytes& bytes_;
   std::int64_t a_ = -1, b_ = -1, c_ = -1;
   std::int64_t stored_ = 0, most_stored_ = 0;
+  std::deque<Wave> in_flight_;
+  std::int64_t saved_in_flight_ = 0;
 };
 
 }  // namespace espalier

@@ -32,6 +32,7 @@ class Search {
       : options_(options),
         edges_(rollouts, options.all_logprobs),
         model_(shape, profile, options.dtype, options.kind),
+        whole_(shape.whole(), profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()),
         states_(model_, bytes_, options) {
@@ -68,7 +69,7 @@ class Search {
 
   PlanOptions options_;
   EdgeIndex edges_;
-  CostModel model_;
+  CostModel model_, whole_;  // of the rank; of the whole model
   ActivationBytes bytes_;
   std::int64_t large_rows_, largest_wave_ = kLargestWave;
   std::int32_t longest_ = 0;
@@ -172,13 +173,13 @@ double Search::dense_flops() const {
   double sum = 0;
   for (const TreeIndex& tree : forest_)
     for (std::int32_t leaf = 0; leaf < tree.leaves(); ++leaf)
-      sum += model_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), SavedState::keep);
+      sum += whole_.flops(tree.work_of_leaf(leaf, 0, tree.leaf_length(leaf)), SavedState::keep);
   return sum;
 }
 
 double Search::ideal_flops() const {
   double sum = 0;
-  for (const TreeIndex& tree : forest_) sum += model_.flops(tree.subtree(0), SavedState::keep);
+  for (const TreeIndex& tree : forest_) sum += whole_.flops(tree.subtree(0), SavedState::keep);
   return sum;
 }
 

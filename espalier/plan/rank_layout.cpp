@@ -22,12 +22,11 @@ class StageWalk {
   StageWalk(const LocalShape& local, const PlanOptions& options, const MachineProfile& profile)
       : model_(local, profile, options.dtype, options.kind),
         forward_(local, profile, options.dtype, forward_of(options.kind)),
-        bytes_(local, options.dtype, options.kind),
+        bytes_(local, options.dtype, kind_of_stage(options.kind, local)),
         walk_(bytes_),
+        local_(local),
         cp_(local.degrees().cp),
-        last_(local.place().pp == local.degrees().pp - 1),
         stages_(local.degrees().pp),
-        in_flight_(local.degrees().pp - local.place().pp),
         load_(static_cast<std::size_t>(cp_)) {}
 
   void run(const StepPlan& plan) {
@@ -38,11 +37,13 @@ class StageWalk {
     idle += seconds_of_waiting(stage_of(nullptr, plan.items), stages_);
     const Load& most = *std::ranges::max_element(load_, {}, &Load::seconds);
     seconds = most.seconds, flops = most.flops;
+    for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
     peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows) +
-                        bytes_.path(plan.max_path_rows) + bytes_.in_flight(walk_.stored()) + waiting_);
+                        bytes_.path(plan.max_path_rows) + bytes_.in_flight(walk_.stored()));
   }
 
   double seconds = 0, idle = 0, flops = 0;  // of the busiest rank of cp
+  double flops_of_all = 0;                  // of all ranks of tp and cp
   PhasePeaks peaks;
 
  private:
@@ -50,28 +51,17 @@ class StageWalk {
     double seconds = 0, flops = 0;
   };
 
-  // All layers of a stage but the last one's run all rows.
-  Work work_of(const RowSet& set, std::int64_t parts) const {
-    const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
-    const std::int64_t rows = share(set.rows), pairs = share(set.pairs);
-    return last_ ? Work{rows, pairs, share(set.outputs), share(set.output_pairs)} : Work{rows, pairs, rows, pairs};
+  static StepKind kind_of_stage(StepKind kind, const LocalShape& local) {
+    kind.in_flight = local.degrees().pp - local.place().pp;
+    return kind;
   }
-  Work own_work_of(const PlanItem& item) const { return work_of(item.set, is_divided(item, cp_) ? cp_ : 1); }
-
   static StepKind forward_of(StepKind kind) {
     kind.gradients = kind.counting_pass = false;
     return kind;
   }
 
-  double seconds_of(const PlanItem& item) const {
-    if (last_) return model_.seconds(own_work_of(item), item.state);
-    const CostParts parts = model_.parts(own_work_of(item), item.state);
-    return parts.total() - parts.head;
-  }
-  double forward_seconds_of(const PlanItem& item) const {
-    const CostParts parts = forward_.parts(own_work_of(item), ItemState());
-    return last_ ? parts.total() : parts.total() - parts.head;
-  }
+  double seconds_of(const PlanItem& item) const { return model_.seconds(work_on(item, local_), item.state); }
+  double forward_seconds_of(const PlanItem& item) const { return forward_.seconds(work_on(item, local_), ItemState()); }
 
   // Of the trunk, if there is one, and of the waves among the items, the mean.
   StageSeconds stage_of(const PlanItem* trunk, const std::vector<PlanItem>& items) const {
@@ -91,17 +81,13 @@ class StageWalk {
   }
 
   void add(const PlanItem& item, std::int64_t held) {
-    const double own_seconds = seconds_of(item), own_flops = model_.flops(own_work_of(item), item.state);
+    const double own_seconds = seconds_of(item), own_flops = model_.flops(work_on(item, local_), item.state);
     for (std::int64_t rank = 0; rank < cp_; ++rank)
       if (Load& load = load_[static_cast<std::size_t>(rank)]; runs_on(item, rank))
         load.seconds += own_seconds, load.flops += own_flops;
-    const Work whole = work_of(item.set, 1);  // what is held of a divided trunk is the byte model's to say
-    if (item.kind == ItemKind::wave) {
-      walk_.wave(whole, item.state, held);
-      // Waves in flight: a stage has as many as there are stages behind it, itself included.
-      waiting_ = std::max(waiting_, (in_flight_ - 1) * bytes_.saved(whole, item.state));
-      return;
-    }
+    // What is held of a divided trunk is the byte model's to say.
+    const Work whole{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
+    if (item.kind == ItemKind::wave) return walk_.wave(whole, item.state, held);
     const std::int64_t open = walk_.open_trunk(whole, item.state, held);
     for (const PlanItem& below : item.below) add(below, open);
     walk_.close_trunk(whole, item.state, held);
@@ -110,12 +96,10 @@ class StageWalk {
   CostModel model_, forward_;
   ActivationBytes bytes_;
   PeakWalk walk_;
+  const LocalShape& local_;
   std::int64_t cp_;
-  bool last_;
   std::int64_t stages_;
-  std::int64_t in_flight_;
   std::vector<Load> load_;  // by rank of cp
-  std::int64_t waiting_ = 0;
 };
 
 PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {
@@ -123,6 +107,7 @@ PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees
   options.must_fit = false;
   if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
   options.kind.cp = degrees.cp;
+  options.kind.in_flight = degrees.pp;
   return options;
 }
 
@@ -147,31 +132,30 @@ std::vector<std::int64_t> asked_ranks(const std::vector<std::vector<PrefixTree>>
   return {std::ranges::max_element(load) - load.begin()};
 }
 
-void add_rank(LayoutPlan& layout, const LayoutProblem& problem, const std::vector<LocalShape>& stages,
-              const PlanOptions& options, std::int64_t dp, const std::vector<PrefixTree>& trees) {
-  StepPlan plan = make_plan(problem.rollouts, trees, stages.front(), options, problem.profile);
-  deal_waves(plan.items, layout.degrees.cp);
-  layout.trunk_forwards += trunks_in(plan.items);
-  double slowest = 0, idle = 0, communication = 0;
-  for (const LocalShape& stage : stages) {
-    RankCost rank{dp, stage.place().pp, static_cast<std::int64_t>(trees.size()), plan.physical_rows(), plan.chosen, {}};
-    if (const Degrees& d = layout.degrees; d.pp > 1 || d.cp > 1) {
-      StageWalk walk(stage, options, problem.profile);
-      walk.run(plan);
-      rank.cost.seconds = walk.seconds, rank.cost.flops = walk.flops, rank.cost.bytes = walk.peaks;
-      idle = std::max(idle, walk.idle);
-    }
-    rank.traffic = Communication(stage, options.dtype, options.kind, problem.profile).of(plan, problem.rollouts);
-    slowest = std::max(slowest, rank.cost.seconds);
-    communication = std::max(communication, rank.traffic.seconds);
+// Of the rank of cp that communicates longest.
+PlannedTraffic traffic_of(const LocalShape& stage, std::span<const StepPlan* const> plans,
+                          std::span<const Rollout> rollouts, const PlanOptions& options,
+                          const MachineProfile& profile) {
+  PlannedTraffic most;
+  for (Place place = stage.place(); place.cp < stage.degrees().cp; ++place.cp) {
+    const LocalShape rank(stage.whole(), stage.degrees(), place);
+    PlannedTraffic traffic = Communication(rank, options.dtype, options.kind, profile).of(plans, rollouts);
+    if (traffic.seconds >= most.seconds) most = traffic;
+  }
+  return most;
+}
+
+void add_rank(LayoutPlan& layout, const StepForecast& forecast, std::int64_t dp, std::int64_t trees) {
+  for (RankCost rank : forecast.stages) {
+    rank.dp = dp, rank.trees = trees;
     for (auto peak : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
       layout.bytes.*peak = std::max(layout.bytes.*peak, rank.cost.bytes.*peak);
     layout.ranks.push_back(std::move(rank));
   }
-  const double seconds = slowest + idle + communication;
-  if (seconds <= layout.seconds) return;
-  layout.seconds = seconds, layout.compute_seconds = slowest, layout.communication_seconds = communication;
-  layout.bubble = slowest > 0 ? idle / (slowest + idle) : 0;
+  if (forecast.seconds() <= layout.seconds) return;
+  layout.seconds = forecast.seconds();
+  layout.compute_seconds = forecast.compute, layout.communication_seconds = forecast.communication;
+  layout.bubble = forecast.compute > 0 ? forecast.idle / (forecast.compute + forecast.idle) : 0;
 }
 
 Json bytes_json(const TrafficBytes& bytes) {
@@ -189,6 +173,40 @@ Json peaks_json(const PhasePeaks& peaks) { return {{"A", peaks.a}, {"B", peaks.b
 
 }  // namespace
 
+Work work_on(const PlanItem& item, const LocalShape& rank) {
+  const Degrees& d = rank.degrees();
+  const std::int64_t parts = is_divided(item, d.cp) ? d.cp : 1;
+  const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
+  const std::int64_t rows = share(item.set.rows), pairs = share(item.set.pairs);
+  if (rank.place().pp < d.pp - 1) return {rows, pairs, rows, pairs};  // all layers run all rows
+  return {rows, pairs, share(item.set.outputs), share(item.set.output_pairs)};
+}
+
+StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, std::span<const Rollout> rollouts,
+                      const LocalShape& rank, const PlanOptions& options, const MachineProfile& profile) {
+  StepForecast out;
+  const StepPlan& plan = *plans[static_cast<std::size_t>(dp)];
+  const Degrees& d = rank.degrees();
+  for (std::int64_t pp = 0; pp < d.pp; ++pp) {
+    Place place = rank.place();
+    place.dp = dp, place.pp = pp, place.cp = 0;
+    const LocalShape stage(rank.whole(), d, place);
+    RankCost cost{dp, pp, 0, plan.physical_rows(), plan.chosen, static_cast<double>(d.tp) * plan.chosen.flops, {}};
+    if (d.pp > 1 || d.cp > 1) {
+      StageWalk walk(stage, options, profile);
+      walk.run(plan);
+      cost.cost.seconds = walk.seconds, cost.cost.flops = walk.flops, cost.cost.bytes = walk.peaks;
+      cost.flops_of_all = walk.flops_of_all;
+      out.idle = std::max(out.idle, walk.idle);
+    }
+    cost.traffic = traffic_of(stage, plans, rollouts, options, profile);
+    out.compute = std::max(out.compute, cost.cost.seconds);
+    out.communication = std::max(out.communication, cost.traffic.seconds);
+    out.stages.push_back(std::move(cost));
+  }
+  return out;
+}
+
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, WhichRanks which) {
   if (problem.shard == Sharding::full)
     throw UnsupportedError({"--shard", "none or optimizer", name_of(problem.shard), ""});
@@ -204,10 +222,22 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, Whi
     layout.parameters = std::max(layout.parameters, stages.back().parameters());
   }
   const PlanOptions options = options_of_rank(problem, degrees);
-  const auto dealt = deal_trees(problem.trees, degrees.dp, problem.rollouts, stages.front(), options, problem.profile);
-  const std::vector<std::int64_t> asked = asked_ranks(dealt, problem, stages.front(), options, which);
+  const LocalShape& planned = stages.back();  // as the engine does (LocalShape::last_stage)
+  const auto dealt = deal_trees(problem.trees, degrees.dp, problem.rollouts, planned, options, problem.profile);
+  const std::vector<std::int64_t> asked = asked_ranks(dealt, problem, planned, options, which);
+  std::vector<StepPlan> plans;
+  for (const std::int64_t dp : asked) {
+    const auto& trees = dealt[static_cast<std::size_t>(dp)];
+    plans.push_back(make_plan(problem.rollouts, trees, planned, options, problem.profile));
+    deal_waves(plans.back().items, degrees.cp);
+    layout.trunk_forwards += trunks_in(plans.back().items);
+  }
+  std::vector<const StepPlan*> by_dp;  // of one rank alone: as if all had its plan
+  for (std::int64_t dp = 0; dp < degrees.dp; ++dp)
+    by_dp.push_back(&plans[which == WhichRanks::all ? static_cast<std::size_t>(dp) : 0]);
   for (const std::int64_t dp : asked)
-    add_rank(layout, problem, stages, options, dp, dealt[static_cast<std::size_t>(dp)]);
+    add_rank(layout, forecast(by_dp, dp, problem.rollouts, stages.front(), options, problem.profile), dp,
+             static_cast<std::int64_t>(dealt[static_cast<std::size_t>(dp)].size()));
 
   double sum = 0, most = 0;
   for (std::size_t first = 0; first < layout.ranks.size(); first += stages.size()) {

@@ -7,10 +7,7 @@
 //
 //   seconds of a step  = most over dp of compute of the slowest stage + idle time + communication
 //   balance            = mean / most of compute over ranks of dp
-//   bubble             = idle share of a stage. Of a tree whose trunk takes a forwards and c backwards, with waves of
-//                        f + b: (pp - 1) (a + c), for the first stage has to end its forward before the next begins it,
-//                        and the last one its backward; of m waves without a trunk (pp - 1) (f + b), one forward and
-//                        one backward in turn (1F1B).
+//   bubble             = idle share of a stage (plan/pipeline_time.h), over the trees and the waves without a trunk
 #pragma once
 
 #include <span>
@@ -35,9 +32,24 @@ struct LayoutProblem {
 struct RankCost {
   std::int64_t dp = 0, pp = 0;
   std::int64_t trees = 0, rows = 0;
-  PlanCost cost;  // seconds: compute alone
+  PlanCost cost;            // seconds: compute alone; of the rank of cp with most
+  double flops_of_all = 0;  // that all ranks of tp and cp run
   PlannedTraffic traffic;
 };
+
+// What a rank at its place runs of an item that it does not leave to others: all of it, or its share of the rows.
+Work work_on(const PlanItem& item, const LocalShape& rank);
+
+// A step on the ranks of one place on the axis of dp.
+struct StepForecast {
+  std::vector<RankCost> stages;
+  double compute = 0, idle = 0, communication = 0;  // of the slowest stage each
+  double seconds() const { return compute + idle + communication; }
+};
+
+// Of the plans of all ranks of dp, dealt over cp, that of the dp-th; `rank` says the model's shape and the degrees.
+StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, std::span<const Rollout> rollouts,
+                      const LocalShape& rank, const PlanOptions& options, const MachineProfile& profile);
 
 struct LayoutPlan {
   Degrees degrees;

@@ -71,9 +71,7 @@ void StateChoice::choose_waves(Draft& item, std::int64_t held, std::int64_t room
   }
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   for (const ItemState state : waves_) {  // by rising time
-    const std::int64_t peak =
-        std::max(bytes_.forward_peak(item.work, state, true),
-                 bytes_.gradients() ? bytes_.backward_peak(item.work, state, true) : std::int64_t{0});
+    const std::int64_t peak = bytes_.wave_peak(item.work, state);
     if (peak < least) item.state = state, least = peak;
     if (held + peak <= room) return;
   }

@@ -46,6 +46,13 @@ void deal_waves(std::vector<PlanItem>& items, std::int64_t ranks) {
   for (std::size_t divided = 0; divided <= most; ++divided)
     if (const double seconds = deal(items, order, divided, ranks); seconds < least) best = divided, least = seconds;
   deal(items, order, best, ranks);
+  // Stages of pp have several waves in flight: of those that ranks run together, the same ones on each.
+  for (auto begin = items.begin(); begin != items.end();) {
+    const auto is_trunk = [](const PlanItem& item) { return item.kind == ItemKind::trunk; };
+    const auto end = std::find_if(begin, items.end(), is_trunk);
+    std::stable_partition(begin, end, [](const PlanItem& item) { return item.cp_rank == PlanItem::kEveryRank; });
+    begin = end == items.end() ? end : end + 1;
+  }
 }
 
 }  // namespace espalier

@@ -86,7 +86,7 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   report.seconds.communication = timer.seconds(part::kCommunication);
   report.seconds.total = timer.total();
   if (run.timer)
-    report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.shape(), kind, learner.machine);
+    report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.local(), kind, learner.machine);
   report.arena_bytes = result.arena_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
   return joined(learner.model.mesh, std::move(report));

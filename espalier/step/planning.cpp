@@ -11,6 +11,7 @@
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/planner.h"
+#include "espalier/plan/rank_layout.h"
 #include "espalier/plan/wave_dealing.h"
 #include "espalier/saved/store.h"
 
@@ -65,6 +66,17 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalSh
   return std::move(dealt[static_cast<std::size_t>(mesh.dp.rank())]);
 }
 
+// With stages, shares and communication; other ranks of dp are taken to have as much.
+void set_cost_of_ranks(StepPlan& plan, const LocalShape& shape, const PlanOptions& options,
+                       const MachineProfile& machine, std::span<const Rollout> rollouts, const Mesh& mesh) {
+  const std::vector<const StepPlan*> by_dp(static_cast<std::size_t>(mesh.dp.size()), &plan);
+  const StepForecast found = forecast(by_dp, mesh.dp.rank(), rollouts, shape, options, machine);
+  plan.chosen.seconds = found.seconds();
+  plan.chosen.bytes = found.stages[static_cast<std::size_t>(mesh.pp.rank())].cost.bytes;
+  plan.chosen.flops = 0;
+  for (const RankCost& stage : found.stages) plan.chosen.flops += stage.flops_of_all;
+}
+
 }  // namespace
 
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
@@ -73,6 +85,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
   plan_options.kind.cp = mesh.cp.size();
+  plan_options.kind.in_flight = mesh.pp.size();  // of the first stage: all plan alike
   if (kind.gradients) {
     const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
     plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
@@ -83,6 +96,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   StepPlan plan = make_plan(rollouts, trees, shape, plan_options, machine);
   deal_waves(plan.items, mesh.cp.size());
   require_same_plan(plan, mesh);
+  if (mesh.world.size() > 1) set_cost_of_ranks(plan, shape, plan_options, machine, rollouts, mesh);
   return plan;
 }
 

@@ -1,7 +1,7 @@
 // What ranks give to each other is what the plan says, to the byte: by axis and phase.
 #include <gtest/gtest.h>
 
-#include <mutex>
+#include <vector>
 
 #include "espalier/plan/communication.h"
 #include "espalier/train/training_data.h"
@@ -20,23 +20,27 @@ void expect_planned_bytes(const Case& c, const Degrees& degrees, DType dtype) {
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options, c.critic);
   const auto batch = data.mini_batch(0).rollouts;
   const StepKind kind = step_kind_of(c.options, shape_of(c), batch);
-  std::mutex one;
-  run_ranks(degrees, [&](const Mesh& mesh) {
-    const Outcome run = run_case(c, dtype, mesh);
-    const LocalShape local(shape_of(c), degrees, mesh.place());
+  std::vector<Outcome> runs(static_cast<std::size_t>(degrees.ranks()));
+  run_ranks(degrees,
+            [&](const Mesh& mesh) { runs[static_cast<std::size_t>(mesh.world.rank())] = run_case(c, dtype, mesh); });
+  std::vector<const StepPlan*> plans(static_cast<std::size_t>(degrees.dp));
+  for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank)
+    plans[static_cast<std::size_t>(place_of(rank, degrees).dp)] = &runs[static_cast<std::size_t>(rank)].report.plan;
+  for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank) {
+    const LocalShape local(shape_of(c), degrees, place_of(rank, degrees));
+    const TrafficBytes& counted = runs[static_cast<std::size_t>(rank)].report.bytes;
     const TrafficBytes planned =
-        Communication(local, dtype, kind, default_profile("cpu", dtype, 1)).of(run.report.plan, batch).bytes;
-    const std::lock_guard lock(one);
-    const TrafficBytes& counted = run.report.bytes;
-    EXPECT_EQ(counted.a, planned.a) << "rank " << mesh.world.rank();
-    EXPECT_EQ(counted.b, planned.b) << "rank " << mesh.world.rank();
-    EXPECT_EQ(counted.c, planned.c) << "rank " << mesh.world.rank();
-    EXPECT_EQ(counted.reduction, planned.reduction) << "rank " << mesh.world.rank();
-  });
+        Communication(local, dtype, kind, default_profile("cpu", dtype, 1)).of(plans, batch).bytes;
+    EXPECT_EQ(counted.a, planned.a) << "rank " << rank;
+    EXPECT_EQ(counted.b, planned.b) << "rank " << rank;
+    EXPECT_EQ(counted.c, planned.c) << "rank " << rank;
+    EXPECT_EQ(counted.reduction, planned.reduction) << "rank " << rank;
+  }
 }
 
-void expect_planned_bytes(const Case& c, const std::vector<Degrees>& layouts, DType dtype = DType::float64) {
-  for (const Plan& plan : all_plans({0, 7}))
+void expect_planned_bytes(const Case& c, const std::vector<Degrees>& layouts, DType dtype = DType::float64,
+                          const std::vector<std::int64_t>& budgets = {0, 7}) {
+  for (const Plan& plan : all_plans(budgets))
     for (const Degrees& degrees : layouts) {
       SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", c.family, c.critic ? ", critic" : ""));
       expect_planned_bytes(with(c, plan), degrees, dtype);
@@ -45,26 +49,40 @@ void expect_planned_bytes(const Case& c, const std::vector<Degrees>& layouts, DT
 
 TEST(CollectiveBytes, AreThoseOfThePlan) {
   for (const char* family : {"qwen3", "llama-bias", "qwen3-moe", "qwen3-moe-sparse"}) {
-    Case c;
-    c.family = family;
-    c.rollouts = ragged_rollouts();
-    expect_planned_bytes(c, {{.tp = 2}, {.tp = 4}, {.dp = 3}, {.tp = 2, .dp = 2}});
+    Case c = ragged(family);
+    expect_planned_bytes(c, {{.tp = 2}, {.tp = 4}, {.dp = 3}, {.tp = 2, .dp = 2}}, DType::float64, {7});
     expect_planned_bytes(c, {{.tp = 2}}, DType::float32);
-    expect_planned_bytes(c, {{.tp = 2}}, DType::bfloat16);
-    expect_planned_bytes(as_critic(c), {{.tp = 2}});
+    expect_planned_bytes(c, {{.tp = 2}}, DType::bfloat16, {7});
+    expect_planned_bytes(as_critic(c), {{.tp = 2}}, DType::float64, {7});
     c.options.policy_loss = "gspo";
-    expect_planned_bytes(c, {{.tp = 2}});
+    expect_planned_bytes(c, {{.tp = 2}}, DType::float64, {7});
   }
 }
 
-// Every row goes to all experts: as evenly as the plan takes them to go.
+TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
+  const std::vector<Degrees> layouts = {{.cp = 2},          {.tp = 2, .cp = 3}, {.pp = 2},          {.pp = 3},
+                                        {.tp = 2, .pp = 2}, {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2}, {.pp = 2, .dp = 2}};
+  for (const char* family : {"qwen3", "llama", "qwen3-moe-late"})
+    for (const char* loss : {"vanilla", "gspo"}) {
+      Case c = ragged(family);
+      c.options.policy_loss = loss;
+      if (c.family == "qwen3-moe-late") c.options.router_aux_loss_coef = 0.5;
+      expect_planned_bytes(c, layouts, DType::float64, {7});
+    }
+  expect_planned_bytes(as_critic(ragged("qwen3")), {{.cp = 2}, {.pp = 2}}, DType::float64, {7});
+}
+
+// Every row goes to all experts: as evenly as the plan takes them to go. Ranks without rows of their own for an event
+// give the counts and what came to their experts.
 TEST(CollectiveBytes, OfExpertsTooWhereChoicesAreEven) {
-  Case c;
-  c.family = "qwen3-moe-all";
-  c.rollouts = ragged_rollouts();
-  expect_planned_bytes(c, {{.tp = 2, .ep = 2}, {.tp = 4, .ep = 4}});
+  Case c = ragged("qwen3-moe-all");
+  expect_planned_bytes(c, {{.tp = 2, .ep = 2}, {.tp = 4, .ep = 4}, {.dp = 2, .ep = 2}});
+  const std::vector<Degrees> mixes = {
+      {.dp = 4, .ep = 2},          {.dp = 4, .ep = 4},          {.tp = 2, .dp = 2, .ep = 4}, {.cp = 2, .ep = 2},
+      {.cp = 2, .dp = 2, .ep = 4}, {.pp = 2, .dp = 2, .ep = 2}, {.cp = 2, .pp = 2, .ep = 2}};
+  expect_planned_bytes(c, mixes, DType::float64, {7});
   c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
-  expect_planned_bytes(c, {{.tp = 2, .ep = 2}});
+  expect_planned_bytes(c, {{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}}, DType::float64, {7});
 }
 
 }  // namespace

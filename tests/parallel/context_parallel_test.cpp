@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "espalier/plan/communication.h"
 #include "espalier/plan/row_shares.h"
-#include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
@@ -84,35 +82,6 @@ void for_each_item(const std::vector<PlanItem>& items, const std::function<void(
     visit(item);
     for_each_item(item.below, visit);
   }
-}
-
-// Of the rank in the first place of every axis: all ranks of cp give as much.
-TrafficBytes bytes_planned(const Case& c, const StepPlan& plan, const Degrees& degrees) {
-  const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
-  const auto rollouts = data.mini_batch(0).rollouts;
-  const LocalShape local(shape_of(c), degrees, Place{});
-  const StepKind kind = step_kind_of(c.options, shape_of(c), rollouts, false);
-  return Communication(local, DType::float64, kind, default_profile("cpu", DType::float64, 1)).of(plan, rollouts).bytes;
-}
-
-TEST(ContextParallelBytes, AreThoseOfThePlanInEveryPhase) {
-  for (const char* loss : {"vanilla", "gspo"})
-    for (const char* family : {"qwen3", "qwen3-moe"})
-      for (const Degrees& degrees : {Degrees{.cp = 2}, Degrees{.tp = 2, .cp = 3}}) {
-        Case c = ragged(family);
-        c.options.policy_loss = loss;
-        if (c.family == "qwen3-moe") c.options.router_aux_loss_coef = 0.5;
-        for (const Plan& plan : all_plans({0, 7})) {
-          const Case planned = with(c, plan);
-          SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", plan.name, ", ", family, ", ", loss));
-          for (const Outcome& rank : run_layout(planned, degrees).ranks) {
-            const TrafficBytes expected = bytes_planned(planned, rank.report.plan, degrees);
-            EXPECT_EQ(rank.report.bytes.a.cp, expected.a.cp);
-            EXPECT_EQ(rank.report.bytes.b.cp, expected.b.cp);
-            EXPECT_EQ(rank.report.bytes.c.cp, expected.c.cp);
-          }
-        }
-      }
 }
 
 // Groups of four whose responses fill a wave of 7 rows each.

@@ -47,6 +47,16 @@ std::vector<Degrees> layouts() {
       for (const std::int64_t tp : {1, 2})
         for (const std::int64_t dp : {1, 2})
           if (const Degrees d{.tp = tp, .cp = cp, .pp = pp, .dp = dp}; cp * pp > 1 && d.ranks() <= 8) out.push_back(d);
+  for (const Degrees& d : {Degrees{.cp = 2, .ep = 2},
+                           {.cp = 4, .ep = 2},
+                           {.cp = 2, .dp = 2, .ep = 2},
+                           {.cp = 2, .dp = 2, .ep = 4},
+                           {.tp = 2, .cp = 2, .ep = 4},
+                           {.pp = 2, .dp = 2, .ep = 2},
+                           {.pp = 3, .dp = 2, .ep = 2},
+                           {.cp = 2, .pp = 2, .ep = 2},
+                           {.tp = 2, .pp = 2, .dp = 2, .ep = 4}})
+    out.push_back(d);
   return out;
 }
 

@@ -1,12 +1,15 @@
 #include "tests/parallel/layouts.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 namespace espalier::testing {
 namespace {
+
+const bool kOneThread = (at::set_num_threads(1), true);  // of one process, too: the cases are small
 
 void expect_same_series(const std::vector<double>& got, const std::vector<double>& expected) {
   ASSERT_EQ(got.size(), expected.size());

@@ -8,6 +8,7 @@
 
 #include "espalier/ops/operations.h"
 #include "espalier/plan/pipeline_time.h"
+#include "espalier/plan/rank_layout.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 
@@ -53,6 +54,36 @@ TEST(PipelineLayouts, MixWithTheOtherAxes) {
     c.rollouts.groups = 4, c.rollouts.shared_start = 0.8, c.rollouts.nested_prompt = 0.5;
     expect_all_plans(c, {3}, {{.cp = 2, .pp = 2}});
   }
+}
+
+// A stage holds what its waves in flight save; the first has most of them.
+TEST(PipelineMemory, IsThatOfThePlanOnTheStageWithMost) {
+  for (const char* family : {"qwen3", "qwen3-moe"})
+    for (const Plan& plan : all_plans({7}))
+      for (const std::int64_t stages : {2, 3}) {
+        if (plan.schedule == "auto" || plan.trunk_state == "offload") continue;
+        SCOPED_TRACE(text_of(family, ", ", plan.name, ", ", stages, " stages"));
+        const Case c = with(ragged(family), plan);
+        const PassReport report = run_layout(c, {.pp = stages}).ranks.front().report;
+        const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
+        const auto batch = data.mini_batch(0).rollouts;
+        PlanOptions options;
+        options.dtype = DType::float64, options.kind = step_kind_of(c.options, shape_of(c), batch);
+        const LocalShape first(shape_of(c), {.pp = stages}, Place{});
+        const StepPlan* plans[] = {&report.plan};
+        PhasePeaks most;
+        for (const RankCost& stage :
+             forecast(plans, 0, batch, first, options, default_profile("cpu", DType::float64, 1)).stages) {
+          const ActivationBytes bytes(LocalShape(shape_of(c), {.pp = stages}, {.pp = stage.pp}), DType::float64,
+                                      options.kind);
+          const std::int64_t beside = bytes.constant() + bytes.scratch(report.plan.max_rows, report.plan.max_path_rows);
+          for (auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
+            if (stage.cost.bytes.*phase > 0) most.*phase = std::max(most.*phase, stage.cost.bytes.*phase - beside);
+        }
+        EXPECT_EQ(report.arena_bytes.a, most.a);
+        EXPECT_EQ(report.arena_bytes.b, most.b);
+        EXPECT_EQ(report.arena_bytes.c, most.c);
+      }
 }
 
 // Time as it would be if a product of keys and values took kForward seconds, its backward kBackward, and nothing else

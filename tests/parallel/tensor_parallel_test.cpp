@@ -110,6 +110,28 @@ TEST(ExpertParallelOverTrees, GivesTheGradientOfOneProcess) {
   }
 }
 
+// Ranks of cp come to what they divide at the same place in the order of events; stages of pp have waves of others in
+// flight as well as their own; experts of neighbouring ranks of dp where ep does not hold whole groups of cp.
+TEST(ExpertParallelOverRowsAndStages, GivesTheGradientOfOneProcess) {
+  const std::vector<Degrees> four = {{.cp = 2, .ep = 2},
+                                     {.cp = 4, .ep = 2},
+                                     {.cp = 2, .pp = 2, .ep = 2},
+                                     {.pp = 2, .dp = 2, .ep = 2}},
+                             more = {{.cp = 2, .dp = 2, .ep = 4},
+                                     {.cp = 3, .dp = 2, .ep = 2},
+                                     {.tp = 2, .pp = 2, .dp = 2, .ep = 4},
+                                     {.cp = 2, .pp = 2, .dp = 2, .ep = 4},
+                                     {.cp = 4, .pp = 2, .ep = 2}};
+  for (const char* family : {"qwen3-moe", "qwen3-moe-late"}) {
+    Case c = ragged(family);
+    expect_all_plans(c, {7}, four);
+    c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
+    c.options.router_aux_loss_scope = c.family == "qwen3-moe" ? "rollout" : "minibatch";
+    expect_all_plans(c, {7}, more);
+  }
+  expect_all_plans(as_critic(ragged("qwen3-moe")), {7}, {{.cp = 2, .ep = 2}, {.pp = 2, .dp = 2, .ep = 2}});
+}
+
 // Trees are dealt to the ranks of dp; each of them is two ranks of tp.
 TEST(TensorAndDataParallel, GiveTheGradientOfOneProcess) {
   for (const char* family : {"qwen3", "llama-bias-odd"}) {

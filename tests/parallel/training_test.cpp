@@ -126,13 +126,29 @@ class RankRuns : public ::testing::Test {
   Options options_;
 };
 
+// Tied embeddings, a vocabulary and an inner width that tp does not divide, two key/value heads, three steps or more,
+// each of which clips.
 TEST_F(RankRuns, FilesAreThoseOfOneProcess) {
-  expect_files_of_one_process({{.dp = 2}, {.dp = 5}, {.tp = 2}, {.tp = 4}, {.tp = 2, .dp = 3}});
+  fs::remove_all(folder_ / "model");
+  write_tiny_model(*tiny_model("qwen3-odd", DType::float32, 3), folder_ / "model");
+  expect_files_of_one_process({{.dp = 5},
+                               {.tp = 4},
+                               {.tp = 2, .dp = 3},
+                               {.cp = 3},
+                               {.pp = 3},
+                               {.cp = 2, .pp = 2},
+                               {.tp = 2, .cp = 2},
+                               {.tp = 2, .pp = 2, .dp = 2}});
 }
 
 TEST_F(RankRuns, FilesOfAModelWithExpertsToo) {
   take_experts();
-  expect_files_of_one_process({{.tp = 2}, {.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.tp = 2, .dp = 2, .ep = 4}});
+  expect_files_of_one_process({{.tp = 2},
+                               {.tp = 2, .ep = 2},
+                               {.dp = 2, .ep = 2},
+                               {.tp = 2, .dp = 2, .ep = 4},
+                               {.cp = 2, .ep = 2},
+                               {.pp = 2, .dp = 2, .ep = 2}});
 }
 
 TEST_F(RankRuns, SharedOptimizerStateMovesTheSameWeights) {
@@ -173,6 +189,8 @@ TEST_F(RankRuns, ARunGoesOnUnderAnotherLayout) {
   for (const auto& [before, after] : {std::pair{Degrees{.dp = 3}, Degrees{.dp = 2}},
                                       {{.dp = 2}, {.tp = 4}},
                                       {{.tp = 2}, {.tp = 4}},
+                                      {{.cp = 2}, {.pp = 3}},
+                                      {{.cp = 2, .pp = 2}, {.tp = 2}},
                                       {{.tp = 2, .dp = 2}, {}}}) {
     run(first, before);
     second.resume = first.out;
@@ -185,7 +203,8 @@ TEST_F(RankRuns, ARunGoesOnUnderAnotherLayout) {
 TEST_F(RankRuns, TheSameLayoutGivesTheSameBits) {
   take_experts();
   options_.epochs = 2;
-  for (const Degrees& degrees : {Degrees{.dp = 3}, {.tp = 4}, {.tp = 2, .dp = 2, .ep = 4}}) {
+  for (const Degrees& degrees :
+       {Degrees{.dp = 3}, {.tp = 4}, {.tp = 2, .dp = 2, .ep = 4}, {.cp = 2, .pp = 2, .ep = 2}}) {
     Options whole = options_, first = options_, second = options_;
     whole.out = path("whole"), first.out = path("first"), second.out = path("second");
     run(whole, degrees);

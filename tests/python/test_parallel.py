@@ -94,6 +94,7 @@ def near(ours, theirs, tolerance=1e-10):
     (2, MODEL, ["--tp", 2]), (4, "llama_untied", ["--tp", 4]), (4, "qwen2_untied", ["--tp", 2, "--dp", 2, "--shard", "optimizer"]),
     (2, MODEL, ["--cp", 2]), (4, MODEL, ["--cp", 2, "--dp", 2, "--schedule", "phased"]), (2, MODEL, ["--pp", 2]),
     (4, "llama_untied", ["--cp", 2, "--pp", 2]), (4, "qwen3_moe", ["--tp", 2, "--cp", 2, "--router-aux-loss-coef", 0.1]),
+    (2, "qwen3_moe", ["--cp", 2, "--ep", 2]), (4, "qwen3_moe", ["--pp", 2, "--dp", 2, "--ep", 2]),
     (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
 def test_processes_write_what_one_writes(ranks, family, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]
@@ -123,12 +124,19 @@ def test_scores_and_verdicts_of_processes(axis, espalier, program, model_of, rol
     run = Ranks(program, 2, ["verify", *words, axis, 2, "--json"])
     assert run.end() == [0, 0], run.stderr
     assert json.loads(run.stdout[0])["verdict"] == "pass"
-    if axis in ("--cp", "--pp"):
-        return  # bench does not run under them
-    run = Ranks(program, 2, ["bench", "--splits", "24/8", "--n", 4, "--repetitions", 1, "--dtype", "float64", *words[:2], axis, 2, "--json"])
+    words = ["bench", "--splits", "24/8", "--n", 4, "--repetitions", 1, "--dtype", "float64", *words[:2]]
+    (alone,) = espalier(*words, "--json").json["cells"]
+    run = Ranks(program, 2, [*words, axis, 2, "--json"])
     assert run.end() == [0, 0], run.stderr
     (cell,) = json.loads(run.stdout[0])["cells"]
+    groups = 2 if axis == "--dp" else 1  # one for each rank
     assert cell["gradient_error"] <= 1e-10
+    for name in ("dense", "packed", "phased"):
+        assert cell["schedules"]["rows"][name] == groups * alone["schedules"]["rows"][name]
+        # Of all ranks together; a share of rows may be a row more than a half.
+        assert cell["schedules"]["flops"][name] == pytest.approx(groups * alone["schedules"]["flops"][name], rel=0.05)
+        assert cell["schedules"]["predicted_seconds"][name] > 0
+    assert cell["ceiling"] == pytest.approx(alone["ceiling"], rel=1e-3)
 
 
 def test_layout_auto_takes_degrees_for_the_processes(espalier, program, model_of, rollouts, tmp_path):
@@ -199,7 +207,7 @@ def test_degrees_and_processes_must_agree(program, training, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", [["--cp", 2, "--ep", 2], ["--dp", 2, "--shard", "full"]])
+@pytest.mark.parametrize("layout", [["--dp", 2, "--shard", "full"]])
 def test_layouts_that_do_not_run_are_refused_by_name(layout, program, training):
     run = Ranks(program, 2, [*training, *layout])
     assert run.end() == [4, 4]
@@ -295,6 +303,16 @@ def test_a_silent_rank_is_given_up(program, training, tmp_path):
     run.processes[2].kill()
     assert run.end()[:2] == [7, 7]
     assert "no word from rank 2" in "".join(run.stderr)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_dies_before_they_meet_is_given_up(missing, program, training):
+    run = Ranks(program, 2, [*training, "--dp", 2, "--comm-timeout", 3])
+    run.processes[missing].kill()
+    began = time.monotonic()
+    assert run.end()[1 - missing] == 7
+    assert time.monotonic() - began < 10 + 20  # ten seconds are waited for ranks that start
+    assert run.stderr[1 - missing].count("communication error") == 1
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(espalier, program, training, tmp_path):

@@ -76,6 +76,7 @@ TEST(WaveDealing, WavesStayWholeWhereTheyBalance) {
   EXPECT_EQ(dealt({3, 1, 1, 1}, 2), (Ranks{0, 1, 1, 1}));
   EXPECT_EQ(dealt({1}, 2), (Ranks{kAll}));
   EXPECT_EQ(dealt({9, 1, 1}, 2), (Ranks{kAll, 0, 1})) << "one wave longer than all others";
+  EXPECT_EQ(dealt({1, 1, 1, 9, 9, 9}, 2), (Ranks{kAll, 0, 1, 0, 0, 1})) << "what ranks run together comes first";
   EXPECT_EQ(dealt({1, 1, 1}, 1), (Ranks{kAll, kAll, kAll})) << "one rank has all rows";
 }
 

@@ -1,0 +1,80 @@
+#include "espalier/plan/joint_order.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "espalier/base/error.h"
+#include "espalier/plan/row_shares.h"
+
+namespace espalier {
+namespace {
+
+constexpr char kDealtWave = 'b';
+
+Event event_of(char letter) { return static_cast<Event>(std::toupper(letter)); }
+
+// Calls visit(letter, item) for every event.
+void for_each_event(const std::vector<PlanItem>& items, std::int64_t cp_rank, auto&& visit) {
+  for (const PlanItem& item : items) {
+    if (item.kind == ItemKind::trunk) {
+      visit(static_cast<char>(Event::open), item);
+      for_each_event(item.below, cp_rank, visit);
+      visit(static_cast<char>(Event::close), item);
+    } else if (runs_on(item, cp_rank)) {
+      visit(item.cp_rank == PlanItem::kEveryRank ? static_cast<char>(Event::wave) : kDealtWave, item);
+    }
+  }
+}
+
+}  // namespace
+
+std::string events_of(const std::vector<PlanItem>& items, std::int64_t cp_rank) {
+  std::string events;
+  for_each_event(items, cp_rank, [&](char letter, const PlanItem&) { events += letter; });
+  return events;
+}
+
+std::vector<const PlanItem*> items_of_events(const std::vector<PlanItem>& items, std::int64_t cp_rank) {
+  std::vector<const PlanItem*> out;
+  for_each_event(items, cp_rank, [&](char, const PlanItem& item) { out.push_back(&item); });
+  return out;
+}
+
+std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_t cp, std::int64_t first) {
+  for (std::string& of_rank : events) std::ranges::reverse(of_rank);  // the next one is the last
+  const std::size_t ranks = events.size();
+  const auto dp_of = [&](std::size_t rank) { return (first + static_cast<std::int64_t>(rank)) / cp; };
+  const auto may_run = [&](std::size_t rank) {
+    if (events[rank].empty()) return false;
+    if (events[rank].back() == kDealtWave) return true;
+    for (std::size_t other = 0; other < ranks; ++other)
+      if (dp_of(other) == dp_of(rank) && (events[other].empty() || events[other].back() != events[rank].back()))
+        return false;
+    return true;
+  };
+  std::vector<JointEvent> order;
+  for (;;) {
+    std::size_t longest = ranks;
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      if (may_run(rank) && (longest == ranks || events[rank].size() > events[longest].size())) longest = rank;
+    if (longest == ranks) break;
+    JointEvent next{event_of(events[longest].back()), std::vector<std::uint8_t>(ranks)};
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      next.own[rank] = may_run(rank) && event_of(events[rank].back()) == next.event;
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      if (next.own[rank]) events[rank].pop_back();
+    order.push_back(std::move(next));
+  }
+  ESPALIER_INTERNAL(std::ranges::all_of(events, &std::string::empty), "ranks of cp with other trunks than each other");
+  return order;
+}
+
+RankRange joint_ranks(const Degrees& d, const Place& place) {
+  const std::int64_t own = place.dp * d.cp + place.cp;
+  if (d.ep <= d.tp) return {own, 1};
+  const std::int64_t together = d.ep / d.tp;
+  if (d.pp > 1 && together % d.cp != 0) return {0, d.dp * d.cp};
+  return {own / together * together, together};
+}
+
+}  // namespace espalier
