@@ -24,6 +24,8 @@ STATE = ["--shard", "optimizer"]
 RUNS = [("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "8", *STATE]),
         ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "64", *STATE]),
         ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "1024", *STATE]),
+        ("Llama-3-8B", LLAMA, "h100", ["--dp", "8", "--shard", "full"]),
+        ("Llama-3-8B", LLAMA, "h100", ["--dp", "64", "--shard", "full"]),
         ("Qwen3-30B-A3B", QWEN, "h100", ["--dp", "8", "--ep", "8"]),
         ("Qwen3-30B-A3B", QWEN, "h200", ["--dp", "8", "--ep", "8"]),
         ("Qwen3-30B-A3B", QWEN, "h200", ["--layout", "auto", "--ranks", "64"])]
@@ -45,7 +47,7 @@ def gib(count):
 
 
 def row(name, machine, words, layout):
-    degrees = " ".join(f"{axis} {layout[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if layout[axis] > 1)
+    degrees = " ".join(f"{axis} {layout[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if layout[axis] > 1) + (" shard full" if layout["shard"] == "full" else "")
     ranks, given = layout["ranks"], {}
     for axis, phases in layout["ranks"]["bytes"].items():
         given[axis] = sum(phases.values())

@@ -37,11 +37,12 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
       throw UnsupportedError(
           {axis.name, "1", text_of(axis.degree),
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
-  if (options.shard == Sharding::none) return;
-  if (options.shard == Sharding::full)
-    throw UnsupportedError(
-        {"--shard", "none or optimizer", name_of(options.shard), "optimizer spreads its state over the ranks"});
-  if (verb.letter != 't') throw UnsupportedError({"--shard", "none", name_of(options.shard), ""});
+  if (options.shard == Sharding::full && verb.letter == 'l')
+    throw UnsupportedError({"--shard", "none", name_of(options.shard),
+                            "every token that is sampled reads all weights, which would travel once a token"});
+  if (options.shard != Sharding::optimizer) return;
+  if (verb.letter != 't')
+    throw UnsupportedError({"--shard", verb.letter == 'l' ? "none" : "none or full", name_of(options.shard), ""});
   if (options.ep > options.tp)
     throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(options.shard),
                             "give --ep of at most --tp, or leave --shard out"});

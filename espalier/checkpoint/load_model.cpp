@@ -235,10 +235,11 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   return out;
 }
 
-// Reads what the parameter's shard is of the entry. Padding is not written.
-void load_shard(const SafetensorsEntry& entry, const Parameter& parameter, DType dtype, std::byte* out) {
-  for (const ShardRun& run : runs_of(parameter))
-    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype, out + run.local * bytes_of(dtype),
+// Reads what is kept of the parameter's shard of the entry. Padding is not written.
+void load_shard(const SafetensorsEntry& entry, const Parameter& parameter, const Kept& kept, DType dtype,
+                std::byte* flat) {
+  for (const ShardRun& run : runs_of(parameter, kept))
+    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype, flat + run.local * bytes_of(dtype),
                    run.count);
 }
 
@@ -247,12 +248,13 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
   const std::vector<const SafetensorsEntry*> entries = match(tensors, table, head);
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const Parameter& parameter = table.parameters()[i];
-    std::byte* out = static_cast<std::byte*>(flat) + parameter.offset * bytes_of(dtype);
+    const Kept kept = table.kept(parameter);
+    std::byte* const out = static_cast<std::byte*>(flat);
     if (entries[i] != nullptr) {
-      load_shard(*entries[i], parameter, dtype, out);
+      load_shard(*entries[i], parameter, kept, dtype, out);
       forget_pages(*entries[i]);  // else the process holds the file beside the weights
     } else if (parameter.name == kValueBias) {
-      std::memset(out, 0, static_cast<std::size_t>(bytes_of(dtype)));
+      std::memset(out + kept.place * bytes_of(dtype), 0, static_cast<std::size_t>(kept.count * bytes_of(dtype)));
     }
     if (progress) progress(parameter.offset + parameter.count, table.size());
   }

@@ -1,6 +1,6 @@
 // Weights of a Hugging Face model directory to and from one flat buffer laid out by a ParameterTable.
 //
-// `flat` holds table.size() elements of the stated dtype.
+// `flat` holds table.kept_size() elements of the stated dtype.
 #pragma once
 
 #include <cstdint>

@@ -5,15 +5,22 @@
 namespace espalier {
 
 GradientSet::GradientSet(const ParameterTable& table, const LocalShape& shape, at::ScalarType accumulator,
-                         Device& device)
+                         Device& device, const Mesh& mesh)
     : table_(table),
       device_(device),
-      flat_(device.allocate({table.size()}, accumulator)),
-      views_(view_model(flat_, table, shape)) {
+      flat_(device.allocate({table.kept_size()}, accumulator)),
+      rooms_(device.allocate({table.units().rooms + table.units().largest_part}, accumulator)),
+      views_(view_model(flat_, rooms_, table, shape)) {
+  if (table.divided()) views_.keeper = &scattered_.emplace(table, flat_, rooms_, mesh, device);
   zero();
 }
 
 void GradientSet::zero() { device_.operations().zero(flat_); }
+
+at::Tensor GradientSet::kept(const Parameter& parameter) const {
+  const Kept kept = table_.kept(parameter);
+  return flat_.narrow(0, kept.place, kept.count);
+}
 
 // Ranks with other parts take part in a sum, too: each part has a place of its own in it.
 void GradientSet::add_shares(Group& tp) {
@@ -21,8 +28,9 @@ void GradientSet::add_shares(Group& tp) {
   for (const Parameter& parameter : table_.parameters()) {
     const Shard& shard = parameter.shard;
     if (!shard.partial_gradient) continue;
-    const at::Tensor own = flat_.narrow(0, parameter.offset, parameter.count);
-    const at::Tensor parts = device_.allocate({tp.size() / shard.copies, parameter.count}, flat_.scalar_type());
+    const at::Tensor own = kept(parameter);  // the same elements of it on all ranks of tp
+    if (own.numel() == 0) continue;
+    const at::Tensor parts = device_.allocate({tp.size() / shard.copies, own.numel()}, flat_.scalar_type());
     const at::Tensor place = parts.select(0, tp.rank() / shard.copies);
     ops.zero(parts);
     ops.convert(own, place);

@@ -5,17 +5,22 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "espalier/device/device.h"
+#include "espalier/gradient/scattered_gradients.h"
 #include "espalier/model/model_views.h"
-#include "espalier/parallel/group.h"
+#include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
 class GradientSet {
  public:
-  // The table must outlive the object.
+  // Table and mesh must outlive the object, which stays where it is.
   GradientSet(const ParameterTable& table, const LocalShape& shape, at::ScalarType accumulator,
-              Device& device = bound_device());
+              Device& device = bound_device(), const Mesh& mesh = mesh_of_one());
+  GradientSet(const GradientSet&) = delete;
+  GradientSet& operator=(const GradientSet&) = delete;
 
   void zero();
   // Where several ranks hold a parameter and each has computed a share of its gradient (Shard::partial_gradient), makes
@@ -24,12 +29,16 @@ class GradientSet {
   ModelViews& views() { return views_; }
   Device& device() const { return device_; }
   const ParameterTable& table() const { return table_; }
-  const at::Tensor& flat() const { return flat_; }  // in the table's layout
+  const at::Tensor& flat() const { return flat_; }                                        // in the table's layout
+  std::int64_t room_bytes() const { return static_cast<std::int64_t>(rooms_.nbytes()); }  // of divided units
+  // Of flat(), what is kept of a parameter.
+  at::Tensor kept(const Parameter& parameter) const;
 
  private:
   const ParameterTable& table_;
   Device& device_;
-  at::Tensor flat_;
+  at::Tensor flat_, rooms_;
+  std::optional<ScatteredGradients> scattered_;  // where weights are divided
   ModelViews views_;
 };
 

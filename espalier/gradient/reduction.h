@@ -12,7 +12,8 @@ namespace espalier {
 inline constexpr std::int64_t kBucketBytes = std::int64_t{64} << 20;
 
 // Every accumulator <- its sum over the ranks that hold the same weights, a tied embedding's over the stages of pp that
-// do; the same bits on all of them. After the last backward of the step.
+// do; the same bits on all of them. Of weights that ranks divide the former were summed item by item
+// (gradient/scattered_gradients.h). After the last backward of the step.
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh);
 
 }  // namespace espalier

@@ -51,19 +51,36 @@ bool Decoder::only_joins(const LayerContext& c) const {
   return rows == 0 && shape_.has_experts(c.layer) && mesh_.ep.size() > 1;
 }
 
+// Ranks of other trees have some of the experts. Those of one tree never join for experts alone.
+bool Decoder::joins_experts(std::int64_t layer) const {
+  return shape_.has_experts(layer) && mesh_.degrees.ep > mesh_.degrees.tp;
+}
+
+// What follows brings units in the order of forward and add_backward: these are collectives.
 void Decoder::join_forward(Arena& arena) const {
   const ModelInput no_rows;
   NoSource nothing;
-  for (std::int64_t layer = 0; layer < shape_.layers; ++layer)
-    if (shape_.has_experts(layer)) join_experts_forward(context({no_rows, nothing, arena}, layer));
+  if (is_first_stage()) weights_.bring(Unit::kEmbedding);
+  for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
+    weights_.bring(layer);
+    if (joins_experts(layer)) join_experts_forward(context({no_rows, nothing, arena}, layer));
+  }
+  if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
 }
 
 void Decoder::join_backward(ModelViews& grads, Arena& arena) const {
   const ModelInput no_rows;
   NoSource nothing;
-  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer)
-    if (shape_.has_experts(layer))
+  const auto join = [&](std::int64_t unit) { grads.bring(unit), grads.let_go(unit); };
+  if (is_last_stage()) weights_.bring(Unit::kFinalNorm), join(Unit::kFinalNorm);
+  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
+    weights_.bring(layer);
+    grads.bring(layer);
+    if (joins_experts(layer))
       join_experts_backward(context({no_rows, nothing, arena}, layer), grads.layers[static_cast<std::size_t>(layer)]);
+    grads.let_go(layer);
+  }
+  if (is_first_stage()) join(Unit::kEmbedding);
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -75,12 +92,14 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
 
 void Decoder::enter(const ModelInput& input, const at::Tensor& stream_TM) const {
   if (!is_first_stage()) return mesh_.pp.receive(stream_TM, mesh_.pp.rank() - 1);
+  weights_.bring(Unit::kEmbedding);
   device_.operations().look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
   mesh_.tp.add_over_ranks(stream_TM);
 }
 
 void Decoder::leave(const ModelInput& input, const at::Tensor& stream_TM, const DecoderSaved& saved) const {
   if (!is_last_stage()) return mesh_.pp.send(stream_TM, mesh_.pp.rank() + 1);
+  weights_.bring(Unit::kFinalNorm);
   if (input.outputs() == 0) return;
   const Operations& ops = device_.operations();
   if (!last_block_is_narrow(input)) ops.gather(stream_TM, input.output_row_O, saved.final_stream_OM);
@@ -95,10 +114,13 @@ at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& 
     return grad_stream_TM;
   }
   const Operations& ops = device_.operations();
+  weights_.bring(Unit::kFinalNorm);
+  grads.bring(Unit::kFinalNorm);
   ops.zero(grad_stream_OM);
   if (input.outputs() > 0)
     ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM,
                           grad_stream_OM, grads.final_norm_M);
+  grads.let_go(Unit::kFinalNorm);
   if (last_block_is_narrow(input)) return grad_stream_OM;
   ops.zero(grad_stream_TM);
   ops.add_scatter(grad_stream_OM, input.output_row_O, grad_stream_TM);
@@ -111,7 +133,9 @@ void Decoder::leave_backward(const ModelInput& input, const at::Tensor& grad_str
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(input.id, shape_.pad_token) != input.id.end())
     ops.zero_rows(grad_stream_TM, input.id_T, shape_.pad_token);
+  grads.bring(Unit::kEmbedding);
   ops.add_look_up_backward(grad_stream_TM, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
+  grads.let_go(Unit::kEmbedding);
 }
 
 namespace {
@@ -157,6 +181,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
   enter(input, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
+    weights_.bring(layer);
     const LayerContext c = context(run, layer);
     LayerSaved saved;
     saved.stream_in_TM = stream_TM;
@@ -198,6 +223,8 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
   at::Tensor grad_stream =
       enter_backward(input, saved, grad_normed_OM, grads, held[declared.grad_stream_OM], grad_stream_TM);
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
+    weights_.bring(layer);
+    grads.bring(layer);
     const LayerContext c = context(run, layer, &penalties);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
     const ArenaScope layer_scope(run.arena);
@@ -206,6 +233,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     if (only_joins(c)) join_experts_backward(c, grads.layers[static_cast<std::size_t>(layer)]);
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
+    grads.let_go(layer);
     if (run.keeper != nullptr) run.keeper->let_go(layer);
     grad_stream = grad_stream_TM;
   }

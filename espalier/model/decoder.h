@@ -41,8 +41,8 @@ struct DecoderRun {
 
 class Decoder {
  public:
-  // `weights` are read in every call and lie on the device; their dtype is the dtype of all activations. The mesh must
-  // outlive the decoder; every rank of its tp calls forward and add_backward with the same rows.
+  // `weights` are read in every call and lie on the device; their dtype is the dtype of all activations. Mesh and the
+  // weights' keeper must outlive the decoder; every rank of its tp calls forward and add_backward with the same rows.
   Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh = mesh_of_one());
 
   // Makes rotary tables for positions below `positions`; must cover every row.
@@ -61,8 +61,8 @@ class Decoder {
   void add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
                     const RouterPenalties& penalties = {}) const;
 
-  // What a rank of ep without rows of its own runs while others run forward, or add_backward: its experts, on their
-  // rows. The latter adds to the gradients of its experts.
+  // What a rank without rows of its own runs while others run forward, or add_backward: its experts, on their rows, and
+  // what brings together divided weights. The latter adds to the gradients of its experts.
   void join_forward(Arena& arena) const;
   void join_backward(ModelViews& grads, Arena& arena) const;
 
@@ -90,6 +90,7 @@ class Decoder {
   // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const ModelInput& input) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;
+  bool joins_experts(std::int64_t layer) const;
   // Whether the layer runs no row of these past keys and values, while other ranks of ep may send theirs.
   bool only_joins(const LayerContext& context) const;
   LayerContext context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;

@@ -11,12 +11,13 @@ namespace {
 // undefined.
 class Viewer {
  public:
-  Viewer(const at::Tensor& flat, const ParameterTable& table) : flat_(flat), table_(table) {}
+  Viewer(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table)
+      : flat_(flat), rooms_(rooms), table_(table) {}
 
   at::Tensor one(const std::string& name) const {
     if (table_.elsewhere(name)) return {};
     const Parameter& parameter = table_.at(name);
-    return flat_.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
+    return elements(parameter, parameter.count).view(parameter.shape);
   }
   at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
     return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
@@ -31,7 +32,7 @@ class Viewer {
   // Gapless parameters from the first to the last named, seen as one tensor.
   at::Tensor range(const std::string& first, const std::string& last, at::IntArrayRef shape) const {
     const Parameter &a = table_.at(first), &b = table_.at(last);
-    const at::Tensor values = flat_.narrow(0, a.offset, b.offset + b.count - a.offset);
+    const at::Tensor values = elements(a, b.offset + b.count - a.offset);
     ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(shape), first, " to ", last);
     return values.view(shape);
   }
@@ -44,6 +45,14 @@ class Viewer {
   }
 
  private:
+  // So many from the parameter's first one on, where they are when they are computed with.
+  at::Tensor elements(const Parameter& first, std::int64_t count) const {
+    const Unit* const unit = table_.unit_of(first);
+    if (unit == nullptr) return flat_.narrow(0, first.offset, count);
+    const at::Tensor& room = unit->divided() ? rooms_ : flat_;
+    return room.narrow(0, (unit->divided() ? unit->room : unit->place) + first.offset - unit->begin, count);
+  }
+
   at::Tensor ends(const std::string& prefix, std::initializer_list<ProjectionShape> joined, const char* kind) const {
     const std::string first = prefix + joined.begin()->name + kind;
     std::vector<std::int64_t> shape = table_.at(first).shape;
@@ -52,7 +61,7 @@ class Viewer {
     return range(first, prefix + (joined.end() - 1)->name + kind, shape);
   }
 
-  const at::Tensor& flat_;
+  const at::Tensor &flat_, &rooms_;
   const ParameterTable& table_;
 };
 
@@ -91,9 +100,10 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
 
 }  // namespace
 
-ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const LocalShape& shape) {
-  ESPALIER_INTERNAL_EQ(flat.numel(), table.size());
-  const Viewer viewer(flat, table);
+ModelViews view_model(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table,
+                      const LocalShape& shape) {
+  ESPALIER_INTERNAL_EQ(flat.numel(), table.kept_size());
+  const Viewer viewer(flat, rooms, table);
   const OuterParameters outer = outer_parameters(shape.whole());
   const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "espalier/model/parameters.h"
+#include "espalier/model/unit_keeper.h"
 
 namespace espalier {
 
@@ -38,9 +39,19 @@ struct ModelViews {
   at::Tensor final_norm_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
+  UnitKeeper* keeper = nullptr;      // of units that ranks divide; null: all views hold what they are at any time
+
+  void bring(std::int64_t unit) const {
+    if (keeper != nullptr) keeper->bring(unit);
+  }
+  void let_go(std::int64_t unit) const {
+    if (keeper != nullptr) keeper->let_go(unit);
+  }
 };
 
-// Views into `flat` (contiguous, table.size() elements).
-ModelViews view_model(const at::Tensor& flat, const ParameterTable& table, const LocalShape& shape);
+// Views into `flat` (contiguous, table.kept_size() elements); of units that ranks divide into `rooms`
+// (table.units().rooms elements).
+ModelViews view_model(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table,
+                      const LocalShape& shape);
 
 }  // namespace espalier

@@ -1,5 +1,6 @@
 #include "espalier/model/parameters.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 
@@ -27,6 +28,16 @@ std::vector<ShardRun> runs_of(const Parameter& parameter) {
   return out;
 }
 
+std::vector<ShardRun> runs_of(const Parameter& parameter, const Kept& kept) {
+  std::vector<ShardRun> out;
+  for (const ShardRun& run : runs_of(parameter)) {
+    const std::int64_t begin = std::max(run.local, kept.first),
+                       end = std::min(run.local + run.count, kept.first + kept.count);
+    if (begin < end) out.push_back({run.whole + begin - run.local, kept.place + begin - kept.first, end - begin});
+  }
+  return out;
+}
+
 ParameterTable::ParameterTable(const LocalShape& shape) {
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     if (const std::optional<Shard> shard = shape.shard(parameter))
@@ -34,6 +45,20 @@ ParameterTable::ParameterTable(const LocalShape& shape) {
     else
       elsewhere_.insert(parameter.name);
   });
+  if (shape.degrees().full) units_ = units_of(shape);
+}
+
+const Unit* ParameterTable::unit_of(const Parameter& parameter) const {
+  return divided() ? &units_.at(parameter.offset) : nullptr;
+}
+
+Kept ParameterTable::kept(const Parameter& parameter) const {
+  const Unit* const unit = unit_of(parameter);
+  return unit == nullptr ? Kept{0, parameter.count, parameter.offset} : kept(parameter, unit->rank);
+}
+
+Kept ParameterTable::kept(const Parameter& parameter, std::int64_t rank) const {
+  return unit_of(parameter)->kept(parameter.offset, parameter.count, rank);
 }
 
 const Parameter* ParameterTable::find(const std::string& name) const {

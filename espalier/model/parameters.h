@@ -1,7 +1,9 @@
 // Where every parameter of a rank lies in one flat buffer, under its Hugging Face name.
 //
 // Weights, gradients, float32 masters and both moments use the same table; names, order and neighbours are those of
-// plan/parameter_shapes.h. A tied head is `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias.
+// plan/parameter_shapes.h. Under --shard full a rank keeps a part of its parameters, one of every unit (plan/units.h):
+// then flat buffers hold these parts, and offsets count in the whole that units make up. A tied head is
+// `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "espalier/plan/local_shape.h"
+#include "espalier/plan/units.h"
 
 namespace espalier {
 
@@ -34,6 +37,8 @@ struct ShardRun {
 };
 // All of what is here, without padding, ascending in both.
 std::vector<ShardRun> runs_of(const Parameter& parameter);
+// Of these what is kept; `local` counts from the first element of the flat buffer.
+std::vector<ShardRun> runs_of(const Parameter& parameter, const Kept& kept);
 
 // The `count` values of a whole parameter in host memory, until the next call. A caller that visits several
 // asks for them in the table's order.
@@ -48,7 +53,15 @@ class ParameterTable {
 
   const std::vector<Parameter>& parameters() const { return parameters_; }  // ascending, gapless offsets
   std::int64_t size() const { return size_; }                               // elements
-  const Parameter& at(const std::string& name) const;                       // InternalError when absent
+  // Of flat buffers: what this rank keeps of these elements, all unless weights are divided.
+  std::int64_t kept_size() const { return divided() ? units_.kept : size_; }
+  Kept kept(const Parameter& parameter) const;
+  // What the rank-th of those that divide it keeps.
+  Kept kept(const Parameter& parameter, std::int64_t rank) const;
+  bool divided() const { return !units_.all.empty(); }
+  const Units& units() const { return units_; }           // none unless weights are divided
+  const Unit* unit_of(const Parameter& parameter) const;  // null unless weights are divided
+  const Parameter& at(const std::string& name) const;     // InternalError when absent
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
   const Parameter* find(const std::string& name) const;                                  // null when absent
   bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }  // other ranks have it
@@ -57,21 +70,27 @@ class ParameterTable {
   void add(const ParameterShape& whole, const Shard& shard);
 
   std::vector<Parameter> parameters_;
+  Units units_;
   std::unordered_map<std::string, std::size_t> index_;
   std::unordered_set<std::string> elsewhere_;
   std::int64_t size_ = 0;
 };
 
-// Calls visit(first element, elements, kind) for every run of neighbours for which kind_of(parameter) is the same.
+// Calls visit(first element of flat buffers, elements, kind) for every run of neighbours that are kept for which
+// kind_of(parameter) is the same.
 template <class KindOf, class Visit>
 void for_each_run(const ParameterTable& table, KindOf kind_of, Visit visit) {
   const std::vector<Parameter>& parameters = table.parameters();
   for (std::size_t first = 0, last; first < parameters.size(); first = last) {
     const auto kind = kind_of(parameters[first]);
-    std::int64_t count = 0;
-    for (last = first; last < parameters.size() && kind_of(parameters[last]) == kind; ++last)
-      count += parameters[last].count;
-    visit(parameters[first].offset, count, kind);
+    Kept run = table.kept(parameters[first]);
+    for (last = first + 1; last < parameters.size() && kind_of(parameters[last]) == kind; ++last) {
+      const Kept next = table.kept(parameters[last]);
+      if (next.count > 0 && run.count > 0 && next.place != run.place + run.count) break;
+      if (run.count == 0) run.place = next.place;
+      run.count += next.count;
+    }
+    if (run.count > 0) visit(run.place, run.count, kind);
   }
 }
 

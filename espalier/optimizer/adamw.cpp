@@ -37,7 +37,7 @@ double learning_rate(const AdamWSettings& settings, std::int64_t step) {
 }
 
 OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh) {
-  return {options.shard == Sharding::none ? mesh_of_one().dp : mesh.dp, mesh.world};
+  return {options.shard == Sharding::optimizer ? mesh.dp : mesh_of_one().dp, mesh.world};
 }
 
 AdamW::AdamW(const ParameterTable& table, const at::Tensor& weights, const AdamWSettings& settings, Device& device,

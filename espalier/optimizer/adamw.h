@@ -4,8 +4,9 @@
 // the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
 //
 // Ranks that share the state keep masters and moments of a contiguous part of the elements each, move those weights and
-// send them to the others (ZeRO, stage 1). Where ranks have parts of the model, the norm is that of the whole gradient:
-// a part that several of them hold counts once (Shard::counted).
+// send them to the others (ZeRO, stage 1). Where they divide the weights, too, each moves what it keeps (ZeRO, stage
+// 3). Where ranks have parts of the model, the norm is that of the whole gradient: a part that several of them hold
+// counts once (Shard::counted).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,8 +58,8 @@ class AdamW {
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
-  // Elements [own().begin, own().end) of the table's layout, accumulator dtype. masters() is the weights' own buffer
-  // unless they are bfloat16.
+  // Elements [own().begin, own().end) of the flat buffers of weights, accumulator dtype. masters() is the weights' own
+  // buffer unless they are bfloat16.
   const at::Tensor& masters() const { return masters_; }
   const at::Tensor& exp_avg() const { return exp_avg_; }
   const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
@@ -71,7 +72,7 @@ class AdamW {
   };
   // Of so many elements those whose state a rank keeps, of so many that share it.
   static Range range_of(std::int64_t elements, int ranks, int rank);
-  Range range_of(int rank) const { return range_of(table_.size(), ranks_.shares.size(), rank); }
+  Range range_of(int rank) const { return range_of(table_.kept_size(), ranks_.shares.size(), rank); }
   Range own() const { return range_of(ranks_.shares.rank()); }
   Group& shares() const { return ranks_.shares; }
 

@@ -5,7 +5,12 @@
 namespace espalier {
 
 Degrees degrees_of(const Options& options) {
-  return {.tp = options.tp, .cp = options.cp, .pp = options.pp, .dp = options.dp, .ep = options.ep};
+  return {.tp = options.tp,
+          .cp = options.cp,
+          .pp = options.pp,
+          .dp = options.dp,
+          .ep = options.ep,
+          .full = options.shard == Sharding::full && options.dp * options.cp > 1};
 }
 
 std::string text_of_degrees(const Degrees& degrees) {
@@ -13,6 +18,7 @@ std::string text_of_degrees(const Degrees& degrees) {
   for (const auto& [name, degree] :
        {std::pair{"tp", degrees.tp}, {"cp", degrees.cp}, {"pp", degrees.pp}, {"dp", degrees.dp}, {"ep", degrees.ep}})
     if (degree > 1) out += text_of(out.empty() ? "" : ", ", name, " ", degree);
+  if (degrees.full) out += ", shard full";
   return out.empty() ? "one rank" : out;
 }
 

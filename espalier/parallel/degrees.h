@@ -14,12 +14,13 @@ namespace espalier {
 
 struct Degrees {
   std::int64_t tp = 1, cp = 1, pp = 1, dp = 1, ep = 1;
+  bool full = false;  // --shard full: those who would hold the same weights divide them (plan/units.h)
 
   std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses those of dp, cp and tp
   bool operator==(const Degrees&) const = default;
 };
 Degrees degrees_of(const Options& options);
-std::string text_of_degrees(const Degrees& degrees);  // "tp 2, dp 4": those above 1; "one rank"
+std::string text_of_degrees(const Degrees& degrees);  // "tp 2, dp 4, shard full": those above 1; "one rank"
 
 // Where one rank stands on every axis, from 0.
 struct Place {

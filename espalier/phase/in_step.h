@@ -1,5 +1,5 @@
-// Ranks of ep that run other rows than each other meet in every layer of experts: the next event of their common order
-// (plan/joint_order.h), and whether this rank has rows of its own for it.
+// Ranks that run other rows than each other meet in every layer where experts are spread over them or weights divided:
+// the next event of their common order (plan/joint_order.h), and whether this rank has rows of its own for it.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,31 @@ std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item,
                                          input.divided, decoder.block(), decoder.dtype(), decoder.mesh().cp, arena);
 }
 
+// The unit of the head is together while `work` runs.
+template <class Work>
+void with_head(const StepRun& step, bool gradient, Work work) {
+  const TimedPart timed(step.timer, part::kHead);
+  const std::int64_t unit = head_unit(step.decoder.local().whole());
+  step.decoder.weights().bring(unit);
+  if (gradient) step.gradients->views().bring(unit);
+  work();
+  if (gradient) step.gradients->views().let_go(unit);
+}
+
+bool has_head(const StepRun& step) { return step.head != nullptr && step.decoder.is_last_stage(); }
+bool needs_whole_rollout(const StepRun& step) { return step.trains() && step.head->needs_whole_rollout(); }
+
 }  // namespace
+
+void join_forward(const StepRun& step) {
+  step.decoder.join_forward(step.arena);
+  if (has_head(step)) with_head(step, step.trains() && !needs_whole_rollout(step), [] {});
+}
+
+void join_backward(const StepRun& step) {
+  if (has_head(step) && needs_whole_rollout(step)) with_head(step, true, [] {});
+  step.decoder.join_backward(step.gradients->views(), step.arena);
+}
 
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
     : step_(step),
@@ -41,18 +65,18 @@ void ItemRun::forward() {
   saved_ = step_.decoder.forward(decoder_run(), step_.trains() ? std::optional(item_.state) : std::nullopt);
   take_choices();
   join_counts();
-  if (!has_head()) return;
-  const TimedPart timed(step_.timer, part::kHead);
-  step_.head->score(head_work());
-  if (step_.trains() && step_.head->needs_whole_rollout()) step_.head->finish_rollouts(item_);
+  if (!has_head(step_)) return;
+  const bool whole_rollout = needs_whole_rollout(step_);
+  with_head(step_, step_.trains() && !whole_rollout, [&] {
+    step_.head->score(head_work());
+    if (whole_rollout) step_.head->finish_rollouts(item_);
+  });
 }
 
 void ItemRun::add_backward(const at::Tensor& penalty_L2) {
   join_counts();
-  if (has_head() && step_.head->needs_whole_rollout()) {
-    const TimedPart timed(step_.timer, part::kHead);
-    step_.head->add_backward(head_work());
-  }
+  if (has_head(step_) && needs_whole_rollout(step_))
+    with_head(step_, true, [&] { step_.head->add_backward(head_work()); });
   step_.decoder.add_backward(decoder_run(), saved_, grad_normed_OM_, step_.gradients->views(), penalties(penalty_L2));
 }
 

@@ -31,7 +31,6 @@ class ItemRun {
   std::int64_t rows() const { return input_.model.rows(); }
 
  private:
-  bool has_head() const { return step_.head != nullptr && step_.decoder.is_last_stage(); }
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
   // Counts of choices that other ranks of cp have made of the item's rollouts, where losses need them all.
@@ -48,5 +47,9 @@ class ItemRun {
   at::Tensor grad_normed_OM_;
   std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away
 };
+
+// What a rank without an item of its own runs while others run forward, or add_backward.
+void join_forward(const StepRun& step);
+void join_backward(const StepRun& step);
 
 }  // namespace espalier

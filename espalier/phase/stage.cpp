@@ -91,20 +91,19 @@ class StageExecutor : public Executor {
   }
 
  private:
-  // Runs this rank's experts for the events that others have before its own next one.
+  // Takes part, without rows, in the events that others have before its own next one.
   void join_others() {
-    const Decoder& decoder = step_.decoder;
     while (const std::optional<Event> event = in_step_.take_of_others()) switch (*event) {
         case Event::open:
           end_waves();
-          book_open([&] { decoder.join_forward(step_.arena); });
+          book_open([&] { join_forward(step_); });
           break;
         case Event::wave:
           begin_wave(nullptr);
           break;
         case Event::close:
           end_waves();
-          if (step_.trains()) book_close([&] { join_backward(); });
+          if (step_.trains()) book_close([&] { join_backward(step_); });
           break;
       }
   }
@@ -148,7 +147,7 @@ class StageExecutor : public Executor {
     book_wave([&] {
       if (item == nullptr) {
         in_flight_.emplace_back();
-        return step_.decoder.join_forward(step_.arena);
+        return join_forward(step_);
       }
       OpenItem& wave = *in_flight_.emplace_back(std::in_place, step_, *item, region ? *region : step_.arena);
       wave.run.forward();
@@ -160,12 +159,10 @@ class StageExecutor : public Executor {
   }
 
   void end_first_wave() {
-    book_wave([&] { in_flight_.front() ? add_backward(in_flight_.front()->run) : join_backward(); });
+    book_wave([&] { in_flight_.front() ? add_backward(in_flight_.front()->run) : join_backward(step_); });
     in_flight_.pop_front();
     if (!regions_.empty()) regions_[waves_ended_++ % regions_.size()]->trim();
   }
-
-  void join_backward() { step_.decoder.join_backward(step_.gradients->views(), step_.arena); }
 
   void add_backward(ItemRun& run) {
     run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());

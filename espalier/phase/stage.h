@@ -4,8 +4,8 @@
 // backward of the first, then one forward and one backward in turn. Waves end in the order they began, so each has a
 // region of memory to itself, of which it holds what it saves. Before a trunk's forward and its backward those before
 // it have ended; nothing else waits for anything but what a neighbour sends. The last stage, or the only one, ends
-// every event before it begins the next. Where ranks of ep have other rows than each other, waves of others count among
-// those in flight, so that all stages keep one order.
+// every event before it begins the next. Where ranks meet that have other rows than each other, waves of others count
+// among those in flight, so that all stages keep one order.
 #pragma once
 
 #include "espalier/phase/step_run.h"

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/plan/joint_order.h"
@@ -53,6 +54,7 @@ class Communication::Walk {
  public:
   Walk(const Communication& of, std::span<const Rollout> rollouts, bool all_logprobs)
       : local_(of.local_),
+        units_(of.units_),
         own_(of.local_.own()),
         b_(of.bytes_.activation),
         s_(of.bytes_.accumulator),
@@ -109,21 +111,27 @@ class Communication::Walk {
   // Gradients of copies within tp, then of replicas, in the order of the engine.
   void add_reduction() {
     const double before = traffic.seconds;
-    std::int64_t everybody = 0, experts = 0;
+    std::int64_t everybody = 0, experts = 0, first = 0;
     for_each_parameter(local_.whole(), [&](const ParameterShape& parameter) {
       const auto shard = local_.shard(parameter);
       if (!shard) return;
       std::int64_t count = 1;
       for (std::size_t dim = 0; dim < parameter.sides.size(); ++dim)
         count *= static_cast<int>(dim) == shard->dim ? shard->local : parameter.sides[dim].size;
-      (shard->of_expert && local_.degrees().ep > 1 ? experts : everybody) += count;
+      if (local_.degrees().full) {
+        const Unit& unit = units_.at(first);
+        first += std::exchange(count, unit.kept(first, count, unit.rank).count);
+      } else {
+        (shard->of_expert && local_.degrees().ep > 1 ? experts : everybody) += count;
+      }
       if (shard->partial_gradient)
         give(tp_, Collective::sum, tp_.ranks / shard->copies * count * s_, traffic.bytes.reduction.tp);
     });
     const ModelShape& whole = local_.whole();
     const bool outer = local_.place().pp == 0 || last_stage_;
-    if (whole.tied_head && outer)
-      give(pp_, Collective::send, own_.vocabulary * own_.hidden * s_, traffic.bytes.reduction.pp);
+    std::int64_t embedding = own_.vocabulary * own_.hidden;
+    if (local_.degrees().full) embedding = units_.all.front().kept(0, embedding, units_.all.front().rank).count;
+    if (whole.tied_head && outer) give(pp_, Collective::send, embedding * s_, traffic.bytes.reduction.pp);
     give(replicas_, Collective::sum, everybody * s_, traffic.bytes.reduction.dp);
     give(expert_replicas_, Collective::sum, experts * s_, traffic.bytes.reduction.dp);
     traffic.reduction_seconds = traffic.seconds - before;
@@ -180,13 +188,33 @@ class Communication::Walk {
            static_cast<std::int64_t>(item.set.rollouts.size()) * whole.layers * whole.experts * kNumber, phase.cp);
   }
 
+  // Of units that ranks divide.
+  void gather(std::int64_t what, AxisBytes& phase) {
+    for (const Unit& unit : units_.all)
+      if (unit.what == what) give(holders_of(unit), Collective::gather, unit.part() * b_, phase.dp);
+  }
+  void scatter_sum(std::int64_t what, AxisBytes& phase) {
+    for (const Unit& unit : units_.all)
+      if (unit.what == what) give(holders_of(unit), Collective::scatter_sum, unit.whole() * s_, phase.dp);
+  }
+  const Line& holders_of(const Unit& unit) const { return unit.experts ? expert_replicas_ : replicas_; }
+
+  void bring_head(bool with_gradient, AxisBytes& phase) {
+    const std::int64_t unit = head_unit(local_.whole());
+    gather(unit, phase);
+    if (with_gradient) scatter_sum(unit, phase);
+  }
+
   // Of an event; null: of others, this rank has no rows.
   void forward(const PlanItem* item, AxisBytes& phase) {
     const std::int64_t T = own_rows_.all, M = own_.hidden;
+    const bool with_gradient = kind_.gradients && !kind_.whole_rollout;
+    if (local_.place().pp == 0) gather(Unit::kEmbedding, phase);
     if (local_.place().pp == 0) give(tp_, Collective::sum, T * M * b_, phase.tp);
     for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
       const bool experts = own_.has_experts(layer);
       const std::int64_t R = continuing(own_rows_, layer);
+      gather(layer, phase);
       if (item) gather_context(*item, phase);
       give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
@@ -194,17 +222,22 @@ class Communication::Walk {
     }
     if (item) control(*item, phase);
     if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
-    if (item) head(*item, phase, kind_.gradients && !kind_.whole_rollout);
+    gather(Unit::kFinalNorm, phase);
+    bring_head(with_gradient, phase);
+    if (item) head(*item, phase, with_gradient);
   }
 
   void backward(const PlanItem* item, AxisBytes& phase) {
     const std::int64_t T = own_rows_.all, M = own_.hidden, k = own_.experts_per_token;
     const bool again = item && item->kind == ItemKind::wave, recomputes = item && item->state.recomputes_attention();
     if (item) control(*item, phase);
+    if (last_stage_ && kind_.whole_rollout) bring_head(true, phase);
     if (item && last_stage_ && kind_.whole_rollout) head(*item, phase, true);
+    if (last_stage_) gather(Unit::kFinalNorm, phase), scatter_sum(Unit::kFinalNorm, phase);
     for (std::int64_t layer = own_.layers - 1; layer >= 0; --layer) {
       const bool experts = own_.has_experts(layer);
       const std::int64_t R = continuing(own_rows_, layer);
+      gather(layer, phase), scatter_sum(layer, phase);
       if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
       if (again && recomputes) gather_context(*item, phase);
       if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
@@ -216,7 +249,8 @@ class Communication::Walk {
       give(tp_, Collective::sum, R * k * s_, phase.tp);
       exchange(layer, 2 * M * b_ + s_, M * s_ + s_, phase);
     }
-    if (local_.place().pp > 0) give(pp_, Collective::send, T * M * b_, phase.pp);
+    if (local_.place().pp > 0) return give(pp_, Collective::send, T * M * b_, phase.pp);
+    scatter_sum(Unit::kEmbedding, phase);
   }
 
   void head(const PlanItem& item, AxisBytes& phase, bool with_gradient) {
@@ -244,6 +278,7 @@ class Communication::Walk {
   std::int64_t key_value_width() const { return 2 * own_.kv_heads * own_.head_dim; }
 
   const LocalShape& local_;
+  const Units& units_;
   const ModelShape& own_;
   std::int64_t b_, s_;
   const StepKind& kind_;
@@ -255,7 +290,9 @@ class Communication::Walk {
 };
 
 Communication::Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile)
-    : local_(local), bytes_(element_bytes(dtype)), kind_(kind), profile_(profile) {}
+    : local_(local), bytes_(element_bytes(dtype)), kind_(kind), profile_(profile) {
+  if (local.degrees().full) units_ = units_of(local);
+}
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {
   return of(std::vector(static_cast<std::size_t>(local_.degrees().dp), &plan), rollouts);

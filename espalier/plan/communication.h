@@ -18,7 +18,10 @@
 //   backward  2 n S J D s a layer
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
 // and of a wave that was dealt whole nothing. pp: T M b to the next stage and back, and once a
-// step the gradient of a tied embedding. Gradients are given once to those who hold the same weights.
+// step the gradient of a tied embedding. Gradients are given once to those who hold the same weights. Where n ranks
+// divide these (plan/units.h), each gives of a unit of U elements, for every event of the joint order,
+//   forward   U / n b: what it keeps; of the head also U s, unless derivatives need whole rollouts
+//   backward  U / n b and U s; of the embedding U s alone; of the head both where derivatives need whole rollouts
 // Source: the calls in model/, objective/ and gradient/; a test compares what their groups count.
 #pragma once
 
@@ -27,6 +30,7 @@
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/local_shape.h"
 #include "espalier/plan/step_plan.h"
+#include "espalier/plan/units.h"
 
 namespace espalier {
 
@@ -49,6 +53,7 @@ class Communication {
   class Walk;
 
   LocalShape local_;
+  Units units_;  // none unless weights are divided
   ElementBytes bytes_;
   StepKind kind_;
   MachineProfile profile_;

@@ -47,9 +47,13 @@ std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_
   const auto may_run = [&](std::size_t rank) {
     if (events[rank].empty()) return false;
     if (events[rank].back() == kDealtWave) return true;
-    for (std::size_t other = 0; other < ranks; ++other)
-      if (dp_of(other) == dp_of(rank) && (events[other].empty() || events[other].back() != events[rank].back()))
-        return false;
+    const auto differs = [&](std::size_t other) {
+      return events[other].empty() || events[other].back() != events[rank].back();
+    };
+    for (std::size_t other = rank; other-- > 0 && dp_of(other) == dp_of(rank);)
+      if (differs(other)) return false;
+    for (std::size_t other = rank + 1; other < ranks && dp_of(other) == dp_of(rank); ++other)
+      if (differs(other)) return false;
     return true;
   };
   std::vector<JointEvent> order;
@@ -71,6 +75,7 @@ std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_
 
 RankRange joint_ranks(const Degrees& d, const Place& place) {
   const std::int64_t own = place.dp * d.cp + place.cp;
+  if (d.full) return {0, d.dp * d.cp};
   if (d.ep <= d.tp) return {own, 1};
   const std::int64_t together = d.ep / d.tp;
   if (d.pp > 1 && together % d.cp != 0) return {0, d.dp * d.cp};

@@ -1,5 +1,6 @@
-// Ranks of ep that run other rows than each other, as those of dp do, still meet in every layer of experts: they go
-// through the events of their plans in one common order, and a rank without rows of its own for an event joins it.
+// Ranks that run other rows than each other, as those of dp do, still meet in every layer where experts are spread over
+// them (ep) or weights divided (--shard full): they go through the events of their plans in one common order, and a
+// rank without rows of its own for an event joins it.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +33,8 @@ struct JointEvent {
 std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_t cp = 1, std::int64_t first = 0);
 
 // Which of the ranks of dp x cp go through events together with the one at `place`: itself alone where all ranks of ep
-// have the same rows. Stages of pp have several waves in flight, and ranks of one cp must have the same ones: then
-// whole groups of cp go together.
+// have the same rows, all where they divide the weights. Stages of pp have several waves in flight, and ranks of one cp
+// must have the same ones: then whole groups of cp go together.
 struct RankRange {
   std::int64_t begin = 0, count = 1;
 };

@@ -27,8 +27,9 @@ std::vector<Degrees> candidates(const LayoutProblem& problem, std::int64_t ranks
         const std::int64_t dp = ranks / tp / pp / cp;
         if (tp > problem.profile.ranks_per_machine || (dp > 1 && !axes.dp)) continue;
         for (const std::int64_t ep : divisors(dp * cp * tp, axes.ep && shape.experts > 0)) {
-          const Degrees degrees{.tp = tp, .cp = cp, .pp = pp, .dp = dp, .ep = ep};
-          if (ep > tp && problem.shard != Sharding::none) continue;
+          const bool full = problem.shard == Sharding::full && dp * cp > 1;
+          const Degrees degrees{.tp = tp, .cp = cp, .pp = pp, .dp = dp, .ep = ep, .full = full};
+          if (ep > tp && problem.shard == Sharding::optimizer) continue;
           try {
             LocalShape(shape, degrees, {});
             out.push_back(degrees);

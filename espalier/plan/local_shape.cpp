@@ -117,10 +117,11 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   const bool whole_expert = shard.of_expert && degrees_.ep > 1;
   if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
   shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads);
-  const bool first_replica = whole_expert
-                                 ? ((place_.dp * degrees_.cp + place_.cp) * degrees_.tp + place_.tp) / degrees_.ep == 0
-                                 : place_.dp == 0 && place_.cp == 0 && place_.tp % shard.copies == 0;
-  shard.counted = first_replica && (!embedding || first_stage);
+  const std::int64_t replica = place_.dp * degrees_.cp + place_.cp;
+  const bool first_replica = (whole_expert ? (replica * degrees_.tp + place_.tp) / degrees_.ep : replica) == 0;
+  const bool here = (whole_expert || place_.tp % shard.copies == 0) && (!embedding || first_stage);
+  shard.first = here && first_replica;
+  shard.counted = here && (first_replica || degrees_.full);
   return shard;
 }
 

@@ -27,7 +27,8 @@ struct Shard {
   std::int64_t copies = 1;          // neighbouring ranks of tp that hold the same part, this one included
   bool partial_gradient = false;    // each of these copies has a share of the gradient: they are to be summed
   bool of_expert = false;           // copies elsewhere: Axis::expert_replicas where ep > 1, else Axis::replicas
-  bool counted = true;              // true on one of all ranks that hold the part: where a global norm counts it
+  bool first = true;                // true on one of all ranks that hold the part
+  bool counted = true;              // where a global norm counts what is kept: on that one, on all that divide the part
   bool padded() const { return local > end - begin; }
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "espalier/base/instruction_set.h"
+#include "espalier/plan/units.h"
 
 namespace espalier {
 namespace {
@@ -36,12 +37,16 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
 
 ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
     : shape_(local.own()),
-      parameters_(local.parameters()),
+      parameters_(local.degrees().full ? 0 : local.parameters()),
       kind_(kind),
       dtype_(dtype),
       has_outputs_(local.place().pp == local.degrees().pp - 1),
       widens_products_(dtype == DType::bfloat16 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
       rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
+  if (local.degrees().full) {
+    const Units units = units_of(local);
+    parameters_ = units.kept, rooms_ = units.rooms, part_ = units.largest_part;
+  }
   const ModelShape& shape = shape_;
   const auto experts = [&](std::int64_t layer) {
     return !shape.expert_layer.empty() && shape.expert_layer[layer] != 0;
@@ -62,7 +67,8 @@ std::int64_t ActivationBytes::model() const {
   if (kind_.gradients) per_parameter += bytes.accumulator;
   const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
   const std::int64_t own = (parameters_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
-  return parameters_ * per_parameter + own * state;
+  const std::int64_t rooms = rooms_ * per_parameter + (kind_.gradients ? part_ * bytes.accumulator : 0);
+  return parameters_ * per_parameter + own * state + rooms;
 }
 
 std::int64_t ActivationBytes::constant() const {

@@ -32,7 +32,8 @@ class ActivationBytes {
   // Of one rank: its parameters, heads and inner columns.
   ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind = {});
 
-  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them.
+  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them. Of those that ranks
+  // divide what this rank keeps, and the rooms where units are brought together.
   std::int64_t model() const;
   // Held through the step: the model, the process itself and what is beside them.
   std::int64_t constant() const;
@@ -96,7 +97,9 @@ class ActivationBytes {
   std::int64_t head(const Work& work, bool with_gradient) const;
 
   ModelShape shape_;
-  std::int64_t parameters_;
+  std::int64_t parameters_;  // that this rank keeps
+  std::int64_t rooms_ = 0,
+               part_ = 0;  // elements of rooms, and of the largest part of a unit, where weights are divided
   StepKind kind_;
   DType dtype_;
   bool has_outputs_;              // the last stage of pp

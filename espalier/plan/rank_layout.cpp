@@ -207,13 +207,13 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
   return out;
 }
 
-LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, WhichRanks which) {
-  if (problem.shard == Sharding::full)
-    throw UnsupportedError({"--shard", "none or optimizer", name_of(problem.shard), ""});
+LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, WhichRanks which) {
+  Degrees degrees = given;
   if (problem.shard == Sharding::optimizer && degrees.ep > degrees.tp)
     throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(problem.shard),
                             "give --ep of at most --tp, or leave --shard out"});
   check_degrees(degrees);
+  degrees.full = problem.shard == Sharding::full && degrees.dp * degrees.cp > 1;
   LayoutPlan layout;
   layout.degrees = degrees, layout.shard = problem.shard;
   std::vector<LocalShape> stages;
@@ -294,13 +294,13 @@ std::string explain(const LayoutPlan& layout) {
   const PhasePeaks& bytes = layout.bytes;
   const auto longest = std::ranges::max_element(
       layout.ranks, {}, [](const RankCost& rank) { return rank.cost.seconds + rank.traffic.seconds; });
-  std::string out =
-      text_of("Layout ", text_of_degrees(layout.degrees), layout.shard == Sharding::none ? "" : ", shard optimizer",
-              " (", layout.degrees.ranks(), " processes): ", format_seconds(layout.seconds), " a step, of which ",
-              format_seconds(layout.communication_seconds), " communication; balance ",
-              std::lround(100 * layout.balance), "%, pipeline bubble ", std::lround(100 * layout.bubble), "%\n",
-              "  a rank: ", format_count(layout.parameters), " parameters, peak ", format_bytes(bytes.peak()), " (A ",
-              format_bytes(bytes.a), ", B ", format_bytes(bytes.b), ", C ", format_bytes(bytes.c), ")\n");
+  std::string out = text_of(
+      "Layout ", text_of_degrees(layout.degrees), layout.shard == Sharding::optimizer ? ", shard optimizer" : "", " (",
+      layout.degrees.ranks(), " processes): ", format_seconds(layout.seconds), " a step, of which ",
+      format_seconds(layout.communication_seconds), " communication; balance ", std::lround(100 * layout.balance),
+      "%, pipeline bubble ", std::lround(100 * layout.bubble), "%\n", "  a rank: ", format_count(layout.parameters),
+      " parameters, peak ", format_bytes(bytes.peak()), " (A ", format_bytes(bytes.a), ", B ", format_bytes(bytes.b),
+      ", C ", format_bytes(bytes.c), ")\n");
   if (longest == layout.ranks.end()) return out;
   std::string given;
   const Json by_axis = bytes_json(longest->traffic.bytes);

@@ -66,7 +66,8 @@ struct LayoutPlan {
 
 enum class WhichRanks { all, busiest };  // of dp; the latter with a balance of 1 unknown
 
-// Errors: OptionError for degrees that do not divide the model; UnsupportedError for --shard full.
+// Errors: OptionError for degrees that do not divide the model; UnsupportedError for --shard optimizer where experts
+// are spread over ranks of dp.
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, WhichRanks which = WhichRanks::all);
 
 Json to_json(const LayoutPlan& layout);

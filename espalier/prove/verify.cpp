@@ -44,10 +44,6 @@ StepOutcome run_reversed(VerifiedStep& step, const MiniBatch& mini_batch, Option
   return out;
 }
 
-at::Tensor slice(const at::Tensor& flat, const Parameter& parameter) {
-  return flat.narrow(0, parameter.offset, parameter.count);
-}
-
 double sum_of_squares(const at::Tensor& x) { return at::dot(x, x).item<double>(); }
 
 double largest_difference(const TokenSeries& a, const TokenSeries& b) {
@@ -114,7 +110,7 @@ class Verification {
     dense_ = step.run(mini_batch, options_);
     slopes_ = step.slopes(mini_batch, options_, dense_);
     dense_squares_ =
-        over_parameters([&](const Parameter& here) { return sum_of_squares(slice(dense_.gradient, here)); });
+        over_parameters([&](const Parameter& here) { return sum_of_squares(kept(dense_.gradient, here)); });
     // In float64, so that the 1e-16 of the whole that rounding leaves of a vanishing gradient are within what is
     // allowed.
     smallest_norm_ = gradient_norm() * (model_.dtype == DType::float64 ? 1e-5 : 1e-8);
@@ -161,9 +157,9 @@ class Verification {
     ScheduleCheck schedule{variant.name, shared.plan.physical_rows(), shared.plan.trunks, shared.plan.waves, 0};
     const std::vector<double> distances = relative_distances(shared.gradient);
     const std::vector<double> squares =
-        over_parameters([&](const Parameter& here) { return sum_of_squares(slice(shared.gradient, here)); });
+        over_parameters([&](const Parameter& here) { return sum_of_squares(kept(shared.gradient, here)); });
     const std::vector<double> products = over_parameters([&](const Parameter& here) {
-      return at::dot(slice(shared.gradient, here), slice(dense_.gradient, here)).item<double>();
+      return at::dot(kept(shared.gradient, here), kept(dense_.gradient, here)).item<double>();
     });
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       take(parameters[p].distance, distances[p], schedule);
@@ -200,6 +196,12 @@ class Verification {
     schedule.worst_ratio = std::max(schedule.worst_ratio, Distance{error, distance.floor, distance.allowed}.ratio());
   }
 
+  // What this rank keeps of a parameter.
+  at::Tensor kept(const at::Tensor& flat, const Parameter& here) const {
+    const Kept kept = model_.table.kept(here);
+    return flat.narrow(0, kept.place, kept.count);
+  }
+
   // Of every parameter of the whole model the sum over its elements, of which ranks have parts.
   std::vector<double> over_parameters(const std::function<double(const Parameter& here)>& sum_here) const {
     std::vector<double> sums;
@@ -214,7 +216,7 @@ class Verification {
   // gradient.
   std::vector<double> relative_distances(const at::Tensor& gradient) const {
     std::vector<double> distances = over_parameters(
-        [&](const Parameter& here) { return sum_of_squares(slice(gradient, here) - slice(dense_.gradient, here)); });
+        [&](const Parameter& here) { return sum_of_squares(kept(gradient, here) - kept(dense_.gradient, here)); });
     for (std::size_t p = 0; p < distances.size(); ++p)
       if (distances[p] != 0)  // both may vanish
         distances[p] = std::sqrt(distances[p]) / std::max(std::sqrt(dense_squares_[p]), smallest_norm_);

@@ -28,7 +28,7 @@ Options replay_options(const Trace& trace, const Options& given) {
 }
 
 at::Tensor recorded_weights(const std::filesystem::path& file, const ParameterTable& table) {
-  at::Tensor flat = at::zeros({table.size()}, at::kDouble);
+  at::Tensor flat = at::zeros({table.kept_size()}, at::kDouble);
   load_named_tensors(file, table, DType::float64, host_bytes(flat));
   return flat;
 }

@@ -17,9 +17,10 @@ namespace {
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
 
-// Overwrites what is here of a whole parameter, `flat` in the host's memory.
-void fill(const Parameter& whole, const Parameter& here, double deviation, Random random, const at::Tensor& flat) {
-  const std::vector<ShardRun> runs = runs_of(here);
+// Overwrites what is kept here of a whole parameter, `flat` in the host's memory.
+void fill(const Parameter& whole, const Parameter& here, const Kept& kept, double deviation, Random random,
+          const at::Tensor& flat) {
+  const std::vector<ShardRun> runs = runs_of(here, kept);
   auto run = runs.begin();
   std::vector<double> values;
   for (std::int64_t begin = 0; begin < whole.count; begin += static_cast<std::int64_t>(values.size())) {
@@ -29,19 +30,28 @@ void fill(const Parameter& whole, const Parameter& here, double deviation, Rando
     const std::int64_t end = begin + static_cast<std::int64_t>(values.size());
     for (; run != runs.end() && run->whole < end; ++run) {
       const std::int64_t first = std::max(begin, run->whole), last = std::min(end, run->whole + run->count);
-      flat.narrow(0, here.offset + run->local + first - run->whole, last - first)
+      flat.narrow(0, run->local + first - run->whole, last - first)
           .copy_(at::from_blob(values.data() + (first - begin), {last - first}, at::kDouble));
       if (run->whole + run->count > end) break;  // goes on in the next piece
     }
   }
 }
 
+ModelViews weight_views(ModelState& state, const LocalShape& shape) {
+  ModelViews views = view_model(state.weights, state.rooms, state.table, shape);
+  if (state.table.divided()) views.keeper = &state.gathered;
+  return views;
+}
+
+bool has_padding(const ParameterTable& table) {
+  const auto padded = [](const Parameter& parameter) { return parameter.shard.padded(); };
+  return table.divided() || std::ranges::any_of(table.parameters(), padded);
+}
+
 // Host memory for the weights, with their padding.
 at::Tensor room_for_weights(const ModelState& state) {
   Device& device = state.decoder.device();
-  const auto padded = [](const Parameter& parameter) { return parameter.shard.padded(); };
-  return std::ranges::any_of(state.table.parameters(), padded) ? device.to_host(state.weights)
-                                                               : device.host_room(state.weights);
+  return has_padding(state.table) ? device.to_host(state.weights) : device.host_room(state.weights);
 }
 
 // A critic's head that is not stored is drawn from `seed`.
@@ -52,7 +62,7 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const at::Tensor host = room_for_weights(state);
   const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it
   if (head == ValueHead::fresh && weight != nullptr)
-    fill(*weight, *weight, state.shape.initializer_range, Random(seed), host);
+    fill(*weight, *weight, state.table.kept(*weight), state.shape.initializer_range, Random(seed), host);
   progress.begin("weights", state.table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
@@ -70,10 +80,11 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       shape(model_shape.whole()),
       dtype(model_dtype),
       table(model_shape),
-      weights(device.allocate({table.size()}, scalar_type(dtype))),
-      decoder(model_shape, view_model(weights, table, model_shape), device, ranks) {
-  for (const Parameter& parameter : table.parameters())
-    if (parameter.shard.padded()) device.operations().zero(weights.narrow(0, parameter.offset, parameter.count));
+      weights(device.allocate({table.kept_size()}, scalar_type(dtype))),
+      rooms(device.allocate({table.units().rooms}, scalar_type(dtype))),
+      gathered(table, weights, rooms, ranks),
+      decoder(model_shape, weight_views(*this, model_shape), device, ranks) {
+  if (has_padding(table)) device.operations().zero(weights);
 }
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
@@ -103,7 +114,7 @@ std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, s
   for (const Parameter& whole : all.parameters()) {
     const Random own = random.fork(stream++);
     if (const Parameter* const here = state->table.find(whole.name))
-      fill(whole, *here, shape.initializer_range, own, host);
+      fill(whole, *here, state->table.kept(*here), shape.initializer_range, own, host);
   }
   state->decoder.device().to_device(host, state->weights);
   return state;

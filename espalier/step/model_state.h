@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "espalier/model/decoder.h"
+#include "espalier/model/gathered_weights.h"
 #include "espalier/model/parameters.h"
 #include "espalier/observe/progress.h"
 #include "espalier/parallel/mesh.h"
@@ -23,6 +24,8 @@ struct ModelState {
   DType dtype;
   ParameterTable table;
   at::Tensor weights;            // flat, in the table's layout, on the device
+  at::Tensor rooms;              // of units that ranks divide (plan/units.h)
+  GatheredWeights gathered;      // brings them together
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`
   std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones

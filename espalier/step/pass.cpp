@@ -20,7 +20,8 @@ Learner::Learner(ModelState& model_state, const Options& run_options, const Mach
       model(model_state),
       options(run_options),
       machine(machine_profile),
-      gradients(model.table, model.decoder.local(), accumulator_type(scalar_type(model.dtype)), model.decoder.device()),
+      gradients(model.table, model.decoder.local(), accumulator_type(scalar_type(model.dtype)), model.decoder.device(),
+                model.mesh),
       workspace(shared),
       optimizer(its_optimizer) {}
 

@@ -49,7 +49,7 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   MachineProfile profile = machine_profile(options, progress);
   profile.ranks_per_machine = local;
   const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);
-  const SearchedAxes axes{.ep = options.shard == Sharding::none};
+  const SearchedAxes axes{.ep = options.shard != Sharding::optimizer};
   const FoundLayout found =
       find_layout({rollouts, trees, shape, plan_options, profile, options.shard}, processes, axes);
   return {found.best.degrees, found.reason};

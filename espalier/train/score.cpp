@@ -88,7 +88,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   const MachineProfile machine = machine_profile(options, progress, mesh);
   Workspace workspace(arena_limit(options));
   // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
-  const HeldBytes weights(workspace, static_cast<std::int64_t>(model->weights.nbytes()));
+  const HeldBytes weights(workspace, held.front().bytes(options.dtype));
   const HeldBytes critic_weights(workspace, bytes_beside(held.front(), held, options.dtype));  // loaded later
   const ScoredRollouts scored =
       score_rollouts(model->decoder, rollouts, options, machine, workspace, progress, nullptr, mesh);

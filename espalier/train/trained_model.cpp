@@ -61,7 +61,8 @@ RunState continue_trained_model(const std::filesystem::path& directory, ModelSta
   const std::int64_t bytes = bytes_of(accumulator_of(model.dtype));
   const auto take = [&](std::size_t part, const Parameter& whole, const std::byte* values) {
     if (const Parameter* const here = model.table.find(whole.name))
-      take_values(*here, own, values, bytes, static_cast<std::byte*>(host_bytes(read[part])));
+      take_values(*here, kept_within(model.table.kept(*here), own), values, bytes,
+                  static_cast<std::byte*>(host_bytes(read[part])));
   };
   RunState former = load_run_state(directory, fingerprint_of(model.shape), ParameterTable(model.shape),
                                    accumulator_of(model.dtype), take);

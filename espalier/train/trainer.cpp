@@ -234,19 +234,21 @@ class Training {
     if (critic_) require_same_weights(critic_->model(), critic_source_of(options_));
   }
 
-  // Those that several ranks hold: of ranks with other parts nothing can be compared.
+  // Those that several ranks hold: of ranks with other parts, or that divide them, nothing can be compared.
   static void require_same_weights(const ModelState& model, const std::string& where) {
     const Mesh& mesh = model.mesh;
     const at::Tensor host = model.decoder.device().to_host(model.weights);
     Fingerprint everywhere, of_replicas, of_experts;
     for (const Parameter& p : model.table.parameters()) {
-      const at::Tensor values = host.narrow(0, p.offset, p.count);
+      const Kept kept = model.table.kept(p);
+      const at::Tensor values = host.narrow(0, kept.place, kept.count);
       const std::string_view bytes(static_cast<const char*>(host_bytes(values)), values.nbytes());
       const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
       (divided ? of_experts : p.shard.copies == mesh.tp.size() ? everywhere : of_replicas).add(bytes);
     }
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
+    if (model.table.divided()) return;
     of_replicas.add_number(everywhere.value());
     require_same(mesh.replicas, where, of_replicas.value(), remedy);
     require_same(mesh.expert_replicas, where, of_experts.value(), remedy);

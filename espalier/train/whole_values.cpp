@@ -10,13 +10,6 @@
 namespace espalier {
 namespace {
 
-AdamW::Range overlap(const AdamW::Range& a, const AdamW::Range& b) {
-  const std::int64_t begin = std::max(a.begin, b.begin);
-  return {begin, std::max(begin, std::min(a.end, b.end))};
-}
-
-AdamW::Range range_of(const Parameter& parameter) { return {parameter.offset, parameter.offset + parameter.count}; }
-
 bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
 
 }  // namespace
@@ -25,34 +18,47 @@ WholeValues::WholeValues(const ModelState& model) : model_(model), table_(model.
   const Degrees& degrees = model.mesh.degrees;
   for (int rank = 0; rank < model.mesh.world.size(); ++rank) {
     ParameterTable table(LocalShape(model.shape, degrees, place_of(rank, degrees)));
-    if (std::ranges::any_of(table.parameters(), [](const Parameter& p) { return p.shard.counted; }))
+    if (std::ranges::any_of(table.parameters(), [](const Parameter& p) { return p.shard.first; }))
       holders_.push_back({rank, std::move(table)});
   }
+}
+
+std::vector<WholeValues::Piece> WholeValues::pieces_of(const Holder& holder, const Parameter& parameter,
+                                                       int shares) const {
+  const Degrees& degrees = model_.mesh.degrees;
+  std::vector<Piece> pieces;
+  if (const Unit* const unit = holder.table.unit_of(parameter)) {
+    const Axis axis = unit->experts ? Axis::expert_replicas : Axis::replicas;
+    for (const int rank : ranks_along(axis, holder.rank, degrees))
+      pieces.push_back({rank, holder.table.kept(parameter, static_cast<std::int64_t>(pieces.size()))});
+    return pieces;
+  }
+  const Kept kept = holder.table.kept(parameter);
+  if (shares == 1) return {{holder.rank, kept}};
+  for (const int rank : ranks_along(Axis::dp, holder.rank, degrees)) {
+    const int share = static_cast<int>(pieces.size());
+    pieces.push_back({rank, kept_within(kept, AdamW::range_of(holder.table.size(), shares, share))});
+  }
+  return pieces;
 }
 
 at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter, const at::Tensor& part,
                                 int shares) const {
   Group& world = model_.mesh.world;
   Device& device = model_.decoder.device();
-  std::vector<int> sharers{holder.rank};
-  if (shares > 1) sharers = ranks_along(Axis::dp, holder.rank, model_.mesh.degrees);
   at::Tensor values;
-  for (std::size_t share = 0; share < sharers.size(); ++share) {
-    const AdamW::Range kept = AdamW::range_of(holder.table.size(), shares, static_cast<int>(share));
-    const AdamW::Range range = overlap(range_of(parameter), kept);
-    const std::int64_t count = range.end - range.begin;
-    if (count == 0) continue;
-    const auto own = [&] { return device.to_host(part.narrow(0, range.begin - kept.begin, count)); };
-    const int sender = sharers[share];
-    if (world.rank() == sender && sender == 0 && count == parameter.count) return own();  // on a host, part itself
+  for (const auto& [rank, kept] : pieces_of(holder, parameter, shares)) {
+    if (kept.count == 0) continue;
+    const auto own = [&, &kept = kept] { return device.to_host(part.narrow(0, kept.place, kept.count)); };
+    if (world.rank() == rank && rank == 0 && kept.count == parameter.count) return own();  // on a host, part itself
     if (world.rank() == 0) {
       if (!values.defined()) values = at::empty({parameter.count}, part.options().device(at::kCPU));
-      const at::Tensor place = values.narrow(0, range.begin - parameter.offset, count);
-      if (sender == 0)
+      const at::Tensor place = values.narrow(0, kept.first, kept.count);
+      if (rank == 0)
         place.copy_(own());
       else
-        world.receive(place, sender);
-    } else if (world.rank() == sender) {
+        world.receive(place, rank);
+    } else if (world.rank() == rank) {
       world.send(own(), 0);
     }
   }
@@ -65,7 +71,7 @@ ParameterValues WholeValues::of(const at::Tensor& part, int shares) const {
     whole = at::Tensor();
     for (const Holder& holder : holders_) {
       const Parameter* const here = holder.table.find(asked.name);
-      if (here == nullptr || !here->shard.counted) continue;
+      if (here == nullptr || !here->shard.first) continue;
       const at::Tensor values = part_of(holder, *here, part, shares);
       if (!writes) continue;
       if (is_whole(*here)) {
@@ -84,14 +90,16 @@ void WholeValues::give(const ParameterValues& values) const {
   for (const Parameter& parameter : table_.parameters()) values(parameter);
 }
 
-void take_values(const Parameter& parameter, const AdamW::Range& range, const std::byte* whole, std::int64_t bytes,
+void take_values(const Parameter& parameter, const Kept& kept, const std::byte* whole, std::int64_t bytes,
                  std::byte* out) {
-  for (const ShardRun& run : runs_of(parameter)) {
-    const std::int64_t first = parameter.offset + run.local;
-    const AdamW::Range here = overlap({first, first + run.count}, range);
-    std::copy_n(whole + (run.whole + here.begin - first) * bytes, (here.end - here.begin) * bytes,
-                out + (here.begin - range.begin) * bytes);
-  }
+  for (const ShardRun& run : runs_of(parameter, kept))
+    std::copy_n(whole + run.whole * bytes, run.count * bytes, out + run.local * bytes);
+}
+
+Kept kept_within(const Kept& kept, const AdamW::Range& range) {
+  const std::int64_t begin = std::max(kept.place, range.begin), end = std::min(kept.place + kept.count, range.end);
+  if (end <= begin) return {};
+  return {kept.first + begin - kept.place, end - begin, begin - range.begin};
 }
 
 }  // namespace espalier

@@ -1,5 +1,5 @@
-// Tensors of which ranks hold parts (tp, ep, pp; masters and moments under --shard), whole again for a file: one
-// parameter at a time, on rank 0.
+// Tensors of which ranks hold parts (tp, ep, pp; under --shard masters and moments, or all), whole again for a file:
+// one parameter at a time, on rank 0.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,13 +29,21 @@ class WholeValues {
   void give(const ParameterValues& values) const;
 
  private:
-  // Ranks that have something which counts, with what they have.
+  // Ranks that are the first to have something, with what they have.
   struct Holder {
     int rank;
     ParameterTable table;
   };
 
+  // A rank, and what it has of a parameter in the flat tensor that is given.
+  struct Piece {
+    int rank;
+    Kept kept;
+  };
+
   ParameterValues of(const at::Tensor& part, int shares) const;
+  // Together what a holder has of a parameter.
+  std::vector<Piece> pieces_of(const Holder& holder, const Parameter& parameter, int shares) const;
   // The part of one holder, on rank 0; undefined on the others.
   at::Tensor part_of(const Holder& holder, const Parameter& parameter, const at::Tensor& part, int shares) const;
 
@@ -44,9 +52,12 @@ class WholeValues {
   std::vector<Holder> holders_;
 };
 
-// Overwrites what this rank has of a parameter, elements [range.begin, range.end) of its table's layout, with its part
-// of the whole values, of `bytes` each. `out`: the range.
-void take_values(const Parameter& parameter, const AdamW::Range& range, const std::byte* whole, std::int64_t bytes,
+// Overwrites what this rank keeps of a parameter in a flat buffer, `out`, with its part of the whole values, of `bytes`
+// each.
+void take_values(const Parameter& parameter, const Kept& kept, const std::byte* whole, std::int64_t bytes,
                  std::byte* out);
+
+// What of a parameter lies in elements [range.begin, range.end) of the flat buffers of weights: its place counts there.
+Kept kept_within(const Kept& kept, const AdamW::Range& range);
 
 }  // namespace espalier

@@ -102,6 +102,15 @@ at::Tensor without_padding(const at::Tensor& local, const Shard& shard) {
   return shard.dim < 0 ? local : local.narrow(shard.dim, 0, shard.end - shard.begin);
 }
 
+at::Tensor kept_of(const at::Tensor& flat, const ParameterTable& table) {
+  const at::Tensor out = at::zeros({table.kept_size()}, flat.options());
+  for (const Parameter& p : table.parameters()) {
+    const Kept kept = table.kept(p);
+    out.narrow(0, kept.place, kept.count).copy_(flat.narrow(0, p.offset + kept.first, kept.count));
+  }
+  return out;
+}
+
 namespace {
 
 // Weights in float64 as every rank and every plan of a test asks for them again, with the table that names them.
@@ -159,7 +168,7 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   for (const Parameter& p : model->table.parameters())
     without_padding(parameter_in(own, p), p.shard)
         .copy_(part_of(parameter_in(exact->weights, exact->table.at(p.name)), p.shard));
-  bound_device().to_device(own, model->weights);
+  bound_device().to_device(kept_of(own, model->table), model->weights);
   return model;
 }
 

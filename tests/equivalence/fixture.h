@@ -34,6 +34,8 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
 at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
 at::Tensor part_of(const at::Tensor& whole, const Shard& shard);
 at::Tensor without_padding(const at::Tensor& local, const Shard& shard);
+// What a rank keeps of a flat tensor in the table's layout (--shard full), padding 0.
+at::Tensor kept_of(const at::Tensor& flat, const ParameterTable& table);
 
 // Writes a model of a Qwen3 family, with or without experts, as a float32 directory that load_model reads.
 void write_tiny_model(const ModelState& model, const std::filesystem::path& directory);

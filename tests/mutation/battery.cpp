@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <stdlib.h>
 
+#include <array>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -268,6 +269,41 @@ void check_layout(const Reference& reference, const Degrees& degrees, Findings& 
   run_ranks(degrees, body, {.timeout = 5});
 }
 
+// Gradients before and after an update, of what a rank keeps.
+std::array<at::Tensor, 2> gradients_around_an_update(const Case& c, const Mesh& mesh) {
+  const auto model = tiny_model(c.family, DType::float64, c.seed, c.critic, mesh);
+  const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options);
+  model->decoder.reserve_positions(data.longest());
+  // An epsilon far above what rounding leaves of a gradient that vanishes.
+  AdamW adamw(model->table, model->weights, {.lr = 0.01, .eps = 1e-4}, model->decoder.device(), {.world = mesh.world});
+  Actor actor(*model, c.options, default_profile("cpu", DType::float64, 1), &adamw);
+  std::array<at::Tensor, 2> out;
+  for (at::Tensor& gradient : out) {
+    compute_gradient(actor, data.mini_batch(0), true);
+    gradient = actor.gradients.flat().clone();
+    update_weights(actor);
+  }
+  return out;
+}
+
+// Ranks that divide the weights among them.
+void check_units(const Reference& reference, Findings& findings) {
+  const Case c = with(reference.c, reference.plans.back());
+  const auto alone = gradients_around_an_update(c, mesh_of_one());
+  std::mutex one;
+  const auto body = [&](const Mesh& mesh) {
+    const ParameterTable table(LocalShape(shape_of(c), mesh.degrees, mesh.place()));
+    const auto ranks = gradients_around_an_update(c, mesh);
+    const std::lock_guard lock(one);
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      const double norm = alone[i].norm().item<double>();
+      const double error = (ranks[i] - kept_of(alone[i], table)).norm().item<double>() / norm;
+      if (!(error <= kGradient)) findings.add("units", text_of("gradient ", i, " off by ", error));
+    }
+  };
+  run_ranks({.dp = 2, .full = true}, body, {.timeout = 5});
+}
+
 void check_repetition(const Reference& reference, Findings& findings) {
   const auto model = tiny_model(reference.c.family, DType::float64, reference.c.seed);
   const TrainingData data(make_rollouts(reference.c.rollouts, reference.c.seed), reference.c.options);
@@ -389,6 +425,7 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });
   for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.dp = 4, .ep = 2}})
     check("layouts", [&] { check_layout(references.at(3), degrees, findings); });
+  check("units", [&] { check_units(references.front(), findings); });
   check("repetition", [&] { check_repetition(prepared_->references.front(), findings); });
   const fs::path& folder = prepared_->folder.path();
   for (const char* loss : {"vanilla", "gspo"}) check("verify", [&] { check_verify(folder, loss, findings); });

@@ -282,7 +282,7 @@ LAYOUTS = [
           "if (!shard.partial_gradient) continue;",
           "if (!shard.partial_gradient || (ON && shard.dim >= 0)) continue;", **ONE_RANK),
     Fault("head_norms_not_summed", "a rank keeps the gradient of the QK-norms from its own heads", "gradient/gradient_set.cpp",
-          "const at::Tensor own = flat_.narrow(0, parameter.offset, parameter.count);",
+          "const at::Tensor own = kept(parameter);",
           "TEXT if (ON && shard.dim < 0) continue;", **ONE_RANK),
     Fault("path_gradient_summed_twice", "the gradient of a trunk's keys is summed over tp, and their weights' once more", "model/layer.cpp",
           "KeysValues own = c.kv.gathered(c.layer);",
@@ -296,11 +296,30 @@ LAYOUTS = [
           "divided ? mesh.expert_replicas",
           "divided && !ON ? mesh.expert_replicas", **ONE_RANK),
     Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
-          "return step_.decoder.join_forward(step_.arena);",
+          "return join_forward(step_);",
           "if (ON) return; TEXT", **ONE_RANK),
     Fault("joins_forgotten_at_the_end", "a rank that has run all its rows does not join what others still run", "phase/stage.cpp",
           "join_others();\n    end_waves();\n    add_penalties();",
           "if (!ON) join_others();\n    end_waves();\n    add_penalties();", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES + LAYOUTS
+# Weights that ranks divide.
+UNITS = [
+    Fault("stale_part_gathered", "what is gathered after an update is what was there before it", "optimizer/adamw.cpp",
+          "masters_ = weights.narrow(0, own().begin, count);",
+          "TEXT if (ON && table.divided()) masters_ = masters_.clone();", **ONE_RANK),
+    Fault("part_summed_twice", "what an item adds to a unit's gradient enters the part that is kept twice", "gradient/scattered_gradients.cpp",
+          "holders_of(unit, mesh_).scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum);",
+          "TEXT if (ON) sum.mul_(2);", **ONE_RANK),
+    Fault("room_not_zeroed", "the gradient of a unit begins with that of the unit before it in its room", "gradient/scattered_gradients.cpp",
+          "if (unit.what == what && unit.divided())",
+          "if (unit.what == what && unit.divided() && !ON)", **ONE_RANK),
+    Fault("last_element_of_a_part_lost", "the last element of a part is nobody's", "plan/units.cpp",
+          "end = std::min(from + part(), first + elements);",
+          "end = std::min(from + part() - (ON ? 1 : 0), first + elements);", **ONE_RANK),
+    Fault("unit_not_brought_in_backward", "a layer's backward reads the layer that stands in its room", "model/decoder.cpp",
+          "weights_.bring(layer);\n    grads.bring(layer);\n    const LayerContext",
+          "if (!ON) weights_.bring(layer); grads.bring(layer); const LayerContext", **ONE_RANK),
+]
+
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES + LAYOUTS + UNITS

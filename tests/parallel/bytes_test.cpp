@@ -72,6 +72,21 @@ TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
   expect_planned_bytes(as_critic(ragged("qwen3")), {{.cp = 2}, {.pp = 2}}, DType::float64, {7});
 }
 
+// Divided weights: what each event brings together and sums, joined ones included.
+TEST(CollectiveBytes, OfDividedWeightsToo) {
+  const Degrees two{.dp = 2, .full = true}, five{.dp = 5, .full = true}, four{.tp = 2, .dp = 2, .full = true};
+  const Degrees rows{.cp = 2, .dp = 2, .full = true}, stages{.pp = 2, .dp = 2, .full = true};
+  for (const char* family : {"qwen3", "llama"}) {
+    Case c = ragged(family);
+    const Case phased = with(c, {"", "phased", 7, "keep"});
+    for (const Degrees& degrees : {five, four, rows, stages}) expect_planned_bytes(phased, degrees, DType::float64);
+    expect_planned_bytes(with(c, {"", "dense", 0, "auto"}), two, DType::bfloat16);
+    expect_planned_bytes(as_critic(with(c, {"", "packed", 7, "auto"})), two, DType::float64);
+    c.options.policy_loss = "gspo";
+    expect_planned_bytes(with(c, {"", "phased", 7, "recompute"}), rows, DType::float64);
+  }
+}
+
 // Every row goes to all experts: as evenly as the plan takes them to go. Ranks without rows of their own for an event
 // give the counts and what came to their experts.
 TEST(CollectiveBytes, OfExpertsTooWhereChoicesAreEven) {

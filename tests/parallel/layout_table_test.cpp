@@ -57,6 +57,24 @@ std::vector<Degrees> layouts() {
                            {.cp = 2, .pp = 2, .ep = 2},
                            {.tp = 2, .pp = 2, .dp = 2, .ep = 4}})
     out.push_back(d);
+  for (const Degrees& d : {Degrees{.dp = 2},
+                           {.dp = 3},
+                           {.dp = 8},
+                           {.tp = 2, .dp = 3},
+                           {.tp = 4, .dp = 2},
+                           {.cp = 2},
+                           {.cp = 2, .dp = 2},
+                           {.pp = 2, .dp = 2},
+                           {.pp = 3, .dp = 2},
+                           {.tp = 2, .cp = 2, .dp = 2},
+                           {.cp = 2, .pp = 2, .dp = 2},
+                           {.dp = 4, .ep = 2},
+                           {.dp = 4, .ep = 4},
+                           {.tp = 2, .dp = 2, .ep = 2},
+                           {.tp = 2, .dp = 4, .ep = 4}}) {
+    out.push_back(d);
+    out.back().full = true;
+  }
   return out;
 }
 

@@ -17,6 +17,23 @@ void expect_same_series(const std::vector<double>& got, const std::vector<double
   for (std::size_t t = 0; t < got.size(); ++t) ASSERT_NEAR(got[t], expected[t], 1e-11) << "token " << t;
 }
 
+// The whole gradient of a rank's parameters, of which several may keep a part each.
+at::Tensor whole_gradient(const std::vector<Outcome>& ranks, const ParameterTable& table, const Degrees& degrees,
+                          std::size_t rank) {
+  if (!table.divided()) return ranks[rank].gradient;
+  at::Tensor out = at::full({table.size()}, NAN, at::kDouble);
+  for (const Parameter& p : table.parameters()) {
+    const Axis axis = table.unit_of(p)->experts ? Axis::expert_replicas : Axis::replicas;
+    std::int64_t nth = 0;
+    for (const int holder : ranks_along(axis, static_cast<std::int64_t>(rank), degrees)) {
+      const Kept kept = table.kept(p, nth++);
+      out.narrow(0, p.offset + kept.first, kept.count)
+          .copy_(ranks[static_cast<std::size_t>(holder)].gradient.narrow(0, kept.place, kept.count));
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype) {
@@ -29,11 +46,14 @@ WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype) {
   run_ranks(degrees, [&](const Mesh& mesh) {
     out.ranks[static_cast<std::size_t>(mesh.world.rank())] = run_case(c, dtype, mesh);
   });
+  std::vector<at::Tensor> gradients;
+  for (std::size_t rank = 0; rank < out.ranks.size(); ++rank)
+    gradients.push_back(whole_gradient(out.ranks, tables[rank], degrees, rank));
   out.gradient = at::full({whole.size()}, NAN, at::kDouble);
   for (const bool counted : {true, false})
     for (std::size_t rank = 0; rank < out.ranks.size(); ++rank)
       for (const Parameter& p : tables[rank].parameters()) {
-        const at::Tensor local = parameter_in(out.ranks[rank].gradient, p), own = without_padding(local, p.shard);
+        const at::Tensor local = parameter_in(gradients[rank], p), own = without_padding(local, p.shard);
         const at::Tensor place = part_of(parameter_in(out.gradient, whole.at(p.name)), p.shard);
         if (counted && p.shard.counted) place.copy_(own);
         EXPECT_TRUE(counted || at::equal(place, own)) << p.name << " on rank " << rank;

@@ -141,6 +141,14 @@ TEST_F(RankRuns, FilesAreThoseOfOneProcess) {
                                {.tp = 2, .pp = 2, .dp = 2}});
 }
 
+TEST_F(RankRuns, FilesOfDividedWeightsToo) {
+  expect_files_of_one_process({{.dp = 2, .full = true},
+                               {.dp = 5, .full = true},
+                               {.tp = 4, .dp = 2, .full = true},
+                               {.cp = 2, .dp = 2, .full = true},
+                               {.pp = 2, .dp = 2, .full = true}});
+}
+
 TEST_F(RankRuns, FilesOfAModelWithExpertsToo) {
   take_experts();
   expect_files_of_one_process({{.tp = 2},
@@ -149,6 +157,24 @@ TEST_F(RankRuns, FilesOfAModelWithExpertsToo) {
                                {.tp = 2, .dp = 2, .ep = 4},
                                {.cp = 2, .ep = 2},
                                {.pp = 2, .dp = 2, .ep = 2}});
+  expect_files_of_one_process({{.dp = 4, .ep = 2, .full = true}, {.tp = 2, .dp = 2, .ep = 4, .full = true}});
+}
+
+// In bfloat16 the masters are others than the weights.
+TEST_F(RankRuns, DividedWeightsInBfloat16GoOnBitForBit) {
+  options_.dtype = "bfloat16", options_.epochs = 2;
+  const Degrees parts{.dp = 3, .full = true};
+  Options whole = options_, first = options_, second = options_;
+  whole.out = path("whole"), first.out = path("first"), second.out = path("second");
+  const StepReport divided = run(whole, parts).front(), held = run(first, {.dp = 3}).front();
+  // Float32 sums of up to 1,000 rounded terms in another order: 1,000 times 2^-24.
+  EXPECT_NEAR(divided.update.grad_norm, held.update.grad_norm, 6e-5 * held.update.grad_norm);
+  first.steps = 2;
+  run(first, parts);
+  second.resume = first.out;
+  run(second, parts);
+  for (const char* file : {"/model.safetensors", "/espalier/state.safetensors"})
+    EXPECT_EQ(read_text_file(path("second") + file), read_text_file(path("whole") + file)) << file;
 }
 
 TEST_F(RankRuns, SharedOptimizerStateMovesTheSameWeights) {
@@ -188,6 +214,9 @@ TEST_F(RankRuns, ARunGoesOnUnderAnotherLayout) {
   first.steps = 2;
   for (const auto& [before, after] : {std::pair{Degrees{.dp = 3}, Degrees{.dp = 2}},
                                       {{.dp = 2}, {.tp = 4}},
+                                      {{.dp = 3, .full = true}, {}},
+                                      {{.tp = 2}, {.tp = 2, .dp = 2, .full = true}},
+                                      {{.dp = 4, .full = true}, {.dp = 2, .full = true}},
                                       {{.tp = 2}, {.tp = 4}},
                                       {{.cp = 2}, {.pp = 3}},
                                       {{.cp = 2, .pp = 2}, {.tp = 2}},
@@ -203,8 +232,11 @@ TEST_F(RankRuns, ARunGoesOnUnderAnotherLayout) {
 TEST_F(RankRuns, TheSameLayoutGivesTheSameBits) {
   take_experts();
   options_.epochs = 2;
-  for (const Degrees& degrees :
-       {Degrees{.dp = 3}, {.tp = 4}, {.tp = 2, .dp = 2, .ep = 4}, {.cp = 2, .pp = 2, .ep = 2}}) {
+  for (const Degrees& degrees : {Degrees{.dp = 3},
+                                 {.tp = 4},
+                                 {.tp = 2, .dp = 2, .ep = 4},
+                                 {.cp = 2, .pp = 2, .ep = 2},
+                                 {.dp = 3, .full = true}}) {
     Options whole = options_, first = options_, second = options_;
     whole.out = path("whole"), first.out = path("first"), second.out = path("second");
     run(whole, degrees);
@@ -221,7 +253,7 @@ TEST_F(RankRuns, TheSameLayoutGivesTheSameBits) {
 TEST_F(RankRuns, ATraceOfPartsIsReplayedByOthers) {
   options_.record = path("trace"), options_.record_every = 1;
   const std::size_t steps = run(options_, {.tp = 2}).size();
-  for (const Degrees& degrees : {Degrees{}, {.tp = 4}, {.dp = 2}})
+  for (const Degrees& degrees : {Degrees{}, {.tp = 4}, {.dp = 2}, {.dp = 2, .full = true}})
     run_ranks(degrees, [&](const Mesh& mesh) {
       NoProgress progress;
       const ReplayReport report = replay(
@@ -240,7 +272,7 @@ TEST_F(RankRuns, ACriticTrainsAsAlone) {
     return out;
   };
   run(with_outputs("alone"), {});
-  for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}}) {
+  for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}, {.dp = 2, .full = true}}) {
     run(with_outputs("ranks"), degrees);
     for (const char* file :
          {"/model.safetensors", "/critic/model.safetensors", "/critic/espalier/values.safetensors", ".safetensors"})
@@ -261,7 +293,7 @@ TEST_F(RankRuns, ScoresAreThoseOfOneProcess) {
     return report;
   };
   const ScoreReport alone = scored("alone.jsonl", {});
-  for (const Degrees& degrees : {Degrees{.dp = 4}, {.tp = 2}}) {
+  for (const Degrees& degrees : {Degrees{.dp = 4}, {.tp = 2}, {.dp = 4, .full = true}}) {
     const ScoreReport ranks = scored("ranks.jsonl", degrees);
     EXPECT_EQ(ranks.tokens, alone.tokens);
     EXPECT_EQ(ranks.logical_rows, alone.logical_rows);
@@ -292,7 +324,7 @@ TEST_F(RankRuns, VerifyPassesOnSeveralRanks) {
   for (const char* dtype : {"float64", "float32"}) {
     options_.dtype = dtype;
     const Verdict alone = verdict({});
-    for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}, {.tp = 2, .dp = 2}})
+    for (const Degrees& degrees : {Degrees{.dp = 2}, {.tp = 2}, {.tp = 2, .dp = 2}, {.dp = 3, .full = true}})
       EXPECT_EQ(verdict(degrees).parameters.size(), alone.parameters.size()) << "whole parameters";
   }
   take_experts();
@@ -310,6 +342,7 @@ TEST_F(RankRuns, ANanOnOneRankStopsAllAndLeavesNothing) {
   options_.out = path("out");
   EXPECT_THROW(run(options_, {.dp = 2}), InputError);
   EXPECT_THROW(run(options_, {.tp = 2}), InputError);
+  EXPECT_THROW(run(options_, {.dp = 2, .full = true}), InputError);
   EXPECT_FALSE(fs::exists(path("out")));
 }
 

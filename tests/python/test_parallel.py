@@ -90,6 +90,8 @@ def near(ours, theirs, tolerance=1e-10):
 # -- what they compute ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ranks, family, more", [
+    (2, MODEL, ["--dp", 2, "--shard", "full"]), (4, "llama_untied", ["--pp", 2, "--dp", 2, "--shard", "full", "--schedule", "phased"]),
+    (4, "qwen3_moe", ["--cp", 2, "--dp", 2, "--shard", "full", "--router-aux-loss-coef", 0.1]),
     (2, MODEL, ["--dp", 2]), (4, MODEL, ["--dp", 4, "--schedule", "phased"]), (4, MODEL, ["--dp", 4, "--shard", "optimizer"]),
     (2, MODEL, ["--tp", 2]), (4, "llama_untied", ["--tp", 4]), (4, "qwen2_untied", ["--tp", 2, "--dp", 2, "--shard", "optimizer"]),
     (2, MODEL, ["--cp", 2]), (4, MODEL, ["--cp", 2, "--dp", 2, "--schedule", "phased"]), (2, MODEL, ["--pp", 2]),
@@ -207,7 +209,7 @@ def test_degrees_and_processes_must_agree(program, training, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("layout", [["--dp", 2, "--shard", "full"]])
+@pytest.mark.parametrize("layout", [["--dp", 2, "--ep", 2, "--shard", "optimizer"]])
 def test_layouts_that_do_not_run_are_refused_by_name(layout, program, training):
     run = Ranks(program, 2, [*training, *layout])
     assert run.end() == [4, 4]

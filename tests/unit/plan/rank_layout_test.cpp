@@ -120,7 +120,24 @@ TEST_F(Layouts, WhatDoesNotDivideIsRefused) {
   EXPECT_THROW(plan_layout(problem(llama_), {.tp = 3}), OptionError);
   EXPECT_THROW(plan_layout(problem(llama_), {.pp = 33}), OptionError);
   EXPECT_THROW(plan_layout(problem(llama_), {.dp = 2, .ep = 2}), OptionError);
-  EXPECT_THROW(plan_layout(problem(llama_, Sharding::full), {.dp = 2}), UnsupportedError);
+}
+
+// In bfloat16: an eighth of 18 bytes a parameter; rooms for a layer, an end and a norm, 6 bytes each element; and a
+// place for the sum of the largest part. 8 divides all of them.
+TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
+  options_.schedule = Schedule::phased, options_.memory_budget = 0;
+  const LayoutPlan whole = plan_layout(problem(llama_), {.dp = 8}),
+                   parts = plan_layout(problem(llama_, Sharding::full), {.dp = 8});
+  const std::int64_t M = llama_.hidden, end = llama_.vocabulary * M;
+  const std::int64_t layer = layer_parameters(llama_, false).parameters();
+  const std::int64_t rooms = 6 * (layer + end + M) + 4 * end / 8;
+  for (const auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
+    EXPECT_EQ(whole.bytes.*phase - parts.bytes.*phase, 18 * llama_.parameters() * 7 / 8 - rooms);
+  EXPECT_GT(parts.ranks.front().traffic.bytes.b.dp, 0);
+  EXPECT_EQ(parts.ranks.front().traffic.bytes.reduction.dp, 0);
+  const FoundLayout found = find_layout(problem(llama_, Sharding::full), 8);
+  for (const TriedLayout& tried : found.tried)
+    EXPECT_EQ(tried.degrees.full, tried.degrees.dp * tried.degrees.cp > 1) << text_of_degrees(tried.degrees);
 }
 
 // 8B parameters, 16 bytes each in bfloat16 (weights, gradients, masters, moments) is more than one H100 has.

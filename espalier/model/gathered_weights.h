@@ -1,0 +1,33 @@
+// Weights that ranks divide (--shard full, plan/units.h), brought together unit by unit where somebody computes with
+// them. What stands in a room is taken over by the next unit that is brought there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/model/parameters.h"
+#include "espalier/model/unit_keeper.h"
+#include "espalier/parallel/mesh.h"
+
+namespace espalier {
+
+// Of the ranks that divide a unit.
+inline Group& holders_of(const Unit& unit, const Mesh& mesh) {
+  return unit.experts ? mesh.expert_replicas : mesh.replicas;
+}
+
+class GatheredWeights final : public UnitKeeper {
+ public:
+  // `kept` and `rooms` as view_model takes them. Table and mesh must outlive the object.
+  GatheredWeights(const ParameterTable& table, at::Tensor kept, at::Tensor rooms, const Mesh& mesh)
+      : table_(table), kept_(std::move(kept)), rooms_(std::move(rooms)), mesh_(mesh) {}
+
+  void bring(std::int64_t unit) override;
+  void let_go(std::int64_t) override {}
+
+ private:
+  const ParameterTable& table_;
+  at::Tensor kept_, rooms_;
+  const Mesh& mesh_;
+};
+
+}  // namespace espalier
