@@ -38,13 +38,13 @@ def test_in_torch_s_own_kernels(family, monkeypatch):
     from espalier.ops import kernels
     monkeypatch.setattr(kernels, "serves", lambda tensor: False)
     monkeypatch.setattr(kernels, "attention_forward", None)
-    assert_exact(errors(make(family)))
+    assert_exact(errors(make(family), {name: plan for name, plan in PLANS.items() if name != "trees of any depth"}))
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_trees_of_any_depth_over_several_groups(seed):
     rollouts = walks(seed)
-    assert_exact(errors(make("Qwen3"), {str(wave_tokens): (rollouts, wave_tokens) for wave_tokens in (7, 4096)}))
+    assert_exact(errors(make("Qwen3"), {str(wave_tokens): (rollouts, wave_tokens) for wave_tokens in (15, 4096)}))
 
 
 def plain_rows(q, k, v, scale, seen):

@@ -27,6 +27,7 @@ def test_what_an_adapter_trains():
     assert len(gradients(model)) == 2 * 3 * 3
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="transformers 5.23 itself does not compile under torch 2.6")
 def test_a_compiled_model():
     """The graphs of TorchDynamo and AOTAutograd hold for every wave: two shapes are compiled, the second for all lengths."""
     import torch._dynamo

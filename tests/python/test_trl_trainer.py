@@ -7,6 +7,7 @@ loss is such a sum too, of ratios near 1 times advantages near 1.
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -155,12 +156,21 @@ def test_rloo(example, tmp_path):
 
 
 def test_two_processes_under_accelerate(tmp_path):
-    """As torchrun starts it: DDP over gloo, groups torn over windows and over ranks (trl_ranks.py)."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(Path(__file__).with_name("trl_ranks.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    """With torchrun's variables, which accelerate finds: DDP over gloo, groups torn over windows and over ranks (trl_ranks.py)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path), WORLD_SIZE="2",
+                       LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    command = [sys.executable, str(Path(__file__).with_name("trl_ranks.py")), str(tmp_path)]
+    ranks = [subprocess.Popen(command, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)), stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True) for rank in range(2)]
+    try:
+        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output[-6000:] for output in outputs)
 
 
 def test_what_cannot_be_shared_runs_plain_with_one_note(example, tmp_path, caplog):

@@ -1,5 +1,5 @@
-"""One of two processes that torchrun started, which accelerate finds: trl_ranks.py FOLDER. Exit 0 where every rank's gradients of three accumulation
-windows are the plain trainer's under DDP, and the same on both."""
+"""One of two processes with the variables that torchrun sets, which accelerate finds: trl_ranks.py FOLDER. Exit 0 where every rank's
+gradients of three accumulation windows are the plain trainer's under DDP, and the same on both."""
 
 import logging
 import sys
@@ -49,7 +49,7 @@ def main():
         plain, ours, config = (trl.GRPOTrainer, shared.GRPOTrainer, trl.GRPOConfig) if settings is not None else (
             trl.RLOOTrainer, shared.RLOOTrainer, trl.RLOOConfig)
         one = lambda name, trainer_class, attention=None: run(example, trainer_class, config, folder / f"{number}-{name}", attention=attention,
-                                                              **settings or {})
+                                                              max_completion_length=6, **settings or {})
         ranks = one("plain", plain), one("ours", ours)
         assert dist.get_world_size() == 2 and ranks[1].accelerator.num_processes == 2
         compare(*ranks, lambda: one("eager", plain, "eager"), agreed)
