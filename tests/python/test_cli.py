@@ -428,3 +428,13 @@ def test_a_continued_run_keeps_its_options_unless_told_otherwise(espalier, model
     options = espalier(*rest, "--lr", 1e-6).json["options"]  # a default that is said is said
     assert (options["lr"], options["mini_batch_size"]) == (1e-6, 4)
     assert "--mini-batch-size" in espalier(*rest, "--mini-batch-size", 2, expect=2).stderr
+
+
+def test_a_copy_says_what_the_program_says(program, espalier, copies, tmp_path):
+    """Most runs of these tests are copies of one process (tests/hostile/cli/program_copies.cpp)."""
+    if copies is None:
+        pytest.skip("espalier_copies is not built, or older than the program")
+    for words in ([], ["--version"], ["train", "--help"], ["inspect", "absent.jsonl"], ["train", "--lr", "x"]):
+        ran = subprocess.run([str(program), *words], capture_output=True, text=True, cwd=tmp_path)
+        copy = espalier(*words, cwd=tmp_path, expect=None)
+        assert (copy.status, copy.stdout, copy.stderr) == (ran.returncode, ran.stdout, ran.stderr)

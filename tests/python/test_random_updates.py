@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 from typing import NamedTuple
 
 import pytest
@@ -51,20 +50,20 @@ VANISHING = 1e-3
 class Run:
     """One plan of a case: what `train` printed and wrote. Every complaint names the seed and the command."""
 
-    def __init__(self, program, case, plan, paths, folder, dtype="float64"):
+    def __init__(self, espalier, case, plan, paths, folder, dtype="float64"):
         folder.mkdir()
         self.out = folder / "out"
         self.command = [str(w) for w in (
-            program, "train", *flags(paths), "--out", self.out, "--dtype", dtype, "--save-dtype", "float64", "--json",
+            "train", *flags(paths), "--out", self.out, "--dtype", dtype, "--save-dtype", "float64", "--json",
             "--gradients", folder / "gradients.safetensors", "--logprobs", folder / "logprobs.jsonl", *flags({**case.flags(), **plan}))]
-        self.seed, self.done = case.seed, subprocess.run(self.command, capture_output=True, text=True, timeout=300)
-        self.require(self.done.returncode == 0, f"exit {self.done.returncode}: {self.done.stdout[-700:]}{self.done.stderr[-700:]}")
+        self.seed, self.done = case.seed, espalier(*self.command, expect=None)
+        self.require(self.done.status == 0, f"exit {self.done.status}: {self.done.stdout[-700:]}{self.done.stderr[-700:]}")
         self.steps = json.loads(self.done.stdout)["steps"]
         self.gradients = load_file(folder / "gradients.safetensors")
         self.logprobs = [json.loads(line) for line in (folder / "logprobs.jsonl").read_text().splitlines()]
 
     def require(self, fact, complaint):
-        assert fact, f"seed {self.seed}: {complaint}\n{shlex.join(self.command)}"
+        assert fact, f"seed {self.seed}: {complaint}\nespalier {shlex.join(self.command)}"
 
     def near(self, name, found, exact, allowed):
         self.require(abs(found - exact) <= allowed, f"{name} {found!r}, oracle {exact!r}, allowed {allowed:.1e}")
@@ -175,10 +174,10 @@ def drawn(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + DRAWS))
-def test_a_drawn_update_is_the_oracles_under_every_plan(seed, program, drawn, tmp_path):
+def test_a_drawn_update_is_the_oracles_under_every_plan(seed, espalier, drawn, tmp_path):
     case, model, critic, steps, paths = drawn(seed)
     for number, plan in enumerate(case.plans):
-        run = Run(program, case, plan, paths, tmp_path / f"plan{number}")
+        run = Run(espalier, case, plan, paths, tmp_path / f"plan{number}")
         check(run, case, steps, FIRST_STEP, LATER_STEP)
         check_weights(run, run.out, model, weight_bound(case, steps, "gradient"))
         if critic is not None:
@@ -187,8 +186,8 @@ def test_a_drawn_update_is_the_oracles_under_every_plan(seed, program, drawn, tm
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("seed", [seed for seed in range(FIRST, FIRST + DRAWS) if Case(seed).is_smooth()])
-def test_a_drawn_update_in_float32_is_the_oracles(seed, program, drawn, tmp_path):
+def test_a_drawn_update_in_float32_is_the_oracles(seed, espalier, drawn, tmp_path):
     case, _, _, steps, paths = drawn(seed)
     if len(steps) > 1:
         pytest.skip("several steps: the later ones start from weights that differ by what AdamW makes of float32's rounding")
-    check(Run(program, case, case.plans[0], paths, tmp_path / "float32", "float32"), case, steps, FLOAT32, None)
+    check(Run(espalier, case, case.plans[0], paths, tmp_path / "float32", "float32"), case, steps, FLOAT32, None)
