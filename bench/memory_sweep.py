@@ -81,6 +81,9 @@ CASES = [
     *(Case(f"512 prompt 4096, {trunks}, waves {waves}{f', {dtype}' if dtype != 'float32' else ''}", rollouts=dict(prompt=4096, response=128, n=4),
            options=f"--schedule phased --token-budget 1024 --trunk-state {trunks} --wave-state {waves} --dtype {dtype}")
       for dtype in ("float32", "bfloat16", "float64") for trunks in ("keep", "recompute", "offload") for waves in ("keep", "recompute")),
+    *(Case(f"512 prompt 4096, path stored, {dtype}", rollouts=dict(prompt=4096, response=128, n=4),
+           options=f"--schedule phased --token-budget 512 --trunk-state recompute --path-state offload --dtype {dtype}")
+      for dtype in ("float32", "bfloat16", "float64")),
     *(Case(f"512 turns, {trunks}", rollouts=dict(prompt=2048, response=256, n=8, turns=3), options=f"--schedule phased --token-budget 512 --trunk-state {trunks}")
       for trunks in ("recompute", "offload")),
     *(Case(f"64 experts, prompt 4096, {trunks}", EXPERTS, dict(prompt=4096, response=128, n=4), f"--schedule phased --token-budget 1024 --trunk-state {trunks}")
@@ -164,7 +167,9 @@ def write_rollouts(path, vocabulary, prompt, response, n, groups=1, turns=1):
 
 def command(case, folder, program, threads):
     model, rollouts = folder / "model", folder / "rollouts.jsonl"
-    words = [program, case.verb, "--model", model, "--json", "--quiet", "--threads", threads]
+    words = [program, case.verb, "--model", model, "--json", "--quiet"]
+    if "--threads" not in case.options:
+        words += ["--threads", threads]
     words += ["--prompts" if case.verb == "generate" else "--rollouts", rollouts]
     words += ["--out", folder / ("out.jsonl" if case.verb != "train" else "out")]
     if case.verb == "train":

@@ -17,13 +17,12 @@ namespace espalier {
 
 Arena::Arena(std::int64_t limit_bytes, Device& device, int depth)
     : device_(device), limit_(limit_bytes), addresses_(depth * limit_bytes) {
-  try {
-    base_ = device_.reserve(addresses_);
-  } catch (const MemoryBudgetError&) {
-    if (addresses_ == limit_) throw;
-    addresses_ = limit_;
-    base_ = device_.reserve(addresses_);
-  }
+  while (base_ == nullptr) try {
+      base_ = device_.reserve(addresses_);
+    } catch (const MemoryBudgetError&) {
+      if (addresses_ == limit_) throw;
+      addresses_ = std::max(limit_, addresses_ / 2);
+    }
   ASAN_POISON_MEMORY_REGION(base_, limit_);
 }
 

@@ -197,6 +197,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
     const std::int64_t mark = arena.in_use();
     if (!attention_stays) take_attention_saved(c, all);
     if (!mlp_stays) take_mlp_saved(c, all);
+    run.kv.begin_forward(layer);
     layer_forward(c, all, next);
     if (only_joins(c)) join_experts_forward(c);
     if (input.keeps_choices && all.router_choice_RK.defined()) keep_choices(c, all, out.choice_LTK);
@@ -229,6 +230,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
     const ArenaScope layer_scope(run.arena);
     if (run.keeper != nullptr) run.keeper->bring_back(layer);
+    run.kv.begin_backward(layer);
     layer_forward_again(c, kept, saved.state);
     if (only_joins(c)) join_experts_backward(c, grads.layers[static_cast<std::size_t>(layer)]);
     // A narrow last block widens the gradient from output rows to all rows.

@@ -32,6 +32,8 @@ class DividedSource final : public KvSource {
   DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, const RowShares& shares,
                 const DividedRows& rows, const BlockShape& block, at::ScalarType dtype, Group& cp, Arena& arena);
 
+  void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
+  void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,

@@ -9,18 +9,24 @@
 
 namespace espalier {
 
-KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena)
+KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
+               PathKeeper* keeper, std::int64_t layers_awake)
     : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
-  const PathBuffers declared({shape, element_bytes(dtype), false}, capacity, with_gradients);
-  const auto take = [&](BufferList::Place place) {
+  const ElementBytes bytes = element_bytes(dtype);
+  const PathBuffers declared({shape, bytes, false}, capacity, with_gradients);
+  const std::int64_t width = shape.kv_heads * shape.head_dim;
+  if (keeper != nullptr && layers_awake < shape.layers)
+    window_.emplace(*keeper, width * bytes.activation, width * bytes.accumulator, layers_awake);
+  const auto take = [&](BufferList::Place place, at::Tensor& tensor) {
+    const std::int64_t begin = arena.in_use();
     const at::Tensor taken_PW = arena.take(declared, place, dtype);
-    return taken_PW.defined() ? taken_PW.view({capacity, shape.kv_heads, shape.head_dim}) : taken_PW;
+    if (taken_PW.defined()) tensor = taken_PW.view({capacity, shape.kv_heads, shape.head_dim});
+    return Arena::Range{begin, arena.in_use()};
   };
   for (Layer& layer : layers_) {
-    layer.k = take(declared.k_PW);
-    layer.v = take(declared.v_PW);
-    layer.grad_k = take(declared.grad_k_PW);
-    layer.grad_v = take(declared.grad_v_PW);
+    const PathWindow::Ranges ranges{take(declared.k_PW, layer.k), take(declared.v_PW, layer.v),
+                                    take(declared.grad_k_PW, layer.grad_k), take(declared.grad_v_PW, layer.grad_v)};
+    if (window_) window_->add_layer(ranges);
   }
 }
 
@@ -28,19 +34,31 @@ void KvPath::push(std::int64_t rows, std::int64_t contributions) {
   ESPALIER_INTERNAL(rows_ + rows <= capacity_, rows_, " + ", rows, " rows on a path of ", capacity_);
   trunks_.push_back({rows_, rows_ + rows, contributions, std::vector<std::int64_t>(layers_.size(), 0)});
   rows_ += rows;
-  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-    const Layer own = top(static_cast<std::int64_t>(layer));
-    if (own.grad_k.defined()) {
-      device_.operations().zero(own.grad_k);
-      device_.operations().zero(own.grad_v);
-    }
-  }
+  if (window_) window_->end_backward();
+  for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer)
+    if (!window_ || !window_->sleeps(layer)) zero_gradients(layer, rows_ - rows, rows_);
 }
 
 void KvPath::pop() {
   ESPALIER_INTERNAL(!trunks_.empty());
   rows_ = trunks_.back().begin;
   trunks_.pop_back();
+  if (window_) window_->forget_from(rows_);
+}
+
+void KvPath::begin_forward(std::int64_t layer) {
+  if (window_ && rows_ > 0) window_->begin_forward(layer, rows_);
+}
+
+void KvPath::begin_backward(std::int64_t layer, std::int64_t rows_above) {
+  if (window_ && rows_ > 0) zero_gradients(layer, window_->begin_backward(layer, rows_, rows_above), rows_);
+}
+
+void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end) {
+  const Layer rows = slice(layer, begin, end);
+  if (begin == end || !rows.grad_k.defined()) return;
+  device_.operations().zero(rows.grad_k);
+  device_.operations().zero(rows.grad_v);
 }
 
 KvPath::Layer KvPath::slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const {

@@ -4,13 +4,17 @@
 // forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64 runs), so that any
 // number of waves adds up without loss (mathematics, section 2). Every trunk knows how many contributions the plan
 // promises; reading a trunk's gradient before the last one, or adding after, is an error, not a wrong number.
+//
+// Layers that are not in use may sleep: who reads or writes a layer says so before, in the order of a pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/model/path_window.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
@@ -22,13 +26,21 @@ class KvPath {
     at::Tensor grad_k, grad_v;  // [P, J, D], accumulator dtype; undefined in forward-only passes
   };
 
-  // Takes `capacity` rows for every layer from the arena.
-  KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena);
+  // Takes `capacity` rows for every layer from the arena. With a keeper all layers but the first `layers_awake` sleep
+  // while they are not in use; it must outlive the object.
+  KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
+         PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0);
 
   std::int64_t rows() const { return rows_; }
   // Opens `rows` more rows for a trunk below which `contributions` sets of rows will add gradients. Zeroes gradients.
   void push(std::int64_t rows, std::int64_t contributions);
   void pop();
+
+  // A set of rows runs a layer: forwards from the first to the last, or, `rows_above` being those of the path that
+  // it sees, backwards. The layer can be read and written until the next one begins.
+  void begin_forward(std::int64_t layer);
+  void begin_backward(std::int64_t layer, std::int64_t rows_above);
+  bool sleeps() const { return window_.has_value(); }
 
   Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
   Layer top(std::int64_t layer) const;                      // rows of the innermost trunk
@@ -46,11 +58,13 @@ class KvPath {
   };
 
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
+  void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
   Device& device_;
   std::int64_t capacity_, rows_ = 0;
   std::vector<Layer> layers_;
   std::vector<Trunk> trunks_;
+  std::optional<PathWindow> window_;  // none: no layer sleeps
 };
 
 }  // namespace espalier

@@ -36,6 +36,10 @@ class KvSource {
  public:
   virtual ~KvSource() = default;
 
+  // A layer is run, in the order of a pass: what the rows attend to there is read and written until the next one is.
+  virtual void begin_forward(std::int64_t) {}
+  virtual void begin_backward(std::int64_t) {}
+
   // Whether the rows' keys and values outlive the forward: they are then written to `kept`, [T, J*D], which is
   // undefined otherwise.
   virtual bool keeps() const { return false; }

@@ -18,6 +18,8 @@ class PathSource final : public KvSource {
   PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T)
       : path_(path), path_rows_(path_rows), is_trunk_(is_trunk), subtree_end_T_(std::move(subtree_end_T)) {}
 
+  void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
+  void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
   bool keeps() const override { return is_trunk_; }
   KeysValues kept(std::int64_t layer) const override;
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;

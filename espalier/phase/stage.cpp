@@ -168,9 +168,9 @@ class StageExecutor : public Executor {
     run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
   }
 
-  // Where trunks are stored away, pages above the stack are not left to it: they would be held beside those below.
+  // Where something is stored away, pages above the stack are not left to it: they would be held beside those below.
   void trim() {
-    if (step_.spill != nullptr) step_.arena.trim();
+    if (step_.spill != nullptr || step_.path.sleeps()) step_.arena.trim();
   }
 
   // Of one phase.

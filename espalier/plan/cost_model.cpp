@@ -170,6 +170,9 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
     expert_share_ = 1 / static_cast<double>(degrees.tp);
     row_sets_ = static_cast<double>(degrees.ep) * expert_share_;
   }
+  kept_ = unit_flops(SavedState::keep);
+  mlp_again_ = unit_flops(ItemState(kKeep, kKeep, kRecompute));
+  all_again_ = unit_flops(SavedState::recompute);
   const double b = static_cast<double>(bytes_of(dtype)), a = dtype == DType::float64 ? 8 : 4;
   const double all_layers = static_cast<double>(shape.layers), dense_layers = all_layers - expert_layers_;
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
@@ -191,10 +194,22 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   head_gradient_bytes_ = 2 * a * head;
 }
 
+CostModel::UnitFlops CostModel::unit_flops(ItemState state) const {
+  const auto of = [&](const Work& work) {
+    Flops flops = step_flops(shape_, work, kind_, state);
+    flops.experts *= expert_share_;
+    if (!has_head_) flops.head = 0;
+    return flops;
+  };
+  return {of({.rows = 1}), of({.pairs = 1}), of({.outputs = 1}), of({.output_pairs = 1})};
+}
+
 Flops CostModel::all_flops(const Work& work, ItemState state) const {
-  Flops flops = step_flops(shape_, work, kind_, state);
-  flops.experts *= expert_share_;
-  if (!has_head_) flops.head = 0;
+  const UnitFlops& unit = state.recomputes_attention() ? all_again_ : state.recomputes_mlp() ? mlp_again_ : kept_;
+  Flops flops;
+  const auto add = [&](const Flops& one, std::int64_t count) { flops += one * static_cast<double>(count); };
+  add(unit.row, work.rows), add(unit.pair, work.pairs);
+  add(unit.output, work.outputs), add(unit.output_pair, work.output_pairs);
   return flops;
 }
 
@@ -233,12 +248,17 @@ CostParts CostModel::parts(const Work& work, ItemState state) const {
   return parts * profile_.fit;
 }
 
-double CostModel::seconds(const Work& work, ItemState state) const {
-  const double all = parts(work, state).total();
-  if (!state.stores() || !kind_.gradients) return all;
-  const double bytes = static_cast<double>(bytes_.stored(work, state)), disk = bytes / profile_.spill_bytes_per_second;
-  const double copies = 4 * bytes / profile_.bytes_per_second;  // each way a read and a write
-  return all + copies + std::max(0.0, disk - all / 3) + std::max(0.0, disk - 2 * all / 3);
+double CostModel::seconds(const Work& work, ItemState state, const PathTraffic& path) const {
+  const double all = parts(work, state).total(), stored = static_cast<double>(bytes_.stored(work, state));
+  const double forward = stored + static_cast<double>(path.forward);
+  const double backward = stored + static_cast<double>(path.backward);
+  if (forward + backward == 0) return all;
+  const double copies = 2 * (forward + backward) / profile_.bytes_per_second;  // a read and a write
+  const double forward_share = kind_.gradients ? 1.0 / 3 : 1;
+  const auto waits = [&](double bytes, double share) {
+    return std::max(0.0, bytes / profile_.spill_bytes_per_second - share * all);
+  };
+  return all + copies + waits(forward, forward_share) + waits(backward, 1 - forward_share);
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {

@@ -73,8 +73,9 @@ class CostModel {
   CostParts parts(const Work& work, ItemState state) const;
   double flops(const Work& work, ItemState state) const { return all_flops(work, state).total(); }
   // With what storing away costs: the part of writing and reading that does not hide behind forward and backward, and
-  // the copies.
-  double seconds(const Work& work, ItemState state) const;
+  // the copies. `path`: what the item moves between the path's store and memory.
+  double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
+  const ActivationBytes& bytes() const { return bytes_; }
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
@@ -82,6 +83,11 @@ class CostModel {
   // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
+  // Of one row, one pair and so on: a step's FLOPs are linear in the work, and are asked for very often.
+  struct UnitFlops {
+    Flops row, pair, output, output_pair;
+  };
+  UnitFlops unit_flops(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
 
   ModelShape shape_;
@@ -92,6 +98,7 @@ class CostModel {
   MachineProfile profile_;
   StepKind kind_;
   ActivationBytes bytes_;
+  UnitFlops kept_, mlp_again_, all_again_;  // by what is recomputed
   double expert_layers_ = 0;
   double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;            // and of the logits of one output row

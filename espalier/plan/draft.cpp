@@ -55,6 +55,11 @@ std::vector<std::int32_t> finished_in(const Draft& draft, const Forest& forest, 
   return finished;
 }
 
+double seconds_of(const Draft& draft, const CostModel& model, std::int32_t layers_awake) {
+  const std::int64_t own = draft.kind == ItemKind::trunk ? draft.work.rows : 0;
+  return model.seconds(draft.work, draft.state, model.bytes().path_traffic(draft.path_rows, own, layers_awake));
+}
+
 }  // namespace
 
 void count_block(const Forest& forest, Block& block) {
@@ -75,15 +80,16 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
       }
 }
 
-void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost) {
+void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
+              std::int32_t layers_awake) {
   const bool trunk = draft.kind == ItemKind::trunk;
   cost.flops += model.flops(draft.work, draft.state);
-  cost.seconds += model.seconds(draft.work, draft.state);
+  cost.seconds += seconds_of(draft, model, layers_awake);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
   if (!trunk) return walk.wave(draft.work, draft.state, held);
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
   const std::int64_t open = walk.open_trunk(draft.work, draft.state, held);
-  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost);
+  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost, layers_awake);
   walk.close_trunk(draft.work, draft.state, held);
 }
 
@@ -97,13 +103,14 @@ void set_wave_states(Draft& draft, ItemState state) {
   for (Draft& item : draft.below) set_wave_states(item, state);
 }
 
-PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model) {
+PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model,
+                   std::int32_t layers_awake) {
   PlanItem item;
   item.kind = draft.kind;
   item.state = draft.state;
   item.path_rows = draft.path_rows;
   item.flops = model.flops(draft.work, item.state);
-  item.seconds = model.seconds(draft.work, item.state);
+  item.seconds = seconds_of(draft, model, layers_awake);
   item.finished = finished_in(draft, forest, edges);
   RowSet& set = item.set;
   set.rows = static_cast<std::int32_t>(draft.work.rows);
@@ -131,7 +138,7 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
     segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());
   }
   item.below.reserve(draft.below.size());
-  for (const Draft& below : draft.below) item.below.push_back(write_out(below, forest, edges, model));
+  for (const Draft& below : draft.below) item.below.push_back(write_out(below, forest, edges, model, layers_awake));
   return item;
 }
 

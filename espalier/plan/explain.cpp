@@ -100,11 +100,21 @@ std::string states_text(const StepPlan& plan) {
                  stored > 0 ? text_of("; at most ", format_bytes(stored), " stored away") : "", "\n");
 }
 
+std::string path_text(const StepPlan& plan) {
+  if (plan.path_layers_awake == StepPlan::kEveryLayer) return "";
+  return text_of("Path: ", format_bytes(plan.chosen.path_stored_bytes),
+                 " of keys, values and their gradients are stored away while their layer is not in use",
+                 plan.path_layers_awake > 0 ? text_of("; ", plan.path_layers_awake,
+                                                      plan.path_layers_awake == 1 ? " layer stays" : " layers stay")
+                                            : "",
+                 "\n");
+}
+
 // What was tried before the plan fitted, and what each would cost.
 std::string tried_text(const StepPlan& plan) {
   std::string out;
   for (const TriedPlan& tried : plan.tried)
-    out += text_of("  ", pad(tried.what, -84), pad(format_seconds(tried.cost.seconds), 12),
+    out += text_of("  ", pad(tried.what, -104), pad(format_seconds(tried.cost.seconds), 12),
                    pad(format_bytes(tried.cost.bytes.peak()), 12), tried.cost.fits ? "" : "  does not fit", "\n");
   return out.empty() ? out : "\nTried to fit the budget: predicted time, peak bytes\n" + out;
 }
@@ -166,7 +176,8 @@ std::string picture(const StepPlan& plan) {
 Json cost_json(const PlanCost& cost) {
   return {{"seconds", cost.seconds},
           {"peak_bytes", {{"A", cost.bytes.a}, {"B", cost.bytes.b}, {"C", cost.bytes.c}}},
-          {"stored_bytes", cost.stored_bytes},
+          {"stored_bytes", cost.all_stored()},
+          {"path_stored_bytes", cost.path_stored_bytes},
           {"fits", cost.fits}};
 }
 
@@ -190,7 +201,7 @@ std::string explain(const StepPlan& plan) {
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),
                  "; this plan: ", number_text("%.2f", plan.dense.flops / std::max(plan.chosen.flops, 1.0)), "\n");
   if (plan.memory_budget > 0) out += text_of("Memory budget ", format_bytes(plan.memory_budget), "\n");
-  out += states_text(plan) + tried_text(plan);
+  out += states_text(plan) + path_text(plan) + tried_text(plan);
   out += "\nPredicted; A, B, C: peak bytes of trunk forwards, waves, trunk backwards\n" + costs_table(plan) + "\n";
   out += picture(plan);
   return out + "\nMachine: " + plan.machine + "\n";

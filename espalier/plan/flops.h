@@ -42,6 +42,7 @@ struct Flops {
     layers += other.layers, experts += other.experts, head += other.head, attention += other.attention;
     return *this;
   }
+  Flops operator*(double times) const { return {layers * times, experts * times, head * times, attention * times}; }
 };
 
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);

@@ -78,7 +78,7 @@ class Probe {
     if (options.schedule == Schedule::packed) options.token_budget = prompt + cell_.n * response_;
     const ScheduleCost found =
         cost_of_schedule(group, build_prefix_trees(group, ShareMode::whole_trees), shape_, options, profile_);
-    const bool room = found.cost.stored_bytes <= options.spill_room;
+    const bool room = found.cost.all_stored() <= options.spill_room;
     if (!found.cost.fits || !room) {
       cell_.limit = found.cost.fits ? FrontierCell::Limit::spill_room : FrontierCell::Limit::memory;
       return false;
@@ -148,7 +148,7 @@ Json to_json(const Frontier& frontier) {
                        {"token_budget", cell.token_budget},
                        {"seconds", cell.cost.seconds},
                        {"peak_bytes", {{"A", bytes.a}, {"B", bytes.b}, {"C", bytes.c}}},
-                       {"stored_bytes", cell.cost.stored_bytes}});
+                       {"stored_bytes", cell.cost.all_stored()}});
     }
   return {{"memory_budget", frontier.memory_budget}, {"response", frontier.response}, {"cells", std::move(cells)}};
 }

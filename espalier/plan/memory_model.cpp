@@ -25,6 +25,9 @@ constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, 
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
+constexpr std::int64_t kPage = 4096;  // where something begins in a store
+constexpr std::int64_t whole_pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
 }  // namespace
 
 std::int64_t chunks_in_flight(std::int64_t stored_bytes) {
@@ -100,8 +103,25 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows)
          std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
 }
 
-std::int64_t ActivationBytes::path(std::int64_t path_rows) const {
-  return shape_.layers * PathBuffers(block(), path_rows, kind_.gradients).peak();
+PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake) {
+  const PathBuffers all(block, path_rows, with_gradients), keys_values(block, path_rows, false);
+  const std::int64_t layers = block.shape.layers;
+  if (layers_awake >= layers || path_rows == 0) return {layers * all.peak(), layers * all.peak(), 0};
+  std::int64_t stored = 0;  // every buffer begins at a page
+  for (const Buffer& buffer : all.buffers()) stored += whole_pages(buffer.bytes);
+  return {layers_awake * all.peak() + keys_values.peak(), (layers_awake + 1) * all.peak(),
+          (layers - layers_awake) * stored};
+}
+
+PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows,
+                                          std::int64_t layers_awake) const {
+  const std::int64_t asleep = std::max<std::int64_t>(0, shape_.layers - layers_awake);
+  if (asleep == 0) return {};
+  const auto keys_values = [&](std::int64_t rows) { return PathBuffers(block(), rows, false).peak(); };
+  const auto gradients = [&](std::int64_t rows) { return PathBuffers(block(), rows, true).peak() - keys_values(rows); };
+  const std::int64_t rows = rows_above + own_rows;
+  return {asleep * (keys_values(rows_above) + keys_values(own_rows)),
+          kind_.gradients ? asleep * (keys_values(rows) + gradients(rows) + gradients(rows_above)) : 0};
 }
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
@@ -129,10 +149,20 @@ void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& vi
   if (last_is_narrow_) visit(narrow(work, wave));
 }
 
-std::int64_t ActivationBytes::stored(const Work& work, ItemState state) const {
+const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState state, bool wave) const {
+  for (const Item& asked : asked_)
+    if (asked.rows == work.rows && asked.outputs == work.outputs && asked.wave == wave && asked.state == state)
+      return asked;
+  Item& out = asked_[next_asked_++ % asked_.size()];
+  out = {work.rows, work.outputs, state, wave, saved_of(work, state), stored_of(work, state)};
+  out.forward_peak = forward_peak_of(work, state, wave, out.saved);
+  out.backward_peak = backward_peak_of(work, state, wave, out.saved);
+  return out;
+}
+
+std::int64_t ActivationBytes::stored_of(const Work& work, ItemState state) const {
   if (!kind_.gradients || !state.stores()) return 0;
-  constexpr std::int64_t kPage = 4096;  // every layer begins at one
-  std::int64_t sum = shape_.layers * kPage;
+  std::int64_t sum = shape_.layers * kPage;  // every layer begins at one
   if (state.stream == kOffload) sum += shape_.layers * stream(work.rows);
   if (!full_kinds_.empty()) sum += full_members(work, full_kinds_.back(), state, kOffload);
   return sum + (last_is_narrow_ ? members(narrow(work, true), state, kOffload) : 0);
@@ -142,7 +172,7 @@ std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
   return stored_bytes == 0 || kind_.cuda ? 0 : chunks_in_flight(stored_bytes) * kSpillChunkBytes;
 }
 
-std::int64_t ActivationBytes::saved(const Work& work, ItemState state) const {
+std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state) const {
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
   // The stream behind a last layer that runs all rows stays in any case.
@@ -151,8 +181,8 @@ std::int64_t ActivationBytes::saved(const Work& work, ItemState state) const {
   return sum + (last_is_narrow_ ? members(narrow(work, true), state, kKeep) : 0);
 }
 
-std::int64_t ActivationBytes::forward_peak(const Work& work, ItemState state, bool wave) const {
-  const std::int64_t outputs = outputs_held(work), after = saved(work, state);
+std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
+  const std::int64_t outputs = outputs_held(work);
   const bool keeps = kind_.gradients;
   // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
   // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
@@ -172,7 +202,7 @@ std::int64_t ActivationBytes::forward_peak(const Work& work, ItemState state, bo
   return std::max(most, in_layer(last, streams(), kept));
 }
 
-std::int64_t ActivationBytes::backward_peak(const Work& work, ItemState state, bool wave) const {
+std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const {
   std::int64_t most = 0;
   for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
     std::int64_t layer = LayerBackwardBuffers(block(), rows).peak();
@@ -184,7 +214,7 @@ std::int64_t ActivationBytes::backward_peak(const Work& work, ItemState state, b
     most = std::max(most, layer + members(rows) - members(rows, state, kKeep));
   });
   const std::int64_t gradients = DecoderBackwardBuffers(block(), work.rows, has_outputs_ ? work.outputs : 0).peak();
-  return saved(work, state) + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
+  return saved + std::max(gradients + most, kind_.whole_rollout ? head(work, true) : 0);
 }
 
 std::int64_t ActivationBytes::wave_peak(const Work& work, ItemState state) const {
@@ -194,6 +224,7 @@ std::int64_t ActivationBytes::wave_peak(const Work& work, ItemState state) const
 }
 
 Work ActivationBytes::share_of(const Work& trunk) const {
+  if (kind_.cp == 1) return trunk;
   Work share = trunk;
   share.rows = RowShares(trunk.rows, kind_.cp).most();
   share.outputs = std::min(share.outputs, share.rows);
@@ -201,7 +232,7 @@ Work ActivationBytes::share_of(const Work& trunk) const {
 }
 
 void PeakWalk::wave(const Work& work, ItemState state, std::int64_t held) {
-  b_ = std::max(b_, held + saved_in_flight_ + bytes_.forward_peak(work, state, true));
+  b_forward_ = std::max(b_forward_, held + saved_in_flight_ + bytes_.forward_peak(work, state, true));
   if (!bytes_.gradients()) return;
   in_flight_.push_back({held + bytes_.backward_peak(work, state, true), bytes_.saved(work, state)});
   saved_in_flight_ += in_flight_.back().saved;
@@ -210,7 +241,7 @@ void PeakWalk::wave(const Work& work, ItemState state, std::int64_t held) {
 
 void PeakWalk::end_first_wave() {
   saved_in_flight_ -= in_flight_.front().saved;
-  b_ = std::max(b_, in_flight_.front().backward_peak + saved_in_flight_);
+  b_backward_ = std::max(b_backward_, in_flight_.front().backward_peak + saved_in_flight_);
   in_flight_.pop_front();
 }
 
@@ -234,10 +265,13 @@ void PeakWalk::close_trunk(const Work& work, ItemState state, std::int64_t held)
   stored_ -= bytes_.stored(share, state);
 }
 
-PhasePeaks PeakWalk::peaks(std::int64_t base) {
+PhasePeaks PeakWalk::peaks(std::int64_t base, const PathBytes& path) {
   end_waves();
-  const auto total = [base](std::int64_t bytes) { return bytes < 0 ? std::int64_t{0} : base + bytes; };
-  return {total(a_), total(b_), total(c_)};
+  const auto total = [base](std::int64_t bytes, std::int64_t of_path) {
+    return bytes < 0 ? std::int64_t{0} : base + of_path + bytes;
+  };
+  return {total(a_, path.forward), std::max(total(b_forward_, path.forward), total(b_backward_, path.backward)),
+          total(c_, path.backward)};
 }
 
 }  // namespace espalier

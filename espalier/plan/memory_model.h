@@ -5,6 +5,8 @@
 // items: the stack discipline of model/decoder.cpp and of the schedule.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -24,9 +26,24 @@ inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
 // An eighth of what is stored away, within bounds.
 std::int64_t chunks_in_flight(std::int64_t stored_bytes);
 
+// The path's part of what a step holds: while a forward runs, while a backward runs, and in the store. A path that does
+// not sleep holds the same throughout.
+struct PathBytes {
+  std::int64_t forward = 0, backward = 0, stored = 0;
+};
+
+// Of one rank's layers. Behind the first `layers_awake` one is in memory, in a forward without its accumulators.
+PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake);
+
+// What an item moves between the path's store and memory, each way counted, in its forward and in its backward.
+struct PathTraffic {
+  std::int64_t forward = 0, backward = 0;
+};
+
 // K and V of one prefix token over all layers: 2 L J D b (mathematics, section 10).
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 
+// One of them serves one thread: it remembers the last items that it was asked for, since most of a chain are alike.
 class ActivationBytes {
  public:
   // Of one rank: its parameters, heads and inner columns.
@@ -41,18 +58,27 @@ class ActivationBytes {
   // attention (measured; bounded, whatever the shape), and the numbers that say what an item's rows are.
   std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0) const;
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
-  std::int64_t path(std::int64_t path_rows) const;
+  PathBytes path(std::int64_t path_rows, std::int64_t layers_awake = StepPlan::kEveryLayer) const {
+    return path_bytes(block(), path_rows, kind_.gradients, layers_awake);
+  }
+  // Of an item below `rows_above` path rows; `own_rows` are a trunk's, 0 of a wave. Forwards K and V come and a trunk's
+  // own go; backwards all come and the accumulators go.
+  PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers_awake) const;
 
   // What an item holds between its forward and its backward: of the layers what is kept.
-  std::int64_t saved(const Work& work, ItemState state) const;
+  std::int64_t saved(const Work& work, ItemState state) const { return item(work, state, false).saved; }
   // What it has in the store meanwhile.
-  std::int64_t stored(const Work& work, ItemState state) const;
+  std::int64_t stored(const Work& work, ItemState state) const { return item(work, state, false).stored; }
   // Of the device, for so many bytes in the store: what is on its way. A GPU's lies in the host's memory.
   std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
   // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
-  std::int64_t forward_peak(const Work& work, ItemState state, bool wave) const;
-  std::int64_t backward_peak(const Work& work, ItemState state, bool wave) const;
+  std::int64_t forward_peak(const Work& work, ItemState state, bool wave) const {
+    return item(work, state, wave).forward_peak;
+  }
+  std::int64_t backward_peak(const Work& work, ItemState state, bool wave) const {
+    return item(work, state, wave).backward_peak;
+  }
 
   // What the rank of cp with most rows has of a trunk's; its outputs may all be among them.
   Work share_of(const Work& trunk) const;
@@ -61,8 +87,22 @@ class ActivationBytes {
   std::int64_t waves_in_flight() const { return kind_.gradients ? kind_.in_flight : 1; }
   // Most that a wave takes while others like it are in flight.
   std::int64_t wave_peak(const Work& work, ItemState state) const;
+  std::int64_t layers() const { return shape_.layers; }
 
  private:
+  // What one item holds: it depends on rows, outputs, state and kind alone.
+  struct Item {
+    std::int64_t rows = -1, outputs = 0;
+    ItemState state;
+    bool wave = false;
+    std::int64_t saved = 0, stored = 0, forward_peak = 0, backward_peak = 0;
+  };
+  const Item& item(const Work& work, ItemState state, bool wave) const;
+  std::int64_t saved_of(const Work& work, ItemState state) const;
+  std::int64_t stored_of(const Work& work, ItemState state) const;
+  std::int64_t forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
+  std::int64_t backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
+
   // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The most is held in the last
   // of a kind, when so many layers of both kinds are saved, itself included.
   struct FullKind {
@@ -107,6 +147,8 @@ class ActivationBytes {
   bool rounds_weight_gradients_;  // as the operations of the same name
   bool last_has_experts_ = false, last_is_narrow_ = true;
   std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end
+  mutable std::array<Item, 8> asked_;
+  mutable std::size_t next_asked_ = 0;
 };
 
 // Peaks of the phases of items and everything below them, when `held` bytes of enclosing state are open. Constant and
@@ -120,8 +162,8 @@ class PeakWalk {
   std::int64_t open_trunk(const Work& work, ItemState state, std::int64_t held);
   void close_trunk(const Work& work, ItemState state, std::int64_t held);
 
-  // After the last item: peaks with `base` bytes held throughout; phases that never ran stay 0.
-  PhasePeaks peaks(std::int64_t base);
+  // After the last item: peaks with `base` bytes and the path held throughout; phases that never ran stay 0.
+  PhasePeaks peaks(std::int64_t base, const PathBytes& path = {});
   // The most that is stored away at a time.
   std::int64_t stored() const { return most_stored_; }
 
@@ -133,7 +175,7 @@ class PeakWalk {
   void end_waves();
 
   const ActivationBytes& bytes_;
-  std::int64_t a_ = -1, b_ = -1, c_ = -1;
+  std::int64_t a_ = -1, b_forward_ = -1, b_backward_ = -1, c_ = -1;
   std::int64_t stored_ = 0, most_stored_ = 0;
   std::deque<Wave> in_flight_;
   std::int64_t saved_in_flight_ = 0;

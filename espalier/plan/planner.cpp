@@ -20,7 +20,8 @@ struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
   PlanCost cost;
-  bool undegraded = false;  // trunks and waves are as they are where memory is plenty
+  std::int32_t layers_awake = StepPlan::kEveryLayer;  // of the path
+  bool undegraded = false;                            // everything is as it is where memory is plenty
   std::vector<TriedPlan> tried;
 };
 
@@ -60,10 +61,18 @@ class Search {
  private:
   Candidate build(Schedule schedule, const LayoutOptions& options) const;
   void evaluate(Candidate& candidate) const;
-  // Held besides what a walk over the items finds.
+  // Held besides the path and what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
-    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows) + bytes_.path(cost.max_path_rows);
+    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows);
   }
+  bool path_may_sleep() const {
+    return options_.path_state == SavedState::automatic && options_.spill_room > 0 &&
+           (options_.trunk_state == SavedState::automatic || options_.trunk_state == SavedState::offload);
+  }
+  // Chooses the states of trunks and waves beside a path of which so many layers do not sleep.
+  void choose_states(Candidate& candidate, std::int32_t layers_awake) const;
+  // The same with as many layers awake as fit.
+  void choose_with_sleeping_path(Candidate& candidate) const;
   // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
@@ -100,6 +109,7 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
     set_trunk_states(item, states_.of_trunks().front());
     set_wave_states(item, states_.of_waves().front());
   }
+  if (options_.path_state == SavedState::offload) candidate.layers_awake = 0;
   evaluate(candidate);
   return candidate;
 }
@@ -107,11 +117,15 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
 void Search::evaluate(Candidate& candidate) const {
   PeakWalk walk(bytes_);
   DraftCost cost;
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost, candidate.layers_awake);
+  const PathBytes path = bytes_.path(cost.max_path_rows, candidate.layers_awake);
+  if (path.stored == 0) candidate.layers_awake = StepPlan::kEveryLayer;
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
-  candidate.cost.bytes = walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()));
+  candidate.cost.bytes =
+      walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()) + bytes_.in_flight(path.stored), path);
   candidate.cost.stored_bytes = walk.stored();
+  candidate.cost.path_stored_bytes = path.stored;
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
 }
 
@@ -123,24 +137,55 @@ bool Search::better(const Candidate& a, const Candidate& b) {
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
   const bool phased = schedule == Schedule::phased;
   const auto note = [&](const Candidate& candidate) {
-    tried.push_back({text_of("waves of ", budget, " rows", states_text(candidate.layout.items)), candidate.cost});
+    tried.push_back(
+        {text_of("waves of ", budget, " rows", states_text(candidate.layout.items), path_text(candidate.layers_awake)),
+         candidate.cost});
   };
   Candidate best = build(schedule, {budget, soft, states_.of_trunks().front(), phased, options_.kind.cp});
   best.undegraded = true;
   note(best);
-  if (best.cost.fits || !states_.any()) return best;
+  if (best.cost.fits || !(states_.any() || path_may_sleep())) return best;
   // A trunk that is not kept pays less.
   Candidate other =
       build(schedule, {budget, soft,
                        states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front(),
                        phased, options_.kind.cp});
+  const auto weigh = [&](const Candidate& candidate) {
+    note(candidate);
+    if (better(candidate, best)) best = candidate;
+  };
+  choose_states(other, other.layers_awake);
+  weigh(other);
+  if (!path_may_sleep()) return best;
+  choose_with_sleeping_path(other);
+  if (other.cost.path_stored_bytes > 0 && other.cost.all_stored() <= options_.spill_room) weigh(other);
+  return best;
+}
+
+void Search::choose_states(Candidate& candidate, std::int32_t layers_awake) const {
   DraftCost all;
   PeakWalk ignored(bytes_);
-  for (const Draft& item : other.layout.items) add_cost(item, model_, 0, ignored, all);
-  states_.choose(other.layout.items, options_.memory_budget - base_bytes(all));
-  evaluate(other);
-  note(other);
-  return better(other, best) ? other : best;
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
+  const PathBytes path = bytes_.path(all.max_path_rows, layers_awake);
+  states_.choose(candidate.layout.items,
+                 options_.memory_budget - base_bytes(all) - path.backward - bytes_.in_flight(path.stored));
+  candidate.layers_awake = layers_awake;
+  evaluate(candidate);
+}
+
+void Search::choose_with_sleeping_path(Candidate& candidate) const {
+  choose_states(candidate, 0);
+  if (candidate.cost.path_stored_bytes == 0 || !candidate.cost.fits) return;
+  // What is left over keeps layers awake, with which it still fits.
+  std::int32_t fits = 0, fails = static_cast<std::int32_t>(bytes_.layers()) - 1;  // a last layer would not sleep
+  while (fails - fits > 1) {
+    const std::int32_t middle = fits + (fails - fits) / 2;
+    candidate.layers_awake = middle;
+    evaluate(candidate);
+    (candidate.cost.fits ? fits : fails) = middle;
+  }
+  candidate.layers_awake = fits;
+  evaluate(candidate);
 }
 
 Candidate Search::best(Schedule schedule) const {
@@ -281,12 +326,14 @@ std::string held_back(const PlanOptions& options) {
   if (options.token_budget > 0) out += " --token-budget 0";
   if (options.trunk_state != SavedState::automatic) out += " --trunk-state auto";
   if (options.wave_state != SavedState::automatic) out += " --wave-state auto";
+  if (options.path_state != SavedState::automatic) out += " --path-state auto";
   return out;
 }
 
 PlanOptions freed(PlanOptions options) {
   options.schedule = Schedule::automatic, options.token_budget = 0;
   options.trunk_state = SavedState::automatic, options.wave_state = SavedState::automatic;
+  options.path_state = SavedState::automatic;
   return options;
 }
 
@@ -323,6 +370,7 @@ PlanOptions plan_options_of(const Options& options) {
   out.dtype = options.dtype;
   out.trunk_state = options.trunk_state;
   out.wave_state = options.wave_state;
+  out.path_state = options.path_state;
   return out;
 }
 
@@ -355,11 +403,12 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   plan.chosen = chosen.cost;
   plan.tried = std::move(chosen.tried);
   plan.token_budget = chosen.options.budget;
+  plan.path_layers_awake = chosen.layers_awake;
   const double ideal = search.ideal_flops();
   plan.ceiling = ideal > 0 ? search.dense_flops() / ideal : 1;
   plan.items.reserve(chosen.layout.items.size());
   for (const Draft& item : chosen.layout.items)
-    plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model()));
+    plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model(), chosen.layers_awake));
   Tally tally(search.forest(), rollouts.size(), plan);
   for (const PlanItem& item : plan.items) tally.add(item);
   tally.name_schedules(search.forest());

@@ -30,6 +30,7 @@ class StageWalk {
         load_(static_cast<std::size_t>(cp_)) {}
 
   void run(const StepPlan& plan) {
+    path_layers_awake_ = plan.path_layers_awake;
     for (const PlanItem& item : plan.items) {
       add(item, 0);
       if (item.kind == ItemKind::trunk) idle += seconds_of_waiting(stage_of(&item, item.below), stages_);
@@ -38,8 +39,10 @@ class StageWalk {
     const Load& most = *std::ranges::max_element(load_, {}, &Load::seconds);
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
+    const PathBytes path = bytes_.path(plan.max_path_rows, plan.path_layers_awake);
     peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows) +
-                        bytes_.path(plan.max_path_rows) + bytes_.in_flight(walk_.stored()));
+                            bytes_.in_flight(walk_.stored()) + bytes_.in_flight(path.stored),
+                        path);
   }
 
   double seconds = 0, idle = 0, flops = 0;  // of the busiest rank of cp
@@ -60,7 +63,11 @@ class StageWalk {
     return kind;
   }
 
-  double seconds_of(const PlanItem& item) const { return model_.seconds(work_on(item, local_), item.state); }
+  double seconds_of(const PlanItem& item) const {
+    const std::int64_t own = item.kind == ItemKind::trunk ? item.set.rows : 0;
+    return model_.seconds(work_on(item, local_), item.state,
+                          bytes_.path_traffic(item.path_rows, own, path_layers_awake_));
+  }
   double forward_seconds_of(const PlanItem& item) const { return forward_.seconds(work_on(item, local_), ItemState()); }
 
   // Of the trunk, if there is one, and of the waves among the items, the mean.
@@ -100,6 +107,7 @@ class StageWalk {
   std::int64_t cp_;
   std::int64_t stages_;
   std::vector<Load> load_;  // by rank of cp
+  std::int32_t path_layers_awake_ = StepPlan::kEveryLayer;
 };
 
 PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {

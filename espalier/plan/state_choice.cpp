@@ -79,6 +79,10 @@ void StateChoice::choose_waves(Draft& item, std::int64_t held, std::int64_t room
 
 void StateChoice::choose_item(Draft& item, std::int64_t room, std::int64_t in_flight) const {
   if (item.kind == ItemKind::wave) return choose_waves(item, 0, room - in_flight);
+  if (trunks_.size() == 1) {
+    set_trunk_states(item, trunks_.front());
+    return choose_waves(item, 0, room - std::max(in_flight, bytes_.in_flight(stored_by(item, bytes_))));
+  }
   ItemState best = trunks_.front();
   Found least{std::numeric_limits<double>::infinity(), std::numeric_limits<std::int64_t>::max(), 0};
   for (const ItemState state : trunks_) {
@@ -117,6 +121,12 @@ void StateChoice::refine(Draft& item, std::int64_t room, std::int64_t in_flight,
     set(own);
   }
   weigh(item, room, in_flight);
+}
+
+std::string path_text(std::int32_t layers_awake) {
+  if (layers_awake == StepPlan::kEveryLayer) return "";
+  if (layers_awake == 0) return "; path stored away";
+  return text_of("; path stored away but for ", layers_awake, layers_awake == 1 ? " layer" : " layers");
 }
 
 std::string states_text(const std::vector<Draft>& items) {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -100,9 +101,13 @@ struct PhasePeaks {
 struct PlanCost {
   double flops = 0;
   double seconds = 0;
-  PhasePeaks bytes;               // everything the process holds on the device
-  std::int64_t stored_bytes = 0;  // most that is stored away at a time
-  bool fits = true;               // within the memory budget
+  PhasePeaks bytes;                    // everything the process holds on the device
+  std::int64_t stored_bytes = 0;       // of trunks: most that is stored away at a time
+  std::int64_t path_stored_bytes = 0;  // of the path
+
+  std::int64_t all_stored() const { return stored_bytes + path_stored_bytes; }
+
+  bool fits = true;  // within the memory budget
 };
 
 // One way that was tried to run a step within the memory budget.
@@ -112,19 +117,22 @@ struct TriedPlan {
 };
 
 struct StepPlan {
+  static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
+
   std::vector<PlanItem> items;
   std::vector<TreePlan> trees;
   std::int64_t logical_rows = 0;  // rows a dense run forwards: the sum of rollout lengths
   std::int64_t trunk_rows = 0, wave_rows = 0;
   std::int64_t trunks = 0, waves = 0;
-  std::int32_t max_path_rows = 0;  // most rows that are open at once, below any item
-  std::int32_t max_rows = 0;       // most rows of one set
-  std::int64_t token_budget = 0;   // rows in one wave
-  bool budget_given = false;       // then no set has more than max(token_budget, 2) rows
-  std::int64_t memory_budget = 0;  // bytes; 0: unlimited
-  std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
-  std::string remedy;              // what would make it fit, for a person; empty where it does
-  bool all_logprobs = false;       // masked response tokens have edges too
+  std::int32_t max_path_rows = 0;                // most rows that are open at once, below any item
+  std::int32_t max_rows = 0;                     // most rows of one set
+  std::int32_t path_layers_awake = kEveryLayer;  // first layers whose part of the path is always in memory
+  std::int64_t token_budget = 0;                 // rows in one wave
+  bool budget_given = false;                     // then no set has more than max(token_budget, 2) rows
+  std::int64_t memory_budget = 0;                // bytes; 0: unlimited
+  std::int64_t missing_bytes = 0;                // beyond the budget; 0: the plan fits
+  std::string remedy;                            // what would make it fit, for a person; empty where it does
+  bool all_logprobs = false;                     // masked response tokens have edges too
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
   std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits

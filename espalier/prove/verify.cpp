@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
@@ -100,6 +101,20 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   }
   add(Schedule::automatic, options.token_budget, options.trunk_state);
   return out;
+}
+
+// Dense and every variant, before any weight is read. What is run in float64 besides is not held to the budget.
+void require_runs_fit(const ModelShape& shape, const Options& options, const MachineProfile& machine,
+                      const TrainingData& data, const Mesh& mesh) {
+  const StepKind kind{.optimizer = false};
+  std::vector<HeldModel> held{{local_shape(shape, mesh), kind}};
+  if (!options.critic.empty()) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh), kind});
+  std::vector<Variant> runs = variants_of(options, data.longest());
+  runs.push_back({"dense", options});
+  runs.back().options.schedule = "dense";
+  for (const Variant& run : runs)
+    for (const HeldModel& model : held)
+      require_step_fits(model, held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
 }
 
 class Verification {
@@ -372,13 +387,15 @@ const ParameterCheck& Verdict::worst() const {
 }
 
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
   const bool with_critic = !options.critic.empty();
-  TrainingData data(read_for_model(options.rollouts, model->shape, progress, options.temperature), options,
-                    with_critic);
+  const ModelShape shape = read_model_shape(options.model);
+  TrainingData data(read_for_model(options.rollouts, shape, progress, options.temperature), options, with_critic);
   const std::int32_t longest = data.longest();
+  const MachineProfile machine = machine_profile(options, progress, mesh);
+  require_runs_fit(shape, options, machine, data, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   model->decoder.reserve_positions(longest);
-  Actor actor(*model, options, machine_profile(options, progress, mesh));
+  Actor actor(*model, options, machine);
   std::optional<Critic> critic;
   if (with_critic) {
     critic.emplace(load_critic(options.critic, options, model->shape, progress, mesh), options, actor.machine,

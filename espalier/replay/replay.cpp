@@ -10,6 +10,7 @@
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/step/planning.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
 
@@ -21,7 +22,7 @@ Options replay_options(const Trace& trace, const Options& given) {
   Options options = trace.options;
   options.threads = given.threads, options.device = given.device;
   options.schedule = given.schedule, options.share = given.share, options.trunk_state = given.trunk_state;
-  options.wave_state = given.wave_state, options.spill_dir = given.spill_dir;
+  options.wave_state = given.wave_state, options.path_state = given.path_state, options.spill_dir = given.spill_dir;
   options.token_budget = given.token_budget, options.memory_budget = given.memory_budget;
   if (given.dtype != Options().dtype) options.dtype = given.dtype;
   return options;
@@ -64,17 +65,22 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
                     const std::function<void(const CheckpointDifference&)>& on_checkpoint, const Mesh& mesh) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
-  const auto model = load_model(trace.model, options.dtype, progress, mesh);
-  const TrainingData data(read_for_model(trace.rollouts.string(), model->shape, progress), options);
+  const ModelShape shape = read_model_shape(trace.model);
+  const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress), options);
   require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
   if (data.mini_batches() != steps)
     throw InputError({trace.rollouts.string(), text_of("records of ", steps, " steps, as in trace.json"),
                       text_of("records of ", data.mini_batches()), "every record of a trace has its `step`"});
+  const MachineProfile machine = machine_profile(options, progress, mesh);
+  const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
+  for (std::int64_t i = 0; i < steps; ++i)
+    require_step_fits(held.front(), held, options, machine, data.mini_batch(i).rollouts, false, mesh);
+  const auto model = load_model(trace.model, options.dtype, progress, mesh);
   model->decoder.reserve_positions(data.longest());
   Device& device = model->decoder.device();
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});
-  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
+  Actor actor(*model, options, machine, &optimizer);
   const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);
 
   ReplayReport report;

@@ -5,8 +5,10 @@
 #include <filesystem>
 
 #include "espalier/base/error.h"
+#include "espalier/checkpoint/model_directory.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/step/planning.h"
 #include "espalier/step/step.h"
 #include "espalier/train/training_data.h"
 
@@ -40,16 +42,21 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   if (options.model.empty())
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
-  const TrainingData data(read_for_model(path, model->shape, progress, options.temperature), options);
+  const ModelShape shape = read_model_shape(options.model);
+  const TrainingData data(read_for_model(path, shape, progress, options.temperature), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
+  const std::int64_t all = options.epochs * data.mini_batches();
+  const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);
+  const MachineProfile machine = machine_profile(options, progress, mesh);
+  const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
+  for (std::int64_t i = 0; i < std::min(steps, data.mini_batches()); ++i)
+    require_step_fits(held.front(), held, options, machine, data.mini_batch(i).rollouts, false, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   model->decoder.reserve_positions(data.longest());
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),
                   {.world = mesh.world});
-  Actor actor(*model, options, machine_profile(options, progress, mesh), &optimizer);
+  Actor actor(*model, options, machine, &optimizer);
 
-  const std::int64_t all = options.epochs * data.mini_batches();
-  const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);
   constexpr std::int64_t kParts = 1000;  // a step may be long
   ReplayReport report;
   progress.begin("replaying", steps * kParts, "thousandths of steps");

@@ -10,9 +10,11 @@
 
 namespace espalier {
 
-SpillQueue::SpillQueue(std::unique_ptr<Store> store, int chunks)
-    : store_(std::move(store)), memory_bytes_(chunks * kSpillChunkBytes) {
-  ESPALIER_INTERNAL(chunks > 0 && kSpillChunkBytes % Store::kAlignment == 0, chunks, " chunks");
+SpillQueue::SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing)
+    : store_(std::move(store)),
+      memory_bytes_(chunks * kSpillChunkBytes),
+      for_writing_(static_cast<std::size_t>(for_writing)) {
+  ESPALIER_INTERNAL(chunks > for_writing && kSpillChunkBytes % Store::kAlignment == 0, chunks, " chunks");
   void* memory = mmap(nullptr, static_cast<std::size_t>(memory_bytes_), PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED)
@@ -40,9 +42,9 @@ void SpillQueue::wait_for(std::unique_lock<std::mutex>& lock, auto&& condition) 
 
 void SpillQueue::reserve(std::int64_t bytes) {
   std::unique_lock lock(mutex_);
-  jobs_.push_back({Job::Kind::reserve, nullptr, nullptr, bytes});
+  writes_.push_back({nullptr, {0, bytes, 0}});
   changed_.notify_all();
-  wait_for(lock, [&] { return jobs_.empty() && !works_; });
+  wait_for(lock, [&] { return writes_.empty() && !works_; });
 }
 
 std::byte* SpillQueue::room() {
@@ -55,13 +57,13 @@ std::byte* SpillQueue::room() {
 
 void SpillQueue::write(StoredChunk& chunk, std::byte* room) {
   const std::lock_guard lock(mutex_);
-  jobs_.push_back({Job::Kind::write, &chunk, room});
+  writes_.push_back({&chunk, chunk, room});
   changed_.notify_all();
 }
 
 void SpillQueue::ask(const StoredChunk& chunk) {
   const std::lock_guard lock(mutex_);
-  jobs_.push_back({Job::Kind::read, const_cast<StoredChunk*>(&chunk)});
+  reads_.push_back(&chunk);
   ++asked_;
   changed_.notify_all();
 }
@@ -84,8 +86,8 @@ void SpillQueue::give_back(std::byte* room) {
 
 void SpillQueue::forget() {
   std::unique_lock lock(mutex_);
-  std::erase_if(jobs_, [](const Job& job) { return job.kind == Job::Kind::read; });
-  changed_.wait(lock, [&] { return !works_ && (jobs_.empty() || error_); });
+  reads_.clear();
+  changed_.wait(lock, [&] { return !works_ && (writes_.empty() || error_); });
   free_.insert(free_.end(), read_.begin(), read_.end());
   read_.clear();
   asked_ = 0;
@@ -98,11 +100,16 @@ void SpillQueue::run() {
   pthread_sigmask(SIG_BLOCK, &limits, nullptr);
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return stops_ || (can_begin() && !error_); });
+    changed_.wait(lock, [&] { return stops_ || (!error_ && (!writes_.empty() || can_read())); });
     if (stops_) return;
-    Job job = jobs_.front();
-    jobs_.pop_front();
-    if (job.kind == Job::Kind::read) {
+    Job job{};
+    const StoredChunk* asked = nullptr;
+    if (!writes_.empty()) {
+      job = writes_.front();
+      writes_.pop_front();
+    } else {
+      asked = reads_.front();
+      reads_.pop_front();
       job.room = free_.back();
       free_.pop_back();
     }
@@ -110,17 +117,22 @@ void SpillQueue::run() {
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (job.kind == Job::Kind::reserve) store_->reserve(job.bytes);
-      if (job.kind == Job::Kind::write) store_->write(*job.chunk, job.room);
-      if (job.kind == Job::Kind::read) store_->read(*job.chunk, job.room);
+      if (asked != nullptr)
+        store_->read(*asked, job.room);
+      else if (job.chunk != nullptr)
+        store_->write(job.now, job.room);
+      else
+        store_->reserve(job.now.bytes);
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     works_ = false;
     if (error) error_ = error;
-    if (job.kind == Job::Kind::write) free_.push_back(job.room);
-    if (job.kind == Job::Kind::read) read_.push_back(job.room);
+    if (asked != nullptr)
+      read_.push_back(job.room);
+    else if (job.chunk != nullptr)
+      job.chunk->checksum = job.now.checksum, free_.push_back(job.room);
     changed_.notify_all();
   }
 }

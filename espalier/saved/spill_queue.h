@@ -1,7 +1,7 @@
 // Chunks on their way to a store and back, written and read by one thread while others compute.
 //
-// A bounded number of chunks is under way. Jobs run in the order in which they were asked for. An error of the thread
-// is thrown by the next call that waits, on the caller's thread.
+// A bounded number of chunks is under way. What is to be written goes first, otherwise jobs run in the order in which
+// they were asked for. An error of the thread is thrown by the next call that waits, on the caller's thread.
 #pragma once
 
 #include <condition_variable>
@@ -20,8 +20,8 @@ namespace espalier {
 
 class SpillQueue {
  public:
-  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each.
-  SpillQueue(std::unique_ptr<Store> store, int chunks);
+  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each. What is read ahead leaves `for_writing` of them.
+  SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0);
   ~SpillQueue();  // drops what has not begun
   SpillQueue(const SpillQueue&) = delete;
   SpillQueue& operator=(const SpillQueue&) = delete;
@@ -31,7 +31,8 @@ class SpillQueue {
 
   // A free buffer, as soon as there is one; it goes back by write or give_back.
   std::byte* room();
-  // Writes the buffer's bytes. The chunk must stay in its place until they are read or the queue is gone.
+  // Writes the buffer's bytes, the chunk's as they are now. The chunk must stay in its place until they are read or the
+  // queue is gone, and may be written again.
   void write(StoredChunk& chunk, std::byte* room);
   // Asks for a chunk that was written. Those asked for come in that order, read ahead as far as there are buffers.
   void ask(const StoredChunk& chunk);
@@ -48,14 +49,13 @@ class SpillQueue {
 
  private:
   struct Job {
-    enum class Kind { reserve, write, read } kind;
-    StoredChunk* chunk = nullptr;
+    StoredChunk* chunk;  // null: space is reserved
+    StoredChunk now;     // as it is when the job is made
     std::byte* room = nullptr;
-    std::int64_t bytes = 0;
   };
 
   void run();
-  bool can_begin() const { return !jobs_.empty() && (jobs_.front().kind != Job::Kind::read || !free_.empty()); }
+  bool can_read() const { return !reads_.empty() && free_.size() > for_writing_; }
   void wait_for(std::unique_lock<std::mutex>& lock, auto&& condition);
 
   std::unique_ptr<Store> store_;
@@ -64,8 +64,10 @@ class SpillQueue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> jobs_;          // the one in work is in front
-  std::vector<std::byte*> free_;  // the one used last at the end
+  std::deque<Job> writes_;                 // and reservations
+  std::deque<const StoredChunk*> reads_;   // in the order asked for
+  std::vector<std::byte*> free_;           // the one used last at the end
+  std::size_t for_writing_;
   std::deque<std::byte*> read_;   // oldest first
   std::int64_t asked_ = 0;        // chunks asked for and not taken
   std::exception_ptr error_;

@@ -11,6 +11,7 @@
 #include "espalier/phase/stage.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/step_path.h"
 
 namespace espalier {
 
@@ -37,10 +38,8 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
-  StepKind kind = step_kind_of(learner.options, learner.model.shape, rollouts, routers && routers->took_counts());
-  const StepKind held = learner.held().kind;
-  kind.optimizer = held.optimizer, kind.optimizer_shares = held.optimizer_shares;
-  kind.beside_bytes = learner.workspace.held_beside(learner);
+  const StepKind kind = kind_of_step(learner.held(), learner.workspace.held_beside(learner), learner.options, rollouts,
+                                     routers && routers->took_counts());
   {
     const TimedPart timed(timer, part::kPlan);
     report.plan = plan_step(decoder.local().last_stage(), learner.options, learner.machine, rollouts, all_tokens, kind,
@@ -58,8 +57,8 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   }
   learner.gradients.zero();
   const ArenaScope scope(arena);
-  KvPath path(decoder.shape(), report.plan.max_path_rows, decoder.dtype(), true, arena);
-  StepRun run{decoder, rollouts, path, arena, &head, &learner.gradients, all_tokens};
+  StepPath path(decoder, report.plan, true, arena, learner.options.spill_dir);
+  StepRun run{decoder, rollouts, *path, arena, &head, &learner.gradients, all_tokens};
   run.accounting = routers ? routers->accounting() : nullptr;
   run.choices = learner.choices;
   run.timer = learner.options.profile ? &timer : nullptr;
@@ -119,8 +118,8 @@ ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   const StepPlan plan =
       plan_step(pass.decoder.local().last_stage(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);
-  KvPath path(pass.decoder.shape(), plan.max_path_rows, pass.decoder.dtype(), false, pass.workspace.arena);
-  StepRun run{pass.decoder, pass.rollouts, path, pass.workspace.arena, &head, nullptr, true};
+  StepPath path(pass.decoder, plan, false, pass.workspace.arena, pass.options.spill_dir);
+  StepRun run{pass.decoder, pass.rollouts, *path, pass.workspace.arena, &head, nullptr, true};
   run.accounting = pass.counts;
   pass.progress.begin(pass.task, plan.physical_rows(), "rows");
   run.on_rows = [&](std::int64_t rows) { pass.progress.advance_to(rows); };

@@ -41,6 +41,7 @@ void add_items(Fingerprint& fingerprint, const std::vector<PlanItem>& items) {
 // Before the first row: ranks of one place on the axis of dp have the same rows, in the same order.
 void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
   Fingerprint fingerprint;
+  fingerprint.add_number(plan.path_layers_awake);
   add_items(fingerprint, plan.items);
   for (Group* group : {&mesh.tp, &mesh.cp, &mesh.pp}) require_same(*group, kPlan, fingerprint.value(), kSameInput);
 }
@@ -86,10 +87,8 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   plan_options.kind = kind;
   plan_options.kind.cp = mesh.cp.size();
   plan_options.kind.in_flight = mesh.pp.size();  // of the first stage: all plan alike
-  if (kind.gradients) {
-    const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
-    plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
-  }
+  const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
+  plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
   const std::vector<PrefixTree> trees =
       dealt_trees(build_prefix_trees(rollouts, options.share), shape, plan_options, machine, rollouts, mesh);
@@ -98,6 +97,21 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   require_same_plan(plan, mesh);
   if (mesh.world.size() > 1) set_cost_of_ranks(plan, shape, plan_options, machine, rollouts, mesh);
   return plan;
+}
+
+StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
+                      std::span<const Rollout> rollouts, bool counted) {
+  StepKind kind = model.kind.gradients ? step_kind_of(options, model.shape.whole(), rollouts, counted) : model.kind;
+  kind.optimizer = model.kind.optimizer, kind.optimizer_shares = model.kind.optimizer_shares;
+  kind.beside_bytes = beside_bytes;
+  return kind;
+}
+
+void require_step_fits(const HeldModel& model, std::span<const HeldModel> held, const Options& options,
+                       const MachineProfile& machine, std::span<const Rollout> rollouts, bool all_logprobs,
+                       const Mesh& mesh) {
+  const StepKind kind = kind_of_step(model, bytes_beside(model, held, options.dtype), options, rollouts);
+  plan_step(model.shape.last_stage(), options, machine, rollouts, all_logprobs, kind, mesh);
 }
 
 }  // namespace espalier

@@ -10,6 +10,7 @@
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/step/held_models.h"
 
 namespace espalier {
 
@@ -24,5 +25,16 @@ std::int64_t arena_limit(const Options& options);
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
                    const Mesh& mesh = mesh_of_one());
+
+// What a step on these rollouts runs and holds, of a model that has `beside_bytes` of others beside it: forward only,
+// or a gradient, as the model is held. `counted`: as in step_kind_of.
+StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
+                      std::span<const Rollout> rollouts, bool counted = false);
+
+// Refuses at once, before any weight is read, a step on these rollouts that the budget, or without one what is free,
+// cannot hold. `model` is one of `held`. Every rank calls it. Errors: MemoryBudgetError, those of plan_step.
+void require_step_fits(const HeldModel& model, std::span<const HeldModel> held, const Options& options,
+                       const MachineProfile& machine, std::span<const Rollout> rollouts, bool all_logprobs,
+                       const Mesh& mesh);
 
 }  // namespace espalier

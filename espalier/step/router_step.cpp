@@ -5,6 +5,7 @@
 #include "espalier/base/error.h"
 #include "espalier/model/parameters.h"
 #include "espalier/phase/stage.h"
+#include "espalier/step/step_path.h"
 
 namespace espalier {
 namespace {
@@ -43,7 +44,7 @@ ScoredChoices::ScoredChoices(const ModelState& model, std::span<const Rollout> r
 
 RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
                        const ScoredChoices* scored)
-    : decoder_(model.decoder), rollouts_(rollouts) {
+    : decoder_(model.decoder), rollouts_(rollouts), spill_dir_(options.spill_dir) {
   const moe::RouterLosses losses = router_losses_of(options);
   const ModelShape& shape = model.shape;
   if (shape.experts == 0) {
@@ -63,8 +64,8 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollout
 void RouterStep::count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices) {
   if (!accounting_ || !accounting_->needs_counts_first() || took_counts_) return;
   const ArenaScope scope(arena);
-  KvPath path(decoder_.shape(), plan.max_path_rows, decoder_.dtype(), false, arena);
-  StepRun run{decoder_, rollouts_, path, arena};
+  StepPath path(decoder_, plan, false, arena, spill_dir_);
+  StepRun run{decoder_, rollouts_, *path, arena};
   run.accounting = &*accounting_;
   run.choices = choices;
   run_stage(run, plan);

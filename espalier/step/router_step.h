@@ -58,6 +58,7 @@ class RouterStep {
  private:
   const Decoder& decoder_;
   std::span<const Rollout> rollouts_;
+  std::string spill_dir_;
   std::optional<moe::LoadAccounting> accounting_;
   bool took_counts_ = false;
 };

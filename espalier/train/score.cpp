@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/checkpoint/model_directory.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
@@ -75,17 +76,18 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   std::vector<HeldModel> held{{local_shape(read_model_shape(options.model), mesh)}};
   if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
   require_room(held, options);
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
   std::vector<RecordedExperts> experts;
   std::vector<Rollout> rollouts =
-      read_for_model(options.rollouts, model->shape, progress, options.temperature, &experts);
+      read_for_model(options.rollouts, held.front().shape.whole(), progress, options.temperature, &experts);
+  const MachineProfile machine = machine_profile(options, progress, mesh);
+  for (const HeldModel& one : held) require_step_fits(one, held, options, machine, rollouts, true, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh);
   model->decoder.reserve_positions(longest_of(rollouts));
   require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),
                "give every rank the same files");
   std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
   if (mesh.writes()) writer.emplace(options.out);
 
-  const MachineProfile machine = machine_profile(options, progress, mesh);
   Workspace workspace(arena_limit(options));
   // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
   const HeldBytes weights(workspace, held.front().bytes(options.dtype));

@@ -18,6 +18,7 @@
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/step/held_models.h"
+#include "espalier/step/planning.h"
 #include "espalier/train/rollout_metrics.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
@@ -52,13 +53,13 @@ bool is_same(const std::string& a, const std::string& b) {
   return std::filesystem::equivalent(a, b, absent);
 }
 
-// Actor and critic, both with gradients and moments, before either is read.
-void check_room(const Options& options, const Mesh& mesh) {
+// Actor and critic, both with gradients and moments.
+std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
   const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
   std::vector<HeldModel> held{{local_shape(read_model_shape(source_of(options)), mesh), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
     held.push_back({local_shape(read_critic_shape(critic).shape, mesh), kind});
-  require_room(held, options);
+  return held;
 }
 
 // What is known before the first step; records and log-probs are small beside it.
@@ -94,14 +95,15 @@ class Training {
       : options_(options),
         progress_(progress),
         mesh_(mesh),
-        model_(load_model(source_of(options), options.dtype, progress, mesh)),
         data_(read(progress)),
+        machine_(machine_profile(options, progress, mesh)),
+        model_(load_checked()),
         optimizer_(model_->table, model_->weights, AdamWSettings::from(options), model_->decoder.device(),
                    optimizer_ranks(options, mesh)),
-        actor_(*model_, options, machine_profile(options, progress, mesh), &optimizer_) {
+        actor_(*model_, options, machine_, &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
-    if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic, actor_.machine);
+    if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic);
     if (!options.resume.empty()) resume();
     require_same_start();
   }
@@ -192,10 +194,22 @@ class Training {
 
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(read_for_model(options_.rollouts, model_->shape, progress, options_.temperature), options_,
-                      !critic_source_of(options_).empty());
+    TrainingData data(
+        read_for_model(options_.rollouts, read_model_shape(source_of(options_)), progress, options_.temperature),
+        options_, !critic_source_of(options_).empty());
     read_seconds_ = timer.total();
     return data;
+  }
+
+  // The model, once it is known that all steps fit. Where a run continues is not known yet.
+  std::unique_ptr<ModelState> load_checked() {
+    const std::vector<HeldModel> held = held_models(options_, mesh_);
+    const bool few = options_.steps > 0 && options_.resume.empty();
+    const std::int64_t steps = few ? std::min(options_.steps, data_.mini_batches()) : data_.mini_batches();
+    for (std::int64_t index = 0; index < steps; ++index)
+      for (const HeldModel& model : held)
+        require_step_fits(model, held, options_, machine_, data_.mini_batch(index).rollouts, false, mesh_);
+    return load_model(source_of(options_), options_.dtype, progress_, mesh_);
   }
 
   // Masters, moments and position of a former run, the critic's too. The position holds for the same rollouts only; on
@@ -271,8 +285,8 @@ class Training {
                          text_of(options_.mini_batch_size), "leave it out to continue with that of the former run"});
   }
 
-  void load_critic_of(const std::string& directory, const MachineProfile& machine) {
-    critic_.emplace(load_critic(directory, options_, model_->shape, progress_, mesh_), options_, machine,
+  void load_critic_of(const std::string& directory) {
+    critic_.emplace(load_critic(directory, options_, model_->shape, progress_, mesh_), options_, machine_,
                     actor_.workspace);
     critic_->model().decoder.reserve_positions(data_.longest());
     critic_->optimizer();
@@ -306,9 +320,10 @@ class Training {
   Options options_;
   Progress& progress_;
   const Mesh& mesh_;
-  std::unique_ptr<ModelState> model_;
   double read_seconds_ = 0;  // of the rollouts
   TrainingData data_;
+  MachineProfile machine_;
+  std::unique_ptr<ModelState> model_;
   AdamW optimizer_;
   Actor actor_;
   std::optional<Critic> critic_;
@@ -332,7 +347,7 @@ void train(const Options& options, Progress& progress, const TrainStep& on_step,
     out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
   if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
   check_options(options);
-  check_room(options, mesh);
+  require_room(held_models(options, mesh), options);
   if (mesh.writes()) check_disk_space(options);
   Training training(options, progress, mesh);
   training.run(on_step);

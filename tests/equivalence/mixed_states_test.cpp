@@ -14,6 +14,7 @@
 #include "espalier/phase/stage.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/step_path.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
@@ -44,6 +45,11 @@ void draw_states(std::vector<PlanItem>& items, Random& draw, std::set<std::strin
     seen.insert(name_of(item.state));
     draw_states(item.below, draw, seen);
   }
+}
+
+// Of the path's layers any number stays in memory, maybe all of them.
+void draw_path(StepPlan& plan, Random& draw, std::int64_t layers) {
+  plan.path_layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
 }
 
 void walk(const PlanItem& item, std::int64_t held, PeakWalk& peaks) {
@@ -79,6 +85,9 @@ struct EditedRun {
   at::Tensor gradient;
   double loss = 0;
   PhasePeaks taken, predicted;
+  // Bytes of the one layer of a sleeping path that is in use: it is predicted for the whole of a pass, and not there
+  // yet where the peak comes before its first turn, as in a head that runs before the layers' backward.
+  std::int64_t in_use = 0;
   std::int64_t stored = 0;
   std::vector<std::int64_t> asked_by_wave;
 };
@@ -102,7 +111,9 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   PeakWalk peaks(bytes);
   for (const PlanItem& item : plan.items) walk(item, 0, peaks);
   EditedRun run;
-  run.predicted = peaks.peaks(bytes.path(plan.max_path_rows));
+  run.predicted = peaks.peaks(0, bytes.path(plan.max_path_rows, plan.path_layers_awake));
+  if (const PathBytes path = bytes.path(plan.max_path_rows, plan.path_layers_awake); path.stored > 0)
+    run.in_use = path.backward / (plan.path_layers_awake + 1);
   run.stored = peaks.stored();
 
   Arena arena(std::int64_t{1} << 28, bound_device(), 8);
@@ -118,8 +129,8 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   }
   LanguageHead head(decoder, batch.rollouts, arena, &objective, &gradients);
   WatchingHead watching(head, queue ? &*queue : nullptr);
-  KvPath path(decoder.shape(), plan.max_path_rows, decoder.dtype(), true, arena);
-  StepRun step{decoder, batch.rollouts, path, arena, &watching, &gradients, true};
+  StepPath path(decoder, plan, true, arena, "");
+  StepRun step{decoder, batch.rollouts, *path, arena, &watching, &gradients, true};
   step.accounting = routers.accounting();
   step.spill = queue ? &*queue : nullptr;
   run.taken = run_stage(step, plan).arena_bytes;
@@ -131,19 +142,26 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
 
 TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
   std::set<std::string> seen;
+  int asleep = 0;
   for (std::uint64_t seed = 1; seed <= 200; ++seed) {
     const Case c = drawn(seed);
     SCOPED_TRACE(text_of("seed ", seed, ", ", c.family));
     Random draw(seed);
     const EditedRun kept = run_edited(c, [](StepPlan&) {});
-    const EditedRun mixed = run_edited(c, [&](StepPlan& plan) { draw_states(plan.items, draw, seen); });
+    const EditedRun mixed = run_edited(c, [&](StepPlan& plan) {
+      draw_states(plan.items, draw, seen);
+      draw_path(plan, draw, shape_of(c).layers);
+      asleep += plan.max_path_rows > 0 && plan.path_layers_awake < shape_of(c).layers;
+    });
     EXPECT_TRUE(at::equal(mixed.gradient, kept.gradient));
     EXPECT_EQ(mixed.loss, kept.loss);
-    EXPECT_EQ(mixed.taken.a, mixed.predicted.a);
-    EXPECT_EQ(mixed.taken.b, mixed.predicted.b);
-    EXPECT_EQ(mixed.taken.c, mixed.predicted.c);
+    for (const auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c}) {
+      EXPECT_LE(mixed.taken.*phase, mixed.predicted.*phase);
+      EXPECT_GE(mixed.taken.*phase, mixed.predicted.*phase - mixed.in_use);
+    }
   }
   EXPECT_EQ(seen.size(), std::size(kTrunkStates));
+  EXPECT_GT(asleep, 60);
 }
 
 // What a trunk stored away is asked for while the last wave below it runs, and not before.

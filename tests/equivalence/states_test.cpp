@@ -1,5 +1,5 @@
 // Where saved activations wait makes no difference to the last bit: kept, recomputed or stored away, of trunks and of
-// waves.
+// waves; nor where the path waits.
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
@@ -23,22 +23,26 @@ Case drawn(std::uint64_t seed) {
 }
 
 TEST(States, GiveTheBitsOfKeptState) {
-  std::int64_t stored = 0;
+  std::int64_t stored = 0, path_stored = 0;
   for (std::uint64_t seed = 1; seed <= 24; ++seed) {
     Case c = drawn(seed);
     c.options.trunk_state = "keep", c.options.wave_state = "keep";
     const Outcome kept = run_case(c);
+    const auto expect_the_same = [&](const char* trunks, const char* waves, const char* path) {
+      SCOPED_TRACE(text_of("seed ", seed, ", ", c.family, ", trunks ", trunks, ", waves ", waves, ", path ", path));
+      c.options.trunk_state = trunks, c.options.wave_state = waves, c.options.path_state = path;
+      const Outcome other = run_case(c);
+      EXPECT_TRUE(at::equal(other.gradient, kept.gradient));
+      EXPECT_EQ(other.loss, kept.loss);
+      stored += other.report.plan.chosen.stored_bytes > 0;
+      path_stored += other.report.plan.chosen.path_stored_bytes > 0;
+    };
     for (const char* trunks : {"keep", "recompute", "offload"})
-      for (const char* waves : {"keep", "recompute"}) {
-        SCOPED_TRACE(text_of("seed ", seed, ", ", c.family, ", trunks ", trunks, ", waves ", waves));
-        c.options.trunk_state = trunks, c.options.wave_state = waves;
-        const Outcome other = run_case(c);
-        EXPECT_TRUE(at::equal(other.gradient, kept.gradient));
-        EXPECT_EQ(other.loss, kept.loss);
-        stored += other.report.plan.chosen.stored_bytes > 0;
-      }
+      for (const char* waves : {"keep", "recompute"}) expect_the_same(trunks, waves, "keep");
+    expect_the_same("offload", "recompute", "offload");
   }
-  EXPECT_GT(stored, 24);  // of 48: most of the cases have a trunk
+  EXPECT_GT(stored, 36);       // of 72: most of the cases have a trunk
+  EXPECT_GT(path_stored, 12);  // of 24
 }
 
 }  // namespace

@@ -13,7 +13,10 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/model/kv_path.h"
+#include "espalier/ops/operations.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/saved/sleeping_path.h"
 #include "espalier/saved/sleeping_trunk.h"
 #include "espalier/saved/spill_file.h"
 #include "tests/device/guarded_device.h"
@@ -63,6 +66,34 @@ TEST_F(Spill, ChunksComeBackInTheOrderAskedFor) {
     EXPECT_EQ(std::memcmp(room, contents[i].data(), contents[i].size()), 0) << i;
     queue.give_back(room);
   }
+}
+
+// What is read ahead leaves room for writing, and a chunk may be written again: read is what was written last.
+TEST_F(Spill, WhatIsToBeWrittenFindsRoomBesideWhatIsReadAhead) {
+  SpillQueue queue(std::make_unique<SpillFile>(folder_), 3, 1);
+  queue.reserve(8 * kSpillChunkBytes);
+  std::vector<StoredChunk> chunks;
+  for (std::int64_t i = 0; i < 8; ++i) chunks.push_back({i * kSpillChunkBytes, 100, 0});
+  const auto write = [&](StoredChunk& chunk, int value) {
+    std::byte* const room = queue.room();
+    std::memset(room, value, static_cast<std::size_t>(chunk.bytes));
+    queue.write(chunk, room);
+  };
+  for (int i = 0; i < 8; ++i) write(chunks[static_cast<std::size_t>(i)], i);
+  for (const std::size_t i : {5, 6, 7}) queue.ask(chunks[i]);
+  for (int again = 0; again < 20; ++again) {
+    chunks[0].bytes = 100 + again;
+    write(chunks[0], 100 + again);
+  }
+  for (const int i : {5, 6, 7}) {
+    std::byte* const room = queue.take();
+    EXPECT_EQ(static_cast<int>(room[99]), i);
+    queue.give_back(room);
+  }
+  queue.ask(chunks[0]);
+  std::byte* const room = queue.take();
+  EXPECT_EQ(static_cast<int>(room[118]), 119);
+  queue.give_back(room);
 }
 
 TEST_F(Spill, AFlippedBitIsAnErrorWithThePlace) {
@@ -220,6 +251,132 @@ TEST_F(Spill, NestedTrunksSleepAndComeBack) {
       compare(outer, outer_layers);
       EXPECT_EQ(arena.held(), 0);
     }
+}
+
+ModelShape path_shape(std::int64_t layers) {
+  ModelShape shape;
+  shape.layers = layers, shape.hidden = 16, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 8;
+  return shape;
+}
+
+// What a device says a tensor holds, and adding to it, through what the device allows alone.
+void add_to(const at::Tensor& tensor, const at::Tensor& added, Device& device) {
+  device.to_device(device.to_host(tensor) + added, tensor);
+}
+
+// A path that sleeps and one that does not do the same: two trunks, one inside the other, three waves, every layer
+// forwards and backwards, then a trunk in the place of the second. More rows than a chunk holds.
+TEST_F(Spill, ASleepingPathHoldsWhatAnAwakeOneHolds) {
+  constexpr std::int64_t kLayers = 4, kOuter = 17000, kInner = 300, kCapacity = kOuter + kInner;
+  for (Device* device : {&cpu_device(), static_cast<Device*>(&testing::guarded_device())})
+    for (const std::int64_t layers_awake : {0, 2}) {
+      SCOPED_TRACE(device->name());
+      const ModelShape shape = path_shape(kLayers);
+      Arena arena(256 << 20, *device, 2), other(256 << 20, *device, 1);
+      SpillQueue queue(store_of(*device, folder_), 3, 1);
+      queue.reserve(64 << 20);
+      SleepingPath keeper(arena, queue);
+      const ArenaScope scope(arena), other_scope(other);
+      KvPath asleep(shape, kCapacity, at::kDouble, true, arena, &keeper, layers_awake);
+      KvPath awake(shape, kCapacity, at::kDouble, true, other);
+      const std::int64_t of_layer = kCapacity * 8 * 8 * 4;
+      EXPECT_EQ(arena.held(), layers_awake * of_layer);
+      EXPECT_EQ(other.held(), kLayers * of_layer);
+      const auto forward = [&](bool is_trunk) {
+        for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+          const at::Tensor drawn = at::randn({asleep.path(0, asleep.rows()).k.size(0), 1, 8}, at::kDouble);
+          for (KvPath* path : {&asleep, &awake}) {
+            path->begin_forward(layer);
+            if (!is_trunk) continue;
+            const KvPath::Layer own = path->top(layer);
+            device->to_device(drawn.narrow(0, 0, own.k.size(0)), own.k);
+            device->to_device(drawn.narrow(0, 0, own.k.size(0)).neg(), own.v);
+          }
+          const KvPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
+          EXPECT_TRUE(at::equal(device->to_host(a.k), device->to_host(b.k))) << layer;
+          EXPECT_TRUE(at::equal(device->to_host(a.v), device->to_host(b.v))) << layer;
+        }
+      };
+      const auto backward = [&](std::int64_t rows_above) {
+        for (std::int64_t layer = kLayers - 1; layer >= 0; --layer) {
+          const at::Tensor drawn = at::randn({rows_above, 1, 8}, at::kDouble);
+          for (KvPath* path : {&asleep, &awake}) {
+            path->begin_backward(layer, rows_above);
+            const KvPath::Layer above = path->path(layer, rows_above);
+            if (rows_above == 0) continue;
+            add_to(above.grad_k, drawn, *device);
+            add_to(above.grad_v, drawn.neg(), *device);
+          }
+          const KvPath::Layer a = asleep.path(layer, asleep.rows()), b = awake.path(layer, awake.rows());
+          EXPECT_TRUE(at::equal(device->to_host(a.k), device->to_host(b.k))) << layer;
+          EXPECT_TRUE(at::equal(device->to_host(a.grad_k), device->to_host(b.grad_k))) << layer;
+          EXPECT_TRUE(at::equal(device->to_host(a.grad_v), device->to_host(b.grad_v))) << layer;
+        }
+      };
+      const auto push = [&](std::int64_t rows) {
+        for (KvPath* path : {&asleep, &awake}) path->push(rows, 0);
+        forward(true);
+      };
+      const auto wave = [&] { forward(false), backward(asleep.rows()); };
+      const auto pop = [&](std::int64_t rows_above) {
+        backward(rows_above);
+        for (KvPath* path : {&asleep, &awake}) path->pop();
+      };
+      push(kOuter), wave();
+      push(kInner), wave(), wave(), pop(kOuter);
+      push(kInner - 7), wave(), pop(kOuter);
+      wave(), pop(0);
+      EXPECT_LE(arena.high_water(), (layers_awake + 1) * of_layer);
+    }
+}
+
+// Reading a layer that sleeps gives no number that anybody could mistake for one.
+TEST_F(Spill, ALayerThatSleepsHoldsNothing) {
+  Device& device = testing::guarded_device();
+  Arena arena(1 << 20, device, 2);
+  SpillQueue queue(std::make_unique<HostStore>(), 3, 1);
+  queue.reserve(1 << 20);
+  SleepingPath keeper(arena, queue);
+  const ArenaScope scope(arena);
+  KvPath path(path_shape(3), 10, at::kFloat, true, arena, &keeper, 0);
+  path.push(10, 0);
+  for (std::int64_t layer = 0; layer < 3; ++layer) {
+    path.begin_forward(layer);
+    device.to_device(at::ones({10, 1, 8}), path.top(layer).k);
+    device.to_device(at::ones({10, 1, 8}), path.top(layer).v);
+  }
+  path.begin_backward(2, 10);
+  EXPECT_TRUE(device.to_host(path.top(2).k).eq(1).all().item<bool>());
+  EXPECT_TRUE(device.to_host(path.top(1).k).isnan().all().item<bool>());
+  path.begin_backward(1, 10);
+  EXPECT_TRUE(device.to_host(path.top(1).k).eq(1).all().item<bool>());
+  EXPECT_TRUE(device.to_host(path.top(2).grad_k).isnan().all().item<bool>());
+}
+
+// A backward reads gradients that an earlier one wrote: what the disk changed in between is not added to.
+TEST_F(Spill, AFlippedBitInAPathIsAnError) {
+  auto file = std::make_unique<SpillFile>(folder_);
+  const std::string name = "/proc/self/fd/" + std::to_string(file->descriptor());
+  Arena arena(1 << 20, cpu_device(), 2);
+  SpillQueue queue(std::move(file), 3, 1);
+  queue.reserve(1 << 20);
+  SleepingPath keeper(arena, queue);
+  const ArenaScope scope(arena);
+  KvPath path(path_shape(2), 10, at::kFloat, true, arena, &keeper, 0);
+  path.push(10, 0);
+  const auto pass = [&] {
+    for (const std::int64_t layer : {0, 1}) path.begin_forward(layer), path.top(layer).k.fill_(1);
+    for (const std::int64_t layer : {1, 0}) path.begin_backward(layer, 10), path.top(layer).grad_k.fill_(2);
+  };
+  pass();
+  queue.reserve(1);  // comes after what is written
+  {
+    std::fstream stream(name, std::ios::in | std::ios::out | std::ios::binary);
+    ASSERT_TRUE(stream);
+    stream.seekp(4 * 4096 + 2 * 4096 + 5);  // gradients of keys of the second layer
+    stream.put(1);
+  }
+  EXPECT_THROW(pass(), InputError);
 }
 
 TEST_F(Spill, ADevicesMemoryIsStoredOnTheHostAndTheHostsInAFile) {

@@ -1,0 +1,59 @@
+// Which layers of a path are in memory where not all of them are: the first ones always, and of the others the one in
+// use; the next one is read ahead. A pass ends where the next one begins, so that its last layer stays.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "espalier/model/path_keeper.h"
+
+namespace espalier {
+
+class PathWindow {
+ public:
+  // What one layer holds in the arena; gradients are empty in forward-only passes.
+  struct Ranges {
+    Arena::Range keys, values, grad_keys, grad_values;
+  };
+
+  // A row of keys (or values) of one layer has `row_bytes`, of their gradients `gradient_bytes`. The first
+  // `layers_awake` layers do not sleep. The keeper must outlive the object.
+  PathWindow(PathKeeper& keeper, std::int64_t row_bytes, std::int64_t gradient_bytes, std::int64_t layers_awake)
+      : keeper_(keeper), row_bytes_(row_bytes), gradient_bytes_(gradient_bytes), layers_awake_(layers_awake) {}
+
+  // The next layer: it sleeps from now on, if it is not one of the first.
+  void add_layer(const Ranges& ranges);
+  bool sleeps(std::int64_t layer) const { return layer >= layers_awake_; }
+
+  // Keys and values of a layer are in memory until another layer is asked for; those of all `rows` are there
+  // afterwards, for rows that are new are written in this forward.
+  void begin_forward(std::int64_t layer, std::int64_t rows);
+  // Their gradients, too. Of `rows` rows those of the first are there, as many as this returns; the others are new and
+  // uninitialised. The first `rows_after` count afterwards.
+  std::int64_t begin_backward(std::int64_t layer, std::int64_t rows, std::int64_t rows_after);
+  // No gradient stays in memory but those of the layers that do not sleep.
+  void end_backward();
+  // Rows from this one on count no more.
+  void forget_from(std::int64_t row);
+
+ private:
+  struct Layer {
+    std::array<int, 2> keys_values, gradients;  // numbers of the keeper
+    std::int64_t rows = 0, gradient_rows = 0;   // that count
+  };
+
+  void use(std::int64_t layer, bool gradients);
+  void ask_ahead(std::int64_t layer, bool gradients);
+  void put_away();
+  Layer& at(std::int64_t layer) { return layers_[static_cast<std::size_t>(layer)]; }
+
+  PathKeeper& keeper_;
+  std::int64_t row_bytes_, gradient_bytes_, layers_awake_;
+  std::vector<Layer> layers_;
+  std::int64_t awake_ = -1;        // of those that sleep, the one in memory; -1: none
+  bool gradients_awake_ = false;   // its gradients, too; they have changed
+  std::int64_t changed_from_ = 0;  // row of it from which keys and values have changed
+};
+
+}  // namespace espalier

@@ -1,0 +1,28 @@
+// The path of one run of a plan, and the store of what sleeps of it.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "espalier/model/decoder.h"
+#include "espalier/model/kv_path.h"
+#include "espalier/plan/step_plan.h"
+#include "espalier/saved/sleeping_path.h"
+
+namespace espalier {
+
+class StepPath {
+ public:
+  // Takes the rows that the plan opens from the arena. Errors: those of Store::reserve, before any row runs.
+  StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradients, Arena& arena,
+           const std::string& spill_dir);
+
+  KvPath& operator*() { return *path_; }
+
+ private:
+  std::optional<SpillQueue> queue_;
+  std::optional<SleepingPath> keeper_;
+  std::optional<KvPath> path_;
+};
+
+}  // namespace espalier
