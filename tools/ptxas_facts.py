@@ -50,6 +50,15 @@ def facts_of(logs):
     return facts
 
 
+def is_of_these_sources(log):
+    """Whether nvcc wrote it after the last change of the kernel and of what it includes from SOURCES."""
+    listed = log.with_suffix(".d")
+    if not log.exists() or not listed.exists():
+        return False
+    sources = [path for name in listed.read_text(encoding="utf-8").split() if SOURCES in (path := Path(name)).parents and path.exists()]
+    return bool(sources) and log.stat().st_mtime >= max(path.stat().st_mtime for path in sources)
+
+
 def text_of(facts):
     rows = (f"{kernel}, {architecture}: {', '.join(map(str, row))}\n" for (kernel, architecture), row in sorted(facts.items()))
     return HEAD + "".join(rows)
@@ -61,10 +70,8 @@ def main():
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     folder = ROOT / arguments.build / "library/ops/cuda"
-    kernels, shared = sorted(SOURCES.glob("*.cu")), [*SOURCES.glob("*.h")]
-    logs = [folder / f"{kernel.stem}.ptxas" for kernel in kernels]
-    newest = max(path.stat().st_mtime for path in shared)
-    if any(not log.exists() or log.stat().st_mtime < max(newest, kernel.stat().st_mtime) for log, kernel in zip(logs, kernels)):
+    logs = [folder / f"{kernel.stem}.ptxas" for kernel in sorted(SOURCES.glob("*.cu"))]
+    if not all(is_of_these_sources(log) for log in logs):
         print("kernels were not compiled since they changed (make cuda does it, where nvcc is): nothing compared")
         return 0
     text = text_of(facts_of(logs))

@@ -319,7 +319,8 @@ std::vector<OperationCase> attention_cases() {
   for (const AttentionSize& size : {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
                                     AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
                                     AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
-                                    AttentionSize{70, 65, 2, 2, 128, true}})
+                                    AttentionSize{70, 65, 2, 2, 128, true}, AttentionSize{67, 70, 2, 1, 96, false},
+                                    AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false}})
     add_attention_case(cases, size);
   return cases;
 }

@@ -2,6 +2,8 @@
 // pass through two buffers in shared memory, one being fetched while the other is multiplied. S is made twice in the
 // backward, once for the gradients of keys and values and once for those of queries, so that each sum has one owner:
 // no atomics, and the same bits each time.
+#include <algorithm>
+
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/tiles.h"
@@ -49,13 +51,28 @@ __device__ __forceinline__ bool sees(bool path, std::int64_t key, std::int64_t p
   return path ? key < path_rows : key <= row && row < end;
 }
 
+// Steps of 16 columns whose loads may be under way together: of large heads fewer, for want of registers.
 template <int D>
-__global__ void __launch_bounds__(kTileThreads)
+inline constexpr int kStepsAtOnce = D > 128 ? 2 : D / 16;
+
+// Large heads leave no registers for the queries' fragments, which are then read from shared memory for each tile, and
+// only for half as many keys at a time.
+template <int D>
+struct ForwardTiles {
+  static constexpr bool kQueriesInRegisters = D <= 128;
+  static constexpr int kKeys = kQueriesInRegisters ? 64 : 32;
+  static constexpr std::int64_t kBytes = (4 * kKeys + (kQueriesInRegisters ? 0 : 64)) * D * 2;
+};
+
+template <int D>
+__global__ void __launch_bounds__(kTileThreads, 1)
     forward_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end, Rows<bfloat16> out,
                          float* lse_HQ) {
-  constexpr int kKeys = 64, kSteps = D / 16;
-  bfloat16* const memory = dynamic_shared<bfloat16>();  // two buffers of k, v [64][D]; the queries begin in the second
+  using Tiles = ForwardTiles<D>;
+  constexpr int kKeys = Tiles::kKeys, kSteps = D / 16;
+  bfloat16* const memory = dynamic_shared<bfloat16>();  // two buffers of k, v [kKeys][D], and the queries
   const auto tile = [&](int buffer, int which) { return memory + (buffer * 2 + which) * kKeys * D; };
+  bfloat16* const tile_q = Tiles::kQueriesInRegisters ? tile(1, 0) : tile(2, 0);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
             t = lane % 4;
   const std::int64_t first_query = static_cast<std::int64_t>(blockIdx.x) * 64, head = blockIdx.y;
@@ -69,18 +86,22 @@ __global__ void __launch_bounds__(kTileThreads)
     fetch_tile<D, kKeys>(tile(buffer, 1), (path ? in.path_v.data : in.own_v.data) + kv_head * D,
                          path ? in.path_v.stride : in.own_v.stride, first, rows);
   };
-  fetch_tile<D, 64>(tile(1, 0), in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
+  fetch_tile<D, 64>(tile_q, in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
   cp_async_commit();
   std::int64_t n = tiles.from(0);
   fetch(n, 0);
   cp_async_commit();
   cp_async_wait<1>();
   __syncthreads();
-  unsigned fq[kSteps][4];
+  unsigned fq[Tiles::kQueriesInRegisters ? kSteps : 1][4];
+  const auto load_queries = [&](int step, unsigned(&to)[4]) {
+    ldmatrix_x4<false>(to, piece_at<D>(tile_q, warp * 16 + lane % 16, step * 2 + lane / 16));
+  };
+  if constexpr (Tiles::kQueriesInRegisters) {
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s)
-    ldmatrix_x4<false>(fq[s], piece_at<D>(tile(1, 0), warp * 16 + lane % 16, s * 2 + lane / 16));
-  __syncthreads();  // the queries are read: their place is free for keys
+    for (int s = 0; s < kSteps; ++s) load_queries(s, fq[s]);
+    __syncthreads();  // the queries are read: their place is free for keys
+  }
 
   std::int64_t row[2];  // own rows of the two query rows of this lane
 #pragma unroll
@@ -99,15 +120,18 @@ __global__ void __launch_bounds__(kTileThreads)
     const bool path = n < tiles.of_path;
     const std::int64_t first = (path ? n : n - tiles.of_path) * kKeys;
     float s[kKeys / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+#pragma unroll kStepsAtOnce<D>
+    for (int k = 0; k < kSteps; ++k) {
+      unsigned(&a)[4] = fq[Tiles::kQueriesInRegisters ? k : 0];
+      if constexpr (!Tiles::kQueriesInRegisters) load_queries(k, a);
 #pragma unroll
       for (int j = 0; j < kKeys / 16; ++j) {
         unsigned b[4];  // keys 16 j + 0..7 in b0 b1, the next eight in b2 b3
         ldmatrix_x4<false>(b, piece_at<D>(tile(buffer, 0), j * 16 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
-        mma_16816(s[2 * j], fq[k], b[0], b[1]);
-        mma_16816(s[2 * j + 1], fq[k], b[2], b[3]);
+        mma_16816(s[2 * j], a, b[0], b[1]);
+        mma_16816(s[2 * j + 1], a, b[2], b[3]);
       }
+    }
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
@@ -174,7 +198,7 @@ template <int D, int kOthers>
 __device__ __forceinline__ void two_products(bfloat16* here_a, bfloat16* here_b, bfloat16* there_a, bfloat16* there_b,
                                              int warp, int lane, float (&s)[kOthers / 8][4],
                                              float (&p)[kOthers / 8][4]) {
-#pragma unroll
+#pragma unroll kStepsAtOnce<D>
   for (int c = 0; c < D / 16; ++c) {
     unsigned fa[4], fb[4];
     ldmatrix_x4<false>(fa, piece_at<D>(here_a, warp * 16 + lane % 16, c * 2 + lane / 16));
@@ -193,18 +217,19 @@ __device__ __forceinline__ void two_products(bfloat16* here_a, bfloat16* here_b,
   }
 }
 
-// acc += x y, x [64, kOthers] in the fragments of a product's result, y [kOthers, D] in a tile.
-template <int D, int kOthers>
+// acc += x y, x [64, kOthers] in the fragments of a product's result, y [kOthers, kColumns] in columns of a tile, the
+// first of them in piece `first`.
+template <int D, int kOthers, int kColumns = D>
 __device__ __forceinline__ void add_product(const float (&x)[kOthers / 8][4], bfloat16* y, int lane,
-                                            float (&acc)[D / 8][4]) {
+                                            float (&acc)[kColumns / 8][4], int first = 0) {
 #pragma unroll
   for (int k = 0; k < kOthers / 16; ++k) {
     const unsigned a[4] = {packed(x[2 * k][0], x[2 * k][1]), packed(x[2 * k][2], x[2 * k][3]),
                            packed(x[2 * k + 1][0], x[2 * k + 1][1]), packed(x[2 * k + 1][2], x[2 * k + 1][3])};
 #pragma unroll
-    for (int j = 0; j < D / 16; ++j) {
+    for (int j = 0; j < kColumns / 16; ++j) {
       unsigned b[4];
-      ldmatrix_x4<true>(b, piece_at<D>(y, k * 16 + lane % 16, j * 2 + lane / 16));
+      ldmatrix_x4<true>(b, piece_at<D>(y, k * 16 + lane % 16, first + j * 2 + lane / 16));
       mma_16816(acc[2 * j], a, b[0], b[1]);
       mma_16816(acc[2 * j + 1], a, b[2], b[3]);
     }
@@ -213,9 +238,13 @@ __device__ __forceinline__ void add_product(const float (&x)[kOthers / 8][4], bf
 
 constexpr int kPassing = 32;  // rows of the side that passes by in the backward
 
-// Gradients of 64 keys and values of a key/value head, of the path or of the own rows; added to.
+// Parts of a head whose gradients of keys and values fit in the registers of a block; each makes S and P by itself.
+template <int D>
+inline constexpr int kKeyParts = D > 128 ? 2 : 1;
+
+// Gradients of 64 keys and values of a part of a key/value head, of the path or of the own rows; added to.
 template <int D, bool kPath>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 1)
     backward_keys_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
                                Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
                                Rows<float> grad_k, Rows<float> grad_v) {
@@ -224,7 +253,9 @@ __global__ void __launch_bounds__(kTileThreads)
   const auto tile = [&](int buffer, int which) { return memory + (4 + buffer * 2 + which) * kPassing * D; };
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4,
             t = lane % 4;
-  const std::int64_t first_key = static_cast<std::int64_t>(blockIdx.x) * 64, kv_head = blockIdx.y;
+  constexpr int kColumns = D / kKeyParts<D>;
+  const int first_column = static_cast<int>(blockIdx.y) % kKeyParts<D> * kColumns;
+  const std::int64_t first_key = static_cast<std::int64_t>(blockIdx.x) * 64, kv_head = blockIdx.y / kKeyParts<D>;
   const std::int64_t keys = kPath ? shape.path_rows : shape.own_rows, group = shape.heads / shape.kv_heads;
   const Rows<const bfloat16> k = kPath ? in.path_k : in.own_k, v = kPath ? in.path_v : in.own_v;
   fetch_tile<D, 64>(tile_k, k.data + kv_head * D, k.stride, first_key, keys);
@@ -256,7 +287,7 @@ __global__ void __launch_bounds__(kTileThreads)
     const std::int64_t key = first_key + warp * 16 + g + 8 * r;
     end[r] = !kPath && key < keys ? shape.subtree_end[key] : 0;
   }
-  float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+  float dk[kColumns / 8][4] = {}, dv[kColumns / 8][4] = {};
   const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
   for (std::int64_t n = 0; n < passes; ++n) {
     const int buffer = static_cast<int>(n % 2);
@@ -285,8 +316,8 @@ __global__ void __launch_bounds__(kTileThreads)
           dp[j][2 * r + c] = p * (dp[j][2 * r + c] - delta);
         }
       }
-    add_product<D, kPassing>(s, tile(buffer, 1), lane, dv);
-    add_product<D, kPassing>(dp, tile(buffer, 0), lane, dk);
+    add_product<D, kPassing, kColumns>(s, tile(buffer, 1), lane, dv, first_column / 8);
+    add_product<D, kPassing, kColumns>(dp, tile(buffer, 0), lane, dk, first_column / 8);
     __syncthreads();  // the buffer is free
   }
   cp_async_wait<0>();
@@ -295,10 +326,10 @@ __global__ void __launch_bounds__(kTileThreads)
     const std::int64_t key = first_key + warp * 16 + g + 8 * r;
     if (key >= keys) continue;
 #pragma unroll
-    for (int j = 0; j < D / 8; ++j)
+    for (int j = 0; j < kColumns / 8; ++j)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const std::int64_t column = kv_head * D + j * 8 + 2 * t + c;
+        const std::int64_t column = kv_head * D + first_column + j * 8 + 2 * t + c;
         grad_k.data[key * grad_k.stride + column] += scale * dk[j][2 * r + c];
         grad_v.data[key * grad_v.stride + column] += dv[j][2 * r + c];
       }
@@ -307,7 +338,7 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // Gradients of 64 query rows of a head; overwritten.
 template <int D>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, 1)
     backward_queries_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
                                   Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
                                   Rows<bfloat16> grad_q) {
@@ -390,7 +421,18 @@ bool whole_pieces(const Rows<T>& rows) {
 
 template <class Body>
 void with_head_dim(const Shape& shape, Body&& body) {
-  shape.head_dim == 64 ? body.template operator()<64>() : body.template operator()<128>();
+  switch (shape.head_dim) {
+    case 64:
+      return body.template operator()<64>();
+    case 96:
+      return body.template operator()<96>();
+    case 128:
+      return body.template operator()<128>();
+    case 192:
+      return body.template operator()<192>();
+    default:
+      return body.template operator()<256>();
+  }
 }
 
 class TileEnds {
@@ -405,20 +447,21 @@ class TileEnds {
   Scratch<std::int32_t> memory_;
 };
 
-constexpr std::int64_t kMostHeads = 65535;  // of a grid's second dimension
+constexpr std::int64_t kMostHeads = 65535;  // of a grid's second dimension; a key/value head of two parts has two
 
 }  // namespace
 
 bool takes_tiles(const Shape& shape, const attention::Inputs<bfloat16>& in) {
-  return (shape.head_dim == 64 || shape.head_dim == 128) && shape.heads <= kMostHeads && whole_pieces(in.q) &&
+  constexpr std::int64_t kHeads[] = {64, 96, 128, 192, 256};
+  return std::ranges::count(kHeads, shape.head_dim) > 0 && shape.heads <= kMostHeads / 2 && whole_pieces(in.q) &&
          whole_pieces(in.own_k) && whole_pieces(in.own_v) && whole_pieces(in.path_k) && whole_pieces(in.path_v);
 }
 
 void tiled_attention(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<bfloat16> out, float* lse_HQ) {
   const TileEnds ends(shape);
   with_head_dim(shape, [&]<int D>() {
-    launch(forward_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, 4 * 64 * D * 2, shape,
-           in, ends.get(), out, lse_HQ);
+    launch(forward_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads,
+           ForwardTiles<D>::kBytes, shape, in, ends.get(), out, lse_HQ);
   });
 }
 
@@ -432,10 +475,11 @@ void add_tiled_attention_backward(const Shape& shape, const attention::Inputs<bf
     constexpr std::int64_t kBytes = (2 * 64 + 4 * kPassing) * D * 2;
     launch(backward_queries_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, kBytes, shape,
            in, ends.get(), grad_out, lse_HQ, delta.get(), grads.q);
-    launch(backward_keys_tiles_kernel<D, true>, {ceil_div(shape.path_rows, 64), shape.kv_heads}, kTileThreads, kBytes,
-           shape, in, ends.get(), grad_out, lse_HQ, delta.get(), grads.path_k, grads.path_v);
-    launch(backward_keys_tiles_kernel<D, false>, {ceil_div(shape.own_rows, 64), shape.kv_heads}, kTileThreads, kBytes,
-           shape, in, ends.get(), grad_out, lse_HQ, delta.get(), grads.own_k, grads.own_v);
+    const std::int64_t parts = shape.kv_heads * kKeyParts<D>;
+    launch(backward_keys_tiles_kernel<D, true>, {ceil_div(shape.path_rows, 64), parts}, kTileThreads, kBytes, shape, in,
+           ends.get(), grad_out, lse_HQ, delta.get(), grads.path_k, grads.path_v);
+    launch(backward_keys_tiles_kernel<D, false>, {ceil_div(shape.own_rows, 64), parts}, kTileThreads, kBytes, shape, in,
+           ends.get(), grad_out, lse_HQ, delta.get(), grads.own_k, grads.own_v);
   });
 }
 

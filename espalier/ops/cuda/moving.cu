@@ -143,13 +143,6 @@ __global__ void __launch_bounds__(kThreads) add_kernel(std::int64_t count, const
   store_pack(out + at, to);
 }
 
-template <class Narrower, class T, class B, class Out>
-void add_flat(std::int64_t count, const T* a, const B* b, Out* out) {
-  with_pack<Narrower>(count % kPackOf<Narrower> == 0 && aligned_16(a, b, out), [&]<int kPack>() {
-    launch(add_kernel<T, B, Out, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, a, b, out);
-  });
-}
-
 }  // namespace
 
 void look_up(std::int64_t rows, std::int64_t width, int size, RowsFrom table, std::int64_t table_rows,
@@ -205,17 +198,14 @@ void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t i
 
 template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out) {
-  add_flat<T>(count, base, sum, out);
-}
-
-template <class T>
-void add(std::int64_t count, const T* x, accumulator_t<T>* into) {
-  add_flat<T>(count, x, static_cast<const accumulator_t<T>*>(into), into);
+  with_pack<T>(count % kPackOf<T> == 0 && aligned_16(base, sum, out), [&]<int kPack>() {
+    launch(add_kernel<T, accumulator_t<T>, T, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, base,
+           sum, out);
+  });
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                               \
   template void round_sum(std::int64_t, const T*, const accumulator_t<T>*, T*);                               \
-  template void add(std::int64_t, const T*, accumulator_t<T>*);                                               \
   template void add_look_up_backward(std::int64_t, std::int64_t, const T*, const std::int32_t*, std::int64_t, \
                                      std::int64_t, T*);
 ESPALIER_INSTANTIATE(float)

@@ -40,8 +40,5 @@ void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t i
 // out_i = base_i + sum_i (base null: sum_i), rounded once; out may be base.
 template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out);
-// into_i += x_i.
-template <class T>
-void add(std::int64_t count, const T* x, accumulator_t<T>* into);
 
 }  // namespace espalier::cuda

@@ -1,7 +1,8 @@
 // Tiles of rows of one head in shared memory, and what the tiled attention kernels share.
 //
-// Rows of a tile are D elements; their pieces of 16 bytes are stored in another order in each row of eight, so that
-// ldmatrix, which reads the same piece of eight rows at a time, meets each bank once.
+// Rows of a tile are D elements, a multiple of 32; their pieces of 16 bytes are stored in another order in each row of
+// eight, so that ldmatrix, which reads the same piece of eight rows at a time, meets each bank once. Rows of an odd
+// number of 64 bytes begin at either half of the banks by themselves: four orders, each for two rows, do for them.
 #pragma once
 
 #include "espalier/ops/attention/attention.h"
@@ -18,7 +19,8 @@ using attention::Shape;
 
 template <int D>
 __device__ __forceinline__ bfloat16* piece_at(bfloat16* tile, int row, int piece) {
-  return tile + row * D + (piece ^ (row & 7)) * 8;
+  static_assert(D % 32 == 0);
+  return tile + row * D + (D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row / 2 & 3)) * 8;
 }
 
 // Begins the copies of rows [first, first + kRows) of a head; those from `rows` on are zeros.
