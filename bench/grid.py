@@ -18,6 +18,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import gpu_prediction
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
 PYTHON = "$(cat build/setup/python)"  # as a command of the documents names it: the one that `make` chose
@@ -178,6 +180,7 @@ def report(targets=()):
                   f"{m['transformers']}, commit {m['commit']}, {against[-1]['date']}. Seconds of one whole update with AdamW, medians, "
                   "runs alternating.",
                   "", *baseline_table(against), ""]
+    lines += gpu_prediction.section()
     told = [row for row in against if {"transformers_dense", "espalier dense", "espalier auto"} <= set(row["seconds"])]
     if told:
         write_readme(max(told, key=lambda row: (row["date"], row["ceiling"])))

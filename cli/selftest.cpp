@@ -1,4 +1,5 @@
-// `selftest`: every operation of the device against the CPU's answer in float64, and that it gives the same bits twice.
+// `selftest`: every operation of the device against the CPU's answer in float64, and that it gives the same bits twice;
+// then how fast the large ones run.
 #include <algorithm>
 #include <iomanip>
 #include <map>
@@ -7,6 +8,7 @@
 #include "cli/verbs.h"
 #include "espalier/device/device.h"
 #include "espalier/prove/operation_check.h"
+#include "espalier/prove/operation_rates.h"
 
 namespace espalier::cli {
 namespace {
@@ -40,6 +42,27 @@ void print_table(std::ostream& out, const std::map<std::string, Tally>& tallies)
         << tally.failed << std::setw(22) << std::setprecision(2) << std::fixed << tally.worst << '\n';
 }
 
+Json json_of(const OperationRate& rate) {
+  return {{"operation", rate.operation},
+          {"rows", rate.rows},
+          {"seconds", rate.seconds},
+          {"bytes_per_second", rate.bytes > 0 ? Json(rate.bytes_per_second()) : Json(nullptr)},
+          {"flops_per_second", rate.flops > 0 ? Json(rate.flops_per_second()) : Json(nullptr)}};
+}
+
+void print_rates(std::ostream& out, const std::vector<OperationRate>& rates) {
+  out << '\n'
+      << std::left << std::setw(42) << "bfloat16" << std::right << std::setw(7) << "rows" << std::setw(12) << "ms"
+      << std::setw(10) << "GB/s" << std::setw(12) << "GFLOP/s" << '\n';
+  for (const OperationRate& rate : rates) {
+    out << std::left << std::setw(42) << rate.operation << std::right << std::setw(7) << rate.rows << std::setw(12)
+        << std::setprecision(3) << 1e3 * rate.seconds << std::setprecision(0) << std::setw(10);
+    rate.bytes > 0 ? out << 1e-9 * rate.bytes_per_second() : out << "-";
+    rate.flops > 0 ? out << std::setw(12) << 1e-9 * rate.flops_per_second() : out << std::setw(12) << "-";
+    out << '\n';
+  }
+}
+
 }  // namespace
 
 int run_selftest(Context& context) {
@@ -64,11 +87,17 @@ int run_selftest(Context& context) {
     context.progress.advance_to(++done);
   }
   context.progress.end();
+  const std::vector<OperationRate> rates = measure_operation_rates(device, DType::bfloat16, context.progress);
+  Json told = Json::array();
+  for (const OperationRate& rate : rates) told.push_back(json_of(rate));
   const double seconds = device.seconds() - start;
   context.result["verdict"] = failures.empty() ? "pass" : "fail";
   context.result["checks"] = checks;
+  context.result["rates"] = told;
+  context.result["profile"] = to_json(profile_of_rates(device, DType::bfloat16, rates));
   context.result["self_test_seconds"] = seconds;
   print_table(context.text, tallies);
+  print_rates(context.text, rates);
   for (const std::string& failure : failures) context.text << "  " << failure << '\n';
   context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
                << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)

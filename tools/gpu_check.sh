@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# make gpu-check: what needs a GPU. Every operation against the CPU's answer, then a small model that learns on the GPU
-# and whose shared update is compared with the dense one. Results: build/gpu_check/. Exit 6: something differs.
+# make gpu-check: what needs a GPU. Every operation against the CPU's answer and how fast it runs, with own attention and
+# with FlashAttention-2; then a small model that learns on the GPU and whose shared update is compared with the dense one;
+# then dense against shared. Results: bench/results/gpu-NAME-*.json, and docs/hardware/NAME.json, the GPU as a machine
+# for `espalier plan --machine`. Exit 6: something differs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
@@ -12,14 +14,28 @@ out=build/gpu_check
 rm -rf "$out"
 mkdir -p "$out"
 nvidia-smi -L
+name=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr -cd 'A-Za-z0-9')
+results=bench/results/gpu-$name
 status=0
-build/espalier selftest --device cuda --json >"$out/selftest.json" || status=$?
-build/espalier selftest --device cuda | tail -60 || status=$?
+for attention in own flash; do
+  build/espalier selftest --device cuda --attention "$attention" --json >"$results-selftest-$attention.json" || status=$?
+done
+mkdir -p docs/hardware
+"$(cat build/setup/python)" - "$results-selftest-own.json" "docs/hardware/$name.json" <<'END'
+import json, sys
+told = json.load(open(sys.argv[1]))
+json.dump(told["profile"], open(sys.argv[2], "w"), indent=1)
+for rate in told["rates"]:
+    print(rate["operation"], rate["rows"], "rows", f"{1e3 * rate['seconds']:.3f} ms",
+          *(f"{1e-9 * rate[unit]:.0f} G{unit[0].upper()}/s" for unit in ("bytes_per_second", "flops_per_second") if rate[unit]))
+END
 build/espalier grpo --device cuda --out "$out/run" --task copy --prompt-length 64 --max-response-length 8 \
   --train-batch-size 8 --n 8 --steps 2
 for dtype in float64 float32 bfloat16; do
   build/espalier verify --device cuda --dtype "$dtype" --model "$out/run/model" \
     --rollouts "$out/run/last_rollouts.jsonl" || status=$?
 done
-echo "gpu-check: results in $out"
+build/espalier bench --device cuda --dtype bfloat16 --model "$out/run/model" --rollouts "$out/run/last_rollouts.jsonl" \
+  --json >"$results-bench.json" || status=$?
+echo "gpu-check: results in $results-*.json and docs/hardware/$name.json"
 exit "$status"

@@ -90,7 +90,6 @@ const std::vector<Wrong>& wrong_usage() {
       {{"convert", "a"}, 2, "IN OUT"},
       {{"convert", "a", "b.jsonl", "c"}, 2, "IN OUT"},
       {{"convert", "a", "b.pt"}, 2, ".jsonl"},
-      {{"inspect", "--device", "cuda", "x"}, 8, "CUDA"},
       {{"inspect", "--device", "tpu", "x"}, 2, "one of cpu, cuda"},
       {{"inspect", "nothing-here"}, 3, "nothing-here"},
       {{"inspect", "--", "--nothing-here"}, 3, "--nothing-here"},
@@ -109,6 +108,22 @@ TEST(WrongUsage, EndsWithItsCodeAndAMessageOnStandardError) {
     EXPECT_EQ(outcome.out, "") << joined(wrong.words);
     EXPECT_LE(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 4) << outcome.err;
   }
+}
+
+TEST(WrongUsage, ADeviceThatIsAbsentIsNamed) {
+  if (std::filesystem::exists("/dev/nvidiactl"))
+    GTEST_SKIP() << "this machine has a GPU's driver: the device may be there";
+  const Folder folder;
+  const Outcome outcome = run(folder.path(), {"inspect", "--device", "cuda", "x"});
+  EXPECT_EQ(outcome.code, 8) << outcome.err;
+  EXPECT_NE(outcome.err.find("CUDA"), outcome.err.npos) << outcome.err;
+  EXPECT_EQ(outcome.out, "");
+}
+
+// The device of tests is taken and told to nobody.
+TEST(WrongUsage, TheDeviceOfTestsIsInNoHelp) {
+  const Folder folder;
+  EXPECT_EQ(run(folder.path(), {"train", "--help", "all"}).out.find("emulate"), std::string::npos);
 }
 
 TEST(WrongUsage, GivesOneObjectUnderJson) {

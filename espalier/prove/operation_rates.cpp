@@ -1,0 +1,234 @@
+#include "espalier/prove/operation_rates.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "espalier/base/error.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/operations.h"
+
+namespace espalier {
+namespace {
+
+// Of one layer, and of the head.
+constexpr std::int64_t kWidth = 2048, kInner = 6144, kHeads = 16, kKvHeads = 4, kHeadDim = 128, kVocabulary = 32768;
+constexpr std::int64_t kFewest = 64, kMost = 16384;
+constexpr double kLongEnough = 5e-3;  // seconds
+
+// Tensors of a device, of any numbers that are small.
+class Room {
+ public:
+  Room(Device& device, DType dtype) : device_(device), dtype_(scalar_type(dtype)) {}
+  at::Tensor values(at::IntArrayRef sizes) const { return of(sizes, dtype_); }
+  at::Tensor sums(at::IntArrayRef sizes) const { return of(sizes, accumulator_type(dtype_)); }
+  at::Tensor numbers(at::IntArrayRef sizes) const { return of(sizes, at::kDouble); }
+  at::Tensor places(std::int64_t count, std::int64_t step, std::int64_t first = 0) const {
+    return device_.adopt((at::arange(count, at::kLong) * step + first).to(at::kInt));
+  }
+  at::Tensor all(std::int64_t count, std::int64_t value) const {
+    return device_.adopt(at::full({count}, value, at::kInt));
+  }
+  double size() const { return static_cast<double>(c10::elementSize(dtype_)); }
+  const Operations& ops() const { return device_.operations(); }
+
+ private:
+  at::Tensor of(at::IntArrayRef sizes, at::ScalarType dtype) const {
+    const at::Tensor tensor = device_.allocate(sizes, dtype);
+    device_.operations().zero(tensor);
+    return tensor;
+  }
+  Device& device_;
+  at::ScalarType dtype_;
+};
+
+struct Call {
+  std::function<void()> call;
+  double bytes = 0, flops = 0;
+};
+struct Timed {
+  const char* operation;
+  Call (*of)(const Room& room, std::int64_t rows);
+};
+
+double d(std::int64_t count) { return static_cast<double>(count); }
+
+Call norm(const Room& room, std::int64_t R) {
+  const at::Tensor x = room.values({R, kWidth}), y = room.values({R, kWidth}), w = room.values({kWidth}),
+                   rstd = room.sums({R});
+  return {[=, &room] { room.ops().norm(x, w, 1e-6, y, rstd); }, 2 * room.size() * d(R * kWidth)};
+}
+Call norm_backward(const Room& room, std::int64_t R) {
+  const at::Tensor x = room.values({R, kWidth}), y = room.values({R, kWidth}), w = room.values({kWidth}),
+                   stream = room.values({R, kWidth}), rstd = room.sums({R}), grad = room.sums({kWidth});
+  return {[=, &room] { room.ops().add_norm_backward(x, w, rstd, y, stream, grad); }, 4 * room.size() * d(R * kWidth)};
+}
+Call rotate(const Room& room, std::int64_t R) {
+  const std::int64_t width = kHeads * kHeadDim;
+  const Rotation rotation{
+      {room.sums({R, kHeadDim / 2}), room.sums({R, kHeadDim / 2})}, room.places(R, 1), room.values({kHeadDim}), 1e-6};
+  const at::Tensor in = room.values({R, width}), out = room.values({R, width});
+  return {[=, &room] { room.ops().rotate(rotation, in, out); }, 2 * room.size() * d(R * width)};
+}
+Call swiglu(const Room& room, std::int64_t R) {
+  const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
+  return {[=, &room] { room.ops().swiglu(both, act); }, 3 * room.size() * d(R * kInner)};
+}
+Call swiglu_backward(const Room& room, std::int64_t R) {
+  const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
+  return {[=, &room] { room.ops().swiglu_backward(both, act, both, act); }, 6 * room.size() * d(R * kInner)};
+}
+Call convert(const Room& room, std::int64_t R) {
+  const at::Tensor from = room.values({R, kWidth}), to = room.values({R, kWidth});
+  return {[=, &room] { room.ops().convert(from, to); }, 2 * room.size() * d(R * kWidth)};
+}
+Call linear(const Room& room, std::int64_t R) {
+  const at::Tensor x = room.values({R, kWidth}), w = room.values({kWidth, kWidth}), y = room.values({R, kWidth});
+  return {[=, &room] { room.ops().linear(y, x, w, at::Tensor()); }, room.size() * d(2 * R * kWidth + kWidth * kWidth),
+          2 * d(R * kWidth) * d(kWidth)};
+}
+Call linear_grad_weight(const Room& room, std::int64_t R) {
+  const at::Tensor x = room.values({R, kWidth}), g = room.values({R, kWidth}), w = room.sums({kWidth, kWidth}),
+                   product = room.values({kWidth, kWidth});
+  return {[=, &room] { room.ops().add_linear_grad_weight(w, at::Tensor(), g, x, product); },
+          room.size() * d(2 * R * kWidth) + 8 * d(kWidth * kWidth), 2 * d(R * kWidth) * d(kWidth)};
+}
+
+// Half the rows are a path, the others causal behind it; products of one pair: 2 H D operations.
+struct Attended {
+  AttentionProblem problem;
+  at::Tensor out, lse;
+  double pairs;
+};
+Attended attended(const Room& room, std::int64_t R) {
+  const std::int64_t own = R / 2, kv = kKvHeads * kHeadDim;
+  const at::Tensor own_k = room.values({own, kv}), path_k = room.values({R - own, kv});
+  return {
+      {kHeadDim, room.values({own, kHeads * kHeadDim}), own_k, own_k, path_k, path_k, at::Tensor(), room.all(own, own)},
+      room.values({own, kHeads * kHeadDim}),
+      room.sums({kHeads, own}),
+      d(own) * d(R - own) + d(own) * d(own + 1) / 2};
+}
+Call attention(const Room& room, std::int64_t R) {
+  const Attended a = attended(room, R);
+  return {[=, &room] { room.ops().attention(a.problem, a.out, a.lse); }, 0, 4 * d(kHeads * kHeadDim) * a.pairs};
+}
+Call attention_backward(const Room& room, std::int64_t R) {
+  const Attended a = attended(room, R);
+  const std::int64_t own = a.out.size(0), kv = kKvHeads * kHeadDim;
+  const AttentionGradients to{room.values({own, kHeads * kHeadDim}), room.sums({own, kv}), room.sums({own, kv}),
+                              room.sums({R - own, kv}), room.sums({R - own, kv})};
+  return {[=, &room] { room.ops().add_attention_backward(a.problem, a.out, a.lse, a.out, to); }, 0,
+          10 * d(kHeads * kHeadDim) * a.pairs};
+}
+
+struct Logits {
+  EdgeBlock edges;
+  LogitSums sums;
+  at::Tensor logits, of_edges;
+};
+Logits logits_of(const Room& room, std::int64_t R) {
+  return {{room.numbers({R}), room.places(R + 1, 1), room.places(R, 1)},
+          {room.numbers({R}), room.numbers({R}), room.numbers({R})},
+          room.values({R, kVocabulary}),
+          room.numbers({R})};
+}
+Call logit_sums(const Room& room, std::int64_t R) {
+  const Logits a = logits_of(room, R);
+  return {[=, &room] { room.ops().logit_sums(a.edges, 0, a.logits, a.sums, a.of_edges); },
+          room.size() * d(R) * d(kVocabulary)};
+}
+Call logit_gradients(const Room& room, std::int64_t R) {
+  const Logits a = logits_of(room, R);
+  return {[=, &room] { room.ops().logit_gradients(a.edges, 0, a.sums, a.of_edges, a.of_edges, a.logits); },
+          2 * room.size() * d(R) * d(kVocabulary)};
+}
+Call adamw(const Room& room, std::int64_t R) {
+  const std::int64_t n = R * kWidth;
+  const at::Tensor p = room.sums({n}), grad = room.sums({n}), m = room.sums({n}), v = room.sums({n});
+  const at::Tensor rounded = room.size() == 2 ? room.values({n}) : at::Tensor();
+  const double sum = static_cast<double>(p.element_size());
+  return {[=, &room] { room.ops().adamw(p, grad, m, v, AdamWStep{}, rounded); },
+          d(n) * (7 * sum + (rounded.defined() ? 2 : 0))};
+}
+
+constexpr Timed kTimed[] = {{"norm", norm},
+                            {"add_norm_backward", norm_backward},
+                            {"rotate", rotate},
+                            {"swiglu", swiglu},
+                            {"swiglu_backward", swiglu_backward},
+                            {"convert", convert},
+                            {"linear", linear},
+                            {"add_linear_grad_weight", linear_grad_weight},
+                            {"attention", attention},
+                            {"add_attention_backward", attention_backward},
+                            {"logit_sums", logit_sums},
+                            {"logit_gradients", logit_gradients},
+                            {"adamw", adamw}};
+
+// Seconds of one call: the least of `runs`, after one to warm up.
+double seconds_of(Device& device, const Call& work, int runs) {
+  double least = std::numeric_limits<double>::infinity();
+  for (int run = 0; run <= runs; ++run) {
+    const Device::Moment begin = device.moment();
+    work.call();
+    const double seconds = device.seconds_between(begin, device.moment());
+    if (run > 0) least = std::min(least, seconds);
+  }
+  return std::max(least, 1e-9);
+}
+
+OperationRate rate_of(Device& device, const Room& room, const Timed& timed, std::int64_t most) {
+  for (std::int64_t rows = kFewest;; rows *= 2) {
+    const Call work = timed.of(room, rows);
+    if (2 * rows <= most && seconds_of(device, work, 1) < kLongEnough) continue;
+    return {timed.operation, rows, work.bytes, work.flops, seconds_of(device, work, 3)};
+  }
+}
+
+const OperationRate& named(const std::vector<OperationRate>& rates, std::string_view operation) {
+  const auto found = std::ranges::find(rates, operation, &OperationRate::operation);
+  ESPALIER_INTERNAL(found != rates.end(), operation);
+  return *found;
+}
+
+}  // namespace
+
+std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, Progress& progress) {
+  const Room room(device, dtype);
+  std::vector<OperationRate> rates;
+  progress.begin("rates", std::size(kTimed), "operations");
+  for (const Timed& timed : kTimed) {
+    rates.push_back(rate_of(device, room, timed, kMost));
+    progress.advance_to(static_cast<std::int64_t>(rates.size()));
+  }
+  progress.end();
+  return rates;
+}
+
+MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<OperationRate>& rates) {
+  const Room room(device, dtype);
+  MachineProfile profile;
+  profile.name = device.name();
+  profile.source = "measured";
+  profile.device = device.in_host_memory() ? "cpu" : "cuda";
+  profile.dtype = dtype;
+  double best = 0;
+  for (std::int64_t rows = 1; rows <= named(rates, "linear").rows; rows *= 4) {
+    const Call work = linear(room, rows);
+    best = std::max(best, work.flops / seconds_of(device, work, 3));  // more rows are not slower
+    profile.matrix.push_back({rows, best});
+  }
+  // Forward and backward together, as the cost model has it: operations of both over the seconds of both, per pair.
+  const OperationRate &forward = named(rates, "attention"), &backward = named(rates, "add_attention_backward");
+  profile.attention_flops_per_second = 3.5 / (1 / forward.flops_per_second() + 2.5 / backward.flops_per_second());
+  profile.bytes_per_second = named(rates, "convert").bytes_per_second();
+  const at::Tensor one = room.values({1, 8});
+  profile.seconds_per_call = seconds_of(device, {[&] { room.ops().zero(one); }}, 10);
+  profile.memory_bytes = device.free_bytes();
+  return profile;
+}
+
+}  // namespace espalier

@@ -1,0 +1,32 @@
+// How fast operations run on a device, against what they move and multiply.
+//
+// Bytes are those that an operation has to read and write once, FLOPs those of its products (docs/mathematics.md); a
+// formula, not a count.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "espalier/device/device.h"
+#include "espalier/observe/progress.h"
+#include "espalier/plan/cost_model.h"
+
+namespace espalier {
+
+struct OperationRate {
+  std::string operation;
+  std::int64_t rows = 0;
+  double bytes = 0, flops = 0;  // of one call
+  double seconds = 0;           // the least of a few calls
+  double bytes_per_second() const { return bytes / seconds; }
+  double flops_per_second() const { return flops / seconds; }
+};
+
+// Of the operations that take the time of a step, in this dtype: more rows from one call to the next until a call takes
+// long enough to be timed, at most as many as a wave has.
+std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, Progress& progress);
+
+// The rates as a machine that steps can be planned for (plan --machine FILE).
+MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<OperationRate>& rates);
+
+}  // namespace espalier
