@@ -71,10 +71,15 @@ void check_required(const Verb& verb, const Options& options) {
 
 // Binds the device of the run. Planning needs none: it may ask about machines that are not there.
 void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ranks) {
-  if (verb.letter == 'p' || options.device != DeviceType::cuda) return;
+  if (verb.letter == 'p') return;
+  const bool flash = options.attention == AttentionKernels::flash;
+  if (options.device == DeviceType::cpu) {
+    if (flash) bind_device(flash_cpu_device());
+    return;
+  }
   if (ranks.several())
     throw UnsupportedError({"--device cuda", "one process", "several", "collectives run on processors so far"});
-  bind_device(open_cuda_device());
+  bind_device(open_cuda_device({.flash = flash, .emulated = options.device == DeviceType::emulate}));
 }
 
 void resolve_options(Run& run, Progress& progress) {

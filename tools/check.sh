@@ -39,6 +39,7 @@ tidy() {
 
 step "include order" "$python" tools/check_includes.py
 step "faults of the mutation tests" "$python" tests/mutation/write_faulty_sources.py espalier
+step "faults of the host code of a GPU" "$python" tests/mutation/write_faulty_sources.py --table tests/cuda/host_faults.py espalier
 step "sizes and names" "$python" tools/check_sizes.py
 step "documents" "$python" tools/check_docs.py
 step "registers of kernels" "$python" tools/ptxas_facts.py

@@ -8,10 +8,10 @@
 
 namespace espalier {
 
-Device& open_cuda_device(int index) {
+Device& open_cuda_device(const GpuChoice& choice) {
   std::error_code unreadable;
-  const auto library =
-      std::filesystem::read_symlink("/proc/self/exe", unreadable).parent_path() / "libespalier_cuda.so";
+  const auto library = std::filesystem::read_symlink("/proc/self/exe", unreadable).parent_path() /
+                       (choice.emulated ? "libespalier_emulated.so" : "libespalier_cuda.so");
   if (!std::filesystem::exists(library, unreadable))
     throw DeviceError({"--device cuda", "the CUDA library of this build, " + library.string(), "no such file",
                        "leave --device out, or build with a CUDA toolkit: make cuda"});
@@ -21,7 +21,7 @@ Device& open_cuda_device(int index) {
                        "leave --device out, or install what is missing (tools/requirements-cuda-libraries.txt)"});
   auto* const open = reinterpret_cast<OpenCudaDevice*>(dlsym(opened, kOpenCudaDevice));
   std::string problem;
-  Device* const device = open == nullptr ? nullptr : open(index, &problem);
+  Device* const device = open == nullptr ? nullptr : open(choice, &problem);
   if (device == nullptr)
     throw DeviceError({"--device cuda", "a GPU with CUDA 13 and its driver",
                        open == nullptr ? library.string() + " of another version" : problem,

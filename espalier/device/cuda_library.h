@@ -8,12 +8,18 @@
 
 namespace espalier {
 
+struct GpuChoice {
+  int index = 0;          // among those of this machine
+  bool flash = false;     // attention by ATen's FlashAttention-2 instead of the library's own kernels
+  bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
+};
+
 // A GPU of this machine; one a process. Errors: DeviceError, which says what is missing: the library, a library that it
 // needs, a driver, a GPU.
-Device& open_cuda_device(int index = 0);
+Device& open_cuda_device(const GpuChoice& choice = {});
 
 // What the library exports: the device, or null and the reason.
-using OpenCudaDevice = Device*(int index, std::string* problem);
+using OpenCudaDevice = Device*(const GpuChoice& choice, std::string* problem);
 inline constexpr const char* kOpenCudaDevice = "espalier_open_cuda_device";
 
 }  // namespace espalier

@@ -1,10 +1,25 @@
 #include "espalier/device/device.h"
 
 #include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
 
 #include <memory>
 
+#include "espalier/base/error.h"
+
 namespace espalier {
+
+std::byte* Device::take_host_memory(std::int64_t bytes) {
+  void* const memory =
+      mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED)
+    throw MemoryBudgetError(
+        {"memory", text_of(bytes, " bytes of the host's"), "a refusal of the system", "lower --memory-budget"});
+  return static_cast<std::byte*>(memory);
+}
+void Device::give_back_host_memory(std::byte* memory, std::int64_t bytes) {
+  munmap(memory, static_cast<std::size_t>(bytes));
+}
 
 at::Tensor Device::upload(std::vector<double> values) {
   const auto kept = std::make_shared<std::vector<double>>(std::move(values));

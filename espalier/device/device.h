@@ -33,15 +33,27 @@ class Device {
   virtual std::int64_t free_bytes() = 0;
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;
+  // A place in the order of the work, and the seconds between two of them: what is called between them has taken so
+  // long. Only the second waits. Each is asked about once.
+  struct Moment {
+    double seconds = 0;
+    std::int64_t event = -1;
+  };
+  virtual Moment moment() { return {seconds()}; }
+  virtual double seconds_between(const Moment& begin, const Moment& end) { return end.seconds - begin.seconds; }
 
   // Addresses for an arena; memory is taken as it is touched. Errors: MemoryBudgetError. `release` waits for the work.
   virtual std::byte* reserve(std::int64_t bytes) = 0;
   virtual void release(std::byte* memory, std::int64_t bytes) = 0;
   // Gives the pages that lie wholly inside back to the machine: what they held is lost, the addresses stay reserved.
   virtual void give_back(std::byte* memory, std::int64_t bytes) = 0;
-  // Reserved memory to and from the host's, done when the call returns.
+  // Reserved memory to and from the host's, done when the call returns. No work that was called before may use what
+  // copy_in writes, but for pages given back since.
   virtual void copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) = 0;
   virtual void copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) = 0;
+  // The host's memory that these copies are fastest with; begins at a page. Errors: MemoryBudgetError.
+  virtual std::byte* take_host_memory(std::int64_t bytes);
+  virtual void give_back_host_memory(std::byte* memory, std::int64_t bytes);
   // Reserved addresses as an uninitialised contiguous tensor.
   virtual at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
   // An uninitialised contiguous tensor with memory of its own.
@@ -63,6 +75,8 @@ class Device {
 
 // The processors of this machine: operations run at once, copies cost nothing.
 Device& cpu_device();
+// The same, with attention composed of ATen's FlashAttention (ops/flash/composed.h).
+Device& flash_cpu_device();
 
 // The device of this run: cpu_device() unless another was bound, which happens once, before anything is made on it.
 Device& bound_device();

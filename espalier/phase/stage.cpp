@@ -88,6 +88,8 @@ class StageExecutor : public Executor {
     join_others();
     end_waves();
     add_penalties();
+    for (const Span& span : spans_) *span.seconds += step_.arena.device().seconds_between(span.begin, span.end);
+    spans_.clear();
   }
 
  private:
@@ -180,10 +182,18 @@ class StageExecutor : public Executor {
     AxisBytes& bytes;
   };
 
+  // Work that was called, and where its time is booked: asked for at the end, so that nobody waits before.
+  struct Span {
+    double* seconds;
+    Device::Moment begin, end;
+  };
+
   // Runs one phase of one item and books its time, its peak and what it communicates.
   template <class Work>
   void book(const Books& books, Work&& work) {
-    const double begin = step_.arena.device().seconds(), waited = pp_.waited();
+    Device& device = step_.arena.device();
+    const Device::Moment begin = device.moment();
+    const double waited = pp_.waited();
     const Mesh& mesh = step_.decoder.mesh();
     const AxisBytes before = mesh.bytes();
     step_.arena.reset_high_water();
@@ -193,7 +203,7 @@ class StageExecutor : public Executor {
     for (const auto& region : regions_) in_regions += region->high_water();
     books.peak = std::max(books.peak, step_.arena.high_water() + in_regions);
     books.bytes += mesh.bytes() - before;
-    books.seconds += step_.arena.device().seconds() - begin;
+    spans_.push_back({&books.seconds, begin, device.moment()});
     result.seconds.waiting += pp_.waited() - waited;
   }
   template <class Work>
@@ -219,6 +229,7 @@ class StageExecutor : public Executor {
   at::Tensor penalties_IL2_;  // of the items in the order of their backwards; undefined without router losses
   std::int64_t backwards_ = 0, rows_done_ = 0;
   std::size_t waves_begun_ = 0, waves_ended_ = 0;
+  std::vector<Span> spans_;
 };
 
 }  // namespace

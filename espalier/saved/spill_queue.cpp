@@ -1,7 +1,6 @@
 #include "espalier/saved/spill_queue.h"
 
 #include <signal.h>
-#include <sys/mman.h>
 
 #include <utility>
 
@@ -10,17 +9,13 @@
 
 namespace espalier {
 
-SpillQueue::SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing)
+SpillQueue::SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing, Device& device)
     : store_(std::move(store)),
+      device_(device),
       memory_bytes_(chunks * kSpillChunkBytes),
       for_writing_(static_cast<std::size_t>(for_writing)) {
   ESPALIER_INTERNAL(chunks > for_writing && kSpillChunkBytes % Store::kAlignment == 0, chunks, " chunks");
-  void* memory = mmap(nullptr, static_cast<std::size_t>(memory_bytes_), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED)
-    throw MemoryBudgetError({"--trunk-state offload", text_of(memory_bytes_, " bytes for what is on its way"),
-                             "a refusal of the system", "Take --trunk-state recompute"});
-  memory_ = static_cast<std::byte*>(memory);
+  memory_ = device_.take_host_memory(memory_bytes_);
   for (int chunk = chunks; chunk > 0; --chunk) free_.push_back(memory_ + (chunk - 1) * kSpillChunkBytes);
   thread_ = std::thread([this] { run(); });
 }
@@ -32,7 +27,7 @@ SpillQueue::~SpillQueue() {
   }
   changed_.notify_all();
   thread_.join();
-  munmap(memory_, static_cast<std::size_t>(memory_bytes_));
+  device_.give_back_host_memory(memory_, memory_bytes_);
 }
 
 void SpillQueue::wait_for(std::unique_lock<std::mutex>& lock, auto&& condition) {

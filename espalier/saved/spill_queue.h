@@ -20,8 +20,9 @@ namespace espalier {
 
 class SpillQueue {
  public:
-  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each. What is read ahead leaves `for_writing` of them.
-  SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0);
+  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each, in memory that the device copies fast. What is
+  // read ahead leaves `for_writing` of them.
+  SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0, Device& device = bound_device());
   ~SpillQueue();  // drops what has not begun
   SpillQueue(const SpillQueue&) = delete;
   SpillQueue& operator=(const SpillQueue&) = delete;
@@ -59,17 +60,18 @@ class SpillQueue {
   void wait_for(std::unique_lock<std::mutex>& lock, auto&& condition);
 
   std::unique_ptr<Store> store_;
+  Device& device_;
   std::byte* memory_ = nullptr;
   std::int64_t memory_bytes_ = 0, store_top_ = 0;
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> writes_;                 // and reservations
-  std::deque<const StoredChunk*> reads_;   // in the order asked for
-  std::vector<std::byte*> free_;           // the one used last at the end
+  std::deque<Job> writes_;                // and reservations
+  std::deque<const StoredChunk*> reads_;  // in the order asked for
+  std::vector<std::byte*> free_;          // the one used last at the end
   std::size_t for_writing_;
-  std::deque<std::byte*> read_;   // oldest first
-  std::int64_t asked_ = 0;        // chunks asked for and not taken
+  std::deque<std::byte*> read_;  // oldest first
+  std::int64_t asked_ = 0;       // chunks asked for and not taken
   std::exception_ptr error_;
   bool stops_ = false, works_ = false;
   std::thread thread_;

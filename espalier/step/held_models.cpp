@@ -2,6 +2,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/device/device.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/memory_model.h"
 #include "espalier/step/planning.h"
@@ -27,20 +28,21 @@ std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype) {
 void require_room(std::span<const HeldModel> held, const Options& options) {
   const HeldModel& first = held.front();
   const std::int64_t own = first.bytes(options.dtype), beside = bytes_beside(first, held, options.dtype);
-  const std::int64_t needed = bytes_held(held, options.dtype), process = needed - own - beside;
-  const bool given = !options.memory_budget.empty();
-  const std::int64_t room = given ? arena_limit(options) : resident_bytes() + arena_limit(options);
+  const bool in_host_memory = bound_device().in_host_memory(), given = !options.memory_budget.empty();
+  const std::int64_t process = in_host_memory ? bytes_held(held, options.dtype) - own - beside : 0;
+  const std::int64_t needed = own + beside + process;
+  const std::int64_t room = (given || !in_host_memory ? 0 : resident_bytes()) + arena_limit(options);
   if (needed <= room) return;
   const char* what = first.kind.optimizer   ? "weights, gradients and optimizer state"
                      : first.kind.gradients ? "weights and gradients"
                                             : "weights";
+  std::string rest = beside > 0 ? text_of(", ", format_bytes(beside), " of other models") : "";
+  if (process > 0) rest += text_of(" and ", format_bytes(process), " that the process itself takes");
   std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
                              : "Free memory, or take a machine with more";
   if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
   throw MemoryBudgetError({given ? "--memory-budget" : "memory",
-                           text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what,
-                                   beside > 0 ? text_of(", ", format_bytes(beside), " of other models") : "", " and ",
-                                   format_bytes(process), " that the process itself takes"),
+                           text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what, rest),
                            text_of(format_bytes(room), given ? "" : " free"), remedy});
 }
 

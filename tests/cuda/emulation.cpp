@@ -295,6 +295,19 @@ void expect_launchable(const Launch& launch) {
 
 }  // namespace
 
+namespace {
+std::function<void(std::function<void()>)>& launches() {
+  static std::function<void(std::function<void()>)> stream;
+  return stream;
+}
+}  // namespace
+
+void take_launches(std::function<void(std::function<void()>)> stream) { launches() = std::move(stream); }
+void give(const Launch& launch, std::function<void()> body) {
+  if (!launches()) return run(launch, body);
+  launches()([launch, body = std::move(body)] { run(launch, body); });
+}
+
 void set_seed(unsigned seed) { seed_now = seed; }
 std::int64_t counter(const std::string& name) { return name == "switches" ? switches : counters[name]; }
 void reset_counters() {

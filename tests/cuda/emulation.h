@@ -53,6 +53,9 @@ struct Launch {
 };
 // Runs `body` once for each thread. Errors: Fault, after which the other threads do not go on.
 void run(const Launch& launch, const std::function<void()>& body);
+// The same when its turn comes, where a stream takes launches (take_launches), else now.
+void give(const Launch& launch, std::function<void()> body);
+void take_launches(std::function<void(std::function<void()>)> stream);
 
 // ---- what stands behind a kernel's words, called by its threads ----
 

@@ -3,18 +3,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "espalier/ops/cuda/operations.h"
 #include "espalier/prove/operation_check.h"
+#include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
-#include "tests/device/guarded_device.h"
 
 namespace espalier::testing {
 namespace {
-
-Device& emulated_device() {
-  guarded_device().run(cuda::operations());
-  return guarded_device();
-}
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return a.equal(b) || a.view(at::kLong).equal(b.view(at::kLong));

@@ -12,50 +12,14 @@
 #include "espalier/base/error.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/timer.h"
-#include "espalier/ops/cpu/operations.h"
+#include "tests/device/late_operations.h"
 
 namespace espalier::testing {
 namespace {
 
-// What runs when queued work runs.
-const Operations*& below() {
-  static const Operations* table = &cpu::operations();
-  return table;
-}
-
-// An operation of that table as one that is queued, its arguments kept by value.
-template <auto member>
-struct Late;
-template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>
-struct Late<member> {
-  static void call(Arguments... arguments) {
-    guarded_device().queue([=] { (below()->*member)(arguments...); });
-  }
+struct GuardedQueue {
+  static void give(std::function<void()> work) { guarded_device().queue(std::move(work)); }
 };
-template <auto... members>
-void make_late(Operations& operations) {
-  ((operations.*members = Late<members>::call), ...);
-}
-
-// Every pointer of the table is set here: a table with one left out would be the CPU's at that place, which faults on
-// its first tensor.
-const Operations& late_operations() {
-  static const Operations all = [] {
-    Operations o = cpu::operations();
-    using O = Operations;
-    make_late<&O::norm, &O::norm_again, &O::add_norm_backward, &O::rotate, &O::add_rotate_backward, &O::swiglu,
-              &O::swiglu_backward, &O::linear, &O::linear_onto, &O::linear_grad_input, &O::add_linear_grad_input,
-              &O::add_linear_grad_weight, &O::gather, &O::add_scatter, &O::scatter, &O::move_rows, &O::convert,
-              &O::zero_rows, &O::zero, &O::attention, &O::add_attention_backward, &O::logit_sums, &O::raise_maximum,
-              &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
-              &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
-              &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
-              &O::choose_tokens>(o);
-    o.rounds_weight_gradients = [](at::ScalarType dtype) { return below()->rounds_weight_gradients(dtype); };
-    return o;
-  }();
-  return all;
-}
 
 std::size_t whole_pages(std::int64_t bytes) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -65,7 +29,9 @@ std::size_t whole_pages(std::int64_t bytes) {
 struct BindByEnvironment {
   BindByEnvironment() {
     const char* named = std::getenv("ESPALIER_TEST_DEVICE");
-    if (named != nullptr && std::string_view(named) == "guarded") bind_device(guarded_device());
+    if (named == nullptr) return;
+    if (std::string_view(named) == "guarded") bind_device(guarded_device());
+    if (std::string_view(named) == "flash") bind_device(flash_cpu_device());
   }
 } const bind_by_environment;
 
@@ -76,9 +42,7 @@ GuardedDevice& guarded_device() {
   return *device;
 }
 
-GuardedDevice::GuardedDevice() : Device(late_operations()) {}
-
-void GuardedDevice::run(const Operations& table) { below() = &table; }
+GuardedDevice::GuardedDevice() : Device(late_operations<GuardedQueue>()) {}
 
 void GuardedDevice::protect(int how) {
   for (const auto& [memory, bytes] : blocks_) ESPALIER_INTERNAL_EQ(mprotect(memory, bytes, how), 0);

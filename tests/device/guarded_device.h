@@ -35,8 +35,6 @@ class GuardedDevice : public Device {
   void to_device(const at::Tensor& host, const at::Tensor& tensor) override;
   at::Tensor adopt(const at::Tensor& host) override;
 
-  // Operations become those of the table, instead of the CPU's.
-  void run(const Operations& table);
   void queue(std::function<void()> work) { queue_.push_back(std::move(work)); }
   std::int64_t operations_run() const { return operations_run_; }
   std::int64_t copies_back() const { return copies_back_; }
@@ -56,6 +54,7 @@ class GuardedDevice : public Device {
 // The one of this process: its operations are functions, which know no other.
 GuardedDevice& guarded_device();
 
-// A program that links this file runs on it where ESPALIER_TEST_DEVICE is "guarded".
+// A program that links this file runs on it where ESPALIER_TEST_DEVICE is "guarded", and with ATen's FlashAttention
+// where that is "flash".
 
 }  // namespace espalier::testing

@@ -4,15 +4,15 @@
     write_faulty_sources.py ENGINE --list  prints those files
     write_faulty_sources.py ENGINE         checks the table and counts
 
-ENGINE is the folder espalier/. Exit 1, with one line per entry, where a text is not found exactly once: then the table
+ENGINE is the folder espalier/; `--table FILE` before it names another table than faults.py. Exit 1, with one line per entry, where a text is not found exactly once: then the table
 has to follow the engine.
 """
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
 
-from faults import FAULTS
 
 SWITCH = '::espalier::mutation::active("{name}")'
 PROLOGUE = """#include <algorithm>
@@ -73,8 +73,17 @@ def write_if_other(path, text):
         path.write_text(text, encoding="utf-8")
 
 
-def main(engine, out=None):
-    files = by_file(FAULTS)
+def table_of(file):
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    table = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = table
+    spec.loader.exec_module(table)
+    return table.FAULTS
+
+
+def main(engine, out=None, table=Path(__file__).with_name("faults.py")):
+    faults_of_table = table_of(table)
+    files = by_file(faults_of_table)
     if out == "--list":
         print(";".join(files), end="")
         return 0
@@ -84,14 +93,16 @@ def main(engine, out=None):
             source = (Path(engine) / file).read_text(encoding="utf-8")
             copies[file] = PROLOGUE.format(file=file) + with_faults(source, faults)
         except (OSError, TableError) as error:
-            errors.append(f"tests/mutation/faults.py: {error}")
+            errors.append(f"{Path(table).name}: {error}")
     if errors or not out:
-        print("\n".join(errors + [f"{len(FAULTS)} deliberate faults, {len(errors)} that do not fit the engine"]))
+        print("\n".join(errors + [f"{len(faults_of_table)} deliberate faults, {len(errors)} that do not fit the engine"]))
         return 1 if errors else 0
-    for file, text in {**copies, "fault_list.inc": fault_list(FAULTS)}.items():
+    for file, text in {**copies, "fault_list.inc": fault_list(faults_of_table)}.items():
         write_if_other(Path(out) / file, text)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    words = sys.argv[1:]
+    named = {"table": words[1]} if words[0] == "--table" else {}
+    sys.exit(main(*words[2 * len(named):], **named))

@@ -17,7 +17,7 @@ namespace {
 
 class CpuDevice : public Device {
  public:
-  CpuDevice() : Device(cpu::operations()) {}
+  explicit CpuDevice(const Operations& operations) : Device(operations) {}
 
   bool in_host_memory() const override { return true; }
   std::string_view name() const override { return "cpu"; }
@@ -64,7 +64,12 @@ class CpuDevice : public Device {
 }  // namespace
 
 Device& cpu_device() {
-  static CpuDevice device;
+  static CpuDevice device(cpu::operations());
+  return device;
+}
+
+Device& flash_cpu_device() {
+  static CpuDevice device(cpu::flash_operations());
   return device;
 }
 
@@ -72,6 +77,15 @@ const Operations& cpu::operations() {
   static const Operations all{norm_operations(),      rotation_operations(),  swiglu_operations(), product_operations(),
                               moving_operations(),    attention_operations(), head_operations(),   expert_operations(),
                               optimizer_operations(), choice_operations()};
+  return all;
+}
+
+const Operations& cpu::flash_operations() {
+  static const Operations all = [] {
+    Operations changed = operations();
+    static_cast<AttentionOperations&>(changed) = flash_attention_operations();
+    return changed;
+  }();
   return all;
 }
 

@@ -11,12 +11,14 @@ SwigluOperations swiglu_operations();
 ProductOperations product_operations();
 MovingOperations moving_operations();
 AttentionOperations attention_operations();
+AttentionOperations flash_attention_operations();  // by ATen's FlashAttention, where it can (ops/flash/composed.h)
 HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();
 ChoiceOperations choice_operations();
 
-// All of them.
+// All of them; with attention by ATen's FlashAttention.
 const Operations& operations();
+const Operations& flash_operations();
 
 }  // namespace espalier::cpu

@@ -68,7 +68,7 @@ void launch(void (*kernel)(Parameters...), Blocks blocks, int threads, std::int6
   const emulation::Launch shape{{static_cast<unsigned>(blocks.x), static_cast<unsigned>(blocks.y)},
                                 {static_cast<unsigned>(threads)},
                                 static_cast<std::size_t>(shared_bytes)};
-  emulation::run(shape, [&] { kernel(static_cast<Parameters>(arguments)...); });
+  emulation::give(shape, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #endif
 }
 

@@ -1,19 +1,26 @@
-// What launch.h asks of the CUDA runtime, and cuBLAS: the CUDA library's side.
+// What launch.h and runtime.h ask of the CUDA runtime and driver, and cuBLAS: the CUDA library's side.
 #include "espalier/ops/cuda/runtime.h"
 
 #include <cublas_v2.h>
+#include <cuda.h>
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/products.h"
+#include "espalier/ops/cuda/start.h"
 
 namespace espalier::cuda {
 namespace {
 
 struct Work {
-  cudaStream_t stream = nullptr;
+  int index = 0;
+  cudaStream_t stream = nullptr, copy_stream = nullptr;
+  std::vector<cudaEvent_t> events;
+  std::vector<Event> free_events;
   cublasHandle_t cublas = nullptr;
   void* cublas_workspace = nullptr;
 };
@@ -33,6 +40,28 @@ cudaDataType_t type_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? CUDA_R_64F : dtype == at::kFloat ? CUDA_R_32F : CUDA_R_16BF;
 }
 
+// Functions of the driver, found through the runtime: the library loads where there is no driver.
+template <class Function>
+Function* driver(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  expect_success(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found), name);
+  ESPALIER_INTERNAL(found == cudaDriverEntryPointSuccess, name);
+  return reinterpret_cast<Function*>(entry);
+}
+#define ESPALIER_DRIVER(name, ...)                                                  \
+  do {                                                                              \
+    static auto* const entry = driver<decltype(name)>(#name);                       \
+    const CUresult result = entry(__VA_ARGS__);                                     \
+    expect_success(result == CUDA_SUCCESS               ? cudaSuccess               \
+                   : result == CUDA_ERROR_OUT_OF_MEMORY ? cudaErrorMemoryAllocation \
+                                                        : cudaErrorUnknown,         \
+                   #name);                                                          \
+  } while (false)
+
+cudaStream_t stream_of(Queue queue) { return queue == Queue::copy ? work().copy_stream : work().stream; }
+cudaEvent_t event_of(Event event) { return work().events.at(static_cast<std::size_t>(event)); }
+
 }  // namespace
 
 void expect_success(cudaError_t status, const char* what) {
@@ -46,8 +75,10 @@ void expect_success(cudaError_t status, const char* what) {
 
 // Scratch comes from the driver's pool, which keeps what it has had: a step takes nothing anew.
 void start(int index) {
+  work().index = index;
   expect_success(cudaSetDevice(index), "cudaSetDevice");
-  expect_success(cudaStreamCreateWithFlags(&work().stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (cudaStream_t* const stream : {&work().stream, &work().copy_stream})
+    expect_success(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
   cudaMemPool_t pool = nullptr;
   expect_success(cudaDeviceGetDefaultMemPool(&pool, index), "cudaDeviceGetDefaultMemPool");
   std::uint64_t keep = ~std::uint64_t{0};
@@ -61,6 +92,80 @@ void start(int index) {
                     work().cublas,
                     static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)),
                 "cublasSetMathMode");
+}
+
+Event record(Queue queue) {
+  std::vector<cudaEvent_t>& events = work().events;
+  std::vector<Event>& free = work().free_events;
+  if (free.empty()) {
+    free.push_back(static_cast<Event>(events.size()));
+    expect_success(cudaEventCreate(&events.emplace_back()), "cudaEventCreate");
+  }
+  const Event event = free.back();
+  free.pop_back();
+  expect_success(cudaEventRecord(event_of(event), stream_of(queue)), "cudaEventRecord");
+  return event;
+}
+void wait(Queue queue, Event event) {
+  expect_success(cudaStreamWaitEvent(stream_of(queue), event_of(event), 0), "cudaStreamWaitEvent");
+}
+void synchronize(Event event) { expect_success(cudaEventSynchronize(event_of(event)), "the work on the GPU"); }
+void forget(Event event) { work().free_events.push_back(event); }
+double seconds_between(Event begin, Event end) {
+  float milliseconds = 0;
+  expect_success(cudaEventElapsedTime(&milliseconds, event_of(begin), event_of(end)), "cudaEventElapsedTime");
+  return 1e-3 * static_cast<double>(milliseconds);
+}
+
+void copy(Queue queue, void* to, const void* from, std::size_t bytes) {
+  if (bytes > 0) expect_success(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(queue)), "a copy");
+}
+void copy_rows(Queue queue, const CopiedRows& c) {
+  if (c.rows == 1) return copy(queue, c.to, c.from, c.width);
+  expect_success(
+      cudaMemcpy2DAsync(c.to, c.to_stride, c.from, c.from_stride, c.width, c.rows, cudaMemcpyDefault, stream_of(queue)),
+      "a copy of rows");
+}
+
+void* take_pinned(std::size_t bytes) {
+  void* memory = nullptr;
+  expect_success(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), "pinned memory of the host");
+  return memory;
+}
+void give_back_pinned(void* memory) { cudaFreeHost(memory); }
+
+std::int64_t page_bytes() { return std::int64_t{32} << 20; }  // a multiple of every GPU's granularity (2 MiB)
+std::byte* reserve_addresses(std::int64_t bytes) {
+  CUdeviceptr address = 0;
+  ESPALIER_DRIVER(cuMemAddressReserve, &address, static_cast<std::size_t>(bytes), 0, 0, 0);
+  return reinterpret_cast<std::byte*>(address);
+}
+void give_back_addresses(std::byte* memory, std::int64_t bytes) {
+  ESPALIER_DRIVER(cuMemAddressFree, reinterpret_cast<CUdeviceptr>(memory), static_cast<std::size_t>(bytes));
+}
+Page take_page() {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, work().index};
+  CUmemGenericAllocationHandle page = 0;
+  ESPALIER_DRIVER(cuMemCreate, &page, static_cast<std::size_t>(page_bytes()), &properties, 0);
+  return page;
+}
+void give_back_page(Page page) { ESPALIER_DRIVER(cuMemRelease, page); }
+void map_page(Page page, std::byte* at) {
+  const auto address = reinterpret_cast<CUdeviceptr>(at);
+  const auto size = static_cast<std::size_t>(page_bytes());
+  const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, work().index}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  ESPALIER_DRIVER(cuMemMap, address, size, 0, page, 0);
+  ESPALIER_DRIVER(cuMemSetAccess, address, size, &access, 1);
+}
+void unmap_page(Page, std::byte* at) {
+  ESPALIER_DRIVER(cuMemUnmap, reinterpret_cast<CUdeviceptr>(at), static_cast<std::size_t>(page_bytes()));
+}
+std::int64_t free_memory() {
+  std::size_t free = 0, total = 0;
+  expect_success(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return static_cast<std::int64_t>(free);
 }
 
 Stream stream() { return work().stream; }

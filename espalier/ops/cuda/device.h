@@ -1,0 +1,89 @@
+// A GPU as a device (device/device.h), over what runtime.h offers.
+//
+// Operations run in the compute stream, in order. Copies to the host run in the copy stream behind the work that they
+// read; what comes from the host is staged in pinned memory, so that nobody waits for its copy. Reserved addresses are
+// the driver's: pages come when a tensor is first viewed in them, and those that were given back serve again once the
+// work that used them has run, so that giving back waits for nothing.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "espalier/device/device.h"
+#include "espalier/ops/cuda/runtime.h"
+
+namespace espalier::cuda {
+
+// Pinned memory that grows.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  std::byte* of(std::size_t bytes);  // what it held may be lost
+
+ private:
+  void* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class CudaDevice : public Device {
+ public:
+  CudaDevice(const Operations& operations, std::string_view name) : Device(operations), name_(name) {}
+
+  std::string_view name() const override { return name_; }
+  void synchronize() override;
+  std::int64_t free_bytes() override;
+  double seconds() override;
+  Moment moment() override;
+  double seconds_between(const Moment& begin, const Moment& end) override;
+  std::byte* reserve(std::int64_t bytes) override;
+  void release(std::byte* memory, std::int64_t bytes) override;
+  void give_back(std::byte* memory, std::int64_t bytes) override;
+  void copy_out(const std::byte* memory, std::int64_t bytes, std::byte* host) override;
+  void copy_in(const std::byte* host, std::int64_t bytes, std::byte* memory) override;
+  std::byte* take_host_memory(std::int64_t bytes) override;
+  void give_back_host_memory(std::byte* memory, std::int64_t bytes) override;
+  at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) override;
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
+  at::Tensor to_host(const at::Tensor& tensor) override;
+  at::Tensor host_room(const at::Tensor& tensor) override;
+  void to_device(const at::Tensor& host, const at::Tensor& tensor) override;
+  at::Tensor adopt(const at::Tensor& host) override;
+
+ private:
+  // One of the blocks that values wait in until their copy to the device has run.
+  struct Staging {
+    PinnedMemory memory;
+    Event copied = kNoEvent;
+  };
+  struct Range {
+    std::vector<Page> pages;  // kNoPage: none is there
+  };
+  // A page that work given before it was given back may still use.
+  struct Leaving {
+    Page page;
+    std::byte* at;
+    Event used;
+  };
+
+  std::byte* staged(std::size_t bytes);
+  void sent();
+  void wait_and_forget(Event event);
+  std::pair<std::byte*, Range*> range_of(const std::byte* memory);
+  void map_pages(const std::byte* memory, std::int64_t bytes);
+  Page next_page();
+  void free_leaving();
+
+  std::string_view name_;
+  std::array<Staging, 2> staging_;
+  std::size_t turn_ = 0;
+  PinnedMemory landing_;  // of values on their way to the host
+  std::map<std::byte*, Range> ranges_;
+  std::deque<Leaving> leaving_;
+};
+
+}  // namespace espalier::cuda

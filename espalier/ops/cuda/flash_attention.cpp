@@ -1,0 +1,138 @@
+// FlashAttention-2 of ATen as the calls that attention is composed of (ops/flash/composed.h).
+//
+// ATen's operations are called through its dispatcher, which is in the libraries that this program has; the kernels
+// come with libtorch_cuda.so, which is opened when they are asked for.
+#include "espalier/ops/cuda/flash_attention.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include "espalier/base/error.h"
+#include "espalier/ops/cuda/launch.h"
+#include "espalier/ops/cuda/operations.h"
+#include "espalier/ops/flash/composed.h"
+
+namespace espalier::cuda {
+namespace {
+
+std::int8_t gpu = 0;  // the one of this process
+
+// ATen's work goes to the stream of this run's.
+class OnOurStream {
+ public:
+  OnOurStream()
+      : guard_(at::kCUDA),
+        before_(guard_.exchangeStream(
+            c10::Stream(c10::Stream::UNSAFE, at::Device(at::kCUDA, gpu), reinterpret_cast<c10::StreamId>(stream())))) {}
+  ~OnOurStream() { guard_.exchangeStream(before_); }
+  OnOurStream(const OnOurStream&) = delete;
+  OnOurStream& operator=(const OnOurStream&) = delete;
+
+ private:
+  c10::impl::VirtualGuardImpl guard_;
+  c10::Stream before_;
+};
+
+// The gradient of queries is summed in one order, at the price of memory.
+class Deterministic {
+ public:
+  Deterministic() : before_(at::globalContext().deterministicAlgorithms()) {
+    at::globalContext().setDeterministicAlgorithms(true, at::globalContext().deterministicAlgorithmsWarnOnly());
+  }
+  ~Deterministic() {
+    at::globalContext().setDeterministicAlgorithms(before_, at::globalContext().deterministicAlgorithmsWarnOnly());
+  }
+  Deterministic(const Deterministic&) = delete;
+  Deterministic& operator=(const Deterministic&) = delete;
+
+ private:
+  bool before_;
+};
+
+class Flash2 final : public FlashKernels {
+ public:
+  bool takes(at::ScalarType dtype, std::int64_t head_dim) const override {
+    return dtype == at::kBFloat16 && head_dim % 8 == 0 && head_dim <= 256;
+  }
+  at::Tensor seen(const at::Tensor& tensor) const override {
+    const at::Device device(at::kCUDA, gpu);
+    return at::for_blob(tensor.data_ptr(), tensor.sizes())
+        .strides(tensor.strides())
+        .target_device(device)
+        .options(tensor.options().device(device))
+        .make_tensor();
+  }
+  std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override {
+    std::vector<std::int32_t> values(static_cast<std::size_t>(whole_numbers.numel()));
+    copy_to_host(values.data(), whole_numbers.data_ptr(), values.size() * sizeof(std::int32_t));
+    return values;
+  }
+  at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override {
+    return at::tensor(whole_numbers, at::kInt).to(at::Device(at::kCUDA, gpu));
+  }
+
+  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
+    const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), {}, {}, q.size(0), k.size(0), 0.0, false, false, scale);
+    return {out.squeeze(0), lse.squeeze(0)};
+  }
+  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const FlashSquares& squares,
+                 double scale) const override {
+    const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
+        q, k, v, squares.begin_S1, squares.begin_S1, squares.longest, squares.longest, 0.0, true, false, scale);
+    return {out, lse};
+  }
+  Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               double scale) const override {
+    const Deterministic deterministic;
+    const auto one = [](const at::Tensor& x) { return x.unsqueeze(0); };
+    const at::Tensor unused = no_dropout(q);
+    const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
+        one(saved.grad_out), one(q), one(k), one(v), one(saved.out), one(saved.lse.contiguous()), {}, {}, q.size(0),
+        k.size(0), 0.0, false, unused, unused, scale);
+    return {grad_q.squeeze(0), grad_k.squeeze(0), grad_v.squeeze(0)};
+  }
+  Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const FlashSquares& squares, double scale) const override {
+    const Deterministic deterministic;
+    const at::Tensor unused = no_dropout(q);
+    const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
+        saved.grad_out, q, k, v, saved.out, saved.lse.contiguous(), squares.begin_S1, squares.begin_S1, squares.longest,
+        squares.longest, 0.0, true, unused, unused, scale);
+    return {grad_q, grad_k, grad_v};
+  }
+
+ private:
+  static at::Tensor no_dropout(const at::Tensor& like) { return at::empty({2}, like.options().dtype(at::kLong)); }
+};
+
+const Flash2& kernels() {
+  static const Flash2 one;
+  return one;
+}
+
+void attention(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
+  if (!composes(kernels(), problem, out.scalar_type())) return attention_operations().attention(problem, out, lse);
+  const OnOurStream on_our_stream;
+  composed_attention(kernels(), problem, out, lse);
+}
+
+void add_attention_backward(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse,
+                            const at::Tensor& grad_out, const AttentionGradients& gradients) {
+  if (!composes(kernels(), problem, out.scalar_type()))
+    return attention_operations().add_attention_backward(problem, out, lse, grad_out, gradients);
+  const OnOurStream on_our_stream;
+  add_composed_attention_backward(kernels(), problem, out, lse, grad_out, gradients);
+}
+
+}  // namespace
+
+AttentionOperations open_flash_attention(int index) {
+  if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr)
+    throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", dlerror(), "use --attention own"});
+  gpu = static_cast<std::int8_t>(index);
+  return {attention, add_attention_backward};
+}
+
+}  // namespace espalier::cuda

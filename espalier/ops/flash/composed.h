@@ -1,0 +1,85 @@
+// Shared-prefix attention (ops/attention.h) composed of calls of a library's FlashAttention: rectangles, in which every
+// query sees every key, and causal squares, whose queries are at the rows of their keys. So it makes no difference from
+// which corner a library counts the diagonal.
+//
+//   lse_i = log sum_c exp lse_ic ;  out_i = sum_c exp(lse_ic - lse_i) out_ic     over the calls c of row i
+//
+// The gradients of a call that is given the merged out and lse are those through its keys (docs/mathematics.md).
+//
+// Shapes: T rows, P rows of the path, n queries, m keys, H query heads, J key/value heads, D head size.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "espalier/ops/attention.h"
+
+namespace espalier {
+
+// Rows in squares behind each other: square s is rows [begin[s], begin[s + 1]).
+struct FlashSquares {
+  std::vector<std::int32_t> begin;
+  at::Tensor begin_S1;  // the same, int32, where the library reads it
+  std::int64_t longest = 0;
+};
+
+// What a library offers, on one device. Queries [n, H, D], keys and values [m, J, D], in rows at a stride; lse [H, n],
+// natural logarithm, in the accumulator dtype. What comes back is new.
+class FlashKernels {
+ public:
+  struct Result {
+    at::Tensor out, lse;
+  };
+  struct Saved {
+    at::Tensor grad_out, out, lse;  // of the whole attention
+  };
+  struct Gradients {
+    at::Tensor q, k, v;
+  };
+
+  virtual ~FlashKernels() = default;
+  virtual bool takes(at::ScalarType dtype, std::int64_t head_dim) const = 0;
+  // A tensor of the device as the library sees it: the same memory.
+  virtual at::Tensor seen(const at::Tensor& tensor) const = 0;
+  virtual std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const = 0;
+  virtual at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const = 0;
+
+  virtual Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const = 0;
+  virtual Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const FlashSquares& squares,
+                         double scale) const = 0;
+  virtual Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v, double scale) const = 0;
+  virtual Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                     const FlashSquares& squares, double scale) const = 0;
+};
+
+// Queries [begin, end) against all own keys [first, begin) that they see.
+struct FlashRectangle {
+  std::int64_t first, begin, end;
+};
+
+// The calls for own rows whose subtrees end at subtree_end: every pair of a row and a key that it sees is in one.
+struct FlashCalls {
+  FlashSquares squares;
+  std::vector<FlashRectangle> rectangles;
+};
+FlashCalls flash_calls(const std::vector<std::int32_t>& subtree_end);
+
+// Adds a call's result to what is merged: out [n, H, D] and lse [H, n] in the accumulator dtype, at first 0 and -inf.
+// Rows of the call that saw no keys have lse +inf, as FlashAttention-2 writes it, or -inf.
+void merge_result(const FlashKernels::Result& result, const at::Tensor& out, const at::Tensor& lse);
+
+// Whether the problem can be composed: heads and dtype that the library takes, a query at each own row.
+bool composes(const FlashKernels& kernels, const AttentionProblem& problem, at::ScalarType dtype);
+
+// The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that
+// tensor lives.
+void composed_attention(const FlashKernels& kernels, const AttentionProblem& problem, const at::Tensor& out_Q,
+                        const at::Tensor& lse_HQ);
+void add_composed_attention_backward(const FlashKernels& kernels, const AttentionProblem& problem,
+                                     const at::Tensor& out_Q, const at::Tensor& lse_HQ, const at::Tensor& grad_out_Q,
+                                     const AttentionGradients& gradients);
+
+}  // namespace espalier

@@ -1,0 +1,9 @@
+// libespalier_emulated.so: what `--device emulate` opens in the place of libespalier_cuda.so.
+#include "espalier/device/cuda_library.h"
+#include "tests/cuda/emulated_runtime.h"
+
+extern "C" espalier::Device* espalier_open_cuda_device(const espalier::GpuChoice& choice, std::string* problem) {
+  if (!choice.flash) return &espalier::testing::emulated_device();
+  *problem = "no FlashAttention-2 on processors";
+  return nullptr;
+}

@@ -1,0 +1,28 @@
+// CUDA's streams and memory on a processor (espalier/ops/cuda/runtime.h), as hostile as CUDA allows them to be.
+//
+// Work of a stream runs when somebody waits for it, no earlier, in its order; that of two streams in an order that a
+// seed decides and events allow: one as far ahead of the other as it can, or at random. Device memory cannot be touched
+// but by work that runs; memory given back cannot be touched by anybody. The target of a copy to the host is NaN until
+// the copy has run, and the source of one to the device is read when it runs. Pages hold NaN when they come.
+#pragma once
+
+#include <functional>
+
+#include "espalier/device/device.h"
+
+namespace espalier::testing {
+
+// Order of the streams from now on; what was given before runs first.
+void set_stream_seed(unsigned seed);
+// Work for the compute stream.
+void give_to_compute(std::function<void()> work);
+
+// The host code of a GPU over these streams, with the emulated kernels of espalier/ops/cuda.
+Device& emulated_device();
+// The same with the CPU's operations as work of the compute stream: fast, for what the host code does.
+Device& streamed_device();
+
+// A program that links this file runs on emulated_device() where ESPALIER_TEST_DEVICE is "emulated", and on
+// streamed_device() where it is "streamed".
+
+}  // namespace espalier::testing

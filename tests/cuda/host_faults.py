@@ -1,0 +1,102 @@
+"""Deliberate faults of the host code of a GPU: an event that is missing, a value that the host reads too early or
+directly, memory that is used again or freed too early. As in tests/mutation/faults.py; host_faults_test has each of
+them on, under many orders of the streams.
+"""
+
+from faults import Fault
+
+DEVICE = "ops/cuda/device.cpp"
+
+
+def fault(name, meaning, file="", text="", instead=""):
+    """Without a file: its switch stands in another one's text."""
+    return Fault(name, meaning, file, text, instead)
+
+
+def on(name):
+    return f'::espalier::mutation::active("{name}")'
+
+
+MISSING_EVENTS = [
+    fault("stored_before_computed", "the copy of a trunk's layer does not wait for its computation", DEVICE,
+          """  wait(Queue::copy, computed);
+  copy(Queue::copy, host, memory, static_cast<std::size_t>(bytes));
+  forget(computed);
+  wait_and_forget(record(Queue::copy));""",
+          f"""  if (!ON) wait(Queue::copy, computed);
+  copy(Queue::copy, host, memory, static_cast<std::size_t>(bytes));
+  forget(computed);
+  if (!{on("layer_stored_before_it_came")}) wait_and_forget(record(Queue::copy));"""),
+    fault("result_before_computed", "the copy of a result does not wait for its computation", DEVICE,
+          """  const Event computed = record(Queue::compute);
+  wait(Queue::copy, computed);
+  copy_rows(Queue::copy, {landing, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows});
+  forget(computed);
+  wait_and_forget(record(Queue::copy));""",
+          f"""  const Event computed = record({on("event_of_the_wrong_stream")} ? Queue::copy : Queue::compute);
+  const bool late = {on("waits_behind_the_copy")};
+  if (!ON && !late) wait(Queue::copy, computed);
+  copy_rows(Queue::copy, {{landing, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows}});
+  if (late) wait(Queue::copy, computed);
+  forget(computed);
+  if (!{on("host_reads_before_the_copy")})
+    wait_and_forget(record({on("host_waits_for_the_computation")} ? Queue::compute : Queue::copy));"""),
+    fault("event_of_the_wrong_stream", "the copy of a result waits for earlier copies"),
+    fault("waits_behind_the_copy", "the copy stream waits when the copy has been given"),
+    fault("values_in_the_copy_stream", "what the host hands over goes through the stream that operations do not wait for",
+          DEVICE, "copy_rows(Queue::compute, {to + row * layout.stride + at, layout.stride, block, width, width, rows});",
+          f"""copy_rows(ON ? Queue::copy : Queue::compute,
+              {{to + row * layout.stride + at, layout.stride,
+               {on("values_not_staged")} ? from + row * layout.width + at : block, width, width, rows}});"""),
+    fault("page_taken_again_unseen", "a page that goes and comes at its place is copied to while work still uses it",
+          DEVICE, "wait(Queue::copy, same->used);", "if (!ON) TEXT"),
+]
+
+HOST_READS = [
+    fault("host_reads_before_the_copy", "a result is read before its copy has run"),
+    fault("host_waits_for_the_computation", "a result is read when it is computed and not yet copied"),
+    fault("layer_stored_before_it_came", "a trunk's layer is written to the store before its copy has run"),
+    fault("host_reads_log_probs_directly", "log-probs are read in the device's memory", "objective/fused_head.cpp",
+          "return device_.to_host(block.series_2E);", "return ON ? block.series_2E : device_.to_host(block.series_2E);"),
+    fault("host_reads_the_norm_directly", "the gradient's norm is read in the device's memory", "optimizer/adamw.cpp",
+          "const at::Tensor on_host = device_.to_host(sum_N);",
+          "const at::Tensor on_host = ON ? sum_N : device_.to_host(sum_N);"),
+    fault("synchronizes_the_wrong_stream", "waiting for all work waits for copies alone", DEVICE,
+          "void CudaDevice::synchronize() { wait_and_forget(record(Queue::compute)); }",
+          "void CudaDevice::synchronize() { wait_and_forget(record(ON ? Queue::copy : Queue::compute)); }"),
+    fault("time_of_what_has_not_happened", "the seconds of a phase are asked for before it has ended", DEVICE,
+          "cuda::synchronize(end.event);", "if (!ON) TEXT"),
+]
+
+EARLY_REUSE = [
+    fault("staging_written_over", "values are staged in a block whose copy has not run", DEVICE,
+          "if (block.copied != kNoEvent) wait_and_forget(block.copied);",
+          "if (!ON && block.copied != kNoEvent) wait_and_forget(block.copied);"),
+    fault("staging_never_recorded", "nobody records that a block is on its way", DEVICE,
+          "staging_[turn_].copied = record(Queue::compute);",
+          f"""if (!ON) staging_[turn_].copied = record({on("staging_recorded_elsewhere")} ? Queue::copy : Queue::compute);"""),
+    fault("staging_recorded_elsewhere", "a block is taken again after an event of the other stream"),
+    fault("values_not_staged", "what the host hands over is read when the copy runs"),
+    fault("room_given_back_early", "a fetched chunk's buffer takes the next one before it is copied", DEVICE,
+          "copy(Queue::copy, memory, host, static_cast<std::size_t>(bytes));\n  wait_and_forget(record(Queue::copy));",
+          "copy(Queue::copy, memory, host, static_cast<std::size_t>(bytes));\n"
+          "  ON ? wait(Queue::compute, record(Queue::copy)) : wait_and_forget(record(Queue::copy));"),
+]
+
+EARLY_FREES = [
+    fault("page_leaves_early", "a page is taken elsewhere while work still uses it", DEVICE,
+          "wait_and_forget(oldest.used);", "if (!ON) TEXT"),
+    fault("addresses_freed_early", "reserved addresses go while work still uses them", DEVICE,
+          "  free_leaving();\n  ranges_.erase(memory);", "  if (!ON) free_leaving();\n  ranges_.erase(memory);"),
+    fault("first_page_of_others_freed", "the page that others use the beginning of is given back", DEVICE,
+          "std::int64_t page = ceil_div(offset, page_bytes());",
+          "std::int64_t page = ON ? offset / page_bytes() : ceil_div(offset, page_bytes());"),
+    fault("last_page_of_others_freed", "the page that others use the end of is given back", DEVICE,
+          "(page + 1) * page_bytes() <= offset + bytes;",
+          "(ON ? page * page_bytes() < offset + bytes : (page + 1) * page_bytes() <= offset + bytes);"),
+    fault("last_page_not_mapped", "a tensor's last page is not there", DEVICE,
+          "std::int64_t page = offset / page_bytes(); page * page_bytes() < offset + bytes; ++page",
+          "std::int64_t page = offset / page_bytes(); (page + (ON ? 1 : 0)) * page_bytes() < offset + bytes; ++page"),
+]
+
+FAULTS = [*MISSING_EVENTS, *HOST_READS, *EARLY_REUSE, *EARLY_FREES]

@@ -1,0 +1,50 @@
+// The CPU's operations as work of a queue: what is called runs when the queue runs it, with its arguments kept by
+// value.
+#pragma once
+
+#include "espalier/ops/cpu/operations.h"
+
+namespace espalier::testing {
+
+// Queue::give(std::function<void()>) takes the work.
+template <class Queue>
+class Late {
+ public:
+  // Every pointer of the table is set here: one left out would be the CPU's at that place, which faults on its first
+  // tensor.
+  static Operations operations() {
+    Operations o = cpu::operations();
+    using O = Operations;
+    make_late<&O::norm, &O::norm_again, &O::add_norm_backward, &O::rotate, &O::add_rotate_backward, &O::swiglu,
+              &O::swiglu_backward, &O::linear, &O::linear_onto, &O::linear_grad_input, &O::add_linear_grad_input,
+              &O::add_linear_grad_weight, &O::gather, &O::add_scatter, &O::scatter, &O::move_rows, &O::convert,
+              &O::zero_rows, &O::zero, &O::attention, &O::add_attention_backward, &O::logit_sums, &O::raise_maximum,
+              &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
+              &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
+              &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
+              &O::choose_tokens>(o);
+    return o;
+  }
+
+ private:
+  template <auto member>
+  struct One;
+  template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>
+  struct One<member> {
+    static void call(Arguments... arguments) {
+      Queue::give([=] { (cpu::operations().*member)(arguments...); });
+    }
+  };
+  template <auto... members>
+  static void make_late(Operations& operations) {
+    ((operations.*members = One<members>::call), ...);
+  }
+};
+
+template <class Queue>
+const Operations& late_operations() {
+  static const Operations all = Late<Queue>::operations();
+  return all;
+}
+
+}  // namespace espalier::testing

@@ -1,0 +1,35 @@
+"""Gradients do not depend on where a step runs and on whose attention kernels: ATen's FlashAttention on processors, and the host code of
+a GPU over emulated kernels, opened by the program as it opens the library of a real one."""
+
+import pytest
+from safetensors.torch import load_file
+
+from make_model import make_rollouts, write_records
+
+SEED = 47
+
+
+def gradients(espalier, model_of, folder, family, *options):
+    rollouts = write_records(make_rollouts(SEED), folder / "rollouts.jsonl")
+    espalier("train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--schedule", "phased", "--token-budget", "24",
+             "--out", folder / "out", "--overwrite", "--gradients", folder / "gradients.safetensors", *options)
+    return load_file(folder / "gradients.safetensors")
+
+
+@pytest.mark.parametrize("options", [("--attention", "flash"), ("--device", "emulate")], ids=" ".join)
+def test_gradients_are_those_of_own_kernels_on_processors(options, espalier, program, model_of, tmp_path):
+    if "emulate" in options and not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    want = gradients(espalier, model_of, tmp_path, "qwen3_tied")
+    got = gradients(espalier, model_of, tmp_path, "qwen3_tied", *options)
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= 1e-10 * value.norm(), name
+
+
+def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
+    if (program.parent / "libespalier_emulated.so").exists():
+        refused = espalier("selftest", "--device", "emulate", "--attention", "flash", expect=8).stderr
+        assert "no FlashAttention-2 on processors" in refused
+    else:
+        assert "libespalier_emulated.so" in espalier("selftest", "--device", "emulate", expect=8).stderr

@@ -1,0 +1,62 @@
+// Attention composed of calls of a library's FlashAttention, with ATen's of processors.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <set>
+
+#include "espalier/ops/flash/composed.h"
+#include "espalier/prove/operation_check.h"
+
+namespace espalier {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+TEST(FlashAttention, GivesTheAnswerOfTheOwnKernelsInFloat64) {
+  for (const OperationCase& each : attention_cases()) {
+    if (each.sizes.starts_with("1 rows, path 0")) continue;  // a row that sees itself alone: its gradients are rounding
+    for (const DType dtype : {DType::float64, DType::float32}) {
+      const OperationCheck check = check_operation(flash_cpu_device(), each, dtype);
+      EXPECT_TRUE(check.pass()) << check.operation << ", " << check.sizes << ", " << name_of(dtype) << ": off by "
+                                << check.error << ", allowed " << check.allowed;
+    }
+  }
+}
+
+// A path of 1 with three children, one of which has two again; and every pair that is seen is in one call, once.
+TEST(FlashAttention, CallsHoldEveryPairOnce) {
+  const std::vector<std::int32_t> end{9, 3, 3, 7, 6, 6, 7, 9, 9};
+  const auto rows = static_cast<std::int32_t>(end.size());
+  std::multiset<std::pair<std::int64_t, std::int64_t>> seen, called;
+  for (std::int32_t i = 0; i < rows; ++i)
+    for (std::int32_t j = 0; j <= i; ++j)
+      if (i < end[static_cast<std::size_t>(j)]) seen.insert({i, j});
+  const FlashCalls calls = flash_calls(end);
+  for (std::size_t s = 0; s + 1 < calls.squares.begin.size(); ++s)
+    for (std::int64_t i = calls.squares.begin[s]; i < calls.squares.begin[s + 1]; ++i)
+      for (std::int64_t j = calls.squares.begin[s]; j <= i; ++j) called.insert({i, j});
+  for (const auto& [first, begin, last] : calls.rectangles)
+    for (std::int64_t i = begin; i < last; ++i)
+      for (std::int64_t j = first; j < begin; ++j) called.insert({i, j});
+  EXPECT_EQ(called, seen);
+  EXPECT_EQ(calls.squares.longest, 2);
+}
+
+// FlashAttention-2 writes +inf and 0 for a row without keys; whatever else may stand there is nothing, too.
+TEST(FlashAttention, ARowWithoutKeysAddsNothing) {
+  const at::Tensor part = at::full({3, 1, 2}, 5.0, at::kDouble), out = at::zeros({3, 1, 2}, at::kDouble);
+  part[1].fill_(std::numeric_limits<double>::quiet_NaN());
+  const at::Tensor lse = at::full({1, 3}, -kInfinity, at::kDouble);
+  merge_result({part, at::tensor({0.5, kInfinity, -kInfinity}, at::kDouble).view({1, 3})}, out, lse);
+  EXPECT_TRUE(out.equal(at::tensor({5.0, 5.0, 0.0, 0.0, 0.0, 0.0}, at::kDouble).view({3, 1, 2}))) << out;
+  EXPECT_TRUE(lse.equal(at::tensor({0.5, -kInfinity, -kInfinity}, at::kDouble).view({1, 3}))) << lse;
+  const at::Tensor more = at::full({3, 1, 2}, 1.0, at::kDouble);
+  merge_result({more, at::tensor({0.5, -200.0, kInfinity}, at::kDouble).view({1, 3})}, out, lse);
+  const at::Tensor mean = at::tensor({3.0, 3.0, 1.0, 1.0, 0.0, 0.0}, at::kDouble).view({3, 1, 2});
+  EXPECT_LT((out - mean).abs().max().item<double>(), 4 * 0x1p-52) << out;  // a logarithm and an exponential
+  EXPECT_NEAR(lse[0][0].item<double>(), 0.5 + std::log(2.0), 1e-15);
+}
+
+}  // namespace
+}  // namespace espalier
