@@ -1,6 +1,7 @@
 """Changes of the kernels' sources, one at a time, each of which some test has to notice.
 
-    tests/cuda/mutate_kernels.py --build build [--count 6] [--seed 1]   as many, drawn at random; `make test` runs the first six
+    tests/cuda/mutate_kernels.py --build build                          those of mutation_sample.txt, as in `make test`
+    tests/cuda/mutate_kernels.py --build build --count 20 [--seed 1]    as many, drawn at random
     tests/cuda/mutate_kernels.py --build build --all [--file head.cu]   all of them; a survivor is printed as it is found
 
 A change is an operator for its opposite, a whole number for the next, a barrier or a jump left out. Its file is compiled
@@ -58,14 +59,10 @@ def mutated(source, mutation):
     return "".join(lines), lines[number].strip()
 
 
-def harmless():
+def listed_in(name):
     """{(file, changed line)}"""
-    listed = set()
-    for line in (HERE / "harmless_mutations.txt").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith(("#", "    ")):
-            file, changed = line.split(": ", 1)
-            listed.add((file, changed))
-    return listed
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return {tuple(line.split(": ", 1)) for line in lines if line and not line.startswith(("#", "    "))}
 
 
 def outcome(file, text, test, folder):
@@ -92,19 +89,26 @@ def main():
     parser.add_argument("--build", default="build")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--file", help="of the kernels, alone")
-    parser.add_argument("--count", type=int, default=6, help="of changes that compile and are not harmless")
+    parser.add_argument("--count", type=int, help="of changes that compile and are not harmless")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     build = (ROOT / arguments.build).resolve()
     test = build / "tests/cuda/cuda_operations_test"
     sources = {file: (KERNELS / file).read_text(encoding="utf-8") for file in TESTS_OF if arguments.file in (None, file)}
     everything = [(file, mutation) for file, source in sources.items() for mutation in mutations_of(source)]
-    known, counts, begun = harmless(), {"noticed": 0, "survived": 0, "invalid": 0, "harmless": 0}, time.monotonic()
-    if not arguments.all:
-        random.Random(arguments.seed).shuffle(everything)
+    known, sample = listed_in("harmless_mutations.txt"), listed_in("mutation_sample.txt")
+    counts, begun = {"noticed": 0, "survived": 0, "invalid": 0, "harmless": 0}, time.monotonic()
+    chosen = everything
+    if arguments.count:
+        random.Random(arguments.seed).shuffle(chosen)
+    elif not arguments.all:
+        chosen = [(file, mutation) for file, mutation in everything if (file, mutated(sources[file], mutation)[1]) in sample]
+        if len(chosen) != len(sample):
+            print(f"mutation_sample.txt has {len(sample)} changes, {len(chosen)} of them fit the kernels: the list has to follow them")
+            return 1
     with tempfile.TemporaryDirectory() as folder:
-        for file, mutation in everything:
-            if not arguments.all and counts["noticed"] + counts["survived"] == arguments.count:
+        for file, mutation in chosen:
+            if counts["noticed"] + counts["survived"] == arguments.count:
                 break
             text, line = mutated(sources[file], mutation)
             if (file, line) in known:
