@@ -115,20 +115,20 @@ def test_processes_write_what_one_writes(ranks, family, more, espalier, program,
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("axis", ["--dp", "--tp", "--cp", "--pp"])
-def test_scores_and_verdicts_of_processes(axis, espalier, program, model_of, rollouts, tmp_path):
+@pytest.mark.parametrize("axis, more", [("--dp", []), ("--dp", ["--shard", "full"]), ("--tp", []), ("--cp", []), ("--pp", [])])
+def test_scores_and_verdicts_of_processes(axis, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]
     espalier("score", *words, "--out", tmp_path / "alone.jsonl")
-    run = Ranks(program, 2, ["score", *words, "--out", tmp_path / "ranks.jsonl", axis, 2])
+    run = Ranks(program, 2, ["score", *words, "--out", tmp_path / "ranks.jsonl", axis, 2, *more])
     assert run.end() == [0, 0], run.stderr
     for ours, theirs in zip((tmp_path / "ranks.jsonl").open(), (tmp_path / "alone.jsonl").open(), strict=True):
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
-    run = Ranks(program, 2, ["verify", *words, axis, 2, "--json"])
+    run = Ranks(program, 2, ["verify", *words, axis, 2, *more, "--json"])
     assert run.end() == [0, 0], run.stderr
     assert json.loads(run.stdout[0])["verdict"] == "pass"
     words = ["bench", "--splits", "24/8", "--n", 4, "--repetitions", 1, "--dtype", "float64", *words[:2]]
     (alone,) = espalier(*words, "--json").json["cells"]
-    run = Ranks(program, 2, [*words, axis, 2, "--json"])
+    run = Ranks(program, 2, [*words, axis, 2, *more, "--json"])
     assert run.end() == [0, 0], run.stderr
     (cell,) = json.loads(run.stdout[0])["cells"]
     groups = 2 if axis == "--dp" else 1  # one for each rank
