@@ -42,11 +42,18 @@ def compiled(family):
     return out
 
 
+def smooth_loss_of(rollouts):
+    """Without a clip, whose side a rounding can change."""
+    generator = torch.Generator().manual_seed(5)
+    advantages = torch.randn(len(rollouts), generator=generator)
+    return lambda wave: -((wave.logprobs + .1 * wave.entropies) * advantages[wave.rollout]).sum() / 50
+
+
 def autocast(family):
     model, out = make(family, torch.float32), {}
     distance = lambda a, b: float((sum((a[n] - b[n]).square().sum() for n in b) / sum(g.square().sum() for g in b.values())).sqrt())
     for name, (rollouts, wave_tokens) in PLANS.items():
-        loss = loss_of(rollouts)
+        loss = smooth_loss_of(rollouts)
         dense_step(model, rollouts, loss)
         exact = gradients(model)
         with torch.autocast("cpu", torch.bfloat16):
@@ -109,7 +116,8 @@ def main():
     print("\n" + text)
     if arguments.write:
         write(text)
-    far = [(family, column) for family, of in found.items() for column, cases in of.items() if not max(cases.values()) <= ALLOWED.get(column, 1e-10)]
+    near = lambda column, cases: all(error <= ALLOWED.get(column, 1e-10) for error in cases.values())
+    far = [(family, column) for family, of in found.items() for column, cases in of.items() if not near(column, cases)]
     print("\ntoo far: " + ", ".join(map(" ".join, far)) if far else "\nall as near as promised")
     return bool(far)
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from conftest import ROOT
 from hf_combinations import AROUND, errors
-from hf_models import batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst
+from hf_models import FAMILIES, batch, dense_step, gradients, loss_of, make, run_ranks, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
 ROLLOUTS = batch()
@@ -18,6 +19,16 @@ def test_gradients_are_those_of_the_dense_step(family, around):
         pytest.importorskip("peft")
     found = errors(AROUND[around](family), {"trees": (ROLLOUTS, 30)})
     assert max(found.values()) <= 1e-10, found
+
+
+def test_the_tables_of_the_docs_are_whole():
+    """bench/phased_errors.py made them: every family with everything around the model, within what is allowed."""
+    text = (ROOT / "docs/python.md").read_text().split("<!-- phased_errors -->\n")[1].split("<!-- end -->")[0]
+    tables = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in part.strip().splitlines()] for part in text.split("\n\n")]
+    assert tables[0][0][1:8] == [*AROUND, "compiled"] and [row[0] for row in tables[0][2:]] == list(FAMILIES)
+    for head, _, *rows in tables:
+        for row in rows:
+            assert all(float(cell) <= (2 if column == "autocast" else 1e-10) for column, cell in zip(head[1:], row[1:], strict=True)), row
 
 
 def test_what_an_adapter_trains():
