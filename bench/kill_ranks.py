@@ -29,7 +29,7 @@ from make_model import groups_of_four, make_model, write_records  # noqa: E402
 
 LAYOUTS = [["--dp", "2"], ["--tp", "2"], ["--cp", "2"], ["--pp", "2"], ["--dp", "2", "--shard", "optimizer"], ["--tp", "2", "--dp", "2"]]
 TIMEOUT = 10  # seconds
-SLACK = 10  # to notice, tell and end, on a busy machine
+SLACK = 30  # to notice, tell and end, on a busy machine
 
 
 def start(program, ranks, words):

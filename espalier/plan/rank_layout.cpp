@@ -37,6 +37,7 @@ class StageWalk {
     }
     idle += seconds_of_waiting(stage_of(nullptr, plan.items), stages_);
     const Load& most = *std::ranges::max_element(load_, {}, &Load::seconds);
+    busiest = &most - load_.data();
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
     const PathBytes path = bytes_.path(plan.max_path_rows, plan.path_layers_awake);
@@ -45,7 +46,8 @@ class StageWalk {
                         path);
   }
 
-  double seconds = 0, idle = 0, flops = 0;  // of the busiest rank of cp
+  std::int64_t busiest = 0;                 // rank of cp
+  double seconds = 0, idle = 0, flops = 0;  // of it
   double flops_of_all = 0;                  // of all ranks of tp and cp
   PhasePeaks peaks;
 
@@ -140,19 +142,6 @@ std::vector<std::int64_t> asked_ranks(const std::vector<std::vector<PrefixTree>>
   return {std::ranges::max_element(load) - load.begin()};
 }
 
-// Of the rank of cp that communicates longest.
-PlannedTraffic traffic_of(const LocalShape& stage, std::span<const StepPlan* const> plans,
-                          std::span<const Rollout> rollouts, const PlanOptions& options,
-                          const MachineProfile& profile) {
-  PlannedTraffic most;
-  for (Place place = stage.place(); place.cp < stage.degrees().cp; ++place.cp) {
-    const LocalShape rank(stage.whole(), stage.degrees(), place);
-    PlannedTraffic traffic = Communication(rank, options.dtype, options.kind, profile).of(plans, rollouts);
-    if (traffic.seconds >= most.seconds) most = traffic;
-  }
-  return most;
-}
-
 void add_rank(LayoutPlan& layout, const StepForecast& forecast, std::int64_t dp, std::int64_t trees) {
   for (RankCost rank : forecast.stages) {
     rank.dp = dp, rank.trees = trees;
@@ -206,8 +195,9 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
       cost.cost.seconds = walk.seconds, cost.cost.flops = walk.flops, cost.cost.bytes = walk.peaks;
       cost.flops_of_all = walk.flops_of_all;
       out.idle = std::max(out.idle, walk.idle);
+      place.cp = walk.busiest;
     }
-    cost.traffic = traffic_of(stage, plans, rollouts, options, profile);
+    cost.traffic = Communication({rank.whole(), d, place}, options.dtype, options.kind, profile).of(plans, rollouts);
     out.compute = std::max(out.compute, cost.cost.seconds);
     out.communication = std::max(out.communication, cost.traffic.seconds);
     out.stages.push_back(std::move(cost));
