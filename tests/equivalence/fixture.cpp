@@ -286,9 +286,9 @@ PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtyp
   const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
   const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_rows_choose = routers};
   const ActivationBytes bytes(shape_of(c), dtype, kind);
-  const std::int64_t beside =
-      bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) + bytes.in_flight(plan.chosen.stored_bytes) +
-      bytes.in_flight(plan.chosen.path_stored_bytes);
+  const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) +
+                              bytes.in_flight(plan.chosen.stored_bytes) +
+                              bytes.in_flight(plan.chosen.path_stored_bytes);
   PhasePeaks arena = plan.chosen.bytes;
   for (std::int64_t* phase : {&arena.a, &arena.b, &arena.c})
     if (*phase != 0) *phase -= beside;
