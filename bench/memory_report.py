@@ -27,15 +27,17 @@ def trunk_states():
         prompts = sorted({row["prompt"] for row in of_shape})
         lines += [f"`{PYTHON} bench/trunk_state.py --prompts {','.join(map(str, prompts))} --layers {layers} --heads {heads} --head-dim {head_dim}` on "
                   f"{about(of_shape[-1])}: responses of {of_shape[0]['response']} tokens, N = {of_shape[0]['n']}, one rollout a wave, MiB of the arena "
-                  "(activations, path, gradients of keys and values). Seconds were taken while others used the machine.", "",
-                  "| prompt | | A | B | C | B against dense | seconds |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+                  "(activations, path, gradients of keys and values). Seconds: predicted, and of processors where they were counted.", "",
+                  "| prompt | | A | B | C | B against dense | predicted seconds | CPU seconds |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
         for prompt in prompts:
             cells = {row["case"]: row for row in of_shape if row["prompt"] == prompt}
             for case, row in cells.items():
                 bytes_of = row["arena_bytes"]
                 peaks = " | ".join(f"{bytes_of[phase] / MEBI:.1f}" if bytes_of[phase] else "" for phase in "ABC")
                 less = f"{100 * (bytes_of['B'] / cells['dense']['arena_bytes']['B'] - 1):+.0f} %" if case != "dense" else ""
-                lines += [f"| {prompt:,} | {case} | {peaks} | {less} | {row['seconds']['total']:.1f} |"]
+                lines += [f"| {prompt:,} | {case} | {peaks} | {less} | {row['predicted']['seconds']:.1f} | "
+                          f"{row['cpu_seconds']:.1f} |" if "cpu_seconds" in row else
+                          f"| {prompt:,} | {case} | {peaks} | {less} | {row['predicted']['seconds']:.1f} | |"]
         lines += [""]
     return lines
 

@@ -4,11 +4,13 @@
                                 [--head-dim 32] [--threads 0] [--keep]
 
 One group, one step, one rollout a wave on both sides. Peaks are those of the arena (activations, path and gradients of keys and
-values), above weights, gradients and optimizer. With --keep a line for each case is appended to bench/results/trunk_state.jsonl.
+values), above weights, gradients and optimizer. Seconds are those of processors, of the whole process: what others do on the machine is not
+in them. With --keep a line for each case is appended to bench/results/trunk_state.jsonl.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import tempfile
 import time
@@ -23,6 +25,12 @@ CASES = [("dense", "dense", "auto"), ("phased, keep", "phased", "keep"), ("phase
          ("phased, offload", "phased", "offload")]
 
 
+def cpu_seconds():
+    """Of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def measure(options, folder, prompt, schedule, state):
     budget = options.response + (prompt if schedule == "dense" else 1)  # a prompt above it is a chain of trunks
     words = [options.program, "train", "--model", folder / "model", "--rollouts", folder / "rollouts.jsonl", "--out", folder / "out",
@@ -30,11 +38,13 @@ def measure(options, folder, prompt, schedule, state):
              "--wave-state", "keep", "--threads", options.threads, "--json", "--quiet"]
     if options.spill_dir:
         words += ["--spill-dir", options.spill_dir]
+    cpu_before = cpu_seconds()
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}\nended with {done.returncode}: {done.stderr[-600:]}")
+    used = cpu_seconds() - cpu_before
     step = json.loads(done.stdout)["steps"][0]
-    return {"arena_bytes": step["arena_bytes"], "seconds": step["seconds"], "grad_norm": step["grad_norm"],
+    return {"arena_bytes": step["arena_bytes"], "seconds": step["seconds"], "cpu_seconds": used, "grad_norm": step["grad_norm"],
             "peak_bytes": step["peak_bytes"], "predicted": step["predicted"]}
 
 
@@ -56,7 +66,7 @@ def main():
     width = 32 * options.heads
     shape = dict(MODEL, num_hidden_layers=options.layers, num_attention_heads=options.heads, head_dim=options.head_dim, hidden_size=width,
                  intermediate_size=3 * width)
-    print("| prompt | | A, MiB | B, MiB | C, MiB | B against dense | seconds | against keep |\n| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| prompt | | A, MiB | B, MiB | C, MiB | B against dense | CPU seconds | against keep |\n| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for prompt in map(int, options.prompts.split(",")):
         with tempfile.TemporaryDirectory(prefix="espalier-trunk-state-") as name:
             folder, rows = Path(name), {}
@@ -67,9 +77,9 @@ def main():
                 arena, dense = row["arena_bytes"], rows["dense"]["arena_bytes"]["B"]
                 kept = rows.get("phased, keep")
                 print(f"| {prompt} | {case} | " + " | ".join(f"{arena[phase] / MEBI:.1f}" if arena[phase] else "" for phase in "ABC") +
-                      f" | {100 * (arena['B'] / dense - 1):+.0f} % | {row['seconds']['total']:.2f} | "
-                      f"{row['seconds']['total'] / kept['seconds']['total']:.2f} |" if kept else
-                      f"| {prompt} | {case} | | {arena['B'] / MEBI:.1f} | | | {row['seconds']['total']:.2f} | |", flush=True)
+                      f" | {100 * (arena['B'] / dense - 1):+.0f} % | {row['cpu_seconds']:.2f} | "
+                      f"{row['cpu_seconds'] / kept['cpu_seconds']:.2f} |" if kept else
+                      f"| {prompt} | {case} | | {arena['B'] / MEBI:.1f} | | | {row['cpu_seconds']:.2f} | |", flush=True)
                 if options.keep:
                     with open(ROOT / "bench/results/trunk_state.jsonl", "a") as out:
                         out.write(json.dumps({**about, "prompt": prompt, "case": case, **row}) + "\n")
