@@ -134,7 +134,9 @@ def test_scores_and_verdicts_of_processes(axis, more, espalier, program, model_o
     groups = 2 if axis == "--dp" else 1  # one for each rank
     assert cell["gradient_error"] <= 1e-10
     for name in ("dense", "packed", "phased"):
-        assert cell["schedules"]["rows"][name] == groups * alone["schedules"]["rows"][name]
+        # Waves that are dealt to ranks of cp each repeat the prompt's last token.
+        more = cell["schedules"]["rows"][name] - groups * alone["schedules"]["rows"][name]
+        assert more == 0 or (axis == "--cp" and 0 < more < 4)
         # Of all ranks together; a share of rows may be a row more than a half.
         assert cell["schedules"]["flops"][name] == pytest.approx(groups * alone["schedules"]["flops"][name], rel=0.05)
         assert cell["schedules"]["predicted_seconds"][name] > 0
