@@ -38,7 +38,7 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
           {axis.name, "1", text_of(axis.degree),
            text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
   if (options.shard == Sharding::full && verb.letter == 'l')
-    throw UnsupportedError({"--shard", "none", name_of(options.shard),
+    throw UnsupportedError({"--shard", "none or optimizer", name_of(options.shard),
                             "every token that is sampled reads all weights, which would travel once a token"});
   if (options.shard != Sharding::optimizer) return;
   if (verb.letter != 't')

@@ -84,7 +84,7 @@ const std::vector<Wrong>& wrong_usage() {
       {{"train", "--model", "a", "--rollouts", "b"}, 2, "--out"},
       {{"train", "--model", "a", "--rollouts", "b", "--out", "c", "d"}, 2, "options only"},
       {{"train", "--model", "a", "--rollouts", "b", "--out", "c", "--tp", "2"}, 2, "torchrun --nproc-per-node 2"},
-      {{"train", "--model", "a", "--rollouts", "b", "--out", "c", "--shard", "full"}, 4, "--shard"},
+      {{"grpo", "--out", "c", "--shard", "full"}, 4, "--shard"},
       {{"verify", "--model", "a", "--rollouts", "b", "--dp", "3"}, 2, "torchrun --nproc-per-node 3"},
       {{"inspect"}, 2, "ROLLOUTS"},
       {{"convert", "a"}, 2, "IN OUT"},
