@@ -315,7 +315,7 @@ def test_a_rank_that_dies_before_they_meet_is_given_up(missing, program, trainin
     run.processes[missing].kill()
     began = time.monotonic()
     assert run.end()[1 - missing] == 7
-    assert time.monotonic() - began < 10 + 20  # ten seconds are waited for ranks that start
+    assert time.monotonic() - began < 2 * 10 + 20  # waited for ranks that start; torch's store tries again for as long
     assert run.stderr[1 - missing].count("communication error") == 1
 
 
