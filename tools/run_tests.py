@@ -176,18 +176,20 @@ def cpp_jobs(build, only, reports, level, others):
             continue
         cwd = property_of(test, "WORKING_DIRECTORY") or str(build)
 
-        def job(called, sets, more, test=test, cwd=cwd, **how):
+        def job(called, sets, more, selected=None, test=test, cwd=cwd, **how):
             report = reports / f"{called}.xml"
             environment = dict(os.environ, GTEST_OUTPUT=f"xml:{report}", GTEST_COLOR="no", **environment_of(sets), **more)
             environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the program: two binaries share the processors
-            return Job(called, test["command"], report, environment, cwd, **how)
+            # Behind a filter of the test's own, which it replaces.
+            command = test["command"] + ([f"--gtest_filter={selected}"] if selected else [])
+            return Job(called, command, report, environment, cwd, **how)
 
         one = {"OMP_NUM_THREADS": "1"} if threaded else {}
         jobs.append(job(name, level, one))
         for other in others if judged else []:
-            jobs.append(job(f"{name} ({other})", other, {**one, "GTEST_FILTER": judged}, repeated=True))
+            jobs.append(job(f"{name} ({other})", other, one, judged, repeated=True))
         if threaded:
-            jobs.append(job(f"{name} (all threads)", level, {"GTEST_FILTER": threaded}, repeated=True, alone=True))
+            jobs.append(job(f"{name} (all threads)", level, {}, threaded, repeated=True, alone=True))
     if not jobs:
         print("no C++ tests in this build folder (GoogleTest missing when it was configured?)")
     # The largest binaries run longest: they come first, and the short repetitions fill up at the end.
