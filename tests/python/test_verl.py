@@ -53,12 +53,13 @@ def test_gradients_losses_and_metrics_are_verl_s_own(results):
             assert case["nonzero"] > 0
 
 
-@pytest.mark.parametrize("case", ["vanilla", "fsdp1_vanilla"])
+@pytest.mark.parametrize("case", ["small_waves", "fsdp1_small_waves"])  # a plan without trunks would run a prompt once a wave
 def test_prompts_run_once(results, case):
     for rank in results:
         run, without = rank[case]["rows"]
         print(f"{run} rows run instead of {without}")
-        assert run < (without / 3 if len(results) == 1 else without / 2)
+        # Of two ranks each has fewer rollouts of a prompt, and its plan may run the start that two prompts share for each of them.
+        assert run < (without / 3 if len(results) == 1 else 2 * without / 3)
 
 
 STRATEGIES = ["", "fsdp1_", "fsdp1_own_parameters_"]
