@@ -113,12 +113,9 @@ std::string path_text(const StepPlan& plan) {
 // What was tried before the plan fitted, and what each would cost.
 std::string tried_text(const StepPlan& plan) {
   std::string out;
-  for (const TriedPlan& tried : plan.tried) {
-    const std::string line =
-        text_of("  ", pad(tried.what, -104), pad(format_seconds(tried.cost.seconds), 12),
-                pad(format_bytes(tried.cost.bytes.peak()), 12), tried.cost.fits ? "" : "  does not fit", "\n");
-    if (out.find(line) == out.npos) out += line;  // the search comes to some by more than one way
-  }
+  for (const TriedPlan& tried : plan.tried)
+    out += text_of("  ", pad(tried.what, -104), pad(format_seconds(tried.cost.seconds), 12),
+                   pad(format_bytes(tried.cost.bytes.peak()), 12), tried.cost.fits ? "" : "  does not fit", "\n");
   return out.empty() ? out : "\nTried to fit the budget: predicted time, peak bytes\n" + out;
 }
 

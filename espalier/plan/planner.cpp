@@ -137,9 +137,14 @@ bool Search::better(const Candidate& a, const Candidate& b) {
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
   const bool phased = schedule == Schedule::phased;
   const auto note = [&](const Candidate& candidate) {
-    tried.push_back(
-        {text_of("waves of ", budget, " rows", states_text(candidate.layout.items), path_text(candidate.layers_awake)),
-         candidate.cost});
+    const TriedPlan made{
+        text_of("waves of ", budget, " rows", states_text(candidate.layout.items), path_text(candidate.layers_awake)),
+        candidate.cost};
+    const auto same = [&](const TriedPlan& before) {
+      return before.what == made.what && before.cost.seconds == made.cost.seconds &&
+             before.cost.bytes.peak() == made.cost.bytes.peak();
+    };
+    if (std::ranges::none_of(tried, same)) tried.push_back(made);  // a soft limit often makes what a hard one does
   };
   Candidate best = build(schedule, {budget, soft, states_.of_trunks().front(), phased, options_.kind.cp});
   best.undegraded = true;
