@@ -8,15 +8,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <csignal>
 #include <cstdio>
-#include <iostream>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "cli/interrupt.h"
 #include "cli/program.h"
+#include "tests/hostile/cli/program_copy.h"
 
 namespace {
 
@@ -36,23 +35,12 @@ std::optional<Words> next_request(std::FILE* requests) {
   return request;
 }
 
-// Does not come back.
-void become_the_program(const Words& request) {
-  const int in = open("/dev/null", O_RDONLY), out = open(request[1].c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600),
-            err = open(request[2].c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (in < 0 || out < 0 || err < 0 || chdir(request[0].c_str()) != 0) _exit(126);
-  // What a script starts in the background ignores interrupts, and its children would.
-  for (const int interrupt : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(interrupt, SIG_DFL);
-  dup2(in, STDIN_FILENO), dup2(out, STDOUT_FILENO), dup2(err, STDERR_FILENO);
-  close(in), close(out), close(err);
-  espalier::cli::install_interrupt_handlers();
-  const int status = espalier::cli::run_program({request.begin() + 3, request.end()});
-  std::cout.flush();
-  std::fflush(nullptr);
-  _exit(status);  // without the end of torch's library, which takes longer than most runs
-}
+int open_to_write(const std::string& path) { return open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600); }
 
 }  // namespace
+
+using espalier::testing::become_the_program;
+using espalier::testing::enter_copy;
 
 int main(int argc, char** argv) {
   if (argc > 1) {
@@ -63,7 +51,11 @@ int main(int argc, char** argv) {
   std::FILE* const answers = fdopen(fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3), "w");
   while (const auto request = next_request(requests)) {
     const pid_t copy = fork();
-    if (copy == 0) become_the_program(*request);
+    if (copy == 0) {
+      enter_copy((*request)[0], open("/dev/null", O_RDONLY), open_to_write((*request)[1]),
+                 open_to_write((*request)[2]));
+      become_the_program({request->begin() + 3, request->end()});
+    }
     std::fprintf(answers, "%d\n", static_cast<int>(copy));
     std::fflush(answers);
     int status = 0;

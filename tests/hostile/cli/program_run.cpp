@@ -8,11 +8,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
-#include <iostream>
 #include <sstream>
 
-#include "cli/interrupt.h"
-#include "cli/program.h"
+#include "tests/hostile/cli/program_copy.h"
 
 namespace espalier::testing {
 namespace {
@@ -45,12 +43,7 @@ pid_t start_copy(const std::filesystem::path& where, int out_file, const std::st
     return pid;
   }
   const int err_file = open((where / kErr).c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  if (out_file < 0 || err_file < 0 || chdir(where.c_str()) != 0) _exit(126);
-  // A test run that a script started in the background ignores interrupts, and its children would.
-  for (const int interrupt : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(interrupt, SIG_DFL);
-  dup2(open(input.c_str(), O_RDONLY), STDIN_FILENO);
-  dup2(out_file, STDOUT_FILENO);
-  dup2(err_file, STDERR_FILENO);
+  enter_copy(where.string(), open((where / input).c_str(), O_RDONLY), out_file, err_file);
   become();
   _exit(127);
 }
@@ -83,13 +76,7 @@ Outcome Started::wait() {
 }
 
 Outcome run(const std::filesystem::path& where, const std::vector<std::string>& words) {
-  const auto become = [&] {
-    cli::install_interrupt_handlers();
-    const int code = cli::run_program(words);
-    std::cout.flush();
-    std::fflush(nullptr);
-    _exit(code);  // without the end of torch's library, which takes longer than most runs
-  };
+  const auto become = [&] { become_the_program(words); };
   return Started(where, start_copy(where, open_output(where / kOut, Output::caught), "/dev/null", become)).wait();
 }
 
