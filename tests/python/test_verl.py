@@ -58,8 +58,8 @@ def test_prompts_run_once(results, case):
     for rank in results:
         run, without = rank[case]["rows"]
         print(f"{run} rows run instead of {without}")
-        # Of two ranks each has fewer rollouts of a prompt, and its plan may run the start that two prompts share for each of them.
-        assert run < (without / 3 if len(results) == 1 else 2 * without / 3)
+        # FSDP1 recomputes trunks, so that its plan may leave a start alone that few rollouts of a rank share.
+        assert run < (without if case.startswith("fsdp1") else without / 3 if len(results) == 1 else without / 2)
 
 
 STRATEGIES = ["", "fsdp1_", "fsdp1_own_parameters_"]
