@@ -2,6 +2,7 @@
 
 #include <iomanip>
 
+#include "espalier/base/error.h"
 #include "espalier/base/units.h"
 
 namespace espalier::cli {
@@ -18,6 +19,10 @@ void print_profile(std::ostream& out, const StepProfile& profile) {
       out << "  at " << format_percent(profile.product_rate_share()) << " of the measured rate";
     out << '\n';
   }
+  for (const StepTraffic::OfAxis& axis : profile.collectives.by_axis())
+    out << "  " << std::left << std::setw(32) << text_of(axis.axis, ", ", axis.calls, " collectives") << std::right
+        << std::setw(10) << format_seconds(axis.seconds) << "  " << format_bytes(axis.bytes) << " given, "
+        << format_percent(axis.seconds > 0 ? axis.hidden / axis.seconds : 0) << " of the time beside other work\n";
 }
 
 }  // namespace espalier::cli

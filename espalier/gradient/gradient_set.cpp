@@ -9,13 +9,25 @@ GradientSet::GradientSet(const ParameterTable& table, const LocalShape& shape, a
     : table_(table),
       device_(device),
       flat_(device.allocate({table.kept_size()}, accumulator)),
-      rooms_(device.allocate({table.units().rooms + table.units().largest_part}, accumulator)),
+      rooms_(device.allocate({table.units().rooms + table.units().sums}, accumulator)),
       views_(view_model(flat_, rooms_, table, shape)) {
-  if (table.divided()) views_.keeper = &scattered_.emplace(table, flat_, rooms_, mesh, device);
+  if (table.divided())
+    views_.keeper = &scattered_.emplace(table, flat_, rooms_, mesh, device);
+  else if (mesh.replicas.size() > 1 || mesh.expert_replicas.size() > 1)
+    views_.keeper = &sums_.emplace(shape, flat_, mesh);
   zero();
 }
 
 void GradientSet::zero() { device_.operations().zero(flat_); }
+
+void GradientSet::begin_last_backward() {
+  if (sums_) sums_->begin_last_backward();
+}
+
+void GradientSet::finish_sums() {
+  if (sums_) sums_->finish();
+  if (scattered_) scattered_->finish();
+}
 
 at::Tensor GradientSet::kept(const Parameter& parameter) const {
   const Kept kept = table_.kept(parameter);

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "espalier/device/device.h"
+#include "espalier/gradient/replica_sums.h"
 #include "espalier/gradient/scattered_gradients.h"
 #include "espalier/model/model_views.h"
 #include "espalier/parallel/mesh.h"
@@ -26,6 +27,12 @@ class GradientSet {
   // Where several ranks hold a parameter and each has computed a share of its gradient (Shard::partial_gradient), makes
   // it the sum. Once a step, after the last backward; every rank of tp calls it.
   void add_shares(Group& tp);
+  // What comes next is this rank's last backward of the step: what it leaves behind is summed over replicas from then
+  // on, and nobody else may touch it before `finish_sums`.
+  void begin_last_backward();
+  // Every accumulator <- its sum over the ranks that hold the same weights. Every one of them calls it.
+  void finish_sums();
+  std::int64_t given_ahead() const { return sums_ ? sums_->given() : 0; }  // bytes, to sums begun before `finish_sums`
   ModelViews& views() { return views_; }
   Device& device() const { return device_; }
   const ParameterTable& table() const { return table_; }
@@ -39,6 +46,7 @@ class GradientSet {
   Device& device_;
   at::Tensor flat_, rooms_;
   std::optional<ScatteredGradients> scattered_;  // where weights are divided
+  std::optional<ReplicaSums> sums_;              // where others hold the same
   ModelViews views_;
 };
 

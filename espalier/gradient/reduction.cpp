@@ -1,6 +1,5 @@
 #include "espalier/gradient/reduction.h"
 
-#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -31,22 +30,11 @@ void add_tied_embedding(GradientSet& gradients, Group& pp, Device& device) {
   device.operations().add_scatter(others_VM, row_V, own_VM);
 }
 
-void sum_over_replicas(GradientSet& gradients, const Mesh& mesh) {
-  const at::Tensor& flat = gradients.flat();
-  const std::int64_t bucket = kBucketBytes / static_cast<std::int64_t>(flat.element_size());
-  const auto sum_run = [&](std::int64_t first, std::int64_t count, bool divided) {
-    Group& holders = divided ? mesh.expert_replicas : mesh.replicas;
-    for (std::int64_t begin = 0; begin < count; begin += bucket)
-      holders.add_over_ranks(flat.narrow(0, first + begin, std::min(bucket, count - begin)));
-  };
-  for_each_run(
-      gradients.table(), [&](const Parameter& p) { return p.shard.of_expert && mesh.degrees.ep > 1; }, sum_run);
-}
-
 }  // namespace
 
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh) {
-  if (!gradients.table().divided()) sum_over_replicas(gradients, mesh);
+  gradients.finish_sums();
+  gradients.add_shares(mesh.tp);
   add_tied_embedding(gradients, mesh.pp, gradients.device());
 }
 

@@ -1,5 +1,6 @@
 #include "espalier/gradient/scattered_gradients.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -17,19 +18,34 @@ ScatteredGradients::ScatteredGradients(const ParameterTable& table, at::Tensor k
   block.hand_over(device);
 }
 
+// One unit leaves at a time, and what stands where the next one is brought has left before.
 void ScatteredGradients::bring(std::int64_t what) {
-  for (const Unit& unit : table_.units().all)
-    if (unit.what == what && unit.divided()) device_.operations().zero(rooms_.narrow(0, unit.room, unit.whole()));
+  for (const Unit& unit : table_.units().all) {
+    if (unit.what != what || !unit.divided()) continue;
+    const auto is_in_room = [&](const Leaving& other) {
+      return other.unit->room < unit.room + unit.whole() && unit.room < other.unit->room + other.unit->whole();
+    };
+    if (std::ranges::any_of(leaving_, is_in_room)) finish();
+    device_.operations().zero(rooms_.narrow(0, unit.room, unit.whole()));
+  }
 }
 
 void ScatteredGradients::let_go(std::int64_t what) {
-  for (const Unit& unit : table_.units().all) {
-    if (unit.what != what || !unit.divided()) continue;
-    const at::Tensor sum = rooms_.narrow(0, table_.units().rooms, unit.part());
-    holders_of(unit, mesh_).scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum);
-    device_.operations().add_scatter(sum.unsqueeze(0), first_row_1_,
-                                     kept_.narrow(0, unit.place, unit.part()).unsqueeze(0));
+  finish();
+  for (const Unit& unit : table_.units().all)
+    if (unit.what == what && unit.divided())
+      leaving_.push_back({&unit, holders_of(unit, mesh_)
+                                     .start_scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum_of(unit),
+                                                        "gradient of " + name_of(unit))});
+}
+
+void ScatteredGradients::finish() {
+  for (Leaving& one : leaving_) {
+    one.sum.wait();
+    device_.operations().add_scatter(sum_of(*one.unit).unsqueeze(0), first_row_1_,
+                                     kept_.narrow(0, one.unit->place, one.unit->part()).unsqueeze(0));
   }
+  leaving_.clear();
 }
 
 }  // namespace espalier

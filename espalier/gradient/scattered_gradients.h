@@ -1,8 +1,10 @@
 // Gradients of weights that ranks divide (--shard full, plan/units.h): each item adds to those of a unit in a room, and
-// what it has added is summed over the ranks into the part that each keeps, before the next unit takes the room.
+// what it has added is summed over the ranks into the part that each keeps, while the next unit computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 #include "espalier/device/device.h"
 #include "espalier/model/parameters.h"
@@ -13,19 +15,29 @@ namespace espalier {
 
 class ScatteredGradients final : public UnitKeeper {
  public:
-  // `kept` and `rooms` as view_model takes them; behind the rooms is place for the largest part. Table and mesh must
+  // `kept` and `rooms` as view_model takes them; behind the rooms is place for the sums of a layer. Table and mesh must
   // outlive the object.
   ScatteredGradients(const ParameterTable& table, at::Tensor kept, at::Tensor rooms, const Mesh& mesh, Device& device);
 
   void bring(std::int64_t unit) override;
   void let_go(std::int64_t unit) override;
+  // What was let go is summed and kept.
+  void finish();
 
  private:
+  struct Leaving {
+    const Unit* unit;
+    Pending sum;
+  };
+
+  at::Tensor sum_of(const Unit& unit) const { return rooms_.narrow(0, table_.units().rooms + unit.sum, unit.part()); }
+
   const ParameterTable& table_;
   at::Tensor kept_, rooms_;
   at::Tensor first_row_1_;  // the number 0, on the device
   const Mesh& mesh_;
   Device& device_;
+  std::vector<Leaving> leaving_;  // what was let go last
 };
 
 }  // namespace espalier

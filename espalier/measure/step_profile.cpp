@@ -20,6 +20,19 @@ double layer_product_flops(const std::vector<PlanItem>& items, const LocalShape&
 
 }  // namespace
 
+std::vector<StepTraffic::OfAxis> StepTraffic::by_axis() const {
+  std::vector<OfAxis> axes;
+  for (const auto& event : events) {
+    auto axis = std::ranges::find(axes, event->axis, &OfAxis::axis);
+    if (axis == axes.end()) axis = axes.insert(axis, {event->axis});
+    ++axis->calls;
+    axis->bytes += event->bytes;
+    axis->seconds += event->seconds();
+    axis->hidden += event->hidden();
+  }
+  return axes;
+}
+
 StepProfile profile_of(const Timer& timer, double total, const StepPlan& plan, const LocalShape& rank, StepKind kind,
                        const MachineProfile& machine) {
   StepProfile profile;

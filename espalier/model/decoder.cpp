@@ -61,8 +61,9 @@ void Decoder::join_forward(Arena& arena) const {
   const ModelInput no_rows;
   NoSource nothing;
   if (is_first_stage()) weights_.bring(Unit::kEmbedding);
+  weights_.ask(0);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
-    weights_.bring(layer);
+    bring_layer(layer, layer + 1);
     if (joins_experts(layer)) join_experts_forward(context({no_rows, nothing, arena}, layer));
   }
   if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
@@ -72,15 +73,23 @@ void Decoder::join_backward(ModelViews& grads, Arena& arena) const {
   const ModelInput no_rows;
   NoSource nothing;
   const auto join = [&](std::int64_t unit) { grads.bring(unit), grads.let_go(unit); };
-  if (is_last_stage()) weights_.bring(Unit::kFinalNorm), join(Unit::kFinalNorm);
+  if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
+  weights_.ask(shape_.layers - 1);
+  if (is_last_stage()) join(Unit::kFinalNorm);
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    weights_.bring(layer);
+    bring_layer(layer, layer - 1);
     grads.bring(layer);
     if (joins_experts(layer))
       join_experts_backward(context({no_rows, nothing, arena}, layer), grads.layers[static_cast<std::size_t>(layer)]);
     grads.let_go(layer);
   }
   if (is_first_stage()) join(Unit::kEmbedding);
+}
+
+// The layer after it comes while this one computes.
+void Decoder::bring_layer(std::int64_t layer, std::int64_t next) const {
+  weights_.bring(layer);
+  if (next >= 0 && next < shape_.layers) weights_.ask(next);
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -91,8 +100,9 @@ void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const
 }
 
 void Decoder::enter(const ModelInput& input, const at::Tensor& stream_TM) const {
+  if (is_first_stage()) weights_.bring(Unit::kEmbedding);
+  weights_.ask(0);
   if (!is_first_stage()) return mesh_.pp.receive(stream_TM, mesh_.pp.rank() - 1);
-  weights_.bring(Unit::kEmbedding);
   device_.operations().look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
   mesh_.tp.add_over_ranks(stream_TM);
 }
@@ -109,12 +119,13 @@ void Decoder::leave(const ModelInput& input, const at::Tensor& stream_TM, const 
 at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                                    ModelViews& grads, const at::Tensor& grad_stream_OM,
                                    const at::Tensor& grad_stream_TM) const {
+  if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
+  weights_.ask(shape_.layers - 1);
   if (!is_last_stage()) {
     mesh_.pp.receive(grad_stream_TM, mesh_.pp.rank() + 1);
     return grad_stream_TM;
   }
   const Operations& ops = device_.operations();
-  weights_.bring(Unit::kFinalNorm);
   grads.bring(Unit::kFinalNorm);
   ops.zero(grad_stream_OM);
   if (input.outputs() > 0)
@@ -181,7 +192,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
   at::Tensor stream_TM = arena.take(stream, stream.stream_TM, dtype());
   enter(input, stream_TM);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
-    weights_.bring(layer);
+    bring_layer(layer, layer + 1);
     const LayerContext c = context(run, layer);
     LayerSaved saved;
     saved.stream_in_TM = stream_TM;
@@ -224,7 +235,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
   at::Tensor grad_stream =
       enter_backward(input, saved, grad_normed_OM, grads, held[declared.grad_stream_OM], grad_stream_TM);
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    weights_.bring(layer);
+    bring_layer(layer, layer - 1);
     grads.bring(layer);
     const LayerContext c = context(run, layer, &penalties);
     LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];

@@ -86,6 +86,7 @@ class Decoder {
   at::Tensor enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                             ModelViews& grads, const at::Tensor& grad_stream_OM,
                             const at::Tensor& grad_stream_TM) const;
+  void bring_layer(std::int64_t layer, std::int64_t next) const;
   void leave_backward(const ModelInput& input, const at::Tensor& grad_stream_TM, ModelViews& grads) const;
   // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const ModelInput& input) const;

@@ -1,12 +1,25 @@
 #include "espalier/model/gathered_weights.h"
 
+#include <utility>
+
 namespace espalier {
 
-void GatheredWeights::bring(std::int64_t what) {
+std::vector<Pending> GatheredWeights::start(std::int64_t what) {
+  std::vector<Pending> started;
   for (const Unit& unit : table_.units().all)
     if (unit.what == what && unit.divided())
-      holders_of(unit, mesh_)
-          .gather(kept_.narrow(0, unit.place, unit.part()), rooms_.narrow(0, unit.room, unit.whole()));
+      started.push_back(holders_of(unit, mesh_)
+                            .start_gather(kept_.narrow(0, unit.place, unit.part()),
+                                          rooms_.narrow(0, unit.room, unit.whole()), name_of(unit)));
+  return started;
+}
+
+void GatheredWeights::ask(std::int64_t what) { asked_ = what, coming_ = start(what); }
+
+void GatheredWeights::bring(std::int64_t what) {
+  const bool comes = !coming_.empty() && asked_ == what;
+  std::vector<Pending> gathers = comes ? std::exchange(coming_, {}) : start(what);
+  for (Pending& gather : gathers) gather.wait();
 }
 
 }  // namespace espalier

@@ -1,8 +1,11 @@
 // Weights that ranks divide (--shard full, plan/units.h), brought together unit by unit where somebody computes with
-// them. What stands in a room is taken over by the next unit that is brought there.
+// them. What stands in a room is taken over by the next unit that is brought there; layers have two, so that one comes
+// while the one before it computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 #include "espalier/model/parameters.h"
 #include "espalier/model/unit_keeper.h"
@@ -22,12 +25,17 @@ class GatheredWeights final : public UnitKeeper {
       : table_(table), kept_(std::move(kept)), rooms_(std::move(rooms)), mesh_(mesh) {}
 
   void bring(std::int64_t unit) override;
+  void ask(std::int64_t unit) override;
   void let_go(std::int64_t) override {}
 
  private:
+  std::vector<Pending> start(std::int64_t unit);
+
   const ParameterTable& table_;
   at::Tensor kept_, rooms_;
   const Mesh& mesh_;
+  std::int64_t asked_ = 0;       // the unit that is coming, if any is
+  std::vector<Pending> coming_;  // what it consists of
 };
 
 }  // namespace espalier

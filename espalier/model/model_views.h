@@ -39,10 +39,13 @@ struct ModelViews {
   at::Tensor final_norm_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
-  UnitKeeper* keeper = nullptr;      // of units that ranks divide; null: all views hold what they are at any time
+  UnitKeeper* keeper = nullptr;      // of what ranks divide, or sum; null: all views hold what they are at any time
 
   void bring(std::int64_t unit) const {
     if (keeper != nullptr) keeper->bring(unit);
+  }
+  void ask(std::int64_t unit) const {
+    if (keeper != nullptr) keeper->ask(unit);
   }
   void let_go(std::int64_t unit) const {
     if (keeper != nullptr) keeper->let_go(unit);

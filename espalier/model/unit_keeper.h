@@ -13,7 +13,10 @@ class UnitKeeper {
   // The views of a unit's weights hold what all ranks have of it, until another unit takes its room; those of its
   // gradients hold 0.
   virtual void bring(std::int64_t unit) = 0;
-  // Of gradients: what was added to the views since `bring` is summed over the ranks and added to what each keeps.
+  // Of weights: the unit is the next layer to be brought. Others compute meanwhile.
+  virtual void ask(std::int64_t) {}
+  // Of gradients: what was added to the views since `bring` is summed over the ranks and added to what each keeps, at
+  // the end of the step at the latest.
   virtual void let_go(std::int64_t unit) = 0;
 };
 

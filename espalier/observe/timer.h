@@ -18,6 +18,7 @@ class Timer {
   }
   explicit Timer(Clock clock = steady_seconds) : clock_(clock), began_(clock()), mark_(began_) {}
 
+  double began() const { return began_; }             // by its clock
   double total() const { return clock_() - began_; }  // since construction
   double seconds(std::string_view name) const;        // of a part so far; 0 for a name never used
   double rest() const;                                // total minus all parts

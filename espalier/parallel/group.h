@@ -9,11 +9,44 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "espalier/parallel/traffic_log.h"
+
 namespace espalier {
+
+// A collective that was started. Until wait() has returned its tensors are its own: nobody writes them, and nobody
+// reads what it overwrites. They outlive it.
+class [[nodiscard]] Pending {
+ public:
+  // As those who carry it see it.
+  class Work {
+   public:
+    virtual ~Work() = default;
+    virtual void wait() = 0;                    // Errors: CommunicationError
+    virtual double ended() const { return 0; }  // Timer::steady_seconds, once it was waited for; 0: nobody knows
+  };
+
+  Pending() = default;  // nothing is under way
+  explicit Pending(std::unique_ptr<Work> work, std::shared_ptr<CollectiveEvent> event = nullptr)
+      : work_(std::move(work)), event_(std::move(event)) {}
+  Pending(Pending&&) noexcept = default;
+  Pending& operator=(Pending&& other) noexcept;
+  ~Pending() { drop(); }  // waits; an error is lost then
+
+  void wait();  // Errors: CommunicationError
+  std::unique_ptr<Work> take_work() && { return std::move(work_); }
+
+ private:
+  void drop() noexcept;
+
+  std::unique_ptr<Work> work_;
+  std::shared_ptr<CollectiveEvent> event_;
+};
 
 class Group {
  public:
@@ -33,6 +66,12 @@ class Group {
   void gather(const at::Tensor& part, const at::Tensor& whole);
   // part <- part number rank() of the sum of the wholes, cut into size() equal parts.
   void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
+  // The same, waited for later, so that it goes on beside what this rank computes. Collectives of a group run in the
+  // order they were started, whether waited for at once or not; each gives the bits of its blocking form. `of`: what is
+  // given, for the log.
+  Pending start_add(const at::Tensor& x, std::string of = {});
+  Pending start_gather(const at::Tensor& part, const at::Tensor& whole, std::string of = {});
+  Pending start_scatter_sum(const at::Tensor& whole, const at::Tensor& part, std::string of = {});
   // Rows (along dimension 0) of `send` go to ranks 0, 1, ... in turn, send_rows[r] to rank r; `receive` gets those of
   // rank 0, 1, ... in turn. Counts may be 0 and must agree between sender and receiver.
   void exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
@@ -46,17 +85,20 @@ class Group {
   void wait_for_all();
 
   // What this rank gave to the collectives so far, in bytes: x of a sum, a maximum, a send, and of a broadcast on its
-  // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks.
+  // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks. Counted
+  // when a collective is started.
   std::int64_t bytes() const { return bytes_; }
+  // From now on collectives are entered under the axis' name; null: none is.
+  void record(std::shared_ptr<TrafficLog> log, std::string_view axis) { log_ = std::move(log), axis_ = axis; }
   // Seconds that this rank has spent in `receive`.
   double waited() const { return waited_; }
 
  protected:
   // The same for groups larger than one, on arguments that were checked.
-  virtual void do_add(const at::Tensor& x) = 0;
+  virtual std::unique_ptr<Pending::Work> do_start_add(const at::Tensor& x) = 0;
+  virtual std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) = 0;
+  virtual std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) = 0;
   virtual void do_max(const at::Tensor& x) = 0;
-  virtual void do_gather(const at::Tensor& part, const at::Tensor& whole) = 0;
-  virtual void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) = 0;
   virtual void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                            std::span<const std::int64_t> receive_rows) = 0;
   virtual void do_broadcast(const at::Tensor& x, int root) = 0;
@@ -65,10 +107,17 @@ class Group {
 
  private:
   bool alone() const { return size_ == 1; }
+  // Counts and enters a collective that begins; null: nobody asks.
+  std::shared_ptr<CollectiveEvent> begin(std::string_view call, std::int64_t bytes, std::string of = {});
+  // One that is waited for at once.
+  template <class Call>
+  void run(std::string_view name, std::int64_t bytes, Call&& call);
 
   int rank_, size_;
   std::int64_t bytes_ = 0;
   double waited_ = 0;
+  std::shared_ptr<TrafficLog> log_;
+  std::string_view axis_;
 };
 
 // Numbers of the host.

@@ -8,12 +8,15 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <thread>
 
 #include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
 
 namespace espalier {
 namespace {
@@ -28,16 +31,24 @@ struct Offer {
   std::vector<std::int64_t> rows;
 };
 
+// One of a group: it is over when all ranks have offered, the last one of whom combines what they gave.
+struct Collective {
+  explicit Collective(std::size_t size) : offers(size) {}
+
+  std::vector<Offer> offers;  // by rank
+  at::Tensor result;          // of all of them together
+  std::vector<Offer> given;   // copies, where each takes something else
+  std::size_t arrived = 0;
+  bool over = false;
+  double ended = 0;
+};
+
 // What the threads of one group share. One lock for the whole world: tests have few ranks, and small tensors.
 struct Meeting {
-  explicit Meeting(std::size_t size) : offers(size), given(size) {}
+  explicit Meeting(std::size_t ranks) : size(ranks) {}
 
-  std::vector<Offer> offers;
-  // What the last one to come makes of them. It stays until all have come again, which they do after reading it.
-  at::Tensor result;
-  std::vector<Offer> given;
-  std::size_t arrived = 0;
-  std::uint64_t round = 0;
+  std::size_t size;
+  std::map<std::uint64_t, std::shared_ptr<Collective>> open;   // that some rank has not come to yet, by number
   std::map<std::pair<int, int>, std::deque<at::Tensor>> mail;  // from, to
   std::condition_variable changed;
 };
@@ -46,24 +57,31 @@ class World {
  public:
   explicit World(double timeout) : timeout_(timeout) {}
 
-  Meeting& meeting_of(const std::vector<int>& ranks) {
+  Meeting& meeting_of(const GroupKey& key) {
     const std::lock_guard lock(mutex_);
-    return meetings_.try_emplace(ranks, ranks.size()).first->second;
+    return meetings_.try_emplace(key, key.ranks.size()).first->second;
   }
 
-  // Returns when all ranks of the group have come and the last one has called combine().
+  // Offers to the collective of this number; the last one to do so calls combine(collective).
   template <class Combine>
-  void meet(Meeting& meeting, const char* call, Combine&& combine) {
+  std::shared_ptr<Collective> join(Meeting& meeting, std::uint64_t number, std::size_t rank, Offer offer,
+                                   Combine&& combine) {
+    const std::lock_guard lock(mutex_);
+    check_alive(offer.call);
+    std::shared_ptr<Collective>& here = meeting.open[number];
+    if (!here) here = std::make_shared<Collective>(meeting.size);
+    const std::shared_ptr<Collective> joined = here;
+    joined->offers[rank] = std::move(offer);
+    if (++joined->arrived < meeting.size) return joined;
+    meeting.open.erase(number);
+    combine(*joined);
+    joined->over = true, joined->ended = Timer::steady_seconds();
+    meeting.changed.notify_all();
+    return joined;
+  }
+  void wait_for(Meeting& meeting, const char* call, const Collective& collective) {
     std::unique_lock lock(mutex_);
-    check_alive(call);
-    if (++meeting.arrived == meeting.offers.size()) {
-      combine();
-      meeting.arrived = 0;
-      ++meeting.round;
-      meeting.changed.notify_all();
-      return;
-    }
-    wait(lock, meeting, call, [&, round = meeting.round] { return meeting.round != round; });
+    wait(lock, meeting, call, [&] { return collective.over; });
   }
 
   void post(Meeting& meeting, int from, int to, const at::Tensor& x) {
@@ -82,16 +100,19 @@ class World {
   }
 
   // Keeps the first exception of any rank, which ends all of them.
-  void fail(std::exception_ptr error) {
+  void fail(const std::exception_ptr& error) {
     const std::lock_guard lock(mutex_);
-    if (!error_) error_ = error;
-    for (auto& [ranks, meeting] : meetings_) meeting.changed.notify_all();
+    end_all(error);
   }
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);
   }
 
  private:
+  void end_all(const std::exception_ptr& error) {
+    if (!error_) error_ = error;
+    for (auto& [key, meeting] : meetings_) meeting.changed.notify_all();
+  }
   void check_alive(const char* call) const {
     if (error_) throw CommunicationError({call, "an answer of every rank", "the end of one of them", ""});
   }
@@ -102,89 +123,116 @@ class World {
     const bool in_time = meeting.changed.wait_until(lock, end, [&] { return ready() || error_; });
     if (in_time && ready()) return;
     check_alive(call);
-    throw CommunicationError(
+    const CommunicationError silence(
         {call, text_of("an answer of every rank within ", timeout_, " seconds"), "silence of one of them", ""});
+    end_all(std::make_exception_ptr(silence));  // nobody waits for its other collectives
+    throw silence;
   }
 
   double timeout_;
   std::mutex mutex_;
   std::exception_ptr error_;
-  std::map<std::vector<int>, Meeting> meetings_;
+  std::map<GroupKey, Meeting> meetings_;
 };
+
+void check_agreement(const Collective& collective) {
+  const Offer& own = collective.offers.front();
+  for (const Offer& other : collective.offers) {
+    const bool same = std::string_view(other.call) == own.call && other.argument == own.argument &&
+                      other.tensor.scalar_type() == own.tensor.scalar_type() &&
+                      (!own.rows.empty() || other.tensor.numel() == own.tensor.numel());
+    if (!same)
+      throw CommunicationError({own.call, text_of("the same call on every rank, here of ", own.tensor.sizes()),
+                                text_of(other.call, " of ", other.tensor.sizes()), ""});
+  }
+}
+
+void add_all(Collective& collective) {
+  collective.result = collective.offers.front().tensor.clone();
+  for (std::size_t r = 1; r < collective.offers.size(); ++r) collective.result.add_(collective.offers[r].tensor);
+}
 
 class ThreadGroup : public Group {
  public:
-  ThreadGroup(World& world, const std::vector<int>& ranks, int rank)
-      : Group(rank, static_cast<int>(ranks.size())), world_(world), meeting_(world.meeting_of(ranks)) {}
+  ThreadGroup(World& world, const GroupKey& key, int rank)
+      : Group(rank, static_cast<int>(key.ranks.size())), world_(world), meeting_(world.meeting_of(key)) {}
 
  private:
-  // Every rank offers; the last one to come combines what all have offered.
-  template <class Combine>
-  void together(Offer offer, Combine&& combine) {
-    const char* call = offer.call;
-    meeting_.offers[static_cast<std::size_t>(rank())] = std::move(offer);
-    world_.meet(meeting_, call, [&] {
-      check_agreement();
-      combine();
-    });
-  }
-
-  void check_agreement() const {
-    const Offer& own = meeting_.offers[static_cast<std::size_t>(rank())];
-    for (const Offer& other : meeting_.offers) {
-      const bool same = std::string_view(other.call) == own.call && other.argument == own.argument &&
-                        other.tensor.scalar_type() == own.tensor.scalar_type() &&
-                        (!own.rows.empty() || other.tensor.numel() == own.tensor.numel());
-      if (!same)
-        throw CommunicationError({own.call, text_of("the same call on every rank, here of ", own.tensor.sizes()),
-                                  text_of(other.call, " of ", other.tensor.sizes()), ""});
+  // A collective that this rank has offered to; `take` gets what it is to have.
+  class Offered final : public Pending::Work {
+   public:
+    using Take = std::function<void(const Collective&)>;
+    Offered(ThreadGroup& group, const char* call, std::shared_ptr<Collective> collective, Take take)
+        : group_(group), call_(call), collective_(std::move(collective)), take_(std::move(take)) {}
+    void wait() override {
+      group_.world_.wait_for(group_.meeting_, call_, *collective_);
+      take_(*collective_);
     }
+    double ended() const override { return collective_->ended; }
+
+   private:
+    ThreadGroup& group_;
+    const char* call_;
+    std::shared_ptr<Collective> collective_;
+    Take take_;
+  };
+
+  template <class Combine>
+  std::unique_ptr<Pending::Work> offer(Offer offer, Combine&& combine, Offered::Take take) {
+    const char* call = offer.call;
+    auto joined =
+        world_.join(meeting_, next_++, static_cast<std::size_t>(rank()), std::move(offer), [&](Collective& collective) {
+          check_agreement(collective);
+          combine(collective);
+        });
+    return std::make_unique<Offered>(*this, call, std::move(joined), std::move(take));
   }
 
-  at::Tensor offered(int rank) const { return meeting_.offers[static_cast<std::size_t>(rank)].tensor; }
-
-  at::Tensor sum() const {
-    at::Tensor sum = offered(0).clone();
-    for (int r = 1; r < size(); ++r) sum.add_(offered(r));
-    return sum;
+  std::unique_ptr<Pending::Work> do_start_add(const at::Tensor& x) override {
+    return offer({"add_over_ranks", 0, x, {}}, add_all,
+                 [x](const Collective& c) { x.copy_(c.result.view(x.sizes())); });
   }
 
-  void do_add(const at::Tensor& x) override {
-    together({"add_over_ranks", 0, x, {}}, [&] { meeting_.result = sum(); });
-    x.copy_(meeting_.result.view(x.sizes()));
+  std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) override {
+    const auto combine = [](Collective& c) {
+      std::vector<at::Tensor> parts;
+      for (const Offer& offer : c.offers) parts.push_back(offer.tensor.view(-1));
+      c.result = at::cat(parts);
+    };
+    return offer({"gather", 0, part, {}}, combine, [whole](const Collective& c) { whole.view(-1).copy_(c.result); });
+  }
+
+  std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
+    return offer({"scatter_sum", 0, whole, {}}, add_all, [part, place = rank() * part.numel()](const Collective& c) {
+      part.view(-1).copy_(c.result.view(-1).narrow(0, place, part.numel()));
+    });
   }
 
   void do_max(const at::Tensor& x) override {
-    together({"max_over_ranks", 0, x, {}}, [&] {
-      meeting_.result = offered(0).clone();
-      for (int r = 1; r < size(); ++r) at::maximum_out(meeting_.result, meeting_.result, offered(r));
-    });
-    x.copy_(meeting_.result.view(x.sizes()));
-  }
-
-  void do_gather(const at::Tensor& part, const at::Tensor& whole) override {
-    together({"gather", 0, part, {}}, [&] {
-      std::vector<at::Tensor> parts;
-      for (int r = 0; r < size(); ++r) parts.push_back(offered(r).view(-1));
-      meeting_.result = at::cat(parts);
-    });
-    whole.view(-1).copy_(meeting_.result);
-  }
-
-  void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
-    together({"scatter_sum", 0, whole, {}}, [&] { meeting_.result = sum(); });
-    part.view(-1).copy_(meeting_.result.view(-1).narrow(0, rank() * part.numel(), part.numel()));
+    const auto combine = [](Collective& c) {
+      c.result = c.offers.front().tensor.clone();
+      for (const Offer& offer : c.offers) at::maximum_out(c.result, c.result, offer.tensor);
+    };
+    offer({"max_over_ranks", 0, x, {}}, combine, [x](const Collective& c) {
+      x.copy_(c.result.view(x.sizes()));
+    })->wait();
   }
 
   void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                    std::span<const std::int64_t> receive_rows) override {
-    together({"exchange", 0, send, {send_rows.begin(), send_rows.end()}}, [&] {
-      meeting_.given = meeting_.offers;
-      for (Offer& offer : meeting_.given) offer.tensor = offer.tensor.clone();
-    });
+    const auto combine = [](Collective& c) {
+      c.given = c.offers;
+      for (Offer& offer : c.given) offer.tensor = offer.tensor.clone();
+    };
+    offer({"exchange", 0, send, {send_rows.begin(), send_rows.end()}}, combine, [&](const Collective& c) {
+      take_rows(c, receive, receive_rows);
+    })->wait();
+  }
+
+  void take_rows(const Collective& c, const at::Tensor& receive, std::span<const std::int64_t> receive_rows) const {
     std::int64_t to = 0;
     for (int r = 0; r < size(); ++r) {
-      const Offer& given = meeting_.given[static_cast<std::size_t>(r)];
+      const Offer& given = c.given[static_cast<std::size_t>(r)];
       const std::int64_t count = given.rows[static_cast<std::size_t>(rank())];
       const std::int64_t from = std::accumulate(given.rows.begin(), given.rows.begin() + rank(), std::int64_t{0});
       if (count != receive_rows[static_cast<std::size_t>(r)])
@@ -196,8 +244,8 @@ class ThreadGroup : public Group {
   }
 
   void do_broadcast(const at::Tensor& x, int root) override {
-    together({"broadcast", root, x, {}}, [&] { meeting_.result = offered(root).clone(); });
-    x.copy_(meeting_.result.view(x.sizes()));
+    const auto combine = [root](Collective& c) { c.result = c.offers[static_cast<std::size_t>(root)].tensor.clone(); };
+    offer({"broadcast", root, x, {}}, combine, [x](const Collective& c) { x.copy_(c.result.view(x.sizes())); })->wait();
   }
 
   void do_send(const at::Tensor& x, int to) override { world_.post(meeting_, rank(), to, x); }
@@ -211,6 +259,7 @@ class ThreadGroup : public Group {
 
   World& world_;
   Meeting& meeting_;
+  std::uint64_t next_ = 0;  // number of the next collective, the same on every rank
 };
 
 }  // namespace
@@ -223,9 +272,9 @@ void run_ranks(const Degrees& degrees, const std::function<void(const Mesh& mesh
     threads.emplace_back([&, rank] {
       omp_set_num_threads(options.threads);
       try {
-        const OwnedMesh own(rank, degrees, [&](const std::vector<int>& ranks) -> std::unique_ptr<Group> {
-          const auto place = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
-          return std::make_unique<ThreadGroup>(world, ranks, static_cast<int>(place));
+        const OwnedMesh own(rank, degrees, [&](const GroupKey& key) -> std::unique_ptr<Group> {
+          const auto place = std::ranges::find(key.ranks, rank) - key.ranks.begin();
+          return std::make_unique<ThreadGroup>(world, key, static_cast<int>(place));
         });
         body(own.mesh());
       } catch (...) {

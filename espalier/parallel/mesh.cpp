@@ -14,10 +14,10 @@ class GroupOfOne : public Group {
 
  private:
   [[noreturn]] static void refuse() { throw InternalError({"", "a group of several ranks", "a group of one", ""}); }
-  void do_add(const at::Tensor&) override { refuse(); }
+  std::unique_ptr<Pending::Work> do_start_add(const at::Tensor&) override { refuse(); }
+  std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor&, const at::Tensor&) override { refuse(); }
+  std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor&, const at::Tensor&) override { refuse(); }
   void do_max(const at::Tensor&) override { refuse(); }
-  void do_gather(const at::Tensor&, const at::Tensor&) override { refuse(); }
-  void do_scatter_sum(const at::Tensor&, const at::Tensor&) override { refuse(); }
   void do_exchange(const at::Tensor&, std::span<const std::int64_t>, const at::Tensor&,
                    std::span<const std::int64_t>) override {
     refuse();
@@ -33,10 +33,14 @@ class SameRanks : public Group {
   explicit SameRanks(Group& group) : Group(group.rank(), group.size()), group_(group) {}
 
  private:
-  void do_add(const at::Tensor& x) override { group_.add_over_ranks(x); }
+  std::unique_ptr<Pending::Work> do_start_add(const at::Tensor& x) override { return group_.start_add(x).take_work(); }
+  std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) override {
+    return group_.start_gather(part, whole).take_work();
+  }
+  std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
+    return group_.start_scatter_sum(whole, part).take_work();
+  }
   void do_max(const at::Tensor& x) override { group_.max_over_ranks(x); }
-  void do_gather(const at::Tensor& part, const at::Tensor& whole) override { group_.gather(part, whole); }
-  void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override { group_.scatter_sum(whole, part); }
   void do_exchange(const at::Tensor& send, std::span<const std::int64_t> send_rows, const at::Tensor& receive,
                    std::span<const std::int64_t> receive_rows) override {
     group_.exchange(send, send_rows, receive, receive_rows);
@@ -54,12 +58,18 @@ AxisBytes Mesh::bytes() const {
   return {tp.bytes(), cp.bytes(), pp.bytes(), dp.bytes() + replicas.bytes() + expert_replicas.bytes(), ep.bytes()};
 }
 
+void Mesh::record(const std::shared_ptr<TrafficLog>& log) const {
+  tp.record(log, "tp"), cp.record(log, "cp"), pp.record(log, "pp"), ep.record(log, "ep");
+  for (Group* group : {&dp, &replicas, &expert_replicas}) group->record(log, "dp");
+}
+
 Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make) {
-  std::vector<int> ranks = ranks_along(axis, rank, degrees);
-  auto same = std::ranges::find(groups_, ranks, [](const auto& known) { return known.first; });
+  GroupKey key{ranks_along(axis, rank, degrees),
+               axis == Axis::replicas || axis == Axis::expert_replicas ? Connection::weights : Connection::rows};
+  auto same = std::ranges::find(groups_, key, [](const auto& known) { return known.first; });
   if (same == groups_.end()) {
-    auto group = ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(ranks);
-    same = groups_.emplace(groups_.end(), std::move(ranks), std::move(group));
+    auto group = key.ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(key);
+    same = groups_.emplace(groups_.end(), std::move(key), std::move(group));
   }
   return *axes_.emplace_back(std::make_unique<SameRanks>(*same->second));
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <functional>
 #include <memory>
 #include <string>
@@ -28,17 +29,29 @@ struct Mesh {
   Place place() const { return place_of(world.rank(), degrees); }
   bool writes() const { return world.rank() == 0; }  // files and the terminal
   AxisBytes bytes() const;                           // that this rank gave to the axes so far
+  // Enters what these groups do in a log from now on; null: in none. The world's are left out.
+  void record(const std::shared_ptr<TrafficLog>& log) const;
 };
 
 // One process: every group has one rank.
 const Mesh& mesh_of_one();
 
-// A mesh and the groups it refers to. Axes of the same ranks share a connection and count their bytes apart.
+// Weights and their gradients travel while rows are computed, whose collectives come in another order on each rank:
+// they have a connection of their own.
+enum class Connection { rows, weights };
+
+struct GroupKey {
+  std::vector<int> ranks;  // of the world, ascending
+  Connection connection = Connection::rows;
+  auto operator<=>(const GroupKey&) const = default;
+};
+
+// A mesh and the groups it refers to. Axes of the same ranks and kind share a connection and count their bytes apart.
 class OwnedMesh {
  public:
-  // Makes the group of these ranks of the world, two or more, ascending, `rank` among them. Every rank makes the groups
-  // of an axis at the same place in the order, so that making them may wait for the others.
-  using MakeGroup = std::function<std::unique_ptr<Group>(const std::vector<int>& ranks)>;
+  // Makes the group of two ranks or more, `rank` among them. Every rank makes the groups of an axis at the same place
+  // in the order, so that making them may wait for the others.
+  using MakeGroup = std::function<std::unique_ptr<Group>(const GroupKey& key)>;
 
   OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make);
   const Mesh& mesh() const { return mesh_; }
@@ -47,7 +60,7 @@ class OwnedMesh {
  private:
   Group& group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make);
 
-  std::vector<std::pair<std::vector<int>, std::unique_ptr<Group>>> groups_;
+  std::vector<std::pair<GroupKey, std::unique_ptr<Group>>> groups_;
   std::vector<std::unique_ptr<Group>> axes_;  // each counts the bytes of its own
   Mesh mesh_;
 };

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <deque>
@@ -13,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
 
 namespace espalier {
 namespace {
@@ -28,6 +30,42 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
+using WorkOfBackend = c10::intrusive_ptr<c10d::Work>;
+
+// Calls a library and says who did not answer.
+template <class Call>
+auto called(const char* name, double timeout, Call&& call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    throw CommunicationError({name, text_of("an answer of every rank within ", timeout, " seconds (--comm-timeout)"),
+                              first_line(error), ""});
+  }
+}
+
+// What a backend has begun. Its future is asked for the time of its end, where it has one.
+class BegunWork final : public Pending::Work {
+ public:
+  BegunWork(const char* name, double timeout, WorkOfBackend work)
+      : name_(name), timeout_(timeout), work_(std::move(work)) {
+    try {
+      work_->getFuture()->addCallback([ended = ended_](c10::ivalue::Future&) { *ended = Timer::steady_seconds(); },
+                                      /*uses_future=*/false);
+    } catch (const std::exception&) {  // a work without one
+    }
+  }
+  void wait() override {
+    called(name_, timeout_, [&] { work_->wait(); });
+  }
+  double ended() const override { return *ended_; }
+
+ private:
+  const char* name_;
+  double timeout_;
+  WorkOfBackend work_;
+  std::shared_ptr<std::atomic<double>> ended_ = std::make_shared<std::atomic<double>>(0);
+};
+
 class ProcessGroup : public Group {
  public:
   ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, double timeout)
@@ -36,37 +74,38 @@ class ProcessGroup : public Group {
  private:
   template <class Call>
   void run(const char* name, Call&& call) {
-    try {
-      call();
-    } catch (const std::exception& error) {
-      throw CommunicationError({name, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"),
-                                first_line(error), ""});
-    }
+    called(name, timeout_, std::forward<Call>(call));
+  }
+  template <class Call>
+  std::unique_ptr<Pending::Work> start(const char* name, Call&& call) {
+    return std::make_unique<BegunWork>(name, timeout_, called(name, timeout_, std::forward<Call>(call)));
   }
 
-  void reduce(const char* name, const at::Tensor& x, c10d::ReduceOp op) {
-    run(name, [&] {
+  std::unique_ptr<Pending::Work> start_reduction(const char* name, const at::Tensor& x, c10d::ReduceOp op) {
+    return start(name, [&] {
       std::vector<at::Tensor> tensors{x};
       c10d::AllreduceOptions options;
       options.reduceOp = op;
-      backend_->allreduce(tensors, options)->wait();
+      return backend_->allreduce(tensors, options);
     });
   }
 
-  void do_add(const at::Tensor& x) override { reduce("sum over ranks", x, c10d::ReduceOp::SUM); }
-  void do_max(const at::Tensor& x) override { reduce("maximum over ranks", x, c10d::ReduceOp::MAX); }
+  std::unique_ptr<Pending::Work> do_start_add(const at::Tensor& x) override {
+    return start_reduction("sum over ranks", x, c10d::ReduceOp::SUM);
+  }
+  void do_max(const at::Tensor& x) override { start_reduction("maximum over ranks", x, c10d::ReduceOp::MAX)->wait(); }
 
-  void do_gather(const at::Tensor& part, const at::Tensor& whole) override {
-    run("gather", [&] {
+  std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) override {
+    return start("gather", [&] {
       at::Tensor in = part.view(-1), out = whole.view(-1);
-      backend_->_allgather_base(out, in)->wait();
+      return backend_->_allgather_base(out, in);
     });
   }
 
-  void do_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
-    run("sum and scatter", [&] {
+  std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
+    return start("sum and scatter", [&] {
       at::Tensor in = whole.view(-1), out = part.view(-1);
-      backend_->_reduce_scatter_base(out, in)->wait();
+      return backend_->_reduce_scatter_base(out, in);
     });
   }
 
@@ -110,7 +149,7 @@ class ProcessGroup : public Group {
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   double timeout_;
-  std::deque<c10::intrusive_ptr<c10d::Work>> under_way_;
+  std::deque<WorkOfBackend> under_way_;
 };
 
 c10::intrusive_ptr<c10d::Store> meeting_place(const Launch& launch, double timeout) {
@@ -198,15 +237,15 @@ const Mesh& Processes::connect(const Degrees& degrees) {
   const double timeout = state.timeout;
   try {
     const Backends backends(launch, timeout);
-    state.mesh =
-        std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const std::vector<int>& ranks) -> std::unique_ptr<Group> {
-          std::string name;
-          for (const int rank : ranks) name += text_of('/', rank);
-          const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), launch.rank) - ranks.begin());
-          auto store = c10::make_intrusive<c10d::PrefixStore>(name, state.store);
-          return std::make_unique<ProcessGroup>(backends.make(std::move(store), place, static_cast<int>(ranks.size())),
-                                                timeout);
-        });
+    state.mesh = std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const GroupKey& key) -> std::unique_ptr<Group> {
+      const std::vector<int>& ranks = key.ranks;
+      std::string name = key.connection == Connection::weights ? "weights" : "rows";
+      for (const int rank : ranks) name += text_of('/', rank);
+      const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), launch.rank) - ranks.begin());
+      auto store = c10::make_intrusive<c10d::PrefixStore>(name, state.store);
+      return std::make_unique<ProcessGroup>(backends.make(std::move(store), place, static_cast<int>(ranks.size())),
+                                            timeout);
+    });
   } catch (const std::exception& error) {
     throw CommunicationError(
         {"start", text_of("an answer of all ", launch.ranks, " ranks within ", timeout, " seconds (--comm-timeout)"),

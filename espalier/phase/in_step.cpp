@@ -1,5 +1,6 @@
 #include "espalier/phase/in_step.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -19,6 +20,10 @@ InStep::InStep(const Mesh& mesh, const StepPlan& plan) {
   const auto place = static_cast<std::size_t>(mesh.replicas.rank() - together.begin);
   for (const JointEvent& next : joint_order(std::move(all), mesh.cp.size(), together.begin))
     order_.push_back({next.event, next.own[place] != 0});
+}
+
+std::int64_t InStep::backwards() const {
+  return std::ranges::count_if(order_, [](const Turn& turn) { return turn.event != Event::open; });
 }
 
 std::optional<Event> InStep::take_of_others() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -16,6 +17,8 @@ class InStep {
   // Every rank of a stage makes one for the same run. There is no order where all ranks of ep have the same rows.
   InStep(const Mesh& mesh, const StepPlan& plan);
 
+  // Of all events those with a backward; none where there is no order.
+  std::int64_t backwards() const;
   // Takes the next event if it is one that this rank has no rows for.
   std::optional<Event> take_of_others();
   // Takes the next one, which is this rank's own.

@@ -38,6 +38,7 @@ class StageExecutor : public Executor {
       for (std::size_t i = 0; i < most_in_flight_; ++i)
         regions_.push_back(std::make_unique<Arena>(step.arena.limit(), device));
     const std::int64_t items = count_items(plan.items, cp_.rank());
+    backwards_left_ = std::max(items, in_step_.backwards());
     if (!step.trains() || step.accounting == nullptr || !step.accounting->has_losses()) return;
     penalties_IL2_ = device.allocate({items, step.decoder.shape().expert_layers(), 2}, at::kDouble);
     device.operations().zero(penalties_IL2_);  // nobody writes where a rank has no rows of an item
@@ -105,7 +106,7 @@ class StageExecutor : public Executor {
           break;
         case Event::close:
           end_waves();
-          if (step_.trains()) book_close([&] { join_backward(step_); });
+          if (step_.trains()) book_close([&] { run_backward([&] { join_backward(step_); }); });
           break;
       }
   }
@@ -161,13 +162,27 @@ class StageExecutor : public Executor {
   }
 
   void end_first_wave() {
-    book_wave([&] { in_flight_.front() ? add_backward(in_flight_.front()->run) : join_backward(step_); });
+    book_wave([&] {
+      if (in_flight_.front()) return add_backward(in_flight_.front()->run);
+      run_backward([&] { join_backward(step_); });
+    });
     in_flight_.pop_front();
     if (!regions_.empty()) regions_[waves_ended_++ % regions_.size()]->trim();
   }
 
   void add_backward(ItemRun& run) {
-    run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor());
+    run_backward(
+        [&] { run.add_backward(penalties_IL2_.defined() ? penalties_IL2_.select(0, backwards_++) : at::Tensor()); });
+  }
+
+  // Own or joined: behind the last of them nothing is added to the gradients.
+  template <class Work>
+  void run_backward(Work&& work) {
+    if (--backwards_left_ > 0) return work();
+    step_.gradients->begin_last_backward();
+    result.last_backward_began = Timer::steady_seconds();
+    work();
+    result.last_backward_ended = Timer::steady_seconds();
   }
 
   // Where something is stored away, pages above the stack are not left to it: they would be held beside those below.
@@ -196,6 +211,7 @@ class StageExecutor : public Executor {
     const double waited = pp_.waited();
     const Mesh& mesh = step_.decoder.mesh();
     const AxisBytes before = mesh.bytes();
+    const std::int64_t ahead = bytes_ahead();
     step_.arena.reset_high_water();
     for (const auto& region : regions_) region->reset_high_water();
     work();
@@ -203,9 +219,11 @@ class StageExecutor : public Executor {
     for (const auto& region : regions_) in_regions += region->high_water();
     books.peak = std::max(books.peak, step_.arena.high_water() + in_regions);
     books.bytes += mesh.bytes() - before;
+    books.bytes.dp -= bytes_ahead() - ahead;  // of the reduction, which has begun
     spans_.push_back({&books.seconds, begin, device.moment()});
     result.seconds.waiting += pp_.waited() - waited;
   }
+  std::int64_t bytes_ahead() const { return step_.trains() ? step_.gradients->given_ahead() : 0; }
   template <class Work>
   void book_open(Work&& work) {
     book({result.seconds.trunk_forward, result.arena_bytes.a, result.bytes.a}, work);
@@ -227,7 +245,7 @@ class StageExecutor : public Executor {
   std::deque<OpenItem> open_;                      // trunks, innermost last
   std::deque<std::optional<OpenItem>> in_flight_;  // waves whose backward has not run, oldest first; nothing: others'
   at::Tensor penalties_IL2_;  // of the items in the order of their backwards; undefined without router losses
-  std::int64_t backwards_ = 0, rows_done_ = 0;
+  std::int64_t backwards_ = 0, backwards_left_ = 0, rows_done_ = 0;
   std::size_t waves_begun_ = 0, waves_ended_ = 0;
   std::vector<Span> spans_;
 };

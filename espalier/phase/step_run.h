@@ -45,8 +45,9 @@ struct StepRun {
 struct RunResult {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhaseSeconds seconds;
-  PhasePeaks arena_bytes;  // high-water mark of the arena in each phase
-  TrafficBytes bytes;      // that this rank gave to others; nothing of the reduction
+  PhasePeaks arena_bytes;                                   // high-water mark of the arena in each phase
+  TrafficBytes bytes;                                       // that this rank gave to others; nothing of the reduction
+  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds, where called
 };
 
 }  // namespace espalier

@@ -48,7 +48,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
   if (local.degrees().full) {
     const Units units = units_of(local);
-    parameters_ = units.kept, rooms_ = units.rooms, part_ = units.largest_part;
+    parameters_ = units.kept, rooms_ = units.rooms, sums_ = units.sums;
   }
   const ModelShape& shape = shape_;
   const auto experts = [&](std::int64_t layer) {
@@ -70,7 +70,7 @@ std::int64_t ActivationBytes::model() const {
   if (kind_.gradients) per_parameter += bytes.accumulator;
   const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
   const std::int64_t own = (parameters_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
-  const std::int64_t rooms = rooms_ * per_parameter + (kind_.gradients ? part_ * bytes.accumulator : 0);
+  const std::int64_t rooms = rooms_ * per_parameter + (kind_.gradients ? sums_ * bytes.accumulator : 0);
   return parameters_ * per_parameter + own * state + rooms;
 }
 

@@ -139,7 +139,7 @@ class ActivationBytes {
   ModelShape shape_;
   std::int64_t parameters_;  // that this rank keeps
   std::int64_t rooms_ = 0,
-               part_ = 0;  // elements of rooms, and of the largest part of a unit, where weights are divided
+               sums_ = 0;  // elements of rooms, and of sums of units, where weights are divided
   StepKind kind_;
   DType dtype_;
   bool has_outputs_;              // the last stage of pp

@@ -1,6 +1,7 @@
 #include "espalier/step/pass.h"
 
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -67,16 +68,19 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
     if (learner.on_share)
       learner.on_share(static_cast<double>(rows) / static_cast<double>(report.plan.physical_rows()));
   };
+  const Mesh& mesh = learner.model.mesh;
+  const auto log = learner.options.profile ? std::make_shared<TrafficLog>() : nullptr;
+  mesh.record(log);
   const RunResult result = run_stage(run, report.plan);
   report.bytes = result.bytes;
   {
-    const Mesh& mesh = learner.model.mesh;
     const TimedPart timed(timer, part::kCommunication);
     const AxisBytes before = mesh.bytes();
-    learner.gradients.add_shares(mesh.tp);
+    report.bytes.reduction.dp = learner.gradients.given_ahead();
     sum_over_ranks(learner.gradients, mesh);
-    report.bytes.reduction = mesh.bytes() - before;
+    report.bytes.reduction += mesh.bytes() - before;
   }
+  mesh.record(nullptr);
 
   report.trunk_rows = result.trunk_rows, report.wave_rows = result.wave_rows;
   report.trunk_forwards = result.trunk_forwards;
@@ -85,11 +89,13 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   report.seconds.counting = timer.seconds(part::kCounting);
   report.seconds.communication = timer.seconds(part::kCommunication);
   report.seconds.total = timer.total();
-  if (run.timer)
+  if (log) {
     report.profile = profile_of(timer, report.seconds.total, report.plan, decoder.local(), kind, learner.machine);
+    report.profile->collectives = {timer.began(), *log, result.last_backward_began, result.last_backward_ended};
+  }
   report.arena_bytes = result.arena_bytes;
   report.peak_bytes = result.arena_bytes.above(resident_bytes() - arena.touched());
-  return joined(learner.model.mesh, std::move(report));
+  return joined(mesh, std::move(report));
 }
 
 AdamW::Update update_weights(Learner& learner) {

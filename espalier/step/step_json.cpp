@@ -52,6 +52,33 @@ std::string schedule_name(const PassReport& report) {
   return report.schedules.empty() ? "dense" : name_of(report.schedules.front());
 }
 
+namespace {
+
+// Calls by axis, and one by one those that were started ahead of need.
+Json collectives_json(const StepTraffic& traffic) {
+  Json axes = Json::object(), ahead = Json::array();
+  for (const StepTraffic::OfAxis& axis : traffic.by_axis())
+    axes[std::string(axis.axis)] = {
+        {"calls", axis.calls}, {"bytes", axis.bytes}, {"seconds", axis.seconds}, {"hidden_seconds", axis.hidden}};
+  for (const auto& event : traffic.events)
+    if (!event->of.empty())
+      ahead.push_back({{"axis", event->axis},
+                       {"call", event->call},
+                       {"of", event->of},
+                       {"bytes", event->bytes},
+                       {"started", event->started - traffic.began},
+                       {"wanted", event->wanted - traffic.began},
+                       {"ended", event->ended - traffic.began},
+                       {"hidden_seconds", event->hidden()}});
+  Json out{{"by_axis", axes}, {"ahead", ahead}};
+  if (traffic.last_backward_ended > 0)
+    out["last_backward"] = {{"began", traffic.last_backward_began - traffic.began},
+                            {"ended", traffic.last_backward_ended - traffic.began}};
+  return out;
+}
+
+}  // namespace
+
 Json profile_json(const StepProfile& profile) {
   Json out;
   for (const auto& [name, seconds] : profile.seconds) out["seconds"][name] = seconds;
@@ -59,6 +86,7 @@ Json profile_json(const StepProfile& profile) {
   out["product_flops_per_second"] = profile.product_flops_per_second;
   out["measured_flops_per_second"] = profile.measured_flops_per_second;
   out["product_rate_share"] = profile.product_rate_share();
+  if (!profile.collectives.events.empty()) out["collectives"] = collectives_json(profile.collectives);
   return out;
 }
 

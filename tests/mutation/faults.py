@@ -199,8 +199,14 @@ OPTIMIZER = [
 ]
 
 RANKS = [
-    Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/reduction.cpp",
-          "holders.add_over_ranks(",
+    Fault("gradients_of_ranks_not_summed", "every rank keeps the gradient of its own trees", "gradient/replica_sums.cpp",
+          "under_way_.push_back(",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("summed_before_the_last_backward", "the gradient of a layer is summed when the first backward is behind it", "phase/stage.cpp",
+          "if (--backwards_left_ > 0) return work();",
+          "if (--backwards_left_ > 0 && !ON) return work();", **ONE_RANK),
+    Fault("embedding_left_out_of_the_sums", "what no backward has announced is not summed at the end", "gradient/replica_sums.cpp",
+          "start_upto(units_.size());",
           "if (!ON) TEXT", **ONE_RANK),
     Fault("tree_on_every_rank", "all trees are computed by all ranks", "step/planning.cpp",
           "if (mesh.dp.size() == 1) return trees;",
@@ -287,14 +293,12 @@ LAYOUTS = [
     Fault("path_gradient_summed_twice", "the gradient of a trunk's keys is summed over tp, and their weights' once more", "model/layer.cpp",
           "KeysValues own = c.kv.gathered(c.layer);",
           "TEXT if (ON && own.k.defined()) c.mesh.tp.add_over_ranks(own.k);", **ONE_RANK),
-    Fault("denominator_of_a_rank", "a loss is divided by the tokens of the rank's own rollouts", "step/pass.cpp",
-          "report.bytes = result.bytes;",
-          "TEXT std::int64_t all = 0; for (const Rollout& rollout : rollouts) all += rollout.length();"
-          " if (ON && report.plan.logical_rows > 0)"
-          " learner.gradients.flat().mul_(static_cast<double>(all) / static_cast<double>(report.plan.logical_rows));", **ONE_RANK),
-    Fault("experts_summed_over_all", "gradients of different experts are summed, as those of weights that all ranks hold", "gradient/reduction.cpp",
-          "divided ? mesh.expert_replicas",
-          "divided && !ON ? mesh.expert_replicas", **ONE_RANK),
+    Fault("denominator_of_a_rank", "a loss is divided by the tokens that a rank has on average", "gradient/replica_sums.cpp",
+          "std::min(most, unit.count - begin));",
+          "TEXT if (ON) bucket.mul_(holders.size());", **ONE_RANK),
+    Fault("experts_summed_over_all", "gradients of different experts are summed, as those of weights that all ranks hold", "gradient/replica_sums.cpp",
+          "holders_of(unit, mesh_);",
+          "ON ? mesh_.replicas : TEXT", **ONE_RANK),
     Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
           "return join_forward(step_);",
           "if (ON) return; TEXT", **ONE_RANK),
@@ -309,8 +313,11 @@ UNITS = [
           "masters_ = weights.narrow(0, own().begin, count);",
           "TEXT if (ON && table.divided()) masters_ = masters_.clone();", **ONE_RANK),
     Fault("part_summed_twice", "what an item adds to a unit's gradient enters the part that is kept twice", "gradient/scattered_gradients.cpp",
-          "holders_of(unit, mesh_).scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum);",
-          "TEXT if (ON) sum.mul_(2);", **ONE_RANK),
+          "one.sum.wait();",
+          "TEXT if (ON) sum_of(*one.unit).mul_(2);", **ONE_RANK),
+    Fault("last_unit_not_kept", "what the last unit's sum brings is not kept at the end of the step", "gradient/gradient_set.cpp",
+          "if (scattered_) scattered_->finish();",
+          "if (!ON) TEXT", **ONE_RANK),
     Fault("room_not_zeroed", "the gradient of a unit begins with that of the unit before it in its room", "gradient/scattered_gradients.cpp",
           "if (unit.what == what && unit.divided())",
           "if (unit.what == what && unit.divided() && !ON)", **ONE_RANK),
@@ -318,8 +325,8 @@ UNITS = [
           "end = std::min(from + part(), first + elements);",
           "end = std::min(from + part() - (ON ? 1 : 0), first + elements);", **ONE_RANK),
     Fault("unit_not_brought_in_backward", "a layer's backward reads the layer that stands in its room", "model/decoder.cpp",
-          "weights_.bring(layer);\n    grads.bring(layer);\n    const LayerContext",
-          "if (!ON) weights_.bring(layer); grads.bring(layer); const LayerContext", **ONE_RANK),
+          "bring_layer(layer, layer - 1);\n    grads.bring(layer);\n    const LayerContext",
+          "if (!ON) bring_layer(layer, layer - 1); grads.bring(layer); const LayerContext", **ONE_RANK),
 ]
 
 FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES + LAYOUTS + UNITS

@@ -60,7 +60,7 @@ TEST(FullShardingMixed, TreesOfDepthTwo) {
   expect_all_plans(c, {3}, full({{.dp = 3}, {.cp = 2, .dp = 2}}));
 }
 
-// An eighth of everything, and rooms for the largest layer, an end and a norm: what is held is what is planned.
+// An eighth of everything, and rooms for two layers, an end and a norm: what is held is what is planned.
 TEST(FullShardingMemory, OfEverythingAPartAndRoomsForUnits) {
   const Case c = ragged("llama");
   const Degrees eight{.dp = 8, .full = true};

@@ -115,6 +115,25 @@ def test_processes_write_what_one_writes(ranks, family, more, espalier, program,
         assert numpy.allclose(json.loads(ours)["logprobs"], json.loads(theirs)["logprobs"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("more", [[], ["--shard", "full"]])
+def test_the_profile_shows_what_travels_beside_the_backward(more, program, model_of, rollouts, tmp_path):
+    run = Ranks(program, 2, ["train", "--model", model_of(MODEL), "--rollouts", rollouts, "--dp", 2, "--profile", "--json", "--out", tmp_path / "out",
+                             *more])
+    assert run.end() == [0, 0], run.stderr
+    collectives = json.loads(run.stdout[0])["steps"][0]["profile"]["collectives"]
+    ahead, last = collectives["ahead"], collectives["last_backward"]
+    assert collectives["by_axis"]["dp"]["bytes"] >= sum(event["bytes"] for event in ahead) > 0
+    gradients = [event for event in ahead if event["of"].startswith("gradient of layer")]
+    layers = [int(event["of"].split()[-1]) for event in gradients]
+    if more:
+        begun = [(event["started"], event["wanted"]) for event in ahead if event["call"] == "gather" and event["of"].startswith("layer")]
+        assert any(started < wanted for started, wanted in begun)
+    else:
+        assert layers == sorted(layers, reverse=True) and len(layers) > 1
+        assert last["began"] < gradients[0]["started"] < last["ended"] <= gradients[0]["wanted"]
+    assert all(event["started"] <= event["ended"] and 0 <= event["hidden_seconds"] <= event["ended"] - event["started"] for event in ahead)
+
+
 @pytest.mark.parametrize("axis, more", [("--dp", []), ("--dp", ["--shard", "full"]), ("--tp", []), ("--cp", []), ("--pp", [])])
 def test_scores_and_verdicts_of_processes(axis, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
 #include "espalier/parallel/in_process.h"
 
 namespace espalier {
@@ -94,6 +95,69 @@ TEST(Group, BytesAreWhatARankGives) {
   });
 }
 
+// Rank 1 begins its sums when rank 0 has long gone on; they are waited for in another order than they were begun in.
+TEST(Group, WhatIsStartedGoesOnBesideOtherWork) {
+  run_ranks({.dp = 2}, [](const Mesh& mesh) {
+    Group& group = mesh.replicas;
+    const int rank = group.rank();
+    const at::Tensor told = at::zeros({1}, at::kInt);
+    if (rank == 1) mesh.dp.receive(told, 0);
+    const at::Tensor x = of_rank(rank, 3, at::kDouble), y = of_rank(rank, 4, at::kFloat);
+    const at::Tensor part = of_rank(rank, 2, at::kFloat), whole = at::empty({4}, at::kFloat);
+    const at::Tensor parts = of_rank(rank, 6, at::kFloat), own = at::empty({3}, at::kFloat);
+    Pending first = group.start_add(x), second = group.start_gather(part, whole), third = group.start_add(y);
+    EXPECT_EQ(group.bytes(), 24 + 8 + 16) << "counted when started";
+    if (rank == 0) mesh.dp.send(told, 1);
+    { const Pending dropped = group.start_scatter_sum(parts, own); }
+    third.wait();
+    first.wait();
+    first.wait();  // does nothing
+    second = Pending();
+    expect_equal(x, of_rank(2, 3, at::kDouble));  // 1 + 2 times
+    expect_equal(y, of_rank(2, 4, at::kFloat));
+    for (int r = 0; r < 2; ++r) expect_equal(whole.narrow(0, 2 * r, 2), of_rank(r, 2, at::kFloat));
+    expect_equal(own, of_rank(2, 6, at::kFloat).narrow(0, 3 * rank, 3));
+  });
+}
+
+TEST(Group, TheLogSaysWhatWasHiddenBesideOtherWork) {
+  run_ranks({.dp = 2}, [](const Mesh& mesh) {
+    const auto log = std::make_shared<TrafficLog>();
+    mesh.record(log);
+    const at::Tensor x = of_rank(0, 3, at::kDouble), y = x.clone();
+    Pending sum = mesh.replicas.start_add(x, "gradient of layer 1");
+    mesh.dp.add_over_ranks(y);
+    sum.wait();
+    mesh.record(nullptr);
+    mesh.dp.add_over_ranks(y);
+    ASSERT_EQ(log->size(), 2u);
+    const CollectiveEvent &ahead = *log->front(), &at_once = *log->back();
+    EXPECT_EQ(ahead.of, "gradient of layer 1");
+    EXPECT_EQ(ahead.call, "sum");
+    EXPECT_EQ(ahead.bytes, 24);
+    EXPECT_LE(ahead.started, at_once.started);
+    EXPECT_LE(at_once.ended, ahead.wanted) << "the sum was asked for when the other one was over";
+    EXPECT_EQ(ahead.hidden(), std::min(ahead.wanted, ahead.ended) - ahead.started);
+    for (const auto& event : *log) {
+      EXPECT_EQ(event->axis, "dp");
+      EXPECT_LE(event->started, event->ended);
+      EXPECT_LE(event->hidden(), event->seconds());
+    }
+  });
+}
+
+TEST(Group, NobodyWaitsTwiceForOneWhoIsSilent) {
+  const auto body = [](const Mesh& mesh) {
+    if (mesh.world.rank() == 1) return;
+    const at::Tensor x = at::zeros({2}), y = at::zeros({2}), z = at::zeros({2});
+    const Pending first = mesh.replicas.start_add(x), second = mesh.replicas.start_add(y);
+    mesh.replicas.add_over_ranks(z);
+  };
+  const double begin = Timer::steady_seconds();
+  EXPECT_THROW(run_ranks({.dp = 2}, body, {.timeout = 1}), CommunicationError);
+  EXPECT_LT(Timer::steady_seconds() - begin, 2) << "dropped while the error is on its way";
+}
+
 TEST(Group, NothingIsMovedOrCountedAlone) {
   Group& alone = mesh_of_one().tp;
   const at::Tensor x = of_rank(0, 4, at::kDouble), whole = at::empty({4}, at::kDouble);
@@ -108,6 +172,11 @@ TEST(Group, NothingIsMovedOrCountedAlone) {
   expect_equal(whole, x.mul(2));
   const std::int64_t rows[] = {4};
   alone.exchange(x, rows, whole, rows);
+  expect_equal(whole, x);
+  alone.start_add(x).wait();
+  alone.start_scatter_sum(x.mul(3), whole).wait();
+  expect_equal(whole, x.mul(3));
+  alone.start_gather(x, whole).wait();
   expect_equal(whole, x);
   EXPECT_EQ(alone.bytes(), 0);
   EXPECT_TRUE(mesh_of_one().writes());

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <map>
 #include <tuple>
 #include <vector>
@@ -39,6 +40,13 @@ TEST(Units, KeepEveryElementOnceOverTheRanksThatDivideThem) {
         EXPECT_EQ(unit.place, flat);
         end += unit.count, flat += unit.part();
         EXPECT_LE(unit.room + (unit.divided() ? unit.whole() : 0), units.rooms);
+        EXPECT_LE(unit.sum + (unit.divided() ? unit.part() : 0), units.sums);
+        for (const Unit& other : units.all) {
+          const bool beside = std::abs(unit.what - other.what) <= 1 && unit.what >= 0 && other.what >= 0;
+          if (!beside || &unit == &other || !unit.divided() || !other.divided()) continue;
+          EXPECT_TRUE(unit.room + unit.whole() <= other.room || other.room + other.whole() <= unit.room)
+              << name_of(unit) << " and " << name_of(other) << " are used at the same time";
+        }
         const Axis axis = unit.experts ? Axis::expert_replicas : Axis::replicas;
         const std::vector<int> holders = ranks_along(axis, rank, degrees);
         ASSERT_EQ(static_cast<std::int64_t>(holders.size()), unit.ranks);
