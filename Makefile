@@ -11,7 +11,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check docs debug asan clean help
+.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check docs debug asan tsan clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -63,6 +63,10 @@ debug: setup  ## debug build in build/debug
 asan: setup-tests  ## build and C++ tests under the address and undefined-behaviour sanitizers, in build/asan-ubsan
 	@ESPALIER_PYTHON="$(PYTHON_USED)" cmake --preset asan-ubsan && cmake --build --preset asan-ubsan --parallel $(JOBS)
 	@"$(PYTHON_USED)" tools/run_tests.py --build build/asan-ubsan --no-python
+
+tsan: setup-tests configure  ## the CUDA kernels on a processor under ThreadSanitizer: races between threads of a grid
+	@cmake --build $(BUILD) --parallel $(JOBS) --target kernel_races_test
+	@OMP_NUM_THREADS=1 $(BUILD)/tests/cuda/kernel_races_test --gtest_brief=1 2>$(BUILD)/tsan.log || { grep SUMMARY $(BUILD)/tsan.log; exit 1; }
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf $(BUILD)

@@ -44,10 +44,6 @@ double difference(const at::Tensor& got, const at::Tensor& want) {
   return error / want.abs().max().item<double>();
 }
 
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.equal(b) || (a.scalar_type() == at::kDouble && a.view(at::kLong).equal(b.view(at::kLong)));
-}
-
 }  // namespace
 
 at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed, double scale) {
@@ -72,20 +68,36 @@ std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DT
   return run_on(device, each, arguments_of(each, scalar_type(dtype)));
 }
 
-OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype) {
+std::vector<at::Tensor> answer_of_cpu(const OperationCase& each, DType dtype) {
+  std::vector<at::Tensor> exact;
+  for (const at::Tensor& argument : arguments_of(each, scalar_type(dtype)))
+    exact.push_back(argument.defined() ? widened(argument) : argument);
+  return run_on(cpu_device(), each, exact);
+}
+
+OperationCheck compared(const OperationCase& each, DType dtype, const std::vector<at::Tensor>& results,
+                        const std::vector<at::Tensor>& answer) {
   const at::ScalarType scalar = scalar_type(dtype);
   const double allowed = each.roundings * roundoff(scalar) + each.terms * roundoff(accumulator_type(scalar));
   OperationCheck check{each.operation, each.sizes, dtype, 0, allowed, true};
-  const std::vector<at::Tensor> arguments = arguments_of(each, scalar);
-  std::vector<at::Tensor> exact;
-  for (const at::Tensor& argument : arguments) exact.push_back(argument.defined() ? widened(argument) : argument);
-  const std::vector<at::Tensor> want = run_on(cpu_device(), each, exact), got = run_on(device, each, arguments);
-  const std::vector<at::Tensor> again = run_on(device, each, arguments);
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    check.same_bits = check.same_bits && same_bits(got[i], again[i]);
-    const double error = difference(got[i], want[i]);
+  for (std::size_t i = 0; i < results.size() && !std::isnan(check.error); ++i) {
+    const double error = difference(results[i], answer[i]);
     if (!(error <= check.error)) check.error = error;
   }
+  return check;
+}
+
+bool same_bits(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& others) {
+  return std::equal(
+      results.begin(), results.end(), others.begin(), others.end(), [](const at::Tensor& a, const at::Tensor& b) {
+        return a.equal(b) || (a.scalar_type() == at::kDouble && a.view(at::kLong).equal(b.view(at::kLong)));
+      });
+}
+
+OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype) {
+  const std::vector<at::Tensor> results = results_on(device, each, dtype);
+  OperationCheck check = compared(each, dtype, results, answer_of_cpu(each, dtype));
+  check.same_bits = same_bits(results, results_on(device, each, dtype));
   return check;
 }
 

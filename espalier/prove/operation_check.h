@@ -57,6 +57,12 @@ std::vector<OperationCase> all_operation_cases();
 
 // What the device makes of a case: its results, in float64 or as whole numbers, on the host.
 std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DType dtype);
+// The CPU's answer in float64 to the same inputs, and how far results are from it.
+std::vector<at::Tensor> answer_of_cpu(const OperationCase& each, DType dtype);
+OperationCheck compared(const OperationCase& each, DType dtype, const std::vector<at::Tensor>& results,
+                        const std::vector<at::Tensor>& answer);
+bool same_bits(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& others);
+// All of it, the results made twice.
 OperationCheck check_operation(Device& device, const OperationCase& each, DType dtype);
 
 // Numbers of a standard normal distribution; the same for the same seed and sizes.

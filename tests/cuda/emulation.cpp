@@ -19,6 +19,33 @@ static void __sanitizer_start_switch_fiber(void**, const void*, std::size_t) {}
 static void __sanitizer_finish_switch_fiber(void*, const void**, std::size_t*) {}
 #endif
 
+#if defined(ESPALIER_EMULATION_TSAN)
+extern "C" {
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+void __tsan_ignore_thread_begin();
+void __tsan_ignore_thread_end();
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned);
+void __tsan_destroy_fiber(void*);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_read_range(void*, unsigned long);
+void __tsan_write_range(void*, unsigned long);
+}
+#else
+static void __tsan_acquire(void*) {}
+static void __tsan_release(void*) {}
+static void __tsan_ignore_thread_begin() {}
+static void __tsan_ignore_thread_end() {}
+static void* __tsan_get_current_fiber() { return nullptr; }
+static void* __tsan_create_fiber(unsigned) { return nullptr; }
+static void __tsan_destroy_fiber(void*) {}
+static void __tsan_switch_to_fiber(void*, unsigned) {}
+static void __tsan_read_range(void*, unsigned long) {}
+static void __tsan_write_range(void*, unsigned long) {}
+#endif
+static constexpr unsigned kNoOrder = 1;  // of __tsan_switch_to_fiber: what ran before does not come before
+
 // void espalier_switch_stack(void** save, void* to): leaves one stack for another; the registers that a call keeps are
 // on the stack that is left.
 extern "C" void espalier_switch_stack(void** save, void* to);
@@ -51,6 +78,12 @@ namespace {
 constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
 constexpr std::size_t kMostShared = 227 * 1024;  // bytes of a block, on sm_90; 163 KiB on sm_80 are checked by launch.h
 
+// What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
+struct Unseen {
+  Unseen() { __tsan_ignore_thread_begin(); }
+  ~Unseen() { __tsan_ignore_thread_end(); }
+};
+
 // Of one warp, from the first lane that arrives until all have read the result.
 struct Operation {
   const char* name = nullptr;
@@ -76,6 +109,8 @@ struct Fiber {
   void* stack_pointer = nullptr;
   std::byte* stack = nullptr;
   void* sanitizer = nullptr;
+  void* seen_as = nullptr;         // the thread that ThreadSanitizer takes it for
+  unsigned warp_barriers = 0;      // that it has met
   Operation* operation = nullptr;  // the one it waits in or has last read from
   std::vector<Copy> copies;        // in flight
   int groups = 0;                  // of copies, committed so far
@@ -102,27 +137,49 @@ Memory block_memory(std::size_t bytes) {
 
 struct Block {
   std::vector<Fiber> fibers;
+  // What orders accesses to memory: an address for a barrier of the block and the next one, and as many for each warp.
+  std::vector<char> order;
+  unsigned barriers = 0;
   std::vector<Operation*> pending;  // of each warp: the one that lanes are arriving at
   std::map<SharedKey, std::pair<Memory, std::size_t>> shared;
   Memory dynamic;
 };
 
-// What a launch runs on: the fibers' stacks, each with a page below it that nobody may touch.
+// What a launch runs on: the fibers' stacks, each with a page below it that nobody may touch. For ThreadSanitizer each
+// has a thread of its own, and blocks take turns with four sets of them: nothing orders a block and the next three.
+constexpr std::size_t kSets = 4;
 class Stacks {
  public:
-  std::byte* at(std::size_t thread) {
-    while (stacks_.size() <= thread) {
+  std::byte* at(std::size_t set, std::size_t thread) {
+    std::vector<std::byte*>& stacks = sets_[set].stacks;
+    while (stacks.size() <= thread) {
       void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED) throw std::bad_alloc();
       mprotect(memory, kGuardBytes, PROT_NONE);
-      stacks_.push_back(static_cast<std::byte*>(memory) + kGuardBytes);
+      stacks.push_back(static_cast<std::byte*>(memory) + kGuardBytes);
     }
-    return stacks_[thread];
+    return stacks[thread];
+  }
+  void* seen_as(std::size_t set, std::size_t thread) {
+    std::vector<void*>& threads = sets_[set].threads;
+    while (threads.size() <= thread) threads.push_back(__tsan_create_fiber(0));
+    return threads[thread];
+  }
+  // After a fault: they have not returned from what they were in.
+  void forget_threads() {
+    for (Set& set : sets_) {
+      for (void* const thread : set.threads) __tsan_destroy_fiber(thread);
+      set.threads.clear();
+    }
   }
 
  private:
-  std::vector<std::byte*> stacks_;
+  struct Set {
+    std::vector<std::byte*> stacks;
+    std::vector<void*> threads;
+  };
+  std::array<Set, kSets> sets_;
 };
 
 unsigned seed_now = 1;
@@ -133,6 +190,9 @@ Fiber* fiber_now = nullptr;
 const std::function<void()>* body_now = nullptr;
 void* scheduler_stack = nullptr;
 void* scheduler_sanitizer = nullptr;
+void* scheduler_seen_as = nullptr;
+char launch_begins, launch_ends;  // addresses: each thread comes after the one, and before the other
+unsigned blocks_run = 0;
 const void* scheduler_bottom = nullptr;
 std::size_t scheduler_size = 0;
 std::exception_ptr fault;  // of a thread of the block
@@ -165,19 +225,25 @@ void to_scheduler() {
   Fiber& fiber = *fiber_now;
   __sanitizer_start_switch_fiber(fiber.state == State::ended ? nullptr : &fiber.sanitizer, scheduler_bottom,
                                  scheduler_size);
+  __tsan_switch_to_fiber(scheduler_seen_as, kNoOrder);
   espalier_switch_stack(&fiber.stack_pointer, scheduler_stack);
   __sanitizer_finish_switch_fiber(fiber.sanitizer, &scheduler_bottom, &scheduler_size);
 }
 
 void fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_size);
+  __tsan_acquire(&launch_begins);
   try {
     (*body_now)();
     if (!fiber_now->copies.empty()) fail("a thread ends with a copy in flight that nobody waited for", Site::current());
   } catch (...) {
     if (!fault) fault = std::current_exception();
   }
-  leave_operation(*fiber_now);
+  __tsan_release(&launch_ends);
+  {
+    const Unseen unseen;
+    leave_operation(*fiber_now);
+  }
   fiber_now->state = State::ended;
   to_scheduler();
   std::abort();
@@ -187,6 +253,7 @@ void resume(Fiber& fiber) {
   ++switches;
   fiber_now = &fiber;
   __sanitizer_start_switch_fiber(&scheduler_sanitizer, fiber.stack, kStackBytes);
+  __tsan_switch_to_fiber(fiber.seen_as, kNoOrder);
   espalier_switch_stack(&scheduler_stack, fiber.stack_pointer);
   __sanitizer_finish_switch_fiber(scheduler_sanitizer, nullptr, nullptr);
   fiber_now = nullptr;
@@ -228,7 +295,8 @@ Fiber fiber_of(const Launch& launch, unsigned block, unsigned thread) {
                 g,
                 thread % 32};
   fiber.warp = thread / 32;
-  fiber.stack = stacks().at(thread);
+  fiber.stack = stacks().at(blocks_run % kSets, thread);
+  fiber.seen_as = stacks().seen_as(blocks_run % kSets, thread);
   // As espalier_switch_stack left it: six registers, the address it returns to, and rsp 8 below a multiple of 16.
   void** const top = reinterpret_cast<void**>(fiber.stack + kStackBytes) - 1;
   top[0] = nullptr;
@@ -247,6 +315,7 @@ void open_barrier(Block& block) {
     if (fiber.site.line() != first->site.line() || fiber.site.column() != first->site.column())
       throw Fault("threads wait at different barriers" + whereabouts(block));
   }
+  ++block.barriers;
   for (Fiber& fiber : block.fibers) fiber.state = State::ready;
 }
 
@@ -314,7 +383,10 @@ void reset_counters() {
   counters.clear();
   switches = 0;
 }
-void count(const char* name, std::int64_t amount) { counters[name] += amount; }
+void count(const char* name, std::int64_t amount) {
+  const Unseen unseen;
+  counters[name] += amount;
+}
 const ThreadView& self() { return fiber_now->view; }
 
 void fail(const std::string& what, Site site) {
@@ -323,12 +395,17 @@ void fail(const std::string& what, Site site) {
 }
 
 void barrier(Site site) {
+  const Unseen unseen;
+  void* const order = &block_now->order[block_now->barriers % 2];
+  __tsan_release(order);
   fiber_now->state = State::at_barrier;
   fiber_now->site = site;
   to_scheduler();
+  __tsan_acquire(order);
 }
 
 const Exchange& exchange(const char* name, unsigned mask, const void* value, std::size_t bytes, Site site) {
+  const Unseen unseen;
   Fiber& fiber = *fiber_now;
   const unsigned bit = 1u << fiber.view.lane;
   if ((mask & bit) == 0) fail("a lane calls a warp operation whose mask leaves it out", site);
@@ -348,6 +425,10 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
   Operation* const operation = fiber.operation = pending;
   std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
   operation->arrived |= bit;
+  // Of warp operations __syncwarp alone orders accesses to memory.
+  void* const order =
+      std::strcmp(name, "syncwarp") == 0 ? &block_now->order[2 + 2 * fiber.warp + fiber.warp_barriers++ % 2] : nullptr;
+  if (order != nullptr) __tsan_release(order);
   if (operation->arrived == mask) {
     pending = nullptr;
     const unsigned first = fiber.warp * 32;
@@ -358,10 +439,12 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
     fiber.state = State::in_warp;
     to_scheduler();
   }
+  if (order != nullptr) __tsan_acquire(order);
   return operation->data;
 }
 
 void* shared_object(std::size_t bytes, Site site) {
+  const Unseen unseen;
   auto& [memory, size] = block_now->shared[{site.file_name(), site.line(), site.column()}];
   if (!memory) memory = block_memory(bytes), size = bytes;
   if (size != bytes) fail("two objects of shared memory share a place in the source", site);
@@ -373,6 +456,8 @@ void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
 void begin_copy(void* to, const void* from, int bytes, Site site) {
   expect_aligned(to, 16, site);
   if (bytes > 0) expect_aligned(from, 16, site);
+  __tsan_write_range(to, 16);
+  const Unseen unseen;
   std::memset(to, 0xff, 16);
   fiber_now->copies.push_back({to, from, bytes, fiber_now->groups});
 }
@@ -384,6 +469,9 @@ void wait_for_copies(int groups_left) {
   const auto landed = [&](const Copy& copy) { return copy.group < fiber_now->groups - groups_left; };
   for (const Copy& copy : copies) {
     if (!landed(copy)) continue;
+    __tsan_write_range(copy.to, 16);
+    __tsan_read_range(const_cast<void*>(copy.from), static_cast<unsigned long>(copy.bytes));
+    const Unseen unseen;
     std::memset(copy.to, 0, 16);
     if (copy.bytes > 0) std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
   }
@@ -392,6 +480,7 @@ void wait_for_copies(int groups_left) {
 
 void run(const Launch& launch, const std::function<void()>& body) {
   expect_launchable(launch);
+  const Unseen unseen;
   count("launches", 1);
   const unsigned threads = launch.block.x * launch.block.y * launch.block.z;
   const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
@@ -401,10 +490,14 @@ void run(const Launch& launch, const std::function<void()>& body) {
   if (seed_now != 0) std::shuffle(order.begin(), order.end(), random);
   body_now = &body;
   fault = nullptr;
+  __tsan_release(&launch_begins);
+  scheduler_seen_as = __tsan_get_current_fiber();
   for (const unsigned b : order) {
     Block block;
+    ++blocks_run;
     for (unsigned t = 0; t < threads; ++t) block.fibers.push_back(fiber_of(launch, b, t));
     block.pending.resize((threads + 31) / 32);
+    block.order.resize(2 + 2 * block.pending.size());
     if (launch.shared_bytes > 0) block.dynamic = block_memory(launch.shared_bytes);
     block_now = &block;
     try {
@@ -413,10 +506,12 @@ void run(const Launch& launch, const std::function<void()>& body) {
       for (const Fiber& fiber : block.fibers) ASAN_UNPOISON_MEMORY_REGION(fiber.stack, kStackBytes);
       block_now = nullptr, fault = nullptr;
       free_operations.clear(), all_operations.clear();
+      stacks().forget_threads();
       throw;
     }
     block_now = nullptr;
   }
+  __tsan_acquire(&launch_ends);
 }
 
 }  // namespace espalier::emulation

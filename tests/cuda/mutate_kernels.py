@@ -1,128 +1,318 @@
 """Changes of the kernels' sources, one at a time, each of which some test has to notice.
 
-    tests/cuda/mutate_kernels.py --build build                          those of mutation_sample.txt, as in `make test`
-    tests/cuda/mutate_kernels.py --build build --count 20 [--seed 1]    as many, drawn at random
-    tests/cuda/mutate_kernels.py --build build --all [--file head.cu]   all of them; a survivor is printed as it is found
+    tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make test`
+    tests/cuda/mutate_kernels.py --build build --all [--file X]    all of them; goes on where it was stopped
+    tests/cuda/mutate_kernels.py --build build --all --again       survivors once more, and what was not tried yet
+    tests/cuda/mutate_kernels.py --build build --all --quick       other orders of threads only where a barrier is left out
 
-A change is an operator for its opposite, a whole number for the next, a barrier or a jump left out. Its file is compiled
-against the emulation and put before the test's own kernels (LD_PRELOAD); noticed is what fails, ends or hangs the test.
-Changes that do not compile are not counted; changes that leave every result as it is stand in harmless_mutations.txt,
-with the reason. Exit 1 where one survives.
+What a change is: kernel_changes.py. The kernels are compiled with all of their changes in them; each trial is a process that
+chooses one and runs the checks that come by its place, the fastest first, until one is wrong, ends or hangs
+(kernel_mutants.cpp). Where the compiler needs the changed value, the file is compiled with the one change. Changes that do not
+compile are not counted; those that leave every result as it is stand in harmless_mutations.txt, with the reason. Exit 1 where
+another one survives. Results are kept in the build folder, and begin anew when a kernel or a check has changed.
 """
 
 import argparse
+import hashlib
+import json
 import os
-import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
+
+from kernel_changes import changes_of, with_all, with_change
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-KERNELS = ROOT / "espalier/ops/cuda"
-TESTS_OF = {
-    "attention_plain.cu": "Attention/*", "attention_tiles.cu": "Attention/*:TiledAttention.*", "choice.cu": "Optimizer/*",
-    "columns.cu": "Rows/*:Products/*", "expert_rows.cu": "Experts/*", "head.cu": "Head/*", "moving.cu": "Moving/*",
-    "norm.cu": "Rows/*", "optimizer.cu": "Optimizer/*", "rotate.cu": "Rows/*", "router.cu": "Experts/*", "swiglu.cu": "Rows/*",
-}
-OPPOSITES = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " && ": " || ",
-             " || ": " && ", " + ": " - ", " - ": " + ", " * ": " / ", " / ": " * ", " % ": " / ", " += ": " -= "}
-LEFT_OUT = re.compile(r"\b(__syncthreads\(\);|__syncwarp\(\);|continue;|cp_async_wait<\d>\(\);|cp_async_commit\(\);)")
-NUMBER = re.compile(r"(?<![\w.<])(\d+)(?![\w.>])")
-NO_CODE = re.compile(r"^\s*(//|#|template|static_assert|ESPALIER_INSTANTIATE|__global__|namespace|using )")
+FOLDER = "espalier/ops/cuda"
+GROUPS = {"attention_plain.cu": ["Attention"], "choice.cu": ["Optimizer"], "expert_rows.cu": ["Experts"], "head.cu": ["Head"],
+          "moving.cu": ["Moving"], "norm.cu": ["Rows"], "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "router.cu": ["Experts"],
+          "swiglu.cu": ["Rows"]}  # of checks, where the sample may be from
+HEADERS = ["kernel.h", "launch.h", "tiles.h"]
+FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
+         "-DESPALIER_EMULATED"]
+MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
+           "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", f"{FOLDER}/ptx.h"]
 
 
-def code_of(line):
-    return "" if NO_CODE.match(line) else line.split("//")[0]
+def limit_of(seconds):
+    """Of the processor, for a check that takes so many: what takes ten times as long hangs."""
+    return 10 * seconds + 1
 
 
-def mutations_of(source):
-    """(line number from 0, begin, end, what stands there instead)"""
-    for number, line in enumerate(source.splitlines()):
-        code = code_of(line)
-        for old, new in OPPOSITES.items():
-            for found in re.finditer(re.escape(old), code):
-                yield number, found.start(), found.end(), new
-        for found in LEFT_OUT.finditer(code):
-            yield number, found.start(), found.end(), ";"
-        for found in NUMBER.finditer(code):
-            yield number, found.start(), found.end(), str(int(found[1]) + 1)
-
-
-def mutated(source, mutation):
-    number, begin, end, instead = mutation
-    lines = source.splitlines(keepends=True)
-    lines[number] = lines[number][:begin] + instead + lines[number][end:]
-    return "".join(lines), lines[number].strip()
+def digest(*texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def listed_in(name):
-    """{(file, changed line)}"""
+    """{"file: changed line"}"""
     lines = (HERE / name).read_text(encoding="utf-8").splitlines()
-    return {tuple(line.split(": ", 1)) for line in lines if line and not line.startswith(("#", "    "))}
+    return {line.strip() for line in lines if line.strip() and not line.startswith(("#", "="))}
 
 
-def outcome(file, text, test, folder):
-    """"invalid", "noticed" or "survived"."""
-    source, library = Path(folder) / file, Path(folder) / "mutant.so"
-    source.write_text(text, encoding="utf-8")
-    compiled = subprocess.run(
-        ["g++", "-std=c++20", "-x", "c++", "-shared", "-fPIC", "-O1", "-ffp-contract=off", "-w", "-DESPALIER_EMULATED", f"-I{ROOT}",
-         "-include", str(HERE / "emulation.h"), str(source), "-o", str(library)], capture_output=True, check=False)
-    if compiled.returncode != 0:
-        return "invalid"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GTEST_")}
-    environment = {**kept, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run([test, f"--gtest_filter={TESTS_OF[file]}", "--gtest_fail_fast"], env=environment,
-                              capture_output=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired:
-        return "noticed"
-    return "survived" if done.returncode == 0 else "noticed"
+class Library:
+    """Kernels with changes in them, compiled in a folder of their own, which stands before the kernels' own."""
+
+    def __init__(self, folder, sources):
+        self.folder, self.sources = folder, sources
+        self.own = folder / "source" / FOLDER
+        self.own.mkdir(parents=True, exist_ok=True)
+
+    def includes(self, file, header):
+        return header in HEADERS and f'/{header}"' in self.sources[file]
+
+    def compile(self, source, target, folders):
+        """What the compiler says where it fails, else None."""
+        done = subprocess.run(["g++", *FLAGS, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
+                               "-include", str(HERE / "changes.h"), "-c", str(source), "-o", str(target)],
+                              capture_output=True, text=True, check=False)
+        return done.stderr if done.returncode != 0 else None
+
+    def link(self, objects, library):
+        subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
+        return library
+
+    def place_of_error(self, said, numbered):
+        """Numbers of the changes on the lines that the compiler complains of."""
+        for words in (" error: ", "required from", " note: "):
+            places = {(Path(found[1]).name, int(found[2])) for line in said.splitlines() if words in line
+                      for found in [re.match(r"(\S*/source/\S+?):(\d+):", line)] if found}
+            numbers = [n for n, (change, _) in numbered.items() if (change.file, change.line) in places]
+            if numbers:
+                return numbers
+        raise RuntimeError(f"the kernels with their changes do not compile:\n{said[:4000]}")
+
+    def with_all(self, files, numbered):
+        """The library with all changes in it, without those that have to be compiled alone: (library, {id: change})."""
+        stamps = {}
+        while True:
+            texts = {file: with_all(source, {n: c for n, c in numbered.items() if c[0].file == file}) for file, source in self.sources.items()}
+            for file, text in texts.items():
+                if not (self.own / file).exists() or (self.own / file).read_text(encoding="utf-8") != text:
+                    (self.own / file).write_text(text, encoding="utf-8")
+            for file in files:
+                stamp = digest(texts[file], *[texts[h] for h in HEADERS], (HERE / "emulation.h").read_text(), (HERE / "changes.h").read_text())
+                if stamps.get(file) == stamp or (self.folder / f"{file}.{stamp}.o").exists():
+                    stamps[file] = stamp
+                    continue
+                said = self.compile(self.own / file, self.folder / f"{file}.{stamp}.o", [self.folder / "source"])
+                if said is None:
+                    stamps[file] = stamp
+                    continue
+                impossible = set(self.place_of_error(said, numbered))
+                numbered = {n: c for n, c in numbered.items() if n not in impossible}
+                break
+            else:
+                break
+        self.compile(HERE / "changes.cpp", self.folder / "changes.o", [])
+        objects = [self.folder / f"{file}.{stamps[file]}.o" for file in files]
+        return self.link([*objects, self.folder / "changes.o"], self.folder / "all.so"), {n: c[0] for n, c in numbered.items()}
+
+    def with_one(self, change):
+        """The library with one change, or None where it does not compile."""
+        alone = self.folder / "alone" / FOLDER
+        alone.mkdir(parents=True, exist_ok=True)
+        for old in alone.iterdir():
+            old.unlink()
+        (alone / change.file).write_text(with_change(self.sources[change.file], change), encoding="utf-8")
+        files = [change.file] if change.file.endswith(".cu") else \
+            [file for file in self.sources if file.endswith(".cu") and
+             (self.includes(file, change.file) or change.file == "kernel.h")]
+        objects = []
+        for file in files:
+            source = alone / file if (alone / file).exists() else ROOT / FOLDER / file
+            objects.append(self.folder / f"alone_{file}.o")
+            if self.compile(source, objects[-1], [self.folder / "alone"]) is not None:
+                return None
+        return self.link(objects, self.folder / "alone.so")
+
+
+class Server:
+    def __init__(self, program, library):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GTEST_")}
+        self.process = subprocess.Popen([program], env={**kept, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait()
+
+    def ask(self, order):
+        self.process.stdin.write(order + "\n")
+        self.process.stdin.flush()
+
+    def line(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("kernel_mutants ended")
+        return line.rstrip("\n")
+
+    def measure(self, groups=()):
+        """[(seconds, name, numbers of the changes that it comes by)]; of these groups of checks, or all"""
+        self.ask(" ".join(["measure", *groups]))
+        checks = []
+        while (line := self.line()) != "measured":
+            if line.startswith("problem"):
+                raise RuntimeError(f"the kernels with their changes, none of them chosen, fail: {line}")
+            _, _, seconds, kind, name = line.split(" ", 4)
+            checks.append((float(seconds), f"{kind}: {name}", set(map(int, self.line().split()))))
+        answers = {name: (seconds, met) for seconds, name, met in checks}
+        for n, (_, name, _) in enumerate(checks):
+            if name.startswith("orders: "):
+                seconds, met = answers[name.replace("orders", "answer", 1)]
+                checks[n] = (4 * seconds, name, met)
+        return checks
+
+    def attempt(self, number, checks, plan):
+        """("noticed" or "survived", the check or -1, what it said)"""
+        self.ask(f"try {number} " + " ".join(f"{n}:{limit_of(checks[n][0]):.2f}" for n in plan))
+        words = self.line().split(" ", 2)
+        return (words[0], int(words[1]), words[2] if len(words) > 2 else "") if words[0] == "noticed" else (words[0], -1, "")
+
+
+class Results:
+    """What was found so far, in a file: a line for each change, with the state of its kernel and of the checks."""
+
+    def __init__(self, path, kernels, checks, again):
+        self.path, self.kernels, self.checks, self.found = path, kernels, checks, {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            name, outcome, kernel, check, *_ = line.split("\t")
+            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome != "survived"):
+                self.found[name] = outcome
+
+    def note(self, change, outcome, said=""):
+        self.found[name_of(change)] = outcome
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\t".join([name_of(change), outcome, self.kernels[change.file], self.checks, said]) + "\n")
+
+
+def name_of(change):
+    return f"{change.file}:{change.line}:{change.begin}: {change.text}"
+
+
+def measured(server, path, version):
+    """What the server measures, from the file where nothing has changed since."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else [None, []]
+    if kept[0] != version:
+        kept = [version, [(seconds, name, sorted(met)) for seconds, name, met in server.measure()]]
+        path.write_text(json.dumps(kept), encoding="utf-8")
+    return [(seconds, name, set(met)) for seconds, name, met in kept[1]]
+
+
+def try_all(arguments, library, everything, program, results):
+    """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for."""
+    files = sorted(file for file in library.sources if file.endswith(".cu"))
+    made, switched = library.with_all(files, {n: c for n, c in everything.items() if c[0].switched})
+    with Server(program, made) as server:
+        checks = measured(server, library.folder / "measured.json", digest(made.read_bytes().hex(), program.read_bytes().hex(), results.checks))
+        by_seconds = sorted(range(len(checks)), key=lambda n: checks[n][0])
+        first = {}  # the check that noticed the last change of a file is tried first
+        for number, change in switched.items():
+            if not arguments.asks_for(change) or name_of(change) in results.found:
+                continue
+            plan = plan_of(arguments, change, checks, [n for n in by_seconds if number in checks[n][2]])
+            if first.get(change.file) in plan:
+                plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
+            outcome, check, said = server.attempt(number, checks, plan)
+            if outcome == "noticed":
+                first[change.file] = check
+            else:
+                print(f"{outcome if plan else 'not reached'}: {change.file}:{change.line}: {change.text}", flush=True)
+            results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+    of_file = defaultdict(set)
+    for n, (_, _, met) in enumerate(checks):
+        for number in met & set(switched):
+            of_file[switched[number].file].add(n)
+    for number, (change, _) in everything.items():
+        if number in switched or not arguments.asks_for(change) or name_of(change) in results.found:
+            continue
+        alone = library.with_one(change)
+        if alone is None:
+            results.note(change, "invalid")
+            continue
+        with Server(program, alone) as server:
+            outcome, check, said = server.attempt(number, checks, plan_of(arguments, change, checks, [n for n in by_seconds if n in of_file[change.file]]))
+        if outcome == "survived":
+            print(f"{outcome}: {change.file}:{change.line}: {change.text}", flush=True)
+        results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+
+
+def plan_of(arguments, change, checks, fastest_first):
+    """Other orders of threads last, where no barrier is left out: they show little else, and take four runs."""
+    if change.instead == ";":
+        return fastest_first
+    orders = [n for n in fastest_first if checks[n][1].startswith("orders")]
+    return [n for n in fastest_first if n not in set(orders)] + ([] if arguments.quick else orders)
+
+
+def report(arguments, everything, results, seconds):
+    """A table; the number of survivors that are not harmless."""
+    table, survivors = defaultdict(Counter), []
+    for change in everything:
+        outcome = "harmless" if change.key() in arguments.harmless else results.found.get(name_of(change), "not tried")
+        if outcome == "survived":
+            survivors.append(change)
+        table[change.file][outcome] += 1
+    columns = ["noticed", "harmless", "survived", "invalid", "not tried"]
+    print(f"{'file':20}{'changes':>10}" + "".join(f"{column:>11}" for column in columns))
+    for file, counts in [*sorted(table.items()), ("all", sum(table.values(), Counter()))]:
+        print(f"{file:20}{sum(counts.values()):10}" + "".join(f"{counts[column]:11}" for column in columns))
+    for change in survivors:
+        print(f"survived: {change.file}:{change.line}: {change.text}")
+    print(f"{seconds:.0f} s")
+    return len(survivors)
+
+
+def try_sample(library, everything, program):
+    """The changes of mutation_sample.txt, without what only all of them need: true where each is noticed."""
+    sample = listed_in("mutation_sample.txt")
+    chosen = {n: c for n, c in everything.items() if c[0].key() in sample}
+    missing = sample - {change.key() for change, _ in chosen.values()}
+    for line in missing:
+        print(f"mutation_sample.txt has a change that there is not: {line}")
+    files = sorted({change.file for change, _ in chosen.values()})
+    made, switched = library.with_all(files, chosen)
+    noticed = 0
+    with Server(program, made) as server:
+        checks = server.measure({group for file in files for group in GROUPS[file]})
+        for number, change in switched.items():
+            plan = sorted((n for n in range(len(checks)) if number in checks[n][2]), key=lambda n: checks[n][0])
+            outcome, _, said = server.attempt(number, checks, plan)
+            noticed += outcome == "noticed"
+            print(f"{outcome}: {change.key()}: {said}")
+    return not missing and noticed == len(chosen) > 0
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", default="build")
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--file", help="of the kernels, alone")
-    parser.add_argument("--count", type=int, help="of changes that compile and are not harmless")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="keeps what was noticed, whatever has changed in the checks")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--file", action="append", help="of the kernels, alone")
     arguments = parser.parse_args()
-    build = (ROOT / arguments.build).resolve()
-    test = build / "tests/cuda/cuda_operations_test"
-    sources = {file: (KERNELS / file).read_text(encoding="utf-8") for file in TESTS_OF if arguments.file in (None, file)}
-    everything = [(file, mutation) for file, source in sources.items() for mutation in mutations_of(source)]
-    known, sample = listed_in("harmless_mutations.txt"), listed_in("mutation_sample.txt")
-    counts, begun = {"noticed": 0, "survived": 0, "invalid": 0, "harmless": 0}, time.monotonic()
-    chosen = everything
-    if arguments.count:
-        random.Random(arguments.seed).shuffle(chosen)
-    elif not arguments.all:
-        chosen = [(file, mutation) for file, mutation in everything if (file, mutated(sources[file], mutation)[1]) in sample]
-        if len(chosen) != len(sample):
-            print(f"mutation_sample.txt has {len(sample)} changes, {len(chosen)} of them fit the kernels: the list has to follow them")
-            return 1
-    with tempfile.TemporaryDirectory() as folder:
-        for file, mutation in chosen:
-            if counts["noticed"] + counts["survived"] == arguments.count:
-                break
-            text, line = mutated(sources[file], mutation)
-            if (file, line) in known:
-                counts["harmless"] += 1
-                continue
-            found = outcome(file, text, test, folder)
-            counts[found] += 1
-            if found == "survived":
-                print(f"survived: {file}:{mutation[0] + 1}: {line}", flush=True)
-    print(f"{len(everything)} changes of the kernels; tried: " + ", ".join(f"{n} {what}" for what, n in counts.items()) +
-          f"; {time.monotonic() - begun:.0f} s")
-    if counts["noticed"] == 0:
-        print("nothing was noticed: is the test built?")
-    return 1 if counts["survived"] or not counts["noticed"] else 0
+    arguments.harmless = listed_in("harmless_mutations.txt")
+    build, begun = (ROOT / arguments.build).resolve(), time.monotonic()
+    folder, program = build / "kernel_changes", build / "tests/cuda/kernel_mutants"
+    folder.mkdir(exist_ok=True)
+    names = [*sorted(path.name for path in (ROOT / FOLDER).glob("*.cu")), *HEADERS]
+    sources = {name: (ROOT / FOLDER / name).read_text(encoding="utf-8") for name in names}
+    everything = dict(enumerate(change for name in names for change in changes_of(name, sources[name])))
+    if not arguments.all:
+        return 0 if try_sample(Library(folder / "sample", sources), everything, program) else 1
+    arguments.asks_for = lambda change: (arguments.file is None or change.file in arguments.file) and change.key() not in arguments.harmless
+    headers = [sources[header] for header in HEADERS]
+    results = Results(folder / "results.tsv", {name: digest(source, *headers) for name, source in sources.items()},
+                      digest(*[(ROOT / file).read_text(encoding="utf-8") for file in MADE_OF]), arguments.again)
+    try_all(arguments, Library(folder, sources), everything, program, results)
+    asked = [change for change, _ in everything.values() if arguments.file is None or change.file in arguments.file]
+    return 1 if report(arguments, asked, results, time.monotonic() - begun) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+#include "tests/cuda/kernel_checks.h"
+
+#include <ATen/ATen.h>
+
+#include <memory>
+
+#include "espalier/base/error.h"
+#include "espalier/prove/operation_check.h"
+#include "tests/cuda/emulated_runtime.h"
+#include "tests/cuda/emulation.h"
+
+namespace espalier::testing {
+namespace {
+
+using Kind = KernelCheck::Kind;
+using Tensors = std::vector<at::Tensor>;
+
+Tensors results_in_order(const OperationCase& each, DType dtype, unsigned seed) {
+  emulation::set_seed(seed);
+  return results_on(emulated_device(), each, dtype);
+}
+
+std::string answer_problem(const OperationCase& each, DType dtype, Tensors& answer) {
+  if (answer.empty()) answer = answer_of_cpu(each, dtype);
+  const OperationCheck check = compared(each, dtype, results_in_order(each, dtype, 1), answer);
+  return check.pass() ? "" : text_of("off by ", check.error, ", allowed ", check.allowed);
+}
+
+std::string orders_problem(const OperationCase& each, DType dtype) {
+  const Tensors forward = results_in_order(each, dtype, 0);
+  for (const unsigned seed : {1u, 2u, 3u})
+    if (!same_bits(forward, results_in_order(each, dtype, seed))) return text_of("other bits with seed ", seed);
+  return "";
+}
+
+void add_operations(std::vector<KernelCheck>& checks, const std::string& group, std::vector<OperationCase> cases) {
+  for (OperationCase& moved : cases) {
+    const auto each = std::make_shared<const OperationCase>(std::move(moved));
+    for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {
+      const std::string name = text_of(each->operation, ", ", each->sizes, ", ", name_of(dtype));
+      const auto answer = std::make_shared<Tensors>();
+      checks.push_back({Kind::answer, group, name, [=] { return answer_problem(*each, dtype, *answer); }});
+      if (dtype != DType::float64)
+        checks.push_back({Kind::orders, group, name, [=] { return orders_problem(*each, dtype); }});
+    }
+  }
+}
+
+// Products of [m, k] and [k, n] on tensor cores: a matrix instruction for every 16 x 8 x 16.
+std::int64_t instructions(std::int64_t products, std::int64_t m, std::int64_t n, std::int64_t k) {
+  return products * m * n * k / (16 * 8 * 16);
+}
+
+std::string counted(const char* what, std::int64_t wanted) {
+  const std::int64_t got = emulation::counter(what);
+  return got == wanted ? "" : text_of(what, ": ", got, " instead of ", wanted, ". ");
+}
+
+at::Tensor random_rows(std::int64_t count, std::int64_t width) {
+  return emulated_device().adopt(normal({count, width}, 1).to(at::kBFloat16));
+}
+
+std::string dense_instructions() {
+  constexpr std::int64_t T = 64, P = 128, H = 2, J = 1, D = 64;
+  const auto sums = [](std::int64_t count) { return emulated_device().adopt(at::zeros({count, J * D}, at::kFloat)); };
+  const at::Tensor ends = emulated_device().adopt(at::full({T}, T, at::kInt));
+  const AttentionProblem problem{D,
+                                 random_rows(T, H * D),
+                                 random_rows(T, J * D),
+                                 random_rows(T, J * D),
+                                 random_rows(P, J * D),
+                                 random_rows(P, J * D),
+                                 at::Tensor(),
+                                 ends};
+  const at::Tensor out = random_rows(T, H * D), lse = emulated_device().adopt(at::zeros({H, T}, at::kFloat));
+  const Operations& ops = emulated_device().operations();
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  ops.attention(problem, out, lse);
+  emulated_device().synchronize();
+  std::string problems = counted("mma", H * instructions(2, T, P + T, D)) + counted("bank conflicts", 0);
+  emulation::reset_counters();
+  ops.add_attention_backward(problem, out, lse, random_rows(T, H * D),
+                             {random_rows(T, H * D), sums(T), sums(T), sums(P), sums(P)});
+  emulated_device().synchronize();
+  // S and dP twice, dV, dK, dQ.
+  problems += counted("mma", H * instructions(7, T, P + T, D)) + counted("bank conflicts", 0);
+  return emulation::counter("ldmatrix") > 0 ? problems : "nothing is loaded by ldmatrix";
+}
+
+// A group of three: each own tile of the second and third is seen by no row of the others, and left out.
+std::string instructions_of_a_group() {
+  constexpr std::int64_t N = 3, T = N * 64, D = 64;
+  std::vector<std::int32_t> ends;
+  for (std::int64_t i = 0; i < T; ++i) ends.push_back(static_cast<std::int32_t>((i / 64 + 1) * 64));
+  const auto rows = [] { return random_rows(T, D); };
+  const at::Tensor none = rows().narrow(0, 0, 0), lse = emulated_device().adopt(at::zeros({1, T}, at::kFloat));
+  const AttentionProblem problem{D,    rows(), rows(),       rows(),
+                                 none, none,   at::Tensor(), emulated_device().adopt(whole_numbers(ends))};
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  emulated_device().operations().attention(problem, rows(), lse);
+  emulated_device().synchronize();
+  return counted("mma", instructions(2, 64, 64, D) * N);
+}
+
+}  // namespace
+
+std::vector<KernelCheck> kernel_checks() {
+  std::vector<KernelCheck> checks;
+  add_operations(checks, "Rows", row_cases());
+  add_operations(checks, "Moving", moving_cases());
+  add_operations(checks, "Products", product_cases());
+  add_operations(checks, "Attention", attention_cases());
+  add_operations(checks, "Head", head_cases());
+  add_operations(checks, "Experts", expert_cases());
+  add_operations(checks, "Optimizer", optimizer_cases());
+  checks.push_back(
+      {Kind::instructions, "Formula", "as many as the formula has, and no bank twice", dense_instructions});
+  checks.push_back({Kind::instructions, "Unseen", "no tile that nobody sees", instructions_of_a_group});
+  return checks;
+}
+
+}  // namespace espalier::testing
