@@ -108,7 +108,14 @@ class Communication::Walk {
     }
   }
 
-  // Gradients of copies within tp, then of replicas, in the order of the engine.
+  // An event of others, forward and backward.
+  void join() {
+    AxisBytes ignored;
+    forward(nullptr, ignored);
+    if (kind_.gradients) backward(nullptr, ignored);
+  }
+
+  // Gradients of copies within tp, and of replicas.
   void add_reduction() {
     const double before = traffic.seconds;
     std::int64_t everybody = 0, experts = 0, first = 0;
@@ -292,6 +299,13 @@ class Communication::Walk {
 Communication::Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile)
     : local_(local), bytes_(element_bytes(dtype)), kind_(kind), profile_(profile) {
   if (local.degrees().full) units_ = units_of(local);
+}
+
+double Communication::seconds_of_units() const {
+  if (units_.all.empty()) return 0;
+  Walk walk(*this, {}, false);
+  walk.join();
+  return walk.traffic.seconds;
 }
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {

@@ -48,6 +48,9 @@ class Communication {
   PlannedTraffic of(std::span<const StepPlan* const> plans, std::span<const Rollout> rollouts) const;
   // The same if all ranks of dp had this one's plan.
   PlannedTraffic of(const StepPlan& plan, std::span<const Rollout> rollouts) const;
+  // Of a trunk or a wave, whatever its rows: what it takes to bring units together, and to sum their gradients. 0 where
+  // weights are not divided.
+  double seconds_of_units() const;
 
  private:
   class Walk;

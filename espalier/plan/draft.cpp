@@ -83,6 +83,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
               std::int32_t layers_awake) {
   const bool trunk = draft.kind == ItemKind::trunk;
+  ++cost.items;
   cost.flops += model.flops(draft.work, draft.state);
   cost.seconds += seconds_of(draft, model, layers_awake);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);

@@ -42,6 +42,7 @@ struct DraftCost {
   double flops = 0, seconds = 0;
   std::int32_t max_path_rows = 0;
   std::int64_t max_rows = 0;  // of one set
+  std::int64_t items = 0;
 };
 // Adds the item and everything below it to `cost` and to the walk. `layers_awake`: StepPlan::path_layers_awake.
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,

@@ -15,9 +15,10 @@ namespace espalier {
 struct LayoutOptions {
   std::int64_t budget = 4096;
   bool soft = false;
-  ItemState trunk_state;  // what trunks would cost
-  bool phased = false;    // a shared run is a trunk where it is longer than the path above it, whatever it costs
-  std::int64_t cp = 1;    // ranks that have waves dealt to them: what would fill one wave is shared among them
+  ItemState trunk_state;    // what trunks would cost
+  bool phased = false;      // a shared run is a trunk where it is longer than the path above it, whatever it costs
+  std::int64_t cp = 1;      // ranks that have waves dealt to them: what would fill one wave is shared among them
+  double item_seconds = 0;  // of an item, whatever its rows, beside what the model says
 };
 
 // Items of a step. `loose` blocks start at depth 0 and may share waves with those of other trees.

@@ -7,19 +7,23 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/plan/communication.h"
 #include "espalier/plan/layout.h"
 #include "espalier/plan/state_choice.h"
 
 namespace espalier {
 namespace {
 
-constexpr std::int64_t kLargestWave = 16384;  // rows
-constexpr std::int64_t kMostExpertShare = 4;  // times that many where a row goes to few of many experts
+constexpr std::int64_t kLargestWave = 16384;   // rows
+constexpr std::int64_t kMostExpertShare = 4;   // times that many where a row goes to few of many experts
+constexpr std::int64_t kMostDividedShare = 8;  // and where every wave brings divided weights together
 
 struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
   PlanCost cost;
+  double unit_seconds = 0;  // of bringing divided weights together, beside the cost's
+  double seconds() const { return cost.seconds + unit_seconds; }
   std::int32_t layers_awake = StepPlan::kEveryLayer;  // of the path
   bool undegraded = false;                            // everything is as it is where memory is plenty
   std::vector<TriedPlan> tried;
@@ -36,7 +40,9 @@ class Search {
         whole_(shape.whole(), profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()),
+        item_seconds_(Communication(shape, options.dtype, options.kind, profile).seconds_of_units()),
         states_(model_, bytes_, options) {
+    if (item_seconds_ > 0) largest_wave_ *= kMostDividedShare;
     if (const ModelShape& whole = shape.whole(); whole.experts > 0)
       largest_wave_ *= std::clamp<std::int64_t>(whole.experts / whole.experts_per_token, 1, kMostExpertShare);
     std::vector<std::int32_t> place(rollouts.size());
@@ -81,6 +87,7 @@ class Search {
   CostModel model_, whole_;  // of the rank; of the whole model
   ActivationBytes bytes_;
   std::int64_t large_rows_, largest_wave_ = kLargestWave;
+  double item_seconds_;  // what every item takes beside its own
   std::int32_t longest_ = 0;
   Forest forest_;
   StateChoice states_;
@@ -122,6 +129,7 @@ void Search::evaluate(Candidate& candidate) const {
   if (path.stored == 0) candidate.layers_awake = StepPlan::kEveryLayer;
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
+  candidate.unit_seconds = item_seconds_ * static_cast<double>(cost.items);
   candidate.cost.bytes =
       walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()) + bytes_.in_flight(path.stored), path);
   candidate.cost.stored_bytes = walk.stored();
@@ -131,7 +139,7 @@ void Search::evaluate(Candidate& candidate) const {
 
 bool Search::better(const Candidate& a, const Candidate& b) {
   if (a.cost.fits != b.cost.fits) return a.cost.fits;
-  return a.cost.fits ? a.cost.seconds < b.cost.seconds : a.cost.bytes.peak() < b.cost.bytes.peak();
+  return a.cost.fits ? a.seconds() < b.seconds() : a.cost.bytes.peak() < b.cost.bytes.peak();
 }
 
 Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const {
@@ -146,15 +154,16 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
     };
     if (std::ranges::none_of(tried, same)) tried.push_back(made);  // a soft limit often makes what a hard one does
   };
-  Candidate best = build(schedule, {budget, soft, states_.of_trunks().front(), phased, options_.kind.cp});
+  const auto built = [&](ItemState trunk_state) {
+    return build(schedule, {budget, soft, trunk_state, phased, options_.kind.cp, item_seconds_});
+  };
+  Candidate best = built(states_.of_trunks().front());
   best.undegraded = true;
   note(best);
   if (best.cost.fits || !(states_.any() || path_may_sleep())) return best;
   // A trunk that is not kept pays less.
   Candidate other =
-      build(schedule, {budget, soft,
-                       states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front(),
-                       phased, options_.kind.cp});
+      built(states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front());
   const auto weigh = [&](const Candidate& candidate) {
     note(candidate);
     if (better(candidate, best)) best = candidate;
@@ -202,11 +211,12 @@ Candidate Search::best(Schedule schedule) const {
   if (options_.token_budget > 0) return done(at_budget(schedule, options_.token_budget, false, tried));
   const std::int64_t smallest = std::clamp<std::int64_t>(large_rows_, 2048, 8192);
   Candidate best = at_budget(schedule, smallest, true, tried);
-  for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && best.undegraded && best.cost.fits; budget *= 2) {
+  // Fewer items may be worth computing activations again.
+  const auto is_wanted = [&](const Candidate& one) { return one.cost.fits && (one.undegraded || item_seconds_ > 0); };
+  for (std::int64_t budget = 2 * smallest; budget <= largest_wave_ && is_wanted(best); budget *= 2) {
     Candidate larger = at_budget(schedule, budget, true, tried);
     // A larger wave must earn its memory.
-    if (larger.undegraded && larger.cost.fits && larger.cost.seconds < 0.995 * best.cost.seconds)
-      best = std::move(larger);
+    if (is_wanted(larger) && larger.seconds() < 0.995 * best.seconds()) best = std::move(larger);
   }
   if ((best.undegraded && best.cost.fits) || bytes_.constant() > options_.memory_budget) return done(std::move(best));
   // Smaller waves, as long as they may be cheaper than what fits so far.
@@ -214,7 +224,7 @@ Candidate Search::best(Schedule schedule) const {
     Candidate smaller = at_budget(schedule, budget, false, tried);
     const bool last = smaller.undegraded && smaller.cost.fits;
     if (better(smaller, best)) best = std::move(smaller);
-    if (last || (best.cost.fits && best.cost.seconds < 0.8 * smaller.cost.seconds)) break;
+    if (last || (best.cost.fits && best.seconds() < 0.8 * smaller.seconds())) break;
   }
   return done(std::move(best));
 }

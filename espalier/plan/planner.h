@@ -37,7 +37,8 @@ PlanOptions plan_options_of(const Options& options);
 // `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
 // Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows; up
-// to four times that where a row goes to few of many experts), or what fits the memory budget. Time: O(rollouts +
+// to four times that where a row goes to few of many experts, and eight times where every wave brings divided weights
+// together, if fewer waves save more than they cost), or what fits the memory budget. Time: O(rollouts +
 // nodes) per schedule and budget tried. Errors: MemoryBudgetError (how much is needed at least, what would lower it),
 // OptionError (a budget that cuts a path into thousands of trunks).
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,

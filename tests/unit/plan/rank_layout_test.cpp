@@ -122,8 +122,8 @@ TEST_F(Layouts, WhatDoesNotDivideIsRefused) {
   EXPECT_THROW(plan_layout(problem(llama_), {.dp = 2, .ep = 2}), OptionError);
 }
 
-// In bfloat16: an eighth of 18 bytes a parameter; rooms for a layer, an end and a norm, 6 bytes each element; and a
-// place for the sum of the largest part. 8 divides all of them.
+// In bfloat16: an eighth of 18 bytes a parameter; rooms for two layers, an end and a norm, 6 bytes each element; and a
+// place for the sum of the largest part of a unit. 8 divides all of them.
 TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
   options_.schedule = Schedule::phased, options_.memory_budget = 0;
   const LayoutPlan whole = plan_layout(problem(llama_), {.dp = 8}),
@@ -138,6 +138,26 @@ TEST_F(Layouts, DividedWeightsAreHeldInPartsAndRooms) {
   const FoundLayout found = find_layout(problem(llama_, Sharding::full), 8);
   for (const TriedLayout& tried : found.tried)
     EXPECT_EQ(tried.degrees.full, tried.degrees.dp * tried.degrees.cp > 1) << text_of_degrees(tried.degrees);
+}
+
+// Every wave brings all weights together: over slow links fewer, larger ones are taken, as far as memory goes.
+TEST_F(Layouts, DividedWeightsAreBroughtToFewerAndLargerWaves) {
+  batch_.clear();
+  for (std::int32_t group = 0; group < 64; ++group)
+    for (Rollout& rollout : group_of(600, 400, 16, 100000 * group)) batch_.push_back(std::move(rollout));
+  trees_ = build_prefix_trees(batch_, ShareMode::whole_trees);
+  const LayoutPlan chosen = plan_layout(problem(llama_, Sharding::full), {.dp = 16});
+  ASSERT_TRUE(chosen.fits());
+  const auto given = [](const LayoutPlan& layout) {
+    const TrafficBytes& bytes = layout.ranks.front().traffic.bytes;
+    return bytes.a.dp + bytes.b.dp + bytes.c.dp;
+  };
+  for (const std::int64_t rows : {2048, 8192, 16384}) {
+    options_.token_budget = rows;
+    const LayoutPlan smaller = plan_layout(problem(llama_, Sharding::full), {.dp = 16});
+    EXPECT_LE(chosen.seconds, smaller.seconds) << rows;
+    EXPECT_LT(given(chosen), given(smaller)) << rows;
+  }
 }
 
 // 8B parameters, 16 bytes each in bfloat16 (weights, gradients, masters, moments) is more than one H100 has.
