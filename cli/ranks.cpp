@@ -44,8 +44,9 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
   if (verb.letter != 't')
     throw UnsupportedError({"--shard", verb.letter == 'l' ? "none" : "none or full", name_of(options.shard), ""});
   if (options.ep > options.tp)
-    throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(options.shard),
-                            "give --ep of at most --tp, or leave --shard out"});
+    throw UnsupportedError(
+        {"--shard", "none or full where experts are spread over ranks of dp", name_of(options.shard),
+         "give --shard full, which divides what ranks hold alike, experts too, or --ep of at most --tp"});
 }
 
 }  // namespace

@@ -208,8 +208,9 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, WhichRanks which) {
   Degrees degrees = given;
   if (problem.shard == Sharding::optimizer && degrees.ep > degrees.tp)
-    throw UnsupportedError({"--shard", "none where experts are spread over ranks of dp", name_of(problem.shard),
-                            "give --ep of at most --tp, or leave --shard out"});
+    throw UnsupportedError(
+        {"--shard", "none or full where experts are spread over ranks of dp", name_of(problem.shard),
+         "give --shard full, which divides what ranks hold alike, experts too, or --ep of at most --tp"});
   check_degrees(degrees);
   degrees.full = problem.shard == Sharding::full && degrees.dp * degrees.cp > 1;
   LayoutPlan layout;

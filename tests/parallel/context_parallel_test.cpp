@@ -107,19 +107,23 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
     }
 }
 
-// Of the rank with most: a trunk's saved state is that of its share, its path whole.
+// Of the rank with most: a trunk's saved state is that of its share, its path whole; or one layer of it, where it
+// sleeps.
 TEST(ContextParallelMemory, IsThatOfThePlan) {
   for (const char* state : {"keep", "recompute"})
-    for (const std::int64_t cp : {2, 4}) {
-      Case c = four_responses();
-      c.options.trunk_state = state;
-      const PassReport report = run_layout(c, {.cp = cp}).ranks.front().report;
-      const PhasePeaks planned = predicted_arena_bytes(c, report.plan, DType::float64);
-      EXPECT_EQ(report.arena_bytes.a, planned.a) << "cp " << cp << ", " << state;
-      EXPECT_EQ(report.arena_bytes.b, planned.b) << "cp " << cp << ", " << state;
-      EXPECT_EQ(report.arena_bytes.c, planned.c) << "cp " << cp << ", " << state;
-      EXPECT_LT(planned.c, run_case(c).report.arena_bytes.c);
-    }
+    for (const char* path : {"keep", "offload"})
+      for (const std::int64_t cp : {2, 4}) {
+        SCOPED_TRACE(text_of("cp ", cp, ", ", state, ", path ", path));
+        Case c = four_responses();
+        c.options.trunk_state = state, c.options.path_state = path;
+        const PassReport report = run_layout(c, {.cp = cp}).ranks.front().report;
+        const PhasePeaks planned = predicted_arena_bytes(c, report.plan, DType::float64);
+        EXPECT_EQ(report.arena_bytes.a, planned.a);
+        EXPECT_EQ(report.arena_bytes.b, planned.b);
+        EXPECT_EQ(report.arena_bytes.c, planned.c);
+        EXPECT_EQ(report.plan.chosen.path_stored_bytes > 0, c.options.path_state == SavedState::offload);
+        EXPECT_LT(planned.c, run_case(c).report.arena_bytes.c);
+      }
 }
 
 TEST(ContextParallelRows, EveryPromptIsForwardedOnceInTheWholeWorld) {
