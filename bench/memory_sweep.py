@@ -89,7 +89,7 @@ CASES = [
     *(Case(f"64 experts, prompt 4096, {trunks}", EXPERTS, dict(prompt=4096, response=128, n=4), f"--schedule phased --token-budget 1024 --trunk-state {trunks}")
       for trunks in ("keep", "recompute", "offload")),
     *(Case(f"512 prompt 4096 within {budget} MiB", rollouts=dict(prompt=4096, response=128, n=4), options=f"--memory-budget {budget}MiB")
-      for budget in (430, 460, 520, 600)),
+      for budget in (480, 500, 520, 600)),
     Case("512 prompt 4096, dense, waves recompute", rollouts=dict(prompt=4096, response=128, n=2), options="--schedule dense --wave-state recompute"),
     Case("1024 prompt 4096, offload", LARGE, dict(prompt=4096, response=128, n=4), "--schedule phased --trunk-state offload --token-budget 1024"),
     Case("score within 250 MiB", verb="score", options="--memory-budget 250MiB"),

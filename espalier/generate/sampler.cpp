@@ -1,6 +1,7 @@
 #include "espalier/generate/sampler.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -549,7 +550,8 @@ std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> p
 
 std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows) {
   const ActivationBytes bytes(shape, dtype, kForwardOnly);
-  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) + bytes.scratch(rows);
+  return bytes.forward_peak({.rows = rows, .outputs = rows}, SavedState::keep, true) +
+         bytes.scratch(rows, 0, at::get_num_threads());
 }
 
 Generated generate(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,

@@ -172,7 +172,9 @@ MachineProfile profile_without_disk(const Options& options, Progress& progress) 
     std::stringstream text;
     text << in.rdbuf();
     try {
-      return profile_of(Json::parse(text.str()), file.string());
+      MachineProfile profile = profile_of(Json::parse(text.str()), file.string());
+      profile.threads = at::get_num_threads();
+      return profile;
     } catch (const std::exception&) {
       progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
     }
@@ -192,6 +194,7 @@ MachineProfile measure_machine(DType dtype) {
   profile.name = cpu_name();
   profile.source = "measured";
   profile.dtype = dtype;
+  profile.threads = at::get_num_threads();
   for (const std::int64_t rows : {1, 4, 16, 64, 256, 1024, 4096}) profile.matrix.push_back({rows, 0});
   profile.seconds_per_call = std::numeric_limits<double>::infinity();
   // Rounds apart in time: others who use the machine for a moment spoil one of them, not all.

@@ -35,7 +35,8 @@ std::int64_t left_in(const std::filesystem::path& group) {
   // Version 1 counts the pages of the groups below only under the total_ name.
   std::int64_t file_pages = member_of(group / "memory.stat", "total_inactive_file");
   if (file_pages < 0) file_pages = member_of(group / "memory.stat", "inactive_file");
-  return std::max<std::int64_t>(0, *limit - *used + std::max<std::int64_t>(0, file_pages));
+  // The counters are read one after another: pages of files may by then be more than all that is used.
+  return std::max<std::int64_t>(0, *limit - std::max<std::int64_t>(0, *used - std::max<std::int64_t>(0, file_pages)));
 }
 
 }  // namespace

@@ -69,8 +69,9 @@ MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threa
   if (device == DeviceType::cuda) return planned_machine("h100", dtype);
   MachineProfile profile;
   profile.dtype = dtype;
+  profile.threads = std::max(threads, 1);
   const double width = dtype == DType::float64 ? 0.5 : 1.0;
-  const double cores = std::max(threads, 1), peak = 60e9 * width * cores;
+  const double cores = profile.threads, peak = 60e9 * width * cores;
   profile.name = text_of("a CPU, ", static_cast<int>(cores), cores == 1 ? " thread" : " threads");
   profile.matrix = {{1, peak / 40},    {16, peak / 4},      {64, peak / 2},
                     {256, peak * 0.8}, {1024, peak * 0.95}, {2048, peak}};
@@ -88,6 +89,7 @@ Json to_json(const MachineProfile& profile) {
           {"source", profile.source},
           {"device", profile.device},
           {"dtype", name_of(profile.dtype)},
+          {"threads", profile.threads},
           {"matrix", matrix},
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"bytes_per_second", profile.bytes_per_second},
@@ -133,6 +135,7 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   if (json.contains("link_bytes_per_second")) profile.link_bytes_per_second = number(json, "link_bytes_per_second");
   if (json.contains("network_bytes_per_second"))
     profile.network_bytes_per_second = number(json, "network_bytes_per_second");
+  if (json.contains("threads")) profile.threads = static_cast<int>(number(json, "threads"));
   if (json.contains("device")) profile.device = text("device");
   if (profile.device != "cpu" && profile.device != "cuda") fail("cpu or cuda as 'device'");
   if (json.contains("memory_bytes") && json.at("memory_bytes") != Json(0))

@@ -37,6 +37,7 @@ struct MachineProfile {
   std::string source = "default";  // or "measured", "published"
   std::string device = "cpu";      // or "cuda"
   DType dtype = DType::float32;
+  int threads = 1;           // that ran when it was measured; each has buffers of its own
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;          // of memory-bound passes
@@ -76,6 +77,7 @@ class CostModel {
   // the copies. `path`: what the item moves between the path's store and memory.
   double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
   const ActivationBytes& bytes() const { return bytes_; }
+  int threads() const { return profile_.threads; }
   // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 

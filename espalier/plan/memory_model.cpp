@@ -9,16 +9,17 @@ namespace espalier {
 namespace {
 
 // Measured (bench/memory_sweep.py) at widths of 64 to 1,024, vocabularies of 500 to 150,000, up to 16,384 rows, every
-// dtype, one thread and two; met within 8 MiB, and rather above. Program, libraries and heap before any model; in
-// bfloat16 also the code that the matrix library writes for its products.
-constexpr std::int64_t kProcessBytes = 130 << 20, kBfloat16CodeBytes = 13 << 20;
+// dtype, one thread and two. Program, libraries and heap before any model; where the matrix library multiplies bfloat16
+// also the code of its kernels for sets of few rows, and that of those for whole pieces (ops/cpu/compiled_products.h).
+constexpr std::int64_t kProcessBytes = 126 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256;
 // Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
-// The matrix library packs a product's weight (bfloat16 as float32) up to a limit; attention takes about 4 MiB at most.
-// Products of a few rows pack nothing.
-constexpr std::int64_t kMostPackedBytes = 16 << 20, kMostPackedElements = 2 << 20, kFewestPackedRows = 16;
+// The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
+// rows; attention takes about 4 MiB a thread at most. Products of a few rows pack nothing.
+constexpr std::int64_t kMostPackedBytes = 7 << 20, kFewestPackedRows = 16;
+constexpr std::int64_t kMostPackedBytes64 = 15 << 20, kPackedBytes64 = 5 << 20, kPackedBytesPerRow64 = 10 << 10;
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
-constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 2 << 10;
+constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 8 << 10;
 // Numbers of an item on the host and in its control block (phase/item_rows.h): id, position and subtree end of a row;
 // row, position, temperature, target and edge of an output. The head's sums of one block (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
@@ -75,8 +76,7 @@ std::int64_t ActivationBytes::model() const {
 }
 
 std::int64_t ActivationBytes::constant() const {
-  const std::int64_t process =
-      kind_.cuda ? kCudaBytes : kProcessBytes + (dtype_ == DType::bfloat16 ? kBfloat16CodeBytes : 0);
+  const std::int64_t process = kind_.cuda ? kCudaBytes : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
   return process + kind_.beside_bytes + model();
 }
 
@@ -86,7 +86,7 @@ std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_
   return rows * (kNumberBytesPerOutput + of_experts) + (rows + path_rows) * kNumberBytesPerRow + kHeadSumBytes;
 }
 
-std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows) const {
+std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows, int threads) const {
   const std::int64_t q_width = shape_.heads * shape_.head_dim;
   const ElementBytes bytes = element_bytes(dtype_);
   const std::int64_t numbers = number_bytes(rows, path_rows);
@@ -95,12 +95,15 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows)
       std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, 2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels =
       std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.accumulator);
-  const std::int64_t packed = rows < kFewestPackedRows
-                                  ? 0
-                                  : std::min(kMostPackedBytes + kMostPackedElements * bytes.activation,
-                                             shape_.hidden * widest * bytes.accumulator);
-  return numbers + packed + (widens_products_ ? panels : 0) +
-         std::min(kMostAttentionBytes, rows * kAttentionBytesPerRow);
+  const std::int64_t most_packed = dtype_ == DType::float64
+                                       ? std::min(kMostPackedBytes64, kPackedBytes64 + rows * kPackedBytesPerRow64)
+                                       : kMostPackedBytes;
+  const std::int64_t of_products = rounds_weight_gradients_ ? (rows < kPieceRows ? 0 : kPieceCodeBytes)
+                                   : rows < kFewestPackedRows
+                                       ? 0
+                                       : std::min(threads * most_packed, shape_.hidden * widest * bytes.accumulator);
+  return numbers + of_products + (widens_products_ ? panels : 0) +
+         threads * std::min(kMostAttentionBytes, (rows + path_rows) * kAttentionBytesPerRow);
 }
 
 PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake) {

@@ -55,8 +55,9 @@ class ActivationBytes {
   // Held through the step: the model, the process itself and what is beside them.
   std::int64_t constant() const;
   // Outside the arena, for sets of at most so many rows under so many of trunks: buffers of the matrix library and of
-  // attention (measured; bounded, whatever the shape), and the numbers that say what an item's rows are.
-  std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0) const;
+  // attention (measured; every thread has its own, bounded whatever the shape), kernels that the matrix library
+  // compiles for bfloat16, and the numbers that say what an item's rows are.
+  std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0, int threads = 1) const;
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   PathBytes path(std::int64_t path_rows, std::int64_t layers_awake = StepPlan::kEveryLayer) const {
     return path_bytes(block(), path_rows, kind_.gradients, layers_awake);
@@ -144,7 +145,7 @@ class ActivationBytes {
   DType dtype_;
   bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products are made of float32 panels here
-  bool rounds_weight_gradients_;  // as the operations of the same name
+  bool rounds_weight_gradients_;  // the matrix library multiplies bfloat16, with kernels that it compiles
   bool last_has_experts_ = false, last_is_narrow_ = true;
   std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end
   mutable std::array<Item, 8> asked_;

@@ -69,7 +69,7 @@ class Search {
   void evaluate(Candidate& candidate) const;
   // Held besides the path and what a walk over the items finds.
   std::int64_t base_bytes(const DraftCost& cost) const {
-    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows);
+    return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows, model_.threads());
   }
   bool path_may_sleep() const {
     return options_.path_state == SavedState::automatic && options_.spill_room > 0 &&

@@ -41,7 +41,7 @@ class StageWalk {
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
     const PathBytes path = bytes_.path(plan.max_path_rows, plan.path_layers_awake);
-    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows) +
+    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
                             bytes_.in_flight(walk_.stored()) + bytes_.in_flight(path.stored),
                         path);
   }

@@ -1,6 +1,7 @@
 #include "espalier/prove/operation_rates.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <functional>
@@ -215,6 +216,7 @@ MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<O
   profile.source = "measured";
   profile.device = device.in_host_memory() ? "cpu" : "cuda";
   profile.dtype = dtype;
+  profile.threads = at::get_num_threads();
   double best = 0;
   for (std::int64_t rows = 1; rows <= named(rates, "linear").rows; rows *= 4) {
     const Call work = linear(room, rows);

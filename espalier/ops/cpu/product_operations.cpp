@@ -1,6 +1,7 @@
 // Matrix products on a CPU: ATen's, with their sums where they are kept.
 #include <ATen/ATen.h>
 
+#include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/row_kernels.h"
@@ -9,9 +10,10 @@
 namespace espalier::cpu {
 namespace {
 
-// out = base + a b; base undefined: 0.
+// out = base + a b; base undefined: 0. The first dimension of out and a are rows.
 void multiply(const at::Tensor& out, const at::Tensor& base, const at::Tensor& a, const at::Tensor& b) {
   if (widens_products(a.scalar_type())) return widened_product(out, base, a, b);
+  if (a.scalar_type() == at::kBFloat16) return product_of_rows(out, base, a, b);
   at::Tensor into = out;
   base.defined() ? at::addmm_out(into, base, a, b) : at::mm_out(into, a, b);
 }
@@ -47,12 +49,10 @@ bool rounds_weight_gradients(at::ScalarType dtype) { return dtype == at::kBFloat
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
                             const at::Tensor& x_RK, const at::Tensor& product_NK) {
   const at::ScalarType dtype = grad_RN.scalar_type();
-  if (grad_weight_NK.scalar_type() == dtype || !rounds_weight_gradients(dtype)) {
+  if (grad_weight_NK.scalar_type() == dtype || !rounds_weight_gradients(dtype))
     multiply(grad_weight_NK, grad_weight_NK, grad_RN.t(), x_RK);
-  } else {
-    multiply(product_NK, at::Tensor(), grad_RN.t(), x_RK);
-    rows::add(product_NK.numel(), pointer<bfloat16>(product_NK), pointer<float>(grad_weight_NK));
-  }
+  else
+    add_product_over_rows(grad_weight_NK, grad_RN, x_RK, product_NK);
   if (!grad_bias_N.defined()) return;
   dispatch(dtype, [&]<class T>() {
     rows::add_column_sums<T>(grad_RN.size(0), grad_RN.size(1), pointer<T>(grad_RN), grad_RN.size(1),

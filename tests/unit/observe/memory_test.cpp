@@ -77,6 +77,16 @@ TEST_F(SystemFiles, AGroupOfVersion1Decides) {
   EXPECT_EQ(available_bytes_below(root_), 4000010);
 }
 
+// An unlimited group of version 1 says nearly the largest number there is, and its counters are read one after another.
+TEST_F(SystemFiles, AGroupWithoutALimitNeverDecides) {
+  put("proc/meminfo", "MemAvailable:    8000 kB\n");
+  put("proc/self/cgroup", "4:memory:/job\n");
+  put("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "9223372036854771712\n");
+  put("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "1000000\n");
+  put("sys/fs/cgroup/memory/job/memory.stat", "total_inactive_file 1100000\n");
+  EXPECT_EQ(available_bytes_below(root_), 8000 * 1024);
+}
+
 TEST_F(SystemFiles, AQuotaIsRoundedUpToProcessors) {
   put("proc/self/cgroup", "0::/job\n");
   EXPECT_EQ(processor_quota(root_), 0);
