@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <iterator>
 #include <limits>
@@ -13,6 +14,8 @@
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
+#include "espalier/step/held_models.h"
+#include "espalier/step/planning.h"
 #include "espalier/step/step.h"
 #include "espalier/train/training_data.h"
 
@@ -30,18 +33,26 @@ ModelShape built_in_shape() {
   return shape;
 }
 
-std::unique_ptr<ModelState> bench_model(const Options& options, Progress& progress, const Mesh& mesh) {
-  const DType dtype = options.dtype;
-  const auto seed = static_cast<std::uint64_t>(options.seed);
-  if (options.model.empty()) return random_model(built_in_shape(), dtype, seed, mesh);
-  const std::filesystem::path path = options.model;
-  const bool weights = std::filesystem::exists(path / "model.safetensors") ||
-                       std::filesystem::exists(path / "model.safetensors.index.json");
-  if (weights) return load_model(path, dtype, progress, mesh);
-  const ModelShape shape = read_model_shape(path);
-  progress.note("no weights beside config.json: random ones");
-  return random_model(shape, dtype, seed, mesh);
-}
+// The model of --model, or the one above; weights are drawn where there are none.
+class BenchModel {
+ public:
+  explicit BenchModel(const Options& options)
+      : options_(options), shape_(options.model.empty() ? built_in_shape() : read_model_shape(options.model)) {}
+
+  const ModelShape& shape() const { return shape_; }
+  std::unique_ptr<ModelState> load(Progress& progress, const Mesh& mesh) const {
+    const std::filesystem::path path = options_.model;
+    if (std::filesystem::exists(path / "model.safetensors") ||
+        std::filesystem::exists(path / "model.safetensors.index.json"))
+      return load_model(path, options_.dtype, progress, mesh);
+    if (!path.empty()) progress.note("no weights beside config.json: random ones");
+    return random_model(shape_, options_.dtype, static_cast<std::uint64_t>(options_.seed), mesh);
+  }
+
+ private:
+  const Options& options_;
+  ModelShape shape_;
+};
 
 struct Split {
   std::int64_t prefix, suffix;
@@ -125,6 +136,57 @@ constexpr Entrant kEntrants[] = {{"dense", &BenchCell::dense},
                                  {"phased", &BenchCell::phased},
                                  {"auto", &BenchCell::automatic}};
 
+// What a cell runs.
+struct Task {
+  TrainingData data;
+  Split split;
+  std::int64_t n;
+};
+
+// Of --rollouts, or of --splits and --n: every rank of dp then has a group of its own.
+std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Progress& progress, const Mesh& mesh) {
+  std::vector<Task> out;
+  const std::vector<Split> splits = parse_splits(options.splits);
+  const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
+  if (!options.rollouts.empty()) {
+    std::vector<Rollout> rollouts = read_for_model(options.rollouts, shape, progress, options.temperature);
+    std::vector<double> prompts, responses;
+    for (const Rollout& rollout : rollouts) {
+      prompts.push_back(rollout.prompt_length());
+      responses.push_back(rollout.response_length());
+    }
+    const auto n = static_cast<std::int64_t>(rollouts.size());
+    out.push_back({TrainingData(std::move(rollouts), options),
+                   {std::llround(median(prompts)), std::llround(median(responses))},
+                   n});
+    return out;
+  }
+  const Random random(static_cast<std::uint64_t>(options.seed));
+  for (const Split& split : splits)
+    for (const std::int64_t n : sizes) {
+      const Random of_cell = random.fork(out.size());
+      std::vector<Rollout> rollouts = random_group(split, n, shape.vocabulary, of_cell);
+      for (std::int64_t rank = 1; rank < mesh.dp.size(); ++rank)
+        std::ranges::move(random_group(split, n, shape.vocabulary, of_cell.fork(static_cast<std::uint64_t>(rank))),
+                          std::back_inserter(rollouts));
+      out.push_back({TrainingData(std::move(rollouts), options), split, n});
+    }
+  return out;
+}
+
+// Before any weight is read. Errors: MemoryBudgetError.
+void require_task_fits(const Task& task, const ModelShape& shape, const Options& options, const MachineProfile& machine,
+                       const Mesh& mesh) {
+  const HeldModel model{local_shape(shape, mesh), {.optimizer = false}};
+  const std::array held{model};
+  require_room(held, options);
+  Options of_schedule = options;
+  for (const Entrant& entrant : kEntrants) {
+    of_schedule.schedule = entrant.schedule;
+    require_step_fits(model, held, of_schedule, machine, task.data.mini_batch(0).rollouts, false, mesh);
+  }
+}
+
 BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, const CostModel& unfitted,
                        CostFit& fit, Progress& progress) {
   const MiniBatch mini_batch = data.mini_batch(0);
@@ -194,50 +256,28 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh) {
-  const std::vector<Split> splits = parse_splits(options.splits);
-  const std::vector<std::int64_t> sizes = parse_group_sizes(options.n);
-  const auto model = bench_model(options, progress, mesh);
+  const BenchModel bench_model(options);
+  const std::vector<Task> tasks = tasks_of(options, bench_model.shape(), progress, mesh);
   const bool alone = mesh.world.size() == 1;
-  Actor actor(*model, options,
-              alone ? current_machine_profile(options, progress) : machine_profile(options, progress, mesh));
+  const MachineProfile machine =
+      alone ? current_machine_profile(options, progress) : machine_profile(options, progress, mesh);
+  for (const Task& task : tasks) require_task_fits(task, bench_model.shape(), options, machine, mesh);
+  const auto model = bench_model.load(progress, mesh);
+  Actor actor(*model, options, machine);
   actor.options.profile = true;
   MachineProfile unfitted_machine = actor.machine;
   unfitted_machine.fit = {1, 1, 1, 1};
   CostFit fit;
   std::vector<BenchCell> cells;
-  auto measure = [&](std::vector<Rollout> rollouts, const Split& split, std::int64_t n) {
-    const TrainingData data(std::move(rollouts), options);
-    model->decoder.reserve_positions(data.longest());
+  for (const Task& task : tasks) {
+    model->decoder.reserve_positions(task.data.longest());
     const CostModel unfitted(model->decoder.local(), unfitted_machine, model->dtype,
-                             step_kind_of(options, model->shape, data.mini_batch(0).rollouts));
-    BenchCell cell = measure_cell(actor, options, data, unfitted, fit, progress);
-    cell.prefix = split.prefix, cell.suffix = split.suffix, cell.n = n;
+                             step_kind_of(options, model->shape, task.data.mini_batch(0).rollouts));
+    BenchCell cell = measure_cell(actor, options, task.data, unfitted, fit, progress);
+    cell.prefix = task.split.prefix, cell.suffix = task.split.suffix, cell.n = task.n;
     on_cell(cell);
     cells.push_back(std::move(cell));
-  };
-  if (!options.rollouts.empty()) {
-    std::vector<Rollout> rollouts = read_for_model(options.rollouts, model->shape, progress, options.temperature);
-    std::vector<double> prompts, responses;
-    for (const Rollout& rollout : rollouts) {
-      prompts.push_back(rollout.prompt_length());
-      responses.push_back(rollout.response_length());
-    }
-    const auto n = static_cast<std::int64_t>(rollouts.size());
-    measure(std::move(rollouts), {std::llround(median(prompts)), std::llround(median(responses))}, n);
-    if (alone) finish(fit, actor.machine, progress);
-    return cells;
   }
-  const Random random(static_cast<std::uint64_t>(options.seed));
-  for (const Split& split : splits)
-    for (const std::int64_t n : sizes) {
-      const Random of_cell = random.fork(cells.size());
-      std::vector<Rollout> rollouts = random_group(split, n, model->shape.vocabulary, of_cell);
-      for (std::int64_t rank = 1; rank < mesh.dp.size(); ++rank)
-        std::ranges::move(
-            random_group(split, n, model->shape.vocabulary, of_cell.fork(static_cast<std::uint64_t>(rank))),
-            std::back_inserter(rollouts));
-      measure(std::move(rollouts), split, n);
-    }
   if (alone) finish(fit, actor.machine, progress);  // ranks wait for each other: no rates of a machine
   return cells;
 }

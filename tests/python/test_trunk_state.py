@@ -97,11 +97,12 @@ def test_a_path_larger_than_the_memory_that_the_system_allows(espalier, program,
     assert gradients(tmp_path / "store") == gradients(tmp_path / "keep") and not list(spill.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["train", "score", "verify", "replay"])
+@pytest.mark.parametrize("verb", ["train", "score", "verify", "replay", "bench"])
 def test_a_step_that_cannot_fit_is_refused_before_any_weight_is_read(espalier, model_of, rollouts, tmp_path, verb):
-    """The model has no weights: who reads them first says so, with exit code 3."""
+    """The model's weights are none: who reads them first says so, with exit code 3."""
     model = tmp_path / "model"
     model.mkdir()
+    (model / "model.safetensors").write_bytes(b"none")
     (model / "config.json").write_bytes((model_of(MODEL) / "config.json").read_bytes())
     outputs = ["--out", tmp_path / "out"] if verb in ("train", "score") else []
     source = [rollouts] if verb == "replay" else ["--rollouts", rollouts]
