@@ -11,15 +11,16 @@ namespace {
 // Measured (bench/memory_sweep.py) at widths of 64 to 1,024, vocabularies of 500 to 150,000, up to 16,384 rows, every
 // dtype, one thread and two. Program, libraries and heap before any model; where the matrix library multiplies bfloat16
 // also the code of its kernels for sets of few rows, and that of those for whole pieces (ops/cpu/compiled_products.h).
-constexpr std::int64_t kProcessBytes = 126 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256;
+constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256;
 // Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
 // The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
-// rows; attention takes about 4 MiB a thread at most. Products of a few rows pack nothing.
+// rows; attention takes more where rows see a path. Products of a few rows pack nothing.
 constexpr std::int64_t kMostPackedBytes = 7 << 20, kFewestPackedRows = 16;
 constexpr std::int64_t kMostPackedBytes64 = 15 << 20, kPackedBytes64 = 5 << 20, kPackedBytesPerRow64 = 10 << 10;
 constexpr std::int64_t kWidenedPanelBytes = 12 << 20;  // ops/cpu/widened_products.cpp
-constexpr std::int64_t kMostAttentionBytes = 4 << 20, kAttentionBytesPerRow = 8 << 10;
+constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 17 << 18,
+                       kAttentionNumbers = 12;  // for an element of a query
 // Numbers of an item on the host and in its control block (phase/item_rows.h): id, position and subtree end of a row;
 // row, position, temperature, target and edge of an output. The head's sums of one block (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
@@ -102,8 +103,9 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
                                    : rows < kFewestPackedRows
                                        ? 0
                                        : std::min(threads * most_packed, shape_.hidden * widest * bytes.accumulator);
+  const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
   return numbers + of_products + (widens_products_ ? panels : 0) +
-         threads * std::min(kMostAttentionBytes, (rows + path_rows) * kAttentionBytesPerRow);
+         threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
 }
 
 PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake) {

@@ -21,6 +21,8 @@
 namespace espalier::testing {
 namespace {
 
+constexpr int kThreads = 2;  // of the machine that cases are planned for
+
 // Where a run has several threads, they share what these tiny models have to do.
 const bool kThreadsShareAll = (attention::set_least_shared_work(0), true);
 
@@ -256,14 +258,14 @@ Outcome run_case(const Case& c, DType dtype, const Mesh& mesh) {
   Outcome run;
   if (c.critic) {
     Workspace workspace(std::int64_t{1} << 30);
-    Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, 2), workspace);
+    Critic critic(std::move(prepared.model), options, default_profile("cpu", dtype, kThreads), workspace);
     run.critic = critic.compute_gradient(prepared.data.mini_batch(0), true);
     static_cast<PassReport&>(run.report) = run.critic;
     run.gradient = on_host(critic.gradients().flat()).to(at::kDouble, false, true);
     run.loss = run.critic.loss.loss;
     return run;
   }
-  Actor actor(*prepared.model, options, default_profile("cpu", dtype, 2));
+  Actor actor(*prepared.model, options, default_profile("cpu", dtype, kThreads));
   run.report = compute_gradient(actor, prepared.data.mini_batch(0), true);
   run.gradient = on_host(actor.gradients.flat()).to(at::kDouble, false, true);
   run.loss = run.report.loss.loss;
@@ -286,7 +288,7 @@ PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtyp
   const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
   const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_rows_choose = routers};
   const ActivationBytes bytes(shape_of(c), dtype, kind);
-  const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) +
+  const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows, kThreads) +
                               bytes.in_flight(plan.chosen.stored_bytes) +
                               bytes.in_flight(plan.chosen.path_stored_bytes);
   PhasePeaks arena = plan.chosen.bytes;
