@@ -31,21 +31,22 @@ void branch(std::vector<std::int32_t>& end, std::int32_t begin, std::int32_t las
 struct AttentionSize {
   std::int64_t own, path, heads, kv_heads, head_dim;
   bool some_queries;  // every third own row, the last one twice
+  double scale = 1;   // of the queries: scores are as large, and differ by as much
 };
 
 void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
-  const auto [T, P, H, J, D, some] = size;
+  const auto [T, P, H, J, D, some, scale] = size;
   std::vector<std::int32_t> end(static_cast<std::size_t>(T)), query_row;
   branch(end, 0, static_cast<std::int32_t>(T));
   for (std::int32_t i = 0; i < T; i += some ? 3 : 1) query_row.push_back(i);
   if (some) query_row.push_back(query_row.back());
   const auto Q = static_cast<std::int64_t>(query_row.size());
-  const std::string sizes =
-      text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some ? ", some queries" : "");
+  const std::string sizes = text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D,
+                                    some ? ", some queries" : "", scale > 1 ? ", large" : "");
   const auto rows = [](std::int64_t count, std::int64_t width, std::uint64_t seed) {
     return normal({count, width}, seed);
   };
-  const OperationCase::Argument q{rows(Q, H * D, 40)}, own_k{rows(T, J * D, 41)}, own_v{rows(T, J * D, 42)},
+  const OperationCase::Argument q{rows(Q, H * D, 40) * scale}, own_k{rows(T, J * D, 41)}, own_v{rows(T, J * D, 42)},
       path_k{rows(P, J * D, 43)}, path_v{rows(P, J * D, 44)}, row{whole_numbers(query_row), Kind::fixed},
       ends{whole_numbers(end), Kind::fixed};
   const auto problem = [=](const Tensors& t) {
@@ -53,7 +54,7 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
   };
   // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over
   // queries) of either sign are as large as the root of their number, less than the largest result.
-  const double keys = static_cast<double>(T + P), exponents = 8 + static_cast<double>(D);
+  const double keys = static_cast<double>(T + P), exponents = 8 + scale * static_cast<double>(D);
   cases.push_back({"attention",
                    sizes,
                    {q,
@@ -68,6 +69,7 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
                    [problem](const Ops& o, const Tensors& t) { o.attention(problem(t), t[7], t[8]); },
                    2,
                    exponents + keys});
+  if (scale > 1) return;  // one key has all of the weight: slopes are nothing but rounding
   OperationCase backward{"add_attention_backward",
                          sizes,
                          {q, own_k, own_v, path_k, path_v, row, ends},
@@ -292,16 +294,30 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   cases.push_back(backward);
 }
 
+// Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64.
+enum class Logits { random, equal, neighbours };
+
+at::Tensor logits_of(Logits kind, std::int64_t B, std::int64_t V) {
+  if (kind == Logits::neighbours) {
+    const at::Tensor n = at::arange(B * V, at::kDouble).view({B, V});
+    return 1 + at::remainder(n * 5, 8) * 0x1p-23 + at::remainder(n * 3, 7) * 0x1p-52;
+  }
+  const at::Tensor logits = normal({B, V}, 96, 2);
+  return kind == Logits::equal ? at::round(logits) : logits;
+}
+
 void add_choice_case(std::vector<OperationCase>& cases, const std::string& name, const ChoiceRule& rule, std::int64_t V,
-                     bool equal_logits) {
+                     Logits kind) {
   const std::int64_t B = 3, N = 6;
-  at::Tensor logits = normal({B, V}, 96, 2);
-  if (equal_logits) logits = at::round(logits);
+  const at::Tensor logits = logits_of(kind, B, V);
   at::Tensor uniform = at::rand({N}, at::detail::createCPUGenerator(97), at::kDouble);
   uniform[1] = 0.0;
   uniform[4] = 1 - 1e-9;
   cases.push_back({"choose_tokens",
-                   text_of(name, ", ", V, " tokens", equal_logits ? ", equal ones" : ""),
+                   text_of(name, ", ", V, " tokens",
+                           kind == Logits::random  ? ""
+                           : kind == Logits::equal ? ", equal ones"
+                                                   : ", neighbours"),
                    {{logits, Kind::sum},
                     {whole_numbers({4, 5, 5, 10}), Kind::fixed},
                     {uniform, Kind::fixed},
@@ -320,7 +336,9 @@ std::vector<OperationCase> attention_cases() {
                                     AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
                                     AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
                                     AttentionSize{70, 65, 2, 2, 128, true}, AttentionSize{67, 70, 2, 1, 96, false},
-                                    AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false}})
+                                    AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false},
+                                    AttentionSize{68, 40, 4, 2, 64, false}, AttentionSize{66, 8, 1, 1, 64, true},
+                                    AttentionSize{200, 10, 1, 1, 64, true}, AttentionSize{70, 3, 2, 1, 64, false, 200}})
     add_attention_case(cases, size);
   return cases;
 }
@@ -340,11 +358,12 @@ std::vector<OperationCase> head_cases() {
 std::vector<OperationCase> expert_cases() {
   std::vector<OperationCase> cases;
   for (const ExpertSize& size : {ExpertSize{1, 1, 1, false}, ExpertSize{5, 8, 2, true}, ExpertSize{6, 67, 4, false},
-                                 ExpertSize{3, 128, 8, true}})
+                                 ExpertSize{3, 128, 8, true}, ExpertSize{5, 70, 40, true}})
     add_router_cases(cases, size);
   add_sorted_cases(cases, {1, 1, 1, false}, 4);
   add_sorted_cases(cases, {7, 6, 2, true}, 24);
   add_sorted_cases(cases, {140, 5, 2, true}, 10);
+  add_sorted_cases(cases, {3, 45, 40, false}, 8);
   return cases;
 }
 
@@ -364,20 +383,40 @@ std::vector<OperationCase> optimizer_cases() {
                      {{normal({count}, 100), Kind::sum, true},
                       {normal({count}, 101), Kind::sum},
                       {normal({count}, 102), Kind::sum, true},
-                      {normal({count}, 103).abs(), Kind::sum, true},
-                      {at::zeros({count}, at::kBFloat16), Kind::fixed}},
-                     [step](const Ops& o, const Tensors& t) {
-                       o.adamw(t[0], t[1], t[2], t[3], step, t[4].scalar_type() == at::kBFloat16 ? t[4] : at::Tensor());
-                     },
+                      {normal({count}, 103).abs(), Kind::sum, true}},
+                     [step](const Ops& o, const Tensors& t) { o.adamw(t[0], t[1], t[2], t[3], step, at::Tensor()); },
                      0,
                      8});
+    // Where activations are bfloat16 the parameters' copies are made with the step, elsewhere they are copied here.
+    const at::Tensor every = at::arange(count, at::kInt);
+    cases.push_back({"adamw",
+                     text_of(count, ", rounded copy"),
+                     {{normal({count}, 100), Kind::sum},
+                      {normal({count}, 101), Kind::sum},
+                      {normal({count}, 102), Kind::sum},
+                      {normal({count}, 103).abs(), Kind::sum},
+                      {at::zeros({count}, at::kDouble), Kind::activation, true},
+                      {every, Kind::fixed}},
+                     [step, count](const Ops& o, const Tensors& t) {
+                       const bool rounds = t[4].scalar_type() == at::kBFloat16;
+                       o.adamw(t[0], t[1], t[2], t[3], step, rounds ? t[4] : at::Tensor());
+                       if (!rounds) o.gather(t[0].view({count, 1}), t[5], t[4].view({count, 1}));
+                     },
+                     1,
+                     8});
   }
-  for (const auto& [V, equal] : {std::pair<std::int64_t, bool>{1, false}, {33, true}, {1000, false}, {700, true}}) {
-    add_choice_case(cases, "likeliest", {.temperature = 0}, V, equal);
-    add_choice_case(cases, "any", {.temperature = 1.3}, V, equal);
-    add_choice_case(cases, "top-k", {.temperature = 1, .top_k = 5}, V, equal);
-    add_choice_case(cases, "top-p", {.temperature = 0.8, .top_p = 0.7}, V, equal);
-    add_choice_case(cases, "top-k and top-p", {.temperature = 1, .top_k = 20, .top_p = 0.9}, V, equal);
+  for (const auto& [V, kind] :
+       {std::pair{std::int64_t{1}, Logits::random}, std::pair{std::int64_t{33}, Logits::equal},
+        std::pair{std::int64_t{1000}, Logits::random}, std::pair{std::int64_t{700}, Logits::equal},
+        std::pair{std::int64_t{21}, Logits::neighbours}}) {
+    add_choice_case(cases, "likeliest", {.temperature = 0}, V, kind);
+    add_choice_case(cases, "any", {.temperature = 1.3}, V, kind);
+    add_choice_case(cases, "top-1", {.temperature = 1, .top_k = 1}, V, kind);
+    add_choice_case(cases, "top-k", {.temperature = 1, .top_k = 5}, V, kind);
+    add_choice_case(cases, "top-p", {.temperature = 0.8, .top_p = 0.7}, V, kind);
+    add_choice_case(cases, "top-k and top-p",
+                    {.temperature = 1, .top_k = kind == Logits::neighbours ? 5 : 20, .top_p = 0.9}, V, kind);
+    add_choice_case(cases, "half", {.temperature = 1, .top_k = V / 2 + 1}, V, kind);
   }
   return cases;
 }

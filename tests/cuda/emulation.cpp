@@ -122,18 +122,60 @@ struct SharedKey {
   auto operator<=>(const SharedKey&) const = default;
 };
 
-struct FreeMemory {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<void, FreeMemory>;
-
-// Exactly so many bytes, so that a sanitizer sees what goes past them; NaN in every floating type.
-Memory block_memory(std::size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__) || defined(ESPALIER_EMULATION_TSAN)
+// Exactly so many bytes, so that a sanitizer sees what goes past them, and what was there before it forgets.
+std::byte* take_memory(std::size_t bytes) {
   void* memory = nullptr;
   if (posix_memalign(&memory, 128, bytes) != 0) throw std::bad_alloc();
-  std::memset(memory, 0xff, bytes);
-  return Memory(memory);
+  return static_cast<std::byte*>(memory);
 }
+void give_back_memory(std::byte* memory, std::size_t) { std::free(memory); }
+#else
+// At a multiple of 16, at most 15 bytes before pages that nobody may touch, and behind some. Used again for other
+// blocks.
+std::map<std::size_t, std::vector<std::byte*>>& memory_kept() {
+  static auto* const kept = new std::map<std::size_t, std::vector<std::byte*>>;
+  return *kept;
+}
+std::byte* take_memory(std::size_t bytes) {
+  std::vector<std::byte*>& kept = memory_kept()[bytes];
+  if (kept.empty()) {
+    constexpr std::size_t kAround = 256 << 10;  // more than a block has
+    const std::size_t whole = (bytes + 15) / 16 * 16, pages = (whole + kGuardBytes - 1) / kGuardBytes * kGuardBytes;
+    void* const memory =
+        mmap(nullptr, kAround + pages + kAround, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    std::byte* const begin = static_cast<std::byte*>(memory) + kAround;
+    mprotect(begin, pages, PROT_READ | PROT_WRITE);
+    kept.push_back(begin + pages - whole);
+  }
+  std::byte* const taken = kept.back();
+  kept.pop_back();
+  return taken;
+}
+void give_back_memory(std::byte* memory, std::size_t bytes) { memory_kept()[bytes].push_back(memory); }
+#endif
+
+// Of one block: NaN in every floating type when it comes.
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(std::size_t bytes) : memory_(take_memory(bytes)), bytes_(bytes) { std::memset(memory_, 0xff, bytes); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(memory_, other.memory_), std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Memory() {
+    if (memory_ != nullptr) give_back_memory(memory_, bytes_);
+  }
+  std::byte* get() const { return memory_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
 
 struct Block {
   std::vector<Fiber> fibers;
@@ -141,7 +183,7 @@ struct Block {
   std::vector<char> order;
   unsigned barriers = 0;
   std::vector<Operation*> pending;  // of each warp: the one that lanes are arriving at
-  std::map<SharedKey, std::pair<Memory, std::size_t>> shared;
+  std::map<SharedKey, Memory> shared;
   Memory dynamic;
 };
 
@@ -445,9 +487,9 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
 
 void* shared_object(std::size_t bytes, Site site) {
   const Unseen unseen;
-  auto& [memory, size] = block_now->shared[{site.file_name(), site.line(), site.column()}];
-  if (!memory) memory = block_memory(bytes), size = bytes;
-  if (size != bytes) fail("two objects of shared memory share a place in the source", site);
+  Memory& memory = block_now->shared[{site.file_name(), site.line(), site.column()}];
+  if (memory.get() == nullptr) memory = Memory(bytes);
+  if (memory.bytes() != bytes) fail("two objects of shared memory share a place in the source", site);
   return memory.get();
 }
 
@@ -456,6 +498,8 @@ void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
 void begin_copy(void* to, const void* from, int bytes, Site site) {
   expect_aligned(to, 16, site);
   if (bytes > 0) expect_aligned(from, 16, site);
+  for (const Copy& copy : fiber_now->copies)
+    if (copy.to == to) fail("a copy to where another one is in flight", site);
   __tsan_write_range(to, 16);
   const Unseen unseen;
   std::memset(to, 0xff, 16);
@@ -498,7 +542,7 @@ void run(const Launch& launch, const std::function<void()>& body) {
     for (unsigned t = 0; t < threads; ++t) block.fibers.push_back(fiber_of(launch, b, t));
     block.pending.resize((threads + 31) / 32);
     block.order.resize(2 + 2 * block.pending.size());
-    if (launch.shared_bytes > 0) block.dynamic = block_memory(launch.shared_bytes);
+    if (launch.shared_bytes > 0) block.dynamic = Memory(launch.shared_bytes);
     block_now = &block;
     try {
       run_block(block, random);

@@ -174,6 +174,23 @@ TEST(Emulation, SharedMemoryIsNewForEachBlockAndStartsAsNaN) {
   for (const float number : seen) EXPECT_TRUE(std::isnan(number));
 }
 
+// At the page behind it here; `make asan` names the place.
+TEST(EmulationDeathTest, AnAccessPastTheEndOfSharedMemoryEndsTheProgram) {
+  ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  for (const bool reads : {true, false})
+    EXPECT_DEATH(launch(1, 32,
+                        [reads] {
+                          float* const numbers = static_cast<float*>(shared_object(128, Site::current()));
+                          volatile float* const at = numbers + threadIdx.x + 1;
+                          if (reads)
+                            numbers[0] = *at;
+                          else
+                            *at = 1;
+                        }),
+                 "");
+  launch(1, 32, [] { static_cast<float*>(shared_object(128, Site::current()))[threadIdx.x] = 1; });
+}
+
 TEST(Emulation, ACopyInFlightIsNaNUntilItsWait) {
   alignas(16) float from[8] = {1, 2, 3, 4, 5, 6, 7, 8};
   std::vector<float> early(2), late(2);
@@ -200,6 +217,15 @@ TEST(Emulation, ACopyInFlightIsNaNUntilItsWait) {
                        commit_copies();
                      })
                 .find("a copy in flight that nobody waited for"),
+            std::string::npos);
+  EXPECT_NE(fault_of(1,
+                     [&] {
+                       void* const to = shared_object(16, Site::current());
+                       begin_copy(to, from, 16, Site::current());
+                       commit_copies();
+                       begin_copy(to, from + 4, 16, Site::current());
+                     })
+                .find("a copy to where another one is in flight"),
             std::string::npos);
 }
 

@@ -94,14 +94,21 @@ std::string instructions_of_a_group() {
   std::vector<std::int32_t> ends;
   for (std::int64_t i = 0; i < T; ++i) ends.push_back(static_cast<std::int32_t>((i / 64 + 1) * 64));
   const auto rows = [] { return random_rows(T, D); };
+  const auto sums = [](std::int64_t count) { return emulated_device().adopt(at::zeros({count, D}, at::kFloat)); };
   const at::Tensor none = rows().narrow(0, 0, 0), lse = emulated_device().adopt(at::zeros({1, T}, at::kFloat));
   const AttentionProblem problem{D,    rows(), rows(),       rows(),
                                  none, none,   at::Tensor(), emulated_device().adopt(whole_numbers(ends))};
+  const Operations& ops = emulated_device().operations();
+  const at::Tensor out = rows();
   emulation::set_seed(1);
   emulation::reset_counters();
-  emulated_device().operations().attention(problem, rows(), lse);
+  ops.attention(problem, out, lse);
   emulated_device().synchronize();
-  return counted("mma", instructions(2, 64, 64, D) * N);
+  const std::string problems = counted("mma", instructions(2, 64, 64, D) * N);
+  emulation::reset_counters();
+  ops.add_attention_backward(problem, out, lse, rows(), {rows(), sums(T), sums(T), sums(0), sums(0)});
+  emulated_device().synchronize();
+  return problems + counted("mma", instructions(7, 64, 64, D) * N);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
     tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make test`
     tests/cuda/mutate_kernels.py --build build --all [--file X]    all of them; goes on where it was stopped
     tests/cuda/mutate_kernels.py --build build --all --again       survivors once more, and what was not tried yet
-    tests/cuda/mutate_kernels.py --build build --all --quick       other orders of threads only where a barrier is left out
+    tests/cuda/mutate_kernels.py --build build --all --quick       neither compiled alone, nor in other orders of threads, nor for races
 
 What a change is: kernel_changes.py. The kernels are compiled with all of their changes in them; each trial is a process that
 chooses one and runs the checks that come by its place, the fastest first, until one is wrong, ends or hangs
@@ -34,6 +34,8 @@ GROUPS = {"attention_plain.cu": ["Attention"], "choice.cu": ["Optimizer"], "expe
 HEADERS = ["kernel.h", "launch.h", "tiles.h"]
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED"]
+# What is no result: races, and what C++ leaves undefined.
+RACES = ["-fsanitize=thread", "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
 MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
            "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", f"{FOLDER}/ptx.h"]
 
@@ -56,8 +58,8 @@ def listed_in(name):
 class Library:
     """Kernels with changes in them, compiled in a folder of their own, which stands before the kernels' own."""
 
-    def __init__(self, folder, sources):
-        self.folder, self.sources = folder, sources
+    def __init__(self, folder, sources, flags=()):
+        self.folder, self.sources, self.flags = folder, sources, flags
         self.own = folder / "source" / FOLDER
         self.own.mkdir(parents=True, exist_ok=True)
 
@@ -66,7 +68,7 @@ class Library:
 
     def compile(self, source, target, folders):
         """What the compiler says where it fails, else None."""
-        done = subprocess.run(["g++", *FLAGS, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
+        done = subprocess.run(["g++", *FLAGS, *self.flags, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
                                "-include", str(HERE / "changes.h"), "-c", str(source), "-o", str(target)],
                               capture_output=True, text=True, check=False)
         return done.stderr if done.returncode != 0 else None
@@ -107,7 +109,7 @@ class Library:
                 break
             else:
                 break
-        self.compile(HERE / "changes.cpp", self.folder / "changes.o", [])
+        subprocess.run(["g++", "-std=c++20", "-fPIC", "-O1", f"-I{ROOT}", "-c", str(HERE / "changes.cpp"), "-o", str(self.folder / "changes.o")], check=True)
         objects = [self.folder / f"{file}.{stamps[file]}.o" for file in files]
         return self.link([*objects, self.folder / "changes.o"], self.folder / "all.so"), {n: c[0] for n, c in numbered.items()}
 
@@ -183,7 +185,7 @@ class Results:
         self.path, self.kernels, self.checks, self.found = path, kernels, checks, {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             name, outcome, kernel, check, *_ = line.split("\t")
-            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome != "survived"):
+            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome not in ("survived", "raceless")):
                 self.found[name] = outcome
 
     def note(self, change, outcome, said=""):
@@ -205,57 +207,68 @@ def measured(server, path, version):
     return [(seconds, name, set(met)) for seconds, name, met in kept[1]]
 
 
-def try_all(arguments, library, everything, program, results):
-    """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for."""
+def try_all(arguments, library, everything, program, results, passed=frozenset({"noticed", "invalid"})):
+    """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for and has not this outcome yet."""
     files = sorted(file for file in library.sources if file.endswith(".cu"))
+    asked = {n: change for n, (change, _) in everything.items()
+             if arguments.asks_for(change) and results.found.get(name_of(change)) not in passed}
+    if not asked:
+        return
     made, switched = library.with_all(files, {n: c for n, c in everything.items() if c[0].switched})
+
+    def note(change, outcome, check, said):
+        if outcome == "survived" and program.name == "kernel_mutants_tsan":
+            outcome = "raceless"
+        if outcome == "raceless" or check == -2:
+            print(f"survived{', no check comes there' if check == -2 else ''}: {change.file}:{change.line}: {change.text}", flush=True)
+        results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+
     with Server(program, made) as server:
-        checks = measured(server, library.folder / "measured.json", digest(made.read_bytes().hex(), program.read_bytes().hex(), results.checks))
+        checks = measured(server, library.folder / "measured.json",
+                          digest(made.read_bytes().hex(), program.read_bytes().hex(), results.checks))
         by_seconds = sorted(range(len(checks)), key=lambda n: checks[n][0])
         first = {}  # the check that noticed the last change of a file is tried first
-        for number, change in switched.items():
-            if not arguments.asks_for(change) or name_of(change) in results.found:
+        for number, change in asked.items():
+            if number not in switched:
                 continue
-            plan = plan_of(arguments, change, checks, [n for n in by_seconds if number in checks[n][2]])
+            plan = plan_of(arguments, change, checks, [n for n in by_seconds if number in checks[n][2]], program)
             if first.get(change.file) in plan:
                 plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
             outcome, check, said = server.attempt(number, checks, plan)
-            if outcome == "noticed":
-                first[change.file] = check
-            else:
-                print(f"{outcome if plan else 'not reached'}: {change.file}:{change.line}: {change.text}", flush=True)
-            results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+            first[change.file] = check if outcome == "noticed" else first.get(change.file)
+            note(change, outcome, check if plan else -2, said)
+    if arguments.quick:
+        return
     of_file = defaultdict(set)
     for n, (_, _, met) in enumerate(checks):
         for number in met & set(switched):
             of_file[switched[number].file].add(n)
-    for number, (change, _) in everything.items():
-        if number in switched or not arguments.asks_for(change) or name_of(change) in results.found:
+    for number, change in asked.items():
+        if number in switched:
             continue
         alone = library.with_one(change)
         if alone is None:
             results.note(change, "invalid")
             continue
+        plan = plan_of(arguments, change, checks, [n for n in by_seconds if n in of_file[change.file]], program)
         with Server(program, alone) as server:
-            outcome, check, said = server.attempt(number, checks, plan_of(arguments, change, checks, [n for n in by_seconds if n in of_file[change.file]]))
-        if outcome == "survived":
-            print(f"{outcome}: {change.file}:{change.line}: {change.text}", flush=True)
-        results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
+            note(change, *server.attempt(number, checks, plan))
 
 
-def plan_of(arguments, change, checks, fastest_first):
-    """Other orders of threads last, where no barrier is left out: they show little else, and take four runs."""
-    if change.instead == ";":
-        return fastest_first
+def plan_of(arguments, change, checks, fastest_first, program):
+    """Other orders of threads last, where no barrier is left out: they show little else, and take four runs. A race shows in any."""
     orders = [n for n in fastest_first if checks[n][1].startswith("orders")]
-    return [n for n in fastest_first if n not in set(orders)] + ([] if arguments.quick else orders)
+    if change.instead == ";" and program.name == "kernel_mutants":
+        return fastest_first
+    others = [n for n in fastest_first if n not in set(orders)]
+    return others if arguments.quick or program.name != "kernel_mutants" else others + orders
 
 
 def report(arguments, everything, results, seconds):
     """A table; the number of survivors that are not harmless."""
     table, survivors = defaultdict(Counter), []
     for change in everything:
-        outcome = "harmless" if change.key() in arguments.harmless else results.found.get(name_of(change), "not tried")
+        outcome = "harmless" if change.key() in arguments.harmless else results.found.get(name_of(change), "not tried").replace("raceless", "survived")
         if outcome == "survived":
             survivors.append(change)
         table[change.file][outcome] += 1
@@ -303,14 +316,18 @@ def main():
     folder.mkdir(exist_ok=True)
     names = [*sorted(path.name for path in (ROOT / FOLDER).glob("*.cu")), *HEADERS]
     sources = {name: (ROOT / FOLDER / name).read_text(encoding="utf-8") for name in names}
-    everything = dict(enumerate(change for name in names for change in changes_of(name, sources[name])))
+    # Numbers are of a file, so that one that stays as it is is not compiled again.
+    everything = {1024 * place + n: change for place, name in enumerate(names) for n, change in enumerate(changes_of(name, sources[name]))}
     if not arguments.all:
         return 0 if try_sample(Library(folder / "sample", sources), everything, program) else 1
     arguments.asks_for = lambda change: (arguments.file is None or change.file in arguments.file) and change.key() not in arguments.harmless
     headers = [sources[header] for header in HEADERS]
     results = Results(folder / "results.tsv", {name: digest(source, *headers) for name, source in sources.items()},
                       digest(*[(ROOT / file).read_text(encoding="utf-8") for file in MADE_OF]), arguments.again)
-    try_all(arguments, Library(folder, sources), everything, program, results)
+    try_all(arguments, Library(folder, sources), everything, program, results, {"noticed", "invalid", "survived", "raceless"})
+    if not arguments.quick:
+        try_all(arguments, Library(folder / "races", sources, RACES), everything, build / "tests/cuda/kernel_mutants_tsan", results,
+                {"noticed", "invalid", "raceless"})
     asked = [change for change, _ in everything.values() if arguments.file is None or change.file in arguments.file]
     return 1 if report(arguments, asked, results, time.monotonic() - begun) else 0
 

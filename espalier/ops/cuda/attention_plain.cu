@@ -45,11 +45,12 @@ __device__ __forceinline__ void add_row(A w, const T* b, std::int64_t count, int
     if (lane + 32 * c < count) acc[c] += w * widened(b[lane + 32 * c]);
 }
 
-// A key that lane `lane` meets: of the path first, then of the own rows.
+// Key number `key` of those that a query row meets: of the path first, then of the own rows, of which it sees some up
+// to itself.
 template <class T>
 struct Key {
-  bool seen;
-  const T *k, *v;
+  bool seen = false;
+  const T *k = nullptr, *v = nullptr;
 };
 template <class T>
 __device__ __forceinline__ Key<T> key_at(const Shape& shape, const attention::Inputs<T>& in, std::int64_t key,
@@ -57,18 +58,18 @@ __device__ __forceinline__ Key<T> key_at(const Shape& shape, const attention::In
   if (key < shape.path_rows)
     return {true, head_at(in.path_k, shape, key, kv_head), head_at(in.path_v, shape, key, kv_head)};
   const std::int64_t own = key - shape.path_rows;
-  if (own > own_row || own_row >= shape.subtree_end[own]) return {false, nullptr, nullptr};
+  if (own > own_row || own_row >= shape.subtree_end[own]) return {};
   return {true, head_at(in.own_k, shape, own, kv_head), head_at(in.own_v, shape, own, kv_head)};
 }
 
 // The query row and head of a warp.
 struct Item {
-  bool inside;
-  std::int64_t query, head, kv_head, own_row;
+  bool inside = false;
+  std::int64_t query = 0, head = 0, kv_head = 0, own_row = 0;
 };
 __device__ __forceinline__ Item item_of(const Shape& shape) {
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (item >= shape.query_rows * shape.heads) return {false, 0, 0, 0, 0};
+  if (item >= shape.query_rows * shape.heads) return {};
   const std::int64_t query = item / shape.heads, head = item % shape.heads;
   return {true, query, head, head / (shape.heads / shape.kv_heads),
           shape.query_row != nullptr ? shape.query_row[query] : query};
@@ -88,8 +89,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncwarp();
   A top = -INFINITY, sum = 0, acc[kColumns] = {};
   for (std::int64_t first = 0; first < keys; first += 32) {
-    const Key<T> mine = first + lane < keys ? key_at(shape, in, first + lane, item.own_row, item.kv_head)
-                                            : Key<T>{false, nullptr, nullptr};
+    const Key<T> mine = key_at(shape, in, first + lane, item.own_row, item.kv_head);
     const A score = mine.seen ? static_cast<A>(shape.scale) * dot(memory.first, mine.k, D) : A(-INFINITY);
     const A high = warp_max(score), base = high > top ? high : top;
     if (__ballot_sync(kWholeWarp, mine.seen ? 1 : 0) == 0) continue;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) acc[c] *= less;
-    for (std::int64_t k = 0; k < 32 && first + k < keys; ++k) {
+    for (int k = 0; k < 32; ++k) {
       const Key<T> key = key_at(shape, in, first + k, item.own_row, item.kv_head);
       if (key.seen) add_row(memory.weight[k], key.v, D, lane, acc);
     }
@@ -146,15 +146,14 @@ __global__ void __launch_bounds__(kThreads)
           delta = delta_HQ[item.head * shape.query_rows + item.query];
   A acc[kColumns] = {};
   for (std::int64_t first = 0; first < keys; first += 32) {
-    const Key<T> mine = first + lane < keys ? key_at(shape, in, first + lane, item.own_row, item.kv_head)
-                                            : Key<T>{false, nullptr, nullptr};
+    const Key<T> mine = key_at(shape, in, first + lane, item.own_row, item.kv_head);
     if (__ballot_sync(kWholeWarp, mine.seen ? 1 : 0) == 0) continue;
     A slope = 0;
     if (mine.seen)
       slope = scale * std::exp(scale * dot(memory.first, mine.k, D) - lse) * (dot(memory.second, mine.v, D) - delta);
     memory.slope[lane] = slope;
     __syncwarp();
-    for (std::int64_t k = 0; k < 32 && first + k < keys; ++k) {
+    for (int k = 0; k < 32; ++k) {
       const Key<T> key = key_at(shape, in, first + k, item.own_row, item.kv_head);
       if (key.seen) add_row(memory.slope[k], key.k, D, lane, acc);
     }
