@@ -26,6 +26,7 @@ RUNS = [("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "8", *STAT
         ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "1024", *STATE]),
         ("Llama-3-8B", LLAMA, "h100", ["--dp", "8", "--shard", "full"]),
         ("Llama-3-8B", LLAMA, "h100", ["--dp", "64", "--shard", "full"]),
+        ("Llama-3-8B", LLAMA, "h100", ["--layout", "auto", "--ranks", "64", "--shard", "full"]),
         ("Qwen3-30B-A3B", QWEN, "h100", ["--dp", "8", "--ep", "8"]),
         ("Qwen3-30B-A3B", QWEN, "h200", ["--dp", "8", "--ep", "8"]),
         ("Qwen3-30B-A3B", QWEN, "h200", ["--layout", "auto", "--ranks", "64"])]

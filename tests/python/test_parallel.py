@@ -285,9 +285,9 @@ def endless(training):
     return [*training, "--epochs", 100000, "--save-freq", 1, "--dp", 3]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(victim, espalier, program, training, tmp_path):
-    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 20])
+@pytest.mark.parametrize("victim, more", [(0, []), (1, []), (1, ["--shard", "full"])])
+def test_a_killed_rank_ends_all_and_leaves_a_whole_checkpoint(victim, more, espalier, program, training, tmp_path):
+    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 20, *more])
     wait_for(lambda: (tmp_path / "out/model.safetensors").is_file())
     run.processes[victim].kill()
     statuses = run.end()
@@ -316,8 +316,9 @@ def test_killed_at_any_moment_a_run_leaves_a_whole_checkpoint(program, espalier,
         assert numpy.isfinite(load_file(tmp_path / "out/model.safetensors")["model.norm.weight"]).all()
 
 
-def test_a_silent_rank_is_given_up(program, training, tmp_path):
-    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 3])
+@pytest.mark.parametrize("more", [[], ["--shard", "full"]])
+def test_a_silent_rank_is_given_up(more, program, training, tmp_path):
+    run = Ranks(program, 3, [*endless(training), "--comm-timeout", 3, *more])
     wait_for(lambda: (tmp_path / "out/model.safetensors").is_file())
     run.processes[2].send_signal(signal.SIGSTOP)
     began = time.monotonic()
