@@ -72,6 +72,7 @@ void PathWindow::put_away() {
 void PathWindow::forget_from(std::int64_t row) {
   for (Layer& layer : layers_)
     layer.rows = std::min(layer.rows, row), layer.gradient_rows = std::min(layer.gradient_rows, row);
+  if (row == 0) put_away();  // of nothing
 }
 
 }  // namespace espalier

@@ -34,7 +34,7 @@ class PathWindow {
   std::int64_t begin_backward(std::int64_t layer, std::int64_t rows, std::int64_t rows_after);
   // No gradient stays in memory but those of the layers that do not sleep.
   void end_backward();
-  // Rows from this one on count no more.
+  // Rows from this one on count no more. Where none does, the layer in memory sleeps, too.
   void forget_from(std::int64_t row);
 
  private:
