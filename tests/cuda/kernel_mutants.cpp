@@ -92,7 +92,7 @@ void limit_processor(double seconds) {
 void run_trial(const std::vector<KernelCheck>& checks, const Changes& changes, int id, std::istringstream& order,
                Trial& trial) {
   rlimit memory{std::size_t{6} << 30, std::size_t{6} << 30};
-  setrlimit(RLIMIT_DATA, &memory);
+  if (dlsym(RTLD_DEFAULT, "__tsan_create_fiber") == nullptr) setrlimit(RLIMIT_DATA, &memory);  // its shadow is larger
   if (changes.choose != nullptr) changes.choose(id);
   int n = 0;
   char colon = 0;
