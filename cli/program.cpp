@@ -77,9 +77,8 @@ void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ra
     if (flash) bind_device(flash_cpu_device());
     return;
   }
-  if (ranks.several())
-    throw UnsupportedError({"--device cuda", "one process", "several", "collectives run on processors so far"});
-  bind_device(open_cuda_device({.flash = flash, .emulated = options.device == DeviceType::emulate}));
+  bind_device(open_cuda_device(
+      {.index = ranks.local_rank(), .flash = flash, .emulated = options.device == DeviceType::emulate}));
 }
 
 void resolve_options(Run& run, Progress& progress) {

@@ -20,8 +20,9 @@ class RunRanks {
   void meet(double timeout);
 
   bool several() const { return launch_.ranks > 1; }
-  bool talks() const { return launch_.speaks(); }  // prints results, progress and notes
-  int local() const { return launch_.local_ranks; }
+  bool talks() const { return launch_.speaks(); }        // prints results, progress and notes
+  int local() const { return launch_.local_ranks; }      // ranks on this machine
+  int local_rank() const { return launch_.local_rank; }  // among them
 
   // What a run that the launcher started again continues from: --out, where this very run has saved; else "".
   std::string restart_point(const Verb& verb, const Options& options) const;

@@ -9,7 +9,7 @@
 namespace espalier {
 
 struct GpuChoice {
-  int index = 0;          // among those of this machine
+  int index = 0;          // among those of this machine: a rank's own number there
   bool flash = false;     // attention by ATen's FlashAttention-2 instead of the library's own kernels
   bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
 };

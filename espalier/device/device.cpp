@@ -21,6 +21,8 @@ void Device::give_back_host_memory(std::byte* memory, std::int64_t bytes) {
   munmap(memory, static_cast<std::size_t>(bytes));
 }
 
+std::shared_ptr<Group> Device::connect(std::shared_ptr<Group> host, double) { return host; }
+
 at::Tensor Device::upload(std::vector<double> values) {
   const auto kept = std::make_shared<std::vector<double>>(std::move(values));
   return adopt(at::from_blob(
@@ -35,9 +37,12 @@ Device*& bound() {
   return device;
 }
 
+thread_local Device* bound_to_thread = nullptr;
+
 }  // namespace
 
-Device& bound_device() { return *bound(); }
+Device& bound_device() { return bound_to_thread != nullptr ? *bound_to_thread : *bound(); }
 void bind_device(Device& device) { bound() = &device; }
+void bind_device_of_thread(Device& device) { bound_to_thread = &device; }
 
 }  // namespace espalier

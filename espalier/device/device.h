@@ -9,12 +9,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
 namespace espalier {
 
 struct Operations;
+class Group;  // parallel/group.h
 
 class Device {
  public:
@@ -27,6 +29,8 @@ class Device {
   virtual std::string_view name() const = 0;
   // Whether its memory is the host's: what waits for long then waits in a file, otherwise in the host's memory.
   virtual bool in_host_memory() const { return false; }
+  // Of so many ranks of this machine, those that share its memory: each has a GPU of its own.
+  int sharing_memory(int local_ranks) const { return in_host_memory() ? local_ranks : 1; }
   // Returns when everything called so far has run.
   virtual void synchronize() = 0;
   // Of its memory, what can still be taken.
@@ -69,6 +73,13 @@ class Device {
   // The values as a tensor [n] of the device.
   at::Tensor upload(std::vector<double> values);
 
+  // A group of the same ranks for tensors of this device and of the host, made of one for tensors of the host. Every
+  // rank of it calls this at the same place. `timeout`: seconds until a rank that others wait for is given up. Errors:
+  // CommunicationError; DeviceError where ranks of this device cannot reach each other.
+  virtual std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout);
+  // For a rank that is a thread of a process: this device, or another one like it where ranks cannot share it.
+  virtual Device& of_thread() { return *this; }
+
  private:
   const Operations& operations_;
 };
@@ -81,5 +92,7 @@ Device& flash_cpu_device();
 // The device of this run: cpu_device() unless another was bound, which happens once, before anything is made on it.
 Device& bound_device();
 void bind_device(Device& device);
+// The same of the calling thread, which is a rank by itself.
+void bind_device_of_thread(Device& device);
 
 }  // namespace espalier

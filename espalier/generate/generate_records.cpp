@@ -87,7 +87,7 @@ void plan_memory(const LocalShape& shape, const Options& options, SamplingSettin
   constexpr std::int64_t kFewestRows = 16;
   // Of what is free, the weights are taken already; of a given budget they are still to be.
   const std::int64_t own = options.memory_budget.empty()
-                               ? arena_limit(options) / mesh.local_ranks
+                               ? arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks)
                                : arena_limit(options) - bytes_held(std::array{HeldModel{shape}}, options.dtype);
   const auto limit = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-static_cast<double>(own)}).front());
   const auto activations = [&](std::int64_t rows) { return sampling_bytes(shape, options.dtype, rows); };

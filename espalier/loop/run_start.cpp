@@ -67,7 +67,9 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
   out.options.overwrite = false;  // it is done once, here
   if (out.options.memory_budget.empty())
     out.options.memory_budget =
-        text_of(std::max<std::int64_t>(bound_device().free_bytes() / mesh.local_ranks / 10 * 9, 1 << 20), "B");
+        text_of(std::max<std::int64_t>(
+                    bound_device().free_bytes() / bound_device().sharing_memory(mesh.local_ranks) / 10 * 9, 1 << 20),
+                "B");
   CheckedRun checked = check_new_run(out.options, progress, mesh);
   out.questions = std::move(checked.questions);
   out.machine = machine_profile(out.options, progress);

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "espalier/base/error.h"
+#include "espalier/device/device.h"
 #include "espalier/observe/timer.h"
 
 namespace espalier {
@@ -272,9 +273,11 @@ void run_ranks(const Degrees& degrees, const std::function<void(const Mesh& mesh
     threads.emplace_back([&, rank] {
       omp_set_num_threads(options.threads);
       try {
-        const OwnedMesh own(rank, degrees, [&](const GroupKey& key) -> std::unique_ptr<Group> {
+        bind_device_of_thread(bound_device().of_thread());
+        const OwnedMesh own(rank, degrees, [&](const GroupKey& key) {
           const auto place = std::ranges::find(key.ranks, rank) - key.ranks.begin();
-          return std::make_unique<ThreadGroup>(world, key, static_cast<int>(place));
+          return bound_device().connect(std::make_shared<ThreadGroup>(world, key, static_cast<int>(place)),
+                                        options.timeout);
         });
         body(own.mesh());
       } catch (...) {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <optional>
@@ -54,6 +55,7 @@ Launch of_torchrun(const Variables& variables) {
   launch.rank = variables.number("RANK", 0);
   launch.ranks = variables.number("WORLD_SIZE", 1);
   launch.local_ranks = variables.number("LOCAL_WORLD_SIZE", launch.ranks);
+  launch.local_rank = variables.number("LOCAL_RANK", launch.rank % std::max(1, launch.local_ranks));
   launch.host = variables.text("MASTER_ADDR").value_or("127.0.0.1");
   launch.port = variables.number("MASTER_PORT", 29500);
   launch.served = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
@@ -69,18 +71,21 @@ Launch of_srun(const Variables& variables) {
   launch.rank = variables.number("SLURM_PROCID", 0);
   launch.ranks = variables.number("SLURM_STEP_NUM_TASKS", 1);
   launch.local_ranks = variables.number("SLURM_STEP_TASKS_PER_NODE", launch.ranks);  // "4(x2)": 4
+  launch.local_rank = variables.number("SLURM_LOCALID", 0);
   launch.host =
       variables.text("MASTER_ADDR").value_or(first_node(variables.text("SLURM_STEP_NODELIST").value_or("127.0.0.1")));
   launch.port = port_of(variables, variables.number("SLURM_JOB_ID", 0));
   return launch;
 }
 
-Launch of_mpirun(const Variables& variables, const char* rank, const char* ranks, const char* local) {
+Launch of_mpirun(const Variables& variables, const char* rank, const char* ranks, const char* local_rank,
+                 const char* local_ranks) {
   Launch launch;
   launch.launcher = "mpirun";
   launch.rank = variables.number(rank, 0);
   launch.ranks = variables.number(ranks, 1);
-  launch.local_ranks = variables.number(local, launch.ranks);
+  launch.local_ranks = variables.number(local_ranks, launch.ranks);
+  launch.local_rank = variables.number(local_rank, launch.rank % std::max(1, launch.local_ranks));
   launch.port = port_of(variables, getppid());  // of one mpirun on this machine; several machines give MASTER_PORT
   if (const auto host = variables.text("MASTER_ADDR"))
     launch.host = *host;
@@ -98,9 +103,10 @@ Launch launch_of(const Environment& environment) {
   if (variables.has("RANK") && variables.has("WORLD_SIZE"))
     launch = of_torchrun(variables);
   else if (variables.has("OMPI_COMM_WORLD_SIZE"))
-    launch = of_mpirun(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE");
+    launch = of_mpirun(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                       "OMPI_COMM_WORLD_LOCAL_SIZE");
   else if (variables.has("PMI_SIZE") && !variables.has("SLURM_STEP_NUM_TASKS"))
-    launch = of_mpirun(variables, "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS");
+    launch = of_mpirun(variables, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
   else if (variables.has("SLURM_STEP_NUM_TASKS") && variables.has("SLURM_PROCID"))
     launch = of_srun(variables);
   if (launch.ranks < 1 || launch.rank < 0 || launch.rank >= launch.ranks)

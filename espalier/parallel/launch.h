@@ -1,8 +1,9 @@
 // What a launcher told this process: which rank it is, of how many, and where they meet.
 //
-//   torchrun  RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*
-//   srun      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST
-//   mpirun    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_SIZE (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS (MPICH, Intel)
+//   torchrun  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*
+//   srun      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST
+//   mpirun    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE (Open MPI); PMI_RANK, PMI_SIZE, MPI_LOCALRANKID,
+//             MPI_LOCALNRANKS (MPICH, Intel)
 //
 // The last two start processes alone: rank 0 serves the meeting place at MASTER_ADDR:MASTER_PORT, by default this
 // machine, or the first node of srun's list, and a port made from the job's number.
@@ -17,7 +18,7 @@ namespace espalier {
 struct Launch {
   std::string launcher;  // empty: there was none
   int rank = 0, ranks = 1;
-  int local_ranks = 1;  // on this machine
+  int local_rank = 0, local_ranks = 1;  // of those on this machine
   std::string host = "127.0.0.1";
   int port = 29500;
   bool served = false;  // the launcher itself serves the meeting place

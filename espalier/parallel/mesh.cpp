@@ -68,7 +68,7 @@ Group& OwnedMesh::group_of(Axis axis, int rank, const Degrees& degrees, const Ma
                axis == Axis::replicas || axis == Axis::expert_replicas ? Connection::weights : Connection::rows};
   auto same = std::ranges::find(groups_, key, [](const auto& known) { return known.first; });
   if (same == groups_.end()) {
-    auto group = key.ranks.size() == 1 ? std::make_unique<GroupOfOne>() : make(key);
+    std::shared_ptr<Group> group = key.ranks.size() == 1 ? std::make_shared<GroupOfOne>() : make(key);
     same = groups_.emplace(groups_.end(), std::move(key), std::move(group));
   }
   return *axes_.emplace_back(std::make_unique<SameRanks>(*same->second));

@@ -51,7 +51,7 @@ class OwnedMesh {
  public:
   // Makes the group of two ranks or more, `rank` among them. Every rank makes the groups of an axis at the same place
   // in the order, so that making them may wait for the others.
-  using MakeGroup = std::function<std::unique_ptr<Group>(const GroupKey& key)>;
+  using MakeGroup = std::function<std::shared_ptr<Group>(const GroupKey& key)>;
 
   OwnedMesh(int rank, const Degrees& degrees, const MakeGroup& make);
   const Mesh& mesh() const { return mesh_; }
@@ -60,7 +60,7 @@ class OwnedMesh {
  private:
   Group& group_of(Axis axis, int rank, const Degrees& degrees, const MakeGroup& make);
 
-  std::vector<std::pair<GroupKey, std::unique_ptr<Group>>> groups_;
+  std::vector<std::pair<GroupKey, std::shared_ptr<Group>>> groups_;
   std::vector<std::unique_ptr<Group>> axes_;  // each counts the bytes of its own
   Mesh mesh_;
 };

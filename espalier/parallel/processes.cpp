@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "espalier/base/error.h"
+#include "espalier/device/device.h"
 #include "espalier/observe/timer.h"
 
 namespace espalier {
@@ -237,15 +238,17 @@ const Mesh& Processes::connect(const Degrees& degrees) {
   const double timeout = state.timeout;
   try {
     const Backends backends(launch, timeout);
-    state.mesh = std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const GroupKey& key) -> std::unique_ptr<Group> {
+    state.mesh = std::make_unique<OwnedMesh>(launch.rank, degrees, [&](const GroupKey& key) {
       const std::vector<int>& ranks = key.ranks;
       std::string name = key.connection == Connection::weights ? "weights" : "rows";
       for (const int rank : ranks) name += text_of('/', rank);
       const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), launch.rank) - ranks.begin());
       auto store = c10::make_intrusive<c10d::PrefixStore>(name, state.store);
-      return std::make_unique<ProcessGroup>(backends.make(std::move(store), place, static_cast<int>(ranks.size())),
-                                            timeout);
+      auto backend = backends.make(std::move(store), place, static_cast<int>(ranks.size()));
+      return bound_device().connect(std::make_shared<ProcessGroup>(std::move(backend), timeout), timeout);
     });
+  } catch (const Error&) {
+    throw;
   } catch (const std::exception& error) {
     throw CommunicationError(
         {"start", text_of("an answer of all ", launch.ranks, " ranks within ", timeout, " seconds (--comm-timeout)"),

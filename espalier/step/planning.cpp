@@ -47,7 +47,8 @@ void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
 }
 
 std::int64_t room_of_every_rank(const Options& options, const Mesh& mesh) {
-  const auto room = static_cast<double>(resident_bytes() + arena_limit(options) / mesh.local_ranks);
+  const auto room =
+      static_cast<double>(resident_bytes() + arena_limit(options) / bound_device().sharing_memory(mesh.local_ranks));
   return static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "espalier/device/device.h"
 #include "espalier/measure/machine.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/layout_search.h"
@@ -45,7 +46,8 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   if (!options.critic.empty())
     plan_options.kind.beside_bytes =
         HeldModel{read_critic_shape(options.critic).shape, plan_options.kind}.bytes(options.dtype);
-  if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options) / local;
+  if (plan_options.memory_budget == 0)
+    plan_options.memory_budget = resident_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
   MachineProfile profile = machine_profile(options, progress);
   profile.ranks_per_machine = local;
   const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);

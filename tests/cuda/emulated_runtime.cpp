@@ -5,12 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <random>
+#include <memory>
+#include <mutex>
 #include <string_view>
 
 #include "espalier/base/error.h"
@@ -21,6 +19,7 @@
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/products.h"
+#include "tests/cuda/emulated_streams.h"
 #include "tests/cuda/emulation.h"
 #include "tests/device/late_operations.h"
 
@@ -36,122 +35,21 @@ std::byte* map(std::size_t bytes, int protection) {
   return static_cast<std::byte*>(memory);
 }
 
-// What device memory there is; the host can touch none of it while nothing runs.
-class DeviceMemory {
- public:
-  void add(std::byte* begin, std::size_t bytes) {
-    mprotect(begin, bytes, PROT_READ | PROT_WRITE);
-    std::memset(begin, 0xff, bytes);
-    if (!open_) mprotect(begin, bytes, PROT_NONE);
-    blocks_[begin] = bytes;
-  }
-  void remove(std::byte* begin) {
-    const auto block = blocks_.find(begin);
-    ESPALIER_INTERNAL(block != blocks_.end(), "memory that is not this device's");
-    mprotect(begin, block->second, PROT_NONE);
-    madvise(begin, block->second, MADV_DONTNEED);
-    blocks_.erase(block);
-  }
-  bool holds(const void* address) const {
-    const auto* const at = static_cast<const std::byte*>(address);
-    auto block = blocks_.upper_bound(const_cast<std::byte*>(at));
-    if (block == blocks_.begin()) return false;
-    --block;
-    return at < block->first + block->second;
-  }
-  // Blocks behind each other are opened and closed together.
-  void open(bool opens) {
-    open_ = opens;
-    for (auto block = blocks_.begin(); block != blocks_.end();) {
-      std::byte* const begin = block->first;
-      std::byte* end = begin;
-      for (; block != blocks_.end() && block->first == end; ++block) end += block->second;
-      mprotect(begin, static_cast<std::size_t>(end - begin), opens ? PROT_READ | PROT_WRITE : PROT_NONE);
-    }
-  }
-
- private:
-  std::map<std::byte*, std::size_t> blocks_;
-  bool open_ = false;
-};
-
-class Streams {
- public:
-  DeviceMemory memory;
-
-  void set_seed(unsigned seed) {
-    run_until(record(cuda::Queue::compute));
-    run_until(record(cuda::Queue::copy));
-    seed_ = seed;
-    random_.seed(seed);
-  }
-  void give(cuda::Queue queue, std::function<void()> work) {
-    queue_of(queue).push_back({std::move(work), cuda::kNoEvent, false});
-  }
-  cuda::Event record(cuda::Queue queue) {
-    happened_.push_back(-1);
-    queue_of(queue).push_back({nullptr, last_event(), false});
-    return last_event();
-  }
-  void wait(cuda::Queue queue, cuda::Event event) { queue_of(queue).push_back({nullptr, event, true}); }
-  double time_of(cuda::Event event) const { return happened_.at(static_cast<std::size_t>(event)); }
-
-  void run_until(cuda::Event event) {
-    if (time_of(event) >= 0) return;
-    memory.open(true);
-    try {
-      while (time_of(event) < 0) step();
-    } catch (...) {
-      memory.open(false);
-      for (auto& queue : queues_) queue.clear();
-      throw;
-    }
-    memory.open(false);
-  }
-
- private:
-  struct Entry {
-    std::function<void()> work;
-    cuda::Event event;  // to happen, or to wait for
-    bool waits;
-  };
-
-  std::deque<Entry>& queue_of(cuda::Queue queue) { return queues_[queue == cuda::Queue::copy ? 1 : 0]; }
-  cuda::Event last_event() const { return static_cast<cuda::Event>(happened_.size()) - 1; }
-  bool ready(const std::deque<Entry>& queue) const {
-    return !queue.empty() && !(queue.front().waits && time_of(queue.front().event) < 0);
-  }
-
-  void step() {
-    std::size_t which = seed_ % 3 == 0 ? 0 : seed_ % 3 == 1 ? 1 : random_() % 2;
-    if (!ready(queues_[which])) which = 1 - which;
-    ESPALIER_INTERNAL(ready(queues_[which]), "streams that wait for each other, or for nothing");
-    const Entry entry = std::move(queues_[which].front());
-    queues_[which].pop_front();
-    if (entry.work)
-      entry.work();
-    else if (!entry.waits)
-      happened_[static_cast<std::size_t>(entry.event)] = Timer::steady_seconds();
-  }
-
-  std::array<std::deque<Entry>, 2> queues_;
-  std::vector<double> happened_;  // seconds at which an event did, or -1
-  unsigned seed_ = 2;
-  std::mt19937 random_{2};
-};
-
-Streams& streams() {
-  static auto* const one = new Streams;  // outlives every tensor
-  return *one;
-}
+using testing::streams;
 
 }  // namespace
 
 namespace cuda {
 
+Queue make_queue() { return streams().make_queue(); }
 Event record(Queue queue) { return streams().record(queue); }
 void wait(Queue queue, Event event) { streams().wait(queue, event); }
 void synchronize(Event event) { streams().run_until(event); }
+// Streams of a GPU go on while the host asks.
+bool happened(Event event) {
+  streams().run_towards(event);
+  return streams().time_of(event) >= 0;
+}
 void forget(Event) {}
 double seconds_between(Event begin, Event end) {
   const double from = streams().time_of(begin), to = streams().time_of(end);
@@ -198,6 +96,7 @@ void give_back_page(Page) {}
 void map_page(Page, std::byte* at) { streams().memory.add(at, static_cast<std::size_t>(page_bytes())); }
 void unmap_page(Page, std::byte* at) { streams().memory.remove(at); }
 std::int64_t free_memory() { return available_bytes(); }
+bool on_device(const void* address) { return streams().memory.holds(address); }
 
 Stream stream() { return nullptr; }
 void expect_launched(const char*) {}
@@ -247,6 +146,28 @@ void run_product(const ColumnProduct& p) {
   testing::give_to_compute([p] { product(p); });
 }
 
+// As a GPU has it in bfloat16, by ATen; in float64 so that it is held to more digits. float32 goes one by one.
+bool has_grouped_products(at::ScalarType dtype, std::int64_t k, std::int64_t n) {
+  return dtype == at::kDouble || (dtype == at::kBFloat16 && k % 8 == 0 && n % 8 == 0);
+}
+static void grouped_product(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
+                            const at::Tensor& end_E) {
+  if (out_RN.scalar_type() == at::kBFloat16) {
+    out_RN.copy_(at::_grouped_mm(a_RK, b_EKN, end_E));
+    return;
+  }
+  std::int64_t first = 0;
+  for (std::int64_t e = 0; e < end_E.size(0); ++e) {
+    const std::int64_t end = end_E[e].item<std::int32_t>();
+    out_RN.narrow(0, first, end - first).copy_(at::mm(a_RK.narrow(0, first, end - first), b_EKN[e]));
+    first = end;
+  }
+}
+void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
+                      const at::Tensor& end_E) {
+  testing::give_to_compute([=] { grouped_product(out_RN, a_RK, b_EKN, end_E); });
+}
+
 }  // namespace cuda
 
 namespace testing {
@@ -267,7 +188,6 @@ struct BindByEnvironment {
 
 }  // namespace
 
-void set_stream_seed(unsigned seed) { streams().set_seed(seed); }
 void give_to_compute(std::function<void()> work) { streams().give(cuda::Queue::compute, std::move(work)); }
 
 Device& emulated_device() {
@@ -276,9 +196,24 @@ Device& emulated_device() {
   return *device;
 }
 
+namespace {
+
+class StreamedDevice : public cuda::CudaDevice {
+ public:
+  StreamedDevice() : CudaDevice(late_operations<ComputeStream>(), "streamed") {}
+  Device& of_thread() override { return streamed_device(); }
+};
+
+}  // namespace
+
 Device& streamed_device() {
-  static auto* const device = new cuda::CudaDevice(late_operations<ComputeStream>(), "streamed");
-  return *device;
+  static auto* const all = new std::vector<std::unique_ptr<StreamedDevice>>;  // outlive every tensor
+  static auto* const mutex = new std::mutex;
+  static thread_local StreamedDevice* const of_thread = [] {
+    const std::lock_guard lock(*mutex);
+    return all->emplace_back(std::make_unique<StreamedDevice>()).get();
+  }();
+  return *of_thread;
 }
 
 }  // namespace testing

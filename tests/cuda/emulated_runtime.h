@@ -12,14 +12,15 @@
 
 namespace espalier::testing {
 
-// Order of the streams from now on; what was given before runs first.
+// Order of the streams from now on, also of threads that begin to use them; what was given before runs first.
 void set_stream_seed(unsigned seed);
 // Work for the compute stream.
 void give_to_compute(std::function<void()> work);
 
 // The host code of a GPU over these streams, with the emulated kernels of espalier/ops/cuda.
 Device& emulated_device();
-// The same with the CPU's operations as work of the compute stream: fast, for what the host code does.
+// The same with the CPU's operations as work of the compute stream: fast, for what the host code does. Each thread has
+// its own, so that ranks may be threads.
 Device& streamed_device();
 
 // A program that links this file runs on emulated_device() where ESPALIER_TEST_DEVICE is "emulated", and on

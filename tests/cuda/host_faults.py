@@ -6,6 +6,7 @@ them on, under many orders of the streams.
 from faults import Fault
 
 DEVICE = "ops/cuda/device.cpp"
+GROUP = "ops/cuda/device_group.cpp"
 
 
 def fault(name, meaning, file="", text="", instead=""):
@@ -65,7 +66,7 @@ HOST_READS = [
           "void CudaDevice::synchronize() { wait_and_forget(record(Queue::compute)); }",
           "void CudaDevice::synchronize() { wait_and_forget(record(ON ? Queue::copy : Queue::compute)); }"),
     fault("time_of_what_has_not_happened", "the seconds of a phase are asked for before it has ended", DEVICE,
-          "cuda::synchronize(end.event);", "if (!ON) TEXT"),
+          "wait_until(end.event);", "if (!ON) TEXT"),
 ]
 
 EARLY_REUSE = [
@@ -87,7 +88,7 @@ EARLY_FREES = [
     fault("page_leaves_early", "a page is taken elsewhere while work still uses it", DEVICE,
           "wait_and_forget(oldest.used);", "if (!ON) TEXT"),
     fault("addresses_freed_early", "reserved addresses go while work still uses them", DEVICE,
-          "  free_leaving();\n  ranges_.erase(memory);", "  if (!ON) free_leaving();\n  ranges_.erase(memory);"),
+          "  try {\n    free_leaving();", "  try {\n    if (!ON) free_leaving();"),
     fault("first_page_of_others_freed", "the page that others use the beginning of is given back", DEVICE,
           "std::int64_t page = ceil_div(offset, page_bytes());",
           "std::int64_t page = ON ? offset / page_bytes() : ceil_div(offset, page_bytes());"),
@@ -99,4 +100,18 @@ EARLY_FREES = [
           "std::int64_t page = offset / page_bytes(); (page + (ON ? 1 : 0)) * page_bytes() < offset + bytes; ++page"),
 ]
 
-FAULTS = [*MISSING_EVENTS, *HOST_READS, *EARLY_REUSE, *EARLY_FREES]
+RANKS = [
+    fault("collective_before_computed", "a collective reads what is not computed yet", GROUP,
+          "wait(queue, computed);", "if (!ON) TEXT"),
+    fault("read_before_the_collective", "what a collective brings is read before it has run", GROUP,
+          "cuda::wait(Queue::compute, done_);", "if (!ON) TEXT"),
+    fault("collective_behind_the_wrong_work", "a collective waits for earlier collectives alone", GROUP,
+          "const Event computed = cuda::record(Queue::compute);",
+          "const Event computed = cuda::record(ON ? queue : Queue::compute);"),
+    fault("sent_without_a_copy", "what is sent is read when it leaves, and may be another's by then", GROUP,
+          "give(sends_, {Kind::send, copy, {}, to})", f"give(sends_, {{Kind::send, ON ? x : copy, {{}}, to}})"),
+    fault("copy_freed_before_it_left", "the copy of what is sent is given back at once", GROUP,
+          "under_way_.push_back({copy,", "under_way_.push_back({ON ? at::Tensor() : copy,"),
+]
+
+FAULTS = [*MISSING_EVENTS, *HOST_READS, *EARLY_REUSE, *EARLY_FREES, *RANKS]

@@ -16,6 +16,7 @@
 #include "espalier/device/host_values.h"
 #include "espalier/ops/cuda/runtime.h"
 #include "espalier/optimizer/adamw.h"
+#include "espalier/parallel/in_process.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/equivalence/fixture.h"
 #include "tests/mutation/faults.h"
@@ -124,6 +125,34 @@ double norm() {
   return optimizer.step(device().adopt(at::ones(state->weights.sizes(), at::kDouble))).grad_norm;
 }
 
+// Sums of what was just computed, and what is sent from one rank to the other and written over.
+void meet_others() {
+  constexpr Degrees kTwo{.dp = 2};
+  run_ranks(kTwo,
+            [](const Mesh& mesh) {
+              Device& mine = bound_device();
+              Group& other = mesh.world;
+              const int rank = other.rank();
+              const at::Tensor x = mine.allocate({5}, at::kDouble), y = mine.allocate({5}, at::kDouble);
+              const auto fill = [&](const at::Tensor& to, double first) {
+                mine.operations().convert(mine.adopt(numbers(first)), to);
+              };
+              for (int i = 0; i < 3; ++i) {
+                fill(x, rank + i);
+                other.add_over_ranks(x);
+                mine.operations().convert(x, y);
+                expect(mine.to_host(y).equal(numbers(i) + numbers(i + 1)));
+                fill(x, 10 * rank + i);
+                other.send(x, 1 - rank);
+                fill(x, -1);
+                other.receive(y, 1 - rank);
+                expect(mine.to_host(y).equal(numbers(10 * (1 - rank) + i)));
+              }
+              other.wait_for_all();  // as a program ends: what was sent leaves
+            },
+            {.timeout = 30});
+}
+
 struct Right {
   at::Tensor gradient = step();
   double grad_norm = norm();
@@ -142,6 +171,7 @@ bool runs_well(const Fault* fault, unsigned seed, const Right& right) {
       hand_over();
       bring_back();
       sleep_and_wake();
+      meet_others();
       expect(step().equal(right.gradient) && norm() == right.grad_norm);
       code = 0;
     } catch (const std::exception&) {

@@ -1,18 +1,27 @@
 """Gradients do not depend on where a step runs and on whose attention kernels: ATen's FlashAttention on processors, and the host code of
 a GPU over emulated kernels, opened by the program as it opens the library of a real one."""
 
+import os
+import subprocess
+
 import pytest
 from safetensors.torch import load_file
 
 from make_model import make_rollouts, write_records
+from test_parallel import torchrun
 
 SEED = 47
 
 
-def gradients(espalier, model_of, folder, family, *options):
+def words_of(model_of, folder, family, *options):
     rollouts = write_records(make_rollouts(SEED), folder / "rollouts.jsonl")
-    espalier("train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--schedule", "phased", "--token-budget", "24",
-             "--out", folder / "out", "--overwrite", "--gradients", folder / "gradients.safetensors", *options)
+    return [str(word) for word in ("train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--schedule", "phased",
+                                   "--token-budget", "24", "--out", folder / "out", "--overwrite",
+                                   "--gradients", folder / "gradients.safetensors", *options)]
+
+
+def gradients(espalier, model_of, folder, family, *options):
+    espalier(*words_of(model_of, folder, family, *options))
     return load_file(folder / "gradients.safetensors")
 
 
@@ -22,6 +31,21 @@ def test_gradients_are_those_of_own_kernels_on_processors(options, espalier, pro
         pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
     want = gradients(espalier, model_of, tmp_path, "qwen3_tied")
     got = gradients(espalier, model_of, tmp_path, "qwen3_tied", *options)
+    assert want.keys() == got.keys()
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= 1e-10 * value.norm(), name
+
+
+@pytest.mark.parametrize("degrees", [("--tp", 2), ("--pp", 2)], ids=lambda degrees: degrees[0])
+def test_processes_with_a_device_each_give_the_gradients_of_one(degrees, espalier, program, model_of, tmp_path):
+    """What NCCL carries between GPUs, the processes' own group carries between emulated ones, as work of their streams."""
+    if not (program.parent / "libespalier_emulated.so").exists():
+        pytest.skip("libespalier_emulated.so is not beside the program: the C++ tests are not built")
+    want = gradients(espalier, model_of, tmp_path, "qwen3_tied")
+    words = words_of(model_of, tmp_path, "qwen3_tied", "--device", "emulate", *degrees)
+    done = subprocess.run(torchrun(2, [program, *words]), capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    got = load_file(tmp_path / "gradients.safetensors")
     assert want.keys() == got.keys()
     for name, value in want.items():
         assert (got[name] - value).norm() <= 1e-10 * value.norm(), name

@@ -8,6 +8,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/observe/timer.h"
+#include "espalier/ops/cuda/collectives.h"
+#include "espalier/ops/cuda/device_group.h"
 #include "espalier/ops/cuda/launch.h"
 
 namespace espalier::cuda {
@@ -50,7 +52,7 @@ std::byte* PinnedMemory::of(std::size_t bytes) {
 }
 
 void CudaDevice::wait_and_forget(Event event) {
-  cuda::synchronize(event);
+  wait_until(event);
   forget(event);
 }
 
@@ -70,7 +72,7 @@ double CudaDevice::seconds() {
 Device::Moment CudaDevice::moment() { return {0, record(Queue::compute)}; }
 
 double CudaDevice::seconds_between(const Moment& begin, const Moment& end) {
-  cuda::synchronize(end.event);
+  wait_until(end.event);
   const double seconds = cuda::seconds_between(begin.event, end.event);
   forget(begin.event);
   forget(end.event);
@@ -87,7 +89,11 @@ std::byte* CudaDevice::reserve(std::int64_t bytes) {
 
 void CudaDevice::release(std::byte* memory, std::int64_t bytes) {
   give_back(memory, whole_pages(bytes));
-  free_leaving();
+  try {
+    free_leaving();
+  } catch (const CommunicationError&) {  // whoever waits for results finds out; what is under way has ended
+    free_leaving();
+  }
   ranges_.erase(memory);
   give_back_addresses(memory, whole_pages(bytes));
 }
@@ -108,8 +114,8 @@ void CudaDevice::give_back(std::byte* memory, std::int64_t bytes) {
 Page CudaDevice::next_page() {
   if (leaving_.empty()) return take_page();
   const Leaving oldest = leaving_.front();
-  leaving_.pop_front();
   wait_and_forget(oldest.used);
+  leaving_.pop_front();
   unmap_page(oldest.page, oldest.at);
   return oldest.page;
 }
@@ -173,6 +179,19 @@ at::Tensor CudaDevice::view(std::byte* memory, at::IntArrayRef sizes, at::Scalar
 at::Tensor CudaDevice::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::from_blob(take_scratch(bytes_of(sizes, dtype)), sizes, give_back_scratch,
                        at::TensorOptions().dtype(dtype));
+}
+
+bool CudaDevice::holds(const at::Tensor& tensor) const {
+  const auto* const memory = static_cast<const std::byte*>(tensor.storage().data());
+  auto range = ranges_.upper_bound(const_cast<std::byte*>(memory));
+  if (range == ranges_.begin()) return on_device(memory);
+  --range;
+  const auto bytes = static_cast<std::int64_t>(range->second.pages.size()) * page_bytes();
+  return memory < range->first + bytes || on_device(memory);
+}
+
+std::shared_ptr<Group> CudaDevice::connect(std::shared_ptr<Group> host, double timeout) {
+  return std::make_shared<DeviceGroup>(std::move(host), timeout, *this);
 }
 
 // ---- the declared copies ----

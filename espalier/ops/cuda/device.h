@@ -53,6 +53,10 @@ class CudaDevice : public Device {
   at::Tensor host_room(const at::Tensor& tensor) override;
   void to_device(const at::Tensor& host, const at::Tensor& tensor) override;
   at::Tensor adopt(const at::Tensor& host) override;
+  std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout) override;
+
+  // Whether a tensor, which may have no elements, is of this device.
+  bool holds(const at::Tensor& tensor) const;
 
  private:
   // One of the blocks that values wait in until their copy to the device has run.

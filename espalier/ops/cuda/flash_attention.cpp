@@ -1,38 +1,16 @@
 // FlashAttention-2 of ATen as the calls that attention is composed of (ops/flash/composed.h).
-//
-// ATen's operations are called through its dispatcher, which is in the libraries that this program has; the kernels
-// come with libtorch_cuda.so, which is opened when they are asked for.
 #include "espalier/ops/cuda/flash_attention.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
 
 #include "espalier/base/error.h"
+#include "espalier/ops/cuda/aten.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/flash/composed.h"
 
 namespace espalier::cuda {
 namespace {
-
-std::int8_t gpu = 0;  // the one of this process
-
-// ATen's work goes to the stream of this run's.
-class OnOurStream {
- public:
-  OnOurStream()
-      : guard_(at::kCUDA),
-        before_(guard_.exchangeStream(
-            c10::Stream(c10::Stream::UNSAFE, at::Device(at::kCUDA, gpu), reinterpret_cast<c10::StreamId>(stream())))) {}
-  ~OnOurStream() { guard_.exchangeStream(before_); }
-  OnOurStream(const OnOurStream&) = delete;
-  OnOurStream& operator=(const OnOurStream&) = delete;
-
- private:
-  c10::impl::VirtualGuardImpl guard_;
-  c10::Stream before_;
-};
 
 // The gradient of queries is summed in one order, at the price of memory.
 class Deterministic {
@@ -55,21 +33,14 @@ class Flash2 final : public FlashKernels {
   bool takes(at::ScalarType dtype, std::int64_t head_dim) const override {
     return dtype == at::kBFloat16 && head_dim % 8 == 0 && head_dim <= 256;
   }
-  at::Tensor seen(const at::Tensor& tensor) const override {
-    const at::Device device(at::kCUDA, gpu);
-    return at::for_blob(tensor.data_ptr(), tensor.sizes())
-        .strides(tensor.strides())
-        .target_device(device)
-        .options(tensor.options().device(device))
-        .make_tensor();
-  }
+  at::Tensor seen(const at::Tensor& tensor) const override { return seen_by_aten(tensor); }
   std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override {
     std::vector<std::int32_t> values(static_cast<std::size_t>(whole_numbers.numel()));
     copy_to_host(values.data(), whole_numbers.data_ptr(), values.size() * sizeof(std::int32_t));
     return values;
   }
   at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override {
-    return at::tensor(whole_numbers, at::kInt).to(at::Device(at::kCUDA, gpu));
+    return at::tensor(whole_numbers, at::kInt).to(aten_device());
   }
 
   Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
@@ -129,9 +100,8 @@ void add_attention_backward(const AttentionProblem& problem, const at::Tensor& o
 }  // namespace
 
 AttentionOperations open_flash_attention(int index) {
-  if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr)
-    throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", dlerror(), "use --attention own"});
-  gpu = static_cast<std::int8_t>(index);
+  if (const std::string& problem = open_aten(index); !problem.empty())
+    throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
   return {attention, add_attention_backward};
 }
 

@@ -11,30 +11,32 @@
 namespace espalier::cuda {
 namespace {
 
-const Operations& operations_of(const GpuChoice& choice) {
+const Operations& operations_of(const GpuChoice& choice, int index) {
   if (!choice.flash) return operations();
   static Operations changed = operations();
-  static_cast<AttentionOperations&>(changed) = open_flash_attention(choice.index);
+  static_cast<AttentionOperations&>(changed) = open_flash_attention(index);
   return changed;
 }
 
 Device* open(const GpuChoice& choice, std::string* problem) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || choice.index >= count) {
+  // A launcher that shows each rank one GPU alone numbers it 0; NCCL says so where ranks then share one.
+  const int index = count == 1 ? 0 : choice.index;
+  if (status != cudaSuccess || index >= count) {
     *problem = status != cudaSuccess ? cudaGetErrorString(status)
-                                     : text_of(count, " GPUs, number ", choice.index, " asked for");
+                                     : text_of(count, " GPUs for rank ", choice.index, " of this machine");
     return nullptr;
   }
   cudaDeviceProp properties{};
-  expect_success(cudaGetDeviceProperties(&properties, choice.index), "cudaGetDeviceProperties");
+  expect_success(cudaGetDeviceProperties(&properties, index), "cudaGetDeviceProperties");
   if (properties.major < 8) {
     *problem = text_of(properties.name, ", of compute capability ", properties.major, ".", properties.minor,
                        "; 8.0 or newer is needed");
     return nullptr;
   }
-  start(choice.index);
-  static CudaDevice* const device = new CudaDevice(operations_of(choice), "cuda");  // outlives every tensor
+  start(index, properties.major);
+  static CudaDevice* const device = new CudaDevice(operations_of(choice, index), "cuda");  // outlives every tensor
   return device;
 }
 

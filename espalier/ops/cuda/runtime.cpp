@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/ops/cuda/collectives.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/products.h"
 #include "espalier/ops/cuda/start.h"
@@ -17,8 +18,8 @@ namespace espalier::cuda {
 namespace {
 
 struct Work {
-  int index = 0;
-  cudaStream_t stream = nullptr, copy_stream = nullptr;
+  int index = 0, capability = 0;
+  std::vector<cudaStream_t> streams;  // by Queue
   std::vector<cudaEvent_t> events;
   std::vector<Event> free_events;
   cublasHandle_t cublas = nullptr;
@@ -59,10 +60,13 @@ Function* driver(const char* name) {
                    #name);                                                          \
   } while (false)
 
-cudaStream_t stream_of(Queue queue) { return queue == Queue::copy ? work().copy_stream : work().stream; }
 cudaEvent_t event_of(Event event) { return work().events.at(static_cast<std::size_t>(event)); }
 
 }  // namespace
+
+int gpu_index() { return work().index; }
+int capability() { return work().capability; }
+cudaStream_t stream_of(Queue queue) { return work().streams.at(static_cast<std::size_t>(queue)); }
 
 void expect_success(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -74,17 +78,17 @@ void expect_success(cudaError_t status, const char* what) {
 }
 
 // Scratch comes from the driver's pool, which keeps what it has had: a step takes nothing anew.
-void start(int index) {
-  work().index = index;
+void start(int index, int capability) {
+  work().index = index, work().capability = capability;
   expect_success(cudaSetDevice(index), "cudaSetDevice");
-  for (cudaStream_t* const stream : {&work().stream, &work().copy_stream})
-    expect_success(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  make_queue();
+  make_queue();
   cudaMemPool_t pool = nullptr;
   expect_success(cudaDeviceGetDefaultMemPool(&pool, index), "cudaDeviceGetDefaultMemPool");
   std::uint64_t keep = ~std::uint64_t{0};
   expect_success(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
   expect_cublas(cublasCreate(&work().cublas), "cublasCreate");
-  expect_cublas(cublasSetStream(work().cublas, work().stream), "cublasSetStream");
+  expect_cublas(cublasSetStream(work().cublas, stream()), "cublasSetStream");
   // With a workspace of its own, on one stream, cuBLAS gives the same bits each time.
   expect_success(cudaMalloc(&work().cublas_workspace, kCublasWorkspace), "the workspace of cuBLAS");
   expect_cublas(cublasSetWorkspace(work().cublas, work().cublas_workspace, kCublasWorkspace), "cublasSetWorkspace");
@@ -94,6 +98,10 @@ void start(int index) {
                 "cublasSetMathMode");
 }
 
+Queue make_queue() {
+  expect_success(cudaStreamCreateWithFlags(&work().streams.emplace_back(), cudaStreamNonBlocking), "cudaStreamCreate");
+  return static_cast<Queue>(work().streams.size() - 1);
+}
 Event record(Queue queue) {
   std::vector<cudaEvent_t>& events = work().events;
   std::vector<Event>& free = work().free_events;
@@ -110,6 +118,11 @@ void wait(Queue queue, Event event) {
   expect_success(cudaStreamWaitEvent(stream_of(queue), event_of(event), 0), "cudaStreamWaitEvent");
 }
 void synchronize(Event event) { expect_success(cudaEventSynchronize(event_of(event)), "the work on the GPU"); }
+bool happened(Event event) {
+  const cudaError_t status = cudaEventQuery(event_of(event));
+  if (status != cudaErrorNotReady) expect_success(status, "the work on the GPU");
+  return status == cudaSuccess;
+}
 void forget(Event event) { work().free_events.push_back(event); }
 double seconds_between(Event begin, Event end) {
   float milliseconds = 0;
@@ -168,7 +181,16 @@ std::int64_t free_memory() {
   return static_cast<std::int64_t>(free);
 }
 
-Stream stream() { return work().stream; }
+// Addresses that CUDA does not know are the host's.
+bool on_device(const void* address) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, address) == cudaSuccess)
+    return attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+  (void)cudaGetLastError();
+  return false;
+}
+
+Stream stream() { return stream_of(Queue::compute); }
 void expect_launched(const char* what) { expect_success(cudaPeekAtLastError(), what); }
 
 void* take_scratch(std::size_t bytes) {
@@ -185,9 +207,10 @@ void copy_on_device(void* to, const void* from, std::size_t bytes) {
   if (bytes > 0) expect_success(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream()), "a copy");
 }
 void copy_to_host(void* host, const void* memory, std::size_t bytes) {
-  if (bytes > 0)
-    expect_success(cudaMemcpyAsync(host, memory, bytes, cudaMemcpyDeviceToHost, stream()), "a copy to the host");
-  expect_success(cudaStreamSynchronize(stream()), "the work on the GPU");
+  copy(Queue::compute, host, memory, bytes);
+  const Event copied = record(Queue::compute);
+  wait_until(copied);
+  forget(copied);
 }
 
 // Without TF32: float32 products are float32 throughout.

@@ -1,4 +1,4 @@
-// What the device and its operations ask of CUDA: two streams, events, memory. runtime.cpp has it of the CUDA runtime
+// What the device and its operations ask of CUDA: streams, events, memory. runtime.cpp has it of the CUDA runtime
 // and driver; tests/cuda/emulated_runtime.cpp for processors, where streams run late and out of step. All host logic
 // stands above, in device.cpp.
 #pragma once
@@ -8,8 +8,10 @@
 
 namespace espalier::cuda {
 
-// Streams. Work of one runs in the order in which it was given; that of two in no order but the events'.
-enum class Queue { compute, copy };
+// Streams. Work of one runs in the order in which it was given; that of two in no order but the events'. Besides these
+// two, those that make_queue() has made.
+enum class Queue : int { compute, copy };
+Queue make_queue();
 
 // A place in a queue: it has happened when everything given to the queue before it has run.
 using Event = std::int64_t;
@@ -18,6 +20,7 @@ inline constexpr Event kNoEvent = -1;
 Event record(Queue queue);
 void wait(Queue queue, Event event);             // work given to the queue from now on runs after it
 void synchronize(Event event);                   // returns when it has happened
+bool happened(Event event);                      // whether it has
 void forget(Event event);                        // its place may serve another
 double seconds_between(Event begin, Event end);  // both have happened
 
@@ -48,5 +51,7 @@ void give_back_page(Page page);
 void map_page(Page page, std::byte* at);
 void unmap_page(Page page, std::byte* at);
 std::int64_t free_memory();
+// Whether memory of the device is at this address.
+bool on_device(const void* address);
 
 }  // namespace espalier::cuda

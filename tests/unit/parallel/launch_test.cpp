@@ -26,6 +26,7 @@ TEST(Launch, OneProcessWithoutALauncher) {
 TEST(Launch, TorchrunServesTheMeetingPlace) {
   const Launch launch = launch_with({{"RANK", "5"},
                                      {"WORLD_SIZE", "8"},
+                                     {"LOCAL_RANK", "1"},
                                      {"LOCAL_WORLD_SIZE", "4"},
                                      {"MASTER_ADDR", "node7"},
                                      {"MASTER_PORT", "1234"},
@@ -35,6 +36,7 @@ TEST(Launch, TorchrunServesTheMeetingPlace) {
   EXPECT_EQ(launch.launcher, "torchrun");
   EXPECT_EQ(launch.rank, 5);
   EXPECT_EQ(launch.ranks, 8);
+  EXPECT_EQ(launch.local_rank, 1);
   EXPECT_EQ(launch.local_ranks, 4);
   EXPECT_EQ(launch.host, "node7");
   EXPECT_EQ(launch.port, 1234);
@@ -45,6 +47,7 @@ TEST(Launch, TorchrunServesTheMeetingPlace) {
 TEST(Launch, SrunNamesItsFirstNode) {
   const std::map<std::string, std::string> step = {{"SLURM_PROCID", "3"},
                                                    {"SLURM_STEP_NUM_TASKS", "8"},
+                                                   {"SLURM_LOCALID", "3"},
                                                    {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"},
                                                    {"SLURM_STEP_NODELIST", "gpu[03-05,9]"},
                                                    {"SLURM_JOB_ID", "50017"}};
@@ -52,6 +55,7 @@ TEST(Launch, SrunNamesItsFirstNode) {
   EXPECT_EQ(launch.launcher, "srun");
   EXPECT_EQ(launch.rank, 3);
   EXPECT_EQ(launch.ranks, 8);
+  EXPECT_EQ(launch.local_rank, 3);
   EXPECT_EQ(launch.local_ranks, 4);
   EXPECT_EQ(launch.host, "gpu03");
   EXPECT_EQ(launch.port, 30017);
@@ -64,11 +68,12 @@ TEST(Launch, MpirunOnSeveralMachinesNeedsAnAddress) {
   std::map<std::string, std::string> world = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
   EXPECT_EQ(launch_with(world).rank, 1);
   EXPECT_EQ(launch_with(world).host, "127.0.0.1");
-  world["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1";
+  world["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1", world["OMPI_COMM_WORLD_LOCAL_RANK"] = "0";
   EXPECT_THROW(launch_with(world), OptionError);
   world["MASTER_ADDR"] = "head", world["MASTER_PORT"] = "7";
   EXPECT_EQ(launch_with(world).host, "head");
   EXPECT_EQ(launch_with(world).port, 7);
+  EXPECT_EQ(launch_with(world).local_rank, 0);
 }
 
 TEST(Launch, ContradictionsAreRefused) {

@@ -1,0 +1,39 @@
+#include "espalier/ops/cuda/aten.h"
+
+#include <ATen/ops/from_blob.h>
+#include <dlfcn.h>
+
+#include "espalier/ops/cuda/launch.h"
+
+namespace espalier::cuda {
+namespace {
+
+std::int8_t gpu = 0;  // the one of this process
+
+}  // namespace
+
+const std::string& open_aten(int index) {
+  static const std::string problem = [&] {
+    gpu = static_cast<std::int8_t>(index);
+    const void* const opened = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+    return opened == nullptr ? std::string(dlerror()) : std::string();
+  }();
+  return problem;
+}
+
+at::Device aten_device() { return {at::kCUDA, gpu}; }
+
+OnOurStream::OnOurStream()
+    : guard_(at::kCUDA),
+      before_(guard_.exchangeStream(
+          c10::Stream(c10::Stream::UNSAFE, aten_device(), reinterpret_cast<c10::StreamId>(stream())))) {}
+
+at::Tensor seen_by_aten(const at::Tensor& tensor) {
+  return at::for_blob(tensor.data_ptr(), tensor.sizes())
+      .strides(tensor.strides())
+      .target_device(aten_device())
+      .options(tensor.options().device(aten_device()))
+      .make_tensor();
+}
+
+}  // namespace espalier::cuda

@@ -1,0 +1,34 @@
+// ATen's operations for CUDA on this run's memory and stream. They are called through ATen's dispatcher, which is in
+// the libraries that the program has; their kernels come with libtorch_cuda.so, which is opened when they are asked
+// for. Results are in memory of ATen's allocator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <string>
+
+namespace espalier::cuda {
+
+// Once and for all, on GPU `index`. What is wrong: empty, or what the loader said.
+const std::string& open_aten(int index);
+
+// While it lives ATen's work goes to the compute stream.
+class OnOurStream {
+ public:
+  OnOurStream();
+  ~OnOurStream() { guard_.exchangeStream(before_); }
+  OnOurStream(const OnOurStream&) = delete;
+  OnOurStream& operator=(const OnOurStream&) = delete;
+
+ private:
+  c10::impl::VirtualGuardImpl guard_;
+  c10::Stream before_;
+};
+
+// ATen's name for the GPU of this process.
+at::Device aten_device();
+// A tensor of the device as ATen sees it: the same memory.
+at::Tensor seen_by_aten(const at::Tensor& tensor);
+
+}  // namespace espalier::cuda

@@ -1,0 +1,90 @@
+#include "espalier/ops/cuda/collectives.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
+
+namespace espalier::cuda {
+
+const char* name_of(Collective::Kind kind) {
+  using Kind = Collective::Kind;
+  switch (kind) {
+    case Kind::sum:
+      return "sum over ranks";
+    case Kind::maximum:
+      return "maximum over ranks";
+    case Kind::gather:
+      return "gather";
+    case Kind::scatter_sum:
+      return "sum and scatter";
+    case Kind::exchange:
+      return "exchange";
+    case Kind::broadcast:
+      return "broadcast";
+    case Kind::send:
+      return "send";
+    case Kind::receive:
+      return "receive";
+  }
+  throw InternalError({"", "a collective", text_of(static_cast<int>(kind)), ""});
+}
+
+namespace {
+
+std::vector<Communicator*>& communicators() {
+  static thread_local std::vector<Communicator*> of_this_rank;
+  return of_this_rank;
+}
+
+}  // namespace
+
+Communicator::Communicator() { communicators().push_back(this); }
+Communicator::~Communicator() { std::erase(communicators(), this); }
+
+void Unfinished::add(std::string_view name, Event begin, Event end, double timeout) {
+  all_.push_back({name, begin, end, timeout});
+}
+
+void Unfinished::check() {
+  const double now = Timer::steady_seconds();
+  std::erase_if(all_, [](const Entry& entry) {
+    if (!happened(entry.end)) return false;
+    forget(entry.begin);
+    forget(entry.end);
+    return true;
+  });
+  for (Entry& entry : all_) {
+    if (entry.began < 0 && happened(entry.begin)) entry.began = now;
+    if (entry.began < 0 || now - entry.began <= entry.timeout) continue;
+    const CommunicationError error(
+        {std::string(entry.name),
+         text_of("an answer of every rank within ", entry.timeout, " seconds (--comm-timeout)"),
+         "a collective of GPUs that has begun and does not end", ""});
+    all_.clear();
+    for (Communicator* const communicator : communicators()) communicator->give_up();
+    throw error;
+  }
+}
+
+Unfinished& unfinished() {
+  static thread_local Unfinished of_this_rank;
+  return of_this_rank;
+}
+
+// Without collectives nothing can hang for want of another rank, and the driver waits best.
+void wait_until(Event event) {
+  constexpr auto kSpin = std::chrono::milliseconds(1), kNap = std::chrono::milliseconds(0);
+  constexpr auto kPause = std::chrono::microseconds(50);
+  const auto begin = std::chrono::steady_clock::now();
+  while (!unfinished().empty() && !happened(event)) {
+    unfinished().check();
+    const bool spins = std::chrono::steady_clock::now() - begin < kSpin;
+    std::this_thread::sleep_for(spins ? std::chrono::microseconds(kNap) : kPause);
+  }
+  synchronize(event);
+}
+
+}  // namespace espalier::cuda

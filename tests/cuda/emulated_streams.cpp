@@ -1,0 +1,202 @@
+#include "tests/cuda/emulated_streams.h"
+
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "espalier/base/error.h"
+#include "espalier/observe/timer.h"
+#include "tests/cuda/emulated_runtime.h"
+
+namespace espalier::testing {
+namespace {
+
+unsigned first_seed = 2;  // of the threads that begin
+
+}  // namespace
+
+void DeviceMemory::add(std::byte* begin, std::size_t bytes) {
+  mprotect(begin, bytes, PROT_READ | PROT_WRITE);
+  std::memset(begin, 0xff, bytes);
+  if (!open_) mprotect(begin, bytes, PROT_NONE);
+  blocks_[begin] = bytes;
+}
+
+void DeviceMemory::remove(std::byte* begin) {
+  const auto block = blocks_.find(begin);
+  ESPALIER_INTERNAL(block != blocks_.end(), "memory that is not this device's");
+  mprotect(begin, block->second, PROT_NONE);
+  madvise(begin, block->second, MADV_DONTNEED);
+  blocks_.erase(block);
+}
+
+bool DeviceMemory::holds(const void* address) const {
+  const auto* const at = static_cast<const std::byte*>(address);
+  auto block = blocks_.upper_bound(const_cast<std::byte*>(at));
+  if (block == blocks_.begin()) return false;
+  --block;
+  return at < block->first + block->second;
+}
+
+void DeviceMemory::open(bool opens) {
+  open_ = opens;
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    std::byte* const begin = block->first;
+    std::byte* end = begin;
+    for (; block != blocks_.end() && block->first == end; ++block) end += block->second;
+    mprotect(begin, static_cast<std::size_t>(end - begin), opens ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+}
+
+void EmulatedStreams::set_seed(unsigned seed) {
+  for (std::size_t queue = 0; queue < queues_.size(); ++queue) run_until(record(static_cast<cuda::Queue>(queue)));
+  seed_ = seed;
+  random_.seed(seed);
+}
+
+cuda::Queue EmulatedStreams::make_queue() {
+  queues_.emplace_back();
+  return static_cast<cuda::Queue>(queues_.size() - 1);
+}
+
+void EmulatedStreams::give(cuda::Queue queue, std::function<void()> work) {
+  queue_of(queue).push_back({.work = std::move(work)});
+}
+
+void EmulatedStreams::give(cuda::Queue queue, Remote remote) {
+  queue_of(queue).push_back({.remote = std::make_shared<Remote>(std::move(remote))});
+}
+
+cuda::Event EmulatedStreams::record(cuda::Queue queue) {
+  happened_.push_back(-1);
+  const auto event = static_cast<cuda::Event>(happened_.size()) - 1;
+  queue_of(queue).push_back({.event = event});
+  return event;
+}
+
+void EmulatedStreams::wait(cuda::Queue queue, cuda::Event event) {
+  queue_of(queue).push_back({.event = event, .waits = true});
+}
+
+bool EmulatedStreams::idle() const {
+  for (const auto& queue : queues_)
+    if (!queue.empty()) return false;
+  return true;
+}
+
+template <class Work>
+void EmulatedStreams::opened(Work&& work) {
+  memory.open(true);
+  try {
+    work();
+  } catch (...) {
+    memory.open(false);
+    drop_all();
+    throw;
+  }
+  memory.open(false);
+}
+
+// Nobody waits for it any more.
+void EmulatedStreams::drop_all() {
+  for (auto& queue : queues_) {
+    for (const Entry& entry : queue)
+      if (!entry.work && !entry.remote && !entry.waits)
+        happened_[static_cast<std::size_t>(entry.event)] = Timer::steady_seconds();
+    queue.clear();
+  }
+}
+
+void EmulatedStreams::run_until(cuda::Event event) {
+  if (time_of(event) >= 0) return;
+  opened([&] {
+    while (time_of(event) < 0)
+      if (!run_one()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  });
+}
+
+void EmulatedStreams::run_towards(cuda::Event event) {
+  if (time_of(event) >= 0) return;
+  opened([&] {
+    while (time_of(event) < 0 && run_one()) {
+    }
+  });
+}
+
+bool EmulatedStreams::step() {
+  bool ran = false;
+  opened([&] { ran = run_one(); });
+  return ran;
+}
+
+EmulatedStreams::State EmulatedStreams::state_of(const std::deque<Entry>& queue) const {
+  if (queue.empty()) return State::empty;
+  const Entry& front = queue.front();
+  if (front.waits && time_of(front.event) < 0) return State::blocked;
+  if (!front.under_way) return State::ready;
+  return front.under_way->wait_for(std::chrono::seconds(0)) == std::future_status::ready ? State::ready
+                                                                                         : State::under_way;
+}
+
+// Of what can run: the first stream's, the last one's, or any, as the seed says.
+bool EmulatedStreams::run_one() {
+  std::vector<std::size_t> ready;
+  bool under_way = false;
+  for (std::size_t queue = 0; queue < queues_.size(); ++queue) {
+    const State state = state_of(queues_[queue]);
+    if (state == State::ready) ready.push_back(queue);
+    under_way = under_way || state == State::under_way;
+  }
+  if (ready.empty()) {
+    ESPALIER_INTERNAL(under_way, "streams that wait for each other, or for nothing");
+    return false;
+  }
+  const std::size_t which = seed_ % 3 == 0   ? ready.front()
+                            : seed_ % 3 == 1 ? ready.back()
+                                             : ready[random_() % ready.size()];
+  run_front(queues_[which]);
+  return true;
+}
+
+void EmulatedStreams::run_front(std::deque<Entry>& queue) {
+  if (queue.front().remote) return run_remote(queue);
+  const Entry entry = std::move(queue.front());
+  queue.pop_front();
+  if (entry.work)
+    entry.work();
+  else if (!entry.waits)
+    happened_[static_cast<std::size_t>(entry.event)] = Timer::steady_seconds();
+}
+
+void EmulatedStreams::run_remote(std::deque<Entry>& queue) {
+  Entry& front = queue.front();
+  if (!front.under_way) {
+    front.remote->begin();
+    front.under_way = std::make_shared<std::future<void>>(std::async(std::launch::async, front.remote->call));
+    return;
+  }
+  const Entry entry = std::move(front);
+  queue.pop_front();
+  entry.under_way->get();
+  entry.remote->end();
+}
+
+EmulatedStreams& streams() {
+  static auto* const all = new std::vector<std::unique_ptr<EmulatedStreams>>;  // outlive every tensor
+  static auto* const mutex = new std::mutex;
+  static thread_local EmulatedStreams* const of_thread = [] {
+    const std::lock_guard lock(*mutex);
+    return all->emplace_back(std::make_unique<EmulatedStreams>(first_seed)).get();
+  }();
+  return *of_thread;
+}
+
+void set_stream_seed(unsigned seed) {
+  first_seed = seed;
+  streams().set_seed(seed);
+}
+
+}  // namespace espalier::testing

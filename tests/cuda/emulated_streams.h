@@ -1,0 +1,86 @@
+// Streams and device memory of one rank on a processor: the mechanism under emulated_runtime.cpp. Each thread has its
+// own, so that ranks may be threads.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "espalier/ops/cuda/runtime.h"
+
+namespace espalier::testing {
+
+// What device memory there is; the host can touch none of it while nothing runs.
+class DeviceMemory {
+ public:
+  void add(std::byte* begin, std::size_t bytes);
+  void remove(std::byte* begin);
+  bool holds(const void* address) const;
+  // Blocks behind each other are opened and closed together.
+  void open(bool opens);
+
+ private:
+  std::map<std::byte*, std::size_t> blocks_;
+  bool open_ = false;
+};
+
+// Work that waits for other ranks: `begin` and `end` run as the stream does, `call` beside everything else.
+struct Remote {
+  std::function<void()> begin, call, end;
+};
+
+class EmulatedStreams {
+ public:
+  explicit EmulatedStreams(unsigned seed) : seed_(seed), random_(seed) {}
+  DeviceMemory memory;
+
+  void set_seed(unsigned seed);  // once everything given has run
+  cuda::Queue make_queue();
+  void give(cuda::Queue queue, std::function<void()> work);
+  void give(cuda::Queue queue, Remote remote);
+  cuda::Event record(cuda::Queue queue);
+  void wait(cuda::Queue queue, cuda::Event event);
+  double time_of(cuda::Event event) const { return happened_.at(static_cast<std::size_t>(event)); }  // or -1
+
+  void run_until(cuda::Event event);
+  // Runs until it has happened, or until all streams wait for other ranks.
+  void run_towards(cuda::Event event);
+  // One step of any stream. False: all wait for other ranks.
+  bool step();
+  bool idle() const;  // nothing was given that has not run
+
+ private:
+  struct Entry {
+    std::function<void()> work = {};
+    cuda::Event event = cuda::kNoEvent;  // to happen, or to wait for
+    bool waits = false;
+    std::shared_ptr<Remote> remote = {};
+    std::shared_ptr<std::future<void>> under_way = {};  // the remote's call, once it began
+  };
+  enum class State { empty, blocked, under_way, ready };
+
+  std::deque<Entry>& queue_of(cuda::Queue queue) { return queues_.at(static_cast<std::size_t>(queue)); }
+  State state_of(const std::deque<Entry>& queue) const;
+  // With the device's memory open. An exception drops everything that was given, as if it had run.
+  template <class Work>
+  void opened(Work&& work);
+  void drop_all();
+  bool run_one();
+  void run_front(std::deque<Entry>& queue);
+  void run_remote(std::deque<Entry>& queue);
+
+  std::vector<std::deque<Entry>> queues_{2};
+  std::vector<double> happened_;  // seconds at which an event did, or -1
+  unsigned seed_;
+  std::mt19937 random_;
+};
+
+// Those of this thread.
+EmulatedStreams& streams();
+
+}  // namespace espalier::testing
