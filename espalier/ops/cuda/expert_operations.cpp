@@ -1,8 +1,18 @@
-// Routers and experts on a GPU. The products of an expert run over the rows that chose it, one expert after the other:
-// how many those are comes back to the host once a call.
+// Routers and experts on a GPU.
+//
+// Where there are grouped products, the slots run through them in windows of as many as the scratch has rows, whatever
+// experts they belong to: the device knows where each ends, and the host goes on. It has to know when it asks for the
+// gradients of the weights, one product an expert, added in float32 where they stand: by then the numbers are on their
+// way. Elsewhere products run one expert after the other, and the host waits once a call.
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cuda/collectives.h"
+#include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/experts.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/moving.h"
@@ -46,26 +56,78 @@ void sort(const at::Tensor& choice_RK, const SortedSlots& sorted) {
                  pointer<std::int32_t>(sorted.slot_S));
 }
 
+// Where the slots stand, for sums over windows of them.
+class PlacedSlots {
+ public:
+  explicit PlacedSlots(const SortedSlots& sorted) : slots_(sorted.slot_S.size(0)), place_S_(slots_) {
+    find_places(slots_, pointer<std::int32_t>(sorted.slot_S), place_S_.get());
+  }
+  // sum_r += w_s y_s for the slots of the window; weight undefined: 1.
+  void add(Places window, const at::Tensor& y_NM, const at::Tensor& weight_RK, const at::Tensor& sum_RM) const {
+    const std::int64_t rows = sum_RM.size(0);
+    ESPALIER_INTERNAL(slots_ % rows == 0, slots_, " slots of ", rows, " rows");
+    dispatch(y_NM.scalar_type(), [&]<class T>() {
+      using A = accumulator_t<T>;
+      add_expert_rows<T>(rows, slots_ / rows, sum_RM.size(1), window, place_S_.get(), pointer<T>(y_NM),
+                         pointer<A>(weight_RK), pointer<A>(sum_RM));
+    });
+  }
+
+ private:
+  std::int64_t slots_;
+  Scratch<std::int32_t> place_S_;
+};
+
 void add_rows(const SortedSlots& sorted, const at::Tensor& y_SM, const at::Tensor& weight_RK,
               const at::Tensor& sum_RM) {
-  const std::int64_t rows = sum_RM.size(0), slots = sorted.slot_S.size(0);
-  if (slots == 0) return;
-  ESPALIER_INTERNAL(slots % rows == 0, slots, " slots of ", rows, " rows");
-  dispatch(y_SM.scalar_type(), [&]<class T>() {
-    using A = accumulator_t<T>;
-    add_expert_rows<T>(rows, slots / rows, sum_RM.size(1), pointer<std::int32_t>(sorted.slot_S), pointer<T>(y_SM),
-                       pointer<A>(weight_RK), pointer<A>(sum_RM));
-  });
+  const std::int64_t slots = sorted.slot_S.size(0);
+  if (slots > 0) PlacedSlots(sorted).add({0, slots}, y_SM, weight_RK, sum_RM);
 }
 
-// Calls visit(expert, first entry, entries) for the experts that have any.
-template <class Visit>
-void for_each_expert(const SortedSlots& sorted, Visit visit) {
-  std::vector<std::int32_t> begin(static_cast<std::size_t>(sorted.begin_E1.size(0)));
-  copy_to_host(begin.data(), sorted.begin_E1.data_ptr(), begin.size() * sizeof(std::int32_t));
-  for (std::size_t e = 0; e + 1 < begin.size(); ++e)
-    if (begin[e + 1] > begin[e]) visit(static_cast<std::int64_t>(e), begin[e], begin[e + 1] - begin[e]);
-}
+// Where each expert's slots begin, on their way to the host while it goes on.
+class Begins {
+ public:
+  explicit Begins(const SortedSlots& sorted) : count_(static_cast<std::size_t>(sorted.begin_E1.size(0))) {
+    const std::size_t bytes = count_ * sizeof(std::int32_t);
+    landing_ = landing().of(bytes);
+    const Event sorted_now = record(Queue::compute);
+    wait(Queue::copy, sorted_now);
+    copy(Queue::copy, landing_, sorted.begin_E1.data_ptr(), bytes);
+    forget(sorted_now);
+    copied_ = record(Queue::copy);
+  }
+  ~Begins() {
+    if (copied_ != kNoEvent) forget(copied_);
+  }
+  Begins(const Begins&) = delete;
+  Begins& operator=(const Begins&) = delete;
+
+  // Waits for them. Calls visit(expert, first entry, entries) for the experts that have any in the window.
+  template <class Visit>
+  void for_each_expert(Places window, Visit visit) {
+    if (begin_.empty()) {
+      wait_until(copied_);
+      begin_.resize(count_);
+      std::memcpy(begin_.data(), landing_, count_ * sizeof(std::int32_t));
+    }
+    for (std::size_t e = 0; e + 1 < count_; ++e) {
+      const std::int64_t first = std::max<std::int64_t>(begin_[e], window.first);
+      const std::int64_t end = std::min<std::int64_t>(begin_[e + 1], window.first + window.count);
+      if (end > first) visit(static_cast<std::int64_t>(e), first, end - first);
+    }
+  }
+
+ private:
+  static PinnedMemory& landing() {
+    static auto* const one = new PinnedMemory;  // given back by the system: CUDA may be gone by then
+    return *one;
+  }
+
+  std::size_t count_;
+  std::byte* landing_;
+  Event copied_;
+  std::vector<std::int32_t> begin_;
+};
 
 // sum_R += w_e y_e of an expert's rows, which are distinct; weight undefined: 1.
 void add_rows_of_expert(const at::Tensor& y_NM, const at::Tensor& row_N, const at::Tensor& slot_N,
@@ -77,51 +139,159 @@ void add_rows_of_expert(const at::Tensor& y_NM, const at::Tensor& row_N, const a
   });
 }
 
+// The arguments of the two operations.
+struct ForwardCall {
+  const SortedSlots& sorted;
+  const ExpertWeights& weights;
+  const at::Tensor &x_RM, &weight_RK, &gate_up_SW, &sum_RM;
+  const ExpertScratch& scratch;
+};
+struct BackwardCall {
+  const SortedSlots& sorted;
+  const ExpertWeights& weights;
+  const at::Tensor &x_RM, &weight_RK, &gate_up_SW, &grad_sum_RM;
+  const ExpertWeights& grads;
+  const at::Tensor &grad_x_sum_RM, &grad_weight_RK;
+  const ExpertScratch& scratch;
+};
+
+// What a window of slots, or the entries of one expert, have of the scratch and of what is sorted.
+struct Part {
+  at::Tensor row_N, slot_N, gate_up_NW, rows_NM, act_NF, grad_gate_up_NW;
+};
+Part part_of(const SortedSlots& sorted, const at::Tensor& gate_up_SW, const ExpertScratch& scratch, Places of) {
+  const auto first = [&](const at::Tensor& x) { return x.defined() ? x.narrow(0, 0, of.count) : x; };
+  return {sorted.row_S.narrow(0, of.first, of.count),
+          sorted.slot_S.narrow(0, of.first, of.count),
+          gate_up_SW.narrow(0, of.first, of.count),
+          first(scratch.rows_RM),
+          first(scratch.act_RF),
+          first(scratch.grad_gate_up_RW)};
+}
+
+// grad_gate_up, act and grad_weight of a part from act's gradient, which act holds.
+void differentiate_activation(const Part& part, const at::Tensor& weight_RK, const at::Tensor& grad_weight_RK) {
+  swiglu_operations().swiglu_backward(part.gate_up_NW, part.act_NF, part.grad_gate_up_NW, part.act_NF);
+  dispatch(part.act_NF.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    weigh_expert_gradient<T>(part.act_NF.size(0), part.act_NF.size(1), pointer<std::int32_t>(part.slot_N),
+                             pointer<T>(part.gate_up_NW), pointer<A>(weight_RK), pointer<T>(part.grad_gate_up_NW),
+                             pointer<T>(part.act_NF), pointer<A>(grad_weight_RK));
+  });
+}
+
+namespace one_by_one {
+
+void forward(const ForwardCall& c) {
+  Begins(c.sorted).for_each_expert(
+      {0, c.sorted.slot_S.size(0)}, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+        const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, {first, N});  // rows: x, then the result
+        moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
+        multiply(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.select(0, e).t(), false);
+        if (!c.sum_RM.defined()) return;
+        swiglu_operations().swiglu(part.gate_up_NW, part.act_NF);
+        multiply(part.rows_NM, part.act_NF, c.weights.down_EMF.select(0, e).t(), false);
+        add_rows_of_expert(part.rows_NM, part.row_N, part.slot_N, c.weight_RK, c.sum_RM);
+      });
+}
+
+void backward(const BackwardCall& c) {
+  const MovingOperations moving = moving_operations();
+  Begins(c.sorted).for_each_expert(
+      {0, c.sorted.slot_S.size(0)}, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+        // rows: dL/dsum, then x, then dL/dx
+        const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, {first, N});
+        moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
+        multiply(part.act_NF, part.rows_NM, c.weights.down_EMF.select(0, e), false);
+        differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
+        multiply(c.grads.down_EMF.select(0, e), part.rows_NM.t(), part.act_NF, true);
+        moving.gather(c.x_RM, part.row_N, part.rows_NM);
+        multiply(c.grads.gate_up_EWM.select(0, e), part.grad_gate_up_NW.t(), part.rows_NM, true);
+        multiply(part.rows_NM, part.grad_gate_up_NW, c.weights.gate_up_EWM.select(0, e), false);
+        add_rows_of_expert(part.rows_NM, part.row_N, part.slot_N, at::Tensor(), c.grad_x_sum_RM);
+      });
+}
+
+}  // namespace one_by_one
+
+namespace grouped {
+
+// Calls visit(window, end_E) for windows of as many slots as there are rows of scratch.
+template <class Visit>
+void for_each_window(const SortedSlots& sorted, std::int64_t most, Visit visit) {
+  const std::int64_t slots = sorted.slot_S.size(0), experts = sorted.begin_E1.size(0) - 1;
+  for (std::int64_t first = 0; first < slots; first += most) {
+    const Places window{first, std::min(most, slots - first)};
+    const Scratch<std::int32_t> ends(experts);
+    find_ends(experts, window, pointer<std::int32_t>(sorted.begin_E1), ends.get());
+    visit(window, at::from_blob(ends.get(), {experts}, at::TensorOptions().dtype(at::kInt)));
+  }
+}
+
+void forward(const ForwardCall& c) {
+  const PlacedSlots placed(c.sorted);
+  for_each_window(c.sorted, c.scratch.rows_RM.size(0), [&](Places window, const at::Tensor& end_E) {
+    const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: x, then the result
+    moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
+    multiply_grouped(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
+    if (!c.sum_RM.defined()) return;
+    swiglu_operations().swiglu(part.gate_up_NW, part.act_NF);
+    multiply_grouped(part.rows_NM, part.act_NF, c.weights.down_EMF.transpose(1, 2), end_E);
+    placed.add(window, part.rows_NM, c.weight_RK, c.sum_RM);
+  });
+}
+
+void backward(const BackwardCall& c) {
+  const MovingOperations moving = moving_operations();
+  Begins begins(c.sorted);
+  const PlacedSlots placed(c.sorted);
+  for_each_window(c.sorted, c.scratch.rows_RM.size(0), [&](Places window, const at::Tensor& end_E) {
+    // rows: dL/dsum, then x, then dL/dx
+    const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);
+    const auto entries = [&](const at::Tensor& x, std::int64_t first, std::int64_t count) {
+      return x.narrow(0, first - window.first, count);
+    };
+    moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
+    multiply_grouped(part.act_NF, part.rows_NM, c.weights.down_EMF, end_E);
+    differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
+    begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+      multiply(c.grads.down_EMF.select(0, e), entries(part.rows_NM, first, N).t(), entries(part.act_NF, first, N),
+               true);
+    });
+    moving.gather(c.x_RM, part.row_N, part.rows_NM);
+    begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+      multiply(c.grads.gate_up_EWM.select(0, e), entries(part.grad_gate_up_NW, first, N).t(),
+               entries(part.rows_NM, first, N), true);
+    });
+    multiply_grouped(part.rows_NM, part.grad_gate_up_NW, c.weights.gate_up_EWM, end_E);
+    placed.add(window, part.rows_NM, at::Tensor(), c.grad_x_sum_RM);
+  });
+}
+
+}  // namespace grouped
+
+// Products from rows of M to 2 F, from F to M, and back.
+bool runs_grouped(const at::Tensor& x_RM, const ExpertWeights& weights) {
+  const at::ScalarType dtype = x_RM.scalar_type();
+  return has_grouped_products(dtype, weights.down_EMF.size(1), weights.down_EMF.size(2));
+}
+
 void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                  const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                  const ExpertScratch& scratch) {
-  const MovingOperations moving = moving_operations();
-  const SwigluOperations activation = swiglu_operations();
-  for_each_expert(sorted, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
-    const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // x, then the result
-    const at::Tensor gate_up_NW = gate_up_SW.narrow(0, first, N), row_N = sorted.row_S.narrow(0, first, N);
-    moving.gather(x_RM, row_N, rows_NM);
-    multiply(gate_up_NW, rows_NM, weights.gate_up_EWM.select(0, e).t(), false);
-    if (!sum_RM.defined()) return;
-    const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
-    activation.swiglu(gate_up_NW, act_NF);
-    multiply(rows_NM, act_NF, weights.down_EMF.select(0, e).t(), false);
-    add_rows_of_expert(rows_NM, row_N, sorted.slot_S.narrow(0, first, N), weight_RK, sum_RM);
-  });
+  if (sorted.slot_S.size(0) == 0) return;
+  const ForwardCall call{sorted, weights, x_RM, weight_RK, gate_up_SW, sum_RM, scratch};
+  runs_grouped(x_RM, weights) ? grouped::forward(call) : one_by_one::forward(call);
 }
 
 void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                           const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                           const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM, const at::Tensor& grad_weight_RK,
                           const ExpertScratch& scratch) {
-  const MovingOperations moving = moving_operations();
-  const SwigluOperations activation = swiglu_operations();
-  for_each_expert(sorted, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
-    const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // dL/dsum, then x, then dL/dx
-    const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);    // first holds its own gradient
-    const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
-    const at::Tensor gate_up_NW = gate_up_SW.narrow(0, first, N), row_N = sorted.row_S.narrow(0, first, N);
-    const at::Tensor slot_N = sorted.slot_S.narrow(0, first, N);
-    moving.gather(grad_sum_RM, row_N, rows_NM);
-    multiply(act_NF, rows_NM, weights.down_EMF.select(0, e), false);
-    activation.swiglu_backward(gate_up_NW, act_NF, grad_gate_up_NW, act_NF);
-    dispatch(x_RM.scalar_type(), [&]<class T>() {
-      using A = accumulator_t<T>;
-      weigh_expert_gradient<T>(N, act_NF.size(1), pointer<std::int32_t>(slot_N), pointer<T>(gate_up_NW),
-                               pointer<A>(weight_RK), pointer<T>(grad_gate_up_NW), pointer<T>(act_NF),
-                               pointer<A>(grad_weight_RK));
-    });
-    multiply(grads.down_EMF.select(0, e), rows_NM.t(), act_NF, true);
-    moving.gather(x_RM, row_N, rows_NM);
-    multiply(grads.gate_up_EWM.select(0, e), grad_gate_up_NW.t(), rows_NM, true);
-    multiply(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e), false);
-    add_rows_of_expert(rows_NM, row_N, slot_N, at::Tensor(), grad_x_sum_RM);
-  });
+  if (sorted.slot_S.size(0) == 0) return;
+  const BackwardCall call{sorted,      weights, x_RM,          weight_RK,      gate_up_SW,
+                          grad_sum_RM, grads,   grad_x_sum_RM, grad_weight_RK, scratch};
+  runs_grouped(x_RM, weights) ? grouped::backward(call) : one_by_one::backward(call);
 }
 
 void round(const at::Tensor& base_RM, const at::Tensor& sum_RM, const at::Tensor& out_RM) {

@@ -70,11 +70,20 @@ __global__ void __launch_bounds__(kThreads)
   if (at < slots) place_S[slot_S[at]] = static_cast<std::int32_t>(at);
 }
 
-// A block has a row; its slots are ordered by their places.
+// Where each expert ends among the places of a window.
+__global__ void __launch_bounds__(kThreads)
+    find_ends_kernel(std::int64_t experts, Places window, const std::int32_t* begin_E1, std::int32_t* end_E) {
+  const std::int64_t expert = grid_thread();
+  if (expert >= experts) return;
+  const std::int64_t end = begin_E1[expert + 1] - window.first;
+  end_E[expert] = static_cast<std::int32_t>(end < 0 ? 0 : end < window.count ? end : window.count);
+}
+
+// A block has a row; its slots are ordered by their places, of which those of the window have rows of y.
 template <class T, int kPack>
 __global__ void __launch_bounds__(kThreads)
-    add_expert_rows_kernel(std::int64_t chosen, std::int64_t width, const std::int32_t* place_S, const T* y_SM,
-                           const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM) {
+    add_expert_rows_kernel(std::int64_t chosen, std::int64_t width, Places window, const std::int32_t* place_S,
+                           const T* y_NM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM) {
   using A = accumulator_t<T>;
   std::int32_t *const place = dynamic_shared<std::int32_t>(), *const slot = place + chosen;
   const std::int64_t row = blockIdx.x, first = row * chosen;
@@ -89,7 +98,9 @@ __global__ void __launch_bounds__(kThreads)
   for (std::int64_t m = threadIdx.x * kPack; m < width; m += blockDim.x * kPack) {
     Pack<A, kPack> sum = load_pack<kPack>(sum_RM + row * width + m);
     for (std::int64_t j = 0; j < chosen; ++j) {
-      const Pack<T, kPack> y = load_pack<kPack>(y_SM + place[j] * width + m);
+      const std::int64_t at = place[j] - window.first;
+      if (at < 0 || at >= window.count) continue;
+      const Pack<T, kPack> y = load_pack<kPack>(y_NM + at * width + m);
       const A weight = weight_S != nullptr ? weight_S[slot[j]] : A(1);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) sum.x[i] += weight * widened(y.x[i]);
@@ -152,16 +163,21 @@ void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK
   launch(place_slots_kernel, {chunks}, kChunk, 0, slots, shape.chosen, choice_RK, count.get(), row_S, slot_S);
 }
 
+void find_places(std::int64_t slots, const std::int32_t* slot_S, std::int32_t* place_S) {
+  launch(find_places_kernel, {ceil_div(slots, kThreads)}, kThreads, 0, slots, slot_S, place_S);
+}
+
+void find_ends(std::int64_t experts, Places window, const std::int32_t* begin_E1, std::int32_t* end_E) {
+  launch(find_ends_kernel, {ceil_div(experts, kThreads)}, kThreads, 0, experts, window, begin_E1, end_E);
+}
+
 template <class T>
-void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, const std::int32_t* slot_S,
-                     const T* y_SM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM) {
-  const std::int64_t slots = rows * chosen;
-  if (slots == 0) return;
-  const Scratch<std::int32_t> place(slots);
-  launch(find_places_kernel, {ceil_div(slots, kThreads)}, kThreads, 0, slots, slot_S, place.get());
-  with_pack<T>(width % kPackOf<T> == 0 && aligned_16(y_SM, sum_RM), [&]<int kPack>() {
+void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, Places window,
+                     const std::int32_t* place_S, const T* y_NM, const accumulator_t<T>* weight_S,
+                     accumulator_t<T>* sum_RM) {
+  with_pack<T>(width % kPackOf<T> == 0 && aligned_16(y_NM, sum_RM), [&]<int kPack>() {
     launch(add_expert_rows_kernel<T, kPack>, {rows}, threads_for(width / kPack, kThreads), 2 * chosen * 4, chosen,
-           width, place.get(), y_SM, weight_S, sum_RM);
+           width, window, place_S, y_NM, weight_S, sum_RM);
   });
 }
 
@@ -183,7 +199,7 @@ void weigh_expert_gradient(std::int64_t count, std::int64_t inner, const std::in
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                                   \
-  template void add_expert_rows(std::int64_t, std::int64_t, std::int64_t, const std::int32_t*, const T*,          \
+  template void add_expert_rows(std::int64_t, std::int64_t, std::int64_t, Places, const std::int32_t*, const T*,  \
                                 const accumulator_t<T>*, accumulator_t<T>*);                                      \
   template void add_weighted_rows(std::int64_t, std::int64_t, const std::int32_t*, const std::int32_t*, const T*, \
                                   const accumulator_t<T>*, accumulator_t<T>*);                                    \

@@ -28,10 +28,21 @@ void router_backward(const moe::RouterShape& shape, const T* logits_RE, const st
 void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
                     std::int32_t* row_S, std::int32_t* slot_S);
 
-// sum_r += w_s y_s over the `chosen` slots of each row, in the order in which y stands. weight null: 1.
+// Places of slots in the order of their experts: [first, first + count).
+struct Places {
+  std::int64_t first, count;
+};
+// Overwrites place_S: where each slot stands.
+void find_places(std::int64_t slots, const std::int32_t* slot_S, std::int32_t* place_S);
+// Overwrites end_E: how many of the window's places are those of experts 0 to e.
+void find_ends(std::int64_t experts, Places window, const std::int32_t* begin_E1, std::int32_t* end_E);
+
+// sum_r += w_s y_s over those of the `chosen` slots of each row that stand in the window, whose rows y has, in their
+// order. weight null: 1.
 template <class T>
-void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, const std::int32_t* slot_S,
-                     const T* y_SM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM);
+void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, Places window,
+                     const std::int32_t* place_S, const T* y_NM, const accumulator_t<T>* weight_S,
+                     accumulator_t<T>* sum_RM);
 
 // sum[row_i] += w[slot_i] y_i; rows are distinct. weight null: 1.
 template <class T>
