@@ -44,7 +44,11 @@ namespace cuda {
 Queue make_queue() { return streams().make_queue(); }
 Event record(Queue queue) { return streams().record(queue); }
 void wait(Queue queue, Event event) { streams().wait(queue, event); }
-void synchronize(Event event) { streams().run_until(event); }
+static thread_local std::int64_t waits = 0;
+void synchronize(Event event) {
+  ++waits;
+  streams().run_until(event);
+}
 // Streams of a GPU go on while the host asks.
 bool happened(Event event) {
   streams().run_towards(event);
@@ -188,6 +192,7 @@ struct BindByEnvironment {
 
 }  // namespace
 
+std::int64_t host_waits() { return cuda::waits; }
 void give_to_compute(std::function<void()> work) { streams().give(cuda::Queue::compute, std::move(work)); }
 
 Device& emulated_device() {

@@ -14,6 +14,8 @@ namespace espalier::testing {
 
 // Order of the streams from now on, also of threads that begin to use them; what was given before runs first.
 void set_stream_seed(unsigned seed);
+// How often the host has waited for an event so far.
+std::int64_t host_waits();
 // Work for the compute stream.
 void give_to_compute(std::function<void()> work);
 

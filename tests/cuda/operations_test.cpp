@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/prove/operation_check.h"
+#include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/kernel_checks.h"
 
 namespace espalier::testing {
@@ -38,6 +39,30 @@ TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
 }
 
 TEST(TiledAttention, LeavesOutTilesThatNobodySees) { expect_no_problem(KernelCheck::Kind::instructions, "Unseen"); }
+
+// Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after
+// the other, as in float32, has to know.
+TEST(Experts, AForwardWaitsForNothingWhereProductsAreGrouped) {
+  constexpr std::int64_t R = 24, M = 8, F = 8, E = 4, K = 2;
+  Device& device = emulated_device();
+  const Operations& ops = device.operations();
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+    const auto filled = [&](at::IntArrayRef sizes, at::ScalarType type) {
+      return device.adopt(normal(sizes.vec(), 1).to(type));
+    };
+    const ExpertWeights weights{filled({E, 2 * F, M}, dtype), filled({E, M, F}, dtype)};
+    const at::Tensor x = filled({R, M}, dtype), sum = filled({R, M}, at::kFloat), weight = filled({R, K}, at::kFloat),
+                     gate_up = filled({R * K, 2 * F}, dtype);
+    const ExpertScratch scratch{filled({R, M}, dtype), filled({R, F}, dtype), {}, {}};
+    const SortedSlots sorted{device.allocate({E + 1}, at::kInt), device.allocate({R * K}, at::kInt),
+                             device.allocate({R * K}, at::kInt)};
+    ops.sort_by_expert(device.adopt((at::arange(R * K) % E).to(at::kInt).view({R, K})), sorted);
+    const std::int64_t before = host_waits();
+    ops.add_experts(sorted, weights, x, weight, gate_up, sum, scratch);
+    EXPECT_EQ(host_waits() - before, dtype == at::kFloat ? 1 : 0);
+    device.synchronize();
+  }
+}
 
 // The bounds are those of any device.
 TEST(TheCpuItself, GivesItsAnswersInFloat64) {
