@@ -41,8 +41,9 @@ class StageWalk {
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
     const PathBytes path = bytes_.path(plan.max_path_rows, plan.path_layers_awake);
+    stored = walk_.stored(), path_stored = path.stored;
     peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
-                            bytes_.in_flight(walk_.stored()) + bytes_.in_flight(path.stored),
+                            bytes_.in_flight(stored) + bytes_.in_flight(path_stored),
                         path);
   }
 
@@ -50,6 +51,7 @@ class StageWalk {
   double seconds = 0, idle = 0, flops = 0;  // of it
   double flops_of_all = 0;                  // of all ranks of tp and cp
   PhasePeaks peaks;
+  std::int64_t stored = 0, path_stored = 0;  // most that it has stored away at a time
 
  private:
   struct Load {
@@ -193,6 +195,7 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
       StageWalk walk(stage, options, profile);
       walk.run(plan);
       cost.cost.seconds = walk.seconds, cost.cost.flops = walk.flops, cost.cost.bytes = walk.peaks;
+      cost.cost.stored_bytes = walk.stored, cost.cost.path_stored_bytes = walk.path_stored;
       cost.flops_of_all = walk.flops_of_all;
       out.idle = std::max(out.idle, walk.idle);
       place.cp = walk.busiest;

@@ -129,6 +129,7 @@ bool SpillFile::gives_up_direct(int error_number) {
 }
 
 void SpillFile::write(StoredChunk& chunk, const std::byte* memory) {
+  ESPALIER_INTERNAL(chunk.offset + chunk.bytes <= reserved_, chunk.offset, " + ", chunk.bytes, " of ", reserved_);
   chunk.checksum = checksum_of(memory, chunk.bytes);
   for (std::int64_t done = 0, all = aligned(chunk.bytes); done < all;) {
     const ssize_t count =

@@ -74,7 +74,9 @@ void set_cost_of_ranks(StepPlan& plan, const LocalShape& shape, const PlanOption
   const std::vector<const StepPlan*> by_dp(static_cast<std::size_t>(mesh.dp.size()), &plan);
   const StepForecast found = forecast(by_dp, mesh.dp.rank(), rollouts, shape, options, machine);
   plan.chosen.seconds = found.seconds();
-  plan.chosen.bytes = found.stages[static_cast<std::size_t>(mesh.pp.rank())].cost.bytes;
+  const PlanCost& own = found.stages[static_cast<std::size_t>(mesh.pp.rank())].cost;
+  plan.chosen.bytes = own.bytes;
+  plan.chosen.stored_bytes = own.stored_bytes, plan.chosen.path_stored_bytes = own.path_stored_bytes;
   plan.chosen.flops = 0;
   for (const RankCost& stage : found.stages) plan.chosen.flops += stage.flops_of_all;
 }
