@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -100,6 +101,7 @@ TEST_F(Spill, AFlippedBitIsAnErrorWithThePlace) {
   auto file = std::make_unique<SpillFile>(folder_);
   const int descriptor = file->descriptor();
   SpillQueue queue(std::move(file), 2);
+  queue.reserve(1 << 20);
   const std::vector<std::byte> content = drawn(100000, 1);
   StoredChunk chunk{8192, 100000, 0};
   std::byte* room = queue.room();
@@ -144,12 +146,26 @@ TEST_F(Spill, AFullDiskIsRefusedBeforeAnythingIsWritten) {
   }
   {
     SpillQueue queue(std::make_unique<SpillFile>(folder_), 1);
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+    queue.reserve(2 << 20);
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
     StoredChunk chunk{1 << 20, kSpillChunkBytes, 0};
     queue.write(chunk, queue.room());
     EXPECT_THROW(queue.room(), WriteError);  // the write before it failed
   }
   setrlimit(RLIMIT_FSIZE, &before);
   EXPECT_TRUE(is_empty());
+}
+
+TEST_F(Spill, NothingIsWrittenBeyondWhatWasReserved) {
+  SpillFile file(folder_);
+  file.reserve(4096);
+  std::byte* const room = static_cast<std::byte*>(std::aligned_alloc(4096, 8192));
+  std::memset(room, 1, 8192);
+  StoredChunk within{0, 4096, 0}, beyond{4096, 1, 0};
+  EXPECT_NO_THROW(file.write(within, room));
+  EXPECT_THROW(file.write(beyond, room), InternalError);
+  std::free(room);
 }
 
 TEST_F(Spill, AFolderThatCannotBeWrittenIsNamed) {
