@@ -91,7 +91,7 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
   cases.push_back(backward);
 }
 
-// Edges of rows: row b has b % 3 of them, the last row five, some to one token.
+// Edges of rows: row b has (b + 1) % 3 of them, the last row five, some to one token.
 struct EdgeCase {
   at::Tensor temperature, begin, target;
   std::int64_t edges;
@@ -100,7 +100,7 @@ EdgeCase edges_of(std::int64_t rows, std::int64_t vocabulary) {
   std::vector<std::int32_t> begin{7}, target;  // begins are counted from the first one
   std::vector<double> temperature;
   for (std::int64_t b = 0; b < rows; ++b) {
-    const std::int64_t here = b + 1 == rows ? 5 : b % 3;
+    const std::int64_t here = b + 1 == rows ? 5 : (b + 1) % 3;
     for (std::int64_t e = 0; e < here; ++e)
       target.push_back(static_cast<std::int32_t>((b * 31 + e / 2 * 17 + 3) % (vocabulary + 4)));
     begin.push_back(begin.back() + static_cast<std::int32_t>(here));
@@ -110,8 +110,10 @@ EdgeCase edges_of(std::int64_t rows, std::int64_t vocabulary) {
           static_cast<std::int64_t>(target.size())};
 }
 
-void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t V, double scale) {
-  const std::string sizes = text_of(rows, " x ", V, scale > 100 ? ", large" : "");
+// `close`: the two largest logits, in the first and the last column, are one where they are made exponents of.
+void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t V, double scale,
+                     bool close = false) {
+  const std::string sizes = text_of(rows, " x ", V, scale > 100 ? ", large" : "", close ? ", close" : "");
   const EdgeCase edges = edges_of(rows, V);
   const auto numbers = [&](std::int64_t count, bool result = true) {
     return OperationCase::Argument{at::zeros({count}, at::kDouble), Kind::fixed, result};
@@ -125,6 +127,11 @@ void add_logit_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::
                                                        numbers(rows),
                                                        numbers(rows)};
   const at::Tensor logits = normal({rows, V}, 60, scale);
+  if (close) {
+    logits.sub_(6);
+    logits.select(1, 0).fill_(1e-18);
+    logits.select(1, V - 1).fill_(2e-18);
+  }
   // A logit's exponent is off by its distance from the maximum.
   const double distance = 16 * scale + 16, terms = distance + root(V) * 8;
   OperationCase score{"logit_sums, raise_maximum, score_edges", sizes, shared, {}, 0, terms};
@@ -189,10 +196,14 @@ std::vector<std::int32_t> choices_of(const ExpertSize& size) {
   return choice;
 }
 
-void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size) {
+// `equal`: logits are whole numbers, so that experts of one lane and of several are as likely; backward, those of
+// experts 32 and 65 are so large that exponents are finite relative to them alone.
+void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size, bool equal = false) {
   const auto [R, E, k, renormalise] = size;
-  const std::string sizes = text_of(R, " rows, ", k, " of ", E, " experts", renormalise ? ", renormalised" : "");
-  const OperationCase::Argument logits{normal({R, E}, 72)};
+  const std::string sizes =
+      text_of(R, " rows, ", k, " of ", E, " experts", renormalise ? ", renormalised" : "", equal ? ", equal ones" : "");
+  OperationCase::Argument logits{normal({R, E}, 72)};
+  if (equal) logits.value = at::round(logits.value);
   std::vector<std::int32_t> recorded = choices_of(size);
   for (std::int64_t r = 0; r < R; r += 2) recorded[static_cast<std::size_t>(r * k)] = -1;
   const OperationCase::Argument choice{at::zeros({R, k}, at::kInt), Kind::fixed, true},
@@ -207,6 +218,10 @@ void add_router_cases(std::vector<OperationCase>& cases, const ExpertSize& size)
                      },
                      1,
                      terms});
+  if (equal) {
+    logits.value = logits.value.clone();
+    for (const std::int64_t e : {32, 65}) logits.value.select(1, e).fill_(200);
+  }
   std::vector<std::int32_t> group;
   for (std::int64_t r = 0; r < R; ++r) group.push_back(static_cast<std::int32_t>(r % 2));
   for (const bool penalised : {false, true})
@@ -234,13 +249,14 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   const std::string sizes = text_of(R, " x ", width, ", ", k, " of ", E, " experts");
   const std::int64_t S = R * k, F = width / 2 + 1;
   const auto indices = [](std::int64_t count) {
-    return OperationCase::Argument{at::zeros({count}, at::kInt), Kind::fixed, true};
+    return OperationCase::Argument{at::full({count}, 7, at::kInt), Kind::fixed, true};
   };
   const std::vector<OperationCase::Argument> sorted = {
       {whole_numbers(choices_of(size)).view({R, k}), Kind::fixed}, indices(E + 1), indices(S), indices(S)};
   const auto slots = [](const Tensors& t) { return SortedSlots{t[1], t[2], t[3]}; };
   cases.push_back(
       {"sort_by_expert", sizes, sorted, [=](const Ops& o, const Tensors& t) { o.sort_by_expert(t[0], slots(t)); }, 0});
+  if (width == 0) return;  // the sort alone
   OperationCase add{"add_expert_rows", sizes, sorted, {}, 0, 4 + 2 * static_cast<double>(k)};
   add.arguments.push_back({normal({S, width}, 80)});
   add.arguments.push_back({normal({R, k}, 81), Kind::sum});
@@ -257,6 +273,13 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   round.call = [](const Ops& o, const Tensors& t) {
     o.round_sum(t[0], t[1], t[0]);
     o.round_sum(at::Tensor(), t[1], t[2]);
+  };
+  cases.push_back(round);
+  round.sizes += ", the first row";
+  round.call = [](const Ops& o, const Tensors& t) {
+    const auto first = [&](int i) { return t[static_cast<std::size_t>(i)].narrow(0, 0, 1); };
+    o.round_sum(first(0), first(1), first(0));
+    o.round_sum(at::Tensor(), first(1), first(2));
   };
   cases.push_back(round);
   // Two products in a row: the sums of the second are of values rounded twice.
@@ -294,13 +317,19 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
   cases.push_back(backward);
 }
 
-// Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64.
-enum class Logits { random, equal, neighbours };
+// Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64; all
+// the same; the same but for tokens 1 and 2, which are likelier.
+enum class Logits { random, equal, neighbours, same, pair };
 
 at::Tensor logits_of(Logits kind, std::int64_t B, std::int64_t V) {
   if (kind == Logits::neighbours) {
     const at::Tensor n = at::arange(B * V, at::kDouble).view({B, V});
     return 1 + at::remainder(n * 5, 8) * 0x1p-23 + at::remainder(n * 3, 7) * 0x1p-52;
+  }
+  if (kind == Logits::same || kind == Logits::pair) {
+    const at::Tensor logits = at::zeros({B, V}, at::kDouble);
+    if (kind == Logits::pair) logits.narrow(1, 1, 2).fill_(1);
+    return logits;
   }
   const at::Tensor logits = normal({B, V}, 96, 2);
   return kind == Logits::equal ? at::round(logits) : logits;
@@ -308,18 +337,21 @@ at::Tensor logits_of(Logits kind, std::int64_t B, std::int64_t V) {
 
 void add_choice_case(std::vector<OperationCase>& cases, const std::string& name, const ChoiceRule& rule, std::int64_t V,
                      Logits kind) {
-  const std::int64_t B = 3, N = 6;
+  const std::int64_t B = 3, N = 64;
   const at::Tensor logits = logits_of(kind, B, V);
   at::Tensor uniform = at::rand({N}, at::detail::createCPUGenerator(97), at::kDouble);
-  uniform[1] = 0.0;
-  uniform[4] = 1 - 1e-9;
+  // The ends, and where the weights of tokens and threads begin if all are 1.
+  const std::vector<double> ends = {0.0, 1 - 1e-9, 0.5, 0x1p-9, 0x1p-3};
+  for (std::int64_t i = 0; i < 5; ++i) uniform[i] = uniform[40 + i] = ends[static_cast<std::size_t>(i)];
   cases.push_back({"choose_tokens",
                    text_of(name, ", ", V, " tokens",
                            kind == Logits::random  ? ""
                            : kind == Logits::equal ? ", equal ones"
+                           : kind == Logits::same  ? ", all the same"
+                           : kind == Logits::pair  ? ", a likelier pair"
                                                    : ", neighbours"),
                    {{logits, Kind::sum},
-                    {whole_numbers({4, 5, 5, 10}), Kind::fixed},
+                    {whole_numbers({4, 36, 36, 68}), Kind::fixed},
                     {uniform, Kind::fixed},
                     {at::zeros({N}, at::kDouble), Kind::fixed, true},
                     {at::zeros({N}, at::kDouble), Kind::fixed, true}},
@@ -332,13 +364,14 @@ void add_choice_case(std::vector<OperationCase>& cases, const std::string& name,
 
 std::vector<OperationCase> attention_cases() {
   std::vector<OperationCase> cases;
-  for (const AttentionSize& size : {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
-                                    AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
-                                    AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
-                                    AttentionSize{70, 65, 2, 2, 128, true}, AttentionSize{67, 70, 2, 1, 96, false},
-                                    AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false},
-                                    AttentionSize{68, 40, 4, 2, 64, false}, AttentionSize{66, 8, 1, 1, 64, true},
-                                    AttentionSize{200, 10, 1, 1, 64, true}, AttentionSize{70, 3, 2, 1, 64, false, 200}})
+  for (const AttentionSize& size :
+       {AttentionSize{1, 0, 1, 1, 8, false}, AttentionSize{37, 5, 4, 2, 16, false},
+        AttentionSize{33, 40, 2, 1, 64, true}, AttentionSize{32, 32, 2, 2, 40, false},
+        AttentionSize{9, 3, 3, 1, 256, true}, AttentionSize{150, 70, 2, 1, 64, false},
+        AttentionSize{70, 65, 2, 2, 128, true}, AttentionSize{67, 70, 2, 1, 96, false},
+        AttentionSize{66, 33, 1, 1, 192, false}, AttentionSize{65, 34, 2, 1, 256, false},
+        AttentionSize{68, 40, 4, 2, 64, false}, AttentionSize{66, 8, 1, 1, 64, true},
+        AttentionSize{200, 10, 1, 1, 64, true}, AttentionSize{70, 3, 2, 1, 64, false, 1000}})
     add_attention_case(cases, size);
   return cases;
 }
@@ -349,9 +382,14 @@ std::vector<OperationCase> head_cases() {
   add_logit_cases(cases, 4, 33, 2);
   add_logit_cases(cases, 3, 2056, 3);
   add_logit_cases(cases, 5, 128, 1e4);
+  add_logit_cases(cases, 16, 1, 1);
+  add_logit_cases(cases, 16, 9, 1);
+  add_logit_cases(cases, 4, 260, 1, true);
   add_value_cases(cases, 1, 3);
   add_value_cases(cases, 5, 264);
   add_value_cases(cases, 70, 40);
+  add_value_cases(cases, 16, 1);
+  add_value_cases(cases, 16, 9);
   return cases;
 }
 
@@ -360,10 +398,14 @@ std::vector<OperationCase> expert_cases() {
   for (const ExpertSize& size : {ExpertSize{1, 1, 1, false}, ExpertSize{5, 8, 2, true}, ExpertSize{6, 67, 4, false},
                                  ExpertSize{3, 128, 8, true}, ExpertSize{5, 70, 40, true}})
     add_router_cases(cases, size);
+  add_router_cases(cases, {6, 100, 12, false}, true);
   add_sorted_cases(cases, {1, 1, 1, false}, 4);
   add_sorted_cases(cases, {7, 6, 2, true}, 24);
   add_sorted_cases(cases, {140, 5, 2, true}, 10);
   add_sorted_cases(cases, {3, 45, 40, false}, 8);
+  add_sorted_cases(cases, {16, 4, 2, false}, 9);
+  add_sorted_cases(cases, {0, 7, 2, false}, 0);
+  add_sorted_cases(cases, {1100, 128, 2, false}, 0);
   return cases;
 }
 
@@ -387,6 +429,21 @@ std::vector<OperationCase> optimizer_cases() {
                      [step](const Ops& o, const Tensors& t) { o.adamw(t[0], t[1], t[2], t[3], step, at::Tensor()); },
                      0,
                      8});
+    // Of a longer tensor, whose rest stays as it is.
+    const std::int64_t part = count == 1024 ? 17 : count;
+    if (count <= 1024)
+      cases.push_back({"adamw",
+                       text_of(part, " of ", 24),
+                       {{normal({24}, 104), Kind::sum, true},
+                        {normal({24}, 105), Kind::sum},
+                        {normal({24}, 106), Kind::sum, true},
+                        {normal({24}, 107).abs(), Kind::sum, true}},
+                       [step, part](const Ops& o, const Tensors& t) {
+                         const auto front = [&](int i) { return t[static_cast<std::size_t>(i)].narrow(0, 0, part); };
+                         o.adamw(front(0), front(1), front(2), front(3), step, at::Tensor());
+                       },
+                       0,
+                       8});
     // Where activations are bfloat16 the parameters' copies are made with the step, elsewhere they are copied here.
     const at::Tensor every = at::arange(count, at::kInt);
     cases.push_back({"adamw",
@@ -408,7 +465,9 @@ std::vector<OperationCase> optimizer_cases() {
   for (const auto& [V, kind] :
        {std::pair{std::int64_t{1}, Logits::random}, std::pair{std::int64_t{33}, Logits::equal},
         std::pair{std::int64_t{1000}, Logits::random}, std::pair{std::int64_t{700}, Logits::equal},
-        std::pair{std::int64_t{21}, Logits::neighbours}}) {
+        std::pair{std::int64_t{21}, Logits::neighbours}, std::pair{std::int64_t{1}, Logits::neighbours},
+        std::pair{std::int64_t{257}, Logits::random}, std::pair{std::int64_t{8}, Logits::same},
+        std::pair{std::int64_t{512}, Logits::same}, std::pair{std::int64_t{513}, Logits::pair}}) {
     add_choice_case(cases, "likeliest", {.temperature = 0}, V, kind);
     add_choice_case(cases, "any", {.temperature = 1.3}, V, kind);
     add_choice_case(cases, "top-1", {.temperature = 1, .top_k = 1}, V, kind);
@@ -416,6 +475,7 @@ std::vector<OperationCase> optimizer_cases() {
     add_choice_case(cases, "top-p", {.temperature = 0.8, .top_p = 0.7}, V, kind);
     add_choice_case(cases, "top-k and top-p",
                     {.temperature = 1, .top_k = kind == Logits::neighbours ? 5 : 20, .top_p = 0.9}, V, kind);
+    add_choice_case(cases, "half of the weight", {.temperature = 1, .top_p = 0.5}, V, kind);
     add_choice_case(cases, "half", {.temperature = 1, .top_k = V / 2 + 1}, V, kind);
   }
   return cases;

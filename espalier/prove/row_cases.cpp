@@ -23,7 +23,8 @@ void add_norm_cases(std::vector<OperationCase>& cases) {
   struct Size {
     std::int64_t rows, width;
   };
-  for (const auto [rows, width] : {Size{1, 5}, Size{3, 64}, Size{5, 264}, Size{2, 2056}, Size{2, 515}, Size{531, 8}}) {
+  for (const auto [rows, width] : {Size{1, 5}, Size{3, 64}, Size{5, 264}, Size{2, 2056}, Size{2, 515}, Size{531, 8},
+                                   Size{16, 1}, Size{16, 9}, Size{0, 8}}) {
     const std::string sizes = text_of(rows, " x ", width);
     const at::Tensor stream = normal({rows, width}, 1), weight = normal({width}, 2), grad = normal({rows, width}, 3);
     const at::Tensor rstd = normal({rows}, 4).abs() + 0.5, zeros = at::zeros({rows, width}, at::kDouble);
@@ -62,7 +63,8 @@ void add_rotation_cases(std::vector<OperationCase>& cases) {
   for (const auto [rows, heads, D, norm, strided] :
        {Size{5, 3, 64, true, false}, Size{3, 2, 128, true, false}, Size{2, 1, 256, true, false},
         Size{4, 2, 96, false, false}, Size{3, 2, 10, true, true}, Size{35, 4, 16, true, false},
-        Size{2, 3, 70, true, true}, Size{7, 2, 128, false, true}, Size{1060, 2, 2, true, false}}) {
+        Size{2, 3, 70, true, true}, Size{7, 2, 128, false, true}, Size{1060, 2, 2, true, false},
+        Size{1, 1, 16, true, false}, Size{0, 2, 16, true, false}}) {
     const std::string sizes =
         text_of(rows, " x ", heads, " heads of ", D, norm ? ", norm" : "", strided ? ", strided" : "");
     const std::int64_t width = heads * D, wide = width + (strided ? 3 : 0);
@@ -160,6 +162,12 @@ void add_sum_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::in
                      [](const Ops& o, const Tensors& t) { o.add_look_up_backward(t[0], t[1], 3, t[2]); },
                      kind == Kind::sum ? 0.0 : static_cast<double>(rows),
                      terms});
+    cases.push_back({"add_look_up_backward",
+                     which + ", ids above",
+                     {{x}, {ids + 2, Kind::fixed}, into},
+                     [](const Ops& o, const Tensors& t) { o.add_look_up_backward(t[0], t[1], 1, t[2]); },
+                     kind == Kind::sum ? 0.0 : static_cast<double>(rows),
+                     terms});
   }
 }
 
@@ -215,6 +223,29 @@ void add_move_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::i
                    0});
 }
 
+// Rows at the columns from 0 on of wider ones: widths and strides each of which alone forbids 16 bytes at a time.
+void add_strided_cases(std::vector<OperationCase>& cases) {
+  constexpr std::int64_t rows = 8;
+  struct Size {
+    std::int64_t width, from_stride, to_stride;
+  };
+  for (const auto [width, from_stride, to_stride] :
+       {Size{9, 16, 16}, Size{1, 16, 16}, Size{8, 17, 16}, Size{8, 16, 17}}) {
+    const std::string sizes = text_of(rows, " x ", width, ", strides ", from_stride, " and ", to_stride);
+    const at::Tensor from = normal({rows, from_stride}, 110), to = normal({rows, to_stride}, 111);
+    const auto part = [width = width](const at::Tensor& x) { return x.narrow(1, 0, width); };
+    for (const auto& [in, out] : {std::pair{Kind::activation, Kind::activation}, std::pair{Kind::activation, Kind::sum},
+                                  std::pair{Kind::sum, Kind::activation}})
+      cases.push_back({"convert",
+                       sizes + (out == Kind::sum  ? ", to sums"
+                                : in == Kind::sum ? ", from sums"
+                                                  : ""),
+                       {{from, in}, {to, out, true}},
+                       [part](const Ops& o, const Tensors& t) { o.convert(part(t[0]), part(t[1])); },
+                       in == Kind::sum ? 1.0 : 0.0});
+  }
+}
+
 }  // namespace
 
 std::vector<OperationCase> row_cases() {
@@ -231,6 +262,9 @@ std::vector<OperationCase> moving_cases() {
   add_move_cases(cases, 5, 24);
   add_move_cases(cases, 3, 2056);
   add_move_cases(cases, 4, 301);
+  add_move_cases(cases, 8, 128);
+  add_strided_cases(cases);
+  add_sum_cases(cases, 0, 8, 2);
   add_sum_cases(cases, 1, 3, 2);
   add_sum_cases(cases, 9, 16, 1);
   add_sum_cases(cases, 260, 8, 11);
@@ -243,7 +277,8 @@ std::vector<OperationCase> product_cases() {
   struct Size {
     std::int64_t rows, inputs, outputs;
   };
-  for (const auto [R, K, N] : {Size{1, 1, 1}, Size{5, 24, 40}, Size{70, 33, 300}}) {
+  for (const auto [R, K, N] :
+       {Size{1, 1, 1}, Size{5, 24, 40}, Size{70, 33, 300}, Size{16, 3, 1}, Size{16, 3, 9}, Size{0, 3, 8}}) {
     const std::string sizes = text_of(R, " x ", K, " to ", N);
     const OperationCase::Argument x{normal({R, K}, 30)}, weight{normal({N, K}, 31)}, bias{normal({N}, 32)},
         out{normal({R, N}, 33), Kind::activation, true}, grad{normal({R, N}, 34)},

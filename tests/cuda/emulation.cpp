@@ -497,7 +497,7 @@ void* dynamic_shared_bytes() { return block_now->dynamic.get(); }
 
 void begin_copy(void* to, const void* from, int bytes, Site site) {
   expect_aligned(to, 16, site);
-  if (bytes > 0) expect_aligned(from, 16, site);
+  expect_aligned(from, 16, site);
   for (const Copy& copy : fiber_now->copies)
     if (copy.to == to) fail("a copy to where another one is in flight", site);
   __tsan_write_range(to, 16);

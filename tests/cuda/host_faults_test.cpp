@@ -166,6 +166,8 @@ bool runs_well(const Fault* fault, unsigned seed, const Right& right) {
     std::optional<SwitchedOn> on;
     if (fault != nullptr) on.emplace(*fault);
     int code = 1;
+    // torch makes its thread pool anew in the first call after a fork, which must not be that of two ranks at once.
+    at::set_num_threads(at::get_num_threads());
     try {
       set_stream_seed(seed);
       hand_over();

@@ -60,9 +60,9 @@ at::Tensor random_rows(std::int64_t count, std::int64_t width) {
   return emulated_device().adopt(normal({count, width}, 1).to(at::kBFloat16));
 }
 
-std::string dense_instructions() {
-  constexpr std::int64_t T = 64, P = 128, H = 2, J = 1, D = 64;
-  const auto sums = [](std::int64_t count) { return emulated_device().adopt(at::zeros({count, J * D}, at::kFloat)); };
+std::string dense_instructions(std::int64_t D) {
+  constexpr std::int64_t T = 64, P = 128, H = 2, J = 1;
+  const auto sums = [D](std::int64_t count) { return emulated_device().adopt(at::zeros({count, J * D}, at::kFloat)); };
   const at::Tensor ends = emulated_device().adopt(at::full({T}, T, at::kInt));
   const AttentionProblem problem{D,
                                  random_rows(T, H * D),
@@ -122,8 +122,10 @@ std::vector<KernelCheck> kernel_checks() {
   add_operations(checks, "Head", head_cases());
   add_operations(checks, "Experts", expert_cases());
   add_operations(checks, "Optimizer", optimizer_cases());
-  checks.push_back(
-      {Kind::instructions, "Formula", "as many as the formula has, and no bank twice", dense_instructions});
+  for (const std::int64_t D : {64, 96})
+    checks.push_back({Kind::instructions, "Formula",
+                      text_of("as many as the formula has, and no bank twice, heads of ", D),
+                      [D] { return dense_instructions(D); }});
   checks.push_back({Kind::instructions, "Unseen", "no tile that nobody sees", instructions_of_a_group});
   return checks;
 }

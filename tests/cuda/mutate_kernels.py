@@ -315,7 +315,6 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--file", action="append", help="of the kernels, alone")
     arguments = parser.parse_args()
-    arguments.harmless = listed_in("harmless_mutations.txt")
     build, begun = (ROOT / arguments.build).resolve(), time.monotonic()
     folder, program = build / "kernel_changes", build / "tests/cuda/kernel_mutants"
     folder.mkdir(exist_ok=True)
@@ -323,6 +322,12 @@ def main():
     sources = {name: (ROOT / FOLDER / name).read_text(encoding="utf-8") for name in names}
     # Numbers are of a file, so that one that stays as it is is not compiled again.
     everything = {1024 * place + n: change for place, name in enumerate(names) for n, change in enumerate(changes_of(name, sources[name]))}
+    arguments.harmless = listed_in("harmless_mutations.txt")
+    stale = arguments.harmless - {change.key() for change, _ in everything.values()}
+    for line in sorted(stale):
+        print(f"harmless_mutations.txt has a change that there is not: {line}")
+    if stale:
+        return 1
     if not arguments.all:
         return 0 if try_sample(Library(folder / "sample", sources), everything, program) else 1
     arguments.asks_for = lambda change: (arguments.file is None or change.file in arguments.file) and change.key() not in arguments.harmless
