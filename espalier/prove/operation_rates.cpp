@@ -133,18 +133,18 @@ struct Logits {
 Logits logits_of(const Room& room, std::int64_t R) {
   return {{room.numbers({R}), room.places(R + 1, 1), room.places(R, 1)},
           {room.numbers({R}), room.numbers({R}), room.numbers({R})},
-          room.values({R, kVocabulary}),
+          room.sums({R, kVocabulary}),
           room.numbers({R})};
 }
 Call logit_sums(const Room& room, std::int64_t R) {
   const Logits a = logits_of(room, R);
   return {[=, &room] { room.ops().logit_sums(a.edges, 0, a.logits, a.sums, a.of_edges); },
-          room.size() * d(R) * d(kVocabulary)};
+          static_cast<double>(a.logits.nbytes())};
 }
 Call logit_gradients(const Room& room, std::int64_t R) {
   const Logits a = logits_of(room, R);
   return {[=, &room] { room.ops().logit_gradients(a.edges, 0, a.sums, a.of_edges, a.of_edges, a.logits); },
-          2 * room.size() * d(R) * d(kVocabulary)};
+          2 * static_cast<double>(a.logits.nbytes())};
 }
 Call adamw(const Room& room, std::int64_t R) {
   const std::int64_t n = R * kWidth;

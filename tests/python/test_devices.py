@@ -1,6 +1,7 @@
 """Gradients do not depend on where a step runs and on whose attention kernels: ATen's FlashAttention on processors, and the host code of
 a GPU over emulated kernels, opened by the program as it opens the library of a real one."""
 
+import json
 import os
 import subprocess
 
@@ -57,3 +58,16 @@ def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, t
         assert "no FlashAttention-2 on processors" in refused
     else:
         assert "libespalier_emulated.so" in espalier("selftest", "--device", "emulate", expect=8).stderr
+
+
+def test_selftest_checks_and_times_every_operation_and_plans_are_made_of_its_rates(espalier, model_of, tmp_path):
+    found = espalier("selftest", "--json").json
+    assert found["verdict"] == "pass" and all(check["pass"] and check["same_bits"] for check in found["checks"])
+    assert {"attention", "linear", "logit_sums", "logit_gradients", "adamw"} <= {rate["operation"] for rate in found["rates"]}
+    for rate in found["rates"]:
+        assert rate["seconds"] > 0 and (rate["bytes_per_second"] or 0) + (rate["flops_per_second"] or 0) > 0, rate
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(found["profile"]))
+    rollouts = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
+    planned = espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--machine", machine, "--dtype", found["profile"]["dtype"])
+    assert found["profile"]["name"] in planned.stdout
