@@ -99,10 +99,11 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   const std::int64_t most_packed = dtype_ == DType::float64
                                        ? std::min(kMostPackedBytes64, kPackedBytes64 + rows * kPackedBytesPerRow64)
                                        : kMostPackedBytes;
-  const std::int64_t of_products = rounds_weight_gradients_ ? (rows < kPieceRows ? 0 : kPieceCodeBytes)
-                                   : rows < kFewestPackedRows
-                                       ? 0
-                                       : std::min(threads * most_packed, shape_.hidden * widest * bytes.accumulator);
+  std::int64_t of_products = 0;
+  if (rounds_weight_gradients_)
+    of_products = rows < kPieceRows ? 0 : kPieceCodeBytes;
+  else if (rows >= kFewestPackedRows)
+    of_products = std::min(threads * most_packed, shape_.hidden * widest * bytes.accumulator);
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
   return numbers + of_products + (widens_products_ ? panels : 0) +
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);

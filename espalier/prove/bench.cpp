@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <span>
 #include <sstream>
 
 #include "espalier/base/error.h"
@@ -33,26 +34,15 @@ ModelShape built_in_shape() {
   return shape;
 }
 
-// The model of --model, or the one above; weights are drawn where there are none.
-class BenchModel {
- public:
-  explicit BenchModel(const Options& options)
-      : options_(options), shape_(options.model.empty() ? built_in_shape() : read_model_shape(options.model)) {}
-
-  const ModelShape& shape() const { return shape_; }
-  std::unique_ptr<ModelState> load(Progress& progress, const Mesh& mesh) const {
-    const std::filesystem::path path = options_.model;
-    if (std::filesystem::exists(path / "model.safetensors") ||
-        std::filesystem::exists(path / "model.safetensors.index.json"))
-      return load_model(path, options_.dtype, progress, mesh);
-    if (!path.empty()) progress.note("no weights beside config.json: random ones");
-    return random_model(shape_, options_.dtype, static_cast<std::uint64_t>(options_.seed), mesh);
-  }
-
- private:
-  const Options& options_;
-  ModelShape shape_;
-};
+std::unique_ptr<ModelState> bench_model(const Options& options, const ModelShape& shape, Progress& progress,
+                                        const Mesh& mesh) {
+  const std::filesystem::path path = options.model;
+  if (std::filesystem::exists(path / "model.safetensors") ||
+      std::filesystem::exists(path / "model.safetensors.index.json"))
+    return load_model(path, options.dtype, progress, mesh);
+  if (!path.empty()) progress.note("no weights beside config.json: random ones");
+  return random_model(shape, options.dtype, static_cast<std::uint64_t>(options.seed), mesh);
+}
 
 struct Split {
   std::int64_t prefix, suffix;
@@ -174,16 +164,12 @@ std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Prog
   return out;
 }
 
-// Before any weight is read. Errors: MemoryBudgetError.
-void require_task_fits(const Task& task, const ModelShape& shape, const Options& options, const MachineProfile& machine,
-                       const Mesh& mesh) {
-  const HeldModel model{local_shape(shape, mesh), {.optimizer = false}};
-  const std::array held{model};
-  require_room(held, options);
-  Options of_schedule = options;
+// On every schedule. Errors: MemoryBudgetError.
+void require_fits(const Task& task, std::span<const HeldModel> held, Options options, const MachineProfile& machine,
+                  const Mesh& mesh) {
   for (const Entrant& entrant : kEntrants) {
-    of_schedule.schedule = entrant.schedule;
-    require_step_fits(model, held, of_schedule, machine, task.data.mini_batch(0).rollouts, false, mesh);
+    options.schedule = entrant.schedule;
+    require_step_fits(held.front(), held, options, machine, task.data.mini_batch(0).rollouts, false, mesh);
   }
 }
 
@@ -256,13 +242,15 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh) {
-  const BenchModel bench_model(options);
-  const std::vector<Task> tasks = tasks_of(options, bench_model.shape(), progress, mesh);
+  const ModelShape shape = options.model.empty() ? built_in_shape() : read_model_shape(options.model);
+  const std::array held{HeldModel{local_shape(shape, mesh), {.optimizer = false}}};
+  require_room(held, options);
+  const std::vector<Task> tasks = tasks_of(options, shape, progress, mesh);
   const bool alone = mesh.world.size() == 1;
   const MachineProfile machine =
       alone ? current_machine_profile(options, progress) : machine_profile(options, progress, mesh);
-  for (const Task& task : tasks) require_task_fits(task, bench_model.shape(), options, machine, mesh);
-  const auto model = bench_model.load(progress, mesh);
+  for (const Task& task : tasks) require_fits(task, held, options, machine, mesh);
+  const auto model = bench_model(options, shape, progress, mesh);
   Actor actor(*model, options, machine);
   actor.options.profile = true;
   MachineProfile unfitted_machine = actor.machine;

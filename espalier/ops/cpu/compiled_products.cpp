@@ -30,7 +30,7 @@ void product_of_filled_piece(const at::Tensor& out_RN, const at::Tensor& base_RN
                              const at::Tensor& b_KN) {
   const std::int64_t rows = out_RN.size(0), size = rows <= kFewPieceRows ? kFewPieceRows : kSmallPieceRows;
   const at::Tensor a = at::zeros({size, a_RK.size(1)}, a_RK.options()),
-                   out = at::zeros({size, out_RN.size(1)}, out_RN.options());
+                   out = at::empty({size, out_RN.size(1)}, out_RN.options());
   a.narrow(0, 0, rows).copy_(a_RK);
   if (base_RN.defined()) out.narrow(0, 0, rows).copy_(base_RN);
   multiply(out, base_RN.defined() ? out : at::Tensor(), a, b_KN);

@@ -76,13 +76,15 @@ Unfinished& unfinished() {
 
 // Without collectives nothing can hang for want of another rank, and the driver waits best.
 void wait_until(Event event) {
-  constexpr auto kSpin = std::chrono::milliseconds(1), kNap = std::chrono::milliseconds(0);
+  constexpr auto kSpin = std::chrono::milliseconds(1);
   constexpr auto kPause = std::chrono::microseconds(50);
   const auto begin = std::chrono::steady_clock::now();
   while (!unfinished().empty() && !happened(event)) {
     unfinished().check();
-    const bool spins = std::chrono::steady_clock::now() - begin < kSpin;
-    std::this_thread::sleep_for(spins ? std::chrono::microseconds(kNap) : kPause);
+    if (std::chrono::steady_clock::now() - begin < kSpin)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kPause);
   }
   synchronize(event);
 }

@@ -8,6 +8,7 @@
 
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/device.h"
+#include "espalier/observe/memory.h"
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/widened_products.h"
 
@@ -105,6 +106,19 @@ TEST_P(ProductsOf, AddTheGradientOfAWeightInFloat32) {
         rounded_products += piece_of(grad64, row).t().mm(piece_of(x64, row)).abs();
     expect_near(sum, before.to(at::kDouble) + product, allowed(rounded_products, magnitudes, R));
   }
+}
+
+// A kernel for each of 200 numbers of rows would be 120 MiB; in pieces none is new after the first ones.
+TEST_P(ProductsOf, CompileNothingForAnotherNumberOfRows) {
+  constexpr std::int64_t kInputs = 256, kOutputs = 512, kAllowed = 16 << 20;
+  const at::Tensor weight = random({kOutputs, kInputs}), x = random({300, kInputs}), out = random({300, kOutputs});
+  const auto multiply = [&](std::int64_t rows) {
+    ops.linear(out.narrow(0, 0, rows), x.narrow(0, 0, rows), weight, at::Tensor());
+  };
+  for (const std::int64_t rows : {300, 5}) multiply(rows);
+  const std::int64_t before = resident_bytes();
+  for (std::int64_t rows = 33; rows < 233; ++rows) multiply(rows);
+  EXPECT_LE(resident_bytes() - before, kAllowed);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, ProductsOf, ::testing::Values(Bfloat16Products::converted, Bfloat16Products::dot),
