@@ -160,11 +160,9 @@ class Communication::Walk {
   Rows rows_on(const PlanItem& item, std::int64_t cp_rank) const {
     if (!is_divided(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
     const RowShares shares(item.set.rows, cp_.ranks);
-    Rows rows{shares.rows_of(cp_rank), 0};
-    std::int32_t before = -1;
-    for (const LossEdge& edge : edges_of(share_of(item.set, shares, cp_rank), rollouts_, all_logprobs_))
-      if (edge.row != before) ++rows.outputs, before = edge.row;
-    return rows;
+    const std::vector<LossEdge> edges = edges_of(share_of(item.set, shares, cp_rank), rollouts_, all_logprobs_);
+    return {shares.rows_of(cp_rank),
+            static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
   }
   std::int64_t edges_here(const PlanItem& item) const {
     if (!is_divided(item, cp_.ranks)) return edges(item.set);

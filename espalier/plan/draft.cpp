@@ -72,12 +72,12 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
   if (draft.fork < 0) return;
   const std::int32_t depth = fork_depth(draft, forest);
   draft.work += work_of_depths(depth, depth + 1, false);
-  for (const Block& block : draft.blocks)
-    for (std::int32_t rollout : forest[block.tree].rollouts(block.leaf_begin, block.leaf_end))
-      if (edges.has(rollout, depth)) {
-        draft.work.outputs += 1, draft.work.output_pairs += depth + 1;
-        return;
-      }
+  std::vector<std::int32_t> through;
+  for (const Block& block : draft.blocks) {
+    const auto rollouts = forest[block.tree].rollouts(block.leaf_begin, block.leaf_end);
+    through.insert(through.end(), rollouts.begin(), rollouts.end());
+  }
+  edges.add_outputs(through, depth, depth + 1, draft.work);
 }
 
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,

@@ -33,4 +33,19 @@ std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollo
   return edges;
 }
 
+std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
+                                 bool by_temperature) {
+  std::vector<LossEdge> outputs;
+  std::size_t row_begin = 0;  // of the outputs of the edge's row
+  for (const LossEdge& edge : edges) {
+    if (outputs.empty() || outputs.back().row != edge.row) row_begin = outputs.size();
+    const bool known = std::any_of(
+        outputs.begin() + static_cast<std::ptrdiff_t>(row_begin), outputs.end(), [&](const LossEdge& output) {
+          return !by_temperature || rollouts[output.rollout].temperature == rollouts[edge.rollout].temperature;
+        });
+    if (!known) outputs.push_back(edge);
+  }
+  return outputs;
+}
+
 }  // namespace espalier

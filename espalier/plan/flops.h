@@ -18,7 +18,7 @@ namespace espalier {
 // What a set of rows asks of the machine. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows.
 struct Work {
   std::int64_t rows = 0, pairs = 0;            // all rows
-  std::int64_t outputs = 0, output_pairs = 0;  // the rows with edges among them
+  std::int64_t outputs = 0, output_pairs = 0;  // those of them that have edges, as RowSet counts
 
   Work& operator+=(const Work& other) {
     rows += other.rows, pairs += other.pairs, outputs += other.outputs, output_pairs += other.output_pairs;

@@ -233,7 +233,7 @@ Work ActivationBytes::share_of(const Work& trunk) const {
   if (kind_.cp == 1) return trunk;
   Work share = trunk;
   share.rows = RowShares(trunk.rows, kind_.cp).most();
-  share.outputs = std::min(share.outputs, share.rows);
+  share.outputs = std::min(share.outputs, share.rows * kind_.temperatures);
   return share;
 }
 

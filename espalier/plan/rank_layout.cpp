@@ -120,6 +120,7 @@ PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees
   if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
   options.kind.cp = degrees.cp;
   options.kind.in_flight = degrees.pp;
+  options.kind.temperatures = temperatures_of(problem.shape, problem.rollouts);
   return options;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 namespace espalier {
 
@@ -12,6 +13,13 @@ bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollou
   if (options.rollout_is != RolloutCorrection::sequence) return false;
   return std::ranges::any_of(
       rollouts, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });
+}
+
+std::int64_t temperatures_of(const ModelShape& shape, std::span<const Rollout> rollouts) {
+  if (shape.value_head) return 1;
+  std::set<double> different;
+  for (const Rollout& rollout : rollouts) different.insert(rollout.temperature);
+  return std::max<std::int64_t>(1, std::ssize(different));
 }
 
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,

@@ -23,6 +23,7 @@ struct StepKind {
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
   std::int64_t in_flight = 1;         // waves of a stage of pp whose backward has not run, at most (phase/stage.h)
   std::int64_t cp = 1;                // ranks that divide the rows of trunks and have waves dealt to them
+  std::int64_t temperatures = 1;      // most outputs of one row
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
@@ -30,6 +31,9 @@ inline constexpr StepKind kForwardOnly{.gradients = false, .optimizer = false};
 // True where a token's derivative depends on other tokens of its rollout: by the policy loss, or because sequence
 // importance weights hold the current log-probs, where a rollout has no old ones.
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts);
+
+// How many temperatures the rollouts have; of a critic 1.
+std::int64_t temperatures_of(const ModelShape& shape, std::span<const Rollout> rollouts);
 
 // Of a gradient on these rollouts. A critic's (`shape` with a value head) has neither a policy loss nor router losses.
 // `counted`: the routers' choices at these weights are known, so that no counting pass is needed.

@@ -51,9 +51,9 @@ struct RowSet {
   std::vector<RowSegment> segments;    // ordered by row, without gaps
   std::vector<std::int32_t> rollouts;  // of this item, depth-first; see RowSegment
   std::int32_t rows = 0;
-  std::int32_t outputs = 0;       // rows with at least one edge
+  std::int32_t outputs = 0;       // rows with at least one edge, once for each temperature among its edges
   std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
-  std::int64_t output_pairs = 0;  // those of rows with edges
+  std::int64_t output_pairs = 0;  // those of outputs
 
   bool operator==(const RowSet&) const = default;
 };
@@ -61,6 +61,10 @@ struct RowSet {
 // The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
 // the item runs, since a step may have hundreds of millions.
 std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
+
+// Of edges in that order the first of each output: of each row, or by temperature of each (row, temperature).
+std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
+                                 bool by_temperature);
 
 enum class ItemKind { wave, trunk };
 
@@ -133,6 +137,7 @@ struct StepPlan {
   std::int64_t missing_bytes = 0;                // beyond the budget; 0: the plan fits
   std::string remedy;                            // what would make it fit, for a person; empty where it does
   bool all_logprobs = false;                     // masked response tokens have edges too
+  bool by_temperature = true;                    // false: a critic's, whose outputs know no temperature
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
   std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits

@@ -8,7 +8,7 @@
 
 namespace espalier {
 
-EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs)
+EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature)
     : rollouts_(rollouts), whole_(rollouts.size()), last_row_(rollouts.size(), -1) {
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     const Rollout& rollout = rollouts[i];
@@ -18,6 +18,7 @@ EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs)
     std::int32_t last = static_cast<std::int32_t>(size) - 1;
     while (last >= 0 && !whole_[i] && !rollout.loss_mask[last]) --last;
     if (last >= 0) last_row_[i] = rollout.prompt_length() - 1 + last;
+    temperatures_differ_ |= by_temperature && rollout.temperature != rollouts[0].temperature;
   }
 }
 
@@ -41,6 +42,20 @@ void EdgeIndex::add_outputs_of_one(std::int32_t index, std::int32_t begin, std::
 
 void EdgeIndex::add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end,
                             Work& work) const {
+  if (!temperatures_differ_) return add_outputs_of_one_temperature(rollouts, begin, end, work);
+  std::vector<std::int32_t> left(rollouts.begin(), rollouts.end());
+  const auto temperature_of = [this](std::int32_t index) { return rollouts_[index].temperature; };
+  std::ranges::stable_sort(left, {}, temperature_of);
+  for (auto from = left.begin(); from != left.end();) {
+    const auto to =
+        std::find_if(from, left.end(), [&](std::int32_t i) { return temperature_of(i) != temperature_of(*from); });
+    add_outputs_of_one_temperature({from, to}, begin, end, work);
+    from = to;
+  }
+}
+
+void EdgeIndex::add_outputs_of_one_temperature(std::span<const std::int32_t> rollouts, std::int32_t begin,
+                                               std::int32_t end, Work& work) const {
   if (end <= begin) return;
   if (rollouts.size() == 1) return add_outputs_of_one(rollouts[0], begin, end, work);
   std::int32_t missing = -1;  // -1: no rollout has reached the range with its response yet

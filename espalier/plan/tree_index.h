@@ -1,7 +1,7 @@
 // What the planner asks about rollouts and prefix trees again and again, counted once.
 //
 // A leaf is a place in PrefixTree::leaf_order; a node's leaves are a contiguous range of them. Work of a node or a
-// subtree is exact: rows with edges are counted once however many rollouts own the edge.
+// subtree is exact: rows with edges are counted once for each temperature, however many rollouts own the edge.
 #pragma once
 
 #include <cstdint>
@@ -17,27 +17,27 @@ namespace espalier {
 // Which rows of a rollout have a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
 class EdgeIndex {
  public:
-  // The rollouts must outlive the object. Errors: InternalError where a loss mask has not one entry a response token.
-  EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs);
+  // `by_temperature`: a row is one output for each temperature of its edges. The rollouts must outlive the object.
+  // Errors: InternalError where a loss mask has not one entry a response token.
+  EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature);
 
-  bool has(std::int32_t rollout, std::int32_t depth) const {
-    const std::int32_t position = depth + 1 - rollouts_[rollout].prompt_length();
-    return position >= 0 && position < rollouts_[rollout].response_length() &&
-           (whole_[rollout] || rollouts_[rollout].loss_mask[position]);
-  }
   // Depth of the row of the rollout's last edge; -1: it has none.
   std::int32_t last_row(std::int32_t rollout) const { return last_row_[rollout]; }
   std::int32_t length(std::int32_t rollout) const { return rollouts_[rollout].length(); }
 
-  // Adds to work.outputs and work.output_pairs the rows at depths [begin, end) where any of `rollouts` has an edge.
+  // Adds to work.outputs and work.output_pairs the outputs of the rows at depths [begin, end), which all of `rollouts`
+  // that reach them share.
   void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
 
  private:
   void add_outputs_of_one(std::int32_t rollout, std::int32_t begin, std::int32_t end, Work& work) const;
+  void add_outputs_of_one_temperature(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end,
+                                      Work& work) const;
 
   std::span<const Rollout> rollouts_;
   std::vector<std::uint8_t> whole_;  // every response token has an edge
   std::vector<std::int32_t> last_row_;
+  bool temperatures_differ_ = false;
 };
 
 class TreeIndex {

@@ -139,14 +139,12 @@ class Validator {
   void edges(const PlanItem& item, const std::string& where) {
     const std::vector<LossEdge> edges = edges_of(item.set, rollouts_, plan_.all_logprobs);
     std::vector<std::int32_t> finished;
-    std::int32_t outputs = 0;
     std::size_t s = 0;
     for (std::size_t i = 0; i < edges.size(); ++i) {
       const LossEdge& edge = edges[i];
       const std::string at = text_of(where, " row ", edge.row);
       if (i > 0 && std::pair(edges[i - 1].row, edges[i - 1].rollout) >= std::pair(edge.row, edge.rollout))
         fail(at, "edges out of order");
-      outputs += i == 0 || edges[i - 1].row != edge.row;
       while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= edge.row) ++s;
       const RowSegment& segment = item.set.segments[s];
       const auto first = item.set.rollouts.begin() + segment.first, last = item.set.rollouts.begin() + segment.last;
@@ -166,14 +164,14 @@ class Validator {
     for (const RowSegment& segment : item.set.segments)
       for (std::int64_t depth = segment.begin; depth < segment.end; ++depth) pairs += depth + 1;
     s = 0;
-    for (std::size_t i = 0; i < edges.size(); ++i) {
-      if (i > 0 && edges[i - 1].row == edges[i].row) continue;
-      while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= edges[i].row) ++s;
-      output_pairs += item.set.segments[s].begin + edges[i].row - item.set.segments[s].row + 1;
+    const std::vector<LossEdge> outputs = outputs_of(edges, rollouts_, plan_.by_temperature);
+    for (const LossEdge& output : outputs) {
+      while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= output.row) ++s;
+      output_pairs += item.set.segments[s].begin + output.row - item.set.segments[s].row + 1;
     }
     if (pairs != item.set.pairs || output_pairs != item.set.output_pairs)
       fail(where, item.set.pairs, " and ", item.set.output_pairs, " pairs instead of ", pairs, " and ", output_pairs);
-    if (outputs != item.set.outputs) fail(where, outputs, " rows with edges instead of ", item.set.outputs);
+    same("outputs", item.set.outputs, static_cast<std::int64_t>(outputs.size()));
     std::vector<std::int32_t> stated = item.finished;
     std::sort(stated.begin(), stated.end());
     std::sort(finished.begin(), finished.end());

@@ -90,6 +90,7 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   plan_options.kind = kind;
   plan_options.kind.cp = mesh.cp.size();
   plan_options.kind.in_flight = mesh.pp.size();  // of the first stage: all plan alike
+  plan_options.kind.temperatures = temperatures_of(shape.whole(), rollouts);
   const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
   plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);

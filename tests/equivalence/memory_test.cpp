@@ -14,12 +14,12 @@ void expect_predicted(const Case& c, DType dtype) {
     EXPECT_EQ(taken.*phase, predicted.*phase) << "phase " << name;
 }
 
-// One temperature: where rollouts of several meet in one row, that row has an output for each.
+// Where rollouts of several temperatures meet in one row, that row has an output for each.
 Case drawn(std::uint64_t seed) {
   Case c;
   c.seed = seed;
   c.rollouts = any_options(seed);
-  c.rollouts.temperature_low = c.rollouts.temperature_high = 1;
+  c.rollouts.temperature_low = seed % 2 == 0 ? 0.5 : 1, c.rollouts.temperature_high = 1;
   c.rollouts.rewards = true, c.rollouts.token_advantages = false;
   const char* families[] = {"qwen3", "llama", "llama-bias", "qwen2"};
   c.family = families[seed % 4];
