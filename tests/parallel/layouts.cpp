@@ -69,7 +69,9 @@ void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome&
   for (const Outcome& rank : run.ranks) {
     EXPECT_NEAR(rank.loss, one.loss, kFloat64 * std::max(1.0, std::abs(one.loss)));
     EXPECT_EQ(rank.report.trunk_rows, run.ranks.front().report.trunk_rows);
-    EXPECT_TRUE(c.options.schedule == "auto" || rank.report.trunk_rows == one.report.trunk_rows);
+    // Ranks of dp may cut a tree that is too heavy for one of them, divided weights want larger waves: trunks differ.
+    const bool same_plan = c.options.schedule != "auto" && degrees.dp == 1 && !degrees.full;
+    EXPECT_TRUE(!same_plan || rank.report.trunk_rows == one.report.trunk_rows);
     ASSERT_EQ(rank.report.series.size(), one.report.series.size());
     for (std::size_t i = 0; i < one.report.series.size(); ++i) {
       expect_same_series(rank.report.series[i].logprob, one.report.series[i].logprob);

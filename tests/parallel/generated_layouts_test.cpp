@@ -1,0 +1,130 @@
+// Layouts, models, rollouts, losses and plans drawn from a seed: the gradient of one process. A failing seed is
+// printed. ESPALIER_GENERATED_LAYOUTS=1000:500 takes the 500 seeds from 1000 on in place of the test's own.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "espalier/plan/rank_layout.h"
+#include "espalier/plan/row_shares.h"
+#include "espalier/train/training_data.h"
+#include "tests/parallel/layouts.h"
+
+namespace espalier::testing {
+namespace {
+
+class Draws {
+ public:
+  explicit Draws(std::uint64_t seed) : random_(seed) {}
+  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)); }
+  template <class T>
+  T one_of(std::initializer_list<T> choices) {
+    return choices.begin()[below(static_cast<std::int64_t>(choices.size()))];
+  }
+  bool one_in(std::int64_t n) { return below(n) == 0; }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+// Up to eight ranks; three layers, four query heads.
+Degrees drawn_degrees(Draws& draws, const ModelShape& shape) {
+  for (;;) {
+    Degrees d{.tp = draws.one_of<std::int64_t>({1, 1, 2, 4}),
+              .cp = draws.one_of<std::int64_t>({1, 1, 2, 3, 4}),
+              .pp = draws.one_of<std::int64_t>({1, 1, 2, 3}),
+              .dp = draws.one_of<std::int64_t>({1, 1, 2, 3, 4}),
+              .ep = 1};
+    if (d.ranks() == 1 || d.ranks() > 8) continue;
+    d.full = d.dp * d.cp > 1 && draws.one_in(4);
+    if (shape.experts > 0) d.ep = draws.one_of<std::int64_t>({1, 2, 4, 8});
+    const bool spreads = d.ranks() / d.pp % d.ep == 0 && d.ep % d.tp == 0 && shape.experts % d.ep == 0;
+    if (d.ep == 1 || spreads) return d;
+  }
+}
+
+Case drawn_case(Draws& draws, std::uint64_t seed) {
+  Case c;
+  c.seed = seed;
+  c.family = draws.one_of({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-odd", "qwen3-pad", "qwen3-moe",
+                           "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties"});
+  c.rollouts = any_options(seed, 12);
+  c.rollouts.vocabulary = 50, c.rollouts.rewards = true;
+  Options& options = c.options;
+  options.policy_loss = draws.one_of({"vanilla", "vanilla", "gspo", "cispo", "reinforce"});
+  options.loss_agg_mode = draws.one_of({"", "token-mean", "seq-mean-token-sum"});
+  options.entropy_coeff = 0.02;  // so that no gradient vanishes where all advantages do
+  options.kl_loss_coef = draws.one_of({0.0, 0.05});
+  if (c.rollouts.policy == PolicyAge::none) options.kl_loss_coef = 0;  // no log-probs of a reference
+  if (shape_of(c).experts > 0 && draws.one_in(3)) {
+    options.router_aux_loss_coef = 0.5, options.router_z_loss_coef = 0.1;
+    options.router_aux_loss_scope = draws.one_of({"rollout", "minibatch"});
+  }
+  const std::vector<Plan> plans = all_plans({0, 1 + draws.below(13)});
+  c = with(c, plans[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(plans.size())))]);
+  options.path_state = draws.one_of({"auto", "keep", "offload"});
+  return draws.one_in(5) ? as_critic(c) : c;
+}
+
+bool divides_a_wave(const std::vector<PlanItem>& items, std::int64_t cp) {
+  return std::ranges::any_of(items, [cp](const PlanItem& item) {
+    return item.kind == ItemKind::wave ? is_divided(item, cp) : divides_a_wave(item.below, cp);
+  });
+}
+
+// No rank takes more from its arena than the plan says of the one with most.
+void expect_planned_memory(const Case& c, const Degrees& degrees) {
+  const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options, c.critic);
+  const auto batch = data.mini_batch(0).rollouts;
+  PlanOptions options;
+  options.dtype = DType::float64, options.kind = step_kind_of(c.options, shape_of(c), batch);
+  options.kind.optimizer = false, options.kind.cp = degrees.cp;
+  options.kind.temperatures = temperatures_of(shape_of(c), batch);
+  constexpr int kThreads = 2;
+  const MachineProfile machine = default_profile("cpu", options.dtype, kThreads);
+  const std::vector<Outcome> ranks = run_layout(c, degrees).ranks;
+  std::vector<const StepPlan*> plans(static_cast<std::size_t>(degrees.dp));
+  for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank)
+    plans[static_cast<std::size_t>(place_of(rank, degrees).dp)] = &ranks[static_cast<std::size_t>(rank)].report.plan;
+  PhasePeaks most;
+  for (std::int64_t dp = 0; dp < degrees.dp; ++dp) {
+    const StepPlan& plan = *plans[static_cast<std::size_t>(dp)];
+    // A share of a wave of few rows may take more than the wave would whole: it has all its keys besides.
+    if (divides_a_wave(plan.items, degrees.cp)) return;
+    const LocalShape local(shape_of(c), degrees, {.dp = dp});
+    for (const RankCost& stage : forecast(plans, dp, batch, local, options, machine).stages) {
+      const ActivationBytes bytes(LocalShape(shape_of(c), degrees, {.pp = stage.pp, .dp = dp}), options.dtype,
+                                  options.kind);
+      const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows, kThreads) +
+                                  bytes.in_flight(stage.cost.stored_bytes) +
+                                  bytes.in_flight(stage.cost.path_stored_bytes);
+      for (auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})
+        if (stage.cost.bytes.*phase > 0) most.*phase = std::max(most.*phase, stage.cost.bytes.*phase - beside);
+    }
+  }
+  // Over all phases: where a rank takes part in a trunk of others, its own waves are held in the phase of trunks, too.
+  EXPECT_LE(ranks.front().report.arena_bytes.peak(), most.peak());
+}
+
+TEST(GeneratedLayouts, GiveTheGradientOfOneProcess) {
+  unsigned long long first = 1, count = 40;
+  const char* const given = std::getenv("ESPALIER_GENERATED_LAYOUTS");
+  if (given != nullptr) {
+    ASSERT_EQ(std::sscanf(given, "%llu:%llu", &first, &count), 2) << "expected FIRST:COUNT";
+  }
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    Draws draws(seed);
+    const Case c = drawn_case(draws, seed);
+    const Degrees degrees = drawn_degrees(draws, shape_of(c));
+    SCOPED_TRACE(text_of("seed ", seed, ": ", text_of_degrees(degrees), ", ", c.family, c.critic ? ", critic, " : ", ",
+                         name_of(c.options.policy_loss)));
+    EXPECT_NO_THROW(expect_as_one_process(c, degrees, run_case(c)));
+    if (degrees.ep > 1) continue;  // what comes to a rank's experts is known when it comes
+    EXPECT_NO_THROW(expect_planned_memory(c, degrees));
+  }
+}
+
+}  // namespace
+}  // namespace espalier::testing
