@@ -189,6 +189,15 @@ case "$python" in
     ;;
 esac
 
+# Headers of the CUDA part, where there is a compiler for it: in .venv, else in build/python.
+nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
+if [ -n "$nvcc" ] && [ -z "$(ls "$(torch_folder "$python")/../include/cudnn_frontend.h" build/python/include/cudnn_frontend.h 2>/dev/null)" ]; then
+  target=(--upgrade --target build/python)
+  case "$python" in "$PWD"/.venv/*) target=() ;; esac
+  pip_install "$python" -q ${target[@]+"${target[@]}"} -r tools/requirements-cuda-build.txt ||
+    log "pip could not install tools/requirements-cuda-build.txt: make cuda will be without --attention cudnn"
+fi
+
 # ---- packages of the Python tests -----------------------------------------------------------------------------------
 
 test_packages="numpy, torch, transformers, safetensors, pyarrow, pytest, trl, peft, datasets, scikit_build_core, mypy"

@@ -8,9 +8,12 @@
 
 namespace espalier {
 
+// Whose attention: kernels of the library, ATen's FlashAttention-2, or graphs of cuDNN.
+enum class AttentionBy { own, flash, cudnn };
+
 struct GpuChoice {
-  int index = 0;          // among those of this machine: a rank's own number there
-  bool flash = false;     // attention by ATen's FlashAttention-2 instead of the library's own kernels
+  int index = 0;  // among those of this machine: a rank's own number there
+  AttentionBy attention = AttentionBy::own;
   bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
 };
 

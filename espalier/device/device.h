@@ -86,7 +86,7 @@ class Device {
 
 // The processors of this machine: operations run at once, copies cost nothing.
 Device& cpu_device();
-// The same, with attention composed of ATen's FlashAttention (ops/flash/composed.h).
+// The same, with attention composed of ATen's FlashAttention (ops/composed/attention.h).
 Device& flash_cpu_device();
 
 // The device of this run: cpu_device() unless another was bound, which happens once, before anything is made on it.

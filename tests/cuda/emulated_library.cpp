@@ -3,7 +3,8 @@
 #include "tests/cuda/emulated_runtime.h"
 
 extern "C" espalier::Device* espalier_open_cuda_device(const espalier::GpuChoice& choice, std::string* problem) {
-  if (!choice.flash) return &espalier::testing::emulated_device();
-  *problem = "no FlashAttention-2 on processors";
+  using espalier::AttentionBy;
+  if (choice.attention == AttentionBy::own) return &espalier::testing::emulated_device();
+  *problem = choice.attention == AttentionBy::flash ? "no FlashAttention-2 on processors" : "no cuDNN on processors";
   return nullptr;
 }

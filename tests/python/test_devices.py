@@ -54,10 +54,15 @@ def test_processes_with_a_device_each_give_the_gradients_of_one(degrees, espalie
 
 def test_a_missing_library_of_the_device_is_named(espalier, program, model_of, tmp_path):
     if (program.parent / "libespalier_emulated.so").exists():
-        refused = espalier("selftest", "--device", "emulate", "--attention", "flash", expect=8).stderr
-        assert "no FlashAttention-2 on processors" in refused
+        for attention, missing in (("flash", "no FlashAttention-2 on processors"), ("cudnn", "no cuDNN on processors")):
+            assert missing in espalier("selftest", "--device", "emulate", "--attention", attention, expect=8).stderr
     else:
         assert "libespalier_emulated.so" in espalier("selftest", "--device", "emulate", expect=8).stderr
+
+
+def test_cudnn_is_for_gpus(espalier):
+    refused = espalier("selftest", "--attention", "cudnn", expect=2).stderr
+    assert "--device cuda" in refused and "use --attention own or flash" in refused
 
 
 def test_selftest_checks_and_times_every_operation_and_plans_are_made_of_its_rates(espalier, model_of, tmp_path):

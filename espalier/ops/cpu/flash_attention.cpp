@@ -1,9 +1,9 @@
-// ATen's FlashAttention of processors as the calls that attention is composed of (ops/flash/composed.h).
+// ATen's FlashAttention of processors as the calls that attention is composed of (ops/composed/attention.h).
 #include <ATen/ATen.h>
 
 #include "espalier/device/host_values.h"
+#include "espalier/ops/composed/attention.h"
 #include "espalier/ops/cpu/operations.h"
-#include "espalier/ops/flash/composed.h"
 
 namespace espalier::cpu {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 at::Tensor in(const at::Tensor& rows) { return rows.transpose(0, 1).unsqueeze(0); }
 at::Tensor back(const at::Tensor& x) { return x.squeeze(0).transpose(0, 1); }
 
-class CpuFlash final : public FlashKernels {
+class CpuFlash final : public LibraryAttention {
  public:
   bool takes(at::ScalarType, std::int64_t) const override { return true; }
   at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
@@ -27,7 +27,7 @@ class CpuFlash final : public FlashKernels {
   Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
     return forward(q, k, v, false, scale);
   }
-  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const FlashSquares& squares,
+  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
                  double scale) const override {
     std::vector<at::Tensor> out, lse;
     for_each(squares, [&](std::int64_t begin, std::int64_t rows) {
@@ -42,7 +42,7 @@ class CpuFlash final : public FlashKernels {
     return backward(saved, q, k, v, false, scale);
   }
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const FlashSquares& squares, double scale) const override {
+                             const CausalSquares& squares, double scale) const override {
     std::vector<at::Tensor> grad_q, grad_k, grad_v;
     for_each(squares, [&](std::int64_t begin, std::int64_t rows) {
       const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, rows); };
@@ -56,7 +56,7 @@ class CpuFlash final : public FlashKernels {
   }
 
  private:
-  static void for_each(const FlashSquares& squares, auto&& visit) {
+  static void for_each(const CausalSquares& squares, auto&& visit) {
     for (std::size_t s = 0; s + 1 < squares.begin.size(); ++s)
       visit(std::int64_t{squares.begin[s]}, std::int64_t{squares.begin[s + 1] - squares.begin[s]});
   }

@@ -11,7 +11,7 @@ SwigluOperations swiglu_operations();
 ProductOperations product_operations();
 MovingOperations moving_operations();
 AttentionOperations attention_operations();
-AttentionOperations flash_attention_operations();  // by ATen's FlashAttention, where it can (ops/flash/composed.h)
+AttentionOperations flash_attention_operations();  // by ATen's FlashAttention, where it can (ops/composed/attention.h)
 HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();

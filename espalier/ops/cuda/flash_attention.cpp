@@ -1,13 +1,10 @@
-// FlashAttention-2 of ATen as the calls that attention is composed of (ops/flash/composed.h).
+// FlashAttention-2 of ATen as the calls that attention is composed of (ops/composed/attention.h).
 #include "espalier/ops/cuda/flash_attention.h"
 
 #include <ATen/ATen.h>
 
 #include "espalier/base/error.h"
-#include "espalier/ops/cuda/aten.h"
-#include "espalier/ops/cuda/launch.h"
-#include "espalier/ops/cuda/operations.h"
-#include "espalier/ops/flash/composed.h"
+#include "espalier/ops/cuda/aten_library.h"
 
 namespace espalier::cuda {
 namespace {
@@ -28,19 +25,10 @@ class Deterministic {
   bool before_;
 };
 
-class Flash2 final : public FlashKernels {
+class Flash2 final : public AtenLibrary {
  public:
   bool takes(at::ScalarType dtype, std::int64_t head_dim) const override {
     return dtype == at::kBFloat16 && head_dim % 8 == 0 && head_dim <= 256;
-  }
-  at::Tensor seen(const at::Tensor& tensor) const override { return seen_by_aten(tensor); }
-  std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const override {
-    std::vector<std::int32_t> values(static_cast<std::size_t>(whole_numbers.numel()));
-    copy_to_host(values.data(), whole_numbers.data_ptr(), values.size() * sizeof(std::int32_t));
-    return values;
-  }
-  at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override {
-    return at::tensor(whole_numbers, at::kInt).to(aten_device());
   }
 
   Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override {
@@ -48,7 +36,7 @@ class Flash2 final : public FlashKernels {
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), {}, {}, q.size(0), k.size(0), 0.0, false, false, scale);
     return {out.squeeze(0), lse.squeeze(0)};
   }
-  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const FlashSquares& squares,
+  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
                  double scale) const override {
     const auto [out, lse, seed, offset, mask] = at::_flash_attention_forward(
         q, k, v, squares.begin_S1, squares.begin_S1, squares.longest, squares.longest, 0.0, true, false, scale);
@@ -65,7 +53,7 @@ class Flash2 final : public FlashKernels {
     return {grad_q.squeeze(0), grad_k.squeeze(0), grad_v.squeeze(0)};
   }
   Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const FlashSquares& squares, double scale) const override {
+                             const CausalSquares& squares, double scale) const override {
     const Deterministic deterministic;
     const at::Tensor unused = no_dropout(q);
     const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward(
@@ -78,23 +66,9 @@ class Flash2 final : public FlashKernels {
   static at::Tensor no_dropout(const at::Tensor& like) { return at::empty({2}, like.options().dtype(at::kLong)); }
 };
 
-const Flash2& kernels() {
+const AtenLibrary& library() {
   static const Flash2 one;
   return one;
-}
-
-void attention(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
-  if (!composes(kernels(), problem, out.scalar_type())) return attention_operations().attention(problem, out, lse);
-  const OnOurStream on_our_stream;
-  composed_attention(kernels(), problem, out, lse);
-}
-
-void add_attention_backward(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse,
-                            const at::Tensor& grad_out, const AttentionGradients& gradients) {
-  if (!composes(kernels(), problem, out.scalar_type()))
-    return attention_operations().add_attention_backward(problem, out, lse, grad_out, gradients);
-  const OnOurStream on_our_stream;
-  add_composed_attention_backward(kernels(), problem, out, lse, grad_out, gradients);
 }
 
 }  // namespace
@@ -102,7 +76,7 @@ void add_attention_backward(const AttentionProblem& problem, const at::Tensor& o
 AttentionOperations open_flash_attention(int index) {
   if (const std::string& problem = open_aten(index); !problem.empty())
     throw DeviceError({"--attention flash", "a torch with CUDA, libtorch_cuda.so", problem, "use --attention own"});
-  return {attention, add_attention_backward};
+  return composed_operations<library>();
 }
 
 }  // namespace espalier::cuda

@@ -3,6 +3,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/cuda_library.h"
+#include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/flash_attention.h"
 #include "espalier/ops/cuda/operations.h"
@@ -11,10 +12,11 @@
 namespace espalier::cuda {
 namespace {
 
-const Operations& operations_of(const GpuChoice& choice, int index) {
-  if (!choice.flash) return operations();
+const Operations& operations_of(const GpuChoice& choice, int index, int capability) {
+  if (choice.attention == AttentionBy::own) return operations();
   static Operations changed = operations();
-  static_cast<AttentionOperations&>(changed) = open_flash_attention(index);
+  static_cast<AttentionOperations&>(changed) =
+      choice.attention == AttentionBy::flash ? open_flash_attention(index) : open_cudnn_attention(index, capability);
   return changed;
 }
 
@@ -36,7 +38,8 @@ Device* open(const GpuChoice& choice, std::string* problem) {
     return nullptr;
   }
   start(index, properties.major);
-  static CudaDevice* const device = new CudaDevice(operations_of(choice, index), "cuda");  // outlives every tensor
+  static CudaDevice* const device =
+      new CudaDevice(operations_of(choice, index, properties.major), "cuda");  // outlives every tensor
   return device;
 }
 

@@ -1,4 +1,4 @@
-// Shared-prefix attention (ops/attention.h) composed of calls of a library's FlashAttention: rectangles, in which every
+// Shared-prefix attention (ops/attention.h) composed of calls of a library's attention: rectangles, in which every
 // query sees every key, and causal squares, whose queries are at the rows of their keys. So it makes no difference from
 // which corner a library counts the diagonal.
 //
@@ -12,14 +12,17 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "espalier/ops/attention.h"
 
 namespace espalier {
 
+inline constexpr std::int64_t kAnyRows = std::numeric_limits<std::int64_t>::max();
+
 // Rows in squares behind each other: square s is rows [begin[s], begin[s + 1]).
-struct FlashSquares {
+struct CausalSquares {
   std::vector<std::int32_t> begin;
   at::Tensor begin_S1;  // the same, int32, where the library reads it
   std::int64_t longest = 0;
@@ -27,7 +30,7 @@ struct FlashSquares {
 
 // What a library offers, on one device. Queries [n, H, D], keys and values [m, J, D], in rows at a stride; lse [H, n],
 // natural logarithm, in the accumulator dtype. What comes back is new.
-class FlashKernels {
+class LibraryAttention {
  public:
   struct Result {
     at::Tensor out, lse;
@@ -39,46 +42,49 @@ class FlashKernels {
     at::Tensor q, k, v;
   };
 
-  virtual ~FlashKernels() = default;
+  virtual ~LibraryAttention() = default;
   virtual bool takes(at::ScalarType dtype, std::int64_t head_dim) const = 0;
+  // Most rows of a square, and of either side of a rectangle, that a backward is called with.
+  virtual std::int64_t backward_rows() const { return kAnyRows; }
   // A tensor of the device as the library sees it: the same memory.
   virtual at::Tensor seen(const at::Tensor& tensor) const = 0;
   virtual std::vector<std::int32_t> on_host(const at::Tensor& whole_numbers) const = 0;
   virtual at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const = 0;
 
   virtual Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const = 0;
-  virtual Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const FlashSquares& squares,
+  virtual Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
                          double scale) const = 0;
   virtual Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k,
                                        const at::Tensor& v, double scale) const = 0;
   virtual Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                     const FlashSquares& squares, double scale) const = 0;
+                                     const CausalSquares& squares, double scale) const = 0;
 };
 
 // Queries [begin, end) against all own keys [first, begin) that they see.
-struct FlashRectangle {
+struct Rectangle {
   std::int64_t first, begin, end;
 };
 
-// The calls for own rows whose subtrees end at subtree_end: every pair of a row and a key that it sees is in one.
-struct FlashCalls {
-  FlashSquares squares;
-  std::vector<FlashRectangle> rectangles;
+// The calls for own rows whose subtrees end at subtree_end: every pair of a row and a key that it sees is in one, and
+// no square has more than `most_rows`.
+struct ComposedCalls {
+  CausalSquares squares;
+  std::vector<Rectangle> rectangles;
 };
-FlashCalls flash_calls(const std::vector<std::int32_t>& subtree_end);
+ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::int64_t most_rows = kAnyRows);
 
 // Adds a call's result to what is merged: out [n, H, D] and lse [H, n] in the accumulator dtype, at first 0 and -inf.
 // Rows of the call that saw no keys have lse +inf, as FlashAttention-2 writes it, or -inf.
-void merge_result(const FlashKernels::Result& result, const at::Tensor& out, const at::Tensor& lse);
+void merge_result(const LibraryAttention::Result& result, const at::Tensor& out, const at::Tensor& lse);
 
 // Whether the problem can be composed: heads and dtype that the library takes, a query at each own row.
-bool composes(const FlashKernels& kernels, const AttentionProblem& problem, at::ScalarType dtype);
+bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 
 // The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that
 // tensor lives.
-void composed_attention(const FlashKernels& kernels, const AttentionProblem& problem, const at::Tensor& out_Q,
+void composed_attention(const LibraryAttention& library, const AttentionProblem& problem, const at::Tensor& out_Q,
                         const at::Tensor& lse_HQ);
-void add_composed_attention_backward(const FlashKernels& kernels, const AttentionProblem& problem,
+void add_composed_attention_backward(const LibraryAttention& library, const AttentionProblem& problem,
                                      const at::Tensor& out_Q, const at::Tensor& lse_HQ, const at::Tensor& grad_out_Q,
                                      const AttentionGradients& gradients);
 

@@ -1,11 +1,11 @@
-// Attention composed of calls of a library's FlashAttention, with ATen's of processors.
+// Attention composed of calls of a library, with ATen's FlashAttention of processors.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <set>
 
-#include "espalier/ops/flash/composed.h"
+#include "espalier/ops/composed/attention.h"
 #include "espalier/prove/operation_check.h"
 
 namespace espalier {
@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-TEST(FlashAttention, GivesTheAnswerOfTheOwnKernelsInFloat64) {
+TEST(ComposedAttention, GivesTheAnswerOfTheOwnKernelsInFloat64) {
   for (const OperationCase& each : attention_cases()) {
     if (each.sizes.starts_with("1 rows, path 0")) continue;  // a row that sees itself alone: its gradients are rounding
     for (const DType dtype : {DType::float64, DType::float32}) {
@@ -24,27 +24,31 @@ TEST(FlashAttention, GivesTheAnswerOfTheOwnKernelsInFloat64) {
   }
 }
 
-// A path of 1 with three children, one of which has two again; and every pair that is seen is in one call, once.
-TEST(FlashAttention, CallsHoldEveryPairOnce) {
-  const std::vector<std::int32_t> end{9, 3, 3, 7, 6, 6, 7, 9, 9};
+// A path of 1 with three children, one of which has two again; every pair that is seen is in one call, once, and no
+// square has more rows than it may.
+TEST(ComposedAttention, CallsHoldEveryPairOnce) {
+  const std::vector<std::int32_t> end{10, 3, 3, 7, 6, 6, 7, 10, 10, 10};
   const auto rows = static_cast<std::int32_t>(end.size());
-  std::multiset<std::pair<std::int64_t, std::int64_t>> seen, called;
+  std::multiset<std::pair<std::int64_t, std::int64_t>> seen;
   for (std::int32_t i = 0; i < rows; ++i)
     for (std::int32_t j = 0; j <= i; ++j)
       if (i < end[static_cast<std::size_t>(j)]) seen.insert({i, j});
-  const FlashCalls calls = flash_calls(end);
-  for (std::size_t s = 0; s + 1 < calls.squares.begin.size(); ++s)
-    for (std::int64_t i = calls.squares.begin[s]; i < calls.squares.begin[s + 1]; ++i)
-      for (std::int64_t j = calls.squares.begin[s]; j <= i; ++j) called.insert({i, j});
-  for (const auto& [first, begin, last] : calls.rectangles)
-    for (std::int64_t i = begin; i < last; ++i)
-      for (std::int64_t j = first; j < begin; ++j) called.insert({i, j});
-  EXPECT_EQ(called, seen);
-  EXPECT_EQ(calls.squares.longest, 2);
+  for (const std::int64_t most : {kAnyRows, std::int64_t{2}, std::int64_t{1}}) {
+    const ComposedCalls calls = composed_calls(end, most);
+    std::multiset<std::pair<std::int64_t, std::int64_t>> called;
+    for (std::size_t s = 0; s + 1 < calls.squares.begin.size(); ++s)
+      for (std::int64_t i = calls.squares.begin[s]; i < calls.squares.begin[s + 1]; ++i)
+        for (std::int64_t j = calls.squares.begin[s]; j <= i; ++j) called.insert({i, j});
+    for (const auto& [first, begin, last] : calls.rectangles)
+      for (std::int64_t i = begin; i < last; ++i)
+        for (std::int64_t j = first; j < begin; ++j) called.insert({i, j});
+    EXPECT_EQ(called, seen) << most;
+    EXPECT_EQ(calls.squares.longest, std::min<std::int64_t>(most, 3));
+  }
 }
 
 // FlashAttention-2 writes +inf and 0 for a row without keys; whatever else may stand there is nothing, too.
-TEST(FlashAttention, ARowWithoutKeysAddsNothing) {
+TEST(ComposedAttention, ARowWithoutKeysAddsNothing) {
   const at::Tensor part = at::full({3, 1, 2}, 5.0, at::kDouble), out = at::zeros({3, 1, 2}, at::kDouble);
   part[1].fill_(std::numeric_limits<double>::quiet_NaN());
   const at::Tensor lse = at::full({1, 3}, -kInfinity, at::kDouble);

@@ -1,0 +1,38 @@
+// Attention by graphs of cuDNN as the calls that attention is composed of (ops/composed/attention.h).
+#pragma once
+
+#include "espalier/ops/attention.h"
+#include "espalier/ops/cuda/aten_library.h"
+#include "espalier/ops/cuda/sequence_graph.h"
+
+namespace espalier::cuda {
+
+// On GPU `index` of a compute capability (the major number), in bfloat16 and heads of a multiple of 8 elements up to
+// 256, where each own row has a query; else the kernels of attention_operations(). Its own memory comes from ATen's
+// allocator. Errors: DeviceError where this torch has no CUDA; those of open_cudnn.
+AttentionOperations open_cudnn_attention(int index, int capability);
+
+class CudnnAttention : public AtenLibrary {
+ public:
+  // cuDNN keeps the gradients of all scores of a backward, in bfloat16: 8 MB a head for a square of so many rows.
+  static constexpr std::int64_t kBackwardRows = 2048;
+
+  explicit CudnnAttention(SequenceGraphs& graphs, std::int64_t backward_rows = kBackwardRows)
+      : graphs_(graphs), backward_rows_(backward_rows) {}
+
+  bool takes(at::ScalarType dtype, std::int64_t head_dim) const override;
+  std::int64_t backward_rows() const override { return backward_rows_; }
+  Result rectangle(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) const override;
+  Result squares(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const CausalSquares& squares,
+                 double scale) const override;
+  Gradients rectangle_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               double scale) const override;
+  Gradients squares_backward(const Saved& saved, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const CausalSquares& squares, double scale) const override;
+
+ private:
+  SequenceGraphs& graphs_;
+  std::int64_t backward_rows_;
+};
+
+}  // namespace espalier::cuda

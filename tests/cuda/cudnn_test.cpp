@@ -1,0 +1,351 @@
+// `--attention cudnn` without a GPU: what a graph is told of memory, by attending over exactly these addresses, and
+// that cuDNN itself builds the graphs, kernels and all, for an H100 that is described to it.
+#include <ATen/ATen.h>
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "espalier/base/error.h"
+#include "espalier/device/host_values.h"
+#include "espalier/device/scalar_type.h"
+#include "espalier/ops/cuda/cudnn.h"
+#include "espalier/ops/cuda/cudnn_attention.h"
+#include "espalier/prove/operation_check.h"
+
+namespace espalier::cuda {
+namespace {
+
+constexpr std::size_t index_of(Operand operand) { return static_cast<std::size_t>(operand); }
+
+// Attends over the addresses that a graph was given, element by element in double.
+template <class T, class A>
+class Walk {
+ public:
+  Walk(const SequenceGraph& graph, const SequenceAddresses& addresses) : graph_(graph), addresses_(addresses) {
+    for (const OperandPlace& place : places_of(graph)) places_[index_of(place.operand)] = place;
+  }
+
+  void run() {
+    for (sequence_ = 0; sequence_ < graph_.sequences; ++sequence_) {
+      n_ = static_cast<const std::int32_t*>(addresses_.queries)[sequence_];
+      m_ = static_cast<const std::int32_t*>(addresses_.keys)[sequence_];
+      ASSERT_GE(n_, 0);
+      ASSERT_LE(n_, graph_.queries);
+      ASSERT_LE(m_, graph_.keys);
+      if (n_ == 0) continue;
+      for (std::int64_t head = 0; head < graph_.query_heads; ++head) graph_.backward ? backward(head) : forward(head);
+    }
+  }
+
+ private:
+  template <class Number>
+  Number& at(Operand operand, std::int64_t head, std::int64_t row, std::int64_t d) const {
+    const OperandPlace& place = places_[index_of(operand)];
+    const std::int64_t offset = static_cast<const std::int64_t*>(addresses_.offset[index_of(operand)])[sequence_];
+    return static_cast<Number*>(addresses_.operand[index_of(operand)])[offset + head * place.strides[1] +
+                                                                       row * place.strides[2] + d * place.strides[3]];
+  }
+  double value(Operand operand, std::int64_t head, std::int64_t row, std::int64_t d) const {
+    return static_cast<double>(at<T>(operand, head, row, d));
+  }
+  std::int64_t key_head(std::int64_t head) const { return head / (graph_.query_heads / graph_.key_heads); }
+  std::int64_t seen(std::int64_t query) const { return graph_.causal ? std::min(query + 1, m_) : m_; }
+  double score(std::int64_t head, std::int64_t i, std::int64_t j) const {
+    double sum = 0;
+    for (std::int64_t d = 0; d < graph_.head_size; ++d)
+      sum += value(Operand::q, head, i, d) * value(Operand::k, key_head(head), j, d);
+    return graph_.scale * sum;
+  }
+
+  void forward(std::int64_t head) const {
+    for (std::int64_t i = 0; i < n_; ++i) {
+      double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+      std::vector<double> weights, out(static_cast<std::size_t>(graph_.head_size));
+      for (std::int64_t j = 0; j < seen(i); ++j) largest = std::max(largest, weights.emplace_back(score(head, i, j)));
+      for (double& weight : weights) sum += weight = std::exp(weight - largest);
+      for (std::int64_t d = 0; d < graph_.head_size; ++d) {
+        double mixed = 0;
+        for (std::int64_t j = 0; j < seen(i); ++j)
+          mixed += weights[static_cast<std::size_t>(j)] / sum * value(Operand::v, key_head(head), j, d);
+        at<T>(Operand::out, head, i, d) = static_cast<T>(mixed);
+      }
+      at<A>(Operand::stats, head, i, 0) = static_cast<A>(largest + std::log(sum));
+    }
+  }
+
+  // Gradients of keys and values are overwritten: the first head of a group begins the sum.
+  void backward(std::int64_t head) const {
+    const std::int64_t to = key_head(head), D = graph_.head_size;
+    if (head % (graph_.query_heads / graph_.key_heads) == 0) sums_.assign(static_cast<std::size_t>(2 * m_ * D), 0);
+    for (std::int64_t i = 0; i < n_; ++i) {
+      double delta = 0;
+      std::vector<double> grad_q(static_cast<std::size_t>(D));
+      for (std::int64_t d = 0; d < D; ++d)
+        delta += value(Operand::grad_out, head, i, d) * value(Operand::out, head, i, d);
+      for (std::int64_t j = 0; j < seen(i); ++j) {
+        const double p = std::exp(score(head, i, j) - static_cast<double>(at<A>(Operand::stats, head, i, 0)));
+        double grad_p = 0;
+        for (std::int64_t d = 0; d < D; ++d)
+          grad_p += value(Operand::grad_out, head, i, d) * value(Operand::v, to, j, d);
+        const double grad_score = graph_.scale * p * (grad_p - delta);
+        for (std::int64_t d = 0; d < D; ++d) {
+          grad_q[static_cast<std::size_t>(d)] += grad_score * value(Operand::k, to, j, d);
+          sums_[static_cast<std::size_t>(j * D + d)] += grad_score * value(Operand::q, head, i, d);
+          sums_[static_cast<std::size_t>((m_ + j) * D + d)] += p * value(Operand::grad_out, head, i, d);
+        }
+      }
+      for (std::int64_t d = 0; d < D; ++d)
+        at<T>(Operand::grad_q, head, i, d) = static_cast<T>(grad_q[static_cast<std::size_t>(d)]);
+    }
+    for (std::int64_t j = 0; j < m_; ++j)
+      for (std::int64_t d = 0; d < D; ++d) {
+        at<T>(Operand::grad_k, to, j, d) = static_cast<T>(sums_[static_cast<std::size_t>(j * D + d)]);
+        at<T>(Operand::grad_v, to, j, d) = static_cast<T>(sums_[static_cast<std::size_t>((m_ + j) * D + d)]);
+      }
+  }
+
+  const SequenceGraph& graph_;
+  const SequenceAddresses& addresses_;
+  std::array<OperandPlace, kOperands> places_{};
+  std::int64_t sequence_ = 0, n_ = 0, m_ = 0;
+  mutable std::vector<double> sums_;
+};
+
+// What cuDNN refuses or answers wrongly where it is not so.
+void expect_rules(const SequenceGraph& graph, const SequenceAddresses& addresses, std::int64_t element_bytes) {
+  constexpr std::int64_t kBytes = 16;
+  for (const OperandPlace& place : places_of(graph)) {
+    if (place.operand == Operand::stats) continue;
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(addresses.operand[index_of(place.operand)]) % kBytes, 0U);
+    EXPECT_EQ(place.strides[2] * element_bytes % kBytes, 0);
+  }
+  for (const std::int64_t rows : {graph.queries, graph.keys}) EXPECT_EQ(rows, size_class(rows, 128));
+  EXPECT_EQ(graph.sequences, size_class(graph.sequences, 1));
+}
+
+class WalkedGraphs final : public SequenceGraphs {
+  // cuDNN keeps the gradients of all scores: no more than a square of the rows that the backward was cut into.
+  void expect_room(const SequenceGraph& graph) const {
+    const std::int64_t rows = size_class(backward_rows, 128);
+    EXPECT_LE(graph.sequences * graph.queries * graph.keys, rows * rows);
+  }
+
+ public:
+  at::ScalarType dtype = at::kDouble;
+  std::int64_t backward_rows = CudnnAttention::kBackwardRows;
+  std::map<SequenceGraph, int> runs;
+
+  std::int64_t workspace_bytes(const SequenceGraph&) override { return 1; }
+  void run(const SequenceGraph& graph, const SequenceAddresses& addresses, void*) override {
+    ++runs[graph];
+    expect_rules(graph, addresses, static_cast<std::int64_t>(c10::elementSize(dtype)));
+    if (graph.backward) expect_room(graph);
+    dtype == at::kDouble ? Walk<double, double>(graph, addresses).run() : Walk<float, float>(graph, addresses).run();
+  }
+};
+
+// The composition over these graphs, in the host's memory and every dtype.
+class Walked final : public CudnnAttention {
+ public:
+  using CudnnAttention::CudnnAttention;
+  bool takes(at::ScalarType, std::int64_t) const override { return true; }
+  at::Tensor seen(const at::Tensor& tensor) const override { return tensor; }
+  std::vector<std::int32_t> on_host(const at::Tensor& numbers) const override {
+    const auto values = host_values<std::int32_t>(numbers);
+    return {values.begin(), values.end()};
+  }
+  at::Tensor on_device(const std::vector<std::int32_t>& numbers) const override {
+    return at::tensor(numbers, at::kInt);
+  }
+};
+
+WalkedGraphs* graphs = nullptr;
+
+const CudnnAttention& library() {
+  static std::map<std::int64_t, std::unique_ptr<Walked>> all;
+  auto& one = all[graphs->backward_rows];
+  static WalkedGraphs* of = graphs;
+  if (one == nullptr || of != graphs) one = std::make_unique<Walked>(*graphs, graphs->backward_rows);
+  of = graphs;
+  return *one;
+}
+
+// Attention over these graphs against the own kernels in float64.
+OperationCheck checked(const OperationCase& each, DType dtype) {
+  static const Operations walked = [] {
+    Operations changed = cpu_device().operations();
+    static_cast<AttentionOperations&>(changed) = {
+        [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
+          composed_attention(library(), problem, out, lse);
+        },
+        [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& grad_out,
+           const AttentionGradients& gradients) {
+          add_composed_attention_backward(library(), problem, out, lse, grad_out, gradients);
+        }};
+    return changed;
+  }();
+  std::vector<at::Tensor> arguments, results;
+  for (const auto& [value, kind, result] : each.arguments) {
+    const at::ScalarType type = scalar_type(dtype);
+    arguments.push_back(kind == OperationCase::Kind::fixed ? value
+                        : kind == OperationCase::Kind::sum ? value.to(accumulator_type(type), false, true)
+                                                           : value.to(type, false, true));
+    if (result) results.push_back(arguments.back());
+  }
+  each.call(walked, arguments);
+  return compared(each, dtype, results, answer_of_cpu(each, dtype));
+}
+
+TEST(Cudnn, GraphsAttendOverTheMemoryThatTheyAreTold) {
+  for (const std::int64_t rows : {CudnnAttention::kBackwardRows, std::int64_t{64}, std::int64_t{16}})
+    for (const OperationCase& each : attention_cases()) {
+      if (each.sizes.find("some queries") != std::string::npos) continue;  // own kernels
+      if (each.sizes.starts_with("1 rows, path 0"))
+        continue;  // a row that sees itself alone: its gradients are rounding
+      for (const DType dtype : {DType::float64, DType::float32}) {
+        WalkedGraphs walked;
+        walked.dtype = scalar_type(dtype);
+        walked.backward_rows = rows;
+        graphs = &walked;
+        const OperationCheck check = checked(each, dtype);
+        EXPECT_LE(check.error, check.allowed)
+            << each.operation << ", " << each.sizes << ", " << name_of(dtype) << ", " << rows << " rows of a backward";
+        EXPECT_FALSE(walked.runs.empty());
+      }
+    }
+}
+
+// Branches of a flat group behind a path, some of which are long: rows stand in a fused product, whose rows are at
+// multiples of 16 bytes or not.
+struct FlatGroup {
+  std::int64_t path = 5, heads = 2, key_heads = 1, size = 8;
+  std::vector<std::int32_t> lengths;
+  std::int64_t beside = 0;  // columns of the product that are nobody's
+};
+
+double error_of(const FlatGroup& group) {
+  std::vector<std::int32_t> end;
+  for (const std::int32_t length : group.lengths)
+    end.insert(end.end(), static_cast<std::size_t>(length), static_cast<std::int32_t>(end.size()) + length);
+  const auto T = static_cast<std::int64_t>(end.size());
+  const std::int64_t H = group.heads * group.size, J = group.key_heads * group.size;
+  const at::Tensor product = normal({T, H + 2 * J + group.beside}, 1), path = normal({group.path, 2 * J}, 2);
+  const AttentionProblem problem{group.size,
+                                 product.narrow(1, 0, H),
+                                 product.narrow(1, H, J),
+                                 product.narrow(1, H + J, J),
+                                 path.narrow(1, 0, J),
+                                 path.narrow(1, J, J),
+                                 at::Tensor(),
+                                 whole_numbers(end)};
+  const at::Tensor grad_out = normal({T, H}, 3);
+  std::vector<std::vector<at::Tensor>> answers;
+  for (const bool composed : {true, false}) {
+    const at::Tensor out = at::zeros({T, H}, at::kDouble), lse = at::zeros({group.heads, T}, at::kDouble);
+    const AttentionGradients to{at::zeros_like(out), at::zeros({T, J}, at::kDouble), at::zeros({T, J}, at::kDouble),
+                                at::zeros({group.path, J}, at::kDouble), at::zeros({group.path, J}, at::kDouble)};
+    if (composed) {
+      composed_attention(library(), problem, out, lse);
+      add_composed_attention_backward(library(), problem, out, lse, grad_out, to);
+    } else {
+      cpu_device().operations().attention(problem, out, lse);
+      cpu_device().operations().add_attention_backward(problem, out, lse, grad_out, to);
+    }
+    answers.push_back({out, lse, to.q_Q, to.own_k_T, to.own_v_T, to.path_k_P, to.path_v_P});
+  }
+  double error = 0;
+  for (std::size_t i = 0; i < answers[0].size(); ++i)
+    error =
+        std::max(error, (answers[0][i] - answers[1][i]).norm().item<double>() / answers[1][i].norm().item<double>());
+  return error;
+}
+
+TEST(Cudnn, ManyShortBranchesShareFewGraphs) {
+  FlatGroup group;
+  for (int i = 0; i < 3000; ++i) group.lengths.push_back(1 + i % 3);
+  group.lengths[0] = 300;
+  WalkedGraphs walked;
+  graphs = &walked;
+  EXPECT_LE(error_of(group), 1e-12);
+  int runs = 0;
+  for (const auto& [graph, times] : walked.runs) runs += times;
+  EXPECT_LE(walked.runs.size(), 10U);
+  EXPECT_GT(runs, static_cast<int>(walked.runs.size()));
+}
+
+TEST(Cudnn, RowsOfAFusedProductAreReadWhereTheyStand) {
+  for (const std::int64_t beside : {0, 8, 3}) {
+    WalkedGraphs walked;
+    graphs = &walked;
+    EXPECT_LE(error_of({.lengths = {7, 140, 1}, .beside = beside}), 1e-12) << beside;
+    for (const auto& [graph, times] : walked.runs) EXPECT_EQ(graph.q_row, beside == 3 ? 16 : 32 + beside) << beside;
+  }
+}
+
+// What cuDNN 9.19 asks of a device, for an H100 with 80 GB.
+const char* const kH100 = R"({"deviceVer": 900, "driverVer": 13000, "cudaDeviceId": 0, "totalGlobalMem": 85520809984,
+  "maxGridSize": [2147483647, 65535, 65535], "maxBlockSize": [1024, 1024, 64], "regsPerBlock": 65536,
+  "multiProcessorCount": 132, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
+  "maxSharedMemoryPerBlockOptin": 232448, "reservedSharedMemoryPerBlock": 1024, "maxRegistersPerSM": 65536,
+  "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0,
+  "supportCoopLaunch": 1, "smClockRateKHz": 1980000, "memClockRateKHz": 2619000, "l2CacheSize": 52428800,
+  "deviceName": "NVIDIA H100 80GB HBM3"})";
+
+// Why cuDNN cannot build plans here; empty where it can. A library stands in for the driver, which would load kernels.
+std::string look_for_cudnn() {
+#ifndef ESPALIER_WITH_CUDNN
+  return "built without cudnn_frontend.h or cudnn.h";
+#else
+  if (dlopen("libcuda.so.1", RTLD_NOW) != nullptr) return "this machine has a driver: espalier selftest shows more";
+  for (const char* needed : {ESPALIER_DRIVER_STAND_IN, "libcudnn.so.9", "libnvrtc.so.13"})
+    if (dlopen(needed, RTLD_NOW | RTLD_GLOBAL) == nullptr) return dlerror();
+  return "";
+#endif
+}
+
+const std::string& no_plans_here() {
+  static const std::string problem = look_for_cudnn();
+  return problem;
+}
+
+SequenceGraph graph_of(bool backward, bool causal, std::int64_t sequences, std::int64_t queries, std::int64_t keys,
+                       std::int64_t size) {
+  constexpr std::int64_t kHeads = 8, kKeyHeads = 2;
+  const std::int64_t fused = (kHeads + 2 * kKeyHeads) * size, out = kHeads * size;
+  return {backward, causal, sequences, queries, keys, kHeads, kKeyHeads, size, fused, fused, fused, out, out, 0.1};
+}
+
+TEST(Cudnn, BuildsEveryKindOfGraphForAnH100) {
+  if (!no_plans_here().empty()) GTEST_SKIP() << no_plans_here();
+  const auto built = cudnn_without_gpu(kH100);
+  constexpr std::int64_t kSmall = 1 << 20;
+  for (const std::int64_t size : {64, 128, 256})
+    for (const bool causal : {true, false}) {
+      const std::int64_t sequences = causal ? 4 : 1, queries = causal ? 1024 : 2048, keys = 1024;
+      EXPECT_LE(built->workspace_bytes(graph_of(false, causal, sequences, 4 * queries, 4 * keys, size)), kSmall);
+      // In one order: gradients of all scores in bfloat16; delta in float32; those of keys and values of each head.
+      const SequenceGraph backward = graph_of(true, causal, sequences, queries, keys, size);
+      const std::int64_t rows = sequences * backward.query_heads;
+      const std::int64_t wanted = rows * (queries * keys * 2 + queries * 4 + 2 * keys * size * 2);
+      EXPECT_GE(built->workspace_bytes(backward), wanted) << size;
+      EXPECT_LE(built->workspace_bytes(backward), wanted + kSmall) << size;
+    }
+}
+
+TEST(Cudnn, WhatItCannotBuildIsSaid) {
+  if (!no_plans_here().empty()) GTEST_SKIP() << no_plans_here();
+  EXPECT_THROW(cudnn_without_gpu("{}"), DeviceError);
+  const auto built = cudnn_without_gpu(kH100);
+  try {
+    built->workspace_bytes(graph_of(true, true, 1, 128, 128, 264));
+    FAIL() << "heads of 264 elements";
+  } catch (const DeviceError& error) {
+    EXPECT_NE(std::string(error.what()).find("heads of 264"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace espalier::cuda
