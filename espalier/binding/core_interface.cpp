@@ -87,7 +87,7 @@ espalier_plan* planned(const espalier_rollouts& rollouts, const espalier_shape& 
   if (options.trunk_state == SavedState::offload)
     throw UnsupportedError(
         {"trunk_state", "auto, keep or recompute", "'offload'", "A model in Python keeps its own activations"});
-  options.wave_state = options.path_state = SavedState::keep;
+  options.wave_state = SavedState::keep, options.path_state = PathState::keep;
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = true;
   plan_options.kind.gradients = request.gradients != 0;

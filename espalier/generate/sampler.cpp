@@ -17,6 +17,7 @@
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
 #include "espalier/generate/prompt_group.h"
+#include "espalier/model/path_source.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
@@ -290,7 +291,8 @@ Generated Generation::run() {
     admit();
     step();
   }
-  while (somebody_runs(false)) decoder_.join_forward(arena_);
+  NoRows nothing;
+  while (somebody_runs(false)) decoder_.join_forward(arena_, nothing);
   progress_.end();
   report_.seconds_decode = timer.total() - report_.seconds_prompt;
   gather_results();

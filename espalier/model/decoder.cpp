@@ -9,16 +9,6 @@
 #include "espalier/model/expert_mlp.h"
 
 namespace espalier {
-namespace {
-
-// Of no rows: nobody asks it.
-class NoSource final : public KvSource {
- public:
-  void attend(const LayerAttention&, const at::Tensor&, const at::Tensor&) override {}
-};
-
-}  // namespace
-
 Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh)
     : local_(shape), shape_(shape.own()), weights_(std::move(weights)), device_(device), mesh_(mesh) {}
 
@@ -57,21 +47,20 @@ bool Decoder::joins_experts(std::int64_t layer) const {
 }
 
 // What follows brings units in the order of forward and add_backward: these are collectives.
-void Decoder::join_forward(Arena& arena) const {
+void Decoder::join_forward(Arena& arena, KvSource& kv) const {
   const ModelInput no_rows;
-  NoSource nothing;
   if (is_first_stage()) weights_.bring(Unit::kEmbedding);
   weights_.ask(0);
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     bring_layer(layer, layer + 1);
-    if (joins_experts(layer)) join_experts_forward(context({no_rows, nothing, arena}, layer));
+    kv.begin_forward(layer);
+    if (joins_experts(layer)) join_experts_forward(context({no_rows, kv, arena}, layer));
   }
   if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
 }
 
-void Decoder::join_backward(ModelViews& grads, Arena& arena) const {
+void Decoder::join_backward(ModelViews& grads, Arena& arena, KvSource& kv) const {
   const ModelInput no_rows;
-  NoSource nothing;
   const auto join = [&](std::int64_t unit) { grads.bring(unit), grads.let_go(unit); };
   if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
   weights_.ask(shape_.layers - 1);
@@ -79,10 +68,12 @@ void Decoder::join_backward(ModelViews& grads, Arena& arena) const {
   for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
     bring_layer(layer, layer - 1);
     grads.bring(layer);
+    kv.begin_backward(layer);
     if (joins_experts(layer))
-      join_experts_backward(context({no_rows, nothing, arena}, layer), grads.layers[static_cast<std::size_t>(layer)]);
+      join_experts_backward(context({no_rows, kv, arena}, layer), grads.layers[static_cast<std::size_t>(layer)]);
     grads.let_go(layer);
   }
+  kv.end_backward();
   if (is_first_stage()) join(Unit::kEmbedding);
 }
 
@@ -250,6 +241,7 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
     if (run.keeper != nullptr) run.keeper->let_go(layer);
     grad_stream = grad_stream_TM;
   }
+  run.kv.end_backward();
   leave_backward(input, grad_stream, grads);
 }
 

@@ -62,9 +62,10 @@ class Decoder {
                     const RouterPenalties& penalties = {}) const;
 
   // What a rank without rows of its own runs while others run forward, or add_backward: its experts, on their rows, and
-  // what brings together divided weights. The latter adds to the gradients of its experts.
-  void join_forward(Arena& arena) const;
-  void join_backward(ModelViews& grads, Arena& arena) const;
+  // what brings together divided weights, and layers of what the others attend to (NoRows). The latter adds to the
+  // gradients of its experts.
+  void join_forward(Arena& arena, KvSource& kv) const;
+  void join_backward(ModelViews& grads, Arena& arena, KvSource& kv) const;
 
   const ModelShape& shape() const { return shape_; }  // of this rank
   const LocalShape& local() const { return local_; }

@@ -34,6 +34,7 @@ class DividedSource final : public KvSource {
 
   void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
   void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
+  void end_backward() override { path_.end_backward(); }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,

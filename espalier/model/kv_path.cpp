@@ -14,19 +14,23 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
   const ElementBytes bytes = element_bytes(dtype);
   const PathBuffers declared({shape, bytes, false}, capacity, with_gradients);
-  const std::int64_t width = shape.kv_heads * shape.head_dim;
-  if (keeper != nullptr && layers_awake < shape.layers)
-    window_.emplace(*keeper, width * bytes.activation, width * bytes.accumulator, layers_awake);
-  const auto take = [&](BufferList::Place place, at::Tensor& tensor) {
-    const std::int64_t begin = arena.in_use();
-    const at::Tensor taken_PW = arena.take(declared, place, dtype);
-    if (taken_PW.defined()) tensor = taken_PW.view({capacity, shape.kv_heads, shape.head_dim});
-    return Arena::Range{begin, arena.in_use()};
-  };
-  for (Layer& layer : layers_) {
-    const PathWindow::Ranges ranges{take(declared.k_PW, layer.k), take(declared.v_PW, layer.v),
-                                    take(declared.grad_k_PW, layer.grad_k), take(declared.grad_v_PW, layer.grad_v)};
-    if (window_) window_->add_layer(ranges);
+  if (keeper != nullptr && layers_awake < shape.layers) window_.emplace(*keeper, layers_awake);
+  std::array<PathKeeper::Member, PathKeeper::kKinds> members;
+  const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
+  for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    for (int kind = 0; kind < PathKeeper::kKinds && !(window_ && window_->shares_places()); ++kind) {
+      const std::int64_t begin = arena.in_use();
+      const at::Tensor taken_PW = arena.take(declared, places[kind], dtype);
+      members[static_cast<std::size_t>(kind)] = {
+          static_cast<PathKeeper::Kind>(kind), 0, {begin, arena.in_use()}, taken_PW};
+    }
+    const auto rows_of = [&](std::size_t kind) {
+      const at::Tensor& rows_PW = members[kind].rows_PW;
+      return rows_PW.defined() ? rows_PW.view({capacity, shape.kv_heads, shape.head_dim}) : rows_PW;
+    };
+    layers_[layer] = {rows_of(0), rows_of(1), rows_of(2), rows_of(3)};
+    for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);
+    if (window_) window_->add_layer(members);
   }
 }
 
@@ -34,7 +38,6 @@ void KvPath::push(std::int64_t rows, std::int64_t contributions) {
   ESPALIER_INTERNAL(rows_ + rows <= capacity_, rows_, " + ", rows, " rows on a path of ", capacity_);
   trunks_.push_back({rows_, rows_ + rows, contributions, std::vector<std::int64_t>(layers_.size(), 0)});
   rows_ += rows;
-  if (window_) window_->end_backward();
   for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer)
     if (!window_ || !window_->sleeps(layer)) zero_gradients(layer, rows_ - rows, rows_);
 }
@@ -52,6 +55,10 @@ void KvPath::begin_forward(std::int64_t layer) {
 
 void KvPath::begin_backward(std::int64_t layer, std::int64_t rows_above) {
   if (window_ && rows_ > 0) zero_gradients(layer, window_->begin_backward(layer, rows_, rows_above), rows_);
+}
+
+void KvPath::end_backward() {
+  if (window_) window_->end_backward();
 }
 
 void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end) {

@@ -5,7 +5,8 @@
 // number of waves adds up without loss (mathematics, section 2). Every trunk knows how many contributions the plan
 // promises; reading a trunk's gradient before the last one, or adding after, is an error, not a wrong number.
 //
-// Layers that are not in use may sleep: who reads or writes a layer says so before, in the order of a pass.
+// Layers that are not in use may sleep: who reads or writes a layer says so before, in the order of a pass. Where ranks
+// of cp divide them (saved/divided_path.h) they do so together, also one without rows of its own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,9 +38,10 @@ class KvPath {
   void pop();
 
   // A set of rows runs a layer: forwards from the first to the last, or, `rows_above` being those of the path that
-  // it sees, backwards. The layer can be read and written until the next one begins.
+  // it sees, backwards. The layer can be read and written until the next one begins, or the backward ends.
   void begin_forward(std::int64_t layer);
   void begin_backward(std::int64_t layer, std::int64_t rows_above);
+  void end_backward();
   bool sleeps() const { return window_.has_value(); }
 
   Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows

@@ -39,6 +39,7 @@ class KvSource {
   // A layer is run, in the order of a pass: what the rows attend to there is read and written until the next one is.
   virtual void begin_forward(std::int64_t) {}
   virtual void begin_backward(std::int64_t) {}
+  virtual void end_backward() {}
 
   // Whether the rows' keys and values outlive the forward: they are then written to `kept`, [T, J*D], which is
   // undefined otherwise.

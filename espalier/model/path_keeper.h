@@ -1,5 +1,9 @@
-// Who keeps what a path holds of layers that are not in use (saved/). The path says which bytes of it count.
+// Who keeps what a path holds of layers that are not in use (saved/). The path says which rows of it count.
+//
+// Shapes: P rows that a path has room for, W elements of a row's keys, or values.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
@@ -9,16 +13,31 @@ namespace espalier {
 
 class PathKeeper {
  public:
+  enum class Kind { keys, values, grad_keys, grad_values };
+  static constexpr int kKinds = 4;
+
+  // What a path holds of a layer: of gradients nothing in forward-only passes.
+  struct Member {
+    Kind kind = Kind::keys;
+    std::int64_t layer = 0;
+    Arena::Range range = {};
+    at::Tensor rows_PW = {};  // undefined where it is nothing
+
+    bool is_gradient() const { return kind == Kind::grad_keys || kind == Kind::grad_values; }
+  };
+
   virtual ~PathKeeper() = default;
 
-  // One more range of the arena, which sleeps from now on; returns its number.
-  virtual int add(Arena::Range range) = 0;
-  // The next to be brought back, after those asked for before: read ahead while others compute.
-  virtual void ask(int member, std::int64_t bytes) = 0;
-  // The member is in memory again, its first `bytes` are those that were put away last; the others are undefined. It
-  // is the first of those asked for, or none is.
-  virtual void bring_back(int member, std::int64_t bytes) = 0;
-  // The member sleeps. Its bytes [begin, end) have changed and are kept; of the others what was kept before.
+  // Whether all layers lie in one place, where those of the layer in use are.
+  virtual bool one_place() const = 0;
+  // One more member, which is not in use from now on; returns its number.
+  virtual int add(const Member& member) = 0;
+  // The next to be brought back, after those asked for before: it comes while others compute.
+  virtual void ask(int member, std::int64_t rows) = 0;
+  // The member is in its place again, its first `rows` rows are those that were put away last; the others are
+  // undefined. It is the first of those asked for, or none is.
+  virtual void bring_back(int member, std::int64_t rows) = 0;
+  // The member is not in use. Its rows [begin, end) have changed and are kept; of the others what was kept before.
   virtual void put_away(int member, std::int64_t begin, std::int64_t end) = 0;
 };
 

@@ -20,6 +20,7 @@ class PathSource final : public KvSource {
 
   void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
   void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
+  void end_backward() override { path_.end_backward(); }
   bool keeps() const override { return is_trunk_; }
   KeysValues kept(std::int64_t layer) const override;
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
@@ -36,6 +37,21 @@ class PathSource final : public KvSource {
   std::int64_t path_rows_;
   bool is_trunk_;
   at::Tensor subtree_end_T_;
+};
+
+// No rows, of a rank that takes part in what others run. With a path: others of cp run a wave over the trunks that are
+// open, which they have divided.
+class NoRows final : public KvSource {
+ public:
+  explicit NoRows(KvPath* path = nullptr) : path_(path) {}
+
+  void begin_forward(std::int64_t layer) override;
+  void begin_backward(std::int64_t layer) override;
+  void end_backward() override;
+  void attend(const LayerAttention&, const at::Tensor&, const at::Tensor&) override {}
+
+ private:
+  KvPath* path_;
 };
 
 }  // namespace espalier

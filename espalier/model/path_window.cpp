@@ -5,16 +5,19 @@
 
 namespace espalier {
 
-void PathWindow::add_layer(const Ranges& ranges) {
+void PathWindow::add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members) {
   const bool stays = !sleeps(static_cast<std::int64_t>(layers_.size()));
   Layer& layer = layers_.emplace_back();
   if (stays) return;
-  layer.keys_values = {keeper_.add(ranges.keys), keeper_.add(ranges.values)};
-  layer.gradients = {keeper_.add(ranges.grad_keys), keeper_.add(ranges.grad_values)};
+  layer.keys_values = {keeper_.add(members[0]), keeper_.add(members[1])};
+  layer.gradients = {keeper_.add(members[2]), keeper_.add(members[3])};
+}
+
+bool PathWindow::shares_places() const {
+  return keeper_.one_place() && static_cast<std::int64_t>(layers_.size()) > layers_awake_;
 }
 
 void PathWindow::begin_forward(std::int64_t layer, std::int64_t rows) {
-  end_backward();
   if (sleeps(layer)) {
     use(layer, false);
     changed_from_ = std::min(changed_from_, at(layer).rows);
@@ -38,25 +41,25 @@ void PathWindow::use(std::int64_t number, bool gradients) {
   if (awake_ != number) {
     put_away();
     awake_ = number, changed_from_ = layer.rows;
-    for (const int member : layer.keys_values) keeper_.bring_back(member, layer.rows * row_bytes_);
+    for (const int member : layer.keys_values) keeper_.bring_back(member, layer.rows);
   }
   if (!gradients || gradients_awake_) return;
   gradients_awake_ = true;
-  for (const int member : layer.gradients) keeper_.bring_back(member, layer.gradient_rows * gradient_bytes_);
+  for (const int member : layer.gradients) keeper_.bring_back(member, layer.gradient_rows);
 }
 
 void PathWindow::ask_ahead(std::int64_t number, bool gradients) {
   if (number < 0 || number >= static_cast<std::int64_t>(layers_.size()) || !sleeps(number) || number == awake_) return;
   const Layer& layer = at(number);
-  for (const int member : layer.keys_values) keeper_.ask(member, layer.rows * row_bytes_);
+  for (const int member : layer.keys_values) keeper_.ask(member, layer.rows);
   if (!gradients) return;
-  for (const int member : layer.gradients) keeper_.ask(member, layer.gradient_rows * gradient_bytes_);
+  for (const int member : layer.gradients) keeper_.ask(member, layer.gradient_rows);
 }
 
 void PathWindow::end_backward() {
   if (!gradients_awake_) return;
   const Layer& layer = at(awake_);
-  for (const int member : layer.gradients) keeper_.put_away(member, 0, layer.gradient_rows * gradient_bytes_);
+  for (const int member : layer.gradients) keeper_.put_away(member, 0, layer.gradient_rows);
   gradients_awake_ = false;
 }
 
@@ -64,8 +67,7 @@ void PathWindow::put_away() {
   if (awake_ < 0) return;
   end_backward();
   const Layer& layer = at(awake_);
-  for (const int member : layer.keys_values)
-    keeper_.put_away(member, std::min(changed_from_, layer.rows) * row_bytes_, layer.rows * row_bytes_);
+  for (const int member : layer.keys_values) keeper_.put_away(member, std::min(changed_from_, layer.rows), layer.rows);
   awake_ = -1;
 }
 

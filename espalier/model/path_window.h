@@ -1,5 +1,6 @@
 // Which layers of a path are in memory where not all of them are: the first ones always, and of the others the one in
-// use; the next one is read ahead. A pass ends where the next one begins, so that its last layer stays.
+// use; the next one is brought ahead. Keys and values of the last layer of a pass stay, for the next one may begin
+// there.
 #pragma once
 
 #include <array>
@@ -12,19 +13,14 @@ namespace espalier {
 
 class PathWindow {
  public:
-  // What one layer holds in the arena; gradients are empty in forward-only passes.
-  struct Ranges {
-    Arena::Range keys, values, grad_keys, grad_values;
-  };
+  // The first `layers_awake` layers do not sleep. The keeper must outlive the object.
+  PathWindow(PathKeeper& keeper, std::int64_t layers_awake) : keeper_(keeper), layers_awake_(layers_awake) {}
 
-  // A row of keys (or values) of one layer has `row_bytes`, of their gradients `gradient_bytes`. The first
-  // `layers_awake` layers do not sleep. The keeper must outlive the object.
-  PathWindow(PathKeeper& keeper, std::int64_t row_bytes, std::int64_t gradient_bytes, std::int64_t layers_awake)
-      : keeper_(keeper), row_bytes_(row_bytes), gradient_bytes_(gradient_bytes), layers_awake_(layers_awake) {}
-
-  // The next layer: it sleeps from now on, if it is not one of the first.
-  void add_layer(const Ranges& ranges);
+  // The next layer's members, by kind: it sleeps from now on, if it is not one of the first.
+  void add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members);
   bool sleeps(std::int64_t layer) const { return layer >= layers_awake_; }
+  // Whether the next layer takes the places of the one before it.
+  bool shares_places() const;
 
   // Keys and values of a layer are in memory until another layer is asked for; those of all `rows` are there
   // afterwards, for rows that are new are written in this forward.
@@ -49,7 +45,7 @@ class PathWindow {
   Layer& at(std::int64_t layer) { return layers_[static_cast<std::size_t>(layer)]; }
 
   PathKeeper& keeper_;
-  std::int64_t row_bytes_, gradient_bytes_, layers_awake_;
+  std::int64_t layers_awake_;
   std::vector<Layer> layers_;
   std::int64_t awake_ = -1;        // of those that sleep, the one in memory; -1: none
   bool gradients_awake_ = false;   // its gradients, too; they have changed

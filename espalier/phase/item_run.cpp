@@ -35,14 +35,16 @@ bool needs_whole_rollout(const StepRun& step) { return step.trains() && step.hea
 
 }  // namespace
 
-void join_forward(const StepRun& step) {
-  step.decoder.join_forward(step.arena);
+void join_forward(const StepRun& step, bool on_path) {
+  NoRows rows(on_path ? &step.path : nullptr);
+  step.decoder.join_forward(step.arena, rows);
   if (has_head(step)) with_head(step, step.trains() && !needs_whole_rollout(step), [] {});
 }
 
-void join_backward(const StepRun& step) {
+void join_backward(const StepRun& step, bool on_path) {
+  NoRows rows(on_path ? &step.path : nullptr);
   if (has_head(step) && needs_whole_rollout(step)) with_head(step, true, [] {});
-  step.decoder.join_backward(step.gradients->views(), step.arena);
+  step.decoder.join_backward(step.gradients->views(), step.arena, rows);
 }
 
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)

@@ -54,7 +54,7 @@ class StageExecutor : public Executor {
     end_waves();
     trim();
     OpenItem& trunk = open_.emplace_back(step_, item, step_.arena);
-    step_.path.push(item.set.rows, count_items(item.below, cp_.rank()));
+    step_.path.push(item.set.rows, count_items(item.below, cp_.rank()) + in_step_.joined_below());
     book_open([&] { trunk.run.forward(); });
     result.trunk_rows += trunk.run.rows();
     ++result.trunk_forwards;
@@ -96,17 +96,17 @@ class StageExecutor : public Executor {
  private:
   // Takes part, without rows, in the events that others have before its own next one.
   void join_others() {
-    while (const std::optional<Event> event = in_step_.take_of_others()) switch (*event) {
+    while (const std::optional<InStep::Turn> turn = in_step_.take_of_others()) switch (turn->event) {
         case Event::open:
           end_waves();
-          book_open([&] { join_forward(step_); });
+          book_open([&] { join_forward(step_, turn->on_path); });
           break;
         case Event::wave:
-          begin_wave(nullptr);
+          begin_wave(nullptr, turn->on_path);
           break;
         case Event::close:
           end_waves();
-          if (step_.trains()) book_close([&] { run_backward([&] { join_backward(step_); }); });
+          if (step_.trains()) book_close([&] { run_backward([&] { join_backward(step_, turn->on_path); }); });
           break;
       }
   }
@@ -144,15 +144,20 @@ class StageExecutor : public Executor {
     ItemRun run;
   };
 
+  // A wave in flight: of its own, or of others, and whether they divide the path that it sees.
+  struct Wave {
+    std::optional<OpenItem> own = {};
+    bool on_path = false;
+  };
+
   // Null: a wave that others run, which is in flight here as it is there.
-  void begin_wave(const PlanItem* item) {
+  void begin_wave(const PlanItem* item, bool on_path = false) {
     Arena* region = regions_.empty() ? nullptr : regions_[waves_begun_++ % regions_.size()].get();
     book_wave([&] {
-      if (item == nullptr) {
-        in_flight_.emplace_back();
-        return join_forward(step_);
-      }
-      OpenItem& wave = *in_flight_.emplace_back(std::in_place, step_, *item, region ? *region : step_.arena);
+      Wave& begun = in_flight_.emplace_back();
+      begun.on_path = on_path;
+      if (item == nullptr) return join_forward(step_, on_path);
+      OpenItem& wave = begun.own.emplace(step_, *item, region ? *region : step_.arena);
       wave.run.forward();
       result.wave_rows += wave.run.rows();
     });
@@ -163,8 +168,9 @@ class StageExecutor : public Executor {
 
   void end_first_wave() {
     book_wave([&] {
-      if (in_flight_.front()) return add_backward(in_flight_.front()->run);
-      run_backward([&] { join_backward(step_); });
+      Wave& first = in_flight_.front();
+      if (first.own) return add_backward(first.own->run);
+      run_backward([&] { join_backward(step_, first.on_path); });
     });
     in_flight_.pop_front();
     if (!regions_.empty()) regions_[waves_ended_++ % regions_.size()]->trim();
@@ -241,9 +247,9 @@ class StageExecutor : public Executor {
   InStep in_step_;
   const Group &cp_, &pp_;
   const std::size_t most_in_flight_;
-  std::vector<std::unique_ptr<Arena>> regions_;    // of waves in flight, in turn; none: the arena serves them
-  std::deque<OpenItem> open_;                      // trunks, innermost last
-  std::deque<std::optional<OpenItem>> in_flight_;  // waves whose backward has not run, oldest first; nothing: others'
+  std::vector<std::unique_ptr<Arena>> regions_;  // of waves in flight, in turn; none: the arena serves them
+  std::deque<OpenItem> open_;                    // trunks, innermost last
+  std::deque<Wave> in_flight_;                   // waves whose backward has not run, oldest first
   at::Tensor penalties_IL2_;  // of the items in the order of their backwards; undefined without router losses
   std::int64_t backwards_ = 0, backwards_left_ = 0, rows_done_ = 0;
   std::size_t waves_begun_ = 0, waves_ended_ = 0;

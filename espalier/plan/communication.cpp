@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,7 +77,9 @@ class Communication::Walk {
   void run(std::span<const StepPlan* const> plans) {
     const Degrees& d = local_.degrees();
     const Place& place = local_.place();
-    const RankRange together = joint_ranks(d, place);
+    const bool path_divided = std::ranges::any_of(plans, [](const StepPlan* plan) { return plan->path.divided; });
+    const RankRange together = joint_ranks(d, place, path_divided);
+    path_ = plans[static_cast<std::size_t>(place.dp)]->path;
     std::vector<std::string> events;
     std::vector<std::vector<const PlanItem*>> items;
     for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank) {
@@ -88,31 +91,28 @@ class Communication::Walk {
                        of_ep = std::max<std::int64_t>(1, d.ep / d.tp);
     std::vector<std::size_t> taken(items.size());
     for (const JointEvent& next : joint_order(std::move(events), d.cp, together.begin)) {
-      const PlanItem* item = nullptr;
-      others_.clear();
+      Turn turn;
       for (std::size_t i = 0; i < items.size(); ++i) {
         const auto rank = static_cast<std::int64_t>(i);
         if (!next.own[i]) continue;
         const PlanItem& here = *items[i][taken[i]++];
+        turn.on_path = turn.on_path || (path_.divided && (together.begin + rank) / d.cp == place.dp);
         if (rank == own)
-          item = &here;
+          turn.item = &here;
         else if (rank / of_ep == own / of_ep)
-          others_.push_back(rows_on(here, (together.begin + rank) % d.cp));
+          turn.others.push_back(rows_on(here, (together.begin + rank) % d.cp));
       }
-      own_rows_ = item ? rows_on(*item, place.cp) : Rows{};
-      if (next.event == Event::open) forward(item, traffic.bytes.a);
-      if (next.event == Event::wave) forward(item, traffic.bytes.b);
-      if (!kind_.gradients) continue;
-      if (next.event == Event::wave) backward(item, traffic.bytes.b);
-      if (next.event == Event::close) backward(item, traffic.bytes.c);
+      if (turn.item) turn.rows = rows_on(*turn.item, place.cp);
+      take(next.event, std::move(turn));
     }
+    end_waves();
   }
 
   // An event of others, forward and backward.
   void join() {
     AxisBytes ignored;
-    forward(nullptr, ignored);
-    if (kind_.gradients) backward(nullptr, ignored);
+    forward(Turn{}, ignored);
+    if (kind_.gradients) backward(Turn{}, ignored);
   }
 
   // Gradients of copies within tp, and of replicas.
@@ -157,6 +157,50 @@ class Communication::Walk {
   struct Rows {
     std::int64_t all = 0, outputs = 0;
   };
+
+  // This rank's part in an event.
+  struct Turn {
+    const PlanItem* item = nullptr;  // null: of others, this rank has no rows
+    Rows rows = {};
+    std::vector<Rows> others = {};  // of the ranks that share experts with this one
+    bool on_path = false;           // ranks of its cp run it, and divide the path
+  };
+
+  // Waves are in flight as in phase/stage.h.
+  void take(Event event, Turn turn) {
+    if (event != Event::wave) end_waves();
+    const std::int64_t own = event != Event::wave && turn.item ? turn.item->set.rows : 0;
+    if (event == Event::open) open_rows_ += own;
+    if (event == Event::open) forward(turn, traffic.bytes.a);
+    if (event == Event::wave) forward(turn, traffic.bytes.b);
+    if (event == Event::close && kind_.gradients) backward(turn, traffic.bytes.c);
+    if (event == Event::close) open_rows_ -= own;
+    if (open_rows_ == 0) layer_here_ = -1;
+    if (event != Event::wave || !kind_.gradients) return;
+    in_flight_.push_back(std::move(turn));
+    if (static_cast<std::int64_t>(in_flight_.size()) == local_.degrees().pp - local_.place().pp) end_first_wave();
+  }
+  void end_first_wave() {
+    backward(in_flight_.front(), traffic.bytes.b);
+    in_flight_.pop_front();
+  }
+  void end_waves() {
+    while (!in_flight_.empty()) end_first_wave();
+  }
+
+  // The path's rows of a layer, keys and values.
+  void bring_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
+    if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
+    if (std::exchange(layer_here_, layer) == layer) return;
+    for (int i = 0; i < 2; ++i) give(cp_, Collective::gather, path_share(rows) * key_value_width() / 2 * b_, phase.cp);
+  }
+  void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
+    if (!turn.on_path || layer < path_.layers_awake) return;
+    for (int i = 0; i < 2; ++i)
+      give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * key_value_width() / 2 * s_, phase.cp);
+  }
+  std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
+  std::int64_t rows_above(const Turn& turn) const { return turn.item ? turn.item->path_rows : open_rows_; }
   Rows rows_on(const PlanItem& item, std::int64_t cp_rank) const {
     if (!is_divided(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
     const RowShares shares(item.set.rows, cp_.ranks);
@@ -210,39 +254,42 @@ class Communication::Walk {
     if (with_gradient) scatter_sum(unit, phase);
   }
 
-  // Of an event; null: of others, this rank has no rows.
-  void forward(const PlanItem* item, AxisBytes& phase) {
-    const std::int64_t T = own_rows_.all, M = own_.hidden;
+  void forward(const Turn& turn, AxisBytes& phase) {
+    const PlanItem* item = turn.item;
+    const std::int64_t T = turn.rows.all, M = own_.hidden;
     const bool with_gradient = kind_.gradients && !kind_.whole_rollout;
     if (local_.place().pp == 0) gather(Unit::kEmbedding, phase);
     if (local_.place().pp == 0) give(tp_, Collective::sum, T * M * b_, phase.tp);
     for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
       const bool experts = own_.has_experts(layer);
-      const std::int64_t R = continuing(own_rows_, layer);
+      const std::int64_t R = continuing(turn.rows, layer);
       gather(layer, phase);
+      bring_path(turn, layer, rows_above(turn), phase);
       if (item) gather_context(*item, phase);
       give(tp_, Collective::sum, R * M * b_, phase.tp);
       give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (experts) exchange(layer, M * b_, M * b_, phase);
+      if (experts) exchange(turn, layer, M * b_, M * b_, phase);
     }
     if (item) control(*item, phase);
     if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
     gather(Unit::kFinalNorm, phase);
     bring_head(with_gradient, phase);
-    if (item) head(*item, phase, with_gradient);
+    if (item) head(turn, phase, with_gradient);
   }
 
-  void backward(const PlanItem* item, AxisBytes& phase) {
-    const std::int64_t T = own_rows_.all, M = own_.hidden, k = own_.experts_per_token;
+  void backward(const Turn& turn, AxisBytes& phase) {
+    const PlanItem* item = turn.item;
+    const std::int64_t T = turn.rows.all, M = own_.hidden, k = own_.experts_per_token;
     const bool again = item && item->kind == ItemKind::wave, recomputes = item && item->state.recomputes_attention();
     if (item) control(*item, phase);
     if (last_stage_ && kind_.whole_rollout) bring_head(true, phase);
-    if (item && last_stage_ && kind_.whole_rollout) head(*item, phase, true);
+    if (item && last_stage_ && kind_.whole_rollout) head(turn, phase, true);
     if (last_stage_) gather(Unit::kFinalNorm, phase), scatter_sum(Unit::kFinalNorm, phase);
     for (std::int64_t layer = own_.layers - 1; layer >= 0; --layer) {
       const bool experts = own_.has_experts(layer);
-      const std::int64_t R = continuing(own_rows_, layer);
+      const std::int64_t R = continuing(turn.rows, layer);
       gather(layer, phase), scatter_sum(layer, phase);
+      bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
       if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
       if (again && recomputes) gather_context(*item, phase);
       if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
@@ -252,29 +299,29 @@ class Communication::Walk {
         give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
       if (!experts) continue;
       give(tp_, Collective::sum, R * k * s_, phase.tp);
-      exchange(layer, 2 * M * b_ + s_, M * s_ + s_, phase);
+      exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
     }
     if (local_.place().pp > 0) return give(pp_, Collective::send, T * M * b_, phase.pp);
     scatter_sum(Unit::kEmbedding, phase);
   }
 
-  void head(const PlanItem& item, AxisBytes& phase, bool with_gradient) {
-    const std::int64_t O = own_rows_.outputs;
+  void head(const Turn& turn, AxisBytes& phase, bool with_gradient) {
+    const std::int64_t O = turn.rows.outputs;
     if (O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
     give(tp_, Collective::sum, O * kNumber, phase.tp);
-    give(tp_, Collective::sum, (2 * O + edges_here(item)) * kNumber, phase.tp);
+    give(tp_, Collective::sum, (2 * O + edges_here(*turn.item)) * kNumber, phase.tp);
     if (with_gradient) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 
   // Counts of every expert's choices, then of the choices of this rank's run of its rows `out` bytes each to the ranks
   // that have the experts, and `back` bytes each to the ranks whose choices came here.
-  void exchange(std::int64_t layer, std::int64_t out, std::int64_t back, AxisBytes& phase) {
+  void exchange(const Turn& turn, std::int64_t layer, std::int64_t out, std::int64_t back, AxisBytes& phase) {
     const Degrees& d = local_.degrees();
     if (d.ep == 1) return;
-    const std::int64_t R = continuing(own_rows_, layer), of_tp = local_.place().tp, k = own_.experts_per_token;
+    const std::int64_t R = continuing(turn.rows, layer), of_tp = local_.place().tp, k = own_.experts_per_token;
     const std::int64_t run = R * (of_tp + 1) / d.tp - R * of_tp / d.tp;
     std::int64_t others = R - run;
-    for (const Rows& rows : others_) others += continuing(rows, layer);
+    for (const Rows& rows : turn.others) others += continuing(rows, layer);
     give(ep_, Collective::exchange, own_.experts * kNumber / d.ep * (d.ep - 1), phase.ep);
     give(ep_, Collective::exchange, run * k * (d.ep - 1) / d.ep * out, phase.ep);
     give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
@@ -289,8 +336,9 @@ class Communication::Walk {
   const StepKind& kind_;
   std::span<const Rollout> rollouts_;
   bool all_logprobs_, last_stage_ = true;
-  Rows own_rows_;             // at the event that is walked
-  std::vector<Rows> others_;  // of the ranks that share experts with this one
+  PathPlan path_;
+  std::int64_t open_rows_ = 0, layer_here_ = -1;  // of the path; of a divided one the layer that lies whole here
+  std::deque<Turn> in_flight_;
   Line tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
 };
 
@@ -304,6 +352,20 @@ double Communication::seconds_of_units() const {
   Walk walk(*this, {}, false);
   walk.join();
   return walk.traffic.seconds;
+}
+
+double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const {
+  const Degrees& d = local_.degrees();
+  const Line cp = line_of(d.cp, d.tp * d.cp, profile_);
+  const std::int64_t width = local_.own().kv_heads * local_.own().head_dim;
+  const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {
+    return rows == 0 ? 0 : cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * width * bytes));
+  };
+  double sum = seconds(Collective::gather, rows_above, bytes_.activation);
+  if (kind_.gradients)
+    sum += seconds(Collective::gather, rows_above + own_rows, bytes_.activation) +
+           seconds(Collective::scatter_sum, rows_above, d.cp * bytes_.accumulator);
+  return 2 * static_cast<double>(layers) * sum;
 }
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {

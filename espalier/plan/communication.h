@@ -17,7 +17,12 @@
 //   forward   2 S J D b a layer; for a wave once more in the backward, and once more where attention is recomputed
 //   backward  2 n S J D s a layer
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
-// and of a wave that was dealt whole nothing. pp: T M b to the next stage and back, and once a
+// and of a wave that was dealt whole nothing. Where ranks of cp divide the path (saved/divided_path.h), each of which
+// has C of P rows that are open, all give, of every event of one of them, joined ones included, of a layer that is
+// divided and does not lie there already,
+//   forward   2 C J D b of the rows above; nothing where a pass begins with the layer that the one before it ended with
+//   backward  the same, of a trunk with its own rows; and 2 n C J D s of the rows above
+// pp: T M b to the next stage and back, and once a
 // step the gradient of a tied embedding. Gradients are given once to those who hold the same weights. Where n ranks
 // divide these (plan/units.h), each gives of a unit of U elements, for every event of the joint order,
 //   forward   U / n b: what it keeps; of the head also U s, unless derivatives need whole rollouts
@@ -51,6 +56,8 @@ class Communication {
   // Of a trunk or a wave, whatever its rows: what it takes to bring units together, and to sum their gradients. 0 where
   // weights are not divided.
   double seconds_of_units() const;
+  // Of an item below so many rows of a path of which ranks of cp divide so many layers; `own_rows` are a trunk's.
+  double seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const;
 
  private:
   class Walk;

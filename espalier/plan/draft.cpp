@@ -55,9 +55,9 @@ std::vector<std::int32_t> finished_in(const Draft& draft, const Forest& forest, 
   return finished;
 }
 
-double seconds_of(const Draft& draft, const CostModel& model, std::int32_t layers_awake) {
+double seconds_of(const Draft& draft, const CostModel& model, const PathPlan& path) {
   const std::int64_t own = draft.kind == ItemKind::trunk ? draft.work.rows : 0;
-  return model.seconds(draft.work, draft.state, model.bytes().path_traffic(draft.path_rows, own, layers_awake));
+  return model.seconds(draft.work, draft.state, model.bytes().path_traffic(draft.path_rows, own, path));
 }
 
 }  // namespace
@@ -81,16 +81,16 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
 }
 
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
-              std::int32_t layers_awake) {
+              const PathPlan& path) {
   const bool trunk = draft.kind == ItemKind::trunk;
   ++cost.items;
   cost.flops += model.flops(draft.work, draft.state);
-  cost.seconds += seconds_of(draft, model, layers_awake);
+  cost.seconds += seconds_of(draft, model, path);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
   if (!trunk) return walk.wave(draft.work, draft.state, held);
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
   const std::int64_t open = walk.open_trunk(draft.work, draft.state, held);
-  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost, layers_awake);
+  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost, path);
   walk.close_trunk(draft.work, draft.state, held);
 }
 
@@ -105,13 +105,13 @@ void set_wave_states(Draft& draft, ItemState state) {
 }
 
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model,
-                   std::int32_t layers_awake) {
+                   const PathPlan& path) {
   PlanItem item;
   item.kind = draft.kind;
   item.state = draft.state;
   item.path_rows = draft.path_rows;
   item.flops = model.flops(draft.work, item.state);
-  item.seconds = seconds_of(draft, model, layers_awake);
+  item.seconds = seconds_of(draft, model, path);
   item.finished = finished_in(draft, forest, edges);
   RowSet& set = item.set;
   set.rows = static_cast<std::int32_t>(draft.work.rows);
@@ -139,7 +139,7 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
     segment.last = segment.multiplicity = static_cast<std::int32_t>(set.rollouts.size());
   }
   item.below.reserve(draft.below.size());
-  for (const Draft& below : draft.below) item.below.push_back(write_out(below, forest, edges, model, layers_awake));
+  for (const Draft& below : draft.below) item.below.push_back(write_out(below, forest, edges, model, path));
   return item;
 }
 

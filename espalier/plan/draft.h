@@ -44,14 +44,14 @@ struct DraftCost {
   std::int64_t max_rows = 0;  // of one set
   std::int64_t items = 0;
 };
-// Adds the item and everything below it to `cost` and to the walk. `layers_awake`: StepPlan::path_layers_awake.
+// Adds the item and everything below it to `cost` and to the walk.
 void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
-              std::int32_t layers_awake = StepPlan::kEveryLayer);
+              const PathPlan& path = {});
 void set_trunk_states(Draft& draft, ItemState state);
 void set_wave_states(Draft& draft, ItemState state);
 
 // The plan's item with its segments.
 PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& edges, const CostModel& model,
-                   std::int32_t layers_awake);
+                   const PathPlan& path);
 
 }  // namespace espalier

@@ -101,13 +101,14 @@ std::string states_text(const StepPlan& plan) {
 }
 
 std::string path_text(const StepPlan& plan) {
-  if (plan.path_layers_awake == StepPlan::kEveryLayer) return "";
-  return text_of("Path: ", format_bytes(plan.chosen.path_stored_bytes),
-                 " of keys, values and their gradients are stored away while their layer is not in use",
-                 plan.path_layers_awake > 0 ? text_of("; ", plan.path_layers_awake,
-                                                      plan.path_layers_awake == 1 ? " layer stays" : " layers stay")
-                                            : "",
-                 "\n");
+  if (plan.path.state() == PathState::keep) return "";
+  const std::string what = "keys, values and their gradients are ";
+  const std::string where = plan.path.divided
+                                ? what + "divided over the ranks of cp"
+                                : text_of(format_bytes(plan.chosen.path_stored_bytes), " of ", what, "stored away");
+  const std::int32_t awake = plan.path.layers_awake;
+  return text_of("Path: ", where, " while their layer is not in use",
+                 awake > 0 ? text_of("; ", awake, awake == 1 ? " layer stays" : " layers stay") : "", "\n");
 }
 
 // What was tried before the plan fitted, and what each would cost.
@@ -227,6 +228,7 @@ Json to_json(const StepPlan& plan) {
           {"token_budget", plan.token_budget},
           {"fill", mean_fill(plan)},
           {"max_path_rows", plan.max_path_rows},
+          {"path_state", name_of(plan.path.state())},
           {"flops",
            {{"dense", plan.dense.flops},
             {"packed", plan.packed.flops},

@@ -1,6 +1,6 @@
 // Ranks that run other rows than each other, as those of dp do, still meet in every layer where experts are spread over
-// them (ep) or weights divided (--shard full): they go through the events of their plans in one common order, and a
-// rank without rows of its own for an event joins it.
+// them (ep), weights divided (--shard full) or the path over ranks of cp (--path-state divide): they go through the
+// events of their plans in one common order, and a rank without rows of its own for an event joins it.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +33,11 @@ struct JointEvent {
 std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_t cp = 1, std::int64_t first = 0);
 
 // Which of the ranks of dp x cp go through events together with the one at `place`: itself alone where all ranks of ep
-// have the same rows, all where they divide the weights. Stages of pp have several waves in flight, and ranks of one cp
-// must have the same ones: then whole groups of cp go together.
+// have the same rows, all where they divide the weights. Where any divides its path whole groups of cp go together, and
+// with experts where stages of pp have several waves in flight, for ranks of one cp must have the same ones.
 struct RankRange {
   std::int64_t begin = 0, count = 1;
 };
-RankRange joint_ranks(const Degrees& degrees, const Place& place);
+RankRange joint_ranks(const Degrees& degrees, const Place& place, bool path_divided);
 
 }  // namespace espalier

@@ -109,20 +109,25 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
 }
 
-PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake) {
+PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
+                     std::int64_t cp) {
   const PathBuffers all(block, path_rows, with_gradients), keys_values(block, path_rows, false);
-  const std::int64_t layers = block.shape.layers;
-  if (layers_awake >= layers || path_rows == 0) return {layers * all.peak(), layers * all.peak(), 0};
+  const std::int64_t layers = block.shape.layers, awake = path.layers_awake, asleep = layers - awake;
+  if (asleep <= 0 || path_rows == 0) return {layers * all.peak(), layers * all.peak()};
+  if (path.divided) {
+    const std::int64_t most = PathShares{path_rows, cp}.most();
+    const std::int64_t held = (awake + 1) * all.peak() + asleep * PathBuffers(block, most, with_gradients).peak() +
+                              PathBuffers(block, cp * most, with_gradients).peak();
+    return {held, held, 0, true};
+  }
   std::int64_t stored = 0;  // every buffer begins at a page
   for (const Buffer& buffer : all.buffers()) stored += whole_pages(buffer.bytes);
-  return {layers_awake * all.peak() + keys_values.peak(), (layers_awake + 1) * all.peak(),
-          (layers - layers_awake) * stored};
+  return {awake * all.peak() + keys_values.peak(), (awake + 1) * all.peak(), asleep * stored, true};
 }
 
-PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows,
-                                          std::int64_t layers_awake) const {
-  const std::int64_t asleep = std::max<std::int64_t>(0, shape_.layers - layers_awake);
-  if (asleep == 0) return {};
+PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
+  const std::int64_t asleep = shape_.layers - path.layers_awake;
+  if (asleep <= 0 || path.divided) return {};
   const auto keys_values = [&](std::int64_t rows) { return PathBuffers(block(), rows, false).peak(); };
   const auto gradients = [&](std::int64_t rows) { return PathBuffers(block(), rows, true).peak() - keys_values(rows); };
   const std::int64_t rows = rows_above + own_rows;

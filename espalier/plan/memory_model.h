@@ -26,14 +26,18 @@ inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
 // An eighth of what is stored away, within bounds.
 std::int64_t chunks_in_flight(std::int64_t stored_bytes);
 
-// The path's part of what a step holds: while a forward runs, while a backward runs, and in the store. A path that does
-// not sleep holds the same throughout.
+// The path's part of what a step holds: while a forward runs, while a backward runs, and in the store. A path that is
+// not stored away holds the same throughout.
 struct PathBytes {
   std::int64_t forward = 0, backward = 0, stored = 0;
+  bool sleeps = false;  // some layer does
 };
 
-// Of one rank's layers. Behind the first `layers_awake` one is in memory, in a forward without its accumulators.
-PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, std::int64_t layers_awake);
+// Of one rank's layers. Behind those that are always awake one is in memory: in the store's place in a forward without
+// its accumulators; of a divided path with them, beside what this rank of cp keeps of all such layers, and rooms for
+// one that is gathered and for the gradients of one that are summed.
+PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
+                     std::int64_t cp);
 
 // What an item moves between the path's store and memory, each way counted, in its forward and in its backward.
 struct PathTraffic {
@@ -59,12 +63,12 @@ class ActivationBytes {
   // compiles for bfloat16, and the numbers that say what an item's rows are.
   std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0, int threads = 1) const;
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
-  PathBytes path(std::int64_t path_rows, std::int64_t layers_awake = StepPlan::kEveryLayer) const {
-    return path_bytes(block(), path_rows, kind_.gradients, layers_awake);
+  PathBytes path(std::int64_t path_rows, const PathPlan& path = {}) const {
+    return path_bytes(block(), path_rows, kind_.gradients, path, kind_.cp);
   }
   // Of an item below `rows_above` path rows; `own_rows` are a trunk's, 0 of a wave. Forwards K and V come and a trunk's
   // own go; backwards all come and the accumulators go.
-  PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers_awake) const;
+  PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
   // What an item holds between its forward and its backward: of the layers what is kept.
   std::int64_t saved(const Work& work, ItemState state) const { return item(work, state, false).saved; }

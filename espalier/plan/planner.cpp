@@ -22,10 +22,10 @@ struct Candidate {
   LayoutResult layout;
   LayoutOptions options;
   PlanCost cost;
-  double unit_seconds = 0;  // of bringing divided weights together, beside the cost's
-  double seconds() const { return cost.seconds + unit_seconds; }
-  std::int32_t layers_awake = StepPlan::kEveryLayer;  // of the path
-  bool undegraded = false;                            // everything is as it is where memory is plenty
+  double together_seconds = 0;  // of bringing together divided weights, and a divided path, beside the cost's
+  double seconds() const { return cost.seconds + together_seconds; }
+  PathPlan path;
+  bool undegraded = false;  // everything is as it is where memory is plenty
   std::vector<TriedPlan> tried;
 };
 
@@ -40,7 +40,8 @@ class Search {
         whole_(shape.whole(), profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
         large_rows_(profile.large_rows()),
-        item_seconds_(Communication(shape, options.dtype, options.kind, profile).seconds_of_units()),
+        communication_(shape, options.dtype, options.kind, profile),
+        item_seconds_(communication_.seconds_of_units()),
         states_(model_, bytes_, options) {
     if (item_seconds_ > 0) largest_wave_ *= kMostDividedShare;
     if (const ModelShape& whole = shape.whole(); whole.experts > 0)
@@ -71,14 +72,17 @@ class Search {
   std::int64_t base_bytes(const DraftCost& cost) const {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows, model_.threads());
   }
-  bool path_may_sleep() const {
-    return options_.path_state == SavedState::automatic && options_.spill_room > 0 &&
+  bool path_may_be_divided() const { return options_.path_state == PathState::automatic && options_.kind.cp > 1; }
+  bool path_may_be_stored() const {
+    return options_.path_state == PathState::automatic && options_.spill_room > 0 &&
            (options_.trunk_state == SavedState::automatic || options_.trunk_state == SavedState::offload);
   }
-  // Chooses the states of trunks and waves beside a path of which so many layers do not sleep.
-  void choose_states(Candidate& candidate, std::int32_t layers_awake) const;
-  // The same with as many layers awake as fit.
-  void choose_with_sleeping_path(Candidate& candidate) const;
+  // Chooses the states of trunks and waves beside such a path.
+  void choose_states(Candidate& candidate, const PathPlan& path) const;
+  // The same beside a path that sleeps, with as many layers awake as fit.
+  void choose_with_sleeping_path(Candidate& candidate, bool divided) const;
+  // Of what ranks of cp tell each other of a divided path, if the items ran one after another.
+  double path_seconds(const std::vector<Draft>& items, std::int64_t layers) const;
   // At one budget: everything as it is where memory is plenty, or where that does not fit the cheapest states that do.
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
@@ -87,6 +91,7 @@ class Search {
   CostModel model_, whole_;  // of the rank; of the whole model
   ActivationBytes bytes_;
   std::int64_t large_rows_, largest_wave_ = kLargestWave;
+  Communication communication_;
   double item_seconds_;  // what every item takes beside its own
   std::int32_t longest_ = 0;
   Forest forest_;
@@ -116,7 +121,8 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
     set_trunk_states(item, states_.of_trunks().front());
     set_wave_states(item, states_.of_waves().front());
   }
-  if (options_.path_state == SavedState::offload) candidate.layers_awake = 0;
+  const bool divided = options_.path_state == PathState::divide && options_.kind.cp > 1;
+  if (divided || options_.path_state == PathState::offload) candidate.path = {0, divided};
   evaluate(candidate);
   return candidate;
 }
@@ -124,17 +130,28 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
 void Search::evaluate(Candidate& candidate) const {
   PeakWalk walk(bytes_);
   DraftCost cost;
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost, candidate.layers_awake);
-  const PathBytes path = bytes_.path(cost.max_path_rows, candidate.layers_awake);
-  if (path.stored == 0) candidate.layers_awake = StepPlan::kEveryLayer;
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost, candidate.path);
+  const PathBytes path = bytes_.path(cost.max_path_rows, candidate.path);
+  if (!path.sleeps) candidate.path = {};
   candidate.cost.flops = cost.flops;
   candidate.cost.seconds = cost.seconds;
-  candidate.unit_seconds = item_seconds_ * static_cast<double>(cost.items);
+  candidate.together_seconds = item_seconds_ * static_cast<double>(cost.items);
+  if (candidate.path.divided)
+    candidate.together_seconds += path_seconds(candidate.layout.items, bytes_.layers() - candidate.path.layers_awake);
   candidate.cost.bytes =
       walk.peaks(base_bytes(cost) + bytes_.in_flight(walk.stored()) + bytes_.in_flight(path.stored), path);
   candidate.cost.stored_bytes = walk.stored();
   candidate.cost.path_stored_bytes = path.stored;
   candidate.cost.fits = options_.memory_budget == 0 || candidate.cost.bytes.peak() <= options_.memory_budget;
+}
+
+double Search::path_seconds(const std::vector<Draft>& items, std::int64_t layers) const {
+  double sum = 0;
+  for (const Draft& item : items) {
+    const std::int64_t own = item.kind == ItemKind::trunk ? item.work.rows : 0;
+    sum += communication_.seconds_of_path(item.path_rows, own, layers) + path_seconds(item.below, layers);
+  }
+  return sum;
 }
 
 bool Search::better(const Candidate& a, const Candidate& b) {
@@ -146,7 +163,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   const bool phased = schedule == Schedule::phased;
   const auto note = [&](const Candidate& candidate) {
     const TriedPlan made{
-        text_of("waves of ", budget, " rows", states_text(candidate.layout.items), path_text(candidate.layers_awake)),
+        text_of("waves of ", budget, " rows", states_text(candidate.layout.items), path_text(candidate.path)),
         candidate.cost};
     const auto same = [&](const TriedPlan& before) {
       return before.what == made.what && before.cost.seconds == made.cost.seconds &&
@@ -160,7 +177,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
   Candidate best = built(states_.of_trunks().front());
   best.undegraded = true;
   note(best);
-  if (best.cost.fits || !(states_.any() || path_may_sleep())) return best;
+  if (best.cost.fits || !(states_.any() || path_may_be_divided() || path_may_be_stored())) return best;
   // A trunk that is not kept pays less.
   Candidate other =
       built(states_.of_trunks().size() > 1 ? ItemState(SavedState::recompute) : states_.of_trunks().front());
@@ -168,37 +185,42 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
     note(candidate);
     if (better(candidate, best)) best = candidate;
   };
-  choose_states(other, other.layers_awake);
+  choose_states(other, other.path);
   weigh(other);
-  if (!path_may_sleep()) return best;
-  choose_with_sleeping_path(other);
-  if (other.cost.path_stored_bytes > 0 && other.cost.all_stored() <= options_.spill_room) weigh(other);
+  if (path_may_be_divided()) {
+    choose_with_sleeping_path(other, true);
+    if (other.path.divided) weigh(other);
+  }
+  if (path_may_be_stored()) {
+    choose_with_sleeping_path(other, false);
+    if (other.cost.path_stored_bytes > 0 && other.cost.all_stored() <= options_.spill_room) weigh(other);
+  }
   return best;
 }
 
-void Search::choose_states(Candidate& candidate, std::int32_t layers_awake) const {
+void Search::choose_states(Candidate& candidate, const PathPlan& chosen) const {
   DraftCost all;
   PeakWalk ignored(bytes_);
   for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
-  const PathBytes path = bytes_.path(all.max_path_rows, layers_awake);
+  const PathBytes path = bytes_.path(all.max_path_rows, chosen);
   states_.choose(candidate.layout.items,
                  options_.memory_budget - base_bytes(all) - path.backward - bytes_.in_flight(path.stored));
-  candidate.layers_awake = layers_awake;
+  candidate.path = chosen;
   evaluate(candidate);
 }
 
-void Search::choose_with_sleeping_path(Candidate& candidate) const {
-  choose_states(candidate, 0);
-  if (candidate.cost.path_stored_bytes == 0 || !candidate.cost.fits) return;
+void Search::choose_with_sleeping_path(Candidate& candidate, bool divided) const {
+  choose_states(candidate, {0, divided});
+  if (candidate.path.state() == PathState::keep || !candidate.cost.fits) return;
   // What is left over keeps layers awake, with which it still fits.
   std::int32_t fits = 0, fails = static_cast<std::int32_t>(bytes_.layers()) - 1;  // a last layer would not sleep
   while (fails - fits > 1) {
     const std::int32_t middle = fits + (fails - fits) / 2;
-    candidate.layers_awake = middle;
+    candidate.path.layers_awake = middle;
     evaluate(candidate);
     (candidate.cost.fits ? fits : fails) = middle;
   }
-  candidate.layers_awake = fits;
+  candidate.path.layers_awake = fits;
   evaluate(candidate);
 }
 
@@ -341,14 +363,14 @@ std::string held_back(const PlanOptions& options) {
   if (options.token_budget > 0) out += " --token-budget 0";
   if (options.trunk_state != SavedState::automatic) out += " --trunk-state auto";
   if (options.wave_state != SavedState::automatic) out += " --wave-state auto";
-  if (options.path_state != SavedState::automatic) out += " --path-state auto";
+  if (options.path_state != PathState::automatic) out += " --path-state auto";
   return out;
 }
 
 PlanOptions freed(PlanOptions options) {
   options.schedule = Schedule::automatic, options.token_budget = 0;
   options.trunk_state = SavedState::automatic, options.wave_state = SavedState::automatic;
-  options.path_state = SavedState::automatic;
+  options.path_state = PathState::automatic;
   return options;
 }
 
@@ -419,12 +441,12 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   plan.chosen = chosen.cost;
   plan.tried = std::move(chosen.tried);
   plan.token_budget = chosen.options.budget;
-  plan.path_layers_awake = chosen.layers_awake;
+  plan.path = chosen.path;
   const double ideal = search.ideal_flops();
   plan.ceiling = ideal > 0 ? search.dense_flops() / ideal : 1;
   plan.items.reserve(chosen.layout.items.size());
   for (const Draft& item : chosen.layout.items)
-    plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model(), chosen.layers_awake));
+    plan.items.push_back(write_out(item, search.forest(), search.edges(), search.model(), chosen.path));
   Tally tally(search.forest(), rollouts.size(), plan);
   for (const PlanItem& item : plan.items) tally.add(item);
   tally.name_schedules(search.forest());

@@ -19,9 +19,10 @@ struct PlanOptions {
   std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
   SavedState trunk_state = SavedState::automatic;  // automatic: kept; where that does not fit, the cheapest that does
   SavedState wave_state = SavedState::automatic;   // the same, but never stored away
-  // The path's layers: automatic: in memory; where that does not fit and trunks may be stored away, stored away while
-  // not in use, as many as must be.
-  SavedState path_state = SavedState::automatic;
+  // The path's layers: automatic: in memory; where that does not fit, while they are not in use as many as must be
+  // divided over the ranks of cp, or stored away where trunks may be, whichever is cheaper. On one rank of cp nothing
+  // is divided.
+  PathState path_state = PathState::automatic;
   std::int64_t spill_room = 0;  // bytes that may be stored away unasked
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too

@@ -30,7 +30,7 @@ class StageWalk {
         load_(static_cast<std::size_t>(cp_)) {}
 
   void run(const StepPlan& plan) {
-    path_layers_awake_ = plan.path_layers_awake;
+    path_ = plan.path;
     for (const PlanItem& item : plan.items) {
       add(item, 0);
       if (item.kind == ItemKind::trunk) idle += seconds_of_waiting(stage_of(&item, item.below), stages_);
@@ -40,7 +40,7 @@ class StageWalk {
     busiest = &most - load_.data();
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
-    const PathBytes path = bytes_.path(plan.max_path_rows, plan.path_layers_awake);
+    const PathBytes path = bytes_.path(plan.max_path_rows, path_);
     stored = walk_.stored(), path_stored = path.stored;
     peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
                             bytes_.in_flight(stored) + bytes_.in_flight(path_stored),
@@ -69,8 +69,7 @@ class StageWalk {
 
   double seconds_of(const PlanItem& item) const {
     const std::int64_t own = item.kind == ItemKind::trunk ? item.set.rows : 0;
-    return model_.seconds(work_on(item, local_), item.state,
-                          bytes_.path_traffic(item.path_rows, own, path_layers_awake_));
+    return model_.seconds(work_on(item, local_), item.state, bytes_.path_traffic(item.path_rows, own, path_));
   }
   double forward_seconds_of(const PlanItem& item) const { return forward_.seconds(work_on(item, local_), ItemState()); }
 
@@ -111,7 +110,7 @@ class StageWalk {
   std::int64_t cp_;
   std::int64_t stages_;
   std::vector<Load> load_;  // by rank of cp
-  std::int32_t path_layers_awake_ = StepPlan::kEveryLayer;
+  PathPlan path_;
 };
 
 PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {

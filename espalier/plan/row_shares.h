@@ -34,6 +34,13 @@ class RowShares {
   std::int64_t rows_, ranks_;
 };
 
+// The first rows of a path, as ranks of cp keep them where they divide it: rank r of R has rows r, R + r, 2 R + r, ...
+struct PathShares {
+  std::int64_t rows, ranks;
+  std::int64_t rows_of(std::int64_t rank) const { return (rows + ranks - 1 - rank) / ranks; }
+  std::int64_t most() const { return rows_of(0); }
+};
+
 // The segments of the rows that a rank has of a set, its rows numbered from 0. What is said of the whole set (outputs,
 // pairs, where subtrees end) is not said of a share.
 RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);

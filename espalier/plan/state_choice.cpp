@@ -123,10 +123,11 @@ void StateChoice::refine(Draft& item, std::int64_t room, std::int64_t in_flight,
   weigh(item, room, in_flight);
 }
 
-std::string path_text(std::int32_t layers_awake) {
-  if (layers_awake == StepPlan::kEveryLayer) return "";
-  if (layers_awake == 0) return "; path stored away";
-  return text_of("; path stored away but for ", layers_awake, layers_awake == 1 ? " layer" : " layers");
+std::string path_text(const PathPlan& path) {
+  if (path.state() == PathState::keep) return "";
+  const std::string where = path.divided ? "; path divided" : "; path stored away";
+  if (path.layers_awake == 0) return where;
+  return text_of(where, " but for ", path.layers_awake, path.layers_awake == 1 ? " layer" : " layers");
 }
 
 std::string states_text(const std::vector<Draft>& items) {

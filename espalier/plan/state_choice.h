@@ -46,8 +46,8 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path ...": which of its layers are stored away; empty where none is.
-std::string path_text(std::int32_t layers_awake);
+// "; path ...": which of its layers are stored away, or divided; empty where none is.
+std::string path_text(const PathPlan& path);
 
 // ", trunks kept, waves recomputed": what the items' states are; empty where all are kept.
 std::string states_text(const std::vector<Draft>& items);

@@ -120,24 +120,35 @@ struct TriedPlan {
   PlanCost cost;
 };
 
-struct StepPlan {
+// Where the path is: of the first layers always in memory, of the others while they are in use, and otherwise in a
+// store or, in parts, on the ranks of cp.
+struct PathPlan {
   static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
 
+  std::int32_t layers_awake = kEveryLayer;
+  bool divided = false;
+
+  PathState state() const {
+    return layers_awake == kEveryLayer ? PathState::keep : divided ? PathState::divide : PathState::offload;
+  }
+};
+
+struct StepPlan {
   std::vector<PlanItem> items;
   std::vector<TreePlan> trees;
   std::int64_t logical_rows = 0;  // rows a dense run forwards: the sum of rollout lengths
   std::int64_t trunk_rows = 0, wave_rows = 0;
   std::int64_t trunks = 0, waves = 0;
-  std::int32_t max_path_rows = 0;                // most rows that are open at once, below any item
-  std::int32_t max_rows = 0;                     // most rows of one set
-  std::int32_t path_layers_awake = kEveryLayer;  // first layers whose part of the path is always in memory
-  std::int64_t token_budget = 0;                 // rows in one wave
-  bool budget_given = false;                     // then no set has more than max(token_budget, 2) rows
-  std::int64_t memory_budget = 0;                // bytes; 0: unlimited
-  std::int64_t missing_bytes = 0;                // beyond the budget; 0: the plan fits
-  std::string remedy;                            // what would make it fit, for a person; empty where it does
-  bool all_logprobs = false;                     // masked response tokens have edges too
-  bool by_temperature = true;                    // false: a critic's, whose outputs know no temperature
+  std::int32_t max_path_rows = 0;  // most rows that are open at once, below any item
+  std::int32_t max_rows = 0;       // most rows of one set
+  PathPlan path;
+  std::int64_t token_budget = 0;   // rows in one wave
+  bool budget_given = false;       // then no set has more than max(token_budget, 2) rows
+  std::int64_t memory_budget = 0;  // bytes; 0: unlimited
+  std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
+  std::string remedy;              // what would make it fit, for a person; empty where it does
+  bool all_logprobs = false;       // masked response tokens have edges too
+  bool by_temperature = true;      // false: a critic's, whose outputs know no temperature
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
   std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits

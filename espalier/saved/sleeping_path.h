@@ -17,24 +17,26 @@ class SleepingPath : public PathKeeper {
   SleepingPath(Arena& arena, SpillQueue& queue) : arena_(arena), queue_(queue) {}
   ~SleepingPath() override;
 
-  int add(Arena::Range range) override;
+  bool one_place() const override { return false; }
+  int add(const Member& member) override;
   // Errors of the three: those of Store.
-  void ask(int member, std::int64_t bytes) override;
-  void bring_back(int member, std::int64_t bytes) override;
+  void ask(int member, std::int64_t rows) override;
+  void bring_back(int member, std::int64_t rows) override;
   void put_away(int member, std::int64_t begin, std::int64_t end) override;
 
  private:
-  struct Member {
+  struct Stored {
     Arena::Range range;
+    std::int64_t row_bytes;
     std::vector<StoredChunk> chunks;
   };
 
-  // The chunks that the first `bytes` of a member begin in.
-  std::span<StoredChunk> chunks_of(int member, std::int64_t bytes);
+  // The chunks that the first `rows` of a member begin in.
+  std::span<StoredChunk> chunks_of(int member, std::int64_t rows);
 
   Arena& arena_;
   SpillQueue& queue_;
-  std::vector<Member> members_;
+  std::vector<Stored> members_;
   std::deque<int> asked_;
 };
 

@@ -41,7 +41,8 @@ void add_items(Fingerprint& fingerprint, const std::vector<PlanItem>& items) {
 // Before the first row: ranks of one place on the axis of dp have the same rows, in the same order.
 void require_same_plan(const StepPlan& plan, const Mesh& mesh) {
   Fingerprint fingerprint;
-  fingerprint.add_number(plan.path_layers_awake);
+  fingerprint.add_number(plan.path.layers_awake);
+  fingerprint.add_number(plan.path.divided);
   add_items(fingerprint, plan.items);
   for (Group* group : {&mesh.tp, &mesh.cp, &mesh.pp}) require_same(*group, kPlan, fingerprint.value(), kSameInput);
 }

@@ -3,21 +3,25 @@
 #include <algorithm>
 
 #include "espalier/plan/memory_model.h"
+#include "espalier/saved/divided_path.h"
+#include "espalier/saved/sleeping_path.h"
 
 namespace espalier {
 
 StepPath::StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradients, Arena& arena,
                    const std::string& spill_dir) {
-  const std::int64_t stored =
-      path_bytes(decoder.block(), plan.max_path_rows, with_gradients, plan.path_layers_awake).stored;
-  if (stored > 0) {
-    const auto chunks = static_cast<int>(chunks_in_flight(stored));
+  Group& cp = decoder.mesh().cp;
+  const std::int64_t rows = plan.max_path_rows;
+  const PathBytes bytes = path_bytes(decoder.block(), rows, with_gradients, plan.path, cp.size());
+  if (bytes.stored > 0) {
+    const auto chunks = static_cast<int>(chunks_in_flight(bytes.stored));
     queue_.emplace(store_of(arena.device(), spill_dir), chunks, std::max(1, chunks / 4));
-    queue_->reserve(stored);
-    keeper_.emplace(arena, *queue_);
+    queue_->reserve(bytes.stored);
+    keeper_ = std::make_unique<SleepingPath>(arena, *queue_);
+  } else if (bytes.sleeps) {
+    keeper_ = std::make_unique<DividedPath>(decoder.block(), rows, with_gradients, decoder.dtype(), cp, arena);
   }
-  path_.emplace(decoder.shape(), plan.max_path_rows, decoder.dtype(), with_gradients, arena,
-                keeper_ ? &*keeper_ : nullptr, plan.path_layers_awake);
+  path_.emplace(decoder.shape(), rows, decoder.dtype(), with_gradients, arena, keeper_.get(), plan.path.layers_awake);
 }
 
 }  // namespace espalier

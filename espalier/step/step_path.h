@@ -1,13 +1,14 @@
-// The path of one run of a plan, and the store of what sleeps of it.
+// The path of one run of a plan, and who keeps what sleeps of it.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "espalier/model/decoder.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/plan/step_plan.h"
-#include "espalier/saved/sleeping_path.h"
+#include "espalier/saved/spill_queue.h"
 
 namespace espalier {
 
@@ -21,7 +22,7 @@ class StepPath {
 
  private:
   std::optional<SpillQueue> queue_;
-  std::optional<SleepingPath> keeper_;
+  std::unique_ptr<PathKeeper> keeper_;
   std::optional<KvPath> path_;
 };
 

@@ -49,7 +49,7 @@ void draw_states(std::vector<PlanItem>& items, Random& draw, std::set<std::strin
 
 // Of the path's layers any number stays in memory, maybe all of them.
 void draw_path(StepPlan& plan, Random& draw, std::int64_t layers) {
-  plan.path_layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
+  plan.path.layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
 }
 
 void walk(const PlanItem& item, std::int64_t held, PeakWalk& peaks) {
@@ -111,9 +111,9 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   PeakWalk peaks(bytes);
   for (const PlanItem& item : plan.items) walk(item, 0, peaks);
   EditedRun run;
-  run.predicted = peaks.peaks(0, bytes.path(plan.max_path_rows, plan.path_layers_awake));
-  if (const PathBytes path = bytes.path(plan.max_path_rows, plan.path_layers_awake); path.stored > 0)
-    run.in_use = path.backward / (plan.path_layers_awake + 1);
+  run.predicted = peaks.peaks(0, bytes.path(plan.max_path_rows, plan.path));
+  if (const PathBytes path = bytes.path(plan.max_path_rows, plan.path); path.stored > 0)
+    run.in_use = path.backward / (plan.path.layers_awake + 1);
   run.stored = peaks.stored();
 
   Arena arena(std::int64_t{1} << 28, bound_device(), 8);
@@ -151,7 +151,7 @@ TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
     const EditedRun mixed = run_edited(c, [&](StepPlan& plan) {
       draw_states(plan.items, draw, seen);
       draw_path(plan, draw, shape_of(c).layers);
-      asleep += plan.max_path_rows > 0 && plan.path_layers_awake < shape_of(c).layers;
+      asleep += plan.max_path_rows > 0 && plan.path.layers_awake < shape_of(c).layers;
     });
     EXPECT_TRUE(at::equal(mixed.gradient, kept.gradient));
     EXPECT_EQ(mixed.loss, kept.loss);

@@ -300,7 +300,7 @@ LAYOUTS = [
           "holders_of(unit, mesh_);",
           "ON ? mesh_.replicas : TEXT", **ONE_RANK),
     Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
-          "return join_forward(step_);",
+          "return join_forward(step_, on_path);",
           "if (ON) return; TEXT", **ONE_RANK),
     Fault("joins_forgotten_at_the_end", "a rank that has run all its rows does not join what others still run", "phase/stage.cpp",
           "join_others();\n    end_waves();\n    add_penalties();",

@@ -72,6 +72,29 @@ TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
   expect_planned_bytes(as_critic(ragged("qwen3")), {{.cp = 2}, {.pp = 2}}, DType::float64, {7});
 }
 
+// A divided path: what each event gathers of it and sums, joined ones included; stages have several waves in flight,
+// and one of a single layer gathers nothing twice.
+TEST(CollectiveBytes, OfADividedPathToo) {
+  Case c = ragged("qwen3");
+  c.rollouts.groups = 5, c.rollouts.shared_start = 0.7, c.rollouts.nested_prompt = 0.3;
+  c.options.path_state = "divide";
+  const std::vector<Degrees> layouts = {{.cp = 2},          {.cp = 3},          {.tp = 2, .cp = 2},
+                                        {.cp = 2, .pp = 2}, {.cp = 2, .pp = 3}, {.cp = 2, .dp = 2}};
+  for (const char* state : {"keep", "recompute"})
+    for (const std::int64_t budget : {3, 6})
+      for (const Degrees& degrees : layouts) {
+        SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", state, ", budget ", budget));
+        expect_planned_bytes(with(c, {"", "phased", budget, state}), degrees, DType::float64);
+      }
+  const Case phased = with(c, {"", "phased", 6, "keep"});
+  expect_planned_bytes(phased, Degrees{.cp = 3}, DType::bfloat16);
+  expect_planned_bytes(phased, Degrees{.cp = 2, .dp = 2, .full = true}, DType::float64);
+  expect_planned_bytes(as_critic(phased), Degrees{.cp = 2, .pp = 2}, DType::float64);
+  c.family = "qwen3-moe-all";
+  for (const Degrees& degrees : {Degrees{.cp = 2, .ep = 2}, {.cp = 4, .ep = 2}, {.cp = 2, .dp = 2, .ep = 4}})
+    expect_planned_bytes(with(c, {"", "phased", 6, "keep"}), degrees, DType::float64);
+}
+
 // Divided weights: what each event brings together and sums, joined ones included.
 TEST(CollectiveBytes, OfDividedWeightsToo) {
   const Degrees two{.dp = 2, .full = true}, five{.dp = 5, .full = true}, four{.tp = 2, .dp = 2, .full = true};

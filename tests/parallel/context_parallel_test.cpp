@@ -108,10 +108,10 @@ TEST(ContextParallelBytes, OfSuffixesAreZero) {
 }
 
 // Of the rank with most: a trunk's saved state is that of its share, its path whole; or one layer of it, where it
-// sleeps.
+// sleeps, beside its share of the others where they are divided.
 TEST(ContextParallelMemory, IsThatOfThePlan) {
   for (const char* state : {"keep", "recompute"})
-    for (const char* path : {"keep", "offload"})
+    for (const char* path : {"keep", "offload", "divide"})
       for (const std::int64_t cp : {2, 4}) {
         SCOPED_TRACE(text_of("cp ", cp, ", ", state, ", path ", path));
         Case c = four_responses();
@@ -121,7 +121,8 @@ TEST(ContextParallelMemory, IsThatOfThePlan) {
         EXPECT_EQ(report.arena_bytes.a, planned.a);
         EXPECT_EQ(report.arena_bytes.b, planned.b);
         EXPECT_EQ(report.arena_bytes.c, planned.c);
-        EXPECT_EQ(report.plan.chosen.path_stored_bytes > 0, c.options.path_state == SavedState::offload);
+        EXPECT_EQ(report.plan.path.state(), c.options.path_state);
+        EXPECT_EQ(report.plan.chosen.path_stored_bytes > 0, c.options.path_state == PathState::offload);
         EXPECT_LT(planned.c, run_case(c).report.arena_bytes.c);
       }
 }

@@ -72,15 +72,29 @@ TEST(EventsOf, APlanAreThoseThatARankRuns) {
 
 TEST(JointRanks, AreThoseWhoseRowsMeetInExperts) {
   const auto of = [](const Degrees& degrees, const Place& place) {
-    const RankRange range = joint_ranks(degrees, place);
+    const RankRange range = joint_ranks(degrees, place, false);
     return std::pair(range.begin, range.count);
   };
   EXPECT_EQ(of({.tp = 4, .dp = 2, .ep = 4}, {.dp = 1}), std::pair(std::int64_t{1}, std::int64_t{1})) << "the same rows";
   EXPECT_EQ(of({.tp = 2, .dp = 4, .ep = 4}, {.dp = 3}), std::pair(std::int64_t{2}, std::int64_t{2}));
   EXPECT_EQ(of({.cp = 4, .dp = 2, .ep = 2}, {.cp = 3, .dp = 1}), std::pair(std::int64_t{6}, std::int64_t{2}));
-  EXPECT_EQ(of({.cp = 4, .pp = 2, .dp = 2, .ep = 2}, {.cp = 3}), std::pair(std::int64_t{0}, std::int64_t{8}))
+  EXPECT_EQ(of({.cp = 4, .pp = 2, .dp = 2, .ep = 2}, {.cp = 3, .dp = 1}), std::pair(std::int64_t{4}, std::int64_t{4}))
       << "stages need whole groups of cp";
+  EXPECT_EQ(of({.cp = 2, .pp = 2, .dp = 3, .ep = 3}, {.dp = 1}), std::pair(std::int64_t{0}, std::int64_t{6}));
   EXPECT_EQ(of({.cp = 2, .pp = 2, .dp = 4, .ep = 4}, {.dp = 2}), std::pair(std::int64_t{4}, std::int64_t{4}));
+}
+
+TEST(JointRanks, AreWholeGroupsOfCpWhereTheyDivideThePath) {
+  const auto of = [](const Degrees& degrees, const Place& place) {
+    const RankRange range = joint_ranks(degrees, place, true);
+    return std::pair(range.begin, range.count);
+  };
+  using Pair = std::pair<std::int64_t, std::int64_t>;
+  EXPECT_EQ(of({.tp = 2, .cp = 4, .dp = 2}, {.cp = 3, .dp = 1}), Pair(4, 4));
+  EXPECT_EQ(of({.cp = 4, .dp = 2, .ep = 2}, {.cp = 1, .dp = 1}), Pair(4, 4)) << "experts of two ranks";
+  EXPECT_EQ(of({.cp = 2, .dp = 4, .ep = 4}, {.cp = 1, .dp = 2}), Pair(4, 4)) << "and of two groups";
+  EXPECT_EQ(of({.cp = 3, .dp = 2, .ep = 2}, {.cp = 1}), Pair(0, 6)) << "that lie across groups";
+  EXPECT_EQ(of({.cp = 2, .dp = 3, .full = true}, {.dp = 2}), Pair(0, 6));
 }
 
 }  // namespace

@@ -25,17 +25,17 @@ TEST(MemoryModel, KeysAndValuesOfAPrefixTokenAreThePublishedBytes) {
 TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
   const ActivationBytes bytes(testing::llama_3_8b(), DType::bfloat16);
   const std::int64_t of_layer = 64 * 3 * 4 * 1024;
-  const PathBytes path = bytes.path(64, 2);
+  const PathBytes path = bytes.path(64, {2});
   EXPECT_EQ(path.forward, 2 * of_layer + of_layer / 3);
   EXPECT_EQ(path.backward, 3 * of_layer);
   EXPECT_EQ(path.stored, 30 * of_layer);
-  EXPECT_EQ(bytes.path(64, 32).stored, 0);
-  EXPECT_EQ(bytes.path(0, 0).backward, 0);
+  EXPECT_EQ(bytes.path(64, {32}).stored, 0);
+  EXPECT_EQ(bytes.path(0, {0}).backward, 0);
   // A trunk of 16 rows under 48: keys and values come and go; then all come, and the gradients of those above go.
-  const PathTraffic traffic = bytes.path_traffic(48, 16, 2);
+  const PathTraffic traffic = bytes.path_traffic(48, 16, {2});
   EXPECT_EQ(traffic.forward, 30 * of_layer / 3);
   EXPECT_EQ(traffic.backward, 30 * of_layer + 30 * (of_layer * 2 / 3) * 48 / 64);
-  EXPECT_EQ(bytes.path_traffic(48, 16, StepPlan::kEveryLayer).backward, 0);
+  EXPECT_EQ(bytes.path_traffic(48, 16, {}).backward, 0);
   // What does not hide behind the compute is paid for.
   const CostModel model(testing::llama_3_8b(), testing::test_profile(), DType::bfloat16);
   const Work work{16, 16 * 64, 0, 0};

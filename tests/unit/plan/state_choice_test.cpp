@@ -119,14 +119,14 @@ TEST(StateChoice, ThePathSleepsWhereItDoesNotFit) {
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
   PlanOptions options = phased(500, SavedState::automatic);
   options.memory_budget = 1;
-  options.path_state = SavedState::keep;
+  options.path_state = PathState::keep;
   const std::int64_t awake = planned(batch, options, ShareMode::whole_trees, shape).chosen.bytes.peak();
-  options.path_state = SavedState::automatic;
+  options.path_state = PathState::automatic;
   const std::int64_t asleep = planned(batch, options, ShareMode::whole_trees, shape).chosen.bytes.peak();
   const std::int64_t constant = ActivationBytes(shape, DType::float32).constant();
   EXPECT_LT(asleep - constant, (awake - constant) / 3);
   double before = 0;
-  std::int32_t layers_before = StepPlan::kEveryLayer;
+  std::int32_t layers_before = PathPlan::kEveryLayer;
   for (const int part : {110, 90, 70, 50, 30, 0}) {
     SCOPED_TRACE(text_of(part, " % of the way up"));
     options.memory_budget = asleep + (awake - asleep) * part / 100;
@@ -135,23 +135,23 @@ TEST(StateChoice, ThePathSleepsWhereItDoesNotFit) {
     EXPECT_LE(plan.chosen.bytes.peak(), options.memory_budget);
     EXPECT_GE(plan.chosen.seconds, before * 0.999) << "less memory, less time";
     before = plan.chosen.seconds;
-    EXPECT_EQ(plan.chosen.path_stored_bytes > 0, plan.path_layers_awake != StepPlan::kEveryLayer);
+    EXPECT_EQ(plan.chosen.path_stored_bytes > 0, plan.path.layers_awake != PathPlan::kEveryLayer);
     if (part < 100) {
       EXPECT_GT(plan.chosen.path_stored_bytes, 0);
-      EXPECT_LE(plan.path_layers_awake, layers_before);
-      layers_before = plan.path_layers_awake;
+      EXPECT_LE(plan.path.layers_awake, layers_before);
+      layers_before = plan.path.layers_awake;
       EXPECT_NE(explain(plan).find("of keys, values and their gradients are stored away"), std::string::npos);
       EXPECT_NE(explain(plan).find("; path stored away"), std::string::npos) << "what was tried";
     }
-    options.path_state = SavedState::keep;
+    options.path_state = PathState::keep;
     const StepPlan kept = planned(batch, options, ShareMode::whole_trees, shape);
-    EXPECT_EQ(kept.path_layers_awake, StepPlan::kEveryLayer);
+    EXPECT_EQ(kept.path.layers_awake, PathPlan::kEveryLayer);
     if (kept.chosen.fits) {
       EXPECT_LE(plan.chosen.seconds, kept.chosen.seconds);
     } else {
       EXPECT_NE(kept.remedy.find("--path-state auto"), std::string::npos) << kept.remedy;
     }
-    options.path_state = SavedState::automatic;
+    options.path_state = PathState::automatic;
   }
   EXPECT_LT(layers_before, 3);
 }
@@ -160,19 +160,19 @@ TEST(StateChoice, ThePathSleepsWhereItDoesNotFit) {
 TEST(StateChoice, ThePathSleepsOnlyWhereStoringIsAllowed) {
   const ModelShape shape = wide_path_shape();
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
-  const auto stored = [&](SavedState trunks, std::int64_t room, SavedState path) {
+  const auto stored = [&](SavedState trunks, std::int64_t room, PathState path) {
     PlanOptions options = phased(500, trunks);
     options.memory_budget = 1, options.spill_room = room, options.path_state = path;
     return planned(batch, options, ShareMode::whole_trees, shape).chosen.path_stored_bytes;
   };
   constexpr std::int64_t kRoom = std::numeric_limits<std::int64_t>::max();
-  EXPECT_GT(stored(SavedState::automatic, kRoom, SavedState::automatic), 0);
-  EXPECT_GT(stored(SavedState::offload, kRoom, SavedState::automatic), 0);
-  EXPECT_EQ(stored(SavedState::keep, kRoom, SavedState::automatic), 0);
-  EXPECT_EQ(stored(SavedState::recompute, kRoom, SavedState::automatic), 0);
-  EXPECT_EQ(stored(SavedState::automatic, 0, SavedState::automatic), 0);
-  EXPECT_EQ(stored(SavedState::automatic, 1 << 20, SavedState::automatic), 0);
-  EXPECT_GT(stored(SavedState::keep, 0, SavedState::offload), 0) << "asked for";
+  EXPECT_GT(stored(SavedState::automatic, kRoom, PathState::automatic), 0);
+  EXPECT_GT(stored(SavedState::offload, kRoom, PathState::automatic), 0);
+  EXPECT_EQ(stored(SavedState::keep, kRoom, PathState::automatic), 0);
+  EXPECT_EQ(stored(SavedState::recompute, kRoom, PathState::automatic), 0);
+  EXPECT_EQ(stored(SavedState::automatic, 0, PathState::automatic), 0);
+  EXPECT_EQ(stored(SavedState::automatic, 1 << 20, PathState::automatic), 0);
+  EXPECT_GT(stored(SavedState::keep, 0, PathState::offload), 0) << "asked for";
 }
 
 TEST(StateChoice, WhatDoesNotFitIsToldWhatHoldsItBack) {

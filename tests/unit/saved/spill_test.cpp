@@ -328,6 +328,7 @@ TEST_F(Spill, ASleepingPathHoldsWhatAnAwakeOneHolds) {
           EXPECT_TRUE(at::equal(device->to_host(a.grad_k), device->to_host(b.grad_k))) << layer;
           EXPECT_TRUE(at::equal(device->to_host(a.grad_v), device->to_host(b.grad_v))) << layer;
         }
+        for (KvPath* path : {&asleep, &awake}) path->end_backward();
       };
       const auto push = [&](std::int64_t rows) {
         for (KvPath* path : {&asleep, &awake}) path->push(rows, 0);
@@ -383,6 +384,7 @@ TEST_F(Spill, AFlippedBitInAPathIsAnError) {
   const auto pass = [&] {
     for (const std::int64_t layer : {0, 1}) path.begin_forward(layer), path.top(layer).k.fill_(1);
     for (const std::int64_t layer : {1, 0}) path.begin_backward(layer, 10), path.top(layer).grad_k.fill_(2);
+    path.end_backward();
   };
   pass();
   queue.reserve(1);  // comes after what is written
