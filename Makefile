@@ -65,8 +65,8 @@ asan: setup-tests  ## build and C++ tests under the address and undefined-behavi
 	@"$(PYTHON_USED)" tools/run_tests.py --build build/asan-ubsan --no-python
 
 tsan: setup-tests configure  ## the CUDA kernels on a processor under ThreadSanitizer: races between threads of a grid
-	@cmake --build $(BUILD) --parallel $(JOBS) --target kernel_races_test
-	@OMP_NUM_THREADS=1 $(BUILD)/tests/cuda/kernel_races_test --gtest_brief=1 2>$(BUILD)/tsan.log || { grep SUMMARY $(BUILD)/tsan.log; exit 1; }
+	@cmake --build $(BUILD) --parallel $(JOBS) --target kernel_races_test_tsan
+	@OMP_NUM_THREADS=1 $(BUILD)/tests/cuda/kernel_races_test_tsan --gtest_brief=1 2>$(BUILD)/tsan.log || { grep SUMMARY $(BUILD)/tsan.log; exit 1; }
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf $(BUILD)

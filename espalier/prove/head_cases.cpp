@@ -318,14 +318,30 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
 }
 
 // Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64; all
-// the same; the same but for tokens 1 and 2, which are likelier.
-enum class Logits { random, equal, neighbours, same, pair };
+// the same; the same but for tokens 1 and 2, which are likelier; and those of which a draw leaves a rest.
+enum class Logits { random, equal, neighbours, same, pair, rest, rest_before_tie };
+
+// Token 0 has weight 1; token 1 and the k - 1 even ones have w = 0.7 ulp, ulp = 2^-52 being that of 1; the others have
+// none. Each w rounds the sum up by an ulp, to 1 + k ulp, of which a draw of 1 - 2^-53 is 1 + (k - 1) ulp; with 1 and
+// each w taken off, 0.3 k - 1 ulp are left behind the last of them, in the last thread's tokens.
+// Behind it, where V is even: another token without weight, likelier than the others; or another w.
+at::Tensor logits_that_leave_a_rest(std::int64_t B, std::int64_t V, bool tie) {
+  const double weighted = std::log(0.7 * 0x1p-52);
+  const at::Tensor logits = at::full({B, V}, -1000, at::kDouble);
+  logits.slice(1, 0, V, 2).fill_(weighted);
+  logits.select(1, 0).fill_(0);
+  logits.select(1, 1).fill_(weighted);
+  if (V % 2 == 0) logits.select(1, V - 1).fill_(tie ? weighted : -999);
+  return logits;
+}
 
 at::Tensor logits_of(Logits kind, std::int64_t B, std::int64_t V) {
   if (kind == Logits::neighbours) {
     const at::Tensor n = at::arange(B * V, at::kDouble).view({B, V});
     return 1 + at::remainder(n * 5, 8) * 0x1p-23 + at::remainder(n * 3, 7) * 0x1p-52;
   }
+  if (kind == Logits::rest || kind == Logits::rest_before_tie)
+    return logits_that_leave_a_rest(B, V, kind == Logits::rest_before_tie);
   if (kind == Logits::same || kind == Logits::pair) {
     const at::Tensor logits = at::zeros({B, V}, at::kDouble);
     if (kind == Logits::pair) logits.narrow(1, 1, 2).fill_(1);
@@ -341,7 +357,8 @@ void add_choice_case(std::vector<OperationCase>& cases, const std::string& name,
   const at::Tensor logits = logits_of(kind, B, V);
   at::Tensor uniform = at::rand({N}, at::detail::createCPUGenerator(97), at::kDouble);
   // The ends, and where the weights of tokens and threads begin if all are 1.
-  const std::vector<double> ends = {0.0, 1 - 1e-9, 0.5, 0x1p-9, 0x1p-3};
+  const bool rest = kind == Logits::rest || kind == Logits::rest_before_tie;
+  const std::vector<double> ends = {0.0, rest ? 1 - 0x1p-53 : 1 - 1e-9, 0.5, 0x1p-9, 0x1p-3};
   for (std::int64_t i = 0; i < 5; ++i) uniform[i] = uniform[40 + i] = ends[static_cast<std::size_t>(i)];
   cases.push_back({"choose_tokens",
                    text_of(name, ", ", V, " tokens",
@@ -349,6 +366,8 @@ void add_choice_case(std::vector<OperationCase>& cases, const std::string& name,
                            : kind == Logits::equal ? ", equal ones"
                            : kind == Logits::same  ? ", all the same"
                            : kind == Logits::pair  ? ", a likelier pair"
+                           : kind == Logits::rest  ? ", a rest"
+                           : rest                  ? ", a rest before a tie"
                                                    : ", neighbours"),
                    {{logits, Kind::sum},
                     {whole_numbers({4, 36, 36, 68}), Kind::fixed},
@@ -478,6 +497,10 @@ std::vector<OperationCase> optimizer_cases() {
     add_choice_case(cases, "half of the weight", {.temperature = 1, .top_p = 0.5}, V, kind);
     add_choice_case(cases, "half", {.temperature = 1, .top_k = V / 2 + 1}, V, kind);
   }
+  // 257 and 258 tokens are two of each of 129 threads, and one or two of the last; 130 have weight.
+  add_choice_case(cases, "those with weight", {.temperature = 1, .top_k = 130}, 257, Logits::rest);
+  add_choice_case(cases, "one without weight", {.temperature = 1, .top_k = 131}, 258, Logits::rest);
+  add_choice_case(cases, "all but the last tie", {.temperature = 1, .top_k = 130}, 258, Logits::rest_before_tie);
   return cases;
 }
 

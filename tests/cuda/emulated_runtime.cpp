@@ -19,6 +19,7 @@
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/operations.h"
 #include "espalier/ops/cuda/products.h"
+#include "tests/cuda/accesses.h"
 #include "tests/cuda/emulated_streams.h"
 #include "tests/cuda/emulation.h"
 #include "tests/device/late_operations.h"
@@ -105,18 +106,22 @@ bool on_device(const void* address) { return streams().memory.holds(address); }
 Stream stream() { return nullptr; }
 void expect_launched(const char*) {}
 
-// Ends where nobody may read on, at a multiple of 16 bytes.
+// At a multiple of 16 bytes, where nobody may read on; kernels may touch no byte more.
 void* take_scratch(std::size_t bytes) {
   const std::size_t used = std::max<std::size_t>(bytes + 15, 16) / 16 * 16, room = whole_pages(used);
   std::byte* const memory = map(room + kSystemPage, PROT_NONE);
   streams().memory.add(memory, room);
+  emulation::add_array(memory, room, memory + room - used, bytes);
   return memory + room - used;
 }
 static std::byte* block_of(void* memory) {
   return reinterpret_cast<std::byte*>(reinterpret_cast<std::uintptr_t>(memory) / kSystemPage * kSystemPage);
 }
 void give_back_scratch(void* memory) {
-  testing::give_to_compute([memory] { streams().memory.remove(block_of(memory)); });
+  testing::give_to_compute([memory] {
+    emulation::forget_array(block_of(memory));
+    streams().memory.remove(block_of(memory));
+  });
 }
 
 void fill_zero(void* memory, std::size_t bytes) {

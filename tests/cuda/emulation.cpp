@@ -10,6 +10,8 @@
 #include <random>
 #include <vector>
 
+#include "tests/cuda/accesses.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -76,7 +78,7 @@ namespace espalier::emulation {
 namespace {
 
 constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
-constexpr std::size_t kMostShared = 227 * 1024;  // bytes of a block, on sm_90; 163 KiB on sm_80 are checked by launch.h
+constexpr std::size_t kMostShared = 163 * 1024;  // bytes of a block, on sm_80; sm_90 has 227 KiB
 
 // What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
 struct Unseen {
@@ -98,6 +100,8 @@ struct Copy {
   int bytes, group;
 };
 
+std::uint32_t blocks_run = 0;  // of all launches
+
 enum class State { ready, at_barrier, in_warp, ended };
 
 struct Fiber {
@@ -109,8 +113,8 @@ struct Fiber {
   void* stack_pointer = nullptr;
   std::byte* stack = nullptr;
   void* sanitizer = nullptr;
-  void* seen_as = nullptr;         // the thread that ThreadSanitizer takes it for
-  unsigned warp_barriers = 0;      // that it has met
+  void* seen_as = nullptr;  // the thread that ThreadSanitizer takes it for
+  Moment moment;
   Operation* operation = nullptr;  // the one it waits in or has last read from
   std::vector<Copy> copies;        // in flight
   int groups = 0;                  // of copies, committed so far
@@ -148,9 +152,11 @@ std::byte* take_memory(std::size_t bytes) {
     std::byte* const begin = static_cast<std::byte*>(memory) + kAround;
     mprotect(begin, pages, PROT_READ | PROT_WRITE);
     kept.push_back(begin + pages - whole);
+    add_array(begin, pages, kept.back(), bytes);
   }
   std::byte* const taken = kept.back();
   kept.pop_back();
+  renew_array(reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(taken) / kGuardBytes * kGuardBytes), blocks_run);
   return taken;
 }
 void give_back_memory(std::byte* memory, std::size_t bytes) { memory_kept()[bytes].push_back(memory); }
@@ -225,6 +231,7 @@ class Stacks {
 };
 
 unsigned seed_now = 1;
+std::uint32_t first_block = 0;  // of the launch
 std::map<std::string, std::int64_t> counters;
 std::int64_t switches = 0;
 Block* block_now = nullptr;
@@ -234,7 +241,6 @@ void* scheduler_stack = nullptr;
 void* scheduler_sanitizer = nullptr;
 void* scheduler_seen_as = nullptr;
 char launch_begins, launch_ends;  // addresses: each thread comes after the one, and before the other
-unsigned blocks_run = 0;
 const void* scheduler_bottom = nullptr;
 std::size_t scheduler_size = 0;
 std::exception_ptr fault;  // of a thread of the block
@@ -296,7 +302,9 @@ void resume(Fiber& fiber) {
   fiber_now = &fiber;
   __sanitizer_start_switch_fiber(&scheduler_sanitizer, fiber.stack, kStackBytes);
   __tsan_switch_to_fiber(fiber.seen_as, kNoOrder);
+  accesses_of(&fiber.moment, first_block);
   espalier_switch_stack(&scheduler_stack, fiber.stack_pointer);
+  accesses_of(nullptr, first_block);
   __sanitizer_finish_switch_fiber(scheduler_sanitizer, nullptr, nullptr);
   fiber_now = nullptr;
 }
@@ -339,6 +347,7 @@ Fiber fiber_of(const Launch& launch, unsigned block, unsigned thread) {
   fiber.warp = thread / 32;
   fiber.stack = stacks().at(blocks_run % kSets, thread);
   fiber.seen_as = stacks().seen_as(blocks_run % kSets, thread);
+  fiber.moment = {.block = blocks_run, .thread = static_cast<std::uint16_t>(thread)};
   // As espalier_switch_stack left it: six registers, the address it returns to, and rsp 8 below a multiple of 16.
   void** const top = reinterpret_cast<void**>(fiber.stack + kStackBytes) - 1;
   top[0] = nullptr;
@@ -436,10 +445,17 @@ void fail(const std::string& what, Site site) {
   throw Fault(what + " at " + place(site) + ", block " + text_of(view.block) + " thread " + text_of(view.thread));
 }
 
+void end_of_thread(const std::string& what) {
+  fault = std::make_exception_ptr(Fault(what));  // where it is, nothing may be thrown
+  to_scheduler();
+  std::abort();
+}
+
 void barrier(Site site) {
   const Unseen unseen;
   void* const order = &block_now->order[block_now->barriers % 2];
   __tsan_release(order);
+  ++fiber_now->moment.barriers;
   fiber_now->state = State::at_barrier;
   fiber_now->site = site;
   to_scheduler();
@@ -467,9 +483,10 @@ const Exchange& exchange(const char* name, unsigned mask, const void* value, std
   Operation* const operation = fiber.operation = pending;
   std::memcpy(operation->data.words[fiber.view.lane], value, bytes);
   operation->arrived |= bit;
-  // Of warp operations __syncwarp alone orders accesses to memory.
-  void* const order =
-      std::strcmp(name, "syncwarp") == 0 ? &block_now->order[2 + 2 * fiber.warp + fiber.warp_barriers++ % 2] : nullptr;
+  // Of warp operations __syncwarp alone orders accesses to memory, of all lanes as no kernel asks for some.
+  void* const order = std::strcmp(name, "syncwarp") == 0 && mask == ~0u
+                          ? &block_now->order[2 + 2 * fiber.warp + fiber.moment.warp_barriers++ % 2]
+                          : nullptr;
   if (order != nullptr) __tsan_release(order);
   if (operation->arrived == mask) {
     pending = nullptr;
@@ -500,6 +517,7 @@ void begin_copy(void* to, const void* from, int bytes, Site site) {
   expect_aligned(from, 16, site);
   for (const Copy& copy : fiber_now->copies)
     if (copy.to == to) fail("a copy to where another one is in flight", site);
+  access(to, 16, true, __builtin_return_address(0));
   __tsan_write_range(to, 16);
   const Unseen unseen;
   std::memset(to, 0xff, 16);
@@ -513,11 +531,14 @@ void wait_for_copies(int groups_left) {
   const auto landed = [&](const Copy& copy) { return copy.group < fiber_now->groups - groups_left; };
   for (const Copy& copy : copies) {
     if (!landed(copy)) continue;
+    const auto bytes = static_cast<std::size_t>(copy.bytes);
+    access(copy.to, 16, true, __builtin_return_address(0));
+    if (bytes > 0) access(copy.from, bytes, false, __builtin_return_address(0));
     __tsan_write_range(copy.to, 16);
-    __tsan_read_range(const_cast<void*>(copy.from), static_cast<unsigned long>(copy.bytes));
+    __tsan_read_range(const_cast<void*>(copy.from), bytes);
     const Unseen unseen;
     std::memset(copy.to, 0, 16);
-    if (copy.bytes > 0) std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.bytes));
+    if (bytes > 0) std::memcpy(copy.to, copy.from, bytes);
   }
   std::erase_if(copies, landed);
 }
@@ -533,6 +554,7 @@ void run(const Launch& launch, const std::function<void()>& body) {
   for (unsigned i = 0; i < blocks; ++i) order[i] = i;
   if (seed_now != 0) std::shuffle(order.begin(), order.end(), random);
   body_now = &body;
+  first_block = blocks_run + 1;
   fault = nullptr;
   __tsan_release(&launch_begins);
   scheduler_seen_as = __tsan_get_current_fiber();

@@ -8,6 +8,7 @@
 //   shared memory past its end (an object of its own for each block) or read before it was written (it starts as NaN)
 //   a copy in flight that is read early (its target is NaN until the wait) or that nobody waits for
 //   vector accesses at addresses that a GPU refuses; launches that a GPU refuses
+//   races, and accesses outside of arrays (accesses.h)
 // Orders: seed 0 forward; even seeds random; odd seeds let one warp run ahead as far as it can, which is what shows a
 // missing barrier before memory is used again.
 #pragma once

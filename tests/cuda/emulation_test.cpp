@@ -235,7 +235,7 @@ TEST(Emulation, AccessesAndLaunchesThatAGpuRefusesAreRefused) {
             std::string::npos);
   EXPECT_THROW(run({{1}, {1025}}, [] {}), Fault);
   EXPECT_THROW(run({{1, 65536}, {1}}, [] {}), Fault);
-  EXPECT_THROW(run({{1}, {32}, 228 * 1024}, [] {}), Fault);
+  EXPECT_THROW(run({{1}, {32}, 163 * 1024 + 1}, [] {}), Fault);
   EXPECT_THROW(run({{0}, {32}}, [] {}), Fault);
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "espalier/base/error.h"
+#include "espalier/ops/cuda/attention.h"
 #include "espalier/prove/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
@@ -111,6 +112,34 @@ std::string instructions_of_a_group() {
   return problems + counted("mma", instructions(7, 64, 64, D) * N);
 }
 
+// A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes at a time.
+std::string problem_of_what_tiles_take() {
+  alignas(16) static const bfloat16 rows[16] = {};
+  const auto takes = [](std::int64_t heads, std::int64_t first, std::int64_t stride) {
+    const attention::Rows<const bfloat16> whole{rows, 64}, q{rows + first, stride};
+    attention::Shape shape{};
+    shape.heads = heads, shape.head_dim = 64;
+    return cuda::takes_tiles(shape, {q, whole, whole, whole, whole});
+  };
+  if (!takes(32767, 0, 64)) return "the most heads that a grid has are not taken";
+  if (takes(32768, 0, 64)) return "more heads are taken than a grid has";
+  if (takes(1, 1, 64)) return "rows that begin between pieces are taken";
+  if (takes(1, 0, 68)) return "rows that end between pieces are taken";
+  return "";
+}
+
+// Where beta1 is one half, torch's lerp starts from the gradient. The difference of 1 + 2^-23 and -1 is rounded to 2,
+// so that this end gives 2^-23 and the other one 0.
+std::string problem_of_one_half() {
+  const auto one = [](double value) { return emulated_device().adopt(at::full({1}, value, at::kFloat)); };
+  const at::Tensor p = one(0), grad = one(1 + 0x1p-23), m = one(-1), v = one(0);
+  const at::Tensor wanted = at::lerp(at::full({1}, -1, at::kFloat), at::full({1}, 1 + 0x1p-23, at::kFloat), 0.5);
+  emulation::set_seed(1);
+  emulated_device().operations().adamw(p, grad, m, v, {.lr = 1e-3, .beta1 = 0.5, .step = 1}, at::Tensor());
+  const at::Tensor got = emulated_device().to_host(m);
+  return got.equal(wanted) ? "" : text_of(got.item<float>(), " instead of ", wanted.item<float>());
+}
+
 }  // namespace
 
 std::vector<KernelCheck> kernel_checks() {
@@ -122,6 +151,8 @@ std::vector<KernelCheck> kernel_checks() {
   add_operations(checks, "Head", head_cases());
   add_operations(checks, "Experts", expert_cases());
   add_operations(checks, "Optimizer", optimizer_cases());
+  checks.push_back({Kind::answer, "Attention", "what tiles take", problem_of_what_tiles_take});
+  checks.push_back({Kind::answer, "Optimizer", "adamw, beta1 of one half", problem_of_one_half});
   for (const std::int64_t D : {64, 96})
     checks.push_back({Kind::instructions, "Formula",
                       text_of("as many as the formula has, and no bank twice, heads of ", D),

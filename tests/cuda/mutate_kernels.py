@@ -3,7 +3,6 @@
     tests/cuda/mutate_kernels.py --build build                     those of mutation_sample.txt, as in `make test`
     tests/cuda/mutate_kernels.py --build build --all [--file X]    all of them; goes on where it was stopped
     tests/cuda/mutate_kernels.py --build build --all --again       survivors once more, and what was not tried yet
-    tests/cuda/mutate_kernels.py --build build --all --quick       neither compiled alone, nor in other orders of threads, nor for races
 
 What a change is: kernel_changes.py. The kernels are compiled with all of their changes in them; each trial is a process that
 chooses one and runs the checks that come by its place, the fastest first, until one is wrong, ends or hangs
@@ -34,11 +33,11 @@ GROUPS = {"attention_plain.cu": ["Attention"], "attention_tiles.cu": ["Attention
           "moving.cu": ["Experts", "Moving", "Optimizer"], "norm.cu": ["Rows"], "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"],
           "router.cu": ["Experts"], "swiglu.cu": ["Experts", "Rows"]}
 HEADERS = ["kernel.h", "launch.h", "tiles.h"]
-FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
-         "-DESPALIER_EMULATED"]
-# What is no result: races, and what C++ leaves undefined.
-RACES = ["-fsanitize=thread", "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
-MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
+# With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
+FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
+         "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
+         "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
+MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
            "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", f"{FOLDER}/ptx.h"]
 
 
@@ -60,8 +59,8 @@ def listed_in(name):
 class Library:
     """Kernels with changes in them, compiled in a folder of their own, which stands before the kernels' own."""
 
-    def __init__(self, folder, sources, flags=()):
-        self.folder, self.sources, self.flags = folder, sources, flags
+    def __init__(self, folder, sources):
+        self.folder, self.sources = folder, sources
         self.own = folder / "source" / FOLDER
         self.own.mkdir(parents=True, exist_ok=True)
 
@@ -70,7 +69,7 @@ class Library:
 
     def compile(self, source, target, folders):
         """What the compiler says where it fails, else None."""
-        done = subprocess.run(["g++", *FLAGS, *self.flags, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
+        done = subprocess.run(["g++", *FLAGS, *[f"-I{folder}" for folder in folders], f"-I{ROOT}", "-include", str(HERE / "emulation.h"),
                                "-include", str(HERE / "changes.h"), "-c", str(source), "-o", str(target)],
                               capture_output=True, text=True, check=False)
         return done.stderr if done.returncode != 0 else None
@@ -98,7 +97,7 @@ class Library:
                 if not (self.own / file).exists() or (self.own / file).read_text(encoding="utf-8") != text:
                     (self.own / file).write_text(text, encoding="utf-8")
             for file in files:
-                stamp = digest(texts[file], *[texts[h] for h in HEADERS], (HERE / "emulation.h").read_text(), (HERE / "changes.h").read_text())
+                stamp = digest(texts[file], *[texts[h] for h in HEADERS], (HERE / "emulation.h").read_text(), (HERE / "changes.h").read_text(), *FLAGS)
                 if stamps.get(file) == stamp or (self.folder / f"{file}.{stamp}.o").exists():
                     stamps[file] = stamp
                     continue
@@ -164,13 +163,8 @@ class Server:
         while (line := self.line()) != "measured":
             if line.startswith("problem"):
                 raise RuntimeError(f"the kernels with their changes, none of them chosen, fail: {line}")
-            _, _, seconds, kind, name = line.split(" ", 4)
-            checks.append((float(seconds), f"{kind}: {name}", set(map(int, self.line().split()))))
-        answers = {name: (seconds, met) for seconds, name, met in checks}
-        for n, (_, name, _) in enumerate(checks):
-            if name.startswith("orders: "):
-                seconds, met = answers[name.replace("orders", "answer", 1)]
-                checks[n] = (4 * seconds, name, met)
+            _, _, seconds, name = line.split(" ", 3)
+            checks.append((float(seconds), name, set(map(int, self.line().split()))))
         return checks
 
     def attempt(self, number, checks, plan):
@@ -187,7 +181,7 @@ class Results:
         self.path, self.kernels, self.checks, self.found = path, kernels, checks, {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             name, outcome, kernel, check, *_ = line.split("\t")
-            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome not in ("survived", "raceless")):
+            if kernel == kernels.get(name.split(":")[0]) and (check == checks or again and outcome != "survived"):
                 self.found[name] = outcome
 
     def note(self, change, outcome, said=""):
@@ -210,19 +204,17 @@ def measured(server, path, version, groups):
     return [(seconds, name, set(met)) for seconds, name, met in kept[1]]
 
 
-def try_all(arguments, library, everything, program, results, passed=frozenset({"noticed", "invalid"})):
-    """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for and has not this outcome yet."""
+def try_all(arguments, library, everything, program, results):
+    """everything: {id: (Change, pieces)}. Notes the outcome of each that is asked for and has none yet."""
     files = sorted(file for file in library.sources if file.endswith(".cu"))
     asked = {n: change for n, (change, _) in everything.items()
-             if arguments.asks_for(change) and results.found.get(name_of(change)) not in passed}
+             if arguments.asks_for(change) and name_of(change) not in results.found}
     if not asked:
         return
     made, switched = library.with_all(files, {n: c for n, c in everything.items() if c[0].switched})
 
     def note(change, outcome, check, said):
-        if outcome == "survived" and program.name == "kernel_mutants_tsan":
-            outcome = "raceless"
-        if outcome == "raceless" or check == -2:
+        if outcome == "survived":
             print(f"survived{', no check comes there' if check == -2 else ''}: {change.file}:{change.line}: {change.text}", flush=True)
         results.note(change, outcome, f"{checks[check][1]}: {said}" if check >= 0 else "")
 
@@ -236,14 +228,12 @@ def try_all(arguments, library, everything, program, results, passed=frozenset({
         for number, change in asked.items():
             if number not in switched:
                 continue
-            plan = plan_of(arguments, change, checks, [n for n in by_seconds if number in checks[n][2]], program)
+            plan = [n for n in by_seconds if number in checks[n][2]]
             if first.get(change.file) in plan:
                 plan = [first[change.file], *[n for n in plan if n != first[change.file]]]
             outcome, check, said = server.attempt(number, checks, plan)
             first[change.file] = check if outcome == "noticed" else first.get(change.file)
             note(change, outcome, check if plan else -2, said)
-    if arguments.quick:
-        return
     of_file = defaultdict(set)
     for n, (_, _, met) in enumerate(checks):
         for number in met & set(switched):
@@ -255,25 +245,16 @@ def try_all(arguments, library, everything, program, results, passed=frozenset({
         if alone is None:
             results.note(change, "invalid")
             continue
-        plan = plan_of(arguments, change, checks, [n for n in by_seconds if n in of_file[change.file]], program)
+        plan = [n for n in by_seconds if n in of_file[change.file]]
         with Server(program, alone) as server:
             note(change, *server.attempt(number, checks, plan))
-
-
-def plan_of(arguments, change, checks, fastest_first, program):
-    """Other orders of threads last, where no barrier is left out: they show little else, and take four runs. A race shows in any."""
-    orders = [n for n in fastest_first if checks[n][1].startswith("orders")]
-    if change.instead == ";" and program.name == "kernel_mutants":
-        return fastest_first
-    others = [n for n in fastest_first if n not in set(orders)]
-    return others if arguments.quick or program.name != "kernel_mutants" else others + orders
 
 
 def report(arguments, everything, results, seconds):
     """A table; the number of survivors that are not harmless."""
     table, survivors = defaultdict(Counter), []
     for change in everything:
-        outcome = "harmless" if change.key() in arguments.harmless else results.found.get(name_of(change), "not tried").replace("raceless", "survived")
+        outcome = "harmless" if change.key() in arguments.harmless else results.found.get(name_of(change), "not tried")
         if outcome == "survived":
             survivors.append(change)
         table[change.file][outcome] += 1
@@ -312,7 +293,6 @@ def main():
     parser.add_argument("--build", default="build")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--again", action="store_true", help="keeps what was noticed, whatever has changed in the checks")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--file", action="append", help="of the kernels, alone")
     arguments = parser.parse_args()
     build, begun = (ROOT / arguments.build).resolve(), time.monotonic()
@@ -334,10 +314,7 @@ def main():
     headers = [sources[header] for header in HEADERS]
     results = Results(folder / "results.tsv", {name: digest(source, *headers) for name, source in sources.items()},
                       digest(*[(ROOT / file).read_text(encoding="utf-8") for file in MADE_OF]), arguments.again)
-    try_all(arguments, Library(folder, sources), everything, program, results, {"noticed", "invalid", "survived", "raceless"})
-    if not arguments.quick:
-        try_all(arguments, Library(folder / "races", sources, RACES), everything, build / "tests/cuda/kernel_mutants_tsan", results,
-                {"noticed", "invalid", "raceless"})
+    try_all(arguments, Library(folder, sources), everything, program, results)
     asked = [change for change, _ in everything.values() if arguments.file is None or change.file in arguments.file]
     return 1 if report(arguments, asked, results, time.monotonic() - begun) else 0
 

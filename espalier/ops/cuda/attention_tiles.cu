@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   }
   float acc[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   const float to_log2 = static_cast<float>(shape.scale) * kLog2E;
+  // Every row sees itself: there is a tile, and the last round waits for all that was fetched.
   for (int buffer = 0; n < tiles.all; buffer ^= 1) {
     const std::int64_t next = tiles.from(n + 1);
     if (next < tiles.all) fetch(next, buffer ^ 1);
@@ -178,7 +179,6 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     __syncthreads();  // the buffer is free
     n = next;
   }
-  cp_async_wait<0>();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -377,6 +377,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     delta[r] = delta_HQ[head * shape.query_rows + query];
   }
   const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
+  // Every row sees itself: there is a tile, and the last round waits for all that was fetched.
   for (int buffer = 0; n < tiles.all; buffer ^= 1) {
     const std::int64_t next = tiles.from(n + 1);
     if (next < tiles.all) fetch(next, buffer ^ 1);
@@ -404,7 +405,6 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     __syncthreads();  // the buffer is free
     n = next;
   }
-  cp_async_wait<0>();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const std::int64_t query = first_query + warp * 16 + g + 8 * r;

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 
-// Overwrites p, the warp's own, with softmax(logits); returns log sum exp. Lanes have the experts lane, lane + 32, ...
+// Overwrites p, the warp's own, with softmax(logits); returns log sum exp. Lanes have the experts lane, lane + 32, ...;
+// those of another lane after a __syncwarp.
 template <class T>
 __device__ accumulator_t<T> softmax(std::int64_t experts, const T* logits, int lane, accumulator_t<T>* p) {
   using A = accumulator_t<T>;
@@ -26,7 +27,6 @@ __device__ accumulator_t<T> softmax(std::int64_t experts, const T* logits, int l
   }
   sum = warp_sum(sum);
   for (std::int64_t e = lane; e < experts; e += 32) p[e] /= sum;
-  __syncwarp();
   return largest + std::log(sum);
 }
 

@@ -1,0 +1,38 @@
+// What the threads of a grid read and write, one access at a time: an access outside of its array, and two of different
+// threads to one place, one of them writing, with nothing between that orders them, whatever order they ran in.
+//
+// What orders two accesses of a launch: a barrier of their block between them; between lanes of a warp a __syncwarp of
+// all lanes. Nothing orders two blocks. Launches come one after the other.
+//
+// The compiler calls the functions of accesses.cpp before every access of a kernel (-fsanitize=thread, whose library is
+// not linked). Memory that no array was told of is not looked at: stacks, arguments of kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace espalier::emulation {
+
+// A thread of a grid, as far as it has come.
+struct Moment {
+  std::uint32_t block = 0;   // number among the blocks of all launches, from 1
+  std::uint16_t thread = 0;  // of the block
+  // That it has met, modulo 2^16: an access with exactly so many between is not told from one with none.
+  std::uint16_t barriers = 0, warp_barriers = 0;
+};
+
+// Nobody may touch the room but in [begin, begin + bytes), from an even address on. Errors: none; rooms do not overlap.
+void add_array(const void* room, std::size_t room_bytes, const void* begin, std::size_t bytes);
+void forget_array(const void* room);
+// From this block on it is another's: shared memory that is used again.
+void renew_array(const void* room, std::uint32_t block);
+
+// Whose accesses follow: a thread of a launch whose blocks are numbered from first_block on; nobody's.
+void accesses_of(const Moment* thread, std::uint32_t first_block);
+// One of the thread's, by the instruction before `code`. Does not return where it is a fault.
+void access(const void* at, std::size_t bytes, bool writes, const void* code);
+// What ends the thread with a fault; `what` of emulation.cpp.
+[[noreturn]] void end_of_thread(const std::string& what);
+
+}  // namespace espalier::emulation
