@@ -53,11 +53,17 @@ Case drawn_case(Draws& draws, std::uint64_t seed) {
   c.rollouts = any_options(seed, 12);
   c.rollouts.vocabulary = 50, c.rollouts.rewards = true;
   Options& options = c.options;
-  options.policy_loss = draws.one_of({"vanilla", "vanilla", "gspo", "cispo", "reinforce"});
-  options.loss_agg_mode = draws.one_of({"", "token-mean", "seq-mean-token-sum"});
+  options.policy_loss = draws.one_of({"vanilla", "vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"});
+  options.loss_agg_mode = options.policy_loss == "sapo" ? "" : draws.one_of({"", "token-mean", "seq-mean-token-sum"});
+  options.adv_estimator = draws.one_of({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"});
+  options.share = draws.one_of({"auto", "auto", "prompt", "off"});
+  if (options.policy_loss == "vanilla") options.ratio_level = draws.one_of({"token", "sequence"});
   options.entropy_coeff = 0.02;  // so that no gradient vanishes where all advantages do
-  options.kl_loss_coef = draws.one_of({0.0, 0.05});
-  if (c.rollouts.policy == PolicyAge::none) options.kl_loss_coef = 0;  // no log-probs of a reference
+  if (c.rollouts.policy != PolicyAge::none) {
+    options.kl_loss_coef = draws.one_of({0.0, 0.05}), options.kl_loss_type = draws.one_of({"k1", "k3", "k3_unbiased"});
+    options.rollout_is = draws.one_of({"none", "token", "sequence"});
+    if (draws.one_in(3)) options.off_policy_threshold = 0.3;
+  }
   if (shape_of(c).experts > 0 && draws.one_in(3)) {
     options.router_aux_loss_coef = 0.5, options.router_z_loss_coef = 0.1;
     options.router_aux_loss_scope = draws.one_of({"rollout", "minibatch"});
@@ -66,6 +72,11 @@ Case drawn_case(Draws& draws, std::uint64_t seed) {
   c = with(c, plans[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(plans.size())))]);
   options.path_state = draws.one_of({"auto", "keep", "offload"});
   return draws.one_in(5) ? as_critic(c) : c;
+}
+
+void expect_as_dense(const Case& c) {
+  const Worst worst = worst_parameter(c, run_case(c).gradient, run_case(with(c, {"", "dense", 0, "auto"})).gradient);
+  EXPECT_LE(worst.error, kFloat64) << worst.parameter << ", against dense";
 }
 
 bool divides_a_wave(const std::vector<PlanItem>& items, std::int64_t cp) {
@@ -121,6 +132,7 @@ TEST(GeneratedLayouts, GiveTheGradientOfOneProcess) {
     SCOPED_TRACE(text_of("seed ", seed, ": ", text_of_degrees(degrees), ", ", c.family, c.critic ? ", critic, " : ", ",
                          name_of(c.options.policy_loss)));
     EXPECT_NO_THROW(expect_as_one_process(c, degrees, run_case(c)));
+    EXPECT_NO_THROW(expect_as_dense(c));
     if (degrees.ep > 1) continue;  // what comes to a rank's experts is known when it comes
     EXPECT_NO_THROW(expect_planned_memory(c, degrees));
   }

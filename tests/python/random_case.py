@@ -204,7 +204,11 @@ def draw_plan(rng):
     if rng.random() < 0.6:
         plan["token-budget"] = rng.choice([1, 2, 5, 17, 64, 300])
     if rng.random() < 0.6:
-        plan["trunk-state"] = rng.choice(["auto", "keep", "recompute"])
+        plan["trunk-state"] = rng.choice(["auto", "keep", "recompute", "offload"])
+    if rng.random() < 0.3:
+        plan["wave-state"] = rng.choice(["keep", "recompute"])
+    if rng.random() < 0.3:
+        plan["path-state"] = rng.choice(["keep", "offload"])
     if rng.random() < 0.5:
         plan["share"] = rng.choice(["auto", "prompt", "off"])
     return plan
