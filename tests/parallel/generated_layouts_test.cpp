@@ -70,7 +70,7 @@ Case drawn_case(Draws& draws, std::uint64_t seed) {
   }
   const std::vector<Plan> plans = all_plans({0, 1 + draws.below(13)});
   c = with(c, plans[static_cast<std::size_t>(draws.below(static_cast<std::int64_t>(plans.size())))]);
-  options.path_state = draws.one_of({"auto", "keep", "offload"});
+  options.path_state = draws.one_of({"auto", "keep", "offload", "divide"});
   return draws.one_in(5) ? as_critic(c) : c;
 }
 
