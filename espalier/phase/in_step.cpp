@@ -15,7 +15,7 @@ InStep::InStep(const Mesh& mesh, const StepPlan& plan) {
   if (together.count == 1) return;
   const std::int64_t cp = mesh.cp.size(), end = together.begin + together.count;
   std::vector<std::string> all;
-  if (together.count <= cp) {  // all have this plan
+  if (cp % together.count == 0) {  // all have this plan
     for (std::int64_t rank = together.begin; rank < end; ++rank) all.push_back(events_of(plan.items, rank % cp));
   } else {
     const std::string own = events_of(plan.items, mesh.cp.rank());

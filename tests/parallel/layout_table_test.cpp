@@ -51,6 +51,7 @@ std::vector<Degrees> layouts() {
                            {.cp = 4, .ep = 2},
                            {.cp = 2, .dp = 2, .ep = 2},
                            {.cp = 2, .dp = 2, .ep = 4},
+                           {.cp = 3, .dp = 2, .ep = 2},
                            {.tp = 2, .cp = 2, .ep = 4},
                            {.pp = 2, .dp = 2, .ep = 2},
                            {.pp = 3, .dp = 2, .ep = 2},
