@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <random>
 
+#include "espalier/plan/communication.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/plan/row_shares.h"
 #include "espalier/train/training_data.h"
@@ -85,8 +86,8 @@ bool divides_a_wave(const std::vector<PlanItem>& items, std::int64_t cp) {
   });
 }
 
-// No rank takes more from its arena than the plan says of the one with most.
-void expect_planned_memory(const Case& c, const Degrees& degrees) {
+// What every rank gives to others is what the plan says, and none takes more from its arena than the one with most.
+void expect_planned(const Case& c, const Degrees& degrees) {
   const TrainingData data(make_rollouts(c.rollouts, c.seed), c.options, c.critic);
   const auto batch = data.mini_batch(0).rollouts;
   PlanOptions options;
@@ -99,6 +100,11 @@ void expect_planned_memory(const Case& c, const Degrees& degrees) {
   std::vector<const StepPlan*> plans(static_cast<std::size_t>(degrees.dp));
   for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank)
     plans[static_cast<std::size_t>(place_of(rank, degrees).dp)] = &ranks[static_cast<std::size_t>(rank)].report.plan;
+  for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank) {
+    const LocalShape local(shape_of(c), degrees, place_of(rank, degrees));
+    const TrafficBytes planned = Communication(local, options.dtype, options.kind, machine).of(plans, batch).bytes;
+    EXPECT_TRUE(ranks[static_cast<std::size_t>(rank)].report.bytes == planned) << "bytes of rank " << rank;
+  }
   PhasePeaks most;
   for (std::int64_t dp = 0; dp < degrees.dp; ++dp) {
     const StepPlan& plan = *plans[static_cast<std::size_t>(dp)];
@@ -134,7 +140,7 @@ TEST(GeneratedLayouts, GiveTheGradientOfOneProcess) {
     EXPECT_NO_THROW(expect_as_one_process(c, degrees, run_case(c)));
     EXPECT_NO_THROW(expect_as_dense(c));
     if (degrees.ep > 1) continue;  // what comes to a rank's experts is known when it comes
-    EXPECT_NO_THROW(expect_planned_memory(c, degrees));
+    EXPECT_NO_THROW(expect_planned(c, degrees));
   }
 }
 
