@@ -65,7 +65,15 @@ class Device {
 
   // The declared copies. Where the host can touch the device's memory nothing is copied: what to_host and host_room
   // return is then the tensor itself.
-  virtual at::Tensor to_host(const at::Tensor& tensor) = 0;    // what it holds once everything called so far has run
+  virtual at::Tensor to_host(const at::Tensor& tensor) = 0;  // what it holds once everything called so far has run
+  // The same in two calls, between which more work can be given: the second waits for what the first one was given
+  // after and for nothing given since.
+  struct Coming {
+    at::Tensor host;
+    std::int64_t landing = -1;
+  };
+  virtual Coming start_to_host(const at::Tensor& tensor) { return {to_host(tensor)}; }
+  virtual at::Tensor arrived(const Coming& coming) { return coming.host; }
   virtual at::Tensor host_room(const at::Tensor& tensor) = 0;  // a host tensor like it, to be filled for to_device
   virtual void to_device(const at::Tensor& host, const at::Tensor& tensor) = 0;
   // A host tensor that nobody writes any more, as one of the device.

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -32,18 +33,26 @@ class HeadPass {
   HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
            const HeadGradients* out, Arena& arena);
 
-  // The logits of every block in turn, their first row and their number: visit(first, rows).
+  // Rows [first, first + rows) and their logits.
+  struct Block {
+    std::int64_t first, rows;
+    at::Tensor logits_BV, hidden_BM;
+  };
+  // The logits of every block in turn, which are gone when the next one is visited.
   template <class Visit>
   void run(Visit visit);
-  const at::Tensor& logits() const { return block_logits_; }
-  // From the logits' gradient, which is in logits() now: overwrites the hidden rows', adds to the weights'.
-  void add_gradients();
+  // Whether a block's logits may be computed while those of the block before are in use.
+  bool has_two_rooms() const { return declared_.has_two(); }
+  std::int64_t outputs() const { return outputs_; }
+  // Of the block that begins at row `first`; those of the block before are gone unless there are two rooms.
+  Block logits_from(std::int64_t first);
+  // From the logits' gradient, which stands in their place now: overwrites the hidden rows', adds to the weights'.
+  void add_gradients(const Block& block);
 
  private:
-  void compute_logits();
   // Calls with a run of weight rows in the accumulator type: body(begin, weights, the logits' columns).
   template <class Body>
-  void for_each_weight_run(Body body);
+  void for_each_weight_run(const at::Tensor& logits_BV, Body body);
 
   const at::Tensor hidden_OM_, weight_VM_;
   Group& tp_;
@@ -53,10 +62,6 @@ class HeadPass {
   // For the largest block; those of a block are their first rows. All but the logits exist for bfloat16 only.
   HeadBuffers declared_;
   HeldBuffers held_;
-
-  // The block in work: rows [first_row_, first_row_ + rows_).
-  std::int64_t first_row_ = 0, rows_ = 0;
-  at::Tensor block_logits_, block_hidden_;
 };
 
 HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
@@ -70,57 +75,59 @@ HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, con
       vocabulary_(weight_VM.size(0)),
       width_(weight_VM.size(1)),
       declared_(element_bytes(hidden_OM.scalar_type()), outputs_, std::max(vocabulary_, part.largest), width_,
-                out != nullptr),
+                out != nullptr, !arena.device().in_host_memory()),
       held_(arena, declared_, hidden_OM.scalar_type()) {
   held_.enter(0);
 }
 
 template <class Body>
-void HeadPass::for_each_weight_run(Body body) {
+void HeadPass::for_each_weight_run(const at::Tensor& logits_BV, Body body) {
   for (std::int64_t begin = 0; begin < vocabulary_; begin += declared_.vocabulary_run) {
     const std::int64_t count = std::min(declared_.vocabulary_run, vocabulary_ - begin);
     const at::Tensor weights = held_[declared_.weight_run_NM].narrow(0, 0, count);
     ops_.convert(weight_VM_.narrow(0, begin, count), weights);
-    body(begin, weights, block_logits_.narrow(1, begin, count));
+    body(begin, weights, logits_BV.narrow(1, begin, count));
   }
 }
 
-void HeadPass::compute_logits() {
-  block_hidden_ = hidden_OM_.narrow(0, first_row_, rows_);
+HeadPass::Block HeadPass::logits_from(std::int64_t first) {
+  const std::int64_t rows = std::min(declared_.block_rows, outputs_ - first);
+  const auto room = declared_.rooms[has_two_rooms() ? static_cast<std::size_t>(first / declared_.block_rows % 2) : 0];
   // The buffer is that of the largest part of the vocabulary.
-  block_logits_ = held_[declared_.logits_BV].view({-1}).narrow(0, 0, rows_ * vocabulary_).view({rows_, vocabulary_});
-  if (!declared_.widens()) return ops_.linear(block_logits_, block_hidden_, weight_VM_, at::Tensor());
-  const at::Tensor wide = held_[declared_.hidden_BM].narrow(0, 0, rows_);
-  ops_.convert(block_hidden_, wide);
-  block_hidden_ = wide;
-  for_each_weight_run([&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
-    ops_.linear(columns, block_hidden_, weights, at::Tensor());
+  Block block{first, rows, held_[room.logits_BV].view({-1}).narrow(0, 0, rows * vocabulary_).view({rows, vocabulary_}),
+              hidden_OM_.narrow(0, first, rows)};
+  if (!declared_.widens()) {
+    ops_.linear(block.logits_BV, block.hidden_BM, weight_VM_, at::Tensor());
+    return block;
+  }
+  const at::Tensor wide = held_[room.hidden_BM].narrow(0, 0, rows);
+  ops_.convert(block.hidden_BM, wide);
+  block.hidden_BM = wide;
+  for_each_weight_run(block.logits_BV, [&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
+    ops_.linear(columns, block.hidden_BM, weights, at::Tensor());
   });
+  return block;
 }
 
-void HeadPass::add_gradients() {
-  const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, first_row_, rows_);
+void HeadPass::add_gradients(const Block& block) {
+  const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, block.first, block.rows);
   if (!declared_.widens()) {
-    ops_.linear_grad_input(grad_hidden, block_logits_, weight_VM_);
+    ops_.linear_grad_input(grad_hidden, block.logits_BV, weight_VM_);
     tp_.add_over_ranks(grad_hidden);
   } else {
-    const at::Tensor sum = held_[declared_.grad_hidden_BM].narrow(0, 0, rows_);
-    for_each_weight_run([&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
+    const at::Tensor sum = held_[declared_.grad_hidden_BM].narrow(0, 0, block.rows);
+    for_each_weight_run(block.logits_BV, [&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
       begin == 0 ? ops_.linear_grad_input(sum, columns, weights) : ops_.add_linear_grad_input(sum, columns, weights);
     });
     tp_.add_over_ranks(sum);
     ops_.convert(sum, grad_hidden);
   }
-  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), block_logits_, block_hidden_, at::Tensor());
+  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), block.logits_BV, block.hidden_BM, at::Tensor());
 }
 
 template <class Visit>
 void HeadPass::run(Visit visit) {
-  for (first_row_ = 0; first_row_ < outputs_; first_row_ += declared_.block_rows) {
-    rows_ = std::min(declared_.block_rows, outputs_ - first_row_);
-    compute_logits();
-    visit(first_row_, rows_);
-  }
+  for (std::int64_t first = 0; first < outputs_; first += declared_.block_rows) visit(logits_from(first));
 }
 
 void check(const HeadProblem& problem, const HeadGradients* out) {
@@ -147,14 +154,15 @@ class EdgeNumbers {
   EdgeNumbers(const HeadProblem& problem, Arena& arena)
       : edges_(problem.edges), first_token_(problem.part.first), tp_(problem.part.tp), device_(arena.device()) {}
 
-  // The edges of rows [first, first + rows).
+  // The edges of a block's rows.
   struct Block {
     EdgeBlock edges;
     std::int64_t begin, count;  // of the edges
     LogitSums sums;
     at::Tensor series_2E;  // log-probs, then entropies
   };
-  Block score(std::int64_t first, std::int64_t rows, const at::Tensor& logits_BV) const {
+  Block score(const HeadPass::Block& block) const {
+    const std::int64_t first = block.first, rows = block.rows;
     const std::int64_t begin = edges_.begin[static_cast<std::size_t>(first)];
     const std::int64_t count = edges_.begin[static_cast<std::size_t>(first + rows)] - begin;
     const EdgeBlock edges{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
@@ -165,7 +173,7 @@ class EdgeNumbers {
                          numbers.narrow(0, 3 * rows, rows)};
     const at::Tensor raw_E = numbers.narrow(0, 4 * rows, count);
     const Operations& ops = device_.operations();
-    ops.logit_sums(edges, first_token_, logits_BV, sums, raw_E);
+    ops.logit_sums(edges, first_token_, block.logits_BV, sums, raw_E);
     ops.convert(sums.max_B, max_B);
     tp_.max_over_ranks(max_B);
     ops.raise_maximum(edges, max_B, sums);
@@ -174,7 +182,8 @@ class EdgeNumbers {
     ops.score_edges(edges, raw_E, sums, series_2E.narrow(0, 0, count), series_2E.narrow(0, count, count));
     return {edges, begin, count, sums, series_2E};
   }
-  at::Tensor series(const Block& block) const { return device_.to_host(block.series_2E); }
+  Device::Coming start_series(const Block& block) const { return device_.start_to_host(block.series_2E); }
+  at::Tensor series(const Device::Coming& coming) const { return device_.arrived(coming); }
 
   // Turns the logits into their gradient; derivatives by log-prob, then by entropy, of the block's edges.
   void compute_gradient(const Block& block, std::vector<double> derivatives, const at::Tensor& logits_BV) const {
@@ -220,7 +229,7 @@ void HeadEdges::add_to(ControlBlock& block, std::span<const double> temperature,
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
                      const LogitsFunction& visit, Arena& arena) {
   HeadPass pass(hidden_OM, weight_VM, part, nullptr, arena);
-  pass.run([&](std::int64_t first, std::int64_t) { visit(first, pass.logits()); });
+  pass.run([&](const HeadPass::Block& block) { visit(block.first, block.logits_BV); });
 }
 
 void head_forward(const HeadProblem& problem, std::span<double> logprob, std::span<double> entropy, Arena& arena) {
@@ -229,10 +238,10 @@ void head_forward(const HeadProblem& problem, std::span<double> logprob, std::sp
   HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, nullptr, arena);
   const EdgeNumbers numbers(problem, arena);
   std::vector<EdgeNumbers::Block> blocks;
-  pass.run([&](std::int64_t first, std::int64_t rows) { blocks.push_back(numbers.score(first, rows, pass.logits())); });
+  pass.run([&](const HeadPass::Block& block) { blocks.push_back(numbers.score(block)); });
   for (const EdgeNumbers::Block& block : blocks) {
     const auto count = static_cast<std::size_t>(block.count);
-    const at::Tensor series = numbers.series(block);
+    const at::Tensor series = numbers.series(numbers.start_series(block));
     const auto values = host_values<const double>(series);
     std::ranges::copy(values.first(count), logprob.begin() + block.begin);
     std::ranges::copy(values.last(count), entropy.begin() + block.begin);
@@ -255,17 +264,31 @@ void add_head_forward_backward(const HeadProblem& problem, const HeadObjective& 
   check(problem, &out);
   HeadPass pass(problem.hidden_OM, problem.weight_VM, problem.part, &out, arena);
   const EdgeNumbers numbers(problem, arena);
-  pass.run([&](std::int64_t first, std::int64_t rows) {
-    const EdgeNumbers::Block block = numbers.score(first, rows, pass.logits());
-    const at::Tensor series = numbers.series(block);
+  struct Scored {
+    HeadPass::Block block;
+    EdgeNumbers::Block edges;
+    Device::Coming series;
+  };
+  const auto scored_from = [&](std::int64_t first) {
+    const HeadPass::Block block = pass.logits_from(first);
+    const EdgeNumbers::Block edges = numbers.score(block);
+    return Scored{block, edges, numbers.start_series(edges)};
+  };
+  std::optional<Scored> next;
+  for (std::int64_t first = 0; first < pass.outputs();) {
+    const Scored here = next ? *std::exchange(next, std::nullopt) : scored_from(first);
+    first += here.block.rows;
+    // The device goes on with the next block while the host waits for this one's log-probs and has them.
+    if (pass.has_two_rooms() && first < pass.outputs()) next = scored_from(first);
+    const at::Tensor series = numbers.series(here.series);
     const auto values = host_values<const double>(series);
-    const auto count = static_cast<std::size_t>(block.count);
+    const auto count = static_cast<std::size_t>(here.edges.count);
     std::vector<double> derivatives(2 * count);
-    objective(static_cast<std::size_t>(block.begin), values.first(count), values.last(count),
+    objective(static_cast<std::size_t>(here.edges.begin), values.first(count), values.last(count),
               std::span(derivatives).first(count), std::span(derivatives).last(count));
-    numbers.compute_gradient(block, std::move(derivatives), pass.logits());
-    pass.add_gradients();
-  });
+    numbers.compute_gradient(here.edges, std::move(derivatives), here.block.logits_BV);
+    pass.add_gradients(here.block);
+  }
 }
 
 }  // namespace espalier

@@ -180,17 +180,19 @@ DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t
 }
 
 HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
-                         bool with_gradients)
+                         bool with_gradients, bool ahead)
     : BufferList(bytes),
       block_rows(std::min(
           outputs, std::clamp<std::int64_t>(kHeadBlockBytes / (vocabulary * bytes.accumulator), 1, kHeadBlockRows))),
       vocabulary_run(vocabulary) {
   if (outputs == 0) return;
-  logits_BV = add("logits", block_rows, vocabulary, kAccumulator);
+  const std::size_t blocks = with_gradients && ahead && outputs > block_rows ? 2 : 1;
+  for (std::size_t i = 0; i < blocks; ++i) rooms[i].logits_BV = add("logits", block_rows, vocabulary, kAccumulator);
   if (bytes.activation == bytes.accumulator) return;
   vocabulary_run = std::min(vocabulary, std::max<std::int64_t>(1, kHeadWidenedBytes / (width * bytes.accumulator)));
   weight_run_NM = add("widened weights", vocabulary_run, width, kAccumulator);
-  hidden_BM = add("widened hidden rows", block_rows, width, kAccumulator);
+  for (std::size_t i = 0; i < blocks; ++i)
+    rooms[i].hidden_BM = add("widened hidden rows", block_rows, width, kAccumulator);
   if (with_gradients) grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kAccumulator);
 }
 

@@ -6,6 +6,7 @@
 // member that a block does not need is not declared. Members are named by their shape; W is a width of several parts.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "espalier/device/buffers.h"
@@ -130,13 +131,19 @@ struct DecoderBackwardBuffers : BufferList {
 };
 
 // The head's block of logits. Where the run's dtype is narrower than its sums, hidden rows and a run of the
-// vocabulary's rows are widened first.
+// vocabulary's rows are widened first. `ahead`: the next block is computed while the host has this one's log-probs.
 struct HeadBuffers : BufferList {
   HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
-              bool with_gradients);
-  bool widens() const { return hidden_BM.index >= 0; }
+              bool with_gradients, bool ahead = false);
+  bool widens() const { return rooms[0].hidden_BM.index >= 0; }
+  bool has_two() const { return rooms[1].logits_BV.index >= 0; }
+  // What a block has from its product until its gradient is carried on.
+  struct Room {
+    Place logits_BV, hidden_BM;
+  };
   std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
-  Place logits_BV, weight_run_NM, hidden_BM, grad_hidden_BM;
+  std::array<Room, 2> rooms;
+  Place weight_run_NM, grad_hidden_BM;
 };
 
 }  // namespace espalier

@@ -137,7 +137,9 @@ PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t 
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
   if (shape_.value_head || !has_outputs_) return 0;
-  return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient).peak();
+  return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient,
+                     kind_.cuda || kind_.queued)
+      .peak();
 }
 
 std::int64_t ActivationBytes::members(const BlockRows& rows) const {

@@ -109,6 +109,7 @@ StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const O
   StepKind kind = model.kind.gradients ? step_kind_of(options, model.shape.whole(), rollouts, counted) : model.kind;
   kind.optimizer = model.kind.optimizer, kind.optimizer_shares = model.kind.optimizer_shares;
   kind.beside_bytes = beside_bytes;
+  kind.queued = !bound_device().in_host_memory();
   return kind;
 }
 

@@ -31,17 +31,14 @@ MISSING_EVENTS = [
     fault("result_before_computed", "the copy of a result does not wait for its computation", DEVICE,
           """  const Event computed = record(Queue::compute);
   wait(Queue::copy, computed);
-  copy_rows(Queue::copy, {landing, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows});
-  forget(computed);
-  wait_and_forget(record(Queue::copy));""",
+  copy_rows(Queue::copy, {memory, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows});
+""",
           f"""  const Event computed = record({on("event_of_the_wrong_stream")} ? Queue::copy : Queue::compute);
   const bool late = {on("waits_behind_the_copy")};
   if (!ON && !late) wait(Queue::copy, computed);
-  copy_rows(Queue::copy, {{landing, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows}});
+  copy_rows(Queue::copy, {{memory, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows}});
   if (late) wait(Queue::copy, computed);
-  forget(computed);
-  if (!{on("host_reads_before_the_copy")})
-    wait_and_forget(record({on("host_waits_for_the_computation")} ? Queue::compute : Queue::copy));"""),
+"""),
     fault("event_of_the_wrong_stream", "the copy of a result waits for earlier copies"),
     fault("waits_behind_the_copy", "the copy stream waits when the copy has been given"),
     fault("values_in_the_copy_stream", "what the host hands over goes through the stream that operations do not wait for",
@@ -54,11 +51,14 @@ MISSING_EVENTS = [
 ]
 
 HOST_READS = [
-    fault("host_reads_before_the_copy", "a result is read before its copy has run"),
-    fault("host_waits_for_the_computation", "a result is read when it is computed and not yet copied"),
+    fault("host_reads_before_the_copy", "a result is read before its copy has run", DEVICE,
+          "wait_and_forget(landing.copied);", "if (!ON) TEXT"),
+    fault("host_waits_for_the_computation", "a result is read when it is computed and not yet copied", DEVICE,
+          "landing.copied = record(Queue::copy);", "landing.copied = record(ON ? Queue::compute : Queue::copy);"),
     fault("layer_stored_before_it_came", "a trunk's layer is written to the store before its copy has run"),
     fault("host_reads_log_probs_directly", "log-probs are read in the device's memory", "objective/fused_head.cpp",
-          "return device_.to_host(block.series_2E);", "return ON ? block.series_2E : device_.to_host(block.series_2E);"),
+          "return device_.start_to_host(block.series_2E);",
+          "return ON ? Device::Coming{block.series_2E} : device_.start_to_host(block.series_2E);"),
     fault("host_reads_the_norm_directly", "the gradient's norm is read in the device's memory", "optimizer/adamw.cpp",
           "const at::Tensor on_host = device_.to_host(sum_N);",
           "const at::Tensor on_host = ON ? sum_N : device_.to_host(sum_N);"),
@@ -78,6 +78,10 @@ EARLY_REUSE = [
           f"""if (!ON) staging_[turn_].copied = record({on("staging_recorded_elsewhere")} ? Queue::copy : Queue::compute);"""),
     fault("staging_recorded_elsewhere", "a block is taken again after an event of the other stream"),
     fault("values_not_staged", "what the host hands over is read when the copy runs"),
+    fault("landing_taken_again", "a result lands where one lies that nobody has read", DEVICE,
+          "landing.free = false;", "landing.free = ON;"),
+    fault("logits_written_over", "the next block's logits come into the room of those that are in use",
+          "objective/fused_head.cpp", "has_two_rooms() ? static_cast", "!ON && has_two_rooms() ? static_cast"),
     fault("room_given_back_early", "a fetched chunk's buffer takes the next one before it is copied", DEVICE,
           "copy(Queue::copy, memory, host, static_cast<std::size_t>(bytes));\n  wait_and_forget(record(Queue::copy));",
           "copy(Queue::copy, memory, host, static_cast<std::size_t>(bytes));\n"

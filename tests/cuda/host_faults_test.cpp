@@ -14,6 +14,7 @@
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
+#include "espalier/objective/fused_head.h"
 #include "espalier/ops/cuda/runtime.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/parallel/in_process.h"
@@ -125,6 +126,34 @@ double norm() {
   return optimizer.step(device().adopt(at::ones(state->weights.sizes(), at::kDouble))).grad_norm;
 }
 
+// The gradients of a head of three blocks and their log-probs, each of which the host has while the next is computed.
+std::vector<at::Tensor> head(Device& there) {
+  constexpr std::int64_t kOutputs = 600, kWidth = 3, kVocabulary = 7;
+  const auto values = [](at::IntArrayRef sizes) {
+    return at::sin(at::arange(static_cast<double>(c10::multiply_integers(sizes)), at::kDouble)).view(sizes);
+  };
+  std::vector<HeadEdge> edges;
+  for (std::int32_t o = 0; o < kOutputs; ++o) edges.push_back({o, o % static_cast<std::int32_t>(kVocabulary)});
+  HeadEdges handed_over;
+  ControlBlock block;
+  handed_over.add_to(block, std::vector<double>(kOutputs, 0.9), edges, kVocabulary);
+  block.hand_over(there);
+  const HeadGradients out{there.adopt(at::zeros({kOutputs, kWidth}, at::kDouble)),
+                          there.adopt(at::zeros({kVocabulary, kWidth}, at::kDouble))};
+  const at::Tensor log_probs = at::zeros({kOutputs}, at::kDouble);
+  Arena arena(std::int64_t{1} << 20, there);
+  add_head_forward_backward(
+      {there.adopt(values({kOutputs, kWidth})), there.adopt(values({kVocabulary, kWidth})), handed_over},
+      [&](std::size_t first, std::span<const double> logprob, std::span<const double>, std::span<double> by_logprob,
+          std::span<double> by_entropy) {
+        std::ranges::copy(logprob, host_values<double>(log_probs).begin() + static_cast<std::ptrdiff_t>(first));
+        std::ranges::copy(logprob, by_logprob.begin());
+        std::ranges::fill(by_entropy, 0.5);
+      },
+      out, arena);
+  return {log_probs, there.to_host(out.grad_hidden_OM), there.to_host(out.grad_weight_VM)};
+}
+
 // Sums of what was just computed, and what is sent from one rank to the other and written over.
 void meet_others() {
   constexpr Degrees kTwo{.dp = 2};
@@ -156,6 +185,7 @@ void meet_others() {
 struct Right {
   at::Tensor gradient = step();
   double grad_norm = norm();
+  std::vector<at::Tensor> of_head = head(cpu_device());
 };
 
 // Whether a process of its own ends well: with this fault on, if any, and the streams in this order.
@@ -174,6 +204,8 @@ bool runs_well(const Fault* fault, unsigned seed, const Right& right) {
       bring_back();
       sleep_and_wake();
       meet_others();
+      const std::vector<at::Tensor> of_head = head(device());
+      for (std::size_t i = 0; i < of_head.size(); ++i) expect(of_head[i].equal(right.of_head[i]));
       expect(step().equal(right.gradient) && norm() == right.grad_norm);
       code = 0;
     } catch (const std::exception&) {

@@ -196,19 +196,31 @@ std::shared_ptr<Group> CudaDevice::connect(std::shared_ptr<Group> host, double t
 
 // ---- the declared copies ----
 
-at::Tensor CudaDevice::to_host(const at::Tensor& tensor) {
-  at::Tensor host = host_room(tensor);
-  if (tensor.numel() == 0) return host;
+Device::Coming CudaDevice::start_to_host(const at::Tensor& tensor) {
+  Coming coming{host_room(tensor)};
+  if (tensor.numel() == 0) return coming;
+  const auto found = std::ranges::find_if(landings_, [](const Landing& landing) { return landing.free; });
+  Landing& landing = found != landings_.end() ? *found : landings_.emplace_back();
+  coming.landing = std::ranges::find(landings_, &landing, [](Landing& each) { return &each; }) - landings_.begin();
   const Layout layout = layout_of(tensor);
-  const std::size_t bytes = layout.rows * layout.width;
-  std::byte* const landing = landing_.of(bytes);
+  std::byte* const memory = landing.memory.of(layout.rows * layout.width);
+  landing.free = false;
   const Event computed = record(Queue::compute);
   wait(Queue::copy, computed);
-  copy_rows(Queue::copy, {landing, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows});
+  copy_rows(Queue::copy, {memory, layout.width, tensor.data_ptr(), layout.stride, layout.width, layout.rows});
   forget(computed);
-  wait_and_forget(record(Queue::copy));
-  std::memcpy(host.data_ptr(), landing, bytes);
-  return host;
+  landing.copied = record(Queue::copy);
+  return coming;
+}
+
+at::Tensor CudaDevice::arrived(const Coming& coming) {
+  if (coming.landing < 0) return coming.host;
+  Landing& landing = landings_[static_cast<std::size_t>(coming.landing)];
+  wait_and_forget(landing.copied);
+  const std::size_t bytes = coming.host.nbytes();
+  std::memcpy(coming.host.data_ptr(), landing.memory.of(bytes), bytes);
+  landing.free = true;
+  return coming.host;
 }
 
 at::Tensor CudaDevice::host_room(const at::Tensor& tensor) {

@@ -49,7 +49,9 @@ class CudaDevice : public Device {
   void give_back_host_memory(std::byte* memory, std::int64_t bytes) override;
   at::Tensor view(std::byte* memory, at::IntArrayRef sizes, at::ScalarType dtype) override;
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype) override;
-  at::Tensor to_host(const at::Tensor& tensor) override;
+  at::Tensor to_host(const at::Tensor& tensor) override { return arrived(start_to_host(tensor)); }
+  Coming start_to_host(const at::Tensor& tensor) override;
+  at::Tensor arrived(const Coming& coming) override;
   at::Tensor host_room(const at::Tensor& tensor) override;
   void to_device(const at::Tensor& host, const at::Tensor& tensor) override;
   at::Tensor adopt(const at::Tensor& host) override;
@@ -63,6 +65,12 @@ class CudaDevice : public Device {
   struct Staging {
     PinnedMemory memory;
     Event copied = kNoEvent;
+  };
+  // Where values on their way to the host land; free once they were fetched.
+  struct Landing {
+    PinnedMemory memory;
+    Event copied = kNoEvent;
+    bool free = true;
   };
   struct Range {
     std::vector<Page> pages;  // kNoPage: none is there
@@ -85,7 +93,7 @@ class CudaDevice : public Device {
   std::string_view name_;
   std::array<Staging, 2> staging_;
   std::size_t turn_ = 0;
-  PinnedMemory landing_;  // of values on their way to the host
+  std::deque<Landing> landings_;
   std::map<std::byte*, Range> ranges_;
   std::deque<Leaving> leaving_;
 };

@@ -100,5 +100,17 @@ TEST(Buffers, AHeadTakesNoMoreThanItsBlock) {
   EXPECT_EQ(widened.peak(), 100 * 150000 * 4 + (16 << 20) + 100 * 512 * 4);
 }
 
+TEST(Buffers, AHeadThatIsABlockAheadTakesTwoOfThem) {
+  const auto peak = [](DType dtype, std::int64_t outputs, bool with_gradients, bool ahead) {
+    return HeadBuffers(element_bytes(dtype), outputs, 8192, 512, with_gradients, ahead).peak();
+  };
+  for (const DType dtype : {DType::float32, DType::bfloat16}) {
+    const std::int64_t block = 256 * 8192 * 4, hidden = dtype == DType::bfloat16 ? 256 * 512 * 4 : 0;
+    EXPECT_EQ(peak(dtype, 257, true, true), peak(dtype, 257, true, false) + block + hidden);
+    EXPECT_EQ(peak(dtype, 256, true, true), peak(dtype, 256, true, false));    // there is no next one
+    EXPECT_EQ(peak(dtype, 257, false, true), peak(dtype, 257, false, false));  // nobody waits
+  }
+}
+
 }  // namespace
 }  // namespace espalier

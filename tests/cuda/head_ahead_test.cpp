@@ -1,0 +1,95 @@
+// On a device with queues the head's next block of logits is under way before the host waits for this one's log-probs.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "espalier/device/arena.h"
+#include "espalier/device/control_block.h"
+#include "espalier/objective/fused_head.h"
+#include "espalier/ops/cuda/device.h"
+#include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
+#include "tests/cuda/emulated_runtime.h"
+
+namespace espalier::testing {
+namespace {
+
+std::vector<std::string> told;
+
+// A GPU's host code that tells what the host gives and waits for.
+class Watched : public cuda::CudaDevice {
+ public:
+  Watched() : CudaDevice(watched_operations(), "watched") {}
+  Coming start_to_host(const at::Tensor& tensor) override {
+    told.push_back("copy");
+    return CudaDevice::start_to_host(tensor);
+  }
+  at::Tensor arrived(const Coming& coming) override {
+    told.push_back("wait");
+    return CudaDevice::arrived(coming);
+  }
+
+ private:
+  static const Operations& watched_operations() {
+    static const Operations all = [] {
+      Operations watched = streamed_device().operations();
+      watched.linear = [](const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight,
+                          const at::Tensor& bias) {
+        told.push_back("product");
+        streamed_device().operations().linear(out, x, weight, bias);
+      };
+      watched.logit_gradients = [](const EdgeBlock& edges, std::int64_t first, const LogitSums& sums,
+                                   const at::Tensor& by_logprob, const at::Tensor& by_entropy,
+                                   const at::Tensor& logits) {
+        told.push_back("gradient");
+        streamed_device().operations().logit_gradients(edges, first, sums, by_logprob, by_entropy, logits);
+      };
+      return watched;
+    }();
+    return all;
+  }
+};
+
+// Of three blocks of 256, 256 and 88 rows. The arena holds what is planned and no more.
+void head_pass(at::ScalarType dtype) {
+  constexpr std::int64_t kOutputs = 600, kWidth = 16, kVocabulary = 40;
+  static auto* const device = new Watched;  // outlives every tensor
+  std::vector<HeadEdge> edges;
+  for (std::int32_t o = 0; o < kOutputs; ++o) edges.push_back({o, o % static_cast<std::int32_t>(kVocabulary)});
+  HeadEdges handed_over;
+  ControlBlock block;
+  handed_over.add_to(block, std::vector<double>(kOutputs, 1.0), edges, kVocabulary);
+  block.hand_over(*device);
+  const auto ones = [&](std::int64_t rows, at::ScalarType of) { return device->adopt(at::ones({rows, kWidth}, of)); };
+  const HeadGradients out{ones(kOutputs, dtype), ones(kVocabulary, dtype == at::kBFloat16 ? at::kFloat : dtype)};
+  Arena arena(std::int64_t{1} << 22, *device);
+  told.clear();
+  add_head_forward_backward(
+      {ones(kOutputs, dtype), ones(kVocabulary, dtype), handed_over},
+      [](std::size_t, std::span<const double>, std::span<const double>, std::span<double> by_logprob,
+         std::span<double> by_entropy) {
+        told.push_back("host");
+        std::ranges::fill(by_logprob, 1.0);
+        std::ranges::fill(by_entropy, 0.0);
+      },
+      out, arena);
+  device->synchronize();
+  const ElementBytes bytes = dtype == at::kDouble ? ElementBytes{8, 8} : ElementBytes{2, 4};
+  EXPECT_EQ(arena.high_water(), HeadBuffers(bytes, kOutputs, kVocabulary, kWidth, true, true).peak());
+}
+
+TEST(HeadAhead, TheNextProductIsQueuedBeforeTheHostWaits) {
+  const std::vector<std::string> wanted{"product", "copy",                                 // first
+                                        "product", "copy", "wait",    "host", "gradient",  // second, first
+                                        "product", "copy", "wait",    "host", "gradient",  // third, second
+                                        "wait",    "host", "gradient"};
+  for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
+    head_pass(dtype);
+    EXPECT_EQ(told, wanted);
+  }
+}
+
+}  // namespace
+}  // namespace espalier::testing
