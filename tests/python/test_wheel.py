@@ -116,6 +116,28 @@ def test_torch_beside_the_wheel_needs_no_search_path(wheel, tmp_path):
     assert made.run(made.site / "espalier/bin/espalier", "--version")
 
 
+def test_the_wheel_carries_the_library_of_gpus(wheel, program, tmp_path):
+    """It is found beside the installed program and opened: what is missing then is the driver."""
+    if not (program.resolve().parent / "libespalier_cuda.so").is_file():
+        pytest.skip("libespalier_cuda.so is not beside the program: make cuda builds it where there is an nvcc")
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU: make gpu-check shows more")
+    made = Environment(tmp_path / "venv", wheel)
+    for package in ("torch", "nvidia"):
+        if folder_of(package):
+            (made.site / package).symlink_to(folder_of(package) / package)
+
+    def refused():
+        command = [made.folder / "bin/espalier", "selftest", "--device", "cuda", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=made.variables)
+        assert done.returncode == 8, done.stderr
+        return json.loads(done.stdout)["error"]
+
+    assert refused()["expected"] == "a GPU with CUDA 13 and its driver"
+    (made.site / "espalier/bin/libespalier_cuda.so").unlink()
+    assert refused()["expected"].startswith("the CUDA library of this build") and refused()["got"] == "no such file"
+
+
 def test_another_torch_is_named(wheel, tmp_path):
     made = Environment(tmp_path / "venv", wheel)
     program = made.folder / "bin/espalier"
