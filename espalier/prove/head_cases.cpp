@@ -404,6 +404,7 @@ std::vector<OperationCase> head_cases() {
   add_logit_cases(cases, 16, 1, 1);
   add_logit_cases(cases, 16, 9, 1);
   add_logit_cases(cases, 4, 260, 1, true);
+  add_value_cases(cases, 0, 8);
   add_value_cases(cases, 1, 3);
   add_value_cases(cases, 5, 264);
   add_value_cases(cases, 70, 40);
@@ -430,7 +431,7 @@ std::vector<OperationCase> expert_cases() {
 
 std::vector<OperationCase> optimizer_cases() {
   std::vector<OperationCase> cases;
-  for (const std::int64_t count : {1, 7, 1024, 20000, 40001}) {
+  for (const std::int64_t count : {0, 1, 7, 1024, 20000, 40001}) {
     // Chains of at most 1,024 additions, in double.
     cases.push_back({"sum_of_squares",
                      text_of(count),

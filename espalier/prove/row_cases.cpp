@@ -110,7 +110,7 @@ void add_swiglu_cases(std::vector<OperationCase>& cases) {
   struct Size {
     std::int64_t rows, width;
   };
-  for (const auto [rows, width] : {Size{1, 1}, Size{3, 8}, Size{2, 1032}, Size{5, 77}}) {
+  for (const auto [rows, width] : {Size{1, 1}, Size{3, 8}, Size{2, 1032}, Size{5, 77}, Size{0, 8}}) {
     const std::string sizes = text_of(rows, " x ", width);
     const OperationCase::Argument gate_up{normal({rows, 2 * width}, 14)}, grad{normal({rows, width}, 15)};
     cases.push_back({"swiglu",
