@@ -136,8 +136,11 @@ class Communication::Walk {
     });
     const ModelShape& whole = local_.whole();
     const bool outer = local_.place().pp == 0 || last_stage_;
-    std::int64_t embedding = own_.vocabulary * own_.hidden;
-    if (local_.degrees().full) embedding = units_.all.front().kept(0, embedding, units_.all.front().rank).count;
+    std::int64_t embedding = local_.vocabulary().size() * own_.hidden;
+    if (local_.degrees().full) {  // with its padding
+      const Unit& unit = units_.all.front();
+      embedding = unit.kept(0, own_.vocabulary * own_.hidden, unit.rank).count;
+    }
     if (whole.tied_head && outer) give(pp_, Collective::send, embedding * s_, traffic.bytes.reduction.pp);
     give(replicas_, Collective::sum, everybody * s_, traffic.bytes.reduction.dp);
     give(expert_replicas_, Collective::sum, experts * s_, traffic.bytes.reduction.dp);

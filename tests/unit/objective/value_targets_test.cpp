@@ -93,7 +93,9 @@ TEST(Gae, WithoutDiscountEveryTargetIsTheReward) {
   for (const Rollout& rollout : random_rollouts(31)) {
     const Series targets = compute_value_targets({&rollout, 1}, options);
     for (std::size_t t = 0; t < targets[0].size(); ++t)
-      if (rollout.loss_mask[t]) EXPECT_NEAR(targets[0][t], *rollout.reward, kRounding);
+      if (rollout.loss_mask[t]) {
+        EXPECT_NEAR(targets[0][t], *rollout.reward, kRounding);
+      }
   }
 }
 
