@@ -424,6 +424,7 @@ std::vector<OperationCase> expert_cases() {
   add_sorted_cases(cases, {140, 5, 2, true}, 10);
   add_sorted_cases(cases, {3, 45, 40, false}, 8);
   add_sorted_cases(cases, {16, 4, 2, false}, 9);
+  add_sorted_cases(cases, {2, 2, 1, false}, 530);
   add_sorted_cases(cases, {0, 7, 2, false}, 0);
   add_sorted_cases(cases, {1100, 128, 2, false}, 0);
   return cases;

@@ -227,13 +227,16 @@ void add_move_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::i
 void add_strided_cases(std::vector<OperationCase>& cases) {
   constexpr std::int64_t rows = 8;
   struct Size {
-    std::int64_t width, from_stride, to_stride;
+    std::int64_t width, from_stride, to_stride, from_first = 0, to_first = 0;
   };
-  for (const auto [width, from_stride, to_stride] :
-       {Size{9, 16, 16}, Size{1, 16, 16}, Size{8, 17, 16}, Size{8, 16, 17}}) {
-    const std::string sizes = text_of(rows, " x ", width, ", strides ", from_stride, " and ", to_stride);
+  // Rows also begin at a multiple of 16 bytes that is none of 32, and at none of 16.
+  for (const auto [width, from_stride, to_stride, from_first, to_first] :
+       {Size{9, 16, 16}, Size{1, 16, 16}, Size{8, 17, 16}, Size{8, 16, 17}, Size{8, 24, 24, 8, 4},
+        Size{8, 24, 24, 8, 1}}) {
+    const std::string sizes = text_of(rows, " x ", width, " from ", from_first, " to ", to_first, ", strides ",
+                                      from_stride, " and ", to_stride);
     const at::Tensor from = normal({rows, from_stride}, 110), to = normal({rows, to_stride}, 111);
-    const auto part = [width = width](const at::Tensor& x) { return x.narrow(1, 0, width); };
+    const auto part = [width = width](const at::Tensor& x, std::int64_t first) { return x.narrow(1, first, width); };
     for (const auto& [in, out] : {std::pair{Kind::activation, Kind::activation}, std::pair{Kind::activation, Kind::sum},
                                   std::pair{Kind::sum, Kind::activation}})
       cases.push_back({"convert",
@@ -241,7 +244,9 @@ void add_strided_cases(std::vector<OperationCase>& cases) {
                                 : in == Kind::sum ? ", from sums"
                                                   : ""),
                        {{from, in}, {to, out, true}},
-                       [part](const Ops& o, const Tensors& t) { o.convert(part(t[0]), part(t[1])); },
+                       [part, from = from_first, to = to_first](const Ops& o, const Tensors& t) {
+                         o.convert(part(t[0], from), part(t[1], to));
+                       },
                        in == Kind::sum ? 1.0 : 0.0});
   }
 }

@@ -22,7 +22,7 @@ struct Moment {
   std::uint16_t barriers = 0, warp_barriers = 0;
 };
 
-// Nobody may touch the room but in [begin, begin + bytes), from an even address on. Errors: none; rooms do not overlap.
+// Nobody may touch the room but in [begin, begin + bytes), from an even address on; rooms are whole pages.
 void add_array(const void* room, std::size_t room_bytes, const void* begin, std::size_t bytes);
 void forget_array(const void* room);
 // From this block on it is another's: shared memory that is used again.

@@ -112,19 +112,23 @@ std::string instructions_of_a_group() {
   return problems + counted("mma", instructions(7, 64, 64, D) * N);
 }
 
-// A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes at a time.
+// Heads of five sizes. A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes
+// at a time.
 std::string problem_of_what_tiles_take() {
   alignas(16) static const bfloat16 rows[16] = {};
-  const auto takes = [](std::int64_t heads, std::int64_t first, std::int64_t stride) {
+  const auto takes = [](std::int64_t head_dim, std::int64_t heads = 1, std::int64_t first = 0,
+                        std::int64_t stride = 64) {
     const attention::Rows<const bfloat16> whole{rows, 64}, q{rows + first, stride};
     attention::Shape shape{};
-    shape.heads = heads, shape.head_dim = 64;
+    shape.heads = heads, shape.head_dim = head_dim;
     return cuda::takes_tiles(shape, {q, whole, whole, whole, whole});
   };
-  if (!takes(32767, 0, 64)) return "the most heads that a grid has are not taken";
-  if (takes(32768, 0, 64)) return "more heads are taken than a grid has";
-  if (takes(1, 1, 64)) return "rows that begin between pieces are taken";
-  if (takes(1, 0, 68)) return "rows that end between pieces are taken";
+  for (std::int64_t D = 1; D <= 257; ++D)
+    if (takes(D) != (D == 64 || D == 96 || D == 128 || D == 192 || D == 256)) return text_of("heads of ", D);
+  if (!takes(64, 32767)) return "the most heads that a grid has are not taken";
+  if (takes(64, 32768)) return "more heads are taken than a grid has";
+  if (takes(64, 1, 1)) return "rows that begin between pieces are taken";
+  if (takes(64, 1, 0, 68)) return "rows that end between pieces are taken";
   return "";
 }
 

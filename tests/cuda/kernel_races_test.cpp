@@ -246,6 +246,29 @@ TEST_P(Races, WithAReadThatIsNotTheLast) {
   }
 }
 
+// Whoever of them reads last: a lane, a warp or a block beside the writer has read too.
+TEST_P(Races, WithOneOfSeveralReadersThatWrites) {
+  const Array<float> numbers(1), out(64);
+  const auto races = [&](unsigned blocks, unsigned threads, auto reads, auto writes) {
+    return !races_of(blocks, threads, [&] {
+              const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
+              if (reads(n)) out[n] = numbers[0];
+              if (writes(n)) numbers[0] = 1;
+            }).empty();
+  };
+  for (const unsigned one : {0u, 32u}) {
+    const auto only = [one](unsigned n) { return n == one; };
+    EXPECT_FALSE(races(1, 64, only, only));
+    EXPECT_FALSE(races(2, 32, only, only));
+    EXPECT_TRUE(races(
+        1, 64, [one](unsigned n) { return n == one || n == one + 3; }, only));
+    EXPECT_TRUE(races(
+        1, 64, [](unsigned n) { return n % 32 == 0; }, only));
+    EXPECT_TRUE(races(
+        2, 32, [](unsigned n) { return n % 32 == 0; }, only));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, Races, ::testing::Values(0u, 1u, 2u));
 
 #if defined(ESPALIER_EMULATION_TSAN)

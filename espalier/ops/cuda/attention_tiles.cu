@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     const bool path = n < tiles.of_path;
     const std::int64_t first = (path ? n : n - tiles.of_path) * kKeys;
     float s[kKeys / 8][4] = {};
-    constexpr int kAtOnce = kStepsAtOnce<D>;
+    [[maybe_unused]] constexpr int kAtOnce = kStepsAtOnce<D>;  // g++ knows no such pragma
 #pragma unroll kAtOnce
     for (int k = 0; k < kSteps; ++k) {
       unsigned(&a)[4] = fq[Tiles::kQueriesInRegisters ? k : 0];
@@ -199,7 +199,7 @@ template <int D, int kOthers>
 __device__ __forceinline__ void two_products(bfloat16* here_a, bfloat16* here_b, bfloat16* there_a, bfloat16* there_b,
                                              int warp, int lane, float (&s)[kOthers / 8][4],
                                              float (&p)[kOthers / 8][4]) {
-  constexpr int kAtOnce = kStepsAtOnce<D>;
+  [[maybe_unused]] constexpr int kAtOnce = kStepsAtOnce<D>;  // g++ knows no such pragma
 #pragma unroll kAtOnce
   for (int c = 0; c < D / 16; ++c) {
     unsigned fa[4], fb[4];
