@@ -122,6 +122,13 @@ void expect_rules(const SequenceGraph& graph, const SequenceAddresses& addresses
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(addresses.operand[index_of(place.operand)]) % kBytes, 0U);
     EXPECT_EQ(place.strides[2] * element_bytes % kBytes, 0);
   }
+  // Sequences lie behind each other, and the last offset is the end.
+  for (const OperandPlace& place : places_of(graph)) {
+    const auto* const offset = static_cast<const std::int64_t*>(addresses.offset[index_of(place.operand)]);
+    const auto* const length = static_cast<const std::int32_t*>(place.of_queries ? addresses.queries : addresses.keys);
+    for (std::int64_t b = 0; b < graph.sequences; ++b)
+      ASSERT_EQ(offset[b + 1] - offset[b], length[b] * place.strides[2]) << b;
+  }
   for (const std::int64_t rows : {graph.queries, graph.keys}) EXPECT_EQ(rows, size_class(rows, 128));
   EXPECT_EQ(graph.sequences, size_class(graph.sequences, 1));
 }
