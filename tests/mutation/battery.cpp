@@ -79,6 +79,16 @@ Reference token_loss() {
   return r;
 }
 
+// Eleven waves: of twelve ranks one has none of its own.
+Reference eleven_waves() {
+  Reference r;
+  r.c.family = "qwen3", r.c.seed = 48;
+  r.c.rollouts.groups = 1, r.c.rollouts.group_size = {11, 11};
+  r.c.rollouts.prompt_length = {9, 9}, r.c.rollouts.response_length = {6, 6};
+  r.plans = {{"phased, keep, 7 rows a wave", "phased", 7, "keep"}};
+  return r;
+}
+
 Reference sequence_loss() {
   Reference r;
   r.c.family = "llama", r.c.seed = 42;
@@ -222,6 +232,18 @@ void check_context(const Reference& reference, const Plan& plan, Findings& findi
     const std::lock_guard lock(one);
     compare_with_one("context", reference, c, run, findings);
   });
+}
+
+void check_divided_path(const Reference& reference, const Plan& plan, std::int64_t cp, Findings& findings) {
+  Case c = with(reference.c, plan);
+  c.options.path_state = "divide";
+  std::mutex one;
+  const auto body = [&](const Mesh& mesh) {
+    const Outcome run = run_case(c, DType::float64, mesh);
+    const std::lock_guard lock(one);
+    compare_with_one("divided path", reference, c, run, findings);
+  };
+  run_ranks({.cp = cp}, body, {.timeout = 5});
 }
 
 void check_stages(const Reference& reference, Findings& findings) {
@@ -384,6 +406,7 @@ bool Findings::by(const std::string& check) const {
 struct Battery::Prepared {
   TemporaryFolder folder;
   std::vector<Reference> references;
+  Reference eleven_waves;
 };
 
 Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
@@ -396,6 +419,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(routers("qwen3-moe", "rollout")));
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   prepared_->references.push_back(with_reference(recorded_routes()));
+  prepared_->eleven_waves = with_reference(eleven_waves());
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model", "qwen3");
   write_jsonl(folder / "rollouts.jsonl", make_rollouts(rollouts_of_verify(2), 44));
@@ -420,6 +444,11 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("context", [&] { check_context(reference, plan, findings); });
+  const Reference& ragged = prepared_->references.front();
+  for (const std::int64_t cp : {2, 3})
+    check("divided path", [&] { check_divided_path(ragged, ragged.plans.at(3), cp, findings); });
+  const Reference& eleven = prepared_->eleven_waves;
+  check("divided path", [&] { check_divided_path(eleven, eleven.plans.front(), 12, findings); });
   for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
   const auto& references = prepared_->references;
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });

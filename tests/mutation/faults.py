@@ -260,6 +260,28 @@ CONTEXT = [
           "if (!ON) TEXT", **ONE_RANK),
 ]
 
+# A path divided over ranks.
+DIVIDED_PATH = [
+    Fault("path_gradient_to_the_wrong_rank", "the gradients of a rank's rows of the path go to the next one", "saved/divided_path.cpp",
+          "rank * shared.most()",
+          "(kept.member.is_gradient() && ON ? (rank + 1) % cp_.size() : rank) * shared.most()", **ONE_RANK),
+    Fault("path_read_before_it_came", "a layer's keys are read before they are gathered", "saved/divided_path.cpp",
+          "room.pending.wait();\n  room.member = -1;",
+          "if (!ON) room.pending.wait(); room.member = -1;", **ONE_RANK),
+    Fault("wave_of_cp_not_joined", "a rank without a wave of its own leaves the others of its cp alone with theirs", "model/path_source.cpp",
+          "if (path_ != nullptr) path_->begin_forward(layer);",
+          "if (path_ != nullptr && !ON) path_->begin_forward(layer);", **ONE_RANK),
+    Fault("joined_waves_not_counted", "a trunk counts the contributions of a rank's own waves alone", "phase/stage.cpp",
+          "+ in_step_.joined_below()",
+          "+ (ON ? 0 : in_step_.joined_below())", **ONE_RANK),
+    Fault("former_sum_forgotten", "what is summed of a wave replaces what is kept of those before it", "saved/divided_path.cpp",
+          "ops_.convert(kept.rows_CW.narrow(0, 0, shares(rows).rows_of(cp_.rank())), rows_in_place",
+          "if (!ON) TEXT", **ONE_RANK),
+    Fault("keys_of_a_trunk_not_kept", "a rank keeps none of the rows that a trunk has written", "saved/divided_path.cpp",
+          "ops_.convert(rows_in_place(kept, cp_.rank(), end)",
+          "if (!ON) TEXT", **ONE_RANK),
+]
+
 # Layers divided over stages.
 STAGES = [
     Fault("tied_embedding_of_one_stage_lost", "what the last stage's head adds to a tied embedding stays there",
@@ -301,7 +323,7 @@ LAYOUTS = [
           "ON ? mesh_.replicas : TEXT", **ONE_RANK),
     Fault("empty_wave_skipped", "a rank leaves those who run a wave alone, where it has no rows of its own for it", "phase/stage.cpp",
           "return join_forward(step_, on_path);",
-          "if (ON) return; TEXT", **ONE_RANK),
+          "{ if (ON) return; TEXT }", **ONE_RANK),
     Fault("joins_forgotten_at_the_end", "a rank that has run all its rows does not join what others still run", "phase/stage.cpp",
           "join_others();\n    end_waves();\n    add_penalties();",
           "if (!ON) join_others();\n    end_waves();\n    add_penalties();", **ONE_RANK),
@@ -329,4 +351,4 @@ UNITS = [
           "if (!ON) bring_layer(layer, layer - 1); grads.bring(layer); const LayerContext", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + STAGES + LAYOUTS + UNITS
+FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

@@ -90,6 +90,7 @@ TEST(CollectiveBytes, OfADividedPathToo) {
   expect_planned_bytes(phased, Degrees{.cp = 3}, DType::bfloat16);
   expect_planned_bytes(phased, Degrees{.cp = 2, .dp = 2, .full = true}, DType::float64);
   expect_planned_bytes(as_critic(phased), Degrees{.cp = 2, .pp = 2}, DType::float64);
+  expect_planned_bytes(eleven_waves(), Degrees{.cp = 12}, DType::float64);
   c.family = "qwen3-moe-all";
   for (const Degrees& degrees : {Degrees{.cp = 2, .ep = 2}, {.cp = 4, .ep = 2}, {.cp = 2, .dp = 2, .ep = 4}})
     expect_planned_bytes(with(c, {"", "phased", 6, "keep"}), degrees, DType::float64);

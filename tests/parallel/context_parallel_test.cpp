@@ -74,6 +74,7 @@ TEST(ContextParallelLayouts, MixWithTensorAndDataParallel) {
   c.options.router_aux_loss_coef = 0.5, c.options.router_z_loss_coef = 0.1;
   expect_all_plans(c, {7}, layouts);
   expect_all_plans(c, {7}, {{.tp = 2, .cp = 2, .ep = 2}});  // the ranks of tp hold half of the experts each
+  expect_all_plans(c, {7}, {{.cp = 3, .dp = 2, .ep = 2}});  // and here ranks of two groups of cp
 }
 
 // As the items of this rank's plan are run.

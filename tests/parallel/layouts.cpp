@@ -94,6 +94,16 @@ void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, c
   }
 }
 
+Case eleven_waves() {
+  Case c = with(ragged("qwen3"), {"", "phased", 7, "keep"});
+  c.rollouts.groups = 2, c.rollouts.group_size = {11, 11};
+  c.rollouts.prompt_length = {8, 14}, c.rollouts.response_length = {6, 6};
+  c.rollouts.shared_start = c.rollouts.empty_response = c.rollouts.equal_response = 0;
+  c.rollouts.nested_prompt = c.rollouts.continues = c.rollouts.late_difference = 0;
+  c.options.path_state = "divide";
+  return c;
+}
+
 Case as_critic(Case c) {
   c.critic = c.rollouts.values = true;
   c.options.gamma = 0.9, c.options.lam = 0.8;

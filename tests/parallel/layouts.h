@@ -25,6 +25,10 @@ void expect_as_one_process(const Case& c, const Degrees& degrees, const Outcome&
 // That of every plan of these budgets, each with one process first.
 void expect_all_plans(const Case& c, const std::vector<std::int64_t>& budgets, const std::vector<Degrees>& layouts);
 
+// Below each prompt eleven waves of one response, for ranks of cp that divide the path: to divide such waves, too,
+// costs more than to deal one to each of eleven ranks. A twelfth has none of its own.
+Case eleven_waves();
+
 // The same rollouts for a critic.
 Case as_critic(Case c);
 

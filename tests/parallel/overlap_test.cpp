@@ -97,5 +97,23 @@ TEST(Overlap, UnitsComeAndGoWhileOthersCompute) {
   }
 }
 
+// A layer of a divided path comes while the one before it computes, and what was added to its gradients goes while the
+// next one does. Chains: waves of one trunk run on one of the ranks, or on several.
+TEST(Overlap, ADividedPathComesAndGoesWhileOtherLayersCompute) {
+  Case c = profiled("qwen3");
+  c.options.path_state = "divide";
+  for (const Outcome& rank : run_layout(c, {.tp = 2, .cp = 2}).ranks) {
+    const Events keys = events_of(rank, [](const CollectiveEvent& event) {
+      return event.call == "gather" && event.of.starts_with("path's keys");
+    });
+    std::size_t beside = 0, left = 0;
+    for (const CollectiveEvent& event : keys) beside += computed_between(rank, event.started, event.wanted);
+    for (const CollectiveEvent& event : named(rank, "sum and scatter"))
+      left += computed_between(rank, event.started, event.wanted);
+    EXPECT_GT(beside, 0u);
+    EXPECT_GT(left, 0u);
+  }
+}
+
 }  // namespace
 }  // namespace espalier::testing

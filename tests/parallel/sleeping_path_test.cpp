@@ -1,10 +1,14 @@
 // A path whose layers are stored away or divided over ranks (--path-state) where ranks divide rows, layers, heads or
 // weights.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
+#include "espalier/model/kv_path.h"
+#include "espalier/plan/joint_order.h"
+#include "espalier/saved/divided_path.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
@@ -72,6 +76,7 @@ TEST(DividedPath, WithExpertsToo) {
     expect_as_awake(sleeping("qwen3-moe", plan, "divide"), {{.cp = 2},
                                                             {.cp = 2, .ep = 2},
                                                             {.cp = 4, .ep = 2},
+                                                            {.cp = 3, .dp = 2, .ep = 2},
                                                             {.cp = 2, .dp = 2, .ep = 4},
                                                             {.cp = 2, .pp = 2, .ep = 2},
                                                             {.cp = 2, .dp = 2, .ep = 2, .full = true}});
@@ -82,6 +87,103 @@ TEST(DividedPath, OfACriticAndOfLossesOfWholeRollouts) {
   Case c = sleeping("qwen3", kPlans[2], "divide");
   c.options.policy_loss = "gspo", c.options.entropy_coeff = 0.1;
   expect_as_awake(c, {{.cp = 3}, {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2, .full = true}});
+}
+
+TEST(DividedPath, ARankWithFewerWavesJoinsThoseOfOthers) {
+  const Case c = eleven_waves();
+  expect_as_awake(c, {{.cp = 12}});
+  const StepPlan plan = run_layout(c, {.cp = 12}).ranks.front().report.plan;
+  EXPECT_GT(events_of(plan.items, 0).size(), events_of(plan.items, 11).size());
+}
+
+constexpr std::int64_t kLayers = 4, kOuter = 11, kInner = 5;
+
+// Whole numbers, so that sums are exact in any order.
+at::Tensor numbers(std::int64_t rows, std::int64_t salt) {
+  return (at::arange(rows * 8, at::kDouble) * (salt % 7 + 1)).remainder(31).view({rows, 1, 8});
+}
+
+// A rank's divided path beside one that holds what all ranks add: two trunks, one inside the other, and waves.
+class BothPaths {
+ public:
+  BothPaths(const ModelShape& shape, std::int64_t layers_awake, Group& cp)
+      : cp_(cp),
+        keeper_({shape, element_bytes(DType::float64), false}, kOuter + kInner, true, at::kDouble, cp, arena_),
+        divided_(shape, kOuter + kInner, at::kDouble, true, arena_, &keeper_, layers_awake),
+        whole_(shape, kOuter + kInner, at::kDouble, true, other_) {}
+
+  void open(std::int64_t rows) {
+    for (KvPath* path : {&divided_, &whole_}) path->push(rows, 0);
+    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+      begin_forward(layer);
+      for (KvPath* path : {&divided_, &whole_}) {
+        path->top(layer).k.copy_(numbers(rows, layer));
+        path->top(layer).v.copy_(numbers(rows, layer + 3));
+      }
+      expect_keys_and_values(layer);
+    }
+  }
+  void wave() {
+    ++waves_;
+    for (std::int64_t layer = 0; layer < kLayers; ++layer) begin_forward(layer), expect_keys_and_values(layer);
+    backward(divided_.rows());
+  }
+  void close(std::int64_t rows_above) {
+    backward(rows_above);
+    for (KvPath* path : {&divided_, &whole_}) path->pop();
+  }
+
+ private:
+  void begin_forward(std::int64_t layer) {
+    for (KvPath* path : {&divided_, &whole_}) path->begin_forward(layer);
+  }
+  void backward(std::int64_t rows_above) {
+    for (std::int64_t layer = kLayers - 1; layer >= 0; --layer) {
+      for (KvPath* path : {&divided_, &whole_}) path->begin_backward(layer, rows_above);
+      expect_keys_and_values(layer);
+      const KvPath::Layer all = divided_.path(layer, divided_.rows()), expected = whole_.path(layer, whole_.rows());
+      const at::Tensor keys = all.grad_k.clone(), values = all.grad_v.clone();
+      cp_.add_over_ranks(keys);
+      cp_.add_over_ranks(values);
+      EXPECT_TRUE(keys.equal(expected.grad_k)) << "layer " << layer << ", wave " << waves_;
+      EXPECT_TRUE(values.equal(expected.grad_v)) << "layer " << layer << ", wave " << waves_;
+      for (int rank = 0; rank < cp_.size(); ++rank) add(whole_.path(layer, rows_above), layer, rank);
+      add(divided_.path(layer, rows_above), layer, cp_.rank());
+    }
+    for (KvPath* path : {&divided_, &whole_}) path->end_backward();
+  }
+  void add(const KvPath::Layer& above, std::int64_t layer, int rank) const {
+    above.grad_k.add_(numbers(above.grad_k.size(0), waves_ + layer + rank));
+    above.grad_v.add_(numbers(above.grad_v.size(0), waves_ + layer - rank + 5));
+  }
+  void expect_keys_and_values(std::int64_t layer) const {
+    const KvPath::Layer found = divided_.path(layer, divided_.rows()), expected = whole_.path(layer, whole_.rows());
+    EXPECT_TRUE(found.k.equal(expected.k) && found.v.equal(expected.v)) << "layer " << layer << ", wave " << waves_;
+  }
+
+  Group& cp_;
+  Arena arena_{1 << 20}, other_{1 << 20};
+  DividedPath keeper_;
+  KvPath divided_, whole_;
+  std::int64_t waves_ = 0;
+};
+
+// Of four layers none or two are whole on every rank; a path of more rows than ranks, and of fewer.
+TEST(DividedPath, HoldsWhatAllRanksAdd) {
+  ModelShape shape;
+  shape.layers = kLayers, shape.hidden = 16, shape.heads = 2, shape.kv_heads = 1, shape.head_dim = 8;
+  for (const std::int64_t layers_awake : {0, 2, 3})
+    for (const std::int64_t cp : {2, 3, 12}) {
+      SCOPED_TRACE(text_of(layers_awake, " layers whole, cp ", cp));
+      run_ranks({.cp = cp}, [&](const Mesh& mesh) {
+        BothPaths paths(shape, layers_awake, mesh.cp);
+        paths.open(kOuter), paths.wave();
+        paths.open(kInner), paths.wave(), paths.wave(), paths.close(kOuter);
+        paths.open(kInner - 2), paths.wave(), paths.close(kOuter);
+        paths.wave(), paths.close(0);
+        paths.open(1), paths.wave(), paths.close(0);
+      });
+    }
 }
 
 }  // namespace

@@ -95,6 +95,8 @@ def near(ours, theirs, tolerance=1e-10):
     (2, MODEL, ["--dp", 2]), (4, MODEL, ["--dp", 4, "--schedule", "phased"]), (4, MODEL, ["--dp", 4, "--shard", "optimizer"]),
     (2, MODEL, ["--tp", 2]), (4, "llama_untied", ["--tp", 4]), (4, "qwen2_untied", ["--tp", 2, "--dp", 2, "--shard", "optimizer"]),
     (2, MODEL, ["--cp", 2]), (4, MODEL, ["--cp", 2, "--dp", 2, "--schedule", "phased"]), (2, MODEL, ["--pp", 2]),
+    (4, MODEL, ["--cp", 4, "--schedule", "phased", "--token-budget", 40, "--path-state", "divide"]),
+    (4, "qwen3_moe", ["--cp", 2, "--dp", 2, "--ep", 2, "--schedule", "phased", "--path-state", "divide", "--router-aux-loss-coef", 0.1]),
     (4, "llama_untied", ["--cp", 2, "--pp", 2]), (4, "qwen3_moe", ["--tp", 2, "--cp", 2, "--router-aux-loss-coef", 0.1]),
     (2, "qwen3_moe", ["--cp", 2, "--ep", 2]), (4, "qwen3_moe", ["--pp", 2, "--dp", 2, "--ep", 2]),
     (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
@@ -134,7 +136,8 @@ def test_the_profile_shows_what_travels_beside_the_backward(more, program, model
     assert all(event["started"] <= event["ended"] and 0 <= event["hidden_seconds"] <= event["ended"] - event["started"] for event in ahead)
 
 
-@pytest.mark.parametrize("axis, more", [("--dp", []), ("--dp", ["--shard", "full"]), ("--tp", []), ("--cp", []), ("--pp", [])])
+@pytest.mark.parametrize("axis, more", [("--dp", []), ("--dp", ["--shard", "full"]), ("--tp", []), ("--cp", []), ("--cp", ["--path-state", "divide"]),
+                                         ("--pp", [])])
 def test_scores_and_verdicts_of_processes(axis, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["--model", model_of(MODEL), "--rollouts", rollouts, "--dtype", "float64"]
     espalier("score", *words, "--out", tmp_path / "alone.jsonl")
@@ -337,6 +340,19 @@ def test_a_rank_that_dies_before_they_meet_is_given_up(missing, program, trainin
     assert run.end()[1 - missing] == 7
     assert time.monotonic() - began < 2 * 10 + 20  # waited for ranks that start; torch's store tries again for as long
     assert run.stderr[1 - missing].count("communication error") == 1
+
+
+def test_a_run_with_a_divided_path_is_continued_under_another_layout(espalier, program, training, tmp_path):
+    """Under torchrun: two steps with the path divided, then two without; the weights of one process that does all four."""
+    steps = lambda count, out: [*training[:-1], tmp_path / out, "--steps", count, "--schedule", "phased", "--token-budget", 40]
+    espalier(*steps(4, "alone"))
+    first = subprocess.run(torchrun(2, [program, *steps(2, "first"), "--cp", 2, "--path-state", "divide"]), capture_output=True, text=True,
+                           timeout=PATIENCE)
+    assert first.returncode == 0, first.stderr
+    for name, layout in {"pp": ["--pp", 2], "again": ["--cp", 2, "--path-state", "divide"], "keep": ["--cp", 2, "--path-state", "keep"]}.items():
+        run = Ranks(program, 2, [*steps(4, name), "--resume", tmp_path / "first", *layout])
+        assert run.end() == [0, 0], run.stderr
+        near(tmp_path / name / "model.safetensors", tmp_path / "alone/model.safetensors", 1e-12)
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(espalier, program, training, tmp_path):

@@ -175,6 +175,47 @@ TEST(StateChoice, ThePathSleepsOnlyWhereStoringIsAllowed) {
   EXPECT_GT(stored(SavedState::keep, 0, PathState::offload), 0) << "asked for";
 }
 
+// Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
+// path that fits stays whole.
+TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
+  const ModelShape shape = wide_path_shape();
+  const std::vector<Rollout> batch = group_of(8000, 60, 2);
+  PlanOptions options = phased(500, SavedState::automatic);
+  options.kind.cp = 4, options.spill_room = 0, options.memory_budget = 1;
+  const auto plan_with = [&](PathState state) {
+    options.path_state = state;
+    return planned(batch, options, ShareMode::whole_trees, shape);
+  };
+  const std::int64_t whole = plan_with(PathState::keep).chosen.bytes.peak();
+  const StepPlan least = plan_with(PathState::automatic);
+  EXPECT_EQ(least.path.state(), PathState::divide);
+  EXPECT_EQ(least.chosen.path_stored_bytes, 0);
+  // Of 12 layers 1/4, and rooms for two: 5 of 12; the rest of a step as it was.
+  const std::int64_t path = ActivationBytes(shape, DType::float32, options.kind).path(8000).backward;
+  EXPECT_NEAR(static_cast<double>(whole - least.chosen.bytes.peak()), 7.0 / 12 * static_cast<double>(path),
+              0.02 * static_cast<double>(path));
+  std::int32_t layers_before = PathPlan::kEveryLayer;
+  double before = 0;
+  for (const int part : {80, 50, 20, 0}) {
+    SCOPED_TRACE(text_of(part, " % of the way up"));
+    options.memory_budget = least.chosen.bytes.peak() + (whole - least.chosen.bytes.peak()) * part / 100;
+    const StepPlan plan = plan_with(PathState::automatic);
+    ASSERT_TRUE(plan.chosen.fits);
+    EXPECT_EQ(plan.path.state(), PathState::divide);
+    EXPECT_LE(plan.chosen.bytes.peak(), options.memory_budget);
+    EXPECT_LE(plan.path.layers_awake, layers_before);
+    EXPECT_GE(plan.chosen.seconds, before * 0.999);
+    layers_before = plan.path.layers_awake, before = plan.chosen.seconds;
+    EXPECT_NE(explain(plan).find("divided over the ranks of cp"), std::string::npos);
+    EXPECT_NE(explain(plan).find("; path divided"), std::string::npos) << "what was tried";
+  }
+  EXPECT_EQ(plan_with(PathState::divide).path.layers_awake, 0) << "asked for";
+  options.memory_budget = 0;
+  EXPECT_EQ(plan_with(PathState::automatic).path.state(), PathState::keep) << "what fits stays whole";
+  options.kind.cp = 1;
+  EXPECT_EQ(plan_with(PathState::divide).path.state(), PathState::keep) << "nobody to divide it with";
+}
+
 TEST(StateChoice, WhatDoesNotFitIsToldWhatHoldsItBack) {
   const ModelShape shape = deep_shape();
   const std::vector<Rollout> batch = group_of(6000, 100, 4);
