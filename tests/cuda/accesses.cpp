@@ -101,8 +101,8 @@ std::string place_of(std::uintptr_t code) {
   Dl_info library{};
   if (dladdr(reinterpret_cast<void*>(code), &library) == 0) return "unknown code";
   char command[512], line[512];
-  std::snprintf(command, sizeof(command), "env -u LD_PRELOAD addr2line -i -s -e '%s' 0x%zx 2>/dev/null",
-                library.dli_fname, code - reinterpret_cast<std::uintptr_t>(library.dli_fbase) - 1);
+  std::snprintf(command, sizeof(command), "addr2line -i -s -e '%s' 0x%zx 2>/dev/null", library.dli_fname,
+                code - reinterpret_cast<std::uintptr_t>(library.dli_fbase) - 1);
   std::FILE* const answer = popen(command, "r");
   std::string text;
   while (answer != nullptr && std::fgets(line, sizeof(line), answer) != nullptr) {
