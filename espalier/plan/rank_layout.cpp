@@ -191,6 +191,7 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
     place.dp = dp, place.pp = pp, place.cp = 0;
     const LocalShape stage(rank.whole(), d, place);
     RankCost cost{dp, pp, 0, plan.physical_rows(), plan.chosen, static_cast<double>(d.tp) * plan.chosen.flops, {}};
+    cost.path = plan.path.state();
     if (d.pp > 1 || d.cp > 1) {
       StageWalk walk(stage, options, profile);
       walk.run(plan);
@@ -269,6 +270,7 @@ Json to_json(const LayoutPlan& layout) {
                     {"seconds", rank.cost.seconds},
                     {"communication_seconds", rank.traffic.seconds},
                     {"peak_bytes", peaks_json(rank.cost.bytes)},
+                    {"path_state", name_of(rank.path)},
                     {"bytes", bytes_json(rank.traffic.bytes)},
                     {"fits", rank.cost.fits}});
   return {{"tp", d.tp},
@@ -304,6 +306,8 @@ std::string explain(const LayoutPlan& layout) {
       " parameters, peak ", format_bytes(bytes.peak()), " (A ", format_bytes(bytes.a), ", B ", format_bytes(bytes.b),
       ", C ", format_bytes(bytes.c), ")\n");
   if (longest == layout.ranks.end()) return out;
+  if (longest->path == PathState::divide) out += "  the path is divided over the ranks of cp\n";
+  if (longest->path == PathState::offload) out += "  the path is stored away\n";
   std::string given;
   const Json by_axis = bytes_json(longest->traffic.bytes);
   for (const auto& [axis, phases] : by_axis.items()) {

@@ -35,6 +35,7 @@ struct RankCost {
   PlanCost cost;            // seconds: compute alone; of the rank of cp with most
   double flops_of_all = 0;  // that all ranks of tp and cp run
   PlannedTraffic traffic;
+  PathState path = PathState::keep;  // of layers that are not in use
 };
 
 // What a rank at its place runs of an item that it does not leave to others: all of it, or its share of the rows.
