@@ -50,6 +50,10 @@ class HeadPass {
   void add_gradients(const Block& block);
 
  private:
+  // Rows of this rank's columns, in a buffer that is that of the largest part of the vocabulary.
+  at::Tensor rows_of(BufferList::Place buffer_BV, std::int64_t rows) {
+    return held_[buffer_BV].view({-1}).narrow(0, 0, rows * vocabulary_).view({rows, vocabulary_});
+  }
   // Calls with a run of weight rows in the accumulator type: body(begin, weights, the logits' columns).
   template <class Body>
   void for_each_weight_run(const at::Tensor& logits_BV, Body body);
@@ -75,7 +79,7 @@ HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, con
       vocabulary_(weight_VM.size(0)),
       width_(weight_VM.size(1)),
       declared_(element_bytes(hidden_OM.scalar_type()), outputs_, std::max(vocabulary_, part.largest), width_,
-                out != nullptr, !arena.device().in_host_memory()),
+                out != nullptr, {.ahead = !arena.device().in_host_memory(), .writes_sums = ops_.writes_sums}),
       held_(arena, declared_, hidden_OM.scalar_type()) {
   held_.enter(0);
 }
@@ -93,9 +97,7 @@ void HeadPass::for_each_weight_run(const at::Tensor& logits_BV, Body body) {
 HeadPass::Block HeadPass::logits_from(std::int64_t first) {
   const std::int64_t rows = std::min(declared_.block_rows, outputs_ - first);
   const auto room = declared_.rooms[has_two_rooms() ? static_cast<std::size_t>(first / declared_.block_rows % 2) : 0];
-  // The buffer is that of the largest part of the vocabulary.
-  Block block{first, rows, held_[room.logits_BV].view({-1}).narrow(0, 0, rows * vocabulary_).view({rows, vocabulary_}),
-              hidden_OM_.narrow(0, first, rows)};
+  Block block{first, rows, rows_of(room.logits_BV, rows), hidden_OM_.narrow(0, first, rows)};
   if (!declared_.widens()) {
     ops_.linear(block.logits_BV, block.hidden_BM, weight_VM_, at::Tensor());
     return block;
@@ -111,18 +113,22 @@ HeadPass::Block HeadPass::logits_from(std::int64_t first) {
 
 void HeadPass::add_gradients(const Block& block) {
   const at::Tensor grad_hidden = out_->grad_hidden_OM.narrow(0, block.first, block.rows);
-  if (!declared_.widens()) {
-    ops_.linear_grad_input(grad_hidden, block.logits_BV, weight_VM_);
-    tp_.add_over_ranks(grad_hidden);
-  } else {
-    const at::Tensor sum = held_[declared_.grad_hidden_BM].narrow(0, 0, block.rows);
-    for_each_weight_run(block.logits_BV, [&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
+  const bool summed_apart = declared_.narrows() || declared_.widens();
+  const at::Tensor sum = summed_apart ? held_[declared_.grad_hidden_BM].narrow(0, 0, block.rows) : grad_hidden;
+  at::Tensor grad_logits = block.logits_BV;
+  if (declared_.narrows()) {
+    grad_logits = rows_of(declared_.grad_logits_BV, block.rows);
+    ops_.convert(block.logits_BV, grad_logits);
+  }
+  if (declared_.widens())
+    for_each_weight_run(grad_logits, [&](std::int64_t begin, const at::Tensor& weights, const at::Tensor& columns) {
       begin == 0 ? ops_.linear_grad_input(sum, columns, weights) : ops_.add_linear_grad_input(sum, columns, weights);
     });
-    tp_.add_over_ranks(sum);
-    ops_.convert(sum, grad_hidden);
-  }
-  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), block.logits_BV, block.hidden_BM, at::Tensor());
+  else
+    ops_.linear_grad_input(sum, grad_logits, weight_VM_);
+  tp_.add_over_ranks(sum);
+  if (summed_apart) ops_.convert(sum, grad_hidden);
+  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), grad_logits, block.hidden_BM, at::Tensor());
 }
 
 template <class Visit>

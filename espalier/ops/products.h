@@ -18,6 +18,8 @@ struct ProductOperations {
   void (*linear_grad_input)(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK);
   // grad_x += grad weight.
   void (*add_linear_grad_input)(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK);
+  // Whether linear and linear_grad_input of bfloat16 may be written in float32, the factors as they are.
+  bool writes_sums;
   // Whether products of this dtype are rounded to it before they are added to a gradient of the accumulator dtype.
   bool (*rounds_weight_gradients)(at::ScalarType dtype);
   // grad_weight += grad^T x and grad_bias += column sums of grad, in the accumulator dtype, or grad_weight in that of

@@ -130,12 +130,19 @@ struct DecoderBackwardBuffers : BufferList {
   Place grad_stream_OM, grad_stream_TM;
 };
 
+// How a device computes the head.
+struct HeadWay {
+  bool ahead = false;        // the next block is computed while the host has this one's log-probs
+  bool writes_sums = false;  // its products do (ops/products.h)
+};
+
 // The head's block of logits. Where the run's dtype is narrower than its sums, hidden rows and a run of the
-// vocabulary's rows are widened first. `ahead`: the next block is computed while the host has this one's log-probs.
+// vocabulary's rows are widened first; or, where products write sums, the gradient of the logits is narrowed.
 struct HeadBuffers : BufferList {
   HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
-              bool with_gradients, bool ahead = false);
+              bool with_gradients, HeadWay way = {});
   bool widens() const { return rooms[0].hidden_BM.index >= 0; }
+  bool narrows() const { return grad_logits_BV.index >= 0; }
   bool has_two() const { return rooms[1].logits_BV.index >= 0; }
   // What a block has from its product until its gradient is carried on.
   struct Room {
@@ -143,7 +150,7 @@ struct HeadBuffers : BufferList {
   };
   std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
   std::array<Room, 2> rooms;
-  Place weight_run_NM, grad_hidden_BM;
+  Place weight_run_NM, grad_logits_BV, grad_hidden_BM;
 };
 
 }  // namespace espalier

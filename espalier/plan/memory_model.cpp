@@ -138,7 +138,7 @@ PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
   if (shape_.value_head || !has_outputs_) return 0;
   return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient,
-                     kind_.cuda || kind_.queued)
+                     {.ahead = kind_.cuda || kind_.queued, .writes_sums = kind_.cuda || kind_.writes_sums})
       .peak();
 }
 

@@ -25,7 +25,7 @@ std::int64_t temperatures_of(const ModelShape& shape, std::span<const Rollout> r
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
                       bool counted) {
   StepKind kind;
-  kind.queued = options.device != DeviceType::cpu;
+  kind.queued = kind.writes_sums = options.device != DeviceType::cpu;
   if (shape.value_head) return kind;
   kind.whole_rollout = needs_whole_rollout(options, rollouts);
   if (shape.experts == 0) return kind;

@@ -21,6 +21,7 @@ struct StepKind {
   bool counts_rollouts = false;       // router losses by rollout: ranks that divide one join its choices
   bool cuda = false;                  // on a GPU: its context and libraries are held in place of the process
   bool queued = false;                // its work waits in queues: the head computes a block of logits ahead
+  bool writes_sums = false;           // its products do (ops/products.h)
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
   std::int64_t in_flight = 1;         // waves of a stage of pp whose backward has not run, at most (phase/stage.h)
   std::int64_t cp = 1;                // ranks that divide the rows of trunks and have waves dealt to them

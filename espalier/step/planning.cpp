@@ -8,6 +8,7 @@
 #include "espalier/device/device.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/observe/memory.h"
+#include "espalier/ops/operations.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/planner.h"
@@ -109,7 +110,7 @@ StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const O
   StepKind kind = model.kind.gradients ? step_kind_of(options, model.shape.whole(), rollouts, counted) : model.kind;
   kind.optimizer = model.kind.optimizer, kind.optimizer_shares = model.kind.optimizer_shares;
   kind.beside_bytes = beside_bytes;
-  kind.queued = !bound_device().in_host_memory();
+  kind.queued = !bound_device().in_host_memory(), kind.writes_sums = bound_device().operations().writes_sums;
   return kind;
 }
 

@@ -77,7 +77,7 @@ void head_pass(at::ScalarType dtype) {
       out, arena);
   device->synchronize();
   const ElementBytes bytes = dtype == at::kDouble ? ElementBytes{8, 8} : ElementBytes{2, 4};
-  EXPECT_EQ(arena.high_water(), HeadBuffers(bytes, kOutputs, kVocabulary, kWidth, true, true).peak());
+  EXPECT_EQ(arena.high_water(), HeadBuffers(bytes, kOutputs, kVocabulary, kWidth, true, {.ahead = true}).peak());
 }
 
 TEST(HeadAhead, TheNextProductIsQueuedBeforeTheHostWaits) {
@@ -89,6 +89,54 @@ TEST(HeadAhead, TheNextProductIsQueuedBeforeTheHostWaits) {
     head_pass(dtype);
     EXPECT_EQ(told, wanted);
   }
+}
+
+// In bfloat16 products of a GPU take the factors as they are and write float32; the gradient of the logits is the one
+// factor that is rounded first. Its terms are then off by 2^-8 of their size, and a result in bfloat16 by as much
+// again; what float32 leaves is below a twentieth of that.
+TEST(HeadOnKernels, InBfloat16IsOffByTheRoundingOfTheLogitsGradient) {
+  constexpr std::int64_t kOutputs = 70, kWidth = 24, kVocabulary = 56;
+  constexpr double kRounding = 1.05 / 256;
+  Device& device = emulated_device();
+  std::vector<HeadEdge> edges;
+  for (std::int32_t o = 0; o < kOutputs; ++o) edges.push_back({o, o % static_cast<std::int32_t>(kVocabulary)});
+  HeadEdges handed_over;
+  ControlBlock block;
+  handed_over.add_to(block, std::vector<double>(kOutputs, 0.8), edges, kVocabulary);
+  block.hand_over(device);
+  at::manual_seed(5);
+  const at::Tensor hidden = at::randn({kOutputs, kWidth}).to(at::kBFloat16);
+  const at::Tensor weight = at::randn({kVocabulary, kWidth}).mul_(0.5).to(at::kBFloat16);
+  const auto derivative_of = [](std::size_t edge) { return static_cast<double>(edge % 7) - 3; };
+  const HeadGradients out{device.adopt(at::zeros({kOutputs, kWidth}, at::kBFloat16)),
+                          device.adopt(at::zeros({kVocabulary, kWidth}, at::kFloat))};
+  Arena arena(std::int64_t{1} << 22, device);
+  add_head_forward_backward(
+      {device.adopt(hidden), device.adopt(weight), handed_over},
+      [&](std::size_t first, std::span<const double>, std::span<const double>, std::span<double> by_logprob,
+          std::span<double> by_entropy) {
+        for (std::size_t e = 0; e < by_logprob.size(); ++e) by_logprob[e] = derivative_of(first + e);
+        std::ranges::fill(by_entropy, 0.0);
+      },
+      out, arena);
+  const at::Tensor grad_hidden = device.to_host(out.grad_hidden_OM).to(at::kDouble);
+  const at::Tensor grad_weight = device.to_host(out.grad_weight_VM).to(at::kDouble);
+  const HeadBuffers planned(ElementBytes{2, 4}, kOutputs, kVocabulary, kWidth, true,
+                            {.ahead = true, .writes_sums = true});
+  EXPECT_EQ(arena.high_water(), planned.peak());
+
+  const at::Tensor h = hidden.to(at::kDouble), w = weight.to(at::kDouble);
+  at::Tensor grad_logits = -at::softmax(at::mm(h, w.t()) / 0.8, 1);
+  for (std::int64_t o = 0; o < kOutputs; ++o) {
+    grad_logits[o][o % kVocabulary] += 1;
+    grad_logits[o] *= derivative_of(static_cast<std::size_t>(o)) / 0.8;
+  }
+  const at::Tensor true_hidden = at::mm(grad_logits, w), true_weight = at::mm(grad_logits.t(), h);
+  const at::Tensor hidden_bound = kRounding * (at::mm(grad_logits.abs(), w.abs()) + true_hidden.abs());
+  EXPECT_LE(((grad_hidden - true_hidden).abs() - hidden_bound).max().item<double>(), 0);
+  EXPECT_LE(
+      ((grad_weight - true_weight).abs() - kRounding * at::mm(grad_logits.abs().t(), h.abs())).max().item<double>(), 0);
+  EXPECT_GT((grad_weight - true_weight).abs().max().item<double>(), 0);
 }
 
 }  // namespace

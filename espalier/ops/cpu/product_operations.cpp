@@ -63,8 +63,13 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
 }  // namespace
 
 ProductOperations product_operations() {
-  return {
-      linear, linear_onto, linear_grad_input, add_linear_grad_input, rounds_weight_gradients, add_linear_grad_weight};
+  return {linear,
+          linear_onto,
+          linear_grad_input,
+          add_linear_grad_input,
+          false,
+          rounds_weight_gradients,
+          add_linear_grad_weight};
 }
 
 }  // namespace espalier::cpu

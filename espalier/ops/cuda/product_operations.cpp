@@ -49,8 +49,13 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
 }  // namespace
 
 ProductOperations product_operations() {
-  return {
-      linear, linear_onto, linear_grad_input, add_linear_grad_input, rounds_weight_gradients, add_linear_grad_weight};
+  return {linear,
+          linear_onto,
+          linear_grad_input,
+          add_linear_grad_input,
+          true,
+          rounds_weight_gradients,
+          add_linear_grad_weight};
 }
 
 const Operations& operations() {

@@ -100,9 +100,22 @@ TEST(Buffers, AHeadTakesNoMoreThanItsBlock) {
   EXPECT_EQ(widened.peak(), 100 * 150000 * 4 + (16 << 20) + 100 * 512 * 4);
 }
 
+TEST(Buffers, AHeadWhoseProductsWriteSumsNarrowsOnlyTheGradient) {
+  const auto head = [](DType dtype, bool with_gradients) {
+    return HeadBuffers(element_bytes(dtype), 9000, 8192, 512, with_gradients, {.writes_sums = true});
+  };
+  const std::int64_t block = 4096 * 8192 * 4;
+  EXPECT_EQ(head(DType::bfloat16, true).block_rows, 4096);
+  EXPECT_EQ(head(DType::bfloat16, true).peak(), block + block / 2 + 4096 * 512 * 4);
+  EXPECT_EQ(head(DType::bfloat16, false).peak(), block);
+  EXPECT_EQ(head(DType::float32, true).peak(), block);
+  EXPECT_EQ(HeadBuffers(element_bytes(DType::bfloat16), 9000, 150000, 512, true, {.writes_sums = true}).block_rows,
+            (std::int64_t{512} << 20) / (150000 * 4));
+}
+
 TEST(Buffers, AHeadThatIsABlockAheadTakesTwoOfThem) {
   const auto peak = [](DType dtype, std::int64_t outputs, bool with_gradients, bool ahead) {
-    return HeadBuffers(element_bytes(dtype), outputs, 8192, 512, with_gradients, ahead).peak();
+    return HeadBuffers(element_bytes(dtype), outputs, 8192, 512, with_gradients, {.ahead = ahead}).peak();
   };
   for (const DType dtype : {DType::float32, DType::bfloat16}) {
     const std::int64_t block = 256 * 8192 * 4, hidden = dtype == DType::bfloat16 ? 256 * 512 * 4 : 0;
