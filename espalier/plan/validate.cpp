@@ -171,7 +171,7 @@ class Validator {
     }
     if (pairs != item.set.pairs || output_pairs != item.set.output_pairs)
       fail(where, item.set.pairs, " and ", item.set.output_pairs, " pairs instead of ", pairs, " and ", output_pairs);
-    same("outputs", item.set.outputs, static_cast<std::int64_t>(outputs.size()));
+    if (std::ssize(outputs) != item.set.outputs) fail(where, outputs.size(), " outputs instead of ", item.set.outputs);
     std::vector<std::int32_t> stated = item.finished;
     std::sort(stated.begin(), stated.end());
     std::sort(finished.begin(), finished.end());

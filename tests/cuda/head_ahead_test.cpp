@@ -52,16 +52,22 @@ class Watched : public cuda::CudaDevice {
   }
 };
 
+// One edge a row, to the tokens in turn.
+void hand_over(HeadEdges& to, Device& device, std::int64_t outputs, std::int64_t vocabulary, double temperature) {
+  std::vector<HeadEdge> edges;
+  for (std::int64_t o = 0; o < outputs; ++o)
+    edges.push_back({static_cast<std::int32_t>(o), static_cast<std::int32_t>(o % vocabulary)});
+  ControlBlock block;
+  to.add_to(block, std::vector<double>(static_cast<std::size_t>(outputs), temperature), edges, vocabulary);
+  block.hand_over(device);
+}
+
 // Of three blocks of 256, 256 and 88 rows. The arena holds what is planned and no more.
 void head_pass(at::ScalarType dtype) {
   constexpr std::int64_t kOutputs = 600, kWidth = 16, kVocabulary = 40;
   static auto* const device = new Watched;  // outlives every tensor
-  std::vector<HeadEdge> edges;
-  for (std::int32_t o = 0; o < kOutputs; ++o) edges.push_back({o, o % static_cast<std::int32_t>(kVocabulary)});
   HeadEdges handed_over;
-  ControlBlock block;
-  handed_over.add_to(block, std::vector<double>(kOutputs, 1.0), edges, kVocabulary);
-  block.hand_over(*device);
+  hand_over(handed_over, *device, kOutputs, kVocabulary, 1.0);
   const auto ones = [&](std::int64_t rows, at::ScalarType of) { return device->adopt(at::ones({rows, kWidth}, of)); };
   const HeadGradients out{ones(kOutputs, dtype), ones(kVocabulary, dtype == at::kBFloat16 ? at::kFloat : dtype)};
   Arena arena(std::int64_t{1} << 22, *device);
@@ -98,12 +104,8 @@ TEST(HeadOnKernels, InBfloat16IsOffByTheRoundingOfTheLogitsGradient) {
   constexpr std::int64_t kOutputs = 70, kWidth = 24, kVocabulary = 56;
   constexpr double kRounding = 1.05 / 256;
   Device& device = emulated_device();
-  std::vector<HeadEdge> edges;
-  for (std::int32_t o = 0; o < kOutputs; ++o) edges.push_back({o, o % static_cast<std::int32_t>(kVocabulary)});
   HeadEdges handed_over;
-  ControlBlock block;
-  handed_over.add_to(block, std::vector<double>(kOutputs, 0.8), edges, kVocabulary);
-  block.hand_over(device);
+  hand_over(handed_over, device, kOutputs, kVocabulary, 0.8);
   at::manual_seed(5);
   const at::Tensor hidden = at::randn({kOutputs, kWidth}).to(at::kBFloat16);
   const at::Tensor weight = at::randn({kVocabulary, kWidth}).mul_(0.5).to(at::kBFloat16);
