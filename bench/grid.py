@@ -22,7 +22,7 @@ import gpu_prediction
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
-PYTHON = "$(cat build/setup/python)"  # as a command of the documents names it: the one that `make` chose
+PYTHON = "tools/python"  # as a command of the documents names it: the one that `make` chose
 SCHEDULES = ("dense", "packed", "phased", "auto")
 
 

@@ -1,6 +1,6 @@
 """A run that saves after every step, killed again and again: a random rank at a random moment, then continued.
 
-    $(cat build/setup/python) bench/kill_ranks.py [--kills 200] [--seed 1]
+    tools/python bench/kill_ranks.py [--kills 200] [--seed 1]
 
 After a kill the other ranks must end with exit code 7 within --comm-timeout, and what is on disk must be the whole checkpoint of a step
 that is not before the last one. One kill of ten comes before anything is saved, often before the ranks have found each other. Layouts

@@ -1,7 +1,7 @@
 """How far espalier.hf.phased_step's gradients are from the dense step's: every model family, with everything that may stand around it, under
 every kind of plan, prompts kept and recomputed.
 
-    $(cat build/setup/python) bench/phased_errors.py [--families Llama,Qwen3] [--write]
+    tools/python bench/phased_errors.py [--families Llama,Qwen3] [--write]
 
 A number is the largest relative distance of a parameter's gradient (or of the loss), in float64; 1e-10 is allowed. Two columns differ:
 compiled is beside the same step uncompiled, and autocast is the distance from float32 over the dense step's own under the same

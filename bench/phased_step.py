@@ -1,6 +1,6 @@
 """Seconds and memory of espalier.hf.phased_step beside transformers dense, alternately, medians.
 
-    $(cat build/setup/python) bench/phased_step.py [--cells 1707/341/8,4096/128/16,341/1707/4] [--rounds 5] [--hidden 512] [--layers 4]
+    tools/python bench/phased_step.py [--cells 1707/341/8,4096/128/16,341/1707/4] [--rounds 5] [--hidden 512] [--layers 4]
                                                    [--out bench/results/phased_step.jsonl]
 
 Each run is a process of its own, so that peaks are its own. Speed-ups are of processor seconds of the step alone, which other work on

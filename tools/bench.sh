@@ -14,4 +14,4 @@ JSON
 # shellcheck disable=SC2086
 build/espalier bench --model build/bench --splits 341/1707,1024/1024,1365/683,1707/341 --n 8 ${ARGUMENTS-}
 echo
-echo "against plain PyTorch: $(cat build/setup/python) bench/compare_dense.py   (after make test, which installs transformers)"
+echo "against plain PyTorch: tools/python bench/compare_dense.py   (after make test, which installs transformers)"

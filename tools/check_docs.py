@@ -1,5 +1,5 @@
 """What the documents say exists, exists: paths and `make` targets named in README and docs/, links between documents;
-commands name the Python that `make` chose; and docs/options.md lists the options of the table, with their help. (That the
+commands name the Python that `make` chose; no glossary word has two entries; and docs/options.md lists the options of the table, with their help. (That the
 page is exactly what the table generates is a C++ unit test.) Exit 1 with the faults.
 """
 
@@ -16,7 +16,7 @@ PATH = re.compile(r"^(?:%s)/[A-Za-z0-9_./+-]*$" % "|".join(re.escape(f) for f in
 TABLE, PAGE = "espalier/options/option_table.def", "docs/options.md"
 VERBS = "espalier/options/option_help.cpp"
 NAKED = re.compile(r"^(?:python3? |bench/\w+\.py )")
-CHOSEN = "$(cat build/setup/python)"
+CHOSEN = "tools/python"
 ROW = re.compile(r'^ESPALIER_OPTION\(\s*\w+\s*,\s*"([^"]+)".*"((?:[^"\\]|\\.)*)"\)', re.M)
 
 
@@ -64,11 +64,18 @@ def option_faults():
     return faults + [f"{PAGE}: option --{name} does not exist" for name in shown if name not in wanted]
 
 
+def repeated_words():
+    """One meaning a word: the glossary has no word twice."""
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.M)
+    words = [word.strip() for row in rows if row not in ("word", "---") for word in row.split(",")]
+    return [f"docs/glossary.md: {word} has two entries" for word in sorted(set(words)) if words.count(word) > 1]
+
+
 def main():
     documents = [n for n in tracked(*DOCUMENTS) if n.endswith(".md")]
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
     faults = [fault for name in documents for fault in faults_of(name, targets)]
-    faults += option_faults()
+    faults += option_faults() + repeated_words()
     print("\n".join(faults + [f"{len(documents)} documents, {len(faults)} faults"]))
     return 1 if faults else 0
 

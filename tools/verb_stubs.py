@@ -1,6 +1,6 @@
 """Writes python/espalier/verbs.pyi, the types of the verbs' keyword arguments, from the option table of the built core library.
 
-    $(cat build/setup/python) tools/verb_stubs.py        (make docs runs it)
+    tools/python tools/verb_stubs.py        (make docs runs it)
 """
 
 import sys
