@@ -1,13 +1,17 @@
-"""The commands that the README tells a user to type, typed."""
+"""The commands that README.md and docs/program.md show, run in order."""
 
 import json
 import random
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import make_model
+from text_model import byte_level_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 # What makes a command of minutes one of seconds; the last value of an option wins.
@@ -17,10 +21,14 @@ QUICK = {
 }
 
 
-def readme_commands():
-    """Lines of the README's code blocks that run the program, in order."""
-    lines = [line.strip() for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    ")]
-    return [line.split("#")[0].strip() for line in lines if line.startswith("$espalier ")]
+PAGES = ("README.md", "docs/program.md")
+RUNS = "build/espalier "
+
+
+def commands_of(page):
+    """Lines of a page's code blocks that run the program, in order."""
+    lines = [line.strip() for line in (ROOT / page).read_text().splitlines() if line.startswith("    ")]
+    return [line.split("#")[0].strip() for line in lines if line.startswith(RUNS)]
 
 
 def write_rollouts(path):
@@ -33,10 +41,13 @@ def write_rollouts(path):
                 out.write(json.dumps({"prompt_ids": prompt, "response_ids": response, "reward": draw.random()}) + "\n")
 
 
-def test_readme_commands_run(program, model_of, tmp_path):
-    commands = readme_commands()
-    verbs = {command.split()[1] for command in commands}
+def test_the_program_page_shows_every_verb():
+    verbs = {command.split()[1] for command in commands_of("docs/program.md")}
     assert set(QUICK) | {"inspect", "plan", "verify", "train", "replay", "score", "generate", "report", "convert"} <= verbs
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_run(page, program, model_of, tmp_path):
     write_rollouts(tmp_path / "rollouts.jsonl")
     write_rollouts(tmp_path / "day1.jsonl")
     subprocess.run([str(program), "convert", "day1.jsonl", "day2.jsonl.zst"], cwd=tmp_path, check=True, capture_output=True)
@@ -44,10 +55,12 @@ def test_readme_commands_run(program, model_of, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     nemo = ROOT / "tests/golden/train_data_step3.jsonl"
     (tmp_path / nemo.name).write_bytes(nemo.read_bytes())
-    (tmp_path / "MODEL").symlink_to(model_of("qwen3_tied"), target_is_directory=True)
+    shutil.copytree(model_of("qwen3_tied"), tmp_path / "MODEL")
+    byte_level_tokenizer(["1 2 3"], 258).save(str(tmp_path / "MODEL/tokenizer.json"))
     (tmp_path / "CRITIC").symlink_to(model_of("qwen3_tied"), target_is_directory=True)
-    for command in commands:
-        words = [str(program) if word == "$espalier" else word for word in shlex.split(command)]
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    for command in commands_of(page):
+        words = [str(program), *shlex.split(command)[1:]]
         quick = QUICK.get(words[1], [])
         for name, value in zip(quick[::2], quick[1::2]):  # an option is said once
             if name in words:
