@@ -15,9 +15,39 @@ std::int64_t count_loss_tokens(const Rollout& rollout) {
   return std::count_if(rollout.loss_mask.begin(), rollout.loss_mask.end(), [](std::uint8_t m) { return m != 0; });
 }
 
-AggregationDivisors AggregationDivisors::from(const Options& options, std::span<const Rollout> rollouts) {
-  AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor, options.token_count_epsilon};
-  if (divisors.loss_tokens > 0) return divisors;
+namespace {
+
+// What the records' num_items_in_batch is multiplied by; 0: it has no part.
+double items_scale_of(const Options& options, std::span<const Rollout> rollouts) {
+  const double scale = options.token_divisor_scale;
+  const auto has_items = [](const Rollout& rollout) { return rollout.num_items_in_batch.has_value(); };
+  if (scale == 0 || std::ranges::none_of(rollouts, has_items)) return 0;
+  if (const auto bare = std::ranges::find_if_not(rollouts, has_items); bare != rollouts.end())
+    throw InputError({bare->where, "a field num_items_in_batch, which other records of the mini-batch have", "none",
+                      "give --token-mean-divisor, or --token-divisor-scale 0 for their own loss tokens"});
+  if (scale > 0) return scale;
+  std::int64_t tokens = 0;
+  for (const Rollout& rollout : rollouts) tokens += count_loss_tokens(rollout);
+  for (const Rollout& rollout : rollouts)
+    if (*rollout.num_items_in_batch != static_cast<double>(tokens))
+      throw InputError({rollout.where + ": num_items_in_batch",
+                        text_of(tokens,
+                                ", the loss tokens of the mini-batch, or a word on how TRL cut the generation "
+                                "batch that it counts"),
+                        text_of(*rollout.num_items_in_batch),
+                        "give the trainer's --gradient-accumulation-steps and --steps-per-generation, or "
+                        "--token-divisor-scale 0 for the mini-batch's own loss tokens"});
+  return 1;
+}
+
+}  // namespace
+
+AggregationDivisors AggregationDivisors::from(const Options& options, std::span<const Rollout> rollouts,
+                                              Aggregation aggregation) {
+  AggregationDivisors divisors{options.loss_scale_factor, options.token_mean_divisor, 0, options.token_count_epsilon};
+  if (divisors.loss_tokens > 0 || aggregation != Aggregation::token_mean) return divisors;
+  divisors.items_scale = items_scale_of(options, rollouts);
+  if (divisors.items_scale > 0) return divisors;
   double sum = 0;
   bool recorded = false;
   for (const Rollout& rollout : rollouts) {
@@ -53,7 +83,10 @@ std::vector<double> compute_token_weights(std::span<const Rollout> rollouts, con
         weights.push_back(1);
         break;
       case Aggregation::token_mean:
-        weights.push_back(divisor > 0 ? 1.0 / divisor : 0.0);
+        weights.push_back(divisors.items_scale > 0
+                              ? 1.0 / (std::max(*rollout.num_items_in_batch, 1.0) * divisors.items_scale)
+                          : divisor > 0 ? 1.0 / divisor
+                                        : 0.0);
         break;
       case Aggregation::seq_mean_token_sum:
         weights.push_back(1.0 / count);

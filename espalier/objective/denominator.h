@@ -27,15 +27,20 @@ struct MiniBatchTotals {
   static MiniBatchTotals of(std::span<const Rollout> rollouts);
 };
 
-// Of what is 0 the mini-batch's own stands: its longest response and its loss tokens.
+// Where a divisor is 0, the mini-batch's own holds: its longest response, its loss tokens.
 struct AggregationDivisors {
   double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
   double loss_tokens = 0;         // of token-mean: --token-mean-divisor, or what the records have
+  double items_scale = 0;         // above 0, of token-mean: a record's num_items_in_batch times this divides its tokens
   double rollout_epsilon = 1e-8;  // added to a rollout's token count by seq-mean-token-mean: --token-count-epsilon
 
-  // Of the policy loss. Where --token-mean-divisor is 0 and records have a token_divisor, the sum over the mini-batch
-  // of those, and of the loss tokens of those that have none.
-  static AggregationDivisors from(const Options& options, std::span<const Rollout> rollouts);
+  // Of the policy loss and of the critic's. --token-mean-divisor wins. Then, where records have num_items_in_batch,
+  // each one's own times --token-divisor-scale (TRL 1.16, _compute_loss: the generation batch's tokens rescaled to one
+  // accumulation window). Then, where records have a token_divisor, the sum over the mini-batch of those, and of the
+  // loss tokens of those that have none.
+  // Errors: InputError where the scale is -1 and num_items_in_batch is not the number of the mini-batch's loss tokens;
+  // where only some records have num_items_in_batch.
+  static AggregationDivisors from(const Options& options, std::span<const Rollout> rollouts, Aggregation aggregation);
 };
 
 // w_i of each rollout of the mini-batch. A rollout without loss tokens has a finite weight that multiplies nothing.

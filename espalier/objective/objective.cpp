@@ -23,6 +23,7 @@ struct RolloutConstants {
   double sum_log_ratio = 0;    // of lp - old and the log of the token's weight, each clamped (vespo)
   double sequence_weight = 1;  // --rollout-is sequence
   double mean_kl = 0;          // of k3_unbiased, beside its ratio
+  double mean_gradient = 0;    // of the policy loss, where the rollout's tokens share one ratio
   bool off_policy = false;     // --off-policy-threshold
 };
 
@@ -55,6 +56,10 @@ struct Objective::State {
   void prepare_sequence_weights();
   RolloutConstants constants_of(std::int32_t rollout, std::span<const double> logprob) const;
   double token_factor(const Rollout& rollout, std::int32_t position, double old, double sequence_weight) const;
+  double weight_of(const Rollout& rollout, std::int32_t position, double old, double advantage,
+                   const RolloutConstants& constants) const;
+  double mean_gradient_of(std::int32_t rollout, std::span<const double> logprob,
+                          const RolloutConstants& constants) const;
   KlTerm kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const;
   TokenGradient add(std::int32_t rollout, std::int32_t position, double logprob, double entropy,
                     const RolloutConstants& constants);
@@ -115,7 +120,24 @@ RolloutConstants Objective::State::constants_of(std::int32_t index, std::span<co
   constants.off_policy = fallen / tokens > off_policy_threshold;
   if (correction.level == RolloutCorrection::sequence)
     constants.sequence_weight = has_old ? sequence_weight[index] : correction.weight(mismatch);
+  if (policy.shares_ratio()) constants.mean_gradient = mean_gradient_of(index, logprob, constants);
   return constants;
+}
+
+// d / d lp_t of sum_u w_u f_u(s) with one ratio s = exp(mean of lp - old): the mean of w_u f_u'(s) s, for every token.
+double Objective::State::mean_gradient_of(std::int32_t index, std::span<const double> logprob,
+                                          const RolloutConstants& constants) const {
+  const Rollout& rollout = rollouts[index];
+  double sum = 0, tokens = 0;
+  for (std::int32_t t = 0; t < rollout.response_length(); ++t) {
+    if (!rollout.loss_mask[t]) continue;
+    const double old = rollout.old_logprobs.empty() ? logprob[t] : rollout.old_logprobs[t];
+    const double advantage = advantages[index][t];
+    const PolicyToken token{logprob[t], old, advantage, constants.mean_log_ratio, constants.sum_log_ratio};
+    sum += weight_of(rollout, t, old, advantage, constants) * policy_term(policy, token).gradient;
+    tokens += 1;
+  }
+  return sum / tokens;
 }
 
 double Objective::State::token_factor(const Rollout& rollout, std::int32_t position, double old,
@@ -130,6 +152,13 @@ double Objective::State::token_factor(const Rollout& rollout, std::int32_t posit
       break;
   }
   return 1.0;
+}
+
+// What a token's policy loss is multiplied by.
+double Objective::State::weight_of(const Rollout& rollout, std::int32_t position, double old, double advantage,
+                                   const RolloutConstants& constants) const {
+  if (constants.off_policy && advantage < 0) return 0;
+  return token_factor(rollout, position, old, constants.sequence_weight);
 }
 
 KlTerm Objective::State::kl_part(double logprob, double ref, const Ratio& ratio, double mean_kl) const {
@@ -148,13 +177,12 @@ TokenGradient Objective::State::add(std::int32_t index, std::int32_t position, d
   const double advantage = advantages[index][position];
   const PolicyToken token{logprob, old, advantage, constants.mean_log_ratio, constants.sum_log_ratio};
   const PolicyTerm policy_part = policy_term(policy, token);
-  const bool dropped = constants.off_policy && advantage < 0;
-  const double factor = dropped ? 0.0 : token_factor(rollout, position, old, constants.sequence_weight);
+  const double factor = weight_of(rollout, position, old, advantage, constants);
   const double weight = token_weight[index];
 
   TokenGradient gradient;
   policy_sum.add(weight * factor * policy_part.value);
-  gradient.logprob = weight * factor * policy_part.gradient;
+  gradient.logprob = weight * (policy.shares_ratio() ? constants.mean_gradient : factor * policy_part.gradient);
   if (kl_coefficient != 0) {
     const KlTerm kl = kl_part(logprob, rollout.ref_logprobs[position], ratio_of(policy, token), constants.mean_kl);
     kl_sum.add(weight * kl.value);
@@ -180,9 +208,9 @@ Objective::Objective(std::span<const Rollout> rollouts, std::span<const std::vec
   state.kl_coefficient = options.kl_loss_coef;
   state.entropy_coefficient = options.entropy_coeff;
   state.totals = MiniBatchTotals::of(rollouts);
-  AggregationDivisors divisors = AggregationDivisors::from(options, rollouts);
+  AggregationDivisors divisors = AggregationDivisors::from(options, rollouts, policy_aggregation(options));
   state.token_weight = compute_token_weights(rollouts, state.totals, policy_aggregation(options), divisors);
-  divisors.loss_tokens = 0;  // that of the policy loss alone
+  divisors.loss_tokens = divisors.items_scale = 0;  // those of the policy loss alone
   state.entropy_weight = options.entropy_agg_mode == Aggregation::of_the_loss
                              ? state.token_weight
                              : compute_token_weights(rollouts, state.totals, options.entropy_agg_mode, divisors);

@@ -26,6 +26,11 @@ struct PolicySettings {
   std::array<double, 4> vespo = {2, 3, 3, 2};      // k, lambda for A >= 0, then for A < 0
 
   bool by_sequence() const { return loss == PolicyLoss::gspo || level == RatioLevel::sequence; }
+  // One ratio for the rollout, differentiated as such (TRL's importance_sampling_level): every token's derivative is
+  // the mean over the rollout. verl's gspo is not of this kind: each token's own log-prob carries its own part.
+  bool shares_ratio() const {
+    return level == RatioLevel::sequence && (loss == PolicyLoss::vanilla || loss == PolicyLoss::sapo);
+  }
   static PolicySettings from(const Options& options);
 };
 

@@ -25,7 +25,7 @@ ValueObjective::ValueObjective(std::span<const Rollout> rollouts, std::span<cons
       cliprange_(options.cliprange_value),
       totals_(MiniBatchTotals::of(rollouts)),
       token_weight_(compute_token_weights(rollouts, totals_, value_aggregation(options),
-                                          AggregationDivisors{options.loss_scale_factor})) {
+                                          AggregationDivisors::from(options, rollouts, value_aggregation(options)))) {
   ESPALIER_INTERNAL_EQ(rollouts.size(), targets.size());
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     ESPALIER_INTERNAL_EQ(targets[i].size(), rollouts[i].response_ids.size(), rollouts[i].where);

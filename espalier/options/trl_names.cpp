@@ -29,6 +29,8 @@ const std::map<std::string, std::vector<std::string>>& name_table() {
       {"vespo_lambda_neg", {"vespo-weights"}},
       {"max_completion_length", {"loss-scale-factor", "max-response-length"}},
       {"num_items_in_batch", {"token-mean-divisor"}},
+      {"gradient_accumulation_steps", {"token-divisor-scale"}},
+      {"steps_per_generation", {"token-divisor-scale"}},
       {"entropy_coef", {"entropy-coeff"}},
       {"off_policy_mask_threshold", {"off-policy-threshold"}},
       {"vllm_importance_sampling_correction", {"rollout-is"}},
@@ -66,7 +68,7 @@ class Translation {
     sampling_weights();
     pass("sapo_temperature_pos", "tau-pos");
     pass("sapo_temperature_neg", "tau-neg");
-    pass("num_items_in_batch", "token-mean-divisor");
+    divisor();
     pass("entropy_coef", "entropy-coeff");
     if (const OptionSetting* threshold = take("off_policy_mask_threshold"); threshold && !is_none(threshold->value))
       replace(*threshold, "off-policy-threshold", threshold->value);
@@ -89,6 +91,13 @@ class Translation {
     std::string value = given->value;
     std::ranges::transform(value, value.begin(), [](unsigned char c) { return std::tolower(c); });
     return parse_flag(value, given->where + "--" + given->name);
+  }
+
+  double whole_number(const OptionSetting& given) const {
+    const std::string where = given.where + "--" + given.name;
+    const std::int64_t value = parse_integer(given.value, where, "a whole number");
+    if (value < 1) throw OptionError({where, "at least 1", given.value, ""});
+    return static_cast<double>(value);
   }
 
   void set(const std::string& name, const std::string& value) { out_.push_back({name, value, ""}); }
@@ -158,7 +167,44 @@ class Translation {
       replace(*given, "loss-agg-mode", "seq-mean-token-sum-norm");
     else
       replace(*given, "loss-agg-mode", "token-mean");
-    if (type == "bnpo") notes_.push_back("bnpo divides by the loss tokens of the mini-batch, TRL by a micro-batch's");
+  }
+
+  // TRL divides dapo, cispo and vespo by num_items_in_batch, which counts a generation batch, times
+  // gradient_accumulation_steps / steps_per_generation. Its other losses and its entropy bonus are means over
+  // micro-batches of means over a micro-batch. Of a mean over rollouts that is the mean over the mini-batch; of a mean
+  // over tokens it is so where the mini-batch is one micro-batch.
+  void divisor() {
+    const OptionSetting *items = take("num_items_in_batch"), *parts = take("gradient_accumulation_steps"),
+                        *steps = take("steps_per_generation");
+    const double accumulated = parts ? whole_number(*parts) : 1;
+    const double scale = accumulated / (steps && !is_none(steps->value) ? whole_number(*steps) : accumulated);
+    const std::string type = value_of("loss_type", "dapo");
+    const bool divides = type == "dapo" || type == "cispo" || type == "vespo";
+    const OptionSetting* entropy = take("entropy_coef");
+    const bool bonus = entropy && parse_number(entropy->value, entropy->where + "--entropy-coef", "a number") != 0;
+    if (accumulated != 1 && (type == "bnpo" || bonus))
+      unsupported(*parts,
+                  (bonus ? std::string("the entropy bonus") : type) +
+                      " takes a mean over the tokens of each micro-batch, and records do not tell micro-batches apart",
+                  "give each micro-batch as a mini-batch with gradient_accumulation_steps 1, or " +
+                      std::string(bonus ? "leave entropy_coef out" : "choose another loss_type"));
+    if (!parts && (type == "bnpo" || bonus))
+      notes_.push_back((bonus ? std::string("the entropy bonus") : type) +
+                       " is a mean over the tokens of the mini-batch, as of TRL's with one micro-batch");
+    if (!divides) {
+      if (parts || steps) set("token-divisor-scale", "0");
+      if (items) notes_.push_back(items->where + "num_items_in_batch has no part in TRL's loss_type " + type);
+      return;
+    }
+    if (parts || steps) {
+      set("token-divisor-scale", number_text(scale));
+      notes_.push_back("num_items_in_batch counts times gradient_accumulation_steps / steps_per_generation, " +
+                       number_text(scale));
+    }
+    if (items) {
+      const double divides_by = scale * parse_number(items->value, items->where + "--num-items-in-batch", "a number");
+      replace(*items, "token-mean-divisor", number_text(divides_by));
+    }
   }
 
   void clipping() {

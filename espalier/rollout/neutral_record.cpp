@@ -10,12 +10,12 @@ namespace espalier {
 namespace {
 
 constexpr std::string_view kFields[] = {
-    "prompt_ids", "response_ids", "group",         "loss_mask",        "reward",
-    "advantage",  "old_logprobs", "ref_logprobs",  "routed_experts",   "rollout_logprobs",
-    "values",     "returns",      "temperature",   "token_divisor",    "step",
-    "id",         "meta",         "finish_reason", "logprobs",         "entropies",
-    "prompt",     "messages",     "response",      "data_source",      "ground_truth",
-    "extra_info", "ability",      "reward_model",  "reward_extra_info"};
+    "prompt_ids",   "response_ids", "group",        "loss_mask",          "reward",
+    "advantage",    "old_logprobs", "ref_logprobs", "routed_experts",     "rollout_logprobs",
+    "values",       "returns",      "temperature",  "num_items_in_batch", "token_divisor",
+    "step",         "id",           "meta",         "finish_reason",      "logprobs",
+    "entropies",    "prompt",       "messages",     "response",           "data_source",
+    "ground_truth", "extra_info",   "ability",      "reward_model",       "reward_extra_info"};
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
@@ -117,6 +117,10 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       rollout.token_divisor = read_number(value, place, key);
       if (!(*rollout.token_divisor >= 0))
         throw place.wrong(key, "a number of at least 0", text_of(*rollout.token_divisor));
+    } else if (key == "num_items_in_batch") {
+      rollout.num_items_in_batch = read_number(value, place, key);
+      if (!(*rollout.num_items_in_batch >= 0))
+        throw place.wrong(key, "a number of at least 0", text_of(*rollout.num_items_in_batch));
     } else if (is_list(value, place, key)) {
       read_numbers(value, place, key, kFlat, rollout.advantages);
       seen.token_advantages = true;

@@ -32,7 +32,8 @@ struct Rollout {
   std::vector<double> old_logprobs, ref_logprobs, rollout_logprobs, values, returns;
   RecordedExperts recorded_experts;
   double temperature = 1.0;
-  std::optional<double> token_divisor;  // its part of what token-mean divides by; none: its loss tokens
+  std::optional<double> token_divisor;       // its part of what token-mean divides by; none: its loss tokens
+  std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it
   std::optional<std::int64_t> step;
   std::string group;       // JSON text of the record's group; empty: none given
   std::string carried;     // JSON object text of id, meta and unknown fields; empty: none

@@ -107,6 +107,7 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   }
   if (rollout.temperature != 1) record.add_double("temperature", rollout.temperature);
   if (rollout.token_divisor) record.add_double("token_divisor", *rollout.token_divisor);
+  if (rollout.num_items_in_batch) record.add_double("num_items_in_batch", *rollout.num_items_in_batch);
   record.add_series("rollout_logprobs", rollout.rollout_logprobs);
   record.add_series("old_logprobs", rollout.old_logprobs);
   record.add_series("ref_logprobs", rollout.ref_logprobs);

@@ -48,6 +48,7 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
     for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
     fields["temperature"].add(rollout.temperature);
     if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
+    if (rollout.num_items_in_batch) fields["num_items_in_batch"].add(*rollout.num_items_in_batch);
     fields["old_logprobs"].add(rollout.old_logprobs);
     fields["ref_logprobs"].add(rollout.ref_logprobs);
     fields["rollout_logprobs"].add(rollout.rollout_logprobs);

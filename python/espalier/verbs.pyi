@@ -131,6 +131,7 @@ def train(
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
     loss_scale_factor: float | None = ...,
     token_mean_divisor: float | None = ...,
+    token_divisor_scale: float | None = ...,
     token_count_epsilon: float | None = ...,
     kl_loss_coef: float | None = ...,
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
@@ -169,6 +170,7 @@ def train(
     entropy_coef: Any = ...,  # TRL's
     epsilon: Any = ...,  # TRL's
     epsilon_high: Any = ...,  # TRL's
+    gradient_accumulation_steps: Any = ...,  # TRL's
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -179,6 +181,7 @@ def train(
     sapo_temperature_neg: Any = ...,  # TRL's
     sapo_temperature_pos: Any = ...,  # TRL's
     scale_rewards: Any = ...,  # TRL's
+    steps_per_generation: Any = ...,  # TRL's
     top_entropy_quantile: Any = ...,  # TRL's
     use_adaptive_entropy: Any = ...,  # TRL's
     use_bias_correction_kl: Any = ...,  # TRL's
@@ -268,6 +271,7 @@ def verify(
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
     loss_scale_factor: float | None = ...,
     token_mean_divisor: float | None = ...,
+    token_divisor_scale: float | None = ...,
     token_count_epsilon: float | None = ...,
     kl_loss_coef: float | None = ...,
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
@@ -306,6 +310,7 @@ def verify(
     entropy_coef: Any = ...,  # TRL's
     epsilon: Any = ...,  # TRL's
     epsilon_high: Any = ...,  # TRL's
+    gradient_accumulation_steps: Any = ...,  # TRL's
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -316,6 +321,7 @@ def verify(
     sapo_temperature_neg: Any = ...,  # TRL's
     sapo_temperature_pos: Any = ...,  # TRL's
     scale_rewards: Any = ...,  # TRL's
+    steps_per_generation: Any = ...,  # TRL's
     top_entropy_quantile: Any = ...,  # TRL's
     use_adaptive_entropy: Any = ...,  # TRL's
     use_bias_correction_kl: Any = ...,  # TRL's
@@ -370,6 +376,7 @@ def replay(
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
     loss_scale_factor: float | None = ...,
     token_mean_divisor: float | None = ...,
+    token_divisor_scale: float | None = ...,
     token_count_epsilon: float | None = ...,
     kl_loss_coef: float | None = ...,
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
@@ -404,6 +411,7 @@ def replay(
     entropy_coef: Any = ...,  # TRL's
     epsilon: Any = ...,  # TRL's
     epsilon_high: Any = ...,  # TRL's
+    gradient_accumulation_steps: Any = ...,  # TRL's
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -414,6 +422,7 @@ def replay(
     sapo_temperature_neg: Any = ...,  # TRL's
     sapo_temperature_pos: Any = ...,  # TRL's
     scale_rewards: Any = ...,  # TRL's
+    steps_per_generation: Any = ...,  # TRL's
     top_entropy_quantile: Any = ...,  # TRL's
     use_adaptive_entropy: Any = ...,  # TRL's
     use_bias_correction_kl: Any = ...,  # TRL's
@@ -467,6 +476,7 @@ def bench(
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
     loss_scale_factor: float | None = ...,
     token_mean_divisor: float | None = ...,
+    token_divisor_scale: float | None = ...,
     token_count_epsilon: float | None = ...,
     kl_loss_coef: float | None = ...,
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
@@ -497,6 +507,7 @@ def bench(
     entropy_coef: Any = ...,  # TRL's
     epsilon: Any = ...,  # TRL's
     epsilon_high: Any = ...,  # TRL's
+    gradient_accumulation_steps: Any = ...,  # TRL's
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -507,6 +518,7 @@ def bench(
     sapo_temperature_neg: Any = ...,  # TRL's
     sapo_temperature_pos: Any = ...,  # TRL's
     scale_rewards: Any = ...,  # TRL's
+    steps_per_generation: Any = ...,  # TRL's
     top_entropy_quantile: Any = ...,  # TRL's
     use_adaptive_entropy: Any = ...,  # TRL's
     use_bias_correction_kl: Any = ...,  # TRL's
@@ -602,6 +614,7 @@ def grpo(
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
     loss_scale_factor: float | None = ...,
     token_mean_divisor: float | None = ...,
+    token_divisor_scale: float | None = ...,
     token_count_epsilon: float | None = ...,
     kl_loss_coef: float | None = ...,
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
@@ -663,6 +676,7 @@ def grpo(
     entropy_coef: Any = ...,  # TRL's
     epsilon: Any = ...,  # TRL's
     epsilon_high: Any = ...,  # TRL's
+    gradient_accumulation_steps: Any = ...,  # TRL's
     importance_sampling_level: Any = ...,  # TRL's
     loss_type: Any = ...,  # TRL's
     mask_truncated_completions: Any = ...,  # TRL's
@@ -673,6 +687,7 @@ def grpo(
     sapo_temperature_neg: Any = ...,  # TRL's
     sapo_temperature_pos: Any = ...,  # TRL's
     scale_rewards: Any = ...,  # TRL's
+    steps_per_generation: Any = ...,  # TRL's
     top_entropy_quantile: Any = ...,  # TRL's
     use_adaptive_entropy: Any = ...,  # TRL's
     use_bias_correction_kl: Any = ...,  # TRL's

@@ -103,19 +103,41 @@ def gradients_of(espalier, model, rollouts, out, *options):
 
 
 def test_the_divisor_of_a_dump_and_a_temperature_for_it(espalier, model_of, tmp_path):
-    """A slice of TRL's generation batch: its tokens are divided by that of the whole, at the temperature of the command line."""
+    """Half of TRL's generation batch: its tokens are divided by half of the whole's, at the temperature of the command line."""
     samples, model = make_samples(), model_of("qwen2_untied")
     torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(91)}, tmp_path / "slice.pt")
-    found = gradients_of(espalier, model, tmp_path / "slice.pt", tmp_path / "a", "--loss-type", "dapo", "--temperature", 0.7)
-    spelt = [{**{k: v for k, v in r.items() if k != "token_divisor"}, "temperature": 0.7} for r in package.read(tmp_path / "slice.pt")]
+    dapo = ("--loss-type", "dapo", "--temperature", 0.7)
+    found = gradients_of(espalier, model, tmp_path / "slice.pt", tmp_path / "a", *dapo, "--steps-per-generation", 2)
+    spelt = [{**{k: v for k, v in r.items() if k != "num_items_in_batch"}, "temperature": 0.7} for r in package.read(tmp_path / "slice.pt")]
     spelt = write_records(spelt, tmp_path / "spelt.jsonl")
-    wanted = gradients_of(espalier, model, spelt, tmp_path / "b", "--loss-type", "dapo", "--num-items-in-batch", 91, "--temperature", 3)
+    wanted = gradients_of(espalier, model, spelt, tmp_path / "b", "--loss-type", "dapo", "--num-items-in-batch", 45.5, "--temperature", 3)
     assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in wanted)
     other = gradients_of(espalier, model, spelt, tmp_path / "c", "--loss-type", "dapo")
     assert not all(np.allclose(other[name], wanted[name]) for name in wanted)
+    own = gradients_of(espalier, model, tmp_path / "slice.pt", tmp_path / "c", *dapo, "--token-divisor-scale", 0)
+    assert all(np.array_equal(own[name], other[name]) for name in other)
+    unsaid = espalier("train", "--model", model, "--rollouts", tmp_path / "slice.pt", "--gradients", tmp_path / "d", *dapo, expect=3).stderr
+    assert "num_items_in_batch" in unsaid and "--steps-per-generation" in unsaid and "--gradient-accumulation-steps" in unsaid
     refused = espalier("train", "--model", model, "--rollouts", tmp_path / "slice.pt", "--temperature", 0, "--gradients", tmp_path / "d",
                        expect=2).stderr
     assert "--temperature" in refused and "above 0" in refused
+
+
+def test_dumps_of_two_micro_batches_are_one_window(espalier, model_of, tmp_path):
+    """Each file names the tokens of the whole window: two of them divide by it once, however many files there are."""
+    samples, model = make_samples(), model_of("qwen2_untied")
+    tokens = sum(sum(s["loss_mask"]) for s in samples)
+    torch.save(trl_batch(samples), tmp_path / "whole.pt")
+    (tmp_path / "parts").mkdir()
+    for index, part in enumerate((samples[:3], samples[3:])):
+        torch.save({**trl_batch(part), "num_items_in_batch": torch.tensor(tokens)}, tmp_path / f"parts/{index}.pt")
+    whole = gradients_of(espalier, model, tmp_path / "whole.pt", tmp_path / "a", "--loss-type", "dapo")
+    for words in ((), ("--gradient-accumulation-steps", 2)):
+        parts = gradients_of(espalier, model, tmp_path / "parts", tmp_path / "b", "--loss-type", "dapo", *words)
+        assert all(np.array_equal(parts[name], whole[name]) for name in whole)
+    refused = espalier("train", "--model", model, "--rollouts", tmp_path / "parts", "--gradients", tmp_path / "c", "--loss-type", "bnpo",
+                       "--gradient-accumulation-steps", 2, expect=4).stderr
+    assert "--gradient_accumulation_steps" in refused and "bnpo" in refused and "micro-batch" in refused
 
 
 def nemo_line(record, width):

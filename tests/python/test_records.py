@@ -236,18 +236,16 @@ def test_trl_batch_is_what_was_put_in(ending, tmp_path):
     samples = make_samples(step=3)
     path = tmp_path / f"inputs_step_3{ending}"
     (torch.save if ending == ".pt" else save_file)(trl_batch(samples), path)
-    assert read(path) == without(samples, "group", "values", "returns", "reward")
+    items = sum(sum(s["loss_mask"]) for s in samples)
+    assert read(path) == [{**r, "num_items_in_batch": items} for r in without(samples, "group", "values", "returns", "reward")]
 
 
-def test_trl_divisor_of_a_larger_batch_is_kept_in_parts(tmp_path):
-    """num_items_in_batch counts the generation batch of all processes, of which a dump may be a slice."""
-    from espalier.records import Reading
+def test_trl_num_items_in_batch_is_kept(tmp_path):
+    """It counts the generation batch of all processes, of which a dump may be a slice."""
     samples = make_samples()
     torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(91.0)}, tmp_path / "a.pt")
-    reading = Reading(tmp_path / "a.pt")
-    assert [r["token_divisor"] for r in reading.records()] == [91 / len(samples)] * len(samples)
-    assert any("num_items_in_batch 91 divides" in note for note in reading.notes)
-    torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(0)}, tmp_path / "b.pt")
+    assert [r["num_items_in_batch"] for r in read(tmp_path / "a.pt")] == [91] * len(samples)
+    torch.save({**trl_batch(samples), "num_items_in_batch": torch.tensor(-1)}, tmp_path / "b.pt")
     with pytest.raises(RecordError, match="num_items_in_batch"):
         read(tmp_path / "b.pt")
 

@@ -77,14 +77,20 @@ def sampling_ratio(args, old, sampled, mask):
     return ratio.masked_fill(beyond, 0.0)
 
 
-def trl_gradients(model, records, names, folder):
-    """{name: gradient} of the installed trainer's loss of one accumulation window."""
+def trl_gradients(model, records, names, folder, pairs=None):
+    """{name: gradient} of the installed trainer's loss of one accumulation window, whose micro-batches are equal parts of the records.
+    Without num_items_in_batch the records are the trainer's part of a generation batch. `pairs`: log-probs and entropies of before,
+    whose graph is kept."""
     names = dict(names)
     items = names.pop("num_items_in_batch", None)
     sampled = any(name.startswith("vllm_") for name in names)
-    args = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **names)
+    args = trl.GRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[],
+                          **{"per_device_train_batch_size": 8, "num_generations": 8, **names})
+    parts = args.gradient_accumulation_steps
+    assert len(records) % parts == 0
     model.zero_grad(set_to_none=True)
-    pairs = [oracle.response_logprobs(model, record) for record in records]
+    kept = pairs is not None
+    pairs = pairs or [oracle.response_logprobs(model, record) for record in records]
     mask = padded([r["loss_mask"] for r in records], torch.float64)
     old, ref, sampled_logprobs = (padded([r[name] for r in records], torch.float64)
                                   for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"))
@@ -99,26 +105,33 @@ def trl_gradients(model, records, names, folder):
         importance_sampling_level=args.importance_sampling_level, top_entropy_quantile=1.0,
         off_policy_mask_threshold=args.off_policy_mask_threshold, use_vllm=sampled,
         vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
-        max_completion_length=args.max_completion_length, current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+        max_completion_length=args.max_completion_length, current_gradient_accumulation_steps=parts, aux_loss_enabled=False,
         _entropy_bonus_enabled=args.entropy_coef != 0, use_adaptive_entropy=False, entropy_coef=args.entropy_coef,
         accelerator=types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, *_, **__: x, sync_gradients=True,
                                           gather_for_metrics=lambda x: x),
         _metrics={"train": collections.defaultdict(list)},
         get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask, get_gamma_weights=trl.GRPOTrainer.get_gamma_weights,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (stacked(0), stacked(1), None))
-    args.steps_per_generation = 1
-    inputs = {"prompt_ids": torch.zeros(len(records), 1, dtype=torch.long), "prompt_mask": torch.ones(len(records), 1),
+        _get_per_token_logps_and_entropies=lambda _, ids, *__, **___: (stacked(0)[ids[:, 0]], stacked(1)[ids[:, 0]], None))
+    advantages = (padded([r["advantage"] for r in records], torch.float64) if "advantage" in records[0]
+                  else trl_advantages(records, args.scale_rewards))
+    items = items or mask.sum().item() * args.steps_per_generation / parts
+    inputs = {"prompt_ids": torch.arange(len(records))[:, None], "prompt_mask": torch.ones(len(records), 1),
               "completion_ids": torch.zeros(mask.shape, dtype=torch.long), "completion_mask": mask,
-              "advantages": trl_advantages(records, args.scale_rewards), "old_per_token_logps": old, "ref_per_token_logps": ref,
-              "num_items_in_batch": torch.tensor(items or mask.sum().item(), dtype=torch.float64)}
+              "advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
     if sampled:
         inputs["sampling_per_token_logps"] = sampled_logprobs
-        inputs["importance_sampling_ratio"] = sampling_ratio(args, old, sampled_logprobs, mask)
+        if args.vllm_importance_sampling_correction:
+            inputs["importance_sampling_ratio"] = sampling_ratio(args, old, sampled_logprobs, mask)
     elif args.off_policy_mask_threshold is not None:  # what was recorded is what sampled
         inputs["sampling_per_token_logps"] = sampled_logprobs
     torch.set_default_dtype(torch.float64)  # TRL makes tensors of its temperatures, which would be rounded to float32
     try:
-        trl.GRPOTrainer._compute_loss(trainer, model.train(), inputs).backward()
+        size = len(records) // parts
+        for begin in range(0, len(records), size):
+            part = {name: values[begin:begin + size] for name, values in inputs.items()}
+            part["num_items_in_batch"] = torch.tensor(items, dtype=torch.float64)
+            last = begin + size == len(records)
+            trl.GRPOTrainer._compute_loss(trainer, model.train(), part).backward(retain_graph=kept or not last)
     finally:
         torch.set_default_dtype(torch.float32)
     model.eval()
@@ -136,14 +149,14 @@ def test_train_has_the_trainers_gradient(case, espalier, prepared, tmp_path):
 # What TRL's configuration has, all of it. Taken: as CASES show, or an option of ours with the same name and meaning.
 TAKEN = {*(name for names in CASES.values() for name in names if name != "num_items_in_batch"), "vllm_importance_sampling_correction",
          "vllm_importance_sampling_cap", "vespo_lambda_pos", "vespo_k_neg", "temperature", "seed", "weight_decay", "max_grad_norm",
-         "warmup_steps", "router_aux_loss_coef",
+         "warmup_steps", "router_aux_loss_coef", "gradient_accumulation_steps", "steps_per_generation",
          # values that change nothing, as TRL's defaults; others are refused
          "top_entropy_quantile", "use_adaptive_entropy", "multi_objective_aggregation", "mask_truncated_completions"}
 # They decide the update, and train has another word for them or nothing.
 DECIDES = {
     "learning_rate": "--lr", "adam_beta1": "--betas", "adam_beta2": "--betas", "adam_epsilon": "--eps", "max_steps": "--steps",
     "num_train_epochs": "--epochs", "num_iterations": "--epochs", "per_device_train_batch_size": "--mini-batch-size",
-    "gradient_accumulation_steps": "--mini-batch-size", "steps_per_generation": "--mini-batch-size", "generation_batch_size": "--mini-batch-size",
+    "generation_batch_size": "--mini-batch-size",
     "num_generations": "the records' groups", "reward_weights": "the records' reward",
     "bf16": "--dtype", "fp16": "", "lr_scheduler_type": "", "lr_scheduler_kwargs": "", "optim": "", "optim_args": "", "optim_target_modules": "",
     "disable_dropout": "", "cast_lm_head_to_fp32": "", "sync_ref_model": "", "ref_model_mixup_alpha": "", "ref_model_sync_steps": "",

@@ -2,8 +2,8 @@
 
   prompt_ids, prompt_mask [B, P] padded at the left; completion_ids, completion_mask [B, C] padded at the right
   advantages [B] or [B, C]; old_per_token_logps, ref_per_token_logps, sampling_per_token_logps, tool_mask [B, C]
-  num_items_in_batch: what dapo, cispo and vespo divide by; where it is not the number of the dict's own loss tokens, each
-  record gets its part as token_divisor
+  num_items_in_batch: the loss tokens of the generation batch of all processes, of which the dict may be a part; each record keeps it.
+  How much of it divides the loss is not in the dict: TRL's gradient_accumulation_steps and steps_per_generation say it
 
 TRL's dict names neither temperature nor group: the reader's temperature holds, equal prompts form a group.
 """
@@ -41,29 +41,18 @@ def _records(path, content, step, notes):
         if name in rows and len(rows[name]) != count:
             raise RecordError(f"{path}: {name}", f"{count} rows, one per sample", str(len(rows[name])))
     notes.append("TRL batch: the temperature is not in it (--temperature, by default 1); equal prompts form a group")
-    out = [_record(Place(path, index), {name: values[index] for name, values in rows.items() if len(values) == count}, step)
-           for index in range(count)]
-    _divide(path, content.get("num_items_in_batch"), out, notes)
-    yield from out
-    empty = sum(not record["response_ids"] for record in out)
+    items = content.get("num_items_in_batch")
+    shared = {} if items is None else {"num_items_in_batch": number(Place(path, 0), "num_items_in_batch", items)}
+    if shared and shared["num_items_in_batch"] < 0:
+        raise RecordError(f"{path}: num_items_in_batch", "a number of tokens, at least 0", str(shared["num_items_in_batch"]))
+    empty = 0
+    for index in range(count):
+        row = {name: values[index] for name, values in rows.items() if len(values) == count}
+        found = _record(Place(path, index), row, step) | shared
+        empty += not found["response_ids"]
+        yield found
     if empty:
         notes.append(f"{empty} samples have an empty completion_mask: their tokens cannot be told from padding and are left out")
-
-
-def _divide(path, items, out, notes):
-    """TRL's divisor, where it is another than the loss tokens at hand (a slice of the generation batch, other processes)."""
-    if items is None:
-        return
-    items = number(Place(path, 0), "num_items_in_batch", items)
-    tokens = sum(sum(record["loss_mask"]) for record in out)
-    if items == tokens or not out:
-        return
-    if items < 1:
-        raise RecordError(f"{path}: num_items_in_batch", "a number of tokens, at least 1", str(items))
-    for record in out:
-        record["token_divisor"] = items / len(out)
-    notes.append(f"TRL batch: num_items_in_batch {items:g} divides token-mean, not its own {tokens} loss tokens; a batch that is cut "
-                 "into mini-batches divides by their parts of it (--token-mean-divisor says otherwise)")
 
 
 def _record(place, row, step):

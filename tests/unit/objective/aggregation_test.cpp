@@ -6,7 +6,9 @@
 #include <random>
 #include <vector>
 
+#include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/value_loss.h"
 #include "rollout_examples.h"
 
 namespace espalier {
@@ -73,6 +75,68 @@ TEST(Aggregation, TokenMeanDividesByWhatTheRecordsHave) {
   example.options.loss_agg_mode = "token-sum";
   example.options.token_mean_divisor = 0;
   EXPECT_DOUBLE_EQ(example.run().pg_loss, 17.0);
+}
+
+// Token parts are 1, 4 and 12, of rollouts 0, 0 and 1. A window may hold parts of two generation batches.
+TEST(Aggregation, NumItemsInBatchTimesItsScaleDividesEachRolloutsTokens) {
+  Example example;
+  for (Rollout& rollout : example.batch) rollout.num_items_in_batch = 10;
+  example.options.token_divisor_scale = 0.5;
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 5);
+  example.batch[1].num_items_in_batch = 30;
+  EXPECT_DOUBLE_EQ(example.run().loss, 5.0 / 5 + 12.0 / 15);
+  example.options.entropy_agg_mode = "token-mean";
+  example.options.entropy_coeff = 2;
+  EXPECT_DOUBLE_EQ(example.run().loss, 5.0 / 5 + 12.0 / 15 - 2 * 0.5);
+  example.options.token_divisor_scale = 0;
+  EXPECT_DOUBLE_EQ(example.run().pg_loss, 17.0 / 3);
+  example.options.token_mean_divisor = 4;
+  EXPECT_DOUBLE_EQ(example.run().pg_loss, 17.0 / 4);
+}
+
+TEST(Aggregation, NumItemsInBatchWithoutAScaleIsTheMiniBatchsOwnOrRefused) {
+  Example example;
+  for (Rollout& rollout : example.batch) rollout.num_items_in_batch = 3;
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 3);
+  example.batch[2].num_items_in_batch = 4;
+  EXPECT_THROW(example.run(), InputError);
+  example.options.token_divisor_scale = 1;
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0 / 3);  // of a rollout without loss tokens
+  example.batch[3].num_items_in_batch.reset();
+  EXPECT_THROW(example.run(), InputError);
+  example.options.loss_agg_mode = "token-sum";
+  EXPECT_DOUBLE_EQ(example.run().loss, 17.0);
+}
+
+// Squares (v - R)^2 are 1, 4 and 9 where there is a loss token.
+TEST(Aggregation, TheCriticHasTheDivisorsOfTheActor) {
+  Example example;
+  std::vector<std::vector<double>> targets;
+  for (Rollout& rollout : example.batch) {
+    rollout.values.assign(rollout.response_ids.size(), 0.0);
+    targets.emplace_back(rollout.response_ids.size(), 0.0);
+  }
+  const std::vector<std::vector<double>> values = {{1, 2}, {7, 3, 7}, {7, 7, 7, 7}, {}};
+  example.options.cliprange_value = 100;
+  const auto loss = [&] {
+    ValueObjective objective(example.batch, targets, example.options);
+    for (std::size_t i = 0; i < values.size(); ++i)
+      for (std::size_t t = 0; t < values[i].size(); ++t)
+        objective.add_token(static_cast<int>(i), static_cast<int>(t), values[i][t]);
+    return objective.parts().loss;
+  };
+  EXPECT_DOUBLE_EQ(loss(), 14.0 / 2 / 3);
+  example.batch[0].token_divisor = 6.5;
+  EXPECT_DOUBLE_EQ(loss(), 14.0 / 2 / 7.5);
+  example.options.token_mean_divisor = 5;
+  EXPECT_DOUBLE_EQ(loss(), 14.0 / 2 / 5);
+  example.options.token_mean_divisor = 0;
+  for (Rollout& rollout : example.batch) rollout.num_items_in_batch = 20;
+  example.options.token_divisor_scale = 0.5;
+  EXPECT_DOUBLE_EQ(loss(), 14.0 / 2 / 10);
+  example.options.loss_agg_mode = "seq-mean-token-mean";
+  example.options.token_count_epsilon = 1;
+  EXPECT_DOUBLE_EQ(loss(), (5.0 / 3 + 9.0 / 2) / 2 / 4);
 }
 
 TEST(Aggregation, DefaultsToTokenMeanAndForSequenceLossesToSequenceMean) {
@@ -182,6 +246,34 @@ TEST(Aggregation, SequenceWeightsWithoutOldLogProbsNeedTheWholeRollout) {
   Objective with_old(batch, advantages, options);
   EXPECT_FALSE(with_old.needs_whole_rollout());
   EXPECT_DOUBLE_EQ(with_old.add_token(0, 0, -1.5, 0).logprob, -std::exp(-0.5) / 2);
+}
+
+// L = -(1/2) A s (w_1 + w_2), s = exp(mean of lp - old): dL/dlp_t = -(1/2) A s (w_1 + w_2) / 2 for both tokens; gspo of
+// verl gives each token its own weight.
+TEST(Aggregation, ARatioOfTheRolloutGivesEveryTokenTheMeanWeight) {
+  std::vector<Rollout> batch = {make_rollout(2)};
+  batch[0].old_logprobs = {-1, -1};
+  batch[0].rollout_logprobs = {-1 - std::log(1.5), -1 - std::log(0.5)};
+  const std::vector<std::vector<double>> advantages = {{1, 1}};
+  Options options;
+  options.rollout_is = "token";
+  const std::vector<double> logprob = {-1, -1}, entropy = {0, 0};
+  std::vector<double> gradient(2), grad_entropy(2);
+  const auto run = [&] {
+    Objective objective(batch, advantages, options);
+    objective.add_rollout(0, logprob, entropy, gradient, grad_entropy);
+    EXPECT_NEAR(objective.parts().loss, -1, 1e-15);
+  };
+  options.ratio_level = "sequence";
+  run();
+  EXPECT_NEAR(gradient[0], -0.5, 1e-15);
+  EXPECT_EQ(gradient[0], gradient[1]);
+  options.ratio_level = "token";
+  options.policy_loss = "gspo";
+  options.loss_agg_mode = "token-mean";
+  run();
+  EXPECT_NEAR(gradient[0], -0.75, 1e-15);
+  EXPECT_NEAR(gradient[1], -0.25, 1e-15);
 }
 
 TEST(Aggregation, OrderOfTokensDoesNotShowInTheParts) {

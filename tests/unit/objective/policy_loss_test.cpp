@@ -106,7 +106,10 @@ TEST(PolicyLoss, TheRatioOfTheUnclippedBranchIsCapped) {
   EXPECT_NEAR(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).value, 4.0, kRounding * 100);
   EXPECT_EQ(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).gradient, 0.0);
   EXPECT_NEAR(policy_term(settings, {kOld + std::log(3.0), kOld, -1.0}).gradient, 3.0, kRounding * 100);
+  // The clip fraction compares what the maximum compares: min(r, cap) with clip(r).
+  EXPECT_FALSE(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).clipped);
   settings.ratio_cap = 1.1;  // below the clip: positive advantages meet it too
+  EXPECT_TRUE(policy_term(settings, {kOld + std::log(5.0), kOld, -1.0}).clipped);
   EXPECT_NEAR(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).value, -1.1, kRounding * 100);
   EXPECT_EQ(policy_term(settings, {kOld + std::log(1.15), kOld, 1.0}).gradient, 0.0);
 }

@@ -179,6 +179,7 @@ TEST(Reader, RefusesMissingEmptyAndMistypedFields) {
   expect_refused(with(R"("temperature":0)"), "f:1: temperature", "a number above 0, got 0");
   expect_refused(with(R"("temperature":-1)"), "f:1: temperature", "a number above 0");
   expect_refused(with(R"("token_divisor":-1)"), "f:1: token_divisor", "a number of at least 0");
+  expect_refused(with(R"("num_items_in_batch":-1)"), "f:1: num_items_in_batch", "a number of at least 0");
   expect_refused(with(R"("group":[1])"), "f:1: group", "a string, a number or true or false, got a list");
   expect_refused(with(R"("loss_mask":[1,2])"), "f:1: loss_mask[1]", "0 or 1, got 2");
   expect_refused(with(R"("loss_mask":[1,"a"])"), "f:1: loss_mask[1]", "0 or 1, got \"a\"");

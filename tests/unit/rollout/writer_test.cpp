@@ -49,6 +49,7 @@ void expect_same(const Rollout& a, const Rollout& b) {
   EXPECT_EQ(a.returns, b.returns);
   EXPECT_EQ(a.temperature, b.temperature);
   EXPECT_EQ(a.token_divisor, b.token_divisor);
+  EXPECT_EQ(a.num_items_in_batch, b.num_items_in_batch);
   EXPECT_EQ(a.step, b.step);
   EXPECT_EQ(a.group, b.group);
   EXPECT_EQ(a.carried, b.carried);
@@ -65,6 +66,7 @@ TEST_F(Writer, WhatIsReadBackHasTheSameBits) {
     std::vector<Rollout> rollouts = testing::make_rollouts(testing::any_options(seed), seed);
     rollouts[0].carried = R"({"id":12345678901234567890123,"meta":{"x": [1, 2.50]},"colour":"b\u006cue"})";
     rollouts.back().token_divisor = 1.0 / 7;
+    rollouts.back().num_items_in_batch = 91;
     constexpr std::uint16_t kFree = RecordedExperts::kFree;
     if (rollouts[0].length() == 3)
       rollouts[0].recorded_experts = {3, 2, 2, {0, 5, 1, 2, kFree, kFree, kFree, kFree, 3, 4, 6, 7}};
