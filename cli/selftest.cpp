@@ -7,6 +7,7 @@
 
 #include "cli/verbs.h"
 #include "espalier/device/device.h"
+#include "espalier/prove/large_attention.h"
 #include "espalier/prove/operation_check.h"
 #include "espalier/prove/operation_rates.h"
 
@@ -67,37 +68,46 @@ void print_rates(std::ostream& out, const std::vector<OperationRate>& rates) {
 
 int run_selftest(Context& context) {
   Device& device = bound_device();
-  const std::vector<OperationCase> cases = all_operation_cases();
+  const std::string& only = context.options.only;
+  std::vector<OperationCase> cases = all_operation_cases();
+  std::erase_if(cases, [&](const OperationCase& each) { return each.operation.find(only) == std::string::npos; });
+  if (cases.empty())
+    throw OptionError({"--only", "a text that the name of an operation contains", only,
+                       "`espalier selftest` without --only lists the operations"});
   std::map<std::string, Tally> tallies;
   Json checks = Json::array();
   std::vector<std::string> failures;
   const double start = device.seconds();
   std::int64_t done = 0;
+  const auto add = [&](const OperationCheck& check) {
+    Tally& tally = tallies[check.operation];
+    ++tally.cases;
+    tally.failed += check.pass() ? 0 : 1;
+    if (check.error > 0) tally.worst = std::max(tally.worst, check.error / check.allowed);
+    if (!check.pass()) failures.push_back(text_of_check(check));
+    checks.push_back(json_of(check));
+  };
   context.progress.begin("operations", static_cast<std::int64_t>(cases.size()), "cases");
   for (const OperationCase& each : cases) {
-    for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16}) {
-      const OperationCheck check = check_operation(device, each, dtype);
-      Tally& tally = tallies[check.operation];
-      ++tally.cases;
-      tally.failed += check.pass() ? 0 : 1;
-      if (check.error > 0) tally.worst = std::max(tally.worst, check.error / check.allowed);
-      if (!check.pass()) failures.push_back(text_of_check(check));
-      checks.push_back(json_of(check));
-    }
+    for (const DType dtype : {DType::float64, DType::float32, DType::bfloat16})
+      add(check_operation(device, each, dtype));
     context.progress.advance_to(++done);
   }
   context.progress.end();
-  const std::vector<OperationRate> rates = measure_operation_rates(device, DType::bfloat16, context.progress);
+  if (only.empty() || std::string_view("attention").find(only) != std::string_view::npos)
+    for (const OperationCheck& check : check_large_attention(device)) add(check);
+  std::vector<OperationRate> rates;
+  if (only.empty()) rates = measure_operation_rates(device, DType::bfloat16, context.progress);
   Json told = Json::array();
   for (const OperationRate& rate : rates) told.push_back(json_of(rate));
   const double seconds = device.seconds() - start;
   context.result["verdict"] = failures.empty() ? "pass" : "fail";
   context.result["checks"] = checks;
   context.result["rates"] = told;
-  context.result["profile"] = to_json(profile_of_rates(device, DType::bfloat16, rates));
+  if (only.empty()) context.result["profile"] = to_json(profile_of_rates(device, DType::bfloat16, rates));
   context.result["self_test_seconds"] = seconds;
   print_table(context.text, tallies);
-  print_rates(context.text, rates);
+  if (!rates.empty()) print_rates(context.text, rates);
   for (const std::string& failure : failures) context.text << "  " << failure << '\n';
   context.text << (failures.empty() ? "PASS" : "FAIL") << ": " << checks.size() << " checks of " << tallies.size()
                << " operations on " << device.name() << " against the CPU in float64, " << std::setprecision(1)

@@ -105,6 +105,7 @@ bool on_device(const void* address) { return streams().memory.holds(address); }
 
 Stream stream() { return nullptr; }
 void expect_launched(const char*) {}
+std::int64_t most_shared_bytes() { return static_cast<std::int64_t>(emulation::architecture().shared_bytes); }
 
 // At a multiple of 16 bytes, where nobody may read on; kernels may touch no byte more.
 void* take_scratch(std::size_t bytes) {

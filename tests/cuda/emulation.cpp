@@ -78,7 +78,7 @@ namespace espalier::emulation {
 namespace {
 
 constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
-constexpr std::size_t kMostShared = 163 * 1024;  // bytes of a block, on sm_80; sm_90 has 227 KiB
+const Architecture* architecture_now = &kArchitectures[0];
 
 // What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
 struct Unseen {
@@ -407,10 +407,11 @@ void run_block(Block& block, std::mt19937& random) {
 void expect_launchable(const Launch& launch) {
   const std::uint64_t threads = std::uint64_t{launch.block.x} * launch.block.y * launch.block.z;
   const dim3& grid = launch.grid;
-  if (threads == 0 || threads > 1024 || launch.block.z > 64 || launch.shared_bytes > kMostShared || grid.x == 0 ||
-      grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
-    throw Fault("a launch that no GPU takes: grid " + text_of(grid) + ", block " + text_of(launch.block) + ", " +
-                std::to_string(launch.shared_bytes) + " bytes of shared memory");
+  if (threads == 0 || threads > 1024 || launch.block.z > 64 || launch.shared_bytes > architecture_now->shared_bytes ||
+      grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
+    throw Fault(std::string("a launch that ") + architecture_now->name + " does not take: grid " + text_of(grid) +
+                ", block " + text_of(launch.block) + ", " + std::to_string(launch.shared_bytes) +
+                " bytes of shared memory");
 }
 
 }  // namespace
@@ -421,6 +422,9 @@ std::function<void(std::function<void()>)>& launches() {
   return stream;
 }
 }  // namespace
+
+void set_architecture(const Architecture& architecture) { architecture_now = &architecture; }
+const Architecture& architecture() { return *architecture_now; }
 
 void take_launches(std::function<void(std::function<void()>)> stream) { launches() = std::move(stream); }
 void give(const Launch& launch, std::function<void()> body) {

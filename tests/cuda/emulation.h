@@ -48,6 +48,18 @@ void set_seed(unsigned seed);
 std::int64_t counter(const std::string& name);
 void reset_counters();
 
+// A GPU by the shared memory that one of its blocks may ask for.
+struct Architecture {
+  const char* name;
+  std::size_t shared_bytes;
+};
+// CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability".
+inline constexpr Architecture kArchitectures[] = {{"sm_80", 163 << 10}, {"sm_86", 99 << 10},   {"sm_89", 99 << 10},
+                                                  {"sm_90", 227 << 10}, {"sm_100", 227 << 10}, {"sm_120", 99 << 10}};
+// The architecture that later launches are held to; at first sm_80.
+void set_architecture(const Architecture& architecture);
+const Architecture& architecture();
+
 struct Launch {
   dim3 grid, block;
   std::size_t shared_bytes = 0;

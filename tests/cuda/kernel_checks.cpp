@@ -113,7 +113,7 @@ std::string instructions_of_a_group() {
 }
 
 // Heads of five sizes. A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes
-// at a time.
+// at a time. A block's tiles take 512 bytes for each element of a head: 128 KiB for 256, 96 KiB for 192.
 std::string problem_of_what_tiles_take() {
   alignas(16) static const bfloat16 rows[16] = {};
   const auto takes = [](std::int64_t head_dim, std::int64_t heads = 1, std::int64_t first = 0,
@@ -125,6 +125,14 @@ std::string problem_of_what_tiles_take() {
   };
   for (std::int64_t D = 1; D <= 257; ++D)
     if (takes(D) != (D == 64 || D == 96 || D == 128 || D == 192 || D == 256)) return text_of("heads of ", D);
+  const emulation::Architecture usual = emulation::architecture();
+  for (const emulation::Architecture& architecture : emulation::kArchitectures) {
+    emulation::set_architecture(architecture);
+    for (const std::int64_t D : {64, 96, 128, 192, 256})
+      if (takes(D) != (512 * D <= static_cast<std::int64_t>(architecture.shared_bytes)))
+        return text_of("heads of ", D, " on ", architecture.name);
+  }
+  emulation::set_architecture(usual);
   if (!takes(64, 32767)) return "the most heads that a grid has are not taken";
   if (takes(64, 32768)) return "more heads are taken than a grid has";
   if (takes(64, 1, 1)) return "rows that begin between pieces are taken";

@@ -2,8 +2,11 @@
 // bits in whatever order the threads run.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "espalier/prove/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
+#include "tests/cuda/emulation.h"
 #include "tests/cuda/kernel_checks.h"
 
 namespace espalier::testing {
@@ -39,6 +42,25 @@ TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
 }
 
 TEST(TiledAttention, LeavesOutTilesThatNobodySees) { expect_no_problem(KernelCheck::Kind::instructions, "Unseen"); }
+
+// A launch that asks for more shared memory than a block has is a fault. What the smallest architecture launches, all
+// do.
+TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads) {
+  const emulation::Architecture usual = emulation::architecture();
+  emulation::set_architecture(
+      *std::ranges::min_element(emulation::kArchitectures, {}, &emulation::Architecture::shared_bytes));
+  int checked = 0;
+  for (const OperationCase& each : attention_cases()) {
+    if (each.sizes.find(" heads of 192") == std::string::npos && each.sizes.find(" heads of 256") == std::string::npos)
+      continue;
+    ++checked;
+    OperationCheck check;
+    ASSERT_NO_THROW(check = check_operation(emulated_device(), each, DType::bfloat16)) << each.sizes;
+    EXPECT_TRUE(check.pass()) << check.operation << ", " << check.sizes;
+  }
+  EXPECT_GE(checked, 4);
+  emulation::set_architecture(usual);
+}
 
 // Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after
 // the other, as in float32, has to know.

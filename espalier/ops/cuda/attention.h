@@ -21,7 +21,8 @@ void add_plain_attention_backward(const attention::Shape& shape, const attention
                                   attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
                                   attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
 
-// On tensor cores: heads of 64, 96, 128, 192 and 256 elements whose rows stand at multiples of 16 bytes. Weights and
+// On tensor cores: heads of 64, 96, 128, 192 and 256 elements whose rows stand at multiples of 16 bytes and whose tiles
+// fit the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or sm_120 has). Weights and
 // slopes are rounded to bfloat16 as factors of the second products, sums are in float32.
 bool takes_tiles(const attention::Shape& shape, const attention::Inputs<bfloat16>& in);
 void tiled_attention(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,

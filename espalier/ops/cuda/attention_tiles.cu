@@ -451,12 +451,24 @@ class TileEnds {
 
 constexpr std::int64_t kMostHeads = 65535;  // of a grid's second dimension; a key/value head of two parts has two
 
+// Shared memory of the backward's blocks: two tiles of 64 rows that stay, four of kPassing rows that pass.
+template <int D>
+inline constexpr std::int64_t kBackwardBytes = (2 * 64 + 4 * kPassing) * D * 2;
+
+// Forward and backward take the same path, so both have to fit.
+bool fits_a_block(const Shape& shape) {
+  std::int64_t bytes = 0;
+  with_head_dim(shape, [&]<int D>() { bytes = std::max(ForwardTiles<D>::kBytes, kBackwardBytes<D>); });
+  return bytes <= most_shared_bytes();
+}
+
 }  // namespace
 
 bool takes_tiles(const Shape& shape, const attention::Inputs<bfloat16>& in) {
   constexpr std::int64_t kHeads[] = {64, 96, 128, 192, 256};
-  return std::ranges::count(kHeads, shape.head_dim) > 0 && shape.heads <= kMostHeads / 2 && whole_pieces(in.q) &&
-         whole_pieces(in.own_k) && whole_pieces(in.own_v) && whole_pieces(in.path_k) && whole_pieces(in.path_v);
+  return std::ranges::count(kHeads, shape.head_dim) > 0 && fits_a_block(shape) && shape.heads <= kMostHeads / 2 &&
+         whole_pieces(in.q) && whole_pieces(in.own_k) && whole_pieces(in.own_v) && whole_pieces(in.path_k) &&
+         whole_pieces(in.path_v);
 }
 
 void tiled_attention(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<bfloat16> out, float* lse_HQ) {
@@ -474,7 +486,7 @@ void add_tiled_attention_backward(const Shape& shape, const attention::Inputs<bf
   const Scratch<float> delta(shape.heads * shape.query_rows);
   attention_delta(shape, out, grad_out, delta.get());
   with_head_dim(shape, [&]<int D>() {
-    constexpr std::int64_t kBytes = (2 * 64 + 4 * kPassing) * D * 2;
+    constexpr std::int64_t kBytes = kBackwardBytes<D>;
     launch(backward_queries_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, kBytes, shape,
            in, ends.get(), grad_out, lse_HQ, delta.get(), grads.q);
     const std::int64_t parts = shape.kv_heads * kKeyParts<D>;

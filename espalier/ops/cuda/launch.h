@@ -19,7 +19,11 @@ using Stream = CUstream_st*;
 
 // The stream of this run's work.
 Stream stream();
-// Errors: InternalError with what the runtime said of the launch before.
+// Bytes of shared memory that one block may ask for on this GPU.
+std::int64_t most_shared_bytes();
+// Lets a kernel's blocks have more than 48 KiB of shared memory. Errors: InternalError.
+void allow_shared_bytes(const void* kernel, std::int64_t bytes);
+// Errors: InternalError with the runtime's message about the launch before.
 void expect_launched(const char* what);
 
 // Memory for the work of one operation: bytes of the device, given back in the order of the stream.
@@ -57,9 +61,7 @@ void launch(void (*kernel)(Parameters...), Blocks blocks, int threads, std::int6
             const Arguments&... arguments) {
   if (blocks.x == 0 || blocks.y == 0) return;
 #ifdef __CUDACC__
-  if (shared_bytes > 48 * 1024)
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shared_bytes));
+  if (shared_bytes > 48 * 1024) allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   const dim3 grid(static_cast<unsigned>(blocks.x), static_cast<unsigned>(blocks.y));
   kernel<<<grid, static_cast<unsigned>(threads), static_cast<std::size_t>(shared_bytes), stream()>>>(
       static_cast<Parameters>(arguments)...);

@@ -3,6 +3,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/cuda_library.h"
+#include "espalier/ops/cuda/aten.h"
 #include "espalier/ops/cuda/cudnn_attention.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/cuda/flash_attention.h"
@@ -37,6 +38,7 @@ Device* open(const GpuChoice& choice, std::string* problem) {
                        "; 8.0 or newer is needed");
     return nullptr;
   }
+  (void)open_aten(index);  // first: ATen remembers its first answer to whether there is CUDA
   start(index, properties.major);
   static CudaDevice* const device =
       new CudaDevice(operations_of(choice, index, properties.major), "cuda");  // outlives every tensor

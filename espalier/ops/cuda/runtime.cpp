@@ -18,7 +18,7 @@ namespace espalier::cuda {
 namespace {
 
 struct Work {
-  int index = 0, capability = 0;
+  int index = 0, capability = 0, most_shared_bytes = 0;
   std::vector<cudaStream_t> streams;  // by Queue
   std::vector<cudaEvent_t> events;
   std::vector<Event> free_events;
@@ -81,6 +81,8 @@ void expect_success(cudaError_t status, const char* what) {
 void start(int index, int capability) {
   work().index = index, work().capability = capability;
   expect_success(cudaSetDevice(index), "cudaSetDevice");
+  expect_success(cudaDeviceGetAttribute(&work().most_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
+                 "the shared memory of a block");
   make_queue();
   make_queue();
   cudaMemPool_t pool = nullptr;
@@ -191,6 +193,11 @@ bool on_device(const void* address) {
 }
 
 Stream stream() { return stream_of(Queue::compute); }
+std::int64_t most_shared_bytes() { return work().most_shared_bytes; }
+void allow_shared_bytes(const void* kernel, std::int64_t bytes) {
+  expect_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+                 "the shared memory of a block");
+}
 void expect_launched(const char* what) { expect_success(cudaPeekAtLastError(), what); }
 
 void* take_scratch(std::size_t bytes) {
