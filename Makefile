@@ -11,7 +11,7 @@ GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check docs debug asan tsan clean help
+.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -51,6 +51,9 @@ check:  ## format, tidy, include order, sizes, documents
 
 gpu-check:  ## all that needs a GPU; says so without one
 	@tools/gpu_check.sh
+
+gpu-bundle: all cuda  ## build/gpu-bundle: a folder that runs the GPU checks on a machine without network and compiler
+	@tools/gpu_bundle.sh
 
 docs: setup configure  ## regenerate docs/options.md and the types of the verbs from the table of options
 	@cmake --build $(BUILD) --parallel $(JOBS) --target option_docs

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The models and rollouts of tools/first_hour.py, into the folder $1: a small model that the program made, with rollouts that it sampled,
+# and shapes whose weights are random.
+set -euo pipefail
+out=$1
+rm -rf "$out"
+mkdir -p "$out"
+build/espalier grpo --quiet --out "$out/run" --prompt-length 64 --max-response-length 8 --train-batch-size 4 --n 8 \
+  --steps 1 --warm-start-steps 2 >/dev/null
+mv "$out/run/model" "$out/model"
+rm -rf "$out/model/espalier"
+mv "$out/run/last_rollouts.jsonl" "$out/rollouts.jsonl"
+rm -rf "$out/run"
+cat >"$out/llama3_8b_4_layers.json" <<'END'
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32768, "rms_norm_eps": 1e-05,
+ "rope_theta": 500000.0, "max_position_embeddings": 131072, "hidden_act": "silu", "tie_word_embeddings": false}
+END
+cat >"$out/tiny.json" <<'END'
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+ "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "rms_norm_eps": 1e-05,
+ "rope_theta": 10000.0, "max_position_embeddings": 512, "hidden_act": "silu", "tie_word_embeddings": false}
+END
