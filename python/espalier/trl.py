@@ -16,7 +16,7 @@ import trl
 
 from espalier import native
 from espalier.errors import Unsupported
-from espalier.hf import attention, ranks
+from espalier.hf import attention, mixers, ranks
 from espalier.hf.attention import Phase, RowSet, Trunk
 from espalier.hf.checks import base_model, check, check_captured, check_live
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
@@ -47,6 +47,7 @@ class SharedPrompts:
             try:
                 check(model, longest=0)
                 base_model(model).set_attn_implementation(attention.NAME)
+                mixers.install(base_model(model))
             except Unsupported as reason:
                 self._note(str(reason))
 

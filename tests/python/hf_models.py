@@ -60,7 +60,7 @@ class Wide(TorchFunctionMode):
         if function is torch.Tensor.float:
             return args[0].double()
         wide = lambda x: torch.float64 if x is torch.float32 else x
-        if function is torch.Tensor.to and args[0].dtype == torch.float64:
+        if function in (torch.Tensor.to, torch.Tensor.type) and args[0].dtype == torch.float64:
             args, kwargs = tuple(wide(x) for x in args), {k: wide(x) for k, x in kwargs.items()}
         if function in (torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.linalg.vector_norm) and args[0].dtype == torch.float64:
             kwargs = {k: wide(x) for k, x in kwargs.items()}

@@ -8,6 +8,7 @@ from hf_combinations import AROUND, PLANS, errors, walks
 from hf_models import FAMILIES, all_float64, batch, dense_step, gradients, loss_of, make, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
+from espalier.hf.visibility import Rule  # noqa: E402
 ROLLOUTS = batch()
 LOSS = loss_of(ROLLOUTS)
 
@@ -53,9 +54,11 @@ def plain_rows(q, k, v, scale, seen):
     return ((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(1, 2)
 
 
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=4), Rule(chunk=3)])
 @pytest.mark.parametrize("value_size", [16, 24])
-def test_rows_below_different_trunks_in_one_call(value_size):
-    """Two nested trunks, one of them alone, none; heads of values may have a size of their own, then torch's kernels run."""
+def test_rows_below_different_trunks_in_one_call(value_size, rule):
+    """Two nested trunks, one of them alone, none; heads of values may have a size of their own, then torch's kernels run, as where a rule
+    counts depths."""
     from espalier.hf.attention import Phase, RowSet, Trunk, _RowAttention
     generator = torch.Generator().manual_seed(2)
     draw = lambda heads, rows, size: torch.randn(1, heads, rows, size, generator=generator, dtype=torch.float64)
@@ -69,8 +72,11 @@ def test_rows_below_different_trunks_in_one_call(value_size):
     seen[:11, :5] = seen[:7, 5:8] = True
     for begin, length, end in (run for rows in sets for run in rows.runs):
         seen[begin:end, 8 + begin:8 + begin + length] = torch.ones(end - begin, length, dtype=torch.bool).tril()
+    depth = torch.tensor([8, 9, 10, 11, 12, 10, 11, 5, 6, 7, 8, 0, 1, 0, 1])
+    keys = torch.cat([torch.arange(8), depth])
+    seen &= keys >= torch.from_numpy(rule.lowest(depth.numpy()))[:, None]
     leaves = [x.requires_grad_() for x in own]
-    out = _RowAttention.apply(*leaves, .3, Phase(sets, 15), 0)
+    out = _RowAttention.apply(*leaves, None, .3, Phase(sets, 15), 0, rule)
     joined = [torch.cat([outer.live[0][i], inner.live[0][i], leaves[i + 1]], 2) for i in range(2)]
     wanted = plain_rows(leaves[0], *joined, .3, seen)
     slope = torch.randn(out.shape, generator=generator, dtype=torch.float64)

@@ -55,32 +55,30 @@ def test_reentrant_checkpointing():
     refused(model, "use_reentrant=True")
 
 
-def test_a_sliding_window_shorter_than_a_rollout():
-    model = make("Mistral", torch.float32, sliding_window=16)
-    refused(model, "window of 16 tokens", "rollouts of up to 70 tokens")
-    hf.check(model, longest=16)
-    with pytest.raises(espalier.Unsupported, match="sliding window"):
-        hf.check(model)
+def test_layers_whose_state_does_not_pass(monkeypatch):
+    """Recurrent layers that look back by a function of their own."""
+    from espalier.hf import mixers
+    from hf_layers import make
+    monkeypatch.setattr(mixers, "_NEEDED", set())
+    refused(make("Qwen3-Next", torch.float32), "config.layer_types", "linear_attention")
 
 
-def test_recurrent_layers():
-    config = transformers.Qwen3NextConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16, num_experts=0,
-        mlp_only_layers=[0, 1, 2, 3], decoder_sparse_step=1)
-    refused(transformers.Qwen3NextForCausalLM(config), "linear_attention")
+def test_a_state_that_is_not_captured(monkeypatch):
+    from espalier.hf.attention import Trunk
+    from hf_layers import make
+    take = Trunk.take_state
+    monkeypatch.setattr(Trunk, "take_state", lambda self, key, state: take(self, key, state) if key[0] != "model.layers.2.linear_attn" else None)
+    with pytest.raises(espalier.Unsupported, match="none from model.layers.2.linear_attn"):
+        hf.logprobs(make("Qwen3-Next", torch.float32), ROLLOUTS, wave_tokens=30)
 
 
-def test_soft_capped_attention():
-    config = transformers.Gemma2Config(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                       num_key_value_heads=2, head_dim=16, sliding_window=512)
-    refused(transformers.Gemma2ForCausalLM(config), "softcapping")
-
-
-def test_attention_sinks():
-    config = transformers.GptOssConfig(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                       num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=512)
-    refused(transformers.GptOssForCausalLM(config), "attention sinks")
+def test_a_state_without_a_graph(monkeypatch):
+    from espalier.hf.attention import Trunk
+    from hf_layers import make
+    take = Trunk.take_state
+    monkeypatch.setattr(Trunk, "take_state", lambda self, key, state: take(self, key, state.detach()))
+    with pytest.raises(espalier.Unsupported, match="states with a graph"):
+        shared_step(make("Nemotron-H", torch.float32), ROLLOUTS, LOSS, wave_tokens=30)
 
 
 def test_bidirectional_attention():

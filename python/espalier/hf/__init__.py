@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import attention, choice, dense, measure, ranks, verification
+from espalier.hf import attention, choice, dense, measure, mixers, ranks, verification
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
@@ -59,7 +59,7 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     """
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
     check(model, longest=int(prepared.lengths.max()))
-    with _our_attention(model):
+    with _ours(model):
         if trunk_state == "keep" and ranks.alternating(model):
             trunk_state = "recompute"
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
@@ -138,7 +138,7 @@ def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False
             for rollout, part in zip(wave.rollouts, getattr(wave, kind).split(lengths)):
                 out[kind][rollout] = part
 
-    with _our_attention(model):
+    with _ours(model):
         plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
         inner = ranks.without_replicas(model)
         executor = Executor(inner, prepared, plan, seen=seen, temperature=temperature)
@@ -147,13 +147,15 @@ def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False
 
 
 @contextlib.contextmanager
-def _our_attention(model):
+def _ours(model):
+    """Our attention and our mixers in the model's place, for the time of a step."""
     base = base_model(model)
     before = base.config._attn_implementation
     if before != attention.NAME:
         base.set_attn_implementation(attention.NAME)
     try:
-        yield
+        with mixers.installed(base):
+            yield
     finally:
         if before != attention.NAME:
             base.set_attn_implementation(before)

@@ -6,8 +6,11 @@ On a CPU the rows run in the engine's kernels (rows_by_kernel.py), elsewhere in 
 """
 
 import contextlib
+import functools
+import sys
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -15,17 +18,22 @@ from transformers.masking_utils import sdpa_mask
 
 from espalier.errors import Unsupported
 from espalier.hf import rows_by_blocks, rows_by_kernel
+from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
 from espalier.ops.kernels import accumulator
 
 NAME = "espalier"
 
 
 class Trunk:
-    """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64)."""
+    """Keys and values of shared rows by layer, [1, J, P, D], and the sums of their gradients, [P, J, D] (float32; float64 in float64).
+
+    Likewise the states at the end of its rows, by what makes them (mixers).
+    """
 
     def __init__(self, rows):
         self.rows = rows
         self.k, self.v, self.live, self.dk, self.dv = {}, {}, {}, {}, {}
+        self.states, self.live_states, self.dstates = {}, {}, {}
 
     def take(self, layer, k, v):
         """The first forward's values stay; what has a graph is `live` until the trunk's own backward."""
@@ -42,9 +50,24 @@ class Trunk:
                 sums[layer] = torch.zeros(p, j, d, dtype=accumulator(x.dtype), device=x.device)
         return self.dk[layer], self.dv[layer]
 
+    def take_state(self, key, state):
+        """As `take`."""
+        if key not in self.states:
+            self.states[key] = state.detach()
+        if torch.is_grad_enabled():
+            self.live_states[key] = state
+
+    def add_state_gradient(self, key, gradient):
+        wide = accumulator(gradient.dtype)
+        if key not in self.dstates:
+            self.dstates[key] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
+        self.dstates[key] += gradient
+
     def gathered(self):
         """What has a graph and the gradient that came back for it, alternately."""
-        return [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
+        states = [part for key, live in self.live_states.items() if key in self.dstates and live.requires_grad
+                  for part in (live, self.dstates[key].to(live.dtype))]
+        return states + [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
                 if x.requires_grad for part in (x, sums.transpose(0, 1).to(x.dtype)[None])]
 
 
@@ -59,6 +82,24 @@ class RowSet:
     @property
     def end(self):
         return self.runs[-1][0] + self.runs[-1][1]
+
+    @functools.cached_property
+    def segments(self):
+        """(begin, length, parent, depth) of every run: the run that its first row follows (-1: the last trunk), and that row's depth."""
+        out, open_runs = [], []
+        for begin, length, end in self.runs:
+            while open_runs and self.runs[open_runs[-1]][2] <= begin:
+                open_runs.pop()
+            parent = open_runs[-1] if open_runs else -1
+            depth = out[parent][3] + out[parent][1] if open_runs else sum(trunk.rows for trunk in self.trunks)
+            out.append((begin, length, parent, depth))
+            open_runs.append(len(out) - 1)
+        return out
+
+    @functools.cached_property
+    def depths(self):
+        """Of every row."""
+        return np.concatenate([np.arange(depth, depth + length) for _, length, _, depth in self.segments])
 
 
 class Phase:
@@ -116,28 +157,55 @@ def _mask(*args, **kwargs):
 
 
 class _RowAttention(torch.autograd.Function):
-    """q [1, H, T, D], k and v [1, J, T, D] -> [1, T, H, D]. Gradients of the trunks' keys and values go to their sums."""
+    """q [1, H, T, D], k [1, J, T, D] and v [1, J, T, E] -> [1, T, H, E]. Gradients of the trunks' keys and values go to their sums.
+
+    `sinks` [H] or None: a sink is one more score s_h of every row, with no value. It is merged into a row's softmax once, after all
+    blocks: lse' = logaddexp(lse, s_h), out' = exp(lse - lse') out, ds_h = - sum_rows exp(s_h - lse') (dO . out').
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, phase, layer):
-        ctx.rows = rows_by_kernel if rows_by_kernel.serves(q, v) else rows_by_blocks
-        out, lse = ctx.rows.forward(q, k, v, scale, phase.sets, layer)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.sets, ctx.layer = scale, phase.sets, layer
+    def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None):
+        rule = rule.within(phase.longest) if rule else None
+        ctx.rows = rows_by_kernel if rule is None and rows_by_kernel.serves(q, v) else rows_by_blocks
+        ctx.more = (scale, phase.sets, layer) + ((rule,) if rule else ())
+        out, lse = ctx.rows.forward(q, k, v, *ctx.more)
+        if sinks is not None:
+            heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]
+            both = torch.logaddexp(heads_last, sinks.to(lse.dtype))
+            out = (out.to(lse.dtype) * (heads_last - both).exp()[None, ..., None]).to(out.dtype)
+            lse = both.T.contiguous().view_as(lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     def backward(ctx, go):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, ctx.scale, ctx.sets, ctx.layer), None, None, None)
+            dsinks = None
+            if sinks is not None:
+                weights = (sinks.to(lse.dtype)[:, None] - lse.reshape(len(sinks), -1)).exp()  # [H, T]
+                dsinks = -(weights * (go.to(lse.dtype) * out.to(lse.dtype)).sum(-1)[0].T).sum(1).to(sinks.dtype)
+            return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, *ctx.more), dsinks, None, None, None, None)
 
 
-def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=None, espalier=None, **kwargs):
+def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=GIVEN_BY_THE_LAYER, espalier=None,
+              **kwargs):
     """The function registered as "espalier"."""
     if espalier is None:
+        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+            return _own_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     return _phase_attention(module, query, key, value, scaling, dropout, sliding_window, espalier, kwargs)
+
+
+def _own_attention(module, query, key, value, mask, **kwargs):
+    """What torch's attention cannot do: the plain formula of the model's own file, with the mask as it wants it."""
+    if mask is None:
+        at = torch.arange(key.shape[2], device=query.device)
+        mask = at <= at[-query.shape[2]:, None]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 @torch.compiler.disable
@@ -145,19 +213,18 @@ def _phase_attention(module, query, key, value, scaling, dropout, sliding_window
     where = f"attention layer {module.layer_idx}"
     if dropout:
         raise Unsupported(where, "no attention dropout", f"dropout {dropout}", "model.eval(), or attention_dropout=0")
-    if sliding_window is not None and phase.longest > sliding_window:
-        raise Unsupported(where, f"rollouts within its sliding window of {sliding_window} tokens", f"one of {phase.longest} tokens")
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise Unsupported(where, "plain softmax attention", f"{name} in use")
+            raise Unsupported(where, "softmax attention by position alone", f"{name} in use")
     if torch.is_autocast_enabled(query.device.type):
         narrow = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(narrow) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))
     if phase.capturing:
         phase.captures.take(module.layer_idx, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    rule = rule_of(module, sliding_window, kwargs.get("softcap"))
     with torch.autocast(query.device.type, enabled=False):
-        return _RowAttention.apply(query, key, value, scale, phase, module.layer_idx), None
+        return _RowAttention.apply(query, key, value, kwargs.get("s_aux"), scale, phase, module.layer_idx, rule), None
 
 
 def register():

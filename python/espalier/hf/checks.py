@@ -7,8 +7,10 @@ import sys
 import torch
 
 from espalier.errors import Unsupported
+from espalier.hf.mixers import mixers
 
-_LAYER_KINDS = {"full_attention", "attention", "sliding_attention", "dense", "sparse", "moe", "mlp"}
+_STATELESS = {"mlp", "moe"}  # layers of one row alone
+_LAYER_KINDS = _STATELESS | {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse"}
 
 
 def unwrapped(model):
@@ -59,7 +61,7 @@ def check(model, *, longest=None):
         raise Unsupported("model", "a model, DDP or FSDP", "a DeepSpeed engine, which forbids a second backward within a step")
     inner, base = unwrapped(model), base_model(model)
     _check_family(base)
-    _check_layers(base, longest)
+    _check_layers(base)
     if inner.training:
         _check_dropout(inner, base)
     _check_checkpointing(base)
@@ -79,34 +81,22 @@ def _check_family(base):
         raise Unsupported(name, "a forward that takes position_ids and passes keyword arguments on", "fixed arguments")
 
 
-def _check_layers(base, longest):
+def _check_layers(base):
     config = decoder_config(base)
-    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    for kind in sorted(kinds - _LAYER_KINDS):
-        raise Unsupported("config.layer_types", "attention layers", kind, "Such a layer's state does not pass from prompt to response")
-    for index, (name, module) in sorted(attention_layers(base).items()):
-        window = _window(module, index, config)
-        if window is not None and (longest is None or longest > window):
-            have = "a sliding window" if longest is None else f"rollouts of up to {longest} tokens"
-            raise Unsupported(name, f"full attention, or rollouts within the window of {window} tokens", have)
+    attending = attention_layers(base)
+    passing = attending.keys() | {module.layer_idx for module in mixers(base).values() if hasattr(module, "layer_idx")}
+    for field in ("layer_types", "layers_block_type"):
+        for index, kind in enumerate(getattr(config, field, None) or ()):
+            if kind not in _LAYER_KINDS and index not in passing:
+                raise Unsupported(f"config.{field}", "attention layers, or layers whose state espalier passes on", kind)
+            if kind in _STATELESS:
+                passing = passing | {index}
+    for index, (name, module) in sorted(attending.items()):
         if getattr(module, "is_causal", True) is False:
             raise Unsupported(name, "causal attention", "bidirectional attention")
-        if getattr(module, "sinks", None) is not None:
-            raise Unsupported(name, "plain softmax attention", "attention sinks")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise Unsupported("config.attn_logit_softcapping", "plain softmax attention", str(config.attn_logit_softcapping))
-    if not (set(attention_layers(base)) >= set(range(getattr(config, "num_hidden_layers", 0)))):
-        missing = sorted(set(range(config.num_hidden_layers)) - set(attention_layers(base)))
-        raise Unsupported("model", "attention in every layer", f"none found in layers {missing}")
-
-
-def _window(module, index, config):
-    """Of one layer; a family keeps it on the module, or in the config for layers that slide (all, where no kinds are listed)."""
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or kinds[index] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if slides and getattr(config, "use_sliding_window", True) else None
+    missing = sorted(set(range(getattr(config, "num_hidden_layers", 0))) - passing)
+    if missing:
+        raise Unsupported("model", "attention in every layer, or a state that espalier passes on", f"none found in layers {missing}")
 
 
 def _check_dropout(inner, base):
@@ -146,26 +136,34 @@ def _check_sequence_parallel():
 
 
 def check_captured(model, trunk):
-    """Every layer's keys and values are held, and have a graph unless what makes them is frozen."""
-    layers = sorted(attention_layers(model))
-    missing = [layer for layer in layers if layer not in trunk.k]
+    """Every layer's keys and values, and every mixer's states, are held, and have a graph unless what makes them is frozen."""
+    missing = [layer for layer in sorted(attention_layers(model)) if layer not in trunk.k]
     if missing:
         raise Unsupported("attention", "keys and values of every layer", f"none from layers {missing}",
                           "The model does not pass keyword arguments to its attention")
+    held = {name for name, *_ in trunk.states}
+    without = [name for name in mixers(base_model(model)) if name not in held]
+    if without:
+        raise Unsupported("model", "a state from every layer that passes one on", f"none from {', '.join(without)}")
 
 
 def check_live(model, trunk):
-    """From the first layer on whose keys or values have a graph, all have one; none at all only where nothing below is trained."""
-    live = [layer for layer in sorted(trunk.live) if any(x.requires_grad for x in trunk.live[layer])]
+    """From the first layer on whose keys, values or states have a graph, all have one; none at all only where nothing below is
+    trained."""
+    modules = mixers(base_model(model)) if trunk.live_states else {}
+    found = [(layer, f"attention layer {layer}", "keys and values", live) for layer, live in trunk.live.items()]
+    found += [(modules[key[0]].layer_idx, key[0], "states", (live,)) for key, live in trunk.live_states.items()]
+    found.sort(key=lambda one: one[0])
+    first = next((layer for layer, _, _, live in found if any(x.requires_grad for x in live)), None)
     trained = [name for name, p in base_model(model).named_parameters() if p.requires_grad and not _is_head(model, p)]
-    if not live:
-        if trained and len(trunk.live) > 1:
+    if first is None:
+        if trained and len(found) > 1:
             raise Unsupported("attention", "keys and values with a graph", "none in any layer: the prompt would get no gradient",
                               "Non-reentrant checkpointing, or enable_input_require_grads() of a frozen base")
         return
-    for layer in sorted(trunk.live):
-        if layer > live[0] and not all(x.requires_grad for x in trunk.live[layer]):
-            raise Unsupported(f"attention layer {layer}", "keys and values with a graph", "one without", "")
+    for layer, name, what, live in found:
+        if layer > first and not all(x.requires_grad for x in live):
+            raise Unsupported(name, f"{what} with a graph", "one without", "")
 
 
 def _is_head(model, parameter):

@@ -18,7 +18,7 @@ def run(model, rollouts, loss, temperature, batches, router=None):
     base = base_model(model)
     was = base.config._attn_implementation
     if was == attention.NAME:
-        base.set_attn_implementation("sdpa")
+        base.set_attn_implementation("sdpa" if getattr(base, "_supports_sdpa", False) else "eager")
     try:
         ranks.run(out.model, program, out.device)
     finally:

@@ -1,9 +1,11 @@
 """One layer's attention of a call in torch's own kernels: causal squares and rectangles, merged by log-sum-exp.
 
-Interface: rows_by_kernel.py. Squares of one length run together; a trunk's rows are one rectangle, and so are a run's rows for all
-that is below it. Inside, rows are [J, H / J, T, D] (blocks.py).
+Interface: rows_by_kernel.py; here a layer may also have a `rule` (visibility.py). Squares of one length run together; a trunk's rows
+are one rectangle, and so are a run's rows for all that is below it, without the rows and the keys that see nothing of each other.
+Inside, rows are [J, H / J, T, D] (blocks.py).
 """
 
+import numpy as np
 import torch
 
 from espalier.hf import blocks
@@ -15,23 +17,23 @@ def count(runs, trunks):
     return len({length for _, length, _ in runs}) + sum(end > begin + length for begin, length, end in runs) + trunks
 
 
-def forward(q, k, v, scale, sets, layer):
+def forward(q, k, v, scale, sets, layer, rule=None):
     wide = accumulator(q.dtype)
     _, h, t, d = q.shape
     j = k.shape[1]
     qg, k1, v1 = q.reshape(j, h // j, t, d), k[0], v[0]
     out = torch.empty(j, h // j, t, v.shape[-1], dtype=wide, device=q.device)
     lse = torch.empty(j, h // j, t, dtype=wide, device=q.device)
-    for length, begins in _squares(sets).items():
+    for length, begins, limits in _squares(sets, rule):
         cut = lambda x, axis: _gather(x, axis, begins, length)
-        for whole, part in zip((out, lse), blocks.forward(cut(qg, 2), cut(k1, 1), cut(v1, 1), scale, True)):
+        for whole, part in zip((out, lse), blocks.forward(cut(qg, 2), cut(k1, 1), cut(v1, 1), scale, True, limits)):
             _scatter(whole, 2, part, begins, length)
-    for rows, _, kb, vb in _rectangles(sets, layer, k1, v1):
-        _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], kb, vb, scale, False))
+    for rows, _, kb, vb, limits in _rectangles(sets, layer, k1, v1, rule):
+        _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], kb, vb, scale, False, limits))
     return out.reshape(h, t, -1).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)[None], lse
 
 
-def backward(go, q, k, v, out, lse, scale, sets, layer):
+def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None):
     wide = accumulator(q.dtype)
     _, h, t, d = q.shape
     j = k.shape[1]
@@ -39,41 +41,70 @@ def backward(go, q, k, v, out, lse, scale, sets, layer):
     qg, gg, out, k1, v1 = q.reshape(j, h // j, t, d), grouped(go), grouped(out), k[0], v[0]
     dq = torch.empty(qg.shape, dtype=wide, device=q.device)
     dk, dv = torch.empty(k1.shape, dtype=wide, device=q.device), torch.empty(v1.shape, dtype=wide, device=q.device)
-    for length, begins in _squares(sets).items():
+    for length, begins, limits in _squares(sets, rule):
         cut = lambda x, axis=2: _gather(x, axis, begins, length)
-        parts = blocks.backward(cut(gg), cut(qg), cut(k1, 1), cut(v1, 1), cut(out), cut(lse), scale, True)
+        parts = blocks.backward(cut(gg), cut(qg), cut(k1, 1), cut(v1, 1), cut(out), cut(lse), scale, True, limits)
         for whole, axis, part in zip((dq, dk, dv), (2, 1, 1), parts):
             _scatter(whole, axis, part, begins, length)
-    for rows, (grad_k, grad_v), kb, vb in _rectangles(sets, layer, k1, v1, (dk, dv)):
+    for rows, (grad_k, grad_v), kb, vb, limits in _rectangles(sets, layer, k1, v1, rule, (dk, dv)):
         cut = lambda x: x[:, :, rows]
-        more_q, more_k, more_v = blocks.backward(cut(gg), cut(qg), kb, vb, cut(out), cut(lse), scale, False)
+        more_q, more_k, more_v = blocks.backward(cut(gg), cut(qg), kb, vb, cut(out), cut(lse), scale, False, limits)
         dq[:, :, rows] += more_q
         grad_k += more_k
         grad_v += more_v
     return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype)[None], dv.to(v.dtype)[None]
 
 
-def _squares(sets):
-    """{length: where its squares begin}"""
-    out = {}
+def _squares(sets, rule):
+    """(length, where squares of this length begin, their limits). Where a rule counts depth, squares of one depth stand together."""
+    found = {}
     for rows in sets:
-        for begin, length, _ in rows.runs:
-            out.setdefault(length, []).append(begin)
-    return out
+        for begin, length, _, depth in rows.segments:
+            found.setdefault((length, depth if rule else 0), []).append(begin)
+    for (length, depth), begins in found.items():
+        yield length, begins, _limits(rule, np.arange(depth, depth + length), depth)
 
 
-def _rectangles(sets, layer, k, v, own=(None, None)):
-    """(query rows, the gradients that its keys and values add to, keys, values) of every rectangle; `own`: those of k and v, where
-    gradients are wanted. All [J, rows, D]."""
+def _limits(rule, depths, first_key):
+    """Of queries at `depths` that see a block whose first key stands at depth `first_key`; None: all of it, scores as they are."""
+    if rule is None:
+        return None
+    first = np.maximum(rule.lowest(depths) - first_key, 0)
+    return blocks.Limits(first if first.any() else None, rule.softcap) if first.any() or rule.softcap else None
+
+
+def _rectangles(sets, layer, k, v, rule, own=(None, None)):
+    """(query rows, the gradients that its keys and values add to, keys, values, limits) of every rectangle; `own`: the gradients of k
+    and v, where they are wanted. All [J, rows, D]. Query rows are a slice, or indices where some between see nothing of the keys."""
     wanted = own[0] is not None
     for rows in sets:
-        for trunk in rows.trunks:
-            grads = [sums.transpose(0, 1) for sums in trunk.sums(layer)] if wanted else own
-            yield slice(rows.begin, rows.end), grads, trunk.k[layer][0], trunk.v[layer][0]
-        for begin, length, subtree_end in rows.runs:
-            if subtree_end > begin + length:
-                keys = slice(begin, begin + length)
-                yield slice(begin + length, subtree_end), [g[:, keys] for g in own] if wanted else own, k[:, keys], v[:, keys]
+        depths = rows.depths
+        for trunk, at in zip(rows.trunks, np.cumsum([0, *(trunk.rows for trunk in rows.trunks)])):
+            for queries, keys, limits in _seen(rule, depths, rows.begin, rows.begin, rows.end, at, trunk.rows):
+                grads = [sums.transpose(0, 1)[:, keys] for sums in trunk.sums(layer)] if wanted else own
+                yield queries, grads, trunk.k[layer][0][:, keys], trunk.v[layer][0][:, keys], limits
+        for (begin, length, _, depth), (_, _, subtree_end) in zip(rows.segments, rows.runs):
+            for queries, keys, limits in _seen(rule, depths, rows.begin, begin + length, subtree_end, depth, length):
+                keys = slice(begin + keys.start, begin + keys.stop)
+                yield queries, [g[:, keys] for g in own] if wanted else own, k[:, keys], v[:, keys], limits
+
+
+def _seen(rule, depths, origin, begin, end, first_key, keys):
+    """Of rows [begin, end) and `keys` keys from depth `first_key` on: the rows that see any, the keys that any of them sees, limits.
+    Nothing or one block; `depths` are those of rows `origin` and later. A rule's blocks take their rows in the order of depth."""
+    if begin == end:
+        return
+    if rule is None:
+        yield slice(begin, end), slice(0, keys), None
+        return
+    mine = depths[begin - origin:end - origin]
+    order = np.argsort(mine, kind="stable") if (rule.lowest(mine) > first_key).any() else np.arange(end - begin)
+    order = order[rule.lowest(mine[order]) < first_key + keys]
+    if not len(order):
+        return
+    mine, lowest = mine[order], max(0, int(rule.lowest(mine[order][:1])[0]) - first_key)
+    whole = len(order) == end - begin and (np.diff(order) == 1).all()
+    yield slice(begin, end) if whole else torch.from_numpy(begin + order), slice(lowest, keys), _limits(rule, mine, first_key + lowest)
 
 
 def _merge(out, lse, rows, more, more_lse):
@@ -82,6 +113,8 @@ def _merge(out, lse, rows, more, more_lse):
     both = torch.logaddexp(l, more_lse)
     o.mul_((l - both).exp()[..., None]).addcmul_(more.to(o.dtype), (more_lse - both).exp()[..., None])
     l.copy_(both)
+    if not isinstance(rows, slice):
+        out[:, :, rows], lse[:, :, rows] = o, l
 
 
 def _gather(x, axis, begins, length):

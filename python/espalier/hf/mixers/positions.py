@@ -1,0 +1,33 @@
+"""Layers that scale their queries by position and count a call's rows for it (Llama 4's layers without rotary embedding).
+
+Such a layer adds to row numbers how many rows its cache holds. In a call of a phase an object in the cache's place says, for every row,
+how far its depth is ahead of its number; keys and values pass it unchanged.
+"""
+
+import numpy as np
+import torch
+
+
+def counts_rows(module):
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def tell_depths(module, args, kwargs):
+    """A forward pre-hook with keyword arguments."""
+    phase = kwargs.get("espalier")
+    if phase is None:
+        return None
+    device = (args[0] if args else kwargs["hidden_states"]).device
+    return args, {**kwargs, "past_key_values": _Ahead(phase, device)}
+
+
+class _Ahead:
+    def __init__(self, phase, device):
+        depths = np.concatenate([rows.depths for rows in phase.sets])
+        self.rows = torch.from_numpy(depths - np.arange(len(depths))).to(device)
+
+    def get_seq_length(self, layer_idx=0):
+        return self.rows
+
+    def update(self, key, value, *_):
+        return key, value
