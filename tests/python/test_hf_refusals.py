@@ -78,7 +78,7 @@ def test_a_state_without_a_graph(monkeypatch):
     take = Trunk.take_state
     monkeypatch.setattr(Trunk, "take_state", lambda self, key, state: take(self, key, state.detach()))
     with pytest.raises(espalier.Unsupported, match="states with a graph"):
-        shared_step(make("Nemotron-H", torch.float32), ROLLOUTS, LOSS, wave_tokens=30)
+        shared_step(make("LFM2", torch.float32), ROLLOUTS, LOSS, wave_tokens=30)
 
 
 def test_bidirectional_attention():
