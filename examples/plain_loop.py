@@ -33,11 +33,12 @@ def advantages_of(records):
     """GRPO: the reward less its group's mean, over the group's deviation."""
     groups = {}
     for record in records:
-        groups.setdefault(tuple(record["prompt_ids"]), []).append(record["reward"])
+        groups.setdefault(tuple(record["prompt_ids"]), []).append(float(record["reward"]))
     out = []
     for record in records:
         rewards = torch.tensor(groups[tuple(record["prompt_ids"])])
-        out.append(float((record["reward"] - rewards.mean()) / (rewards.std() + 1e-6)))
+        deviation = rewards.std() if len(rewards) > 1 else 1
+        out.append(float((record["reward"] - rewards.mean()) / (deviation + 1e-6)))
     return torch.tensor(out)
 
 
@@ -49,7 +50,7 @@ def main():
     arguments = parser.parse_args()
     random.seed(0)
     model = AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else small_model()
-    records = [json.loads(line) for line in open(arguments.records)] if arguments.records else random_records()
+    records = [json.loads(line) for line in open(arguments.records) if line.strip()] if arguments.records else random_records()
     advantages = advantages_of(records)
     tokens = sum(len(record["response_ids"]) for record in records)
     old = espalier.hf.logprobs(model, records)

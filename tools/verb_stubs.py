@@ -11,12 +11,13 @@ STUB = ROOT / "python/espalier/verbs.pyi"
 sys.path.insert(0, str(ROOT / "python"))
 
 HEAD = '''# Made from the option table by tools/verb_stubs.py (`make docs`).
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
 _Path = str | PathLike[str]
 _Numbers = float | str | Sequence[float]
+_Records = Sequence[Mapping[str, Any]]
 
 NAMES: tuple[str, ...]
 FUNCTIONS: dict[str, Any]
@@ -24,11 +25,17 @@ FUNCTIONS: dict[str, Any]
 def option_table() -> dict[str, Any]: ...
 def options_of(verb: str) -> dict[str, dict[str, str]]: ...
 def names_of_trl(verb: str) -> dict[str, list[str]]: ...
-def run(verb: str, *files: _Path, **options: Any) -> dict[str, Any]: ...
+def help_of(row: dict[str, str], verb: str) -> str: ...
+def run(verb: str, *files: _Path | _Records, **options: Any) -> dict[str, Any]: ...
 '''
 
 
 def type_of(row):
+    more = {"rollouts": " | _Records", "prompts": " | _Records", "val-prompts": " | _Records", "reward": " | Callable[..., Any]"}
+    return _type_of(row) + more.get(row["name"], "")
+
+
+def _type_of(row):
     words = row["range"].split("|") if row["type"] == "text" and "|" in row["range"] else None
     if words:
         return "Literal[" + ", ".join(f'"{word}"' for word in words) + "]"
@@ -39,7 +46,7 @@ def type_of(row):
 
 
 def stub_of(verb, files, options, trl):
-    lines = [f"    *{files}: _Path,"] if files else ["    *,"]
+    lines = [f"    *{files}: _Path{' | _Records' if files == 'rollouts' else ''},"] if files else ["    *,"]
     lines += [f"    {name}: {type_of(row)} | None = ..., " .rstrip() for name, row in options.items() if name != files]
     lines += [f"    {name}: Any = ...,  # TRL's" for name in trl]
     lines += [f"    {name}: {kind} = ...," for name, kind in (("config", "_Path | None"), ("quiet", "bool"), ("dry_run", "bool"), ("overwrite", "bool"))

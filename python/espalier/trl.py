@@ -10,6 +10,10 @@ TRL's own path runs, with one note.
 import collections
 import logging
 
+from espalier.extras import require
+
+require("espalier.trl", "trl")
+
 import numpy as np
 import torch
 import trl

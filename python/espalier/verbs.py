@@ -1,7 +1,8 @@
 """The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` is `espalier train --model m ...`.
 
 Keyword arguments are the program's options with `_` for `-`, and the names of TRL that it takes; names, types and help come from its
-option table (the core library prints it). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
+option table (the core library prints it). `rollouts`, `prompts` and `val_prompts` may be lists of dicts, `reward` may be a function of
+this process (docs/rewards.md has its forms). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
 as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
 """
 
@@ -11,12 +12,14 @@ import inspect as signatures
 import json
 import keyword
 import os
+import re
 import signal
 import subprocess
 
+from espalier.core_library import library
 from espalier.errors import Error
+from espalier.given import Given
 from espalier.launch import environment, program
-from espalier.native import library
 
 _POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run"}  # verbs whose files come without an option's name
 _DEGREES = ("tp", "cp", "pp", "dp")
@@ -36,6 +39,13 @@ def options_of(verb):
     letter = option_table()["verbs"][verb]
     takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
     return {_python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
+
+
+def help_of(row, verb):
+    """A row's help for one verb: "{tr|the file}{l|each batch}" stands for what differs from verb to verb."""
+    letter = option_table()["verbs"][verb]
+    text = re.sub(r"\{(\w+)\|([^}]*)\}", lambda part: part[2] if letter in part[1] else "", row["help"])
+    return re.sub(r"--([a-z][a-z-]*)", lambda option: _python_name(option[1]), text)
 
 
 def names_of_trl(verb):
@@ -77,9 +87,16 @@ def _arguments(verb, given):
 
 def run(verb, *files, **options):
     """Runs a verb. Returns its JSON object; raises `espalier.Error` with the program's fields and exit code."""
-    command = [str(program()), verb, *map(os.fspath, files), *_arguments(verb, options), "--json"]
+    with Given(verb, files, options) as given:
+        command = [str(program()), verb, *map(os.fspath, given.files), *_arguments(verb, given.options), "--json"]
+        return _ran(verb, command, given)
+
+
+def _ran(verb, command, given):
+    options = given.options
     alone = not any(options.get(degree) for degree in _DEGREES)
     variables = {name: value for name, value in environment().items() if not (alone and name in _LAUNCHER_SIZES)}
+    variables |= {"ESPALIER_ERRORS": "object", **given.variables}  # an error is told once, as the exception
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=variables)
     interrupted = False
     while True:
@@ -95,7 +112,10 @@ def run(verb, *files, **options):
             raise
     if interrupted:
         raise KeyboardInterrupt
-    return _result(verb, child.returncode, output)
+    try:
+        return _result(verb, child.returncode, output)
+    except Error as error:
+        raise given.placed(error) from given.raised
 
 
 def _result(verb, status, output):
@@ -150,9 +170,10 @@ class _Described:
 
     @property
     def __doc__(self):
-        rows = [f"    {name}: {row['help']}" + (f" [{row['default']}]" if row["default"] else "") for name, row in options_of(self._verb).items()]
+        rows = [f"    {name}: {help_of(row, self._verb)}" + (f" [{row['default']}]" if row["default"] else "")
+                for name, row in options_of(self._verb).items()]
         rows += [f"    {name}: TRL's, read as {', '.join(targets)}" for name, targets in names_of_trl(self._verb).items()]
-        return f"`espalier {self._verb}`. Returns its JSON object.\n\n" + "\n".join(rows)
+        return f"The verb {self._verb} of the program. Returns its JSON object.\n\n" + "\n".join(rows)
 
 
 FUNCTIONS = {verb: _Described(verb) for verb in NAMES}

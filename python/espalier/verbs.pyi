@@ -1,10 +1,11 @@
 # Made from the option table by tools/verb_stubs.py (`make docs`).
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
 _Path = str | PathLike[str]
 _Numbers = float | str | Sequence[float]
+_Records = Sequence[Mapping[str, Any]]
 
 NAMES: tuple[str, ...]
 FUNCTIONS: dict[str, Any]
@@ -12,10 +13,11 @@ FUNCTIONS: dict[str, Any]
 def option_table() -> dict[str, Any]: ...
 def options_of(verb: str) -> dict[str, dict[str, str]]: ...
 def names_of_trl(verb: str) -> dict[str, list[str]]: ...
-def run(verb: str, *files: _Path, **options: Any) -> dict[str, Any]: ...
+def help_of(row: dict[str, str], verb: str) -> str: ...
+def run(verb: str, *files: _Path | _Records, **options: Any) -> dict[str, Any]: ...
 
 def inspect(
-    *rollouts: _Path,
+    *rollouts: _Path | _Records,
     threads: int | None = ...,
     device: Literal["cpu", "cuda"] | None = ...,
     attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
@@ -37,7 +39,7 @@ def plan(
     dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
     seed: int | None = ...,
     model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | None = ...,
+    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     out: _Path | None = ...,
     mini_batch_size: int | None = ...,
     schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
@@ -91,7 +93,7 @@ def train(
     dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
     seed: int | None = ...,
     model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | None = ...,
+    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     out: _Path | None = ...,
     resume: _Path | None = ...,
     save_freq: int | None = ...,
@@ -207,7 +209,7 @@ def score(
     dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
     seed: int | None = ...,
     model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | None = ...,
+    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     out: _Path | None = ...,
     as_: Literal["logprobs", "old_logprobs", "ref_logprobs"] | None = ...,
     entropies: bool | None = ...,
@@ -244,7 +246,7 @@ def verify(
     dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
     seed: int | None = ...,
     model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | None = ...,
+    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     mini_batch_size: int | None = ...,
     schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
     token_budget: int | None = ...,
@@ -449,7 +451,7 @@ def bench(
     dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
     seed: int | None = ...,
     model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | None = ...,
+    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     profile: bool | None = ...,
     schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
     token_budget: int | None = ...,
@@ -554,8 +556,8 @@ def generate(
     pp: int | None = ...,
     dp: int | None = ...,
     comm_timeout: float | None = ...,
-    prompts: _Path | None = ...,
-    reward: _Path | None = ...,
+    prompts: _Path | _Records | None = ...,
+    reward: _Path | Callable[..., Any] | None = ...,
     reward_timeout: float | None = ...,
     n: _Numbers | None = ...,
     temperature: float | None = ...,
@@ -646,8 +648,8 @@ def grpo(
     dp: int | None = ...,
     shard: Literal["none", "optimizer", "full"] | None = ...,
     comm_timeout: float | None = ...,
-    prompts: _Path | None = ...,
-    reward: _Path | None = ...,
+    prompts: _Path | _Records | None = ...,
+    reward: _Path | Callable[..., Any] | None = ...,
     reward_timeout: float | None = ...,
     n: _Numbers | None = ...,
     temperature: float | None = ...,
@@ -658,7 +660,7 @@ def grpo(
     max_num_seqs: int | None = ...,
     task: Literal["retrieval", "recite", "arithmetic", "copy"] | None = ...,
     fresh: Literal["dense", "moe"] | None = ...,
-    val_prompts: _Path | None = ...,
+    val_prompts: _Path | _Records | None = ...,
     prompt_length: int | None = ...,
     train_batch_size: int | None = ...,
     val_size: int | None = ...,

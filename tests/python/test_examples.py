@@ -1,5 +1,6 @@
 """The examples run as they stand."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from text_model import byte_level_tokenizer, make_text_model
 
 
 def run(name, *arguments, **variables):
@@ -23,6 +25,17 @@ def run(name, *arguments, **variables):
 
 def test_plain_loop():
     assert "pass: " in run("plain_loop.py", "--steps", "2")
+
+
+def test_plain_loop_reads_the_program_s_own_records(espalier, model_of, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt_ids": {[*range(5, 30), i]}}}\n' for i in range(3)))
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 2\n")
+    model = make_text_model(tmp_path / "model", byte_level_tokenizer(["a b c"] * 3, 300))
+    espalier("generate", "--model", model, "--prompts", tmp_path / "prompts.jsonl", "--reward", tmp_path / "reward.py", "--n", 4,
+             "--max-response-length", 6, "--out", tmp_path / "rollouts.jsonl")
+    rewards = {record["reward"] for record in map(json.loads, open(tmp_path / "rollouts.jsonl"))}
+    assert all(isinstance(reward, int) for reward in rewards), "whole numbers stand in the file as such"
+    assert "step 0: loss" in run("plain_loop.py", str(model), "--records", str(tmp_path / "rollouts.jsonl"), "--steps", "1")
 
 
 def test_trl_grpo():

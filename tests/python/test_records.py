@@ -495,6 +495,9 @@ def test_convert_writes_the_records_or_nothing(tmp_path):
     samples = make_samples()
     torch.save(trl_batch(samples), tmp_path / "a.pt")
     assert records.convert(tmp_path / "a.pt", tmp_path / "out.jsonl.gz") == 7
+    with pytest.raises(records.RecordError, match="overwrite"):
+        records.convert(tmp_path / "a.pt", tmp_path / "out.jsonl.gz")
+    assert records.convert(tmp_path / "a.pt", tmp_path / "out.jsonl.gz", overwrite=True) == 7
     with gzip.open(tmp_path / "out.jsonl.gz", "rt") as lines:
         assert [json.loads(line) for line in lines] == read(tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(b"nothing of that kind")

@@ -4,18 +4,21 @@ import ctypes
 import inspect
 import json
 import os
+import pydoc
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 import espalier
+import text_model
 
 native = pytest.importorskip("espalier.native")
 
@@ -79,6 +82,15 @@ def test_names_of_trl_are_keyword_arguments(rollouts, model_of, tmp_path):
     assert result["options"]["loss_agg_mode"] == "seq-mean-token-sum-norm"
     assert "beta" in inspect.signature(espalier.train).parameters and "beta" not in inspect.signature(espalier.inspect).parameters
     assert "loss_type: TRL's, read as loss-agg-mode" in espalier.train.__doc__
+
+
+@pytest.mark.parametrize("verb", espalier.__all__[2:])
+def test_help_is_plain_text(verb):
+    text = pydoc.plain(pydoc.render_doc(getattr(espalier, verb)))
+    assert not re.search(r"[{}`]|--[a-z]", text), "option names are keyword arguments, and nothing is markup"
+    assert "_Described(" not in text and "threads" in text
+    if verb == "train":
+        assert "what is written: a model directory" in text
 
 
 def test_the_stub_is_the_option_table():
@@ -157,3 +169,110 @@ def test_other_threads_run_during_a_verb_and_during_a_plan(rollouts):
     finally:
         stop.set()
         thread.join()
+
+
+# ---- what only Python has -------------------------------------------------------------------------------------------
+
+RECORDS = [{"prompt_ids": [5, 6, 7], "response_ids": [8, 9 + i], "advantage": 1.0 - i} for i in range(3)]
+PROMPTS = [{"prompt_ids": [3, 4, 5 + i], "ground_truth": str(i)} for i in range(2)]
+
+
+def test_records_may_be_lists_of_dicts(rollouts, model_of, tmp_path):
+    of_file = espalier.score(model=model_of("qwen3_tied"), rollouts=rollouts, out=tmp_path / "file.jsonl", quiet=True)
+    of_list = espalier.score(model=model_of("qwen3_tied"), rollouts=RECORDS, out=tmp_path / "list.jsonl", quiet=True)
+    assert of_file["tokens"] == of_list["tokens"]
+    assert (tmp_path / "file.jsonl").read_bytes() == (tmp_path / "list.jsonl").read_bytes()
+    tensors = [{**record, "response_ids": native.np.array(record["response_ids"])} for record in RECORDS]
+    assert espalier.inspect(tensors, quiet=True)["rollouts"] == espalier.inspect(*RECORDS, quiet=True)["rollouts"] == 3
+
+
+def test_a_wrong_record_of_a_list_is_named_by_its_place(model_of):
+    for records, where in (([*RECORDS, {"prompt_ids": [1]}], "rollouts[3]"), ([RECORDS[0], {"prompt_ids": {1}}], "rollouts[1]")):
+        with pytest.raises(espalier.Error) as caught:
+            espalier.inspect(records, quiet=True)
+        assert caught.value.where.startswith(where) and caught.value.exit_code == 3
+
+
+def scored(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(extra_info["tokens"]), "truth": ground_truth}
+
+
+def scored_at_once(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(info["tokens"]) for info in extra_infos]
+
+
+def scored_as_trl_does(prompts, completions, completion_ids):
+    return native.np.array([len(ids) for ids in completion_ids], float)
+
+
+@pytest.mark.parametrize("reward", [scored, scored_at_once, scored_as_trl_does])
+def test_a_reward_may_be_a_function_of_this_process(reward, tmp_path):
+    model = text_model.make_text_model(tmp_path / "model", text_model.byte_level_tokenizer(["a b c"] * 3, 300))
+    done = espalier.generate(model=model, prompts=PROMPTS, reward=reward, n=2, max_response_length=5, out=tmp_path / "out.jsonl", quiet=True)
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [record["reward"] for record in records] == [len(record["response_ids"]) for record in records]
+    assert done["rollouts"] == 4
+    if reward is scored:
+        assert {record["reward_extra_info"]["truth"] for record in records} == {"0", "1"}
+
+
+def test_an_exception_of_a_reward_function_is_the_cause_of_the_error(tmp_path):
+    model = text_model.make_text_model(tmp_path / "model", text_model.byte_level_tokenizer(["a b c"] * 3, 300))
+
+    def broken(data_source, solution_str, ground_truth, extra_info):
+        raise KeyError("nothing here")
+
+    with pytest.raises(espalier.Error, match="nothing here") as caught:
+        espalier.generate(model=model, prompts=PROMPTS, reward=broken, n=1, max_response_length=2, out=tmp_path / "out.jsonl", quiet=True)
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.exit_code == 3
+
+
+def test_grpo_continues_with_the_lists_it_was_given(tmp_path):
+    model = text_model.make_text_model(tmp_path / "model", text_model.byte_level_tokenizer(["a b c"] * 3, 300))
+    how = dict(model=model, prompts=PROMPTS, reward=scored, out=tmp_path / "run", n=2, train_batch_size=2, max_response_length=4, threads=1,
+               quiet=True)
+    assert espalier.grpo(**how, steps=1)["steps_done"] == 1
+    with pytest.raises(espalier.Error, match="resume"):
+        espalier.grpo(**how, steps=1)
+    assert espalier.grpo(resume=tmp_path / "run", reward=scored, steps=2, threads=1, quiet=True)["steps_done"] == 2
+    with pytest.raises(espalier.Error, match="reward=FUNCTION"):
+        espalier.grpo(resume=tmp_path / "run", steps=3, threads=1, quiet=True)
+
+
+def test_a_refused_grpo_leaves_nothing(tmp_path):
+    with pytest.raises(espalier.Error):
+        espalier.grpo(model=tmp_path / "absent", prompts=PROMPTS, reward=scored, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- a Python without packages --------------------------------------------------------------------------------------
+
+def bare(code, *packages):
+    """Runs code in a Python that has this package, those named, and no other."""
+    path = os.pathsep.join([str(ROOT / "python"), *map(str, packages)])
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=dict(os.environ, PYTHONPATH=path), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_verbs_need_no_package(rollouts, model_of):
+    code = f"import espalier; print(espalier.plan(model={str(model_of('qwen3_tied'))!r}, rollouts={str(rollouts)!r}, quiet=True)['verb']); " \
+           f"print(espalier.inspect({str(rollouts)!r}, quiet=True)['rollouts'], espalier.train.__doc__)"
+    assert bare(code).startswith("plan\n3 The verb train")
+
+
+@pytest.mark.parametrize("part, extra", [("hf", "hf"), ("trl", "trl")])
+def test_a_part_that_misses_packages_names_them_and_the_command(part, extra, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    code = f"try: import espalier.{part}\nexcept ImportError as error: print(error)"
+    told = bare(code, tmp_path)
+    assert f"espalier.{part} needs numpy and transformers" in told and f"'espalier[{extra}]'" in told
+    assert f"{sys.executable} -m pip install 'numpy" in told and "'torch" not in told
+
+
+def test_the_extras_are_those_of_the_wheel():
+    from espalier import extras
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [extras.NUMPY] == table["dependencies"]
+    assert all(list(wanted) == table["optional-dependencies"][name] for name, wanted in extras.EXTRAS.items())

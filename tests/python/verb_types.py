@@ -4,6 +4,8 @@ import espalier
 done = espalier.train(model="m", rollouts=["a.jsonl", "b.jsonl"], out="o", lr=1e-6, betas=(0.9, 0.95), schedule="phased", beta=0.1, quiet=True)
 rows: int = done["steps"][0]["rows"]["physical"]
 found = espalier.inspect("a.jsonl", "b.jsonl")
+espalier.train(model="m", rollouts=[{"prompt_ids": [1], "response_ids": [2], "reward": 1.0}], out="o")
+espalier.generate(model="m", prompts=[{"prompt": "Hi"}], reward=lambda **_: 1.0, out="o")
 try:
     espalier.score(model="m", rollouts="a.jsonl", out="o", as_="old_logprobs")
 except espalier.Error as error:

@@ -12,6 +12,10 @@ import contextlib
 import time
 from dataclasses import dataclass
 
+from espalier.extras import require
+
+require("espalier.hf", "hf")
+
 import torch
 
 from espalier.errors import Unsupported

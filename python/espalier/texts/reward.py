@@ -33,7 +33,8 @@ def _described(error, path, kind="exception"):
         line = own[-1].lineno if own else None
         if places and own and places[-1].filename != path:
             message += f" (raised in {os.path.basename(places[-1].filename)}:{places[-1].lineno})"
-    return ServiceError(kind, message, line=line)
+    missing = error.name.split(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else None
+    return ServiceError(kind, message, line=line, **({"package": missing} if missing else {}))
 
 
 def _storable(value):
@@ -69,6 +70,10 @@ def _number(value):
     return {"score": score, "accuracy": accuracy, "extra": extra}
 
 
+def form_of(parameters):
+    return "trl" if "completions" in parameters else "batch" if "solution_strs" in parameters else "single"
+
+
 class RewardFunction:
     def __init__(self, path):
         self._path = path
@@ -89,7 +94,7 @@ class RewardFunction:
         parameters = inspect.signature(self._function).parameters
         self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = set(parameters)
-        self.form = "trl" if "completions" in parameters else "batch" if "solution_strs" in parameters else "single"
+        self.form = form_of(parameters)
 
     def _call(self, arguments):
         try:

@@ -1,0 +1,36 @@
+"""The torch-free C++ core as a library (espalier/binding/core_interface.h). The standard library alone loads it: no NumPy, no torch."""
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+from espalier.errors import Error
+
+_PACKAGE = Path(__file__).resolve().parent
+_NAME = "libespalier_core.so"
+
+
+@functools.cache
+def library():
+    """The core library: in the package where a wheel put it, else in the build folder of the source tree."""
+    named = os.environ.get("ESPALIER_CORE_LIBRARY")
+    places = [Path(named)] if named else [_PACKAGE / "bin" / _NAME, _PACKAGE.parents[1] / "build" / _NAME]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise Error("device", "espalier's core library", _NAME, " and ".join(map(str, places)) + " do not exist",
+                    "Run `make` in the source tree, or install the wheel", 8)
+    try:
+        core = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Error("device", str(path), "a library that this system can load", str(error),
+                    "Install what it misses (libgomp1 on Debian and Ubuntu), or import torch first, which brings one", 8) from None
+    for name in ("espalier_last_error", "espalier_options", "espalier_plan_json", "espalier_plan_text"):
+        getattr(core, name).restype = ctypes.c_char_p
+    core.espalier_plan_new.restype = ctypes.c_void_p
+    core.espalier_plan_items.restype = core.espalier_plan_table.restype = ctypes.c_int64
+    for name in ("espalier_plan_delete", "espalier_plan_items", "espalier_plan_json", "espalier_plan_text"):
+        getattr(core, name).argtypes = [ctypes.c_void_p]
+    core.espalier_plan_table.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p,
+                                         ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)), ctypes.POINTER(ctypes.c_int64)]
+    return core

@@ -1,0 +1,18 @@
+"""The packages that parts of this one need beside torch-free Python: the extras of pyproject.toml."""
+
+import importlib.util
+import sys
+
+NUMPY = "numpy>=1.26"
+EXTRAS = {"hf": ("torch>=2.6", "transformers>=5"), "trl": ("torch>=2.6", "transformers>=5", "trl>=1.16")}
+
+
+def require(part, extra):
+    """Refuses to import `part` where a package of its extra is missing: names all of them and the command that installs them."""
+    missing = [wanted for wanted in (NUMPY, *EXTRAS[extra]) if importlib.util.find_spec(wanted.split(">")[0]) is None]
+    if not missing:
+        return
+    names = [wanted.split(">")[0] for wanted in missing]
+    command = f"{sys.executable} -m pip install " + " ".join(f"'{wanted}'" for wanted in missing)
+    raise ModuleNotFoundError(f"{part} needs {' and '.join(names)}, which {sys.executable} does not have. Run: {command}   "
+                              f"(all of the extra {extra}: pip install 'espalier[{extra}]', in the source tree '.[{extra}]')", name=names[0])
