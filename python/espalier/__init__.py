@@ -3,7 +3,7 @@
 espalier.train(...), plan, verify, score, ...   the program's verbs (keyword arguments are its options)
 espalier.texts     the program's tokenizer and reward processes (tokenizers and jinja2, where prompts are text)
 espalier.hf        shared prompts around an unmodified transformers model (torch >= 2.6, transformers)
-espalier.trl       TRL's GRPOTrainer and RLOOTrainer with shared prompts
+espalier.trl       TRL's GRPO, RLOO, DPO, KTO, reward and SFT trainers with shared prompts
 espalier.verl      verl's FSDP2 engine with shared prompts
 espalier.records   rollouts recorded by other systems, read without executing what their files hold (no torch, no NumPy)
 """

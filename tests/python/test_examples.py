@@ -43,6 +43,12 @@ def test_trl_grpo():
     run("trl_grpo.py", "--steps", "1")
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward", "sft"])
+def test_trl_pairs(kind):
+    pytest.importorskip("trl")
+    run("trl_pairs.py", "--steps", "1", "--kind", kind)
+
+
 def test_verl_actor():
     pytest.importorskip("verl", reason="verl is not installed (tools/requirements-verl.txt)")
     text = run("verl_actor.py", "--steps", "1", VERL_ENGINE_VENDOR="espalier", ESPALIER_VERIFY="1")

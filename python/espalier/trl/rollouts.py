@@ -1,14 +1,8 @@
-"""TRL's trainers with prompts computed once. TRL's own loss, head, optimizer loop and logging stay in charge; nothing is patched.
-
-    from espalier.trl import GRPOTrainer          (or RLOOTrainer; same arguments, and shared_prompts=True)
-
-Prompts stay shared over all micro-batches of an accumulation window, also where TRL's shuffle tears a group over them: their
-backward comes once, at the window's end. Where a batch cannot be shared (images, a sharded model, what `espalier.hf.check` refuses)
-TRL's own path runs, with one note.
+"""GRPO and RLOO: prompts stay shared over all micro-batches of an accumulation window, also where TRL's shuffle tears a group over them:
+their backward comes once, at the window's end. Under DDP the model is called without its wrapper, and the window's end reduces once.
 """
 
 import collections
-import logging
 
 from espalier.extras import require
 
@@ -16,68 +10,29 @@ require("espalier.trl", "trl")
 
 import numpy as np
 import torch
-import trl
 
 from espalier import native
 from espalier.errors import Unsupported
-from espalier.hf import attention, mixers, ranks
+from espalier.hf import ranks
 from espalier.hf.attention import Phase, RowSet, Trunk
-from espalier.hf.checks import base_model, check, check_captured, check_live
+from espalier.hf.checks import base_model, check_captured, check_live
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
-
-__all__ = ["GRPOTrainer", "RLOOTrainer", "SharedPrompts"]
-_log = logging.getLogger("espalier")
+from espalier.trl.sharing import Sharing
 
 
-class SharedPrompts:
-    """Mixin in front of a trainer with TRL's `_get_per_token_logps_and_entropies`. `shared_rows` counts token rows of the policy's
-    passes: those that ran, and those that a plain run has without its padding.
-    """
+class SharedPrompts(Sharing):
+    """Mixin in front of a trainer with TRL's `_get_per_token_logps_and_entropies`."""
 
-    def __init__(self, *args, shared_prompts=True, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.shared_prompts = shared_prompts
-        self.shared_rows = {"run": 0, "without_sharing": 0}
+    def __init__(self, *args, **kwargs):
         self._prompts = {}  # of the open accumulation window: prompt tokens -> _Prompt
-        self._noted = set()
-        if shared_prompts:
-            for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
-                    self._adopt(model)
-
-    def _adopt(self, model):
-        if not ranks.sharded(model):
-            try:
-                check(model, longest=0)
-                base_model(model).set_attn_implementation(attention.NAME)
-                mixers.install(base_model(model))
-            except Unsupported as reason:
-                self._note(str(reason))
-
-    def _note(self, reason):
-        if reason not in self._noted:
-            self._noted.add(reason)
-            _log.warning("prompts are not shared: %s", reason)
-
-    def _sharing(self, model, longest):
-        """Whether this model shares; the same on every rank."""
-        if not self.shared_prompts:
-            return False
-        if ranks.sharded(model):
-            self._note("the model's parameters are sharded, and ranks would call it different numbers of times")
-            return False
-        if base_model(model).config._attn_implementation != attention.NAME:
-            return False
-        try:
-            check(model, longest=longest)
-        except Unsupported as reason:
-            self._note(str(reason))
-            return False
-        return True
+        super().__init__(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
                                            compute_aux_loss=False, **others):
+        if self.shared_prompts and not ranks.sharded(model):
+            model = ranks.without_replicas(model)  # on every rank and in every micro-batch, shared or not
+
         def plain():
             return super(SharedPrompts, self)._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss=compute_aux_loss, **others)
@@ -92,8 +47,16 @@ class SharedPrompts:
         rows = _Rows(input_ids, attention_mask, logits_to_keep)
         if not rows.can_share or not (compute_aux_loss or rows.live.any()):
             return plain()
-        # The window's end reduces once.
-        return self._shared(ranks.without_replicas(model), rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss)
+        counted, known = dict(self.shared_rows), set(self._prompts)
+        try:
+            with self._our_layers(model):
+                return self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss)
+        except Unsupported as reason:
+            self._refuse(model, reason)
+        self._give_layers_back()
+        self.shared_rows = counted
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in known}
+        return plain()
 
     def _shared(self, model, rows, batch_size, compute_entropy, routed):
         prompts = self._prompts if torch.is_grad_enabled() else {}
@@ -172,23 +135,26 @@ class SharedPrompts:
 
     def training_step(self, model, *args, **kwargs):
         try:
-            loss = super().training_step(model, *args, **kwargs)
-            if self.accelerator.sync_gradients:
-                self._finish_window(model)
-            return loss
+            return super().training_step(model, *args, **kwargs)
         except BaseException:
             self._prompts = {}
             raise
 
+    def _step_done(self, model):
+        if self.accelerator.sync_gradients:
+            self._finish_window(model)
+
     def _finish_window(self, model):
         """The prompts' backward, before the weights change; then one reduction over ranks."""
         prompts, self._prompts = self._prompts, {}
-        for prompt in prompts.values():
-            pairs = prompt.gathered()
-            if pairs:
-                backward(Seed.apply(*pairs))
+        if prompts:
+            with self._our_layers(model):
+                for prompt in prompts.values():
+                    pairs = prompt.gathered()
+                    if pairs:
+                        backward(Seed.apply(*pairs))
         ddp = ranks.replicas(model)
-        if ddp is not None and self.shared_prompts and base_model(model).config._attn_implementation == attention.NAME:
+        if ddp is not None and self.shared_prompts and not ranks.sharded(model):
             ranks.reduce_gradients(ddp)
 
 
@@ -250,11 +216,3 @@ class _Rows:
 
     def response(self, row):
         return self.ids[row, self.split:self.split + self.live[row]]
-
-
-class GRPOTrainer(SharedPrompts, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` with shared prompts."""
-
-
-class RLOOTrainer(SharedPrompts, trl.RLOOTrainer):
-    """`trl.RLOOTrainer` with shared prompts."""

@@ -1,0 +1,40 @@
+"""TRL's trainers with shared prompts computed once. TRL's own loss, head, optimizer loop and logging stay in charge.
+
+    from espalier.trl import GRPOTrainer          (RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer; the same arguments,
+                                                   and shared_prompts=True)
+
+GRPO and RLOO (rollouts.py): a prompt is run once for all micro-batches of an accumulation window. The others (batches.py): what rows of
+a batch have in common from their first token on is run once, in the reference model's passes, too. Where a batch cannot be shared
+(images, packing, a sharded model, what `espalier.hf.check` refuses) TRL's own path runs, with one note.
+"""
+
+import trl
+
+from espalier.trl.batches import SharedBatches, SharedReference
+from espalier.trl.rollouts import SharedPrompts
+
+__all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer", "SharedBatches", "SharedPrompts"]
+
+
+class GRPOTrainer(SharedPrompts, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with shared prompts."""
+
+
+class RLOOTrainer(SharedPrompts, trl.RLOOTrainer):
+    """`trl.RLOOTrainer` with shared prompts."""
+
+
+class DPOTrainer(SharedReference, trl.DPOTrainer):
+    """`trl.DPOTrainer` with shared prompts, those of the reference's pass, too."""
+
+
+class KTOTrainer(SharedReference, trl.KTOTrainer):
+    """`trl.KTOTrainer` with shared prompts, those of the reference's passes, too."""
+
+
+class RewardTrainer(SharedBatches, trl.RewardTrainer):
+    """`trl.RewardTrainer` with shared prompts."""
+
+
+class SFTTrainer(SharedBatches, trl.SFTTrainer):
+    """`trl.SFTTrainer` with shared beginnings, such as a long system prompt."""

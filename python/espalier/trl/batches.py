@@ -1,0 +1,109 @@
+"""Trainers whose batches hold everything that their loss couples: one call of the backbone over the batch's unique rows.
+
+TRL calls a model on a padded batch. Inside `compute_loss` the backbone (the model below its head) runs the tree of the batch instead,
+and hands back hidden states, and a mixture's router logits, of every token of the padded batch. Head, pooling and loss are TRL's own and
+see nothing else. All is one graph, so DDP, accumulation and clipping are as they were.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from espalier.errors import Unsupported
+from espalier.hf.attention import Phase, RowSet, Trunk
+from espalier.hf.checks import base_model, check_captured
+from espalier.trl.sharing import Sharing
+from espalier.trl.tree import Tree
+
+_PASSED_ON = {"output_router_logits", "return_dict", "margin"}  # the last is the reward trainer's, and no layer reads it
+
+
+class SharedBatches(Sharing):
+    """Mixin in front of a trainer with `compute_loss`."""
+
+    def compute_loss(self, *args, **kwargs):
+        with self._shared_backbones():
+            return super().compute_loss(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _shared_backbones(self):
+        """Within, the policy's and the reference's backbones share."""
+        if not self.shared_prompts:
+            yield
+            return
+        models = [base_model(model) for model in (self.model, getattr(self, "ref_model", None)) if model is not None]
+        with contextlib.ExitStack() as stack:
+            for base in {id(base): base for base in models}.values():
+                stack.enter_context(_replaced_forward(base.base_model, functools.partial(self._backbone_forward, base)))
+            yield
+
+    def _backbone_forward(self, base, forward, *args, **kwargs):
+        """`forward(*args, **kwargs)` of the backbone, over unique rows where the batch allows it."""
+        if "espalier" in kwargs:  # our own call, below
+            return forward(*args, **kwargs)
+        batch = self._batch(base, args, kwargs)
+        if batch is None:
+            return forward(*args, **kwargs)
+        tree, more = batch
+        seen = Trunk(tree.rows)
+        try:
+            with self._our_layers(base):
+                phase = Phase([RowSet(0, (), tree.runs)], tree.longest, captures=seen)
+                with phase.forward():
+                    out = base.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], use_cache=False, espalier=phase,
+                                          **more)
+                check_captured(base, seen)
+        except Unsupported as reason:
+            self._refuse(base, reason)
+            self._give_layers_back()
+            return forward(*args, **kwargs)
+        self.shared_rows["run"] += tree.rows
+        self.shared_rows["without_sharing"] += tree.tokens
+        out.last_hidden_state = out.last_hidden_state[0][tree.place]
+        if getattr(out, "router_logits", None) is not None:
+            out.router_logits = tuple(x.flatten(0, -2)[tree.place.flatten()] for x in out.router_logits)
+        return out
+
+    def _batch(self, base, args, kwargs):
+        """(tree, keyword arguments to pass on), or None: the backbone is not called with a plain padded batch, or nothing is shared."""
+        given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+        if len(args) == 1 and "input_ids" not in given:
+            given["input_ids"] = args[0]
+        ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
+        others = sorted(set(given) - _PASSED_ON)
+        if len(args) > 1 or not torch.is_tensor(ids) or others:
+            self._note("this batch has " + (", ".join(others) or "no input_ids"))
+            return None
+        if mask is not None and mask.dim() != 2:
+            self._note(f"an attention mask of {mask.dim()} dimensions")
+            return None
+        if not self._sharing(base, ids.shape[1]):
+            return None
+        tree = Tree.of(ids, mask)
+        if tree is None:
+            self._note("this batch has an attention mask with gaps, or an empty row")
+            return None
+        return (tree, given) if tree.rows < tree.tokens else None
+
+
+class SharedReference(SharedBatches):
+    """Also in front of a trainer that computes a reference's log-probs ahead of training."""
+
+    def compute_ref_log_probs(self, *args, **kwargs):
+        with self._shared_backbones():
+            return super().compute_ref_log_probs(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced_forward(module, forward):
+    """Within, calls of this module run `forward(the one it has, ...)`."""
+    own = module.__dict__.get("forward")
+    module.forward = functools.partial(forward, module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

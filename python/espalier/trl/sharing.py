@@ -1,0 +1,93 @@
+"""What all trainers have in common: whether a model shares, one note where it does not, and whose attention is in use."""
+
+import contextlib
+import logging
+
+import torch
+
+from espalier.errors import Unsupported
+from espalier.hf import attention, mixers, ranks
+from espalier.hf.checks import base_model, check
+
+_log = logging.getLogger("espalier")
+
+
+class Sharing:
+    """Mixin in front of a trainer. `shared_rows` counts the token rows of all shared passes: those that ran, and those that plain passes
+    have without their padding.
+    """
+
+    def __init__(self, *args, shared_prompts=True, **kwargs):
+        self.shared_prompts = shared_prompts  # first: a trainer may compute a reference while it is made
+        self.shared_rows = {"run": 0, "without_sharing": 0}
+        self._noted = set()
+        self._refused = {}  # by id: models that turned out not to share
+        self._ours = {}  # by id: what gives a model back its own attention and mixers when the step is done
+        super().__init__(*args, **kwargs)
+        if shared_prompts:
+            for model in (self.model, getattr(self, "ref_model", None)):
+                if model is not None:
+                    self._sharing(model, 0)
+
+    def _note(self, reason):
+        if reason not in self._noted:
+            self._noted.add(reason)
+            _log.warning("prompts are not shared: %s", reason)
+
+    def _sharing(self, model, longest):
+        """Whether this model shares rows of up to `longest` tokens."""
+        if not self.shared_prompts or id(base_model(model)) in self._refused:
+            return False
+        if ranks.sharded(model):
+            self._note("the model's parameters are sharded, and ranks would call it different numbers of times")
+            return False
+        try:
+            check(model, longest=longest)
+        except Unsupported as reason:
+            self._note(str(reason))
+            return False
+        return True
+
+    def _refuse(self, model, reason):
+        """From now on TRL's own path runs this model."""
+        self._note(str(reason))
+        base = base_model(model)
+        self._refused[id(base)] = base
+
+    @contextlib.contextmanager
+    def _our_layers(self, model):
+        """Our attention and mixers, around a call of the model. With gradients they stay until the step's backward is done, in which
+        checkpointed layers run again; everywhere else the model has the user's."""
+        base = base_model(model)
+        if id(base) in self._ours:
+            yield
+            return
+        users = base.config._attn_implementation
+        base.set_attn_implementation(attention.NAME)
+        undo = mixers.install(base)
+
+        def give_back():
+            undo()
+            base.set_attn_implementation(users)
+
+        self._ours[id(base)] = give_back
+        try:
+            yield
+        finally:
+            if not torch.is_grad_enabled():
+                self._ours.pop(id(base))()
+
+    def _give_layers_back(self):
+        while self._ours:
+            self._ours.popitem()[1]()
+
+    def training_step(self, model, *args, **kwargs):
+        try:
+            loss = super().training_step(model, *args, **kwargs)
+            self._step_done(model)
+            return loss
+        finally:
+            self._give_layers_back()
+
+    def _step_done(self, model):
+        """After a micro-batch's backward."""

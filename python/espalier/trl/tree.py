@@ -1,0 +1,69 @@
+"""The rows of a padded batch as a tree: what sequences have in common from their first token on stands once.
+
+Sequences in lexical order are the tree's paths depth first, and what one adds to those before it begins where it leaves its
+neighbour. So the tree's rows are those parts, one after the other.
+"""
+
+import numpy as np
+import torch
+
+
+class Tree:
+    """Of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding); `runs` as a
+    RowSet has them; `tokens`, the rows without sharing; `longest`."""
+
+    def __init__(self, sequences, begins, width, device):
+        order = sorted(range(len(sequences)), key=lambda b: sequences[b].tolist())
+        place = np.zeros((len(sequences), width), np.int64)
+        parts, positions, runs, open_runs, rows = [], [], [], [], 0
+        path, before = np.zeros(0, np.int64), None  # the rows of the sequence before
+        for b in order:
+            own = sequences[b]
+            common = 0 if before is None else _common(before, own)
+            _close(open_runs, runs, common, rows)
+            new = len(own) - common
+            if new:
+                open_runs.append((rows, common, new))
+            path, before = np.concatenate([path[:common], np.arange(rows, rows + new)]), own
+            place[b, begins[b]:begins[b] + len(own)] = path
+            parts.append(own[common:])
+            positions.append(np.arange(common, len(own)))
+            rows += new
+        _close(open_runs, runs, 0, rows)
+        as_tensor = lambda x: torch.as_tensor(x, dtype=torch.long, device=device)
+        self.ids, self.positions, self.place = as_tensor(np.concatenate(parts)), as_tensor(np.concatenate(positions)), as_tensor(place)
+        self.runs, self.rows = sorted(runs), rows
+        self.tokens, self.longest = sum(map(len, sequences)), max(map(len, sequences))
+
+    @classmethod
+    def of(cls, input_ids, attention_mask):
+        """None where a sequence is empty or has a gap in its mask."""
+        ids = input_ids.cpu().numpy()
+        mask = np.ones(ids.shape, np.int8) if attention_mask is None else (attention_mask != 0).cpu().numpy().astype(np.int8)
+        lengths, begins = mask.sum(1, dtype=np.int64), mask.argmax(1)
+        if not lengths.all() or (np.diff(mask, axis=1) > 0).sum(1).max(initial=0) > 1 or any(
+                not mask[b, begin:begin + length].all() for b, (begin, length) in enumerate(zip(begins, lengths))):
+            return None
+        return cls([ids[b, begin:begin + length] for b, (begin, length) in enumerate(zip(begins, lengths))], begins, ids.shape[1],
+                   input_ids.device)
+
+
+def _common(a, b):
+    """How many tokens two sequences have in common from the first on."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _close(open_runs, runs, depth, rows):
+    """Ends what the next sequence, which leaves the path at `depth`, does not see: no row from `rows` on is below it."""
+    while open_runs:
+        begin, at, length = open_runs[-1]
+        if at + length <= depth:
+            return
+        open_runs.pop()
+        kept = max(depth - at, 0)
+        runs.append((begin + kept, length - kept, rows))
+        if kept:
+            open_runs.append((begin, at, kept))
+            return
