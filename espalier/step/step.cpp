@@ -1,5 +1,8 @@
 #include "espalier/step/step.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 
@@ -34,6 +37,33 @@ std::optional<double> mean_reward(std::span<const Rollout> rollouts) {
   return count > 0 ? std::optional(sum / static_cast<double>(count)) : std::nullopt;
 }
 
+// Masked tokens' log-probs and entropies, by a forward of their own at the same weights: what a caller wants to read
+// must not change which rows the gradient's products have, and with them its last bits.
+void score_masked(Actor& actor, std::span<const Rollout> rollouts, std::vector<RolloutSeries>& series) {
+  const auto masked = [](const Rollout& rollout) {
+    return std::ranges::find(rollout.loss_mask, 0) != rollout.loss_mask.end();
+  };
+  if (std::ranges::none_of(rollouts, masked)) return;
+  NoProgress silent;
+  LanguageHead head(actor.model.decoder, rollouts, actor.workspace.arena);
+  run_forward_pass({.decoder = actor.model.decoder,
+                    .rollouts = rollouts,
+                    .options = actor.options,
+                    .machine = actor.machine,
+                    .workspace = actor.workspace,
+                    .progress = silent,
+                    .task = "log-probs",
+                    .mesh = actor.model.mesh},
+                   head);
+  gather_series(actor.model.mesh, head.series());
+  for (std::size_t i = 0; i < rollouts.size(); ++i)
+    for (std::size_t t = 0; t < rollouts[i].loss_mask.size(); ++t)
+      if (rollouts[i].loss_mask[t] == 0) {
+        series[i].logprob[t] = head.series()[i].logprob[t];
+        series[i].entropy[t] = head.series()[i].entropy[t];
+      }
+}
+
 }  // namespace
 
 StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic,
@@ -46,7 +76,8 @@ StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs
     report.critic = critic->update(mini_batch, [&](double share) {
       if (on_share) on_share(before * share);
     });
-  report.gradient = compute_gradient(actor, mini_batch, all_logprobs);
+  report.gradient = compute_gradient(actor, mini_batch, false);
+  if (all_logprobs) score_masked(actor, mini_batch.rollouts, report.gradient.series);
   if (on_share) actor.on_share = {};
   report.update = update_weights(actor);
   report.gradient.add_update(report.update);

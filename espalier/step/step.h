@@ -45,7 +45,8 @@ struct StepReport {
 GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs);
 
 // One update. With a critic (null: none) it moves first, as in verl: its values and targets are older than both
-// updates. `on_share` is told the share of the step's rows that have run, the critic's first; may be empty.
+// updates. `all_logprobs`: masked tokens' log-probs too, at the weights before the update; the update is bit for bit
+// that without them. `on_share` is told the share of the step's rows that have run, the critic's first; may be empty.
 StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic = nullptr,
                     const std::function<void(double share)>& on_share = {});
 

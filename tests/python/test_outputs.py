@@ -316,3 +316,34 @@ def test_continuing_says_what_differs_on_the_same_tokens(espalier, model_of, gro
         record["reward"] = 1 - record["reward"]
     outcome = espalier(*words, write_records(records, tmp_path / "again.jsonl"))
     assert "again.jsonl" in outcome.stderr and "other reward" in outcome.stderr and "step 2 " in outcome.stdout
+
+
+# -- no output changes a result ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_output_option_changes_a_bit_of_the_result(dtype, family, espalier, model_of, tmp_path):
+    """Masked tokens are in the middle of responses, and their log-probs are asked for by --logprobs alone."""
+    records = make_rollouts(SEED) + make_rollouts(SEED + 1)
+    path = write_records(records, tmp_path / "masked.jsonl")
+    assert any(0 in record["loss_mask"] and 1 in record["loss_mask"] for record in records)
+
+    def run(name, *more):
+        out = tmp_path / name
+        words = ["train", "--model", model_of(family), "--rollouts", path, "--dtype", dtype, "--save-dtype", "float64",
+                 "--out", out, "--mini-batch-size", 16, "--lr", 1e-2]
+        espalier(*words, *(str(word).format(out=out) for word in more))
+        return content(out)
+
+    def numbers(files):
+        return {name: data for name, data in files.items() if name.endswith(".safetensors")}
+
+    plain = numbers(run("plain"))
+    assert plain
+    for option, *value in (["--logprobs", "{out}.logprobs.jsonl"], ["--gradients", "{out}.gradients.safetensors"],
+                           ["--rollout-metrics", "{out}.metrics.jsonl"], ["--record", "{out}.trace"], ["--profile"], ["--save-freq", 1]):
+        assert numbers(run(option.strip("-"), option, *value)) == plain, option
+    gradients = [tmp_path / f"{name}.safetensors" for name in ("alone", "beside")]
+    run("a", "--gradients", gradients[0])
+    run("b", "--gradients", gradients[1], "--logprobs", tmp_path / "logprobs.jsonl")
+    assert gradients[0].read_bytes() == gradients[1].read_bytes()
