@@ -64,7 +64,7 @@ class Group {
   void max_over_ranks(const at::Tensor& x);
   // whole <- the parts end to end in rank order; whole has size() times the elements of part.
   void gather(const at::Tensor& part, const at::Tensor& whole);
-  // part <- part number rank() of the sum of the wholes, cut into size() equal parts.
+  // part <- part number rank() of the sum of the wholes, cut into size() equal parts. Overwrites whole with anything.
   void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
   // The same, waited for later, so that it goes on beside what this rank computes. Collectives of a group run in the
   // order they were started, whether waited for at once or not; each gives the bits of its blocking form. `of`: what is

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -67,6 +68,26 @@ class BegunWork final : public Pending::Work {
   std::shared_ptr<std::atomic<double>> ended_ = std::make_shared<std::atomic<double>>(0);
 };
 
+// Some that were begun one after another, and what is done behind the last one.
+class BegunWorks final : public Pending::Work {
+ public:
+  BegunWorks(std::vector<std::unique_ptr<Pending::Work>> works, std::function<void()> then)
+      : works_(std::move(works)), then_(std::move(then)) {}
+  void wait() override {
+    for (const auto& work : works_) work->wait();
+    if (then_) then_();
+  }
+  double ended() const override { return works_.back()->ended(); }
+
+ private:
+  std::vector<std::unique_ptr<Pending::Work>> works_;
+  std::function<void()> then_;
+};
+
+// Gloo's gather collects everything in memory of its own before it hands it out, and its scatter of sums works on a copy:
+// gathers go in pieces, of all ranks together, and sums are made in place.
+constexpr std::int64_t kGatherBytes = std::int64_t{4} << 20;
+
 class ProcessGroup : public Group {
  public:
   ProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, double timeout)
@@ -97,16 +118,25 @@ class ProcessGroup : public Group {
   void do_max(const at::Tensor& x) override { start_reduction("maximum over ranks", x, c10d::ReduceOp::MAX)->wait(); }
 
   std::unique_ptr<Pending::Work> do_start_gather(const at::Tensor& part, const at::Tensor& whole) override {
-    return start("gather", [&] {
-      at::Tensor in = part.view(-1), out = whole.view(-1);
-      return backend_->_allgather_base(out, in);
-    });
+    const at::Tensor in = part.view(-1), out = whole.view(-1);
+    const std::int64_t count = in.numel();
+    const std::int64_t piece = std::max<std::int64_t>(1, kGatherBytes / (size() * in.element_size()));
+    std::vector<std::unique_ptr<Pending::Work>> works;
+    for (std::int64_t begin = 0; begin < count; begin += piece) {
+      const std::int64_t elements = std::min(piece, count - begin);
+      std::vector<at::Tensor> from{in.narrow(0, begin, elements)};
+      std::vector<std::vector<at::Tensor>> to(1);
+      for (int rank = 0; rank < size(); ++rank) to[0].push_back(out.narrow(0, rank * count + begin, elements));
+      works.push_back(start("gather", [&] { return backend_->allgather(to, from); }));
+    }
+    return std::make_unique<BegunWorks>(std::move(works), nullptr);
   }
 
   std::unique_ptr<Pending::Work> do_start_scatter_sum(const at::Tensor& whole, const at::Tensor& part) override {
-    return start("sum and scatter", [&] {
-      at::Tensor in = whole.view(-1), out = part.view(-1);
-      return backend_->_reduce_scatter_base(out, in);
+    std::vector<std::unique_ptr<Pending::Work>> works;
+    works.push_back(start_reduction("sum and scatter", whole, c10d::ReduceOp::SUM));
+    return std::make_unique<BegunWorks>(std::move(works), [whole, part, rank = rank()] {
+      part.view(-1).copy_(whole.view(-1).narrow(0, rank * part.numel(), part.numel()));
     });
   }
 
