@@ -3,6 +3,7 @@
 #include <cstring>
 #include <list>
 #include <map>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -265,6 +266,20 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
 void load_parameters(const fs::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress, ValueHead head) {
   load(open_model(directory), table, dtype, flat, progress, head);
+}
+
+std::optional<DType> stored_dtype(const fs::path& directory) {
+  if (!fs::exists(directory / "model.safetensors") && !fs::exists(directory / "model.safetensors.index.json"))
+    return std::nullopt;
+  const Tensors tensors = open_model(directory);
+  std::map<DType, std::int64_t> numbers;
+  for (const auto& [name, entry] : tensors.by_name) {
+    if (entry->type == TensorType::F64) numbers[DType::float64] += entry->count;
+    if (entry->type == TensorType::F32 || entry->type == TensorType::F16) numbers[DType::float32] += entry->count;
+    if (entry->type == TensorType::BF16) numbers[DType::bfloat16] += entry->count;
+  }
+  if (numbers.empty()) return std::nullopt;
+  return std::ranges::max_element(numbers, {}, [](const auto& item) { return item.second; })->first;
 }
 
 void load_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, void* flat,

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,11 @@ enum class ValueHead {
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
-// The same from one safetensors file of any name, such as a checkpoint of a trace.
+// The dtype that most numbers of a model's weight files have, float32 for float16; nothing where there are no weights.
+// config.json may say otherwise. Reads headers alone. Errors: as load_parameters for files that are damaged or missing.
+std::optional<DType> stored_dtype(const std::filesystem::path& directory);
+
+// load_parameters from one safetensors file of any name, such as a checkpoint of a trace.
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
                         const ElementProgress& progress = {});
 

@@ -56,8 +56,9 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
 
 // A checkpoint and the trained model.
 void check_disk_space(const std::filesystem::path& root, const ModelShape& shape, const Options& options) {
-  std::int64_t bytes = 2 * bytes_of_saved_model(shape, options);
-  if (!options.critic.empty()) bytes += bytes_of_saved_model(read_critic_shape(options.critic).shape, options);
+  std::int64_t bytes = 2 * bytes_of_saved_model(shape, options.model, options);
+  if (!options.critic.empty())
+    bytes += bytes_of_saved_model(read_critic_shape(options.critic).shape, options.critic, options);
   require_disk_space({{root, bytes}});
 }
 

@@ -39,7 +39,7 @@ struct ModelShape {
   std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;
   bool norm_topk_prob = false;
   std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
-  DType stored_dtype = DType::float32;     // "torch_dtype" / "dtype" of the config
+  DType stored_dtype = DType::float32;     // of the config, or once weights are read theirs
 
   bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;

@@ -58,6 +58,7 @@ at::Tensor room_for_weights(const ModelState& state) {
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
                   Progress& progress) {
   state.source = directory;
+  state.shape.stored_dtype = stored_dtype(directory).value_or(state.shape.stored_dtype);
   Device& device = state.decoder.device();
   const at::Tensor host = room_for_weights(state);
   const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it

@@ -47,7 +47,8 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   for (const ParameterValues& values : parts) whole.give(values);
 }
 
-std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options) {
+std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options) {
+  shape.stored_dtype = stored_dtype(source).value_or(shape.stored_dtype);
   constexpr std::int64_t kParts = 3;  // masters and both moments
   const DType weights = saved_dtype(options.save_dtype, shape);
   return shape.parameters() * (bytes_of(weights) + kParts * bytes_of(accumulator_of(options.dtype)));

@@ -16,15 +16,15 @@ DType accumulator_of(DType dtype);
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files
-// of the model's source. `save_dtype`: of the weights; source: as the source stores them.
+// of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype);
 // The same, and what exact continuation needs. What `state` says of step, model and number formats is set here.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, SaveDType save_dtype);
 
-// Bytes of the weights and the state that save_trained_model writes.
-std::int64_t bytes_of_saved_model(const ModelShape& shape, const Options& options);
+// Bytes of the weights and the state that save_trained_model writes of a model that is read from `source`.
+std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options);
 
 // Overwrites masters, moments, the optimizer's step and the weights with those of a directory that save_trained_model
 // filled. Errors: as load_run_state.

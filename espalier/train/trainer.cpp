@@ -66,9 +66,9 @@ std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
 void check_disk_space(const Options& options) {
   const ModelShape shape = read_model_shape(source_of(options));
   const std::int64_t accumulator_bytes = shape.parameters() * bytes_of(accumulator_of(options.dtype));
-  std::int64_t model = bytes_of_saved_model(shape, options);
+  std::int64_t model = bytes_of_saved_model(shape, source_of(options), options);
   if (const std::string critic = critic_source_of(options); !critic.empty())
-    model += bytes_of_saved_model(read_critic_shape(critic).shape, options);
+    model += bytes_of_saved_model(read_critic_shape(critic).shape, critic, options);
   std::vector<ExpectedOutput> outputs;
   if (!options.out.empty()) outputs.push_back({options.out, model});
   if (!options.record.empty())

@@ -69,6 +69,21 @@ def test_save_dtype_decides_the_dtype_of_the_weights(dtype, espalier, model_of, 
     assert load(out).dtype == DTYPES[dtype], "config.json and the weights disagree"
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_save_dtype_source_follows_the_tensors_and_not_config_json(stored, espalier, model_of, rollouts, tmp_path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    config = json.loads((model_of("qwen2_untied") / "config.json").read_text())
+    config["dtype"] = "bfloat16" if stored == "float32" else "float32"
+    (model / "config.json").write_text(json.dumps(config))
+    # Norms of another dtype, as mixed checkpoints have them: most numbers decide.
+    kept = {name: tensor if "norm" in name else tensor.to(DTYPES[stored]) for name, tensor in weights(model_of("qwen2_untied")).items()}
+    save_file(kept, model / "model.safetensors")
+    espalier("train", "--model", model, "--rollouts", rollouts, "--out", out, "--lr", 0)
+    assert all(tensor.dtype == DTYPES[stored] for tensor in weights(out).values())
+    assert load(out).dtype == DTYPES[stored], "config.json and the weights disagree"
+
+
 def test_training_moves_the_weights(espalier, model_of, rollouts, tmp_path):
     out = tmp_path / "out"
     espalier("train", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--out", out, "--lr", 1e-3)
