@@ -84,8 +84,8 @@ class BegunWorks final : public Pending::Work {
   std::function<void()> then_;
 };
 
-// Gloo's gather collects everything in memory of its own before it hands it out, and its scatter of sums works on a copy:
-// gathers go in pieces, of all ranks together, and sums are made in place.
+// Gloo's gather collects everything in memory of its own before it hands it out, and its scatter of sums works on a
+// copy: gathers go in pieces, of all ranks together, and sums are made in place.
 constexpr std::int64_t kGatherBytes = std::int64_t{4} << 20;
 
 class ProcessGroup : public Group {
