@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,9 @@ def run(options):
                 print(f"{split} n={n}: {cell['speedup']:.2f}x of {cell['ceiling']:.2f}", flush=True)
 
 
+MOST_REACHED = 1.2  # of a FLOP ceiling
+
+
 def newest(path, key):
     rows = {}
     if path.exists():
@@ -87,6 +91,23 @@ def grid_table(rows):
                    + f" | {row['speedup']:.2f} | {row['ceiling']:.2f} | {row['fraction']:.2f} | "
                    + f"{dense / seconds['phased'] / row['ceiling']:.2f} | {row['predicted_seconds']:.2f} | {peaks} | "
                    + f"{max(row['schedules']['gradient_error'].values()):.1e} |")
+    return out
+
+
+def beyond_ceiling(rows):
+    """A cell far above its FLOP ceiling says that its schedules did not run at one rate: which of them, against the other cells."""
+    rate = lambda row, schedule: row["schedules"]["flops"][schedule] / row["seconds"][schedule]
+    out = []
+    for row in rows:
+        reached = {s: row["seconds"]["dense"] / row["seconds"][s] / row["ceiling"] for s in ("auto", "phased")}
+        if max(reached.values()) <= MOST_REACHED:
+            continue
+        others = {s: statistics.median(rate(other, s) for other in rows if other is not row) for s in ("dense", "auto", "phased")}
+        told = ", ".join(f"{s} {rate(row, s) / others[s]:.2f}" for s in others)
+        text = (f"{row['prefix']}/{row['suffix']}, N = {row['n']}, is above {MOST_REACHED:g} of its FLOP ceiling, which equal rates cannot "
+                f"reach. FLOP/s over the median of the other rows: {told}. Where dense is well below 1 and the others are not, dense's runs were "
+                "slowed, most likely by other work on the machine, and the row does not measure sharing.")
+        out += textwrap.wrap(text, 140)
     return out
 
 
@@ -170,6 +191,8 @@ def report(targets=()):
             m = rows[-1]["machine"]
             lines += [f"Hidden {hidden}, {layers} layers, on {m['cpu']}, {rows[-1]['threads']} threads, {rows[-1]['dtype']}, commit "
                       f"{m['commit']}, {rows[-1]['date']}, runs of each: {rows[-1]['repetitions']}.", "", *grid_table(rows), ""]
+            if causes := beyond_ceiling(rows):
+                lines += [*causes, ""]
         widest = max(models, key=lambda model: sum((row["hidden"], row["layers"]) == model for row in grid))
         lines += [f"![speed-up over prompt share, hidden {widest[0]}](speed.svg)", ""]
         (ROOT / "docs/speed.svg").write_text(picture([row for row in grid if (row["hidden"], row["layers"]) == widest]))

@@ -2,6 +2,12 @@
 
 import json
 import os
+import sys
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+import grid  # noqa: E402
 
 
 def cells(espalier, model, cache, *words, repetitions=1):
@@ -45,3 +51,13 @@ def test_a_profile_taken_on_a_busy_machine_is_measured_again(espalier, model_of,
     _, stderr = cells(espalier, model_of("qwen3_tied"), tmp_path)
     assert "measuring it again" in stderr
     assert rates(path)[-1] > 10 * first[-1] / 100
+
+
+def test_a_row_above_its_ceiling_is_told_with_the_schedule_that_was_slow():
+    def row(prefix, dense):
+        return {"prefix": prefix, "suffix": 10, "n": 2, "ceiling": 1.4, "seconds": {"dense": dense, "auto": 1.0, "phased": 1.0},
+                "schedules": {"flops": {"dense": 1.4, "auto": 1.0, "phased": 1.0}}}
+
+    assert grid.beyond_ceiling([row(10, 1.4), row(20, 1.5), row(30, 1.3)]) == []
+    told = " ".join(grid.beyond_ceiling([row(10, 1.4), row(20, 1.4), row(30, 2.8)]))
+    assert told.startswith("30/10, N = 2, is above 1.2") and "dense 0.50, auto 1.00, phased 1.00" in told
