@@ -19,7 +19,7 @@ require("espalier.hf", "hf")
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import attention, choice, dense, measure, mixers, ranks, verification
+from espalier.hf import attention, choice, dense, measure, mixers, ranks, sets as coupled, verification
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
@@ -49,7 +49,7 @@ class Result:
 
 
 def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", schedule="auto", temperature=1.0,
-                router_aux_loss_coef=None, router_aux_loss_scope="rollout", verify=False):
+                router_aux_loss_coef=None, router_aux_loss_scope="rollout", sets=(), verify=False):
     """Adds the gradients of sum over waves of `loss(wave)` to `.grad`, every shared prompt run once, forward and backward.
 
     `rollouts`: dicts with `prompt_ids` and `response_ids`. `loss(wave)` returns a scalar; a wave holds whole responses, at most
@@ -58,11 +58,14 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     model is small and little is shared, calls cost more than rows.
     `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
     ("minibatch") over all tokens of the step; it takes one pass more without gradients.
+    `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. What does not fit into one
+    wave takes a second pass (sets.py).
     `verify`: a model's first step also runs dense; beyond what rounding explains `espalier.Error` is raised with the table.
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
     check(model, longest=int(prepared.lengths.max()))
+    sets = coupled.checked(sets, len(prepared))
     with _ours(model):
         if trunk_state == "keep" and ranks.alternating(model):
             trunk_state = "recompute"
@@ -76,19 +79,22 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
         with measure.Peak() as peak:
             start = time.perf_counter()
             try:
+                batches = dense.batches_of(prepared.lengths, wave_tokens) if schedule == "dense" else None
+                step_loss, more_rows = _whole_sets(inner, rollouts, loss, sets, batches or [item.finished for item in plan.items], temperature,
+                                                   wave_tokens)
                 if schedule == "dense":
-                    executor = dense.run(inner, prepared, loss, temperature, dense.batches_of(prepared.lengths, wave_tokens), router)
+                    executor = dense.run(inner, prepared, step_loss, temperature, batches, router)
                 else:
-                    executor = _shared(inner, prepared, plan, loss, temperature, router)
+                    executor = _shared(inner, prepared, plan, step_loss, temperature, router)
             except BaseException:
                 if before is not None:
                     before.put_back()
                 raise
             seconds = time.perf_counter() - start
-    table = before.compare_dense(prepared, loss, temperature, executor.total) if before is not None else None
+    table = before.compare_dense(prepared, loss, temperature, executor.total, sets) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
-    return Result(executor.total, executor.rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table,
+    return Result(executor.total, executor.rows + more_rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table,
                   router.value if router else 0.0, schedule)
 
 
@@ -98,6 +104,40 @@ def _shared(model, prepared, plan, loss, temperature, router):
         _count(router, Executor(model, prepared, plan, seen=lambda wave: None, router=router))
     ranks.run(model, executor.program(), executor.device)
     return executor
+
+
+@torch.no_grad()
+def _whole_sets(model, rollouts, loss, sets, waves, temperature, wave_tokens):
+    """(the loss of a wave, rows run for it): where `waves` cut a set, its log-probs are computed first."""
+    split = coupled.cut(sets, waves)
+    members = sorted(i for one in split for i in one)
+    if not members and not (sets and ranks.sharded(model)):  # ranks that share layers come here together
+        return loss, 0
+    values = {}
+    rows = _score([rollouts[i] for i in members], model, temperature, wave_tokens, lambda i, *of_it: values.update({members[i]: of_it}))
+    return coupled.TwoPass(loss, split, values) if split else loss, rows
+
+
+def _score(rollouts, model, temperature, wave_tokens, add):
+    """Calls add(rollout, log-probs, entropies) for each; returns the rows that ran."""
+    if not rollouts:
+        ranks.run(model, [], ranks.device_of(model))
+        return 0
+    prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
+    empty = torch.zeros(0, device=ranks.device_of(model))
+    for i, response in enumerate(prepared.responses):
+        if not len(response):  # of no wave
+            add(i, empty, empty)
+
+    def seen(wave):
+        lengths = [len(prepared.responses[rollout]) for rollout in wave.rollouts]
+        for i, *values in zip(wave.rollouts, wave.logprobs.split(lengths), wave.entropies.split(lengths)):
+            add(i, *values)
+
+    plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
+    executor = Executor(model, prepared, plan, seen=seen, temperature=temperature)
+    ranks.run(model, executor.program(), executor.device)
+    return executor.rows
 
 
 def _router_coefficient(model, given):

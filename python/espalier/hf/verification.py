@@ -17,6 +17,7 @@ from espalier.errors import Error
 from espalier.hf import dense, ranks
 from espalier.hf.checks import base_model, unwrapped
 from espalier.hf.routers import RouterLoss
+from espalier.hf.sets import whole
 
 _verified = weakref.WeakSet()
 
@@ -105,10 +106,13 @@ class _Comparison:
         _verified.add(unwrapped(self.model))
         return table
 
-    def compare_dense(self, rollouts, loss, temperature, shared_loss):
-        """With the same rollouts dense: two at a time, then one by one in reverse."""
+    def compare_dense(self, rollouts, loss, temperature, shared_loss, sets=()):
+        """With the same rollouts dense: two at a time, then one by one in reverse; sets stay whole."""
         order = list(range(len(rollouts)))
         pairs, singles = [order[i:i + 2] for i in range(0, len(order), 2)], [[i] for i in reversed(order)]
+        if sets:
+            pairs = whole(sets, len(rollouts))
+            singles = pairs[::-1]
         run = lambda batches: lambda: self._dense(rollouts, loss, temperature, batches)
         return self.compare(shared_loss, run(pairs), run(singles))
 

@@ -1,0 +1,74 @@
+"""Losses that couple rollouts: each set of them is whole where the loss sees it.
+
+Sets that a plan keeps in one wave stay there. What it cuts runs twice: first without gradients, so that the loss of a whole set says
+what each of its log-probs (and entropies) weighs; then in the step, where their wave adds sum_t g_t (lp_t - its value), whose gradient is
+the loss's by the chain rule.
+"""
+
+import operator
+
+import torch
+
+from espalier.errors import Error
+from espalier.hf.step import Wave
+
+
+def checked(sets, rollouts):
+    """Lists of different rollouts, of so many; those without a response token left out by `cut`."""
+    out, seen = [], set()
+    for s, members in enumerate(sets):
+        try:
+            out.append([operator.index(i) for i in members])
+        except TypeError:
+            raise Error("option", f"sets[{s}]", "a list of indices of rollouts", repr(members)[:60], "", 2) from None
+        for i in out[-1]:
+            if not 0 <= i < rollouts or i in seen:
+                raise Error("option", f"sets[{s}]", f"rollouts from 0 to {rollouts - 1}, each in one set", str(i), "", 2)
+            seen.add(i)
+    return out
+
+
+def cut(sets, waves):
+    """The sets whose rollouts finish in more than one of `waves`, lists of rollouts."""
+    where = {rollout: number for number, wave in enumerate(waves) for rollout in wave}
+    return [members for members in sets if len({where[i] for i in members if i in where}) > 1]
+
+
+def whole(sets, rollouts):
+    """Batches that cut no set: the sets, and every other rollout alone."""
+    return [sorted(members) for members in sets] + [[i] for i in sorted(set(range(rollouts)) - {i for members in sets for i in members})]
+
+
+class TwoPass:
+    """A loss of waves, some of whose sets are cut. `values`: {rollout: (log-probs, entropies)} of all rollouts of these sets."""
+
+    def __init__(self, loss, sets, values):
+        self.loss, self.weights, self.total = loss, {}, 0.0
+        for members in sets:
+            self._weigh(sorted(i for i in members if len(values[i][0])), values)
+
+    def _weigh(self, members, values):
+        leaves = [torch.cat([values[i][kind] for i in members]).requires_grad_() for kind in (0, 1)]
+        lengths = [len(values[i][0]) for i in members]
+        rollout = torch.cat([torch.full((n,), i) for i, n in zip(members, lengths)]).to(leaves[0].device)
+        position = torch.cat([torch.arange(n) for n in lengths]).to(leaves[0].device)
+        with torch.enable_grad():
+            loss = self.loss(Wave(members, rollout, position, *leaves))
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        self.total += float(loss.detach())
+        parts = [[None] * len(members) if grad is None else grad.split(lengths) for grad in grads]
+        self.weights.update({i: weights for i, *weights in zip(members, *parts)})
+
+    def __call__(self, wave):
+        out, self.total = wave.logprobs.sum() * 0 + self.total, 0.0
+        others = [i for i in wave.rollouts if i not in self.weights]
+        for i in set(wave.rollouts) - set(others):
+            at = wave.rollout == i
+            for kind, weight in zip(("logprobs", "entropies"), self.weights[i]):
+                if weight is not None:
+                    values = getattr(wave, kind)[at]
+                    out = out + (weight * (values - values.detach())).sum()
+        if others:
+            at = torch.isin(wave.rollout, torch.tensor(others, device=wave.rollout.device))
+            out = out + self.loss(Wave(others, wave.rollout[at], wave.position[at], wave.logprobs[at], lambda: wave.entropies[at]))
+        return out
