@@ -134,6 +134,17 @@ def mixture():
     return model
 
 
+@pytest.mark.parametrize("family,checkpointing", [("Qwen3.5", False), ("Qwen3.5", True), ("Mistral", False)])
+def test_states_and_windows_pass_from_prompts_to_responses(example, family, checkpointing, tmp_path, monkeypatch, caplog):
+    """Responses of several prompts in one call, each from its own prompt's states; checkpointed layers run again in TRL's backward."""
+    from hf_layers import make
+    monkeypatch.setattr(example, "small_model", lambda: make(family, torch.float32, vocab_size=96, eos_token_id=1))
+    with caplog.at_level(logging.WARNING, "espalier"):
+        plain_against_shared(example, trl.GRPOTrainer, shared.GRPOTrainer, trl.GRPOConfig, tmp_path,
+                             gradient_checkpointing=checkpointing, gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    assert not [record for record in caplog.records if "prompts are not shared" in record.message]
+
+
 @pytest.mark.parametrize("settings", [dict(steps_per_generation=4), dict(mask_truncated_completions=True, loss_type="grpo")],
                          ids=["torn", "truncated"])
 def test_a_router_s_loss_is_shared(example, tmp_path, monkeypatch, caplog, settings):
