@@ -13,6 +13,7 @@ FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=2)
 
 import espalier.hf as hf  # noqa: E402
+from hf_layers import RECURRENT, make as make_layers  # noqa: E402
 from hf_models import all_float64, batch, dense_step, gradients, loss_of, make as make_model, shared_step, worst  # noqa: E402
 
 BATCHES = [batch(seed=3), batch(seed=4, groups=((40, (6, 2)), (12, (5,)), (33, (9, 9, 9))), stem=0)]
@@ -22,7 +23,7 @@ CUTS = ((16, "keep"), (30, "recompute")) if BRIEF else ((16, "keep"), (4096, "ke
 
 
 def make(family):
-    return make_model(family, num_hidden_layers=2)
+    return make_layers(family) if family in RECURRENT else make_model(family, num_hidden_layers=2)
 
 
 def dense(family, which):

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from hf_layers import CASES, LOSS, RECURRENT, ROLLOUTS, errors, make, model_and_dense
-from hf_models import all_float64, checkpointed, dense_step, gradients, shared_step, worst
+from hf_models import all_float64, checkpointed, dense_step, gradients, run_ranks, shared_step, worst
 
 hf = pytest.importorskip("espalier.hf")
 from espalier.hf import attention  # noqa: E402
-from espalier.hf.mixers import convolution, mixers, scans, segments  # noqa: E402
+from espalier.hf.mixers import convolution, install, mixers, scans, segments  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
 
 
@@ -66,6 +66,35 @@ def test_float32_is_within_twice_dense_s_own_distance(family):
         runs.append(gradients(model))
     distance = lambda run: sum((run[n].double() - wanted[n]).square().sum() for n in wanted).sqrt()
     assert distance(runs[1]) <= 2 * distance(runs[0])
+
+
+def test_what_one_installation_checkpointed_the_next_runs_again():
+    """As TRL's windows do, which have the layers replaced a micro-batch at a time."""
+    model, ids = checkpointed(make("Qwen3.5")), torch.arange(3, 13)[None]
+    trunk = attention.Trunk(6)
+    phases = [attention.Phase([attention.RowSet(0, (), [(0, 6, 6)])], 6, captures=trunk),
+              attention.Phase([attention.RowSet(0, (trunk,), [(0, 4, 4)])], 10)]
+    model.set_attn_implementation("espalier")
+    with all_float64():
+        for phase, at in zip(phases, (slice(0, 6), slice(6, 10))):
+            undo = install(model)
+            with phase.forward():
+                logits = model(input_ids=ids[:, at], position_ids=torch.arange(10)[None, at], use_cache=False, espalier=phase).logits
+            if phase is phases[1]:
+                logits.square().sum().backward()
+                pairs = trunk.gathered()
+                torch.autograd.backward(pairs[0::2], pairs[1::2])
+            undo()
+        found, plain = gradients(model), make("Qwen3.5")
+        plain(input_ids=ids, use_cache=False).logits[:, 6:].square().sum().backward()
+    assert worst(found, gradients(plain))[0] <= 1e-10
+
+
+def test_two_processes(tmp_path):
+    """Under DDP, FSDP2 and FSDP1, which runs a prompt's forward twice; ranks have different numbers of prompts."""
+    for rank in run_ranks(tmp_path, ["Qwen3.5"], "brief"):
+        for kind, found in rank["Qwen3.5"].items():
+            assert len(found) == 2 and max(found.values()) <= 1e-10, (kind, found)
 
 
 def test_a_model_is_as_it_was_after_a_step():

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import types
+import weakref
 
 import torch
 
@@ -73,9 +74,12 @@ class _Active:
             self.phases.pop()
 
 
+_active = weakref.WeakKeyDictionary()  # by model: what one installation checkpointed, the next may run again
+
+
 def install(model):
     """Replaces the forward of every mixer of a transformers model, which stays as it is without a phase. Returns what undoes it."""
-    active, modules = _Active(), dict(model.named_modules())
+    active, modules = _active.setdefault(model, _Active()), dict(model.named_modules())
     undo = [module.register_forward_pre_hook(positions.tell_depths, with_kwargs=True).remove
             for module in modules.values() if positions.counts_rows(module)]
     above = set()
