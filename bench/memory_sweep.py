@@ -172,8 +172,7 @@ def command(case, folder, program, threads):
         words += ["--threads", threads]
     words += ["--prompts" if case.verb == "generate" else "--rollouts", rollouts]
     words += ["--out", folder / ("out.jsonl" if case.verb != "train" else "out")]
-    if case.verb == "train":
-        words += ["--overwrite"]
+    words += ["--overwrite"]
     if case.verb == "train" and "--epochs" not in case.options:
         words += ["--epochs", 2]
     return [str(word) for word in words] + [option.format(model=model) for option in case.options]

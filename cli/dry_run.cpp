@@ -80,6 +80,7 @@ void dry_generate(Context& context) {
 
 void dry_grpo(Context& context) {
   const Options& options = context.options;
+  require_new_run(options);
   if (options.resume.empty()) check_new_run(options, context.progress);
   context.text << (options.resume.empty() ? "a new run in " + options.out : "more of the run in " + options.resume)
                << "\n";

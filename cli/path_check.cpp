@@ -25,6 +25,7 @@ struct NamedPath {
 
   bool is_folder() const { return exists && S_ISDIR(status.st_mode); }
   bool is_file() const { return exists && S_ISREG(status.st_mode); }
+  bool is_output_file() const { return role == PathRole::output_file || role == PathRole::output_records; }
   bool is_output() const { return role != PathRole::input; }
   bool is_output_folder() const { return role == PathRole::output_folder || role == PathRole::output_run; }
 };
@@ -54,7 +55,7 @@ std::vector<NamedPath> named_paths(const Verb& verb, const Options& options, con
   for (const std::string& argument : arguments) {
     usage >> word;
     if (argument.empty()) continue;  // refused where it is opened
-    out.push_back(named_path(word, argument, word == "OUT" ? PathRole::output_file : PathRole::input));
+    out.push_back(named_path(word, argument, word == "OUT" ? PathRole::output_records : PathRole::input));
   }
   if (!config.empty()) out.push_back(named_path("--config", config, PathRole::input));
   return out;
@@ -95,7 +96,7 @@ bool holds_something(const NamedPath& folder) {
 
 void check_against_input(const NamedPath& output, const NamedPath& input, bool in_place) {
   if (in_place && same(output, input) && input.name != "--rollouts") return;  // replaced by its own continuation
-  const std::string kind = output.role == PathRole::output_file ? "another file than " : "another folder than ";
+  const std::string kind = output.is_output_file() ? "another file than " : "another folder than ";
   if (same(output, input)) refuse(output, kind + input.name, "no output may be an input: the original would be lost");
   const bool replaced =
       output.role == PathRole::output_folder || (output.role == PathRole::output_run && input.is_folder());
@@ -103,7 +104,7 @@ void check_against_input(const NamedPath& output, const NamedPath& input, bool i
     refuse(output, "a folder without " + input.name, "it would be replaced, and " + input.path + " with it");
   if (output.is_output_folder() && holds_something(output) && input.is_folder() && lies_in(output, input))
     refuse(output, "a folder outside " + input.name, "it is part of " + input.path + " and would be replaced");
-  if (output.role == PathRole::output_file && is_file_of(output, input))
+  if (output.is_output_file() && is_file_of(output, input))
     refuse(output, kind + "those in " + input.name, "it is part of " + input.path + " and would be replaced");
 }
 
@@ -113,12 +114,20 @@ void check_against_output(const NamedPath& output, const NamedPath& other) {
     refuse(output, "a place outside " + other.name, "that folder is replaced as a whole: name a place beside it");
 }
 
+// A file of records is the work of hours. An empty one, as mktemp makes it, holds nothing.
+void check_replaceable(const NamedPath& output, bool overwrite) {
+  if (output.role == PathRole::output_records && output.is_file() && output.status.st_size > 0 && !overwrite)
+    refuse(output, "a file that does not exist yet",
+           "it exists: say --overwrite to replace it, or choose another name");
+}
+
 void check_writable(const NamedPath& output) {
   const bool special = output.exists && !output.is_folder() && !output.is_file();  // a pipe, a device
   if (special && ::access(output.path.c_str(), W_OK) != 0) throw_output_error(output.path, "write this file", errno);
   if (special) return;
   switch (output.role) {
     case PathRole::output_file:
+    case PathRole::output_records:
       return check_output_file(output.path);
     case PathRole::output_folder:
       return check_output_directory(output.path);
@@ -143,8 +152,11 @@ void check_paths(const Verb& verb, const Options& options, const std::vector<std
       if (other.is_output() && &other != &output) check_against_output(output, other);
     }
   }
-  for (const NamedPath& output : paths)
-    if (output.is_output()) check_writable(output);
+  for (const NamedPath& output : paths) {
+    if (!output.is_output()) continue;
+    check_replaceable(output, options.overwrite);
+    check_writable(output);
+  }
 }
 
 bool has_output(const Verb& verb, const Options& options, const std::vector<std::string>& arguments) {

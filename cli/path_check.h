@@ -15,6 +15,7 @@ namespace espalier::cli {
 //   no input lies in a folder that is replaced, and no folder that is replaced lies in one that is read
 //   no file of a folder that is read is replaced
 //   no other output is the same, or lies in a folder that is replaced
+//   a file of records that exists is replaced only with --overwrite
 //   its folder exists and can be written
 //
 // A run continued in place may have the same folder as --resume and --out. Errors: OptionError; nothing was touched.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <new>
 
@@ -95,6 +96,7 @@ void resolve_options(Run& run, Progress& progress) {
   apply_settings(run.options, run.line.settings, notes);
   if (const std::string saved = run.ranks.restart_point(verb, run.options); !saved.empty()) {
     run.options.resume = saved;
+    run.options.overwrite = false;  // what this very run wrote is continued
     progress.note("started again by the launcher: continues from " + saved);
   }
   if (verb.letter == 't' && !run.options.resume.empty()) {
@@ -199,11 +201,35 @@ int run_verb(Run& run, const std::vector<std::string>& words) {
   return code;
 }
 
+// A caller that shows the error of the --json object itself, as the Python package does.
+bool told_as_object() {
+  const char* const errors = std::getenv("ESPALIER_ERRORS");
+  return errors != nullptr && std::string_view(errors) == "object";
+}
+
+std::string continue_with(const Run& run, const std::string& saved) {
+  return "continue with: " + continuing_command(run.line.verb->letter, run.line.settings, run.line.config, saved);
+}
+
+// How a run goes on that lost a rank; "" where it has saved nothing.
+std::string command_after_failure(const Run& run) {
+  if (!run.line.verb) return "";
+  try {
+    const std::string saved = run.ranks.saved_point(*run.line.verb, run.options);
+    return saved.empty() ? "" : continue_with(run, saved);
+  } catch (const Error&) {  // the first error is the one to tell
+    return "";
+  }
+}
+
 // Two or three lines for a person on stderr; with --json the object for a program on stdout, too.
 int report(Run& run, bool as_json, const char* kind, int code, ErrorText text) {
   if (!run.ranks.shows_error()) return code;
-  if (code == CommunicationError::kExitCode)
+  if (code == CommunicationError::kExitCode) {
     if (const std::string silent = run.ranks.silent_ranks(); !silent.empty()) text.got += "; no word from " + silent;
+    if (const std::string command = command_after_failure(run); !command.empty())
+      text.remedy += (text.remedy.empty() ? "" : "; ") + command;
+  }
   if (as_json) {
     Json json = common_fields(run);
     json.update(run.partial);
@@ -217,16 +243,14 @@ int report(Run& run, bool as_json, const char* kind, int code, ErrorText text) {
   out += "  " + (text.expected.empty() ? text.got : "expected " + text.expected + ", got " + text.got) + '\n';
   if (!text.remedy.empty()) out += "  " + text.remedy + '\n';
   std::cout.flush();
-  std::cerr << out;
+  if (!as_json || !told_as_object()) std::cerr << out;
   return code;
 }
 
 ErrorText told_of(const Run& run, const Interrupted& interrupted) {
   ErrorText text{"", "", "stopped by a signal", ""};
   if (!interrupted.done.empty()) text.got += ' ' + interrupted.done;
-  if (!interrupted.saved.empty())
-    text.remedy = "continue with: " +
-                  continuing_command(run.line.verb->letter, run.line.settings, run.line.config, interrupted.saved);
+  if (!interrupted.saved.empty()) text.remedy = continue_with(run, interrupted.saved);
   return text;
 }
 

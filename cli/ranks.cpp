@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
@@ -64,10 +65,18 @@ void RunRanks::meet(double timeout) {
 }
 
 std::string RunRanks::restart_point(const Verb& verb, const Options& options) const {
-  if (launch_.restarts == 0 || launch_.run.empty() || verb.letter != 't' || options.out.empty()) return "";
-  if (!std::filesystem::exists(std::filesystem::path(options.out) / "espalier" / "state.json")) return "";
-  const Json extra = Json::parse(read_run_state(options.out).extra);
-  return extra.value("run", "") == launch_.run ? options.out : "";
+  return launch_.restarts > 0 && !launch_.run.empty() ? saved_point(verb, options) : "";
+}
+
+std::string RunRanks::saved_point(const Verb& verb, const Options& options) const {
+  const bool loop = verb.letter == 'l';
+  const std::string& out = loop && options.out.empty() ? options.resume : options.out;
+  if (out.empty() || (!loop && verb.letter != 't')) return "";
+  if (launch_.run.empty() && options.overwrite) return "";  // it may be what another run left
+  const std::filesystem::path state = std::filesystem::path(out) / (loop ? "run.json" : "espalier/state.json");
+  if (!std::filesystem::exists(state)) return "";
+  const Json told = loop ? read_json_object(state) : Json::parse(read_run_state(out).extra);
+  return told.value(loop ? "launch" : "run", "") == launch_.run ? out : "";
 }
 
 void RunRanks::check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const {

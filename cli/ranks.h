@@ -27,6 +27,10 @@ class RunRanks {
   // What a run that the launcher started again continues from: --out, where this very run has saved; else "".
   std::string restart_point(const Verb& verb, const Options& options) const;
 
+  // Where this very run of train or grpo has saved what --resume continues; "": nowhere. Errors: those of a damaged
+  // file.
+  std::string saved_point(const Verb& verb, const Options& options) const;
+
   // Errors: OptionError where the degrees are not those of the processes, with the command that starts as many;
   // UnsupportedError for layouts that the verb does not run under.
   void check(const Verb& verb, const Options& options, const std::vector<std::string>& words) const;

@@ -1,4 +1,4 @@
-// The one JSON type by name alone, for headers: base/json.h takes four seconds to compile.
+// The one JSON type by name alone, for headers: base/json.h takes seconds to compile.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>

@@ -33,7 +33,7 @@ ModelShape shape_of(const Options& options) {
   return shape;
 }
 
-RunStart continue_run(const std::filesystem::path& root, const Options& given, Progress& progress) {
+RunStart continue_run(const std::filesystem::path& root, const Options& given, Progress& progress, const Mesh& mesh) {
   RunStart out;
   out.folder = std::make_unique<RunFolder>(root);
   Json run = out.folder->description();
@@ -50,7 +50,9 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   const std::filesystem::path source = step ? out.folder->checkpoint(*step) : std::filesystem::path(out.options.model);
   const ModelShape shape = step ? read_model_shape(source) : shape_of(out.options);
   out.questions = make_questions(out.options, source, shape, progress);
-  if (run["options"] != recorded) out.folder->write_description(run);
+  const bool launched_anew = run.value("launch", "") != mesh.run;
+  run["launch"] = mesh.run;
+  if (launched_anew || run["options"] != recorded) out.folder->write_description(run);
   return out;
 }
 
@@ -81,6 +83,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
   run["espalier"] = ESPALIER_VERSION;
   run["verb"] = "grpo";
   run["started"] = utc_now();
+  run["launch"] = mesh.run;
   run["machine"] = {{"name", out.machine.name}, {"threads", out.options.threads}, {"profile", to_json(out.machine)}};
   run["model"] = shape_json(checked.shape);
   run["options"] = options_to_json(out.options, 'l');
@@ -107,15 +110,23 @@ CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh&
   return out;
 }
 
+void require_new_run(const Options& options) {
+  if (!options.resume.empty() || options.overwrite || !RunFolder::is_run(options.out)) return;
+  // Without a checkpoint nothing has been done that could be lost.
+  if (RunFolder(options.out).has_progress())
+    throw OptionError(
+        {"--out", "a folder without a run", options.out + ", which holds one",
+         "say --resume " + options.out + " to continue it, --overwrite to replace it, or choose another name"});
+}
+
 namespace {
 
 RunStart start_on_disk(const Options& given, Progress& progress, const Mesh& mesh) {
   const std::filesystem::path root = root_of(given);
   if (given.overwrite && !given.resume.empty())
     throw OptionError({"--overwrite", "a new run", "one that --resume continues", "leave one of the two out"});
-  // Without a checkpoint nothing has been done that other options could contradict.
-  if (RunFolder::is_run(root) && !given.overwrite && (!given.resume.empty() || RunFolder(root).has_progress()))
-    return continue_run(root, given, progress);
+  require_new_run(given);
+  if (!given.resume.empty()) return continue_run(root, given, progress, mesh);
   return new_run(root, given, progress, mesh);
 }
 

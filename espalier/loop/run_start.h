@@ -34,6 +34,10 @@ struct CheckedRun {
 };
 CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
+// Errors: OptionError where --out holds a run with a checkpoint, and neither --resume nor --overwrite says what becomes
+// of it.
+void require_new_run(const Options& options);
+
 // Opens --resume, or --out; writes run.json where it is new or its options have changed.
 // Rank 0 does, the others are told what it found. Errors: OptionError, InputError, UnsupportedError; nothing has been
 // written then.

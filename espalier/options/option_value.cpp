@@ -69,12 +69,13 @@ void check_choice(const OptionRow& row, const std::string& value, const std::str
   throw OptionError({where, description_of(row), quoted(value), remedy});
 }
 
-// "8" would be eight bytes, which nobody means.
+// "8" would be eight bytes, which nobody means; from a million on bytes are meant.
 void check_size(const OptionRow& row, const std::string& value, const std::string& where) {
   const bool bare = value.find_first_not_of("0123456789. ") == value.npos;
-  if (!bare && parse_bytes(value, where) > 0) return;
-  throw OptionError(
-      {where, description_of(row), quoted(value), bare ? "give a unit: " + value + "GiB, " + value + "MiB" : ""});
+  const std::int64_t bytes = parse_bytes(value, where);
+  if (!bare && bytes > 0) return;
+  const std::string units = bytes < 1'000'000 ? value + "GiB, " + value + "MiB" : value + "B is " + format_bytes(bytes);
+  throw OptionError({where, description_of(row), quoted(value), bare ? "give a unit: " + units : ""});
 }
 
 }  // namespace

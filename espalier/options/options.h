@@ -58,9 +58,9 @@ struct OptionRow {
   bool is_path() const;                    // of something that is read or written, by the `unit` column
 };
 
-// What a verb does with the path that an option names. `run`: a folder that grows and is continued in place; `folder`:
-// one that is replaced as a whole.
-enum class PathRole { none, input, output_file, output_folder, output_run };
+// What a verb does with the path that an option names. `records`: a file that is replaced only with --overwrite;
+// `folder`: one that is replaced as a whole; `run`: a folder that grows and is continued in place.
+enum class PathRole { none, input, output_file, output_records, output_folder, output_run };
 PathRole path_role(const OptionRow& row, char verb);
 
 const std::vector<OptionRow>& option_rows();

@@ -211,6 +211,7 @@ def score(
     model: _Path | None = ...,
     rollouts: _Path | Sequence[_Path] | _Records | None = ...,
     out: _Path | None = ...,
+    overwrite: bool | None = ...,
     as_: Literal["logprobs", "old_logprobs", "ref_logprobs"] | None = ...,
     entropies: bool | None = ...,
     values: bool | None = ...,
@@ -235,7 +236,6 @@ def score(
     config: _Path | None = ...,
     quiet: bool = ...,
     dry_run: bool = ...,
-    overwrite: bool = ...,
 ) -> dict[str, Any]: ...
 
 def verify(
@@ -548,6 +548,7 @@ def generate(
     seed: int | None = ...,
     model: _Path | None = ...,
     out: _Path | None = ...,
+    overwrite: bool | None = ...,
     token_budget: int | None = ...,
     memory_budget: str | int | None = ...,
     tp: int | None = ...,
@@ -570,7 +571,6 @@ def generate(
     config: _Path | None = ...,
     quiet: bool = ...,
     dry_run: bool = ...,
-    overwrite: bool = ...,
 ) -> dict[str, Any]: ...
 
 def grpo(

@@ -27,6 +27,7 @@ def read(path):
 
 def run(espalier, model, prompts, folder, *options):
     path, out = write_records(prompts, folder / "prompts.jsonl"), folder / "out.jsonl"
+    out.unlink(missing_ok=True)
     summary = espalier("generate", "--model", model, "--prompts", path, "--out", out, "--json", *options).json
     return read(out), summary
 

@@ -108,10 +108,10 @@ def test_killed_at_any_moment_it_ends_in_the_same_bits(finished, program, tmp_pa
     moments, kills = random.Random(seed), 0
     for attempt in range(3):
         run = tmp_path / f"run{attempt}"
-        command = [str(program), "grpo", "--out", str(run), "--quiet", *map(str, TINY)]
         began = time.monotonic()
         for moment in [None if attempt == 0 else moments.uniform(0.1, 1.0) for _ in range(6)] + [None]:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            place = "--resume" if (run / "run.json").is_file() else "--out"
+            process = subprocess.Popen([str(program), "grpo", place, str(run), "--quiet", *map(str, TINY)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             try:
                 _, errors = process.communicate(timeout=moment and moment * longest)
                 assert process.returncode == 0, f"seed {seed}, after {kills} kills: {errors}"
@@ -327,9 +327,11 @@ def test_interrupted_it_says_how_to_continue_and_ends_in_the_same_bits(program, 
 
 def test_a_run_that_exists_starts_anew_only_when_told(finished, espalier, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
+    for words in (TINY, ["--steps", 24], [*TINY, "--seed", 5], [*TINY, "--dry-run"]):
+        told = espalier("grpo", "--out", tmp_path / "run", *words, expect=2).stderr
+        assert "--resume" in told and "--overwrite" in told
+        assert_same_run(tmp_path / "run", finished[0])
     words = ["grpo", "--out", tmp_path / "run", *TINY, "--seed", 5]
-    assert "--seed" in espalier(*words, expect=2).stderr
-    assert_same_run(tmp_path / "run", finished[0])
     espalier(*words, "--overwrite")
     assert json.loads((tmp_path / "run/run.json").read_text())["options"]["seed"] == 5
     espalier("grpo", "--resume", tmp_path / "run")

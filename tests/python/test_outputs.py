@@ -128,9 +128,36 @@ def test_a_continued_model_may_be_replaced_in_place(espalier, model_of, groups, 
     assert json.loads((tmp_path / "out/espalier/state.json").read_text())["step"] == 3
 
 
-def test_files_that_are_no_inputs_are_replaced_as_before(espalier, model_of, rollouts, tmp_path):
+RECORDS = {"score": ["score", "--model", "model", "--rollouts", "rollouts.jsonl", "--out"],
+           "generate": ["generate", "--model", "model", "--prompts", "prompts.jsonl", "--n", "2", "--max-response-length", "2", "--out"],
+           "convert": ["convert", "rollouts.jsonl"]}
+
+
+@pytest.mark.parametrize("how", ["itself", "symbolic"])
+@pytest.mark.parametrize("verb", RECORDS)
+def test_records_that_exist_are_replaced_only_when_told(verb, how, espalier, stock):
+    espalier(*RECORDS[verb], "made.jsonl", cwd=stock)
+    written = (stock / "made.jsonl").read_bytes()
+    (stock / "made.jsonl").write_text("the work of hours\n")
+    out = linked(stock / "made.jsonl", how)
+    before = content(stock)
+    outcome = espalier(*RECORDS[verb], out, cwd=stock, expect=2)
+    assert "--overwrite" in outcome.stderr and content(stock) == before
+    assert "tokens" not in outcome.stderr + outcome.stdout, "refused before anything is read"
+    espalier(*RECORDS[verb], out, "--overwrite", cwd=stock)
+    assert (stock / "made.jsonl").read_bytes() == written
+
+
+def test_an_empty_file_holds_no_records(espalier, stock):
+    (stock / "made.jsonl").touch()
+    espalier(*RECORDS["convert"], "made.jsonl", cwd=stock)
+    assert (stock / "made.jsonl").stat().st_size > 0
+
+
+def test_outputs_beside_a_model_are_replaced_unasked(espalier, stock):
     for _ in range(2):
-        espalier("score", "--model", model_of(MODEL), "--rollouts", rollouts, "--out", tmp_path / "scored.jsonl")
+        espalier("train", "--model", "model", "--rollouts", "rollouts.jsonl", "--gradients", "g", "--logprobs", "l", "--rollout-metrics", "m",
+                 cwd=stock)
 
 
 def test_the_second_run_into_a_folder_is_refused(program, espalier, model_of, rollouts, tmp_path):

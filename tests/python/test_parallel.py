@@ -332,6 +332,25 @@ def test_a_silent_rank_is_given_up(more, program, training, tmp_path):
     assert "no word from rank 2" in "".join(run.stderr)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_after_a_rank_was_killed_the_command_that_continues_is_told(overwrite, program, espalier, training, tmp_path):
+    words = [*training, "--epochs", 100_000, "--dp", 2, "--comm-timeout", 2]
+    if overwrite:  # a model that another run left is nothing to continue from
+        espalier(*training)
+        words += ["--overwrite"]
+    else:
+        words += ["--save-freq", 1]
+    run = Ranks(program, 2, words)
+    if overwrite:
+        assert run.processes[0].stdout.readline().startswith("step 1 ")
+    else:
+        wait_for(lambda: (tmp_path / "out/espalier/state.json").is_file())
+    run.processes[1].kill()
+    assert run.end()[0] == 7
+    said = "".join(run.stderr)
+    assert ("continue with: espalier train --resume" in said) == (not overwrite), said
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_dies_before_they_meet_is_given_up(missing, program, training):
     run = Ranks(program, 2, [*training, "--dp", 2, "--comm-timeout", 3])

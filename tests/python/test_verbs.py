@@ -216,7 +216,7 @@ def test_a_reward_may_be_a_function_of_this_process(reward, tmp_path):
         assert {record["reward_extra_info"]["truth"] for record in records} == {"0", "1"}
 
 
-def test_an_exception_of_a_reward_function_is_the_cause_of_the_error(tmp_path):
+def test_an_exception_of_a_reward_function_is_the_cause_of_the_error(tmp_path, capfd):
     model = text_model.make_text_model(tmp_path / "model", text_model.byte_level_tokenizer(["a b c"] * 3, 300))
 
     def broken(data_source, solution_str, ground_truth, extra_info):
@@ -225,6 +225,7 @@ def test_an_exception_of_a_reward_function_is_the_cause_of_the_error(tmp_path):
     with pytest.raises(espalier.Error, match="nothing here") as caught:
         espalier.generate(model=model, prompts=PROMPTS, reward=broken, n=1, max_response_length=2, out=tmp_path / "out.jsonl", quiet=True)
     assert isinstance(caught.value.__cause__, KeyError) and caught.value.exit_code == 3
+    assert "nothing here" not in capfd.readouterr().err, "an error is told once: as the exception"
 
 
 def test_grpo_continues_with_the_lists_it_was_given(tmp_path):

@@ -137,7 +137,8 @@ TEST(Convert, ABadInputLeavesTheOutputAsItWas) {
   folder.put("bad.jsonl", std::string(kRollouts) + "{\"prompt_ids\":[1],\"respo");
   EXPECT_EQ(run(folder.path(), {"convert", "bad.jsonl", "new.jsonl"}).code, 3);
   folder.put("old.jsonl", "precious");
-  EXPECT_EQ(run(folder.path(), {"convert", "bad.jsonl", "old.jsonl"}).code, 3);
+  EXPECT_EQ(run(folder.path(), {"convert", "bad.jsonl", "old.jsonl"}).code, 2);
+  EXPECT_EQ(run(folder.path(), {"convert", "--overwrite", "bad.jsonl", "old.jsonl"}).code, 3);
   EXPECT_EQ(folder.read("old.jsonl"), "precious");
   EXPECT_EQ(folder.names(), (std::vector<std::string>{"bad.jsonl", "old.jsonl"}));
 }
