@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "espalier/base/error.h"
+#include "espalier/base/json.h"
 #include "espalier/rollout/byte_stream.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
@@ -48,10 +49,20 @@ void check_type(JsonValue& value, JsonType wanted, const char* name, const Recor
     throw place.wrong(field, name, std::string(read_raw(value, place, field).substr(0, 80)));
 }
 
+// A lone surrogate passes as JSON, but no tokenizer and no reward function could be handed it.
+std::string_view read_whole_text(JsonValue& value, const RecordPlace& place, std::string_view key) {
+  const std::string_view raw = read_raw(value, place, key);
+  if (raw.find("\\u") != raw.npos && !Json::accept(raw))
+    throw place.wrong(key, "text that UTF-8 can hold",
+                      "a lone surrogate (an escape of \\ud800 to \\udfff without its other half)",
+                      "Correct the escape, or write the character itself");
+  return raw;
+}
+
 // The raw JSON of `prompt`: a string or a list.
 std::string read_prompt_text(JsonValue value, const RecordPlace& place) {
   const JsonType type = type_of(value, place, "prompt");
-  const std::string raw(read_raw(value, place, "prompt"));
+  const std::string raw(read_whole_text(value, place, "prompt"));
   const bool list = type == JsonType::array;
   if (!list && type != JsonType::string)
     throw place.wrong("prompt", "a text, or a list of chat messages with role and content", raw.substr(0, 80));
@@ -64,7 +75,7 @@ std::string read_prompt_text(JsonValue value, const RecordPlace& place) {
 void read_carried(JsonValue value, const RecordPlace& place, std::string_view key, Prompt& prompt) {
   if (key == "data_source") check_type(value, JsonType::string, "a text", place, key);
   if (key == "extra_info" || key == "reward_model") check_type(value, JsonType::object, "an object", place, key);
-  add_carried(prompt.carried, key, read_raw(value, place, key));
+  add_carried(prompt.carried, key, read_whole_text(value, place, key));
 }
 
 void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& place) {
@@ -72,8 +83,10 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
   std::string text;
   for_each_member(lines.reader.parser, line, place, [&](std::string_view key, JsonValue value) {
     if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
-      throw place.wrong(key, "a prompt: prompt or prompt_ids, and what is carried", "a field of a response",
-                        "Keep the prompts of a file of rollouts, one line for each");
+      throw place.wrong(
+          key, "a prompt: prompt or prompt_ids, and what is carried", "a field of a response",
+          "A record with a response is a rollout: give it as --rollouts to train, score or verify, or keep only "
+          "its prompt to sample it again");
     const bool meant = std::ranges::find(kCarriedFields, key) != std::end(kCarriedFields);
     if (key != "id" && key != "meta" && is_null(value)) return;  // a field left open
     if (key == "prompt_ids") {

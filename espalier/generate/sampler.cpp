@@ -151,7 +151,8 @@ class Generation {
   std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
   std::size_t next_prompt_ = 0;
   std::int64_t live_ = 0;
-  std::int64_t done_ = 0;  // of the progress: rows of prompts and tokens of responses, each at its longest
+  std::int64_t prompt_rows_ = 0;  // of all prompts, each once
+  std::int64_t done_ = 0;         // of the progress: rows of prompts and tokens of responses, each at its longest
   GenerateReport report_;
 };
 
@@ -282,10 +283,12 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
 
 Generated Generation::run() {
   const at::AutoDispatchBelowADInplaceOrView unrecorded;  // as the passes of a step
-  std::int64_t total = 0;
-  for (const auto& state : prompts_)
-    total += state->prompt_rows() + state->longest * static_cast<std::int64_t>(state->responses.size());
-  progress_.begin("generating", total, "tokens");
+  std::int64_t responses = 0;
+  for (const auto& state : prompts_) {
+    prompt_rows_ += state->prompt_rows();
+    responses += state->longest * static_cast<std::int64_t>(state->responses.size());
+  }
+  progress_.begin("generating", prompt_rows_ + responses, "tokens");
   const Timer timer;
   while (next_prompt_ < prompts_.size() || live_ > 0) {
     admit();
@@ -380,6 +383,8 @@ void Generation::compute_prompt_rows(AppendedRows& rows, std::vector<PromptState
     decoder_.device().operations().convert(normed_OM.select(0, static_cast<std::int64_t>(i)),
                                            ends[i]->group->last_hidden_M());
   report_.prompt_rows_physical += count;
+  progress_.part(text_of("prompts: ", format_count(report_.prompt_rows_physical), " of ", format_count(prompt_rows_),
+                         " tokens computed"));
   progress_.advance_to(done_ += count);
   rows = {};
   ends.clear();

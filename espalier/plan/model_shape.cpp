@@ -24,6 +24,10 @@ struct Family {
   std::int64_t head_dim;  // 0: hidden / heads
   std::int64_t max_positions;
 };
+// What the program refuses may be a model that its own transformers code runs.
+constexpr const char* kServedInPython =
+    "espalier.hf and espalier.trl share prompts around transformers' own code, for most causal models; "
+    "espalier.hf.check(model) says whether for this one (docs/python.md)";
 constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
 constexpr Family kFamilies[] = {
@@ -52,7 +56,7 @@ class Members {
                       object_.contains(name) ? shown(object_.at(name)) : std::string("nothing"), ""});
   }
   [[noreturn]] void refuse(const std::string& got, const std::string& supported) const {
-    throw UnsupportedError({where_, supported, got, ""});
+    throw UnsupportedError({where_, supported, got, kServedInPython});
   }
 
   std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
@@ -115,8 +119,10 @@ Architecture architecture_of(const Members& config, bool critic) {
     if (critic && architecture == name + kClassifier) return {family, true};
     supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
   }
-  config.refuse(text_of("'", architecture.empty() ? model_type : architecture, "'"),
-                "one of the architectures " + supported);
+  const std::string name = architecture.empty() ? model_type : architecture;
+  const bool served = !critic && (architecture.empty() || name.ends_with(kLanguageModel));
+  throw UnsupportedError(
+      {config.where(), "one of the architectures " + supported, "'" + name + "'", served ? kServedInPython : ""});
 }
 
 void refuse_dropout(const Members& config) {
@@ -297,13 +303,29 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   return shape;
 }
 
+// "Qwen/Qwen3-0.6B": two words of a name and a slash between them.
+bool is_name_on_hub(const std::string& text) {
+  const auto plain = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+  };
+  const std::size_t slash = text.find('/');
+  return slash != text.npos && slash > 0 && slash + 1 < text.size() && text[0] != '.' &&
+         std::all_of(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(slash), plain) &&
+         std::all_of(text.begin() + static_cast<std::ptrdiff_t>(slash) + 1, text.end(), plain);
+}
+
 Json read_config(const std::filesystem::path& path) {
   std::error_code ignored;
   const std::string where = path.string();
   std::ifstream in(path, std::ios::binary);
-  if (!in || std::filesystem::is_directory(path, ignored))
-    throw InputError(
-        {where, "a Hugging Face config.json", "no readable file", "Give a model directory or its config.json"});
+  if (!in || std::filesystem::is_directory(path, ignored)) {
+    const bool named = is_name_on_hub(where) && !std::filesystem::exists(path, ignored);
+    throw InputError({where, named ? "a model directory on this machine" : "a Hugging Face config.json",
+                      named ? "no such directory" : "no readable file",
+                      named ? "If it is a model on the Hugging Face Hub, download it: hf download " + where +
+                                  " --local-dir " + path.filename().string() + ", and give that directory"
+                            : "Give a model directory or its config.json"});
+  }
   std::ostringstream text;
   text << in.rdbuf();
   try {

@@ -33,7 +33,7 @@ constexpr std::pair<std::string_view, Series> kSeries[] = {
 };
 
 struct Seen {
-  bool prompt = false, response = false, mask = false;
+  bool prompt = false, text = false, response = false, mask = false;  // text: of the prompt
   std::vector<std::string_view> series;
   std::optional<double> scalar_advantage;
   bool token_advantages = false;
@@ -45,9 +45,12 @@ void check_length(std::size_t have, const Rollout& rollout, const RecordPlace& p
 }
 
 void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) {
-  if (!seen.prompt) throw place.wrong("prompt_ids", "this field in every record", "none");
+  const bool asks = (seen.prompt || seen.text) && !seen.response;
+  const char* const remedy =
+      asks ? "A record without a response is a prompt: espalier generate --prompts FILE makes rollouts of it" : "";
+  if (!seen.prompt) throw place.wrong("prompt_ids", "this field in every record", "none", remedy);
   if (rollout.prompt_ids.empty()) throw place.wrong("prompt_ids", "at least one token", "an empty list");
-  if (!seen.response) throw place.wrong("response_ids", "this field in every record (it may be empty)", "none");
+  if (!seen.response) throw place.wrong("response_ids", "this field in every record (it may be empty)", "none", remedy);
   constexpr std::size_t kLongest = (std::size_t{1} << 31) - 1;  // depths are 32-bit
   if (rollout.prompt_ids.size() + rollout.response_ids.size() > kLongest)
     throw place.wrong("response_ids", "fewer than 2^31 tokens in all", "more");
@@ -87,6 +90,7 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       seen.response = true;
       return;
     }
+    seen.text = seen.text || key == "prompt" || key == "messages";
     if (std::ranges::find(kCarried, key) != std::end(kCarried))
       return add_carried(rollout.carried, key, read_raw(value, place, key));
     const auto* const series =

@@ -1,5 +1,7 @@
 #include "espalier/rollout/record_source.h"
 
+#include <simdjson.h>
+
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -21,6 +23,8 @@ constexpr const char* kTable =
     "are "
     "known";
 constexpr const char* kLines = "JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst)";
+constexpr const char* kWhole =
+    "Was it copied or unpacked completely? Dumps of torch, pickle or Parquet are told by their first bytes";
 constexpr const char* kByPath = "Save it as a file and give its path: it is read by the Python package";
 constexpr const char* kNeverRead =
     "Write neutral JSON Lines from it (docs/rollout_format.md); tables of completions hold text and no token ids";
@@ -45,6 +49,13 @@ const char* python_type_of(std::string_view start) {
 const char* refused_type_of(const std::string& path) {
   if (ends_with_any(path, {".npy", ".npz", ".arrow", ".msgpack"})) return "a binary file";
   return nullptr;
+}
+
+// "binary data", from the first line: bytes that no text has; null: perhaps text.
+const char* data_type_of(std::string_view line) {
+  const bool control = std::ranges::any_of(
+      line, [](char c) { return (static_cast<unsigned char>(c) < 0x20 && c != '\t' && c != '\r') || c == '\x7f'; });
+  return control || !simdjson::validate_utf8(line) ? "binary data (bytes that are not UTF-8 text)" : nullptr;
 }
 
 // "a CSV table", from the first line of a text; null: perhaps records.
@@ -145,6 +156,8 @@ std::vector<RecordSource> record_sources(const std::vector<std::string>& paths) 
 
 void refuse_binary(const std::string& name, std::string_view first_line) {
   if (const char* const type = python_type_of(first_line)) throw UnsupportedError({name, kLines, type, kByPath});
+  if (const char* const type = first_line.find('{') == 0 ? nullptr : data_type_of(first_line))
+    throw UnsupportedError({name, kLines, type, kWhole});
   if (const char* const type = table_type_of(lower_case(name), first_line))
     throw UnsupportedError({name, kLines, type, kTable});
   const std::size_t begin = std::min(first_line.find_first_not_of(" \t\r"), first_line.size());

@@ -80,6 +80,10 @@ void RewardFunction::fail(const Json& error, std::size_t place) const {
       error.contains("line") && error["line"].is_number() ? text_of(file_, ":", error["line"].get<int>()) : file_;
   if (kind == "missing")
     throw InputError({file_, std::string("a function ") + kSignature, message, "name it compute_score"});
+  if (error.contains("package"))
+    throw InputError({where, "packages that the reward function imports", message,
+                      python_interpreter() + " -m pip install " + error["package"].get<std::string>() +
+                          ", or set ESPALIER_PYTHON to a Python that has it"});
   if (kind == "syntax") throw InputError({where, "Python that can be read", message, ""});
   if (kind == "import")
     throw InputError({where, "a file that Python can import", message, "it is run by " + python_interpreter()});

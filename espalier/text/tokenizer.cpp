@@ -53,6 +53,8 @@ void Tokenizer::fail(const Json& error) const {
   if (kind == "no_template")
     throw InputError({where, "a text, for the model has no chat template", "a list of messages",
                       "give prompts as texts, or a chat_template in " + directory_ + "/tokenizer_config.json"});
+  if (kind == "surrogate")
+    throw InputError({where, "text that UTF-8 can hold", message, "Correct the escape, or write the character itself"});
   if (kind == "message") throw InputError({where, "messages, each with role and content", message, ""});
   throw InputError({where, "messages that the chat template accepts", message, ""});
 }

@@ -35,6 +35,11 @@ def _text_of(token):
     return token["content"] if isinstance(token, dict) else str(token)
 
 
+def _check_whole(text, place):
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ServiceError("surrogate", "a lone surrogate (an escape of \\ud800 to \\udfff without its other half)", place=place)
+
+
 class ModelTokenizer:
     def __init__(self, directory):
         directory = Path(directory)
@@ -131,6 +136,8 @@ class ModelTokenizer:
         """Of each prompt its text and ids. A text gets the special tokens that the tokenizer puts around texts; messages are
         rendered by the chat template up to where the assistant answers, and special tokens are the template's alone."""
         texts = [prompt if isinstance(prompt, str) else self._rendered(prompt, place) for place, prompt in enumerate(prompts)]
+        for place, text in enumerate(texts):
+            _check_whole(text, place)
         out = [None] * len(texts)
         for is_text in (True, False):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_text]
@@ -138,6 +145,11 @@ class ModelTokenizer:
             for place, encoding in zip(places, found):
                 out[place] = {"text": texts[place], "ids": encoding.ids}
         return out
+
+    def ids_as_written(self, text):
+        """No special tokens are put around the text; those that it shows are read as such."""
+        _check_whole(text, 0)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _rendered(self, messages, place):
         if self._template is None:

@@ -119,6 +119,30 @@ TEST(Sampler, LowerPrecisionIsWithinTwiceTheErrorOfDense) {
   }
 }
 
+// What a run shows of itself: `parts` in the order in which they were told.
+class Shown final : public Progress {
+ public:
+  void begin(std::string_view, std::int64_t, std::string_view) override {}
+  void advance_to(std::int64_t) override {}
+  void end() override {}
+  void note(std::string_view) override {}
+  void part(std::string_view text) override { parts.emplace_back(text); }
+  std::vector<std::string> parts;
+};
+
+TEST(Sampler, ProgressSaysHowFarThePromptsAre) {
+  const auto model = tiny_model("qwen3", DType::float32, kSeed);
+  SamplingSettings settings = greedy(2, 3);
+  settings.token_budget = 50;
+  Arena arena(std::int64_t{1} << 30);
+  Shown shown;
+  const std::vector<Prompt> prompts = make_prompts({70, 30}, kVocabulary, kSeed);
+  model->decoder.reserve_positions(positions_needed(model->shape, prompts, settings));
+  generate(model->decoder, prompts, settings, arena, shown);
+  EXPECT_EQ(shown.parts,
+            (std::vector<std::string>{"prompts: 50 of 100 tokens computed", "prompts: 100 of 100 tokens computed"}));
+}
+
 TEST(Sampler, TopKOfOneIsGreedy) {
   const auto model = tiny_model("qwen3", DType::float64, kSeed);
   SamplingSettings one = drawn(2, 40);

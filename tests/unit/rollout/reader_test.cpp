@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <random>
 
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/recorded_experts.h"
@@ -319,6 +320,22 @@ TEST(Reader, NamesTablesAndArrays) {
   refuse("[{\"prompt_ids\": [1], \"response_ids\": [2]}]\n", "f", "a JSON array of records");
   refuse("\u250f\u2501\u2501 Step 10 \u2501\u2501\u2513\n", "f", "TRL prints its completions so");
   refuse("\u256d\u2500\u2500 Step 10 \u2500\u2500\u256e\n", "f", "a printed table");
+}
+
+TEST(Reader, RandomBytesAreBinaryDataAndNoTable) {
+  std::mt19937 draw(20261123);
+  for (int round = 0; round < 200; ++round) {
+    std::string bytes(200, '\0');
+    for (char& byte : bytes) byte = static_cast<char>(draw());
+    bytes[0] = '\x01';  // no other format begins so
+    expect_error<UnsupportedError>([&] { parse_rollouts(bytes, "f.jsonl"); }, "f.jsonl", "binary data");
+  }
+}
+
+TEST(Reader, ARecordWithoutAResponseIsCalledAPrompt) {
+  for (const char* text : {R"({"prompt_ids":[1,2]})", R"({"prompt":"What is 2 + 3?","ground_truth":"5"})",
+                           R"({"prompt":[{"role":"user","content":"Hi"}]})"})
+    expect_error<InputError>([&] { parse_rollouts(text, "f"); }, "f:1", "generate --prompts");
 }
 
 TEST(Reader, KnowsWhatScoreWrites) {
