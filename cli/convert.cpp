@@ -22,13 +22,22 @@ void check_name(const std::string& path) {
     throw OptionError({"OUT", "a name that ends in .jsonl, .jsonl.gz or .jsonl.zst", '"' + path + '"', ""});
 }
 
+// The model whose tokenizer makes ids of a dump of text; "" without --retokenize.
+std::string retokenizing_model(const Options& options) {
+  if (options.retokenize == options.model.empty())
+    throw OptionError({options.retokenize ? "--retokenize" : "--model", "--retokenize and --model together",
+                       options.retokenize ? "no --model" : "--model without --retokenize",
+                       "the model's tokenizer makes ids of a dump of text; other dumps need neither"});
+  return options.model;
+}
+
 }  // namespace
 
 int run_convert(Context& context) {
   const std::string& in = context.arguments[0];
   const std::string& out = context.arguments[1];
   check_name(out);
-  const RolloutFile file = read_for(context, {in});
+  const RolloutFile file = read_for(context, {in}, 0, retokenizing_model(context.options));
   RolloutWriter writer(out);
   context.progress.begin("writing", static_cast<std::int64_t>(file.rollouts.size()), "rollouts");
   std::int64_t written = 0, tokens = 0;

@@ -2,10 +2,12 @@
 
 namespace espalier::cli {
 
-RolloutFile read_for(Context& context, const std::vector<std::string>& paths, std::int64_t vocabulary) {
+RolloutFile read_for(Context& context, const std::vector<std::string>& paths, std::int64_t vocabulary,
+                     const std::string& retokenizing_model) {
   bool begun = false;
   ReadOptions options;
   options.vocabulary = vocabulary;
+  options.retokenizing_model = retokenizing_model;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) context.progress.begin("reading", total, "bytes");
     begun = true;

@@ -46,9 +46,13 @@ class FileSetReader {
 
   // Appends the records of a file or folder that Python reads.
   void read_by_python(const std::string& path) {
-    PythonRecords stream(path, [&] {
+    const std::string& model = options_.retokenizing_model;
+    std::vector<std::string> reader = {"espalier.records", "--"};
+    if (!model.empty()) reader = {"espalier.texts", "retokenize", model};
+    const auto waiting = [&] {
       if (options_.progress) options_.progress(out_.bytes, 0);
-    });
+    };
+    PythonRecords stream(path, waiting, reader);
     read_lines(stream, path, 0, true);
     note_format(stream.format());
     out_.notes.insert(out_.notes.end(), stream.notes().begin(), stream.notes().end());
@@ -109,10 +113,11 @@ RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptio
   const std::vector<RecordSource> sources = record_sources(paths);  // also: all are there before the first is read
   std::int64_t total = 0;
   bool known = true;
-  for (const RecordSource& source : sources) total += source.bytes, known = known && !source.by_python;
+  const bool texts = !options.retokenizing_model.empty();
+  for (const RecordSource& source : sources) total += source.bytes, known = known && !source.by_python && !texts;
   for (const RecordSource& source : sources) {
     std::int64_t bytes = 0;
-    if (source.by_python)
+    if (source.by_python || texts)
       files.read_by_python(source.path);
     else
       files.read(open_file_bytes(source.path, bytes), source.path, known ? total : 0);

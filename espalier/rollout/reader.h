@@ -17,8 +17,9 @@
 namespace espalier {
 
 struct ReadOptions {
-  std::int64_t vocabulary = 0;  // a token id at or above it is an error; 0: not checked
-  double temperature = 1;       // of records that do not say theirs
+  std::int64_t vocabulary = 0;     // a token id at or above it is an error; 0: not checked
+  double temperature = 1;          // of records that do not say theirs
+  std::string retokenizing_model;  // not empty: files are dumps of text, and this model directory's tokenizer makes ids
   std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)> progress;  // total 0: not known
 };
 

@@ -39,10 +39,11 @@ RecordFormat detect_format(RecordReader& reader, std::string_view line, const Re
   if (keys.contains("token_ids") && from_nemo) return RecordFormat::nemo_rl;
   for (const TextDump& dump : kTextDumps)
     if (keys.contains(dump.fields[0]) && keys.contains(dump.fields[1]))
-      throw UnsupportedError({place.where(), "token ids (prompt_ids, response_ids)",
-                              text_of("text only: ", dump.writer),
-                              "Text does not tell which tokens were sampled: tokenizing it again gives other tokens "
-                              "and no log-probs. Record token ids, for example in the neutral format"});
+      throw UnsupportedError(
+          {place.where(), "token ids (prompt_ids, response_ids)", text_of("text only: ", dump.writer),
+           "Text does not tell which tokens were sampled: tokenizing it again gives other tokens "
+           "and no log-probs. Record token ids, for example in the neutral format, or accept the difference: "
+           "espalier convert --retokenize --model MODEL IN OUT"});
   return RecordFormat::neutral;
 }
 

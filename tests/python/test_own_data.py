@@ -44,6 +44,7 @@ LENGTH = "def compute_score(data_source, solution_str, ground_truth, extra_info)
 
 def generate(espalier, model, prompts, folder, expect=0, how={}, **settings):
     path, out = write_lines(prompts, folder / "prompts.jsonl"), folder / "rollouts.jsonl"
+    out.unlink(missing_ok=True)
     done = espalier("generate", "--model", model, "--prompts", path, "--out", out, "--json",
                     *options_of({"max-response-length": 12, "n": 2, **settings}), expect=expect, **how)
     return (read_lines(out), done.json) if done.status == 0 else done.json["error"]
@@ -161,6 +162,100 @@ def test_what_is_wrong_with_a_reward_is_told_apart(source, where, got, espalier,
 def test_bad_prompts_are_told_with_their_line(prompt, got, espalier, model, tmp_path):
     error = generate(espalier, model, [{"prompt": "fine"}, prompt], tmp_path, expect=3)
     assert error["where"] == f"{tmp_path / 'prompts.jsonl'}:2: prompt" and error["got"] == got, error
+
+
+SURROGATE = '"\\ud83d and no more"'
+
+
+@pytest.mark.parametrize("line, field", [
+    ('{"prompt": %s}', "prompt"),
+    ('{"prompt": [{"role": "user", "content": %s}]}', "prompt"),
+    ('{"prompt_ids": [3, 4], "prompt": %s}', "prompt"),
+    ('{"prompt": "fine", "ground_truth": %s}', "ground_truth"),
+    ('{"prompt": "fine", "extra_info": {"of": [%s]}}', "extra_info")])
+def test_a_lone_surrogate_is_told_with_its_line_and_field(line, field, espalier, model, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "whole: \\ud83d\\ude00"}\n' + line % SURROGATE + "\n")
+    error = espalier("generate", "--model", model, "--prompts", path, "--out", tmp_path / "o.jsonl", "--max-response-length", 2, "--json",
+                     expect=3).json["error"]
+    assert error["where"] == f"{path}:2: {field}" and "lone surrogate" in error["got"] and "escape" in error["remedy"]
+
+
+@pytest.mark.parametrize("source", ["import {0}\ndef compute_score(**_):\n    return 1\n", "def compute_score(**_):\n    import {0}.linalg\n    return 1\n"])
+def test_a_package_that_a_reward_file_misses_is_named_with_how_to_get_it(source, espalier, model, reward, tmp_path):
+    file = reward(source.format("numpy_of_nobody"))
+    error = generate(espalier, model, [{"prompt": "x"}], tmp_path, expect=3, reward=file)
+    assert error["where"] == f"{file}:{1 if source.startswith('import') else 2}" and "numpy_of_nobody" in error["got"]
+    assert "-m pip install numpy_of_nobody, or set ESPALIER_PYTHON" in error["remedy"]
+
+
+def test_rollouts_given_as_prompts_are_called_rollouts(espalier, model, tmp_path):
+    error = generate(espalier, model, [{"prompt_ids": [3], "response_ids": [4]}], tmp_path, expect=3)
+    assert error["where"] == f"{tmp_path / 'prompts.jsonl'}:1: response_ids" and "--rollouts" in error["remedy"]
+
+
+def test_prompts_given_as_rollouts_are_called_prompts(espalier, model, tmp_path):
+    path = write_lines([{"prompt": "x", "ground_truth": "y"}], tmp_path / "prompts.jsonl")
+    error = espalier("train", "--model", model, "--rollouts", path, "--out", tmp_path / "o", "--json", expect=3).json["error"]
+    assert error["where"].startswith(f"{path}:1") and "generate --prompts" in error["remedy"]
+
+
+def test_a_name_on_the_hub_is_no_directory(espalier, tmp_path):
+    path = write_lines([{"prompt_ids": [3], "response_ids": [4], "reward": 1}], tmp_path / "rollouts.jsonl")
+    for verb in ("plan", "verify", "train", "score"):
+        out = ["--out", tmp_path / "out"] if verb in ("train", "score") else []
+        error = espalier(verb, "--model", "Qwen/Qwen3-0.6B", "--rollouts", path, *out, "--json", expect=3).json["error"]
+        assert "Qwen/Qwen3-0.6B" in error["where"] and "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in error["remedy"]
+    error = espalier("plan", "--model", "models/absent/here", "--rollouts", path, "--json", expect=3).json["error"]
+    assert "Hub" not in error["remedy"]
+
+
+def test_a_family_that_only_transformers_runs_is_sent_to_espalier_hf(espalier, tmp_path):
+    path = write_lines([{"prompt_ids": [3], "response_ids": [4], "reward": 1}], tmp_path / "rollouts.jsonl")
+    for name, served in (("GemmaForCausalLM", True), ("T5ForConditionalGeneration", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "vocab_size": 9}))
+        error = espalier("plan", "--model", tmp_path, "--rollouts", path, "--json", expect=4).json["error"]
+        assert ("espalier.hf" in error["remedy"]) == served, error
+
+
+# ---- dumps of text --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [
+    lambda p, r: {"prompt": p, "completion": r}, lambda p, r: {"input": p, "output": r}, lambda p, r: {"question": p, "answer": r},
+    lambda p, r: {"prompt": chat(p), "response": r}, lambda p, r: {"prompt": chat(p), "completion": [{"role": "assistant", "content": r}]},
+    lambda p, r: {"messages": chat(p, r)}], ids=["trl", "verl", "question", "chat", "chats", "messages"])
+def test_a_dump_of_text_is_tokenized_again_only_when_told(made, espalier, model, hugging_face, tmp_path):
+    texts = [("What is 2 + 3?", "five"), ("na\u00efve \U0001F600", "")]
+    dump = write_lines([{**made(p, r), "score": 0.5, "step": 3, "id": i, "gts": "5"} for i, (p, r) in enumerate(texts)], tmp_path / "dump.jsonl")
+    refused = espalier("convert", dump, tmp_path / "out.jsonl", "--json", expect=4).json["error"]
+    assert "--retokenize" in refused["remedy"] and not (tmp_path / "out.jsonl").exists()
+    done = espalier("convert", dump, tmp_path / "out.jsonl", "--retokenize", "--model", model, "--json")
+    for unknown in ("sampled tokens", "log-probs", "temperature", "cut off"):
+        assert any(unknown in note for note in done.json["notes"]), done.json["notes"]
+    for record, (prompt, response), index in zip(read_lines(tmp_path / "out.jsonl"), texts, range(2)):
+        is_chat = not isinstance(list(made(prompt, response).values())[0], str)
+        wanted = hugging_face.apply_chat_template(chat(prompt), add_generation_prompt=True, return_dict=False) if is_chat else hugging_face(prompt)["input_ids"]
+        assert record["prompt_ids"] == wanted and record["response_ids"] == hugging_face(response, add_special_tokens=False)["input_ids"]
+        assert (record["reward"], record["step"], record["id"], record["meta"]["gts"]) == (0.5, 3, index, "5")
+        assert record["response"] == response and "old_logprobs" not in record
+    espalier("train", "--model", model, "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "trained")
+
+
+@pytest.mark.parametrize("words, said", [(["--retokenize"], "--model"), (["--model", "m"], "--retokenize")])
+def test_retokenize_and_model_go_together(words, said, espalier, tmp_path):
+    dump = write_lines([{"prompt": "a", "completion": "b"}], tmp_path / "dump.jsonl")
+    assert said in espalier("convert", dump, tmp_path / "out.jsonl", *words, expect=2).stderr
+
+
+@pytest.mark.parametrize("record, where, got", [
+    ({"prompt": "a"}, ":2", "fields prompt"), ({"prompt": "a", "responses": ["b", "c"]}, ":2: responses", '["b", "c"]'),
+    ({"prompt": chat("a", "b", "c")[1:] + [{"content": "x"}], "response": "b"}, ":2", '{"content": "x"}')])
+def test_what_cannot_be_tokenized_again_is_told_with_its_line(record, where, got, espalier, model, tmp_path):
+    dump = write_lines([{"prompt": "a", "response": "b"}, record], tmp_path / "dump.jsonl")
+    error = espalier("convert", dump, tmp_path / "out.jsonl", "--retokenize", "--model", model, "--json", expect=None).json["error"]
+    assert error["where"] == f"{dump}{where}" and got in error["got"], error
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_model_without_tokenizer_or_template_says_so(espalier, model_of, tmp_path):

@@ -1,4 +1,4 @@
-"""python -m espalier.texts tokenizer DIR | reward FILE | prompts FILE"""
+"""python -m espalier.texts tokenizer DIR | reward FILE | prompts FILE | retokenize DIR FILE"""
 
 import os
 import sys
@@ -22,6 +22,10 @@ def _serve(service, path):
 
 
 def main(arguments):
+    if len(arguments) == 3 and arguments[0] == "retokenize":
+        from . import retokenize
+        notes = []
+        return print_lines(retokenize.lines(*arguments[1:], notes), lambda: {"format": retokenize.NAME, "notes": notes})
     if len(arguments) != 2 or arguments[0] not in ("tokenizer", "reward", "prompts"):
         print(__doc__, file=sys.stderr)
         return _USAGE
