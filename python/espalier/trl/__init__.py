@@ -8,6 +8,10 @@ a batch have in common from their first token on is run once, in the reference m
 (images, packing, a sharded model, what `espalier.hf.check` refuses) TRL's own path runs, with one note.
 """
 
+from espalier.extras import require
+
+require("espalier.trl", "trl")
+
 import trl
 
 from espalier.trl.batches import SharedBatches, SharedReference

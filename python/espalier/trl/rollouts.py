@@ -4,10 +4,6 @@ their backward comes once, at the window's end. Under DDP the model is called wi
 
 import collections
 
-from espalier.extras import require
-
-require("espalier.trl", "trl")
-
 import numpy as np
 import torch
 
