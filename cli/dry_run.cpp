@@ -9,6 +9,7 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/objective/objective.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/train/training_data.h"
@@ -29,7 +30,7 @@ void check_objective(const TrainingData& data, const Options& options) {
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
   std::vector<HeldModel> held{{shape, {}}};
-  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
+  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
   require_room(held, options);
   const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
                           !options.critic.empty());
@@ -47,7 +48,7 @@ int dry_train(Context& context) {
   Options options = context.options;
   if (options.model.empty()) options.model = options.resume;
   options.out.clear();  // a plan's is a picture
-  check_update(read_model_shape(options.model), context, options.epochs);
+  check_update(read_trained_shape(options.model, options.train), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
   Context planned{options, context.arguments, silent, context.text, context.mesh};
   const int code = run_plan(planned);
@@ -94,7 +95,7 @@ int dry_run(const Verb& verb, Context& context) {
       if (const int code = dry_train(context)) return code;
       break;
     case 'v':
-      check_update(read_model_shape(context.options.model), context, 1);
+      check_update(read_trained_shape(context.options.model, context.options.train), context, 1);
       break;
     case 's':
       dry_score(context);

@@ -7,6 +7,7 @@
 #include "espalier/base/units.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/frontier.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/report/frontier_picture.h"
 #include "espalier/step/planning.h"
 
@@ -29,7 +30,7 @@ int run_frontier(Context& context) {
   if (!options.rollouts.empty())
     throw OptionError({"--frontier", "no --rollouts with it: its groups are made of --n and --max-response-length",
                        "--rollouts", "leave one of the two out"});
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, options.train);
   const std::vector<std::int64_t> sizes = sizes_of(options);
   PlanOptions plan_options = plan_options_of(options);
   const MachineProfile profile = machine_of(context, plan_options);

@@ -18,6 +18,7 @@
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/plan/recorded_experts_fit.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
 #include "espalier/step/held_models.h"
@@ -288,11 +289,11 @@ int run_plan(Context& context) {
   if (options.frontier) return run_frontier(context);
   if (!options.out.empty())
     throw OptionError({"--out", "--frontier with it, whose picture it is", '"' + options.out + '"', "leave it out"});
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, options.train);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
   std::vector<HeldModel> held{{shape, {}}};
-  if (!options.critic.empty()) held.push_back({read_critic_shape(options.critic).shape, {}});
+  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
   fit_recorded_experts(file.rollouts, shape);
   const MachineProfile profile = machine_of(context, plan_options);

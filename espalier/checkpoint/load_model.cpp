@@ -290,4 +290,24 @@ void load_named_tensors(const fs::path& file, const ParameterTable& table, DType
   load(tensors, table, dtype, flat, progress, ValueHead::stored);
 }
 
+struct StoredTensors::Files {
+  Tensors tensors;
+  std::map<std::string, const SafetensorsEntry*> by_name;
+};
+
+StoredTensors::StoredTensors(const fs::path& directory) : files_(std::make_unique<Files>()) {
+  files_->tensors = open_model(directory);
+  files_->by_name = table_names(files_->tensors);
+}
+StoredTensors::~StoredTensors() = default;
+
+const SafetensorsEntry& StoredTensors::at(const std::string& name) const {
+  auto found = files_->by_name.find(name);
+  if (found == files_->by_name.end() && name == kEmbedding) found = files_->by_name.find(kHead);  // tied
+  if (found == files_->by_name.end())
+    throw InputError({files_->tensors.where.string(), "tensor '" + name + "', as when the run began", "none",
+                      "Restore the directory; the run copies what it does not train from there"});
+  return *found->second;
+}
+
 }  // namespace espalier

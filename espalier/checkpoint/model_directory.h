@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
 namespace espalier {
@@ -42,8 +44,25 @@ std::optional<DType> stored_dtype(const std::filesystem::path& directory);
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
                         const ElementProgress& progress = {});
 
+// The tensors of a model directory as they are stored: what a run that holds them writes again, bit for bit.
+class StoredTensors {
+ public:
+  // Errors: as load_parameters, for damaged files.
+  explicit StoredTensors(const std::filesystem::path& directory);
+  ~StoredTensors();
+
+  // Errors: InputError where the directory has no such tensor any more.
+  const SafetensorsEntry& at(const std::string& name) const;
+
+ private:
+  struct Files;
+  std::unique_ptr<Files> files_;
+};
+
 struct WriteOptions {
   std::int64_t shard_bytes = 5'000'000'000;  // a weight file grows no larger, unless one tensor is
+  const StoredTensors* stored = nullptr;     // where parameters come from that `changed` lacks; null: none does
+  const ParameterTable* changed = nullptr;
   ElementProgress progress;
 };
 

@@ -6,6 +6,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <string_view>
+#include <utility>
 
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
@@ -20,6 +22,7 @@ namespace {
 constexpr const char* kFormat = "espalier-state";
 constexpr std::int64_t kVersion = 1;
 constexpr std::array<const char*, 3> kParts = {"master.", "exp_avg.", "exp_avg_sq."};
+constexpr std::string_view kTrain = " train=";
 constexpr const char* kDamaged = "The checkpoint is damaged; continue from another one";
 
 // Typed access to the members of state.json.
@@ -92,6 +95,13 @@ const SafetensorsEntry& checked_entry(const SafetensorsFile& file, const std::st
   return *entry;
 }
 
+// A fingerprint without the words of --train, and these.
+std::pair<std::string, std::string> parts_of(const std::string& fingerprint) {
+  const std::size_t at = fingerprint.rfind(kTrain);
+  if (at == std::string::npos) return {fingerprint, "all"};
+  return {fingerprint.substr(0, at), fingerprint.substr(at + kTrain.size())};
+}
+
 }  // namespace
 
 std::string fingerprint_of(const ModelShape& shape) {
@@ -115,6 +125,7 @@ std::string fingerprint_of(const ModelShape& shape) {
         << " expert_inner=" << shape.expert_inner << " norm_topk=" << shape.norm_topk_prob << " expert_layers=";
     for (const std::uint8_t layer : shape.expert_layer) out << (layer != 0 ? '1' : '0');
   }
+  if (!shape.trained.all()) out << kTrain << shape.trained.words;  // the last
   return std::move(out).str();
 }
 
@@ -194,6 +205,11 @@ RunState load_run_state(const fs::path& directory, const std::string& model, con
   RunState state = read_run_state(directory);
   const fs::path folder = directory / "espalier";
   const std::string where = (folder / "state.json").string();
+  const auto [shape_before, train_before] = parts_of(state.model);
+  const auto [shape_now, train_now] = parts_of(model);
+  if (shape_before == shape_now && train_before != train_now)
+    throw InputError({where + ": what trained before", "--train " + train_before, "--train " + train_now,
+                      "Leave --train out to continue, or start a new run from --model " + directory.string()});
   if (state.model != model)
     throw InputError(
         {where + ": model", model, state.model, "Continue with the model that the checkpoint was made from"});

@@ -40,27 +40,35 @@ std::vector<FileShard> cut_shards(const ParameterTable& table, DType to, std::in
   return shards;
 }
 
-void append_converted(SafetensorsWriter& writer, DType from, const std::byte* values, DType to, std::int64_t count) {
-  if (from == to) return writer.append(values, count * bytes_of(to));
+void append_converted(SafetensorsWriter& writer, TensorType from, const std::byte* values, DType to,
+                      std::int64_t count) {
+  if (from == tensor_type_of(to)) return writer.append(values, count * bytes_of(to));
   constexpr std::int64_t kPiece = std::int64_t{1} << 20;
   std::vector<std::byte> piece(static_cast<std::size_t>(std::min(kPiece, count) * bytes_of(to)));
   for (std::int64_t begin = 0; begin < count; begin += kPiece) {
     const std::int64_t size = std::min(kPiece, count - begin);
-    convert_values(tensor_type_of(from), values + begin * bytes_of(from), to, piece.data(), size);
+    convert_values(from, values + begin * bytes_of(from), to, piece.data(), size);
     writer.append(piece.data(), size * bytes_of(to));
   }
 }
 
 void write_tensors(OutputFile& output, const ParameterTable& table, FileShard shard, DType from,
-                   const ParameterValues& values, DType to, const ElementProgress& progress) {
+                   const ParameterValues& values, DType to, const WriteOptions& options) {
   std::vector<TensorSpec> specs;
   for (std::size_t i = shard.begin; i < shard.end; ++i)
     specs.push_back({table.parameters()[i].name, tensor_type_of(to), table.parameters()[i].shape});
   SafetensorsWriter writer(output, specs);
   for (std::size_t i = shard.begin; i < shard.end; ++i) {
     const Parameter& parameter = table.parameters()[i];
-    append_converted(writer, from, static_cast<const std::byte*>(values(parameter)), to, parameter.count);
-    if (progress) progress(parameter.offset + parameter.count, table.size());
+    if (options.stored != nullptr && !options.changed->contains(parameter.name)) {
+      const SafetensorsEntry& entry = options.stored->at(parameter.name);
+      append_converted(writer, entry.type, entry.data, to, parameter.count);
+      forget_pages(entry);
+    } else {
+      append_converted(writer, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
+                       parameter.count);
+    }
+    if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
   }
   writer.finish();
 }
@@ -77,7 +85,7 @@ void write_weights(const fs::path& target, const ParameterTable& table, DType fr
       name = numbered;
     }
     OutputFile output(target / name);
-    write_tensors(output, table, shards[i], from, values, to, options.progress);
+    write_tensors(output, table, shards[i], from, values, to, options);
     output.close_synced();
     for (std::size_t p = shards[i].begin; p < shards[i].end; ++p) weight_map[table.parameters()[p].name] = name;
   }

@@ -1,5 +1,7 @@
 #include "espalier/gradient/gradient_set.h"
 
+#include <array>
+
 #include "espalier/ops/operations.h"
 
 namespace espalier {
@@ -10,7 +12,7 @@ GradientSet::GradientSet(const ParameterTable& table, const LocalShape& shape, a
       device_(device),
       flat_(device.allocate({table.kept_size()}, accumulator)),
       rooms_(device.allocate({table.units().rooms + table.units().sums}, accumulator)),
-      views_(view_model(flat_, rooms_, table, shape)) {
+      views_(view_model(std::array{FlatParameters{table, flat_, rooms_}}, shape)) {
   if (table.divided())
     views_.keeper = &scattered_.emplace(table, flat_, rooms_, mesh, device);
   else if (mesh.replicas.size() > 1 || mesh.expert_replicas.size() > 1)

@@ -17,7 +17,7 @@ namespace espalier {
 
 class GradientSet {
  public:
-  // Table and mesh must outlive the object, which stays where it is.
+  // Of the table's parameters: those that train. Table and mesh must outlive the object, which stays where it is.
   GradientSet(const ParameterTable& table, const LocalShape& shape, at::ScalarType accumulator,
               Device& device = bound_device(), const Mesh& mesh = mesh_of_one());
   GradientSet(const GradientSet&) = delete;

@@ -18,7 +18,7 @@ std::tuple<int, std::int64_t> place_in_backward(const Unit& unit) {
 }  // namespace
 
 ReplicaSums::ReplicaSums(const LocalShape& shape, at::Tensor flat, const Mesh& mesh)
-    : flat_(std::move(flat)), mesh_(mesh), units_(units_of(shape).all) {
+    : flat_(std::move(flat)), mesh_(mesh), units_(units_of(shape, Parameters::trained).all) {
   std::ranges::stable_sort(units_, {}, place_in_backward);
 }
 

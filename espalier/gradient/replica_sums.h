@@ -22,7 +22,7 @@ inline constexpr std::int64_t kBucketBytes = std::int64_t{64} << 20;
 
 class ReplicaSums final : public UnitKeeper {
  public:
-  // `flat`: whole accumulators of what this rank has of the model. The mesh must outlive the object.
+  // `flat`: whole accumulators of what this rank has of the parameters that train. The mesh must outlive the object.
   ReplicaSums(const LocalShape& shape, at::Tensor flat, const Mesh& mesh);
 
   void bring(std::int64_t) override {}

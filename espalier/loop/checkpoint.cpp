@@ -37,10 +37,15 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
 
 Restored load_checkpoint(const std::filesystem::path& directory, const Options& options, const Mesh& mesh) {
   Restored out;
-  out.model =
-      std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), options.dtype, bound_device(), mesh);
-  out.model->source = directory;
-  out.model->weights.zero_();
+  if (options.train != "all") {
+    NoProgress silent;  // a part of what is shown
+    out.model = load_model(directory, options.dtype, silent, mesh, options.train);
+  } else {
+    out.model = std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), options.dtype,
+                                             bound_device(), mesh);
+    out.model->source = directory;
+    out.model->weights.zero_();
+  }
   out.optimizer = std::make_unique<AdamW>(out.model->table, out.model->weights, AdamWSettings::from(options),
                                           out.model->decoder.device(), OptimizerRanks{.world = mesh.world});
   const RunState former = continue_trained_model(directory, *out.model, *out.optimizer);

@@ -131,9 +131,12 @@ void Loop::begin(const MetricLine& on_line) {
   }
   const DType dtype = options_.dtype;
   if (has_weights(source)) {
-    model_ = load_model(source, dtype, progress_, mesh_);
+    model_ = load_model(source, dtype, progress_, mesh_, options_.train);
     open_metrics(0, 0, on_line);
   } else {
+    if (options_.train != "all")
+      throw OptionError({"--train", "all where --model has no weights: a fresh model trains everything",
+                         "'" + options_.train + "'", "give a model with weights, or leave --train out"});
     model_ = random_model(read_model_shape(source), dtype, random_of(options_.seed, Stream::weights).key(), mesh_);
     model_->source = source;
     model_->decoder.reserve_positions(options_.prompt_length + options_.max_response_length);
@@ -206,7 +209,9 @@ void Loop::prepare() {
     reference_ = load_checkpoint(folder_.checkpoint(0), options_, mesh_).model;
     reference_->decoder.reserve_positions(sampling_->longest_rollout());
   }
-  if (reference_) reference_bytes_.emplace(actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes()));
+  if (reference_)
+    reference_bytes_.emplace(
+        actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes()));
   if (!options_.record.empty())
     recorder_.emplace(options_.record, options_.record_every, *model_, *optimizer_, options_);
 }

@@ -10,6 +10,7 @@
 #include "espalier/loop/sampling.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 
@@ -26,9 +27,12 @@ std::filesystem::path root_of(const Options& options) {
 }
 
 ModelShape shape_of(const Options& options) {
+  if (options.model.empty() && options.train != "all")
+    throw OptionError({"--train", "all without --model: a fresh model trains everything", "'" + options.train + "'",
+                       "give --model, or leave --train out"});
   if (options.model.empty())
     return model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh");
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, options.train);
   if (options.prompts.empty()) check_words(options.model, shape);
   return shape;
 }
@@ -60,7 +64,7 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
 void check_disk_space(const std::filesystem::path& root, const ModelShape& shape, const Options& options) {
   std::int64_t bytes = 2 * bytes_of_saved_model(shape, options.model, options);
   if (!options.critic.empty())
-    bytes += bytes_of_saved_model(read_critic_shape(options.critic).shape, options.critic, options);
+    bytes += bytes_of_saved_model(read_trained_critic_shape(options.critic, options.train), options.critic, options);
   require_disk_space({{root, bytes}});
 }
 
@@ -97,7 +101,8 @@ std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& op
   const LocalShape local = local_shape(shape, mesh);
   std::vector<HeldModel> held{{local, {}}};
   if (options.kl_loss_coef > 0) held.push_back({local});
-  if (!options.critic.empty()) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh), {}});
+  if (!options.critic.empty())
+    held.push_back({local_shape(read_trained_critic_shape(options.critic, options.train), mesh), {}});
   return held;
 }
 

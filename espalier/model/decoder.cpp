@@ -63,10 +63,10 @@ void Decoder::join_backward(ModelViews& grads, Arena& arena, KvSource& kv) const
   const ModelInput no_rows;
   const auto join = [&](std::int64_t unit) { grads.bring(unit), grads.let_go(unit); };
   if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
-  weights_.ask(shape_.layers - 1);
+  if (has_backward()) weights_.ask(shape_.layers - 1);
   if (is_last_stage()) join(Unit::kFinalNorm);
-  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    bring_layer(layer, layer - 1);
+  for (std::int64_t layer = shape_.layers - 1; layer >= first_layer(); --layer) {
+    bring_layer(layer, layer > first_layer() ? layer - 1 : shape_.layers);
     grads.bring(layer);
     kv.begin_backward(layer);
     if (joins_experts(layer))
@@ -74,13 +74,13 @@ void Decoder::join_backward(ModelViews& grads, Arena& arena, KvSource& kv) const
     grads.let_go(layer);
   }
   kv.end_backward();
-  if (is_first_stage()) join(Unit::kEmbedding);
+  if (is_first_stage() && shape_.trained.input) join(Unit::kEmbedding);
 }
 
 // The layer after it comes while this one computes.
 void Decoder::bring_layer(std::int64_t layer, std::int64_t next) const {
   weights_.bring(layer);
-  if (next >= 0 && next < shape_.layers) weights_.ask(next);
+  if (next < shape_.layers) weights_.ask(next);
 }
 
 void Decoder::keep_choices(const LayerContext& c, const LayerSaved& layer, const at::Tensor& choice_LTK) const {
@@ -111,9 +111,9 @@ at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& 
                                    ModelViews& grads, const at::Tensor& grad_stream_OM,
                                    const at::Tensor& grad_stream_TM) const {
   if (is_last_stage()) weights_.bring(Unit::kFinalNorm);
-  weights_.ask(shape_.layers - 1);
+  if (has_backward()) weights_.ask(shape_.layers - 1);
   if (!is_last_stage()) {
-    mesh_.pp.receive(grad_stream_TM, mesh_.pp.rank() + 1);
+    if (has_backward()) mesh_.pp.receive(grad_stream_TM, mesh_.pp.rank() + 1);
     return grad_stream_TM;
   }
   const Operations& ops = device_.operations();
@@ -130,6 +130,7 @@ at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& 
 }
 
 void Decoder::leave_backward(const ModelInput& input, const at::Tensor& grad_stream_TM, ModelViews& grads) const {
+  if (!shape_.trained.input) return;
   if (!is_first_stage()) return mesh_.pp.send(grad_stream_TM, mesh_.pp.rank() - 1);
   const Operations& ops = device_.operations();
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
@@ -166,7 +167,6 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
   Arena& arena = run.arena;
   DecoderSaved out;
   out.state = state.value_or(SavedState::recompute);
-  const bool attention_stays = !out.state.recomputes_attention(), mlp_stays = !out.state.recomputes_mlp();
   if (is_last_stage() && input.outputs() > 0) {
     const ItemBuffers item(block(), input.outputs(), false);
     out.final_stream_OM = arena.take(item, item.final_stream_OM, dtype());
@@ -185,6 +185,9 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
   for (std::int64_t layer = 0; layer < shape_.layers; ++layer) {
     bring_layer(layer, layer + 1);
     const LayerContext c = context(run, layer);
+    const bool saves = state && layer >= first_layer();
+    const bool attention_stays = saves && !out.state.recomputes_attention(),
+               mlp_stays = saves && !out.state.recomputes_mlp();
     LayerSaved saved;
     saved.stream_in_TM = stream_TM;
     // What stays lies below the next layer's input, what is made again above it.
@@ -194,7 +197,7 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
     if (mlp_stays) take_mlp_saved(c, saved);
     const std::int64_t saved_to = arena.in_use();
     at::Tensor next = c.narrow ? out.final_stream_OM : stream_TM;
-    if (state && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
+    if (saves && !c.narrow) next = arena.take(stream, stream.stream_TM, dtype());
     LayerSaved all = saved;
     const std::int64_t mark = arena.in_use();
     if (!attention_stays) take_attention_saved(c, all);
@@ -204,14 +207,16 @@ DecoderSaved Decoder::forward(const DecoderRun& run, std::optional<ItemState> st
     if (only_joins(c)) join_experts_forward(c);
     if (input.keeps_choices && all.router_choice_RK.defined()) keep_choices(c, all, out.choice_LTK);
     arena.release_to(mark);
-    if (state) out.layers.push_back(std::move(saved));
-    if (run.keeper != nullptr)
-      run.keeper->put_away(layer, stored_range(out.state, {saved_from, attention_from, mlp_from, saved_to}));
-    saved_from = saved_to;
     stream_TM = next;
+    if (!saves) continue;
+    out.layers.push_back(std::move(saved));
+    if (run.keeper != nullptr)
+      run.keeper->put_away(layer - first_layer(),
+                           stored_range(out.state, {saved_from, attention_from, mlp_from, saved_to}));
+    saved_from = saved_to;
   }
   leave(input, stream_TM, out);
-  if (!state) arena.release_to(kept_from);
+  if (out.layers.empty()) arena.release_to(kept_from);
   return out;
 }
 
@@ -225,20 +230,21 @@ void Decoder::add_backward(const DecoderRun& run, DecoderSaved& saved, const at:
   const at::Tensor& grad_stream_TM = held[declared.grad_stream_TM];
   at::Tensor grad_stream =
       enter_backward(input, saved, grad_normed_OM, grads, held[declared.grad_stream_OM], grad_stream_TM);
-  for (std::int64_t layer = shape_.layers - 1; layer >= 0; --layer) {
-    bring_layer(layer, layer - 1);
+  for (std::int64_t layer = shape_.layers - 1; layer >= first_layer(); --layer) {
+    bring_layer(layer, layer > first_layer() ? layer - 1 : shape_.layers);
     grads.bring(layer);
     const LayerContext c = context(run, layer, &penalties);
-    LayerSaved& kept = saved.layers[static_cast<std::size_t>(layer)];
+    const std::int64_t nth = layer - first_layer();  // of those that were saved
+    LayerSaved& kept = saved.layers[static_cast<std::size_t>(nth)];
     const ArenaScope layer_scope(run.arena);
-    if (run.keeper != nullptr) run.keeper->bring_back(layer);
+    if (run.keeper != nullptr) run.keeper->bring_back(nth);
     run.kv.begin_backward(layer);
     layer_forward_again(c, kept, saved.state);
     if (only_joins(c)) join_experts_backward(c, grads.layers[static_cast<std::size_t>(layer)]);
     // A narrow last block widens the gradient from output rows to all rows.
     add_layer_backward(c, kept, grad_stream, grad_stream_TM, grads.layers[static_cast<std::size_t>(layer)]);
     grads.let_go(layer);
-    if (run.keeper != nullptr) run.keeper->let_go(layer);
+    if (run.keeper != nullptr) run.keeper->let_go(nth);
     grad_stream = grad_stream_TM;
   }
   run.kv.end_backward();

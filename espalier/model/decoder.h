@@ -23,7 +23,7 @@ namespace espalier {
 
 struct DecoderSaved {
   ItemState state;                                      // of the layers' members
-  std::vector<LayerSaved> layers;                       // none after a forward without a backward
+  std::vector<LayerSaved> layers;                       // those that a backward follows
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
   // Experts that rows chose, [L, max(T, O), k] (int32), where input.keeps_choices; a narrow last layer has only its
   // output rows.
@@ -72,6 +72,8 @@ class Decoder {
   const Mesh& mesh() const { return mesh_; }
   const ModelViews& weights() const { return weights_; }
   Device& device() const { return device_; }
+  // False where none of its layers saves anything, since nothing in or below them trains.
+  bool has_backward() const { return first_layer() < shape_.layers; }
   // What the declarations of its buffers depend on.
   BlockShape block() const;
   at::ScalarType dtype() const { return weights_.layers.front().attention_norm_M.scalar_type(); }
@@ -89,6 +91,8 @@ class Decoder {
                             const at::Tensor& grad_stream_TM) const;
   void bring_layer(std::int64_t layer, std::int64_t next) const;
   void leave_backward(const ModelInput& input, const at::Tensor& grad_stream_TM, ModelViews& grads) const;
+  // The backward ends here: nothing before it trains.
+  std::int64_t first_layer() const { return shape_.trained.first_layer; }
   // False where the last block runs all rows, because its router's choices count.
   bool last_block_is_narrow(const ModelInput& input) const;
   void keep_choices(const LayerContext& context, const LayerSaved& layer, const at::Tensor& choice_LTK) const;

@@ -6,11 +6,12 @@ namespace espalier {
 
 std::vector<Pending> GatheredWeights::start(std::int64_t what) {
   std::vector<Pending> started;
-  for (const Unit& unit : table_.units().all)
-    if (unit.what == what && unit.divided())
-      started.push_back(holders_of(unit, mesh_)
-                            .start_gather(kept_.narrow(0, unit.place, unit.part()),
-                                          rooms_.narrow(0, unit.room, unit.whole()), name_of(unit)));
+  for (const FlatParameters& buffer : buffers_)
+    for (const Unit& unit : buffer.table.units().all)
+      if (unit.what == what && unit.divided())
+        started.push_back(holders_of(unit, mesh_)
+                              .start_gather(buffer.flat.narrow(0, unit.place, unit.part()),
+                                            buffer.rooms.narrow(0, unit.room, unit.whole()), name_of(unit)));
   return started;
 }
 

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "espalier/model/parameters.h"
+#include "espalier/model/model_views.h"
 #include "espalier/model/unit_keeper.h"
 #include "espalier/parallel/mesh.h"
 
@@ -20,9 +20,8 @@ inline Group& holders_of(const Unit& unit, const Mesh& mesh) {
 
 class GatheredWeights final : public UnitKeeper {
  public:
-  // `kept` and `rooms` as view_model takes them. Table and mesh must outlive the object.
-  GatheredWeights(const ParameterTable& table, at::Tensor kept, at::Tensor rooms, const Mesh& mesh)
-      : table_(table), kept_(std::move(kept)), rooms_(std::move(rooms)), mesh_(mesh) {}
+  // The buffers as view_model takes them. Their tables and the mesh must outlive the object.
+  GatheredWeights(std::vector<FlatParameters> buffers, const Mesh& mesh) : buffers_(std::move(buffers)), mesh_(mesh) {}
 
   void bring(std::int64_t unit) override;
   void ask(std::int64_t unit) override;
@@ -31,8 +30,7 @@ class GatheredWeights final : public UnitKeeper {
  private:
   std::vector<Pending> start(std::int64_t unit);
 
-  const ParameterTable& table_;
-  at::Tensor kept_, rooms_;
+  std::vector<FlatParameters> buffers_;
   const Mesh& mesh_;
   std::int64_t asked_ = 0;       // the unit that is coming, if any is
   std::vector<Pending> coming_;  // what it consists of

@@ -13,11 +13,15 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
                PathKeeper* keeper, std::int64_t layers_awake)
     : device_(arena.device()), capacity_(capacity), layers_(static_cast<std::size_t>(shape.layers)) {
   const ElementBytes bytes = element_bytes(dtype);
-  const PathBuffers declared({shape, bytes, false}, capacity, with_gradients);
-  if (keeper != nullptr && layers_awake < shape.layers) window_.emplace(*keeper, layers_awake);
+  const PathBuffers with({shape, bytes, false}, capacity, with_gradients),
+      without({shape, bytes, false}, capacity, false);
+  if (keeper != nullptr && layers_awake < shape.layers)
+    window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
   std::array<PathKeeper::Member, PathKeeper::kKinds> members;
-  const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    const bool has_backward = window_ || static_cast<std::int64_t>(layer) >= shape.trained.first_layer;
+    const PathBuffers& declared = has_backward ? with : without;
+    const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
     for (int kind = 0; kind < PathKeeper::kKinds && !(window_ && window_->shares_places()); ++kind) {
       const std::int64_t begin = arena.in_use();
       const at::Tensor taken_PW = arena.take(declared, places[kind], dtype);

@@ -147,10 +147,11 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);
   held.enter(Stage::key_value);
   const at::Tensor normed_TM = held[declared.normed_TM];
-  c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
+  if (grads.key_value.trains() || grads.query.trains())
+    c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
   c.products.add_linear_grad_weight(grads.key_value, grad.kv_TW, normed_TM, held[declared.kv_product]);
   held.enter(Stage::query);
-  if (continues)
+  if (continues && grads.query.trains())
     c.products.add_linear_grad_weight(grads.query, grad.q_RW,
                                       continuing_rows(c, normed_TM, held[declared.query_input_RM]),
                                       held[declared.query_product]);

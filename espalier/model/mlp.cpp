@@ -39,7 +39,7 @@ void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   c.products.add_linear_grad_weight(grads.down, grad_stream_RM, act_RF, held[declared.down_product]);
   held.enter(Stage::up);
   const at::Tensor& normed_RM = held[declared.normed_RM];
-  c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
+  if (grads.gate_up.trains()) c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
   c.products.add_linear_grad_weight(grads.gate_up, saved.gate_up_RW, normed_RM, held[declared.gate_up_product]);
   c.products.linear_grad_input(normed_RM, saved.gate_up_RW, c.weights.gate_up);
   c.mesh.tp.add_over_ranks(normed_RM);

@@ -7,17 +7,17 @@
 namespace espalier {
 namespace {
 
-// Finds parameters by name in one flat buffer and joins neighbours to one view. What another stage of pp has is
-// undefined.
+// Finds parameters by name in flat buffers and joins neighbours to one view. What another stage of pp has is undefined,
+// and so is what no buffer has.
 class Viewer {
  public:
-  Viewer(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table)
-      : flat_(flat), rooms_(rooms), table_(table) {}
+  explicit Viewer(std::span<const FlatParameters> buffers) : buffers_(buffers) {}
 
   at::Tensor one(const std::string& name) const {
-    if (table_.elsewhere(name)) return {};
-    const Parameter& parameter = table_.at(name);
-    return elements(parameter, parameter.count).view(parameter.shape);
+    const FlatParameters* const buffer = holder_of(name);
+    if (buffer == nullptr) return {};
+    const Parameter& parameter = buffer->table.at(name);
+    return elements(*buffer, parameter, parameter.count).view(parameter.shape);
   }
   at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
     return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
@@ -31,38 +31,52 @@ class Viewer {
 
   // Gapless parameters from the first to the last named, seen as one tensor.
   at::Tensor range(const std::string& first, const std::string& last, at::IntArrayRef shape) const {
-    const Parameter &a = table_.at(first), &b = table_.at(last);
-    const at::Tensor values = elements(a, b.offset + b.count - a.offset);
+    const FlatParameters* const buffer = holder_of(first);
+    if (buffer == nullptr) return {};
+    const Parameter &a = buffer->table.at(first), &b = buffer->table.at(last);
+    const at::Tensor values = elements(*buffer, a, b.offset + b.count - a.offset);
     ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(shape), first, " to ", last);
     return values.view(shape);
   }
 
   // Of a matrix whose rows are divided, those that are not padding.
   at::Tensor rows(const std::string& name) const {
-    if (table_.elsewhere(name)) return {};
-    const Shard& shard = table_.at(name).shard;
+    const FlatParameters* const buffer = holder_of(name);
+    if (buffer == nullptr) return {};
+    const Shard& shard = buffer->table.at(name).shard;
     return one(name).narrow(0, 0, shard.end - shard.begin);
   }
 
  private:
+  const FlatParameters* holder_of(const std::string& name) const {
+    bool known = false;
+    for (const FlatParameters& buffer : buffers_) {
+      if (buffer.table.contains(name)) return &buffer;
+      known = known || buffer.table.elsewhere(name);
+    }
+    ESPALIER_INTERNAL(known, "no parameter '", name, "'");
+    return nullptr;
+  }
+
   // So many from the parameter's first one on, where they are when they are computed with.
-  at::Tensor elements(const Parameter& first, std::int64_t count) const {
-    const Unit* const unit = table_.unit_of(first);
-    if (unit == nullptr) return flat_.narrow(0, first.offset, count);
-    const at::Tensor& room = unit->divided() ? rooms_ : flat_;
+  static at::Tensor elements(const FlatParameters& buffer, const Parameter& first, std::int64_t count) {
+    const Unit* const unit = buffer.table.unit_of(first);
+    if (unit == nullptr) return buffer.flat.narrow(0, first.offset, count);
+    const at::Tensor& room = unit->divided() ? buffer.rooms : buffer.flat;
     return room.narrow(0, (unit->divided() ? unit->room : unit->place) + first.offset - unit->begin, count);
   }
 
   at::Tensor ends(const std::string& prefix, std::initializer_list<ProjectionShape> joined, const char* kind) const {
     const std::string first = prefix + joined.begin()->name + kind;
-    std::vector<std::int64_t> shape = table_.at(first).shape;
+    const FlatParameters* const buffer = holder_of(first);
+    if (buffer == nullptr) return {};
+    std::vector<std::int64_t> shape = buffer->table.at(first).shape;
     shape[0] = 0;
-    for (const ProjectionShape& p : joined) shape[0] += table_.at(prefix + p.name + kind).shape[0];
+    for (const ProjectionShape& p : joined) shape[0] += buffer->table.at(prefix + p.name + kind).shape[0];
     return range(first, prefix + (joined.end() - 1)->name + kind, shape);
   }
 
-  const at::Tensor &flat_, &rooms_;
-  const ParameterTable& table_;
+  std::span<const FlatParameters> buffers_;
 };
 
 void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerParameters& p, std::int64_t layer,
@@ -100,10 +114,9 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
 
 }  // namespace
 
-ModelViews view_model(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table,
-                      const LocalShape& shape) {
-  ESPALIER_INTERNAL_EQ(flat.numel(), table.kept_size());
-  const Viewer viewer(flat, rooms, table);
+ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape) {
+  for (const FlatParameters& buffer : buffers) ESPALIER_INTERNAL_EQ(buffer.flat.numel(), buffer.table.kept_size());
+  const Viewer viewer(buffers);
   const OuterParameters outer = outer_parameters(shape.whole());
   const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <span>
 #include <vector>
 
 #include "espalier/model/parameters.h"
@@ -18,6 +19,8 @@ namespace espalier {
 // y = x weight^T + bias.
 struct Projection {
   at::Tensor weight, bias;  // [out, in], [out]
+
+  bool trains() const { return weight.defined() || bias.defined(); }  // of gradients
 };
 
 struct LayerViews {
@@ -52,9 +55,14 @@ struct ModelViews {
   }
 };
 
-// Views into `flat` (contiguous, table.kept_size() elements); of units that ranks divide into `rooms`
+// A flat buffer (contiguous, table.kept_size() elements), and the rooms of the units that ranks divide
 // (table.units().rooms elements).
-ModelViews view_model(const at::Tensor& flat, const at::Tensor& rooms, const ParameterTable& table,
-                      const LocalShape& shape);
+struct FlatParameters {
+  const ParameterTable& table;
+  at::Tensor flat, rooms;
+};
+
+// Views into the buffers, which have each parameter at most once. A parameter that none of them has is undefined.
+ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape);
 
 }  // namespace espalier

@@ -38,14 +38,15 @@ std::vector<ShardRun> runs_of(const Parameter& parameter, const Kept& kept) {
   return out;
 }
 
-ParameterTable::ParameterTable(const LocalShape& shape) {
+ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : divided_(shape.degrees().full) {
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
-    if (const std::optional<Shard> shard = shape.shard(parameter))
+    const std::optional<Shard> shard = shape.shard(parameter);
+    if (shard && belongs(parameter, which))
       add(parameter, *shard);
     else
       elsewhere_.insert(parameter.name);
   });
-  if (shape.degrees().full) units_ = units_of(shape);
+  if (divided_) units_ = units_of(shape, which);
 }
 
 const Unit* ParameterTable::unit_of(const Parameter& parameter) const {

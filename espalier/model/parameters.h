@@ -3,7 +3,8 @@
 // Weights, gradients, float32 masters and both moments use the same table; names, order and neighbours are those of
 // plan/parameter_shapes.h. Under --shard full a rank keeps a part of its parameters, one of every unit (plan/units.h):
 // then flat buffers hold these parts, and offsets count in the whole that units make up. A tied head is
-// `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias.
+// `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias. Parameters that train and parameters that
+// are held (--train) have a table and a flat buffer each; gradients, masters and moments exist in the first alone.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +50,7 @@ ParameterValues values_of(const void* flat, std::int64_t bytes);
 class ParameterTable {
  public:
   // A ModelShape is the LocalShape of one rank.
-  explicit ParameterTable(const LocalShape& shape);
+  explicit ParameterTable(const LocalShape& shape, Parameters which = Parameters::all);
 
   const std::vector<Parameter>& parameters() const { return parameters_; }  // ascending, gapless offsets
   std::int64_t size() const { return size_; }                               // elements
@@ -58,19 +59,21 @@ class ParameterTable {
   Kept kept(const Parameter& parameter) const;
   // What the rank-th of those that divide it keeps.
   Kept kept(const Parameter& parameter, std::int64_t rank) const;
-  bool divided() const { return !units_.all.empty(); }
+  bool divided() const { return divided_; }
   const Units& units() const { return units_; }           // none unless weights are divided
   const Unit* unit_of(const Parameter& parameter) const;  // null unless weights are divided
   const Parameter& at(const std::string& name) const;     // InternalError when absent
   bool contains(const std::string& name) const { return index_.count(name) != 0; }
-  const Parameter* find(const std::string& name) const;                                  // null when absent
-  bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }  // other ranks have it
+  const Parameter* find(const std::string& name) const;  // null when absent
+  // Another rank, or another table, has it.
+  bool elsewhere(const std::string& name) const { return elsewhere_.count(name) != 0; }
 
  private:
   void add(const ParameterShape& whole, const Shard& shard);
 
   std::vector<Parameter> parameters_;
   Units units_;
+  bool divided_;
   std::unordered_map<std::string, std::size_t> index_;
   std::unordered_set<std::string> elsewhere_;
   std::int64_t size_ = 0;

@@ -32,7 +32,7 @@ std::int64_t PathWindow::begin_backward(std::int64_t layer, std::int64_t rows, s
     use(layer, true);
     there = std::exchange(at(layer).gradient_rows, rows_after);
   }
-  ask_ahead(layer - 1, true);
+  if (layer > first_layer_) ask_ahead(layer - 1, true);
   return there;
 }
 

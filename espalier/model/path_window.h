@@ -13,8 +13,9 @@ namespace espalier {
 
 class PathWindow {
  public:
-  // The first `layers_awake` layers do not sleep. The keeper must outlive the object.
-  PathWindow(PathKeeper& keeper, std::int64_t layers_awake) : keeper_(keeper), layers_awake_(layers_awake) {}
+  // The first `layers_awake` layers do not sleep; a backward ends in `first_layer`. The keeper must outlive the object.
+  PathWindow(PathKeeper& keeper, std::int64_t layers_awake, std::int64_t first_layer = 0)
+      : keeper_(keeper), layers_awake_(layers_awake), first_layer_(first_layer) {}
 
   // The next layer's members, by kind: it sleeps from now on, if it is not one of the first.
   void add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members);
@@ -45,7 +46,7 @@ class PathWindow {
   Layer& at(std::int64_t layer) { return layers_[static_cast<std::size_t>(layer)]; }
 
   PathKeeper& keeper_;
-  std::int64_t layers_awake_;
+  std::int64_t layers_awake_, first_layer_;
   std::vector<Layer> layers_;
   std::int64_t awake_ = -1;        // of those that sleep, the one in memory; -1: none
   bool gradients_awake_ = false;   // its gradients, too; they have changed

@@ -33,6 +33,7 @@ void Products::add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tens
 
 void Products::add_linear_grad_weight(const Projection& grads, const at::Tensor& grad_RN, const at::Tensor& x_RK,
                                       const at::Tensor& product_NK) const {
+  if (!grads.trains()) return;
   const TimedPart timed(timer_, part::kProducts);
   operations_.add_linear_grad_weight(grads.weight, grads.bias, grad_RN, x_RK, product_NK);
 }

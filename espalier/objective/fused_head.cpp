@@ -128,7 +128,8 @@ void HeadPass::add_gradients(const Block& block) {
     ops_.linear_grad_input(sum, grad_logits, weight_VM_);
   tp_.add_over_ranks(sum);
   if (summed_apart) ops_.convert(sum, grad_hidden);
-  ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), grad_logits, block.hidden_BM, at::Tensor());
+  if (out_->grad_weight_VM.defined())
+    ops_.add_linear_grad_weight(out_->grad_weight_VM, at::Tensor(), grad_logits, block.hidden_BM, at::Tensor());
 }
 
 template <class Visit>
@@ -149,6 +150,7 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
   ESPALIER_INTERNAL(out->grad_hidden_OM.sizes() == hidden.sizes() && out->grad_hidden_OM.scalar_type() == dtype &&
                         out->grad_hidden_OM.is_contiguous(),
                     "grad_hidden ", out->grad_hidden_OM.sizes());
+  if (!out->grad_weight_VM.defined()) return;
   ESPALIER_INTERNAL(
       out->grad_weight_VM.sizes() == weight.sizes() && out->grad_weight_VM.scalar_type() == accumulator_type(dtype),
       "grad_weight ", out->grad_weight_VM.sizes());

@@ -53,7 +53,7 @@ struct HeadProblem {
 
 struct HeadGradients {
   at::Tensor grad_hidden_OM;  // same dtype as hidden, overwritten
-  at::Tensor grad_weight_VM;  // accumulator dtype, added to
+  at::Tensor grad_weight_VM;  // accumulator dtype, added to; undefined: the weight has no gradient
 };
 
 // Asked once a block of rows, blocks in order: given the log-probs and entropies of edges [first, first + n),

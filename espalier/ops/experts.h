@@ -55,7 +55,7 @@ struct ExpertOperations {
                       const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                       const ExpertScratch& scratch);
   // From dL/d(the rows' sums): adds the gradients of the experts' weights and dL/dx to grad_x_sum (accumulator dtype),
-  // overwrites grad_weight_RK.
+  // overwrites grad_weight_RK. Undefined members of grads: these weights have no gradient.
   void (*add_experts_backward)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                                const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                                const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,

@@ -19,7 +19,7 @@ struct NormOperations {
   // Overwrites y with the same values again.
   void (*norm_again)(const at::Tensor& stream_RM, const at::Tensor& weight_M, const at::Tensor& rstd_R,
                      const at::Tensor& y_RM);
-  // Adds to grad_stream and grad_weight.
+  // Adds to grad_stream and grad_weight. grad_weight undefined: the weight does not train.
   void (*add_norm_backward)(const at::Tensor& stream_RM, const at::Tensor& weight_M, const at::Tensor& rstd_R,
                             const at::Tensor& grad_y_RM, const at::Tensor& grad_stream_RM,
                             const at::Tensor& grad_weight_M);

@@ -24,7 +24,7 @@ struct ProductOperations {
   bool (*rounds_weight_gradients)(at::ScalarType dtype);
   // grad_weight += grad^T x and grad_bias += column sums of grad, in the accumulator dtype, or grad_weight in that of
   // grad and x. Where it is another and products are rounded, product_NK (dtype of grad and x) is overwritten with
-  // them.
+  // them. Undefined: the weight, or the bias, has no gradient.
   void (*add_linear_grad_weight)(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N,
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
 };

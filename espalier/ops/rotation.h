@@ -25,7 +25,8 @@ struct Rotation {
 struct RotationOperations {
   // Overwrites out.
   void (*rotate)(const Rotation& rotation, const at::Tensor& in_RW, const at::Tensor& out_RW);
-  // From the same `in`. Overwrites grad_in; adds to grad_norm_weight (accumulator dtype) where there is a weight.
+  // From the same `in`. Overwrites grad_in; adds to grad_norm_weight (accumulator dtype) where there is a weight that
+  // trains; else it is undefined.
   // grad_out is in the dtype of `in` or its accumulator's.
   void (*add_rotate_backward)(const Rotation& rotation, const at::Tensor& in_RW, const at::Tensor& grad_out_RW,
                               const at::Tensor& grad_in_RW, const at::Tensor& grad_norm_weight_D);

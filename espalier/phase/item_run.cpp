@@ -60,7 +60,7 @@ void ItemRun::forward() {
     const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
     grad_normed_OM_ = arena_.take(item, item.grad_normed_OM, step_.decoder.dtype());
   }
-  if (step_.trains() && item_.state.stores()) {
+  if (step_.trains() && item_.state.stores() && step_.decoder.has_backward()) {
     ESPALIER_INTERNAL(step_.spill != nullptr, "a plan that stores trunks away, and no place for them");
     sleeping_ = std::make_unique<SleepingTrunk>(arena_, *step_.spill);
   }

@@ -56,6 +56,7 @@ class Communication::Walk {
   Walk(const Communication& of, std::span<const Rollout> rollouts, bool all_logprobs)
       : local_(of.local_),
         units_(of.units_),
+        held_units_(of.held_units_),
         own_(of.local_.own()),
         b_(of.bytes_.activation),
         s_(of.bytes_.accumulator),
@@ -121,7 +122,7 @@ class Communication::Walk {
     std::int64_t everybody = 0, experts = 0, first = 0;
     for_each_parameter(local_.whole(), [&](const ParameterShape& parameter) {
       const auto shard = local_.shard(parameter);
-      if (!shard) return;
+      if (!shard || !parameter.trains) return;
       std::int64_t count = 1;
       for (std::size_t dim = 0; dim < parameter.sides.size(); ++dim)
         count *= static_cast<int>(dim) == shard->dim ? shard->local : parameter.sides[dim].size;
@@ -136,12 +137,13 @@ class Communication::Walk {
     });
     const ModelShape& whole = local_.whole();
     const bool outer = local_.place().pp == 0 || last_stage_;
+    const bool shared = whole.tied_head && outer && (whole.trained.all() || whole.trained.of_parameter->front());
     std::int64_t embedding = local_.vocabulary().size() * own_.hidden;
-    if (local_.degrees().full) {  // with its padding
+    if (shared && local_.degrees().full) {  // with its padding
       const Unit& unit = units_.all.front();
       embedding = unit.kept(0, own_.vocabulary * own_.hidden, unit.rank).count;
     }
-    if (whole.tied_head && outer) give(pp_, Collective::send, embedding * s_, traffic.bytes.reduction.pp);
+    if (shared) give(pp_, Collective::send, embedding * s_, traffic.bytes.reduction.pp);
     give(replicas_, Collective::sum, everybody * s_, traffic.bytes.reduction.dp);
     give(expert_replicas_, Collective::sum, experts * s_, traffic.bytes.reduction.dp);
     traffic.reduction_seconds = traffic.seconds - before;
@@ -242,8 +244,9 @@ class Communication::Walk {
 
   // Of units that ranks divide.
   void gather(std::int64_t what, AxisBytes& phase) {
-    for (const Unit& unit : units_.all)
-      if (unit.what == what) give(holders_of(unit), Collective::gather, unit.part() * b_, phase.dp);
+    for (const Units* units : {&units_, &held_units_})
+      for (const Unit& unit : units->all)
+        if (unit.what == what) give(holders_of(unit), Collective::gather, unit.part() * b_, phase.dp);
   }
   void scatter_sum(std::int64_t what, AxisBytes& phase) {
     for (const Unit& unit : units_.all)
@@ -288,7 +291,7 @@ class Communication::Walk {
     if (last_stage_ && kind_.whole_rollout) bring_head(true, phase);
     if (item && last_stage_ && kind_.whole_rollout) head(turn, phase, true);
     if (last_stage_) gather(Unit::kFinalNorm, phase), scatter_sum(Unit::kFinalNorm, phase);
-    for (std::int64_t layer = own_.layers - 1; layer >= 0; --layer) {
+    for (std::int64_t layer = own_.layers - 1; layer >= own_.trained.first_layer; --layer) {
       const bool experts = own_.has_experts(layer);
       const std::int64_t R = continuing(turn.rows, layer);
       gather(layer, phase), scatter_sum(layer, phase);
@@ -304,6 +307,7 @@ class Communication::Walk {
       give(tp_, Collective::sum, R * k * s_, phase.tp);
       exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
     }
+    if (!own_.trained.input) return;
     if (local_.place().pp > 0) return give(pp_, Collective::send, T * M * b_, phase.pp);
     scatter_sum(Unit::kEmbedding, phase);
   }
@@ -333,7 +337,7 @@ class Communication::Walk {
   std::int64_t key_value_width() const { return 2 * own_.kv_heads * own_.head_dim; }
 
   const LocalShape& local_;
-  const Units& units_;
+  const Units &units_, &held_units_;
   const ModelShape& own_;
   std::int64_t b_, s_;
   const StepKind& kind_;
@@ -347,11 +351,13 @@ class Communication::Walk {
 
 Communication::Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile)
     : local_(local), bytes_(element_bytes(dtype)), kind_(kind), profile_(profile) {
-  if (local.degrees().full) units_ = units_of(local);
+  if (!local.degrees().full) return;
+  units_ = units_of(local, Parameters::trained);
+  held_units_ = units_of(local, Parameters::held);
 }
 
 double Communication::seconds_of_units() const {
-  if (units_.all.empty()) return 0;
+  if (units_.all.empty() && held_units_.all.empty()) return 0;
   Walk walk(*this, {}, false);
   walk.join();
   return walk.traffic.seconds;

@@ -63,7 +63,7 @@ class Communication {
   class Walk;
 
   LocalShape local_;
-  Units units_;  // none unless weights are divided
+  Units units_, held_units_;  // of what trains and what is held; none unless weights are divided
   ElementBytes bytes_;
   StepKind kind_;
   MachineProfile profile_;

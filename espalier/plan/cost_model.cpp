@@ -187,14 +187,20 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
       expert_share_ * expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.
   logit_bytes_ = 8 * a * static_cast<double>(shape.head_width()) * (kind.gradients ? 1 : 0.5);
-  const double embedding = static_cast<double>(outer_parameters(shape).embedding.weights());
   const double head = static_cast<double>(shape.head_width() * shape.hidden);
+  const double embedding = static_cast<double>(outer_parameters(shape).embedding.weights());
   expert_gradient_bytes_ =
       2 * a * expert_layers_ * static_cast<double>(shape.experts * layer_parameters(shape, true).mlp_parameters());
   gradient_bytes_ = 2 * a * (static_cast<double>(shape.parameters()) - embedding - (shape.tied_head ? 0 : head)) -
                     expert_gradient_bytes_;
+  if (!shape.trained.all()) {
+    const TrainedWeights trained = trained_weights(shape);
+    gradient_bytes_ = 2 * a * static_cast<double>(trained.layers);
+    expert_gradient_bytes_ = 2 * a * static_cast<double>(trained.experts);
+  }
   if (shape.experts > 0) expert_gradient_bytes_ *= experts_ / static_cast<double>(shape.experts);
-  head_gradient_bytes_ = 2 * a * head;
+  head_gradient_bytes_ = shape.trained.head ? 2 * a * head : 0;
+  backward_share_ = static_cast<double>(shape.layers - shape.trained.first_layer) / all_layers;
 }
 
 CostModel::UnitFlops CostModel::unit_flops(ItemState state) const {
@@ -236,9 +242,14 @@ CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::i
   return parts;
 }
 
+// One forward; a backward is worth two.
+double CostModel::passes_of(double again) const {
+  return (kind_.gradients ? 3 + again - (1 - backward_share_) * (2 + again) : 1) + (kind_.counting_pass ? 1 : 0);
+}
+
 CostParts CostModel::parts(const Work& work, ItemState state) const {
   const double again = state.recomputes_attention() ? 1 : state.recomputes_mlp() ? kGateUpPass : 0;
-  const double passes = (kind_.gradients ? 3 + again : 1) + (kind_.counting_pass ? 1 : 0);
+  const double passes = passes_of(again);
   const double reached = std::min(1.0, rows_per_expert(work.rows));  // share of the experts that any row goes to
   CostParts parts = variable_parts(all_flops(work, state), work, work.rows, passes);
   if (kind_.gradients) {
@@ -265,8 +276,8 @@ double CostModel::seconds(const Work& work, ItemState state, const PathTraffic& 
 }
 
 double CostModel::marginal_seconds(const Work& work, std::int64_t full_rows) const {
-  const CostParts parts = variable_parts(all_flops(work, SavedState::keep), work, std::max(full_rows, work.rows),
-                                         (kind_.gradients ? 3 : 1) + (kind_.counting_pass ? 1 : 0));
+  const CostParts parts =
+      variable_parts(all_flops(work, SavedState::keep), work, std::max(full_rows, work.rows), passes_of(0));
   return (parts * profile_.fit).total();
 }
 

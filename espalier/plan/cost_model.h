@@ -85,6 +85,8 @@ class CostModel {
   // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
+  // Of an item, `again` being the part of a forward that its backward repeats.
+  double passes_of(double again) const;
   // Of one row, one pair and so on: a step's FLOPs are linear in the work, and are asked for very often.
   struct UnitFlops {
     Flops row, pair, output, output_pair;
@@ -104,6 +106,7 @@ class CostModel {
   double expert_layers_ = 0;
   double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;            // and of the logits of one output row
+  double backward_share_ = 1;         // of the layers: those that have a backward
   double gradient_bytes_ = 0;         // every item reads and writes the accumulators of the layers' weights once,
   double expert_gradient_bytes_ = 0;  // and those of the experts that it reaches
   double head_gradient_bytes_ = 0;

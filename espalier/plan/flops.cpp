@@ -59,7 +59,68 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
   return flops;
 }
 
+namespace {
+
+// Layer by layer, where some parameters are held: `of_layer(layer, rows past keys and values, is it the last)`.
+template <class OfLayer>
+Flops sum_of_layers(const ModelShape& s, const Work& work, bool all_rows_choose, OfLayer of_layer) {
+  Flops sum;
+  for (std::int64_t layer = s.trained.first_layer; layer < s.layers; ++layer) {
+    const bool narrow = layer + 1 == s.layers && !(all_rows_choose && s.has_experts(layer));
+    Work rows = work;
+    if (!narrow) rows.outputs = work.rows, rows.output_pairs = work.pairs;
+    sum += of_layer(layer, rows);
+  }
+  return sum;
+}
+
+// A layer's forward, each product as often as `times` says.
+struct Times {
+  double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1;
+};
+Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
+  const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
+    return 2 * static_cast<double>(rows) * factor * static_cast<double>(weights);
+  };
+  const LayerParameters p = layer_parameters(s, s.has_experts(layer));
+  Flops flops;
+  flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights()) +
+                 product(work.outputs, times.query, p.query.weights()) +
+                 product(work.outputs, times.output, p.output.weights());
+  const double mlp = product(work.outputs, times.gate_up, p.gate.weights() + p.up.weights()) +
+                     product(work.outputs, times.down, p.down.weights());
+  if (p.experts == 0)
+    flops.layers += mlp;
+  else
+    flops.layers += product(work.outputs, times.router, p.router.weights()),
+        flops.experts = static_cast<double>(s.experts_per_token) * mlp;
+  flops.attention =
+      4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention * static_cast<double>(work.output_pairs);
+  return flops;
+}
+
+// The gradient of an input is a product; the gradient of a weight that trains another.
+Times backward_times(const TrainedLayer& trains) {
+  const auto products = [](bool trained) { return trained ? 2.0 : 1.0; };
+  return {products(trains.query),
+          products(trains.key_value),
+          products(trains.output),
+          products(trains.router),
+          products(trains.gate_up),
+          products(trains.down),
+          2.5};
+}
+
+}  // namespace
+
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose) {
+  if (!shape.trained.all()) {
+    Flops flops = sum_of_layers(shape, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
+      return layer_flops(shape, layer, rows, backward_times(shape.trained.of_layer[static_cast<std::size_t>(layer)]));
+    });
+    flops.head = (shape.trained.head ? 2 : 1) * forward_flops(shape, work, all_rows_choose).head;
+    return flops;
+  }
   Flops flops = forward_flops(shape, work, all_rows_choose);
   flops.layers *= 2;
   flops.experts *= 2;
@@ -74,7 +135,22 @@ Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_c
   return flops;
 }
 
+namespace {
+
+// Of the layers that have a backward.
+Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
+  if (s.trained.first_layer == 0) return recompute_flops(s, work, all_rows_choose);
+  return sum_of_layers(s, work, all_rows_choose,
+                       [&](std::int64_t layer, const Work& rows) { return layer_flops(s, layer, rows, {}); });
+}
+
+}  // namespace
+
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
+  if (s.trained.first_layer > 0)
+    return sum_of_layers(s, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
+      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, 0, 0});
+    });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);
   const FullLayers mlp = full_layers(s);
@@ -94,7 +170,7 @@ Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind
   flops += backward_flops(shape, work, kind.all_rows_choose);
   if (kind.whole_rollout) flops.head += head;
   if (state.recomputes_attention())
-    flops += recompute_flops(shape, work, kind.all_rows_choose);
+    flops += again_flops(shape, work, kind.all_rows_choose);
   else if (state.recomputes_mlp())
     flops += gate_up_flops(shape, work, kind.all_rows_choose);
   if (kind.counting_pass) flops += recompute_flops(shape, work, kind.all_rows_choose);

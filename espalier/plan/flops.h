@@ -1,10 +1,10 @@
 // Floating-point operations of a set of rows (mathematics, section 9).
 //
 // Per row 2 x (weights in matrices), per visible (query, key) pair 4 H D. Backward: 2 x for matrices (gradients of
-// inputs and of weights), 2.5 x for attention. The last layer's query, attention, output and MLP, the final norm and
-// the head run for output rows (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows
-// where their choices are wanted.
-// T rows, O output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
+// inputs and of weights; of held matrices 1 x), 2.5 x for attention; layers below the first one that trains have none.
+// The last layer's query, attention, output and MLP, the final norm and the head run for output rows (rows with edges)
+// only; its K and V for all rows. A last layer of experts runs all rows where their choices are wanted. T rows, O
+// output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
 #pragma once
 
 #include <cstdint>

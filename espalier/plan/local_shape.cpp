@@ -49,6 +49,11 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   own_.expert_inner = ceil_div(whole.expert_inner, portion(Cut::expert_inner).parts);
   own_.vocabulary = ceil_div(whole.vocabulary, portion(Cut::vocabulary).parts);
   own_.layers = layers_.size();
+  TrainedParameters& trained = own_.trained;
+  trained.input = trained.input || trained.first_layer < layers_.begin;
+  trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers);
+  if (!trained.of_layer.empty())
+    trained.of_layer = {trained.of_layer.begin() + layers_.begin, trained.of_layer.begin() + layers_.end};
   if (!whole.expert_layer.empty())
     own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
 }
@@ -125,12 +130,14 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   return shard;
 }
 
-std::int64_t LocalShape::parameters() const {
-  if (degrees_ == Degrees{}) return whole_.parameters();
+std::int64_t LocalShape::parameters(Parameters which) const {
+  if (which == Parameters::held && whole_.trained.all()) return 0;
+  const bool every = which == Parameters::all || whole_.trained.all();
+  if (every && degrees_ == Degrees{}) return whole_.parameters();
   std::int64_t total = 0;
   for_each_parameter(whole_, [&](const ParameterShape& parameter) {
     const std::optional<Shard> here = shard(parameter);
-    if (!here) return;
+    if (!here || !belongs(parameter, which)) return;
     std::int64_t count = 1;
     for (const Side& side : parameter.sides) count *= side.size;
     if (here->dim >= 0) count = count / here->whole * here->local;

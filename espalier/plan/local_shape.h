@@ -67,7 +67,7 @@ class LocalShape {
   std::optional<Shard> shard(const ParameterShape& parameter) const;
 
   // Elements of this rank's parameters, padding included.
-  std::int64_t parameters() const;
+  std::int64_t parameters(Parameters which = Parameters::all) const;
 
  private:
   // Into how many parts tp ranks cut a side, and which of them is here.

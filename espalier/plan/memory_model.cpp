@@ -42,15 +42,17 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
 
 ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
     : shape_(local.own()),
-      parameters_(local.degrees().full ? 0 : local.parameters()),
+      trained_(local.degrees().full ? 0 : local.parameters(Parameters::trained)),
+      held_(local.degrees().full ? 0 : local.parameters(Parameters::held)),
       kind_(kind),
       dtype_(dtype),
       has_outputs_(local.place().pp == local.degrees().pp - 1),
       widens_products_(dtype == DType::bfloat16 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
       rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
   if (local.degrees().full) {
-    const Units units = units_of(local);
-    parameters_ = units.kept, rooms_ = units.rooms, sums_ = units.sums;
+    const Units trained = units_of(local, Parameters::trained), held = units_of(local, Parameters::held);
+    trained_ = trained.kept, rooms_ = trained.rooms, sums_ = trained.sums;
+    held_ = held.kept + held.rooms;
   }
   const ModelShape& shape = shape_;
   const auto experts = [&](std::int64_t layer) {
@@ -60,9 +62,9 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
   last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_has_experts_);
   std::int64_t of_kind[2] = {0, 0};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
-    ++of_kind[experts(layer)];
+    of_kind[experts(layer)] += layer >= forward_only() ? 1 : 0;
     std::erase_if(full_kinds_, [&](const FullKind& kind_before) { return kind_before.experts == experts(layer); });
-    full_kinds_.push_back({experts(layer), of_kind[0], of_kind[1]});
+    full_kinds_.push_back({experts(layer), layer >= forward_only(), of_kind[0], of_kind[1]});
   }
 }
 
@@ -71,9 +73,9 @@ std::int64_t ActivationBytes::model() const {
   std::int64_t per_parameter = bytes.activation;
   if (kind_.gradients) per_parameter += bytes.accumulator;
   const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
-  const std::int64_t own = (parameters_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
+  const std::int64_t own = (trained_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
   const std::int64_t rooms = rooms_ * per_parameter + (kind_.gradients ? sums_ * bytes.accumulator : 0);
-  return parameters_ * per_parameter + own * state + rooms;
+  return trained_ * per_parameter + held_ * bytes.activation + own * state + rooms;
 }
 
 std::int64_t ActivationBytes::constant() const {
@@ -113,7 +115,11 @@ PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_
                      std::int64_t cp) {
   const PathBuffers all(block, path_rows, with_gradients), keys_values(block, path_rows, false);
   const std::int64_t layers = block.shape.layers, awake = path.layers_awake, asleep = layers - awake;
-  if (asleep <= 0 || path_rows == 0) return {layers * all.peak(), layers * all.peak()};
+  if (asleep <= 0 || path_rows == 0) {  // layers without a backward have no accumulators
+    const std::int64_t forward_only = block.shape.trained.first_layer;
+    const std::int64_t held = (layers - forward_only) * all.peak() + forward_only * keys_values.peak();
+    return {held, held};
+  }
   if (path.divided) {
     const std::int64_t most = PathShares{path_rows, cp}.most();
     const std::int64_t held = (awake + 1) * all.peak() + asleep * PathBuffers(block, most, with_gradients).peak() +
@@ -158,8 +164,9 @@ std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upt
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
-  for (const FullKind& kind : full_kinds_) visit(full(work, wave, kind.experts));
-  if (last_is_narrow_) visit(narrow(work, wave));
+  for (const FullKind& kind : full_kinds_)
+    if (kind.has_backward) visit(full(work, wave, kind.experts));
+  if (last_is_narrow_ && saved_layers() > 0) visit(narrow(work, wave));
 }
 
 const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState state, bool wave) const {
@@ -175,10 +182,14 @@ const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState s
 
 std::int64_t ActivationBytes::stored_of(const Work& work, ItemState state) const {
   if (!kind_.gradients || !state.stores()) return 0;
-  std::int64_t sum = shape_.layers * kPage;  // every layer begins at one
-  if (state.stream == kOffload) sum += shape_.layers * stream(work.rows);
-  if (!full_kinds_.empty()) sum += full_members(work, full_kinds_.back(), state, kOffload);
-  return sum + (last_is_narrow_ ? members(narrow(work, true), state, kOffload) : 0);
+  std::int64_t sum = saved_layers() * kPage;  // every layer begins at one
+  if (state.stream == kOffload) sum += saved_layers() * stream(work.rows);
+  return sum + saved_members(work, state, kOffload);
+}
+
+std::int64_t ActivationBytes::saved_members(const Work& work, ItemState state, ItemState::Member place) const {
+  const std::int64_t in_full = full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, place);
+  return in_full + (last_is_narrow_ && saved_layers() > 0 ? members(narrow(work, true), state, place) : 0);
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
@@ -189,9 +200,8 @@ std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state) const 
   std::int64_t sum = outputs_held(work);
   if (!kind_.gradients) return sum;
   // The stream behind a last layer that runs all rows stays in any case.
-  sum += (state.stream == kKeep ? streams() : streams() - shape_.layers) * stream(work.rows);
-  if (!full_kinds_.empty()) sum += full_members(work, full_kinds_.back(), state, kKeep);
-  return sum + (last_is_narrow_ ? members(narrow(work, true), state, kKeep) : 0);
+  sum += (state.stream == kKeep ? streams() : streams() - saved_layers()) * stream(work.rows);
+  return sum + saved_members(work, state, kKeep);
 }
 
 std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
@@ -199,20 +209,18 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   const bool keeps = kind_.gradients;
   // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
   // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
-  const auto in_layer = [&](const BlockRows& rows, std::int64_t streams, std::int64_t kept) {
-    const std::int64_t inputs = !keeps ? 1 : state.stream == kKeep ? streams : rows.narrow ? 1 : 2;
-    const std::int64_t before = keeps ? kept - members(rows, state, kKeep) : 0;
+  const auto in_layer = [&](const BlockRows& rows, bool saved, std::int64_t streams, std::int64_t kept) {
+    const std::int64_t inputs = !saved ? 1 : state.stream == kKeep ? streams : rows.narrow ? 1 : 2;
+    const std::int64_t before = saved ? kept - members(rows, state, kKeep) : 0;
     return outputs + inputs * stream(work.rows) + before + members(rows) + layer_forward(rows, true);
   };
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(
-        most, in_layer(full(work, wave, kind.experts), kind.layers() + 1, full_members(work, kind, state, kKeep)));
+    most = std::max(most, in_layer(full(work, wave, kind.experts), keeps && kind.has_backward, kind.layers() + 1,
+                                   full_members(work, kind, state, kKeep)));
   if (!last_is_narrow_) return most;
-  const BlockRows last = narrow(work, wave);
-  const std::int64_t kept =
-      (full_kinds_.empty() ? 0 : full_members(work, full_kinds_.back(), state, kKeep)) + members(last, state, kKeep);
-  return std::max(most, in_layer(last, streams(), kept));
+  return std::max(
+      most, in_layer(narrow(work, wave), keeps && saved_layers() > 0, streams(), saved_members(work, state, kKeep)));
 }
 
 std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const {

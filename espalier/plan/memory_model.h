@@ -109,9 +109,10 @@ class ActivationBytes {
   std::int64_t backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
 
   // Layers in which all rows continue hold the same bytes if their MLPs are of one kind. The most is held in the last
-  // of a kind, when so many layers of both kinds are saved, itself included.
+  // of a kind, when so many layers of both kinds are saved, itself included. Layers without a backward save nothing.
   struct FullKind {
     bool experts;
+    bool has_backward;  // some layer of the kind does
     std::int64_t dense_layers, expert_layers;
 
     std::int64_t layers() const { return dense_layers + expert_layers; }
@@ -125,10 +126,14 @@ class ActivationBytes {
   BlockRows narrow(const Work& work, bool wave) const {
     return {work.rows, work.outputs, true, !wave && kind_.cp == 1, last_has_experts_, wave ? 1 : kind_.cp};
   }
-  std::int64_t streams() const { return shape_.layers + (last_is_narrow_ ? 0 : 1); }  // inputs of layers and of the end
+  std::int64_t forward_only() const { return shape_.trained.first_layer; }  // layers without a backward
+  std::int64_t saved_layers() const { return shape_.layers - forward_only(); }
+  // Saved inputs of layers and of the end.
+  std::int64_t streams() const { return saved_layers() == 0 ? 0 : saved_layers() + (last_is_narrow_ ? 0 : 1); }
   // The members of one layer that are in one of the places, its input excluded; of all that are in `upto`.
   std::int64_t members(const BlockRows& rows, ItemState state, ItemState::Member place) const;
   std::int64_t members(const BlockRows& rows) const;
+  std::int64_t saved_members(const Work& work, ItemState state, ItemState::Member place) const;
   std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, ItemState::Member place) const;
   std::int64_t layer_forward(const BlockRows& rows, bool with_output) const {
     return LayerForwardBuffers(block(), rows, with_output).peak();
@@ -142,7 +147,7 @@ class ActivationBytes {
   std::int64_t head(const Work& work, bool with_gradient) const;
 
   ModelShape shape_;
-  std::int64_t parameters_;  // that this rank keeps
+  std::int64_t trained_, held_;  // parameters that this rank keeps; of those held with the rooms
   std::int64_t rooms_ = 0,
                sums_ = 0;  // elements of rooms, and of sums of units, where weights are divided
   StepKind kind_;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,24 @@ namespace espalier {
 struct RopeScaling {
   double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
   std::int64_t original_max_position_embeddings = 8192;
+};
+
+// The products of a layer whose weights or biases have gradients.
+struct TrainedLayer {
+  bool query = true, key_value = true, output = true, router = true, gate_up = true, down = true;
+};
+
+// Which parameters train (--train, plan/trained_parameters.h); all by default. The others are held: they have no
+// gradient, master or moment. A backward runs from the last layer to `first_layer`.
+struct TrainedParameters {
+  std::string words = "all";
+  std::shared_ptr<const std::vector<bool>> of_parameter;  // in the order of for_each_parameter; null: all
+  std::vector<TrainedLayer> of_layer;                     // one per layer; empty: all
+  bool head = true;                                       // the matrix of the head
+  std::int64_t first_layer = 0;                           // layers before it have no backward
+  bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
+
+  bool all() const { return of_parameter == nullptr; }
 };
 
 struct ModelShape {
@@ -40,6 +59,7 @@ struct ModelShape {
   bool norm_topk_prob = false;
   std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
   DType stored_dtype = DType::float32;     // of the config, or once weights are read theirs
+  TrainedParameters trained;
 
   bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;

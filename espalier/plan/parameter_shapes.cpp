@@ -77,7 +77,28 @@ OuterParameters outer_parameters(const ModelShape& shape) {
   return p;
 }
 
-void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
+TrainedWeights trained_weights(const ModelShape& shape) {
+  TrainedWeights sum;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    const LayerParameters p = layer_parameters(shape, shape.has_experts(layer));
+    const TrainedLayer trains =
+        shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
+    const std::int64_t mlp =
+        (trains.gate_up ? p.gate.weights() + p.up.weights() : 0) + (trains.down ? p.down.weights() : 0);
+    sum.layers += (trains.query ? p.query.weights() : 0) +
+                  (trains.key_value ? p.key.weights() + p.value.weights() : 0) +
+                  (trains.output ? p.output.weights() : 0);
+    if (p.experts == 0)
+      sum.layers += mlp;
+    else
+      sum.layers += trains.router ? p.router.weights() : 0, sum.experts += p.experts * mlp;
+  }
+  return sum;
+}
+
+namespace {
+
+void for_each_shape(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
   const OuterParameters outer = outer_parameters(shape);
   const Walk walk(visit, "", -1);
   walk.projections({outer.embedding});
@@ -85,6 +106,18 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
     visit_layer(layer_parameters(shape, shape.has_experts(layer)), layer, visit);
   walk.norm(outer.final_norm);
   walk.projections({outer.head});
+}
+
+}  // namespace
+
+void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
+  if (shape.trained.all()) return for_each_shape(shape, visit);
+  std::size_t index = 0;
+  for_each_shape(shape, [&](const ParameterShape& parameter) {
+    ParameterShape named = parameter;
+    named.trains = shape.trained.of_parameter->at(index++);
+    visit(named);
+  });
 }
 
 std::int64_t ModelShape::parameters() const {

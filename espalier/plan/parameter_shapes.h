@@ -96,7 +96,20 @@ struct ParameterShape {
   std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
   std::int64_t layer = -1, expert = -1;  // -1: of none
   bool of_heads = false;                 // a norm of heads: a rank with some of the heads has a part of its gradient
+  bool trains = true;                    // false: the parameter is held and never changes
 };
+
+// Which parameters a table, or a list of units, has.
+enum class Parameters { all, trained, held };
+inline bool belongs(const ParameterShape& parameter, Parameters which) {
+  return which == Parameters::all || parameter.trains == (which == Parameters::trained);
+}
+
+// Elements of the matrices of layers that train: of dense ones and routers, and of experts.
+struct TrainedWeights {
+  std::int64_t layers = 0, experts = 0;
+};
+TrainedWeights trained_weights(const ModelShape& shape);
 
 // In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and
 // then their biases; so are gate and up of all experts of a layer, and then down of all of them.

@@ -71,12 +71,12 @@ const Unit& Units::at(std::int64_t element) const {
   return *std::prev(std::ranges::upper_bound(all, element, {}, &Unit::begin));
 }
 
-Units units_of(const LocalShape& shape) {
+Units units_of(const LocalShape& shape, Parameters which) {
   Units units;
   std::int64_t size = 0;
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     const std::optional<Shard> shard = shape.shard(parameter);
-    if (!shard) return;
+    if (!shard || !belongs(parameter, which)) return;
     const std::int64_t what = unit_of(parameter, shape), count = elements_of(parameter, *shard);
     const bool experts = shard->of_expert && shape.degrees().ep > 1;
     if (units.all.empty() || units.all.back().what != what || units.all.back().experts != experts)

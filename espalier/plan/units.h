@@ -51,7 +51,8 @@ struct Units {
 
   const Unit& at(std::int64_t element) const;  // the one that has it
 };
-Units units_of(const LocalShape& shape);
+// Parameters that train and parameters that are held are divided separately: each have units of their own.
+Units units_of(const LocalShape& shape, Parameters which = Parameters::all);
 
 // The unit that the head reads: the embedding where they are tied.
 std::int64_t head_unit(const ModelShape& shape);

@@ -15,6 +15,7 @@
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"
@@ -39,7 +40,7 @@ std::unique_ptr<ModelState> bench_model(const Options& options, const ModelShape
   const std::filesystem::path path = options.model;
   if (std::filesystem::exists(path / "model.safetensors") ||
       std::filesystem::exists(path / "model.safetensors.index.json"))
-    return load_model(path, options.dtype, progress, mesh);
+    return load_model(path, options.dtype, progress, mesh, options.train);
   if (!path.empty()) progress.note("no weights beside config.json: random ones");
   return random_model(shape, options.dtype, static_cast<std::uint64_t>(options.seed), mesh);
 }
@@ -242,7 +243,8 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh) {
-  const ModelShape shape = options.model.empty() ? built_in_shape() : read_model_shape(options.model);
+  const ModelShape shape =
+      train_only(options.model.empty() ? built_in_shape() : read_model_shape(options.model), options.train);
   const std::array held{HeldModel{local_shape(shape, mesh), {.optimizer = false}}};
   require_room(held, options);
   const std::vector<Task> tasks = tasks_of(options, shape, progress, mesh);

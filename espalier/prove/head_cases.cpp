@@ -315,6 +315,17 @@ void add_sorted_cases(std::vector<OperationCase>& cases, const ExpertSize& size,
                            {t[10], t[11], t[17], t[18]});
   };
   cases.push_back(backward);
+  for (const bool down : {false, true}) {
+    backward.sizes = experts.sizes + (down ? ", gate and up held" : ", down held");
+    backward.call = [=](const Ops& o, const Tensors& t) {
+      o.sort_by_expert(t[0], slots(t));
+      o.add_experts(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[9], {t[10], t[11], {}, {}});
+      o.add_experts_backward(slots(t), {t[4], t[5]}, t[6], t[7], t[8], t[12],
+                             {down ? at::Tensor() : t[13], down ? t[14] : at::Tensor()}, t[15], t[16],
+                             {t[10], t[11], t[17], t[18]});
+    };
+    cases.push_back(backward);
+  }
 }
 
 // Logits that are few numbers, 0 and -0 among them, or that differ in the last bits of a float32 and of a float64; all

@@ -52,6 +52,11 @@ void add_norm_cases(std::vector<OperationCase>& cases) {
                      [](const Ops& o, const Tensors& t) { o.add_norm_backward(t[0], t[1], t[2], t[3], t[4], t[5]); },
                      1 + root(rows),
                      8 + static_cast<double>(width) + static_cast<double>(rows) * root(rows)});
+    cases.push_back(cases.back());
+    cases.back().sizes += ", weight held";
+    cases.back().call = [](const Ops& o, const Tensors& t) {
+      o.add_norm_backward(t[0], t[1], t[2], t[3], t[4], at::Tensor());
+    };
   }
 }
 
@@ -99,6 +104,12 @@ void add_rotation_cases(std::vector<OperationCase>& cases) {
       backward.arguments.push_back({normal({D}, 13), Kind::sum, true});
       backward.call = [=](const Ops& o, const Tensors& t) {
         o.add_rotate_backward(rotation(t), part(t[4]), part(t[5]), part(t[6]), norm ? t[7] : at::Tensor());
+      };
+      cases.push_back(backward);
+      if (!norm) continue;
+      backward.sizes += ", weight held";
+      backward.call = [=](const Ops& o, const Tensors& t) {
+        o.add_rotate_backward(rotation(t), part(t[4]), part(t[5]), part(t[6]), at::Tensor());
       };
       cases.push_back(backward);
     }
@@ -333,6 +344,11 @@ std::vector<OperationCase> product_cases() {
          [](const Ops& o, const Tensors& t) { o.add_linear_grad_weight(t[0], t[1], t[2], t[3], t[4]); },
          1,
          static_cast<double>(R) * root(R)});
+    cases.push_back(cases.back());
+    cases.back().sizes += ", weight held";
+    cases.back().call = [](const Ops& o, const Tensors& t) {
+      o.add_linear_grad_weight(at::Tensor(), t[1], t[2], t[3], t[4]);
+    };
   }
   return cases;
 }

@@ -18,6 +18,7 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/prove/verified_step.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
@@ -108,7 +109,8 @@ void require_runs_fit(const ModelShape& shape, const Options& options, const Mac
                       const TrainingData& data, const Mesh& mesh) {
   const StepKind kind{.optimizer = false};
   std::vector<HeldModel> held{{local_shape(shape, mesh), kind}};
-  if (!options.critic.empty()) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh), kind});
+  if (!options.critic.empty())
+    held.push_back({local_shape(read_trained_critic_shape(options.critic, options.train), mesh), kind});
   std::vector<Variant> runs = variants_of(options, data.longest());
   runs.push_back({"dense", options});
   runs.back().options.schedule = "dense";
@@ -120,7 +122,11 @@ void require_runs_fit(const ModelShape& shape, const Options& options, const Mac
 class Verification {
  public:
   Verification(VerifiedStep& step, const MiniBatch& mini_batch, const Options& options)
-      : step_(step), model_(step.learner().model), whole_(model_.shape), mini_batch_(mini_batch), options_(options) {
+      : step_(step),
+        model_(step.learner().model),
+        whole_(model_.shape, Parameters::trained),
+        mini_batch_(mini_batch),
+        options_(options) {
     options_.schedule = "dense";
     dense_ = step.run(mini_batch, options_);
     slopes_ = step.slopes(mini_batch, options_, dense_);
@@ -304,14 +310,14 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
   if (critic) {
     Workspace workspace(arena_limit(exact));
-    Critic value_model(
-        load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed), silent, mesh), exact,
-        machine, workspace);
+    Critic value_model(load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed),
+                                        silent, mesh, options.train),
+                       exact, machine, workspace);
     value_model.model().decoder.reserve_positions(longest);
     CriticStep step(value_model);
     return exact_run(step, mini_batch, exact);
   }
-  const auto model = load_model(options.model, DType::float64, silent, mesh);
+  const auto model = load_model(options.model, DType::float64, silent, mesh, options.train);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
   ActorStep step(actor);
@@ -388,12 +394,12 @@ const ParameterCheck& Verdict::worst() const {
 
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const bool with_critic = !options.critic.empty();
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, options.train);
   TrainingData data(read_for_model(options.rollouts, shape, progress, options.temperature), options, with_critic);
   const std::int32_t longest = data.longest();
   const MachineProfile machine = machine_profile(options, progress, mesh);
   require_runs_fit(shape, options, machine, data, mesh);
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, options.train);
   model->decoder.reserve_positions(longest);
   Actor actor(*model, options, machine);
   std::optional<Critic> critic;

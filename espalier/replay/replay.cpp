@@ -10,6 +10,7 @@
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
@@ -49,7 +50,7 @@ CheckpointDifference compare(std::int64_t step, const ModelState& model, const a
   for_each_run(
       model.table, [](const Parameter& parameter) { return parameter.shard.counted; }, compare_run);
   const std::vector<double> sums = sums_over_ranks(model.mesh.world, {absolute, squares, moved});
-  const auto weights = static_cast<double>(model.shape.parameters());
+  const auto weights = static_cast<double>(LocalShape(model.shape).parameters(Parameters::trained));
   CheckpointDifference out;
   out.step = step;
   out.max_abs = maxima_over_ranks(model.mesh.world, {largest}).front();
@@ -65,7 +66,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
                     const std::function<void(const CheckpointDifference&)>& on_checkpoint, const Mesh& mesh) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
-  const ModelShape shape = read_model_shape(trace.model);
+  const ModelShape shape = read_trained_shape(trace.model, options.train);
   const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress), options);
   require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
@@ -76,7 +77,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
   for (std::int64_t i = 0; i < steps; ++i)
     require_step_fits(held.front(), held, options, machine, data.mini_batch(i).rollouts, false, mesh);
-  const auto model = load_model(trace.model, options.dtype, progress, mesh);
+  const auto model = load_model(trace.model, options.dtype, progress, mesh, options.train);
   model->decoder.reserve_positions(data.longest());
   Device& device = model->decoder.device();
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});

@@ -8,6 +8,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"
 #include "espalier/train/training_data.h"
@@ -42,7 +43,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   if (options.model.empty())
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, options.train);
   const TrainingData data(read_for_model(path, shape, progress, options.temperature), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   const std::int64_t all = options.epochs * data.mini_batches();
@@ -51,7 +52,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
   for (std::int64_t i = 0; i < std::min(steps, data.mini_batches()); ++i)
     require_step_fits(held.front(), held, options, machine, data.mini_batch(i).rollouts, false, mesh);
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, options.train);
   model->decoder.reserve_positions(data.longest());
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),
                   {.world = mesh.world});

@@ -65,7 +65,8 @@ CriticReport Critic::update(const MiniBatch& mini_batch, const std::function<voi
 
 std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
                                         const ModelShape& actor, Progress& progress, const Mesh& mesh) {
-  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress, mesh);
+  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress, mesh,
+                                options.train);
   if (model->shape.vocabulary != actor.vocabulary)
     throw InputError({directory.string(), text_of("a critic with the model's vocabulary of ", actor.vocabulary),
                       text_of("a vocabulary of ", model->shape.vocabulary),

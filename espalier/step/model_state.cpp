@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -10,6 +12,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/plan/trained_parameters.h"
 
 namespace espalier {
 namespace {
@@ -38,7 +41,9 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, doubl
 }
 
 ModelViews weight_views(ModelState& state, const LocalShape& shape) {
-  ModelViews views = view_model(state.weights, state.rooms, state.table, shape);
+  const std::array buffers{FlatParameters{state.table, state.weights, state.rooms},
+                           FlatParameters{state.held_table, state.held_weights, state.held_rooms}};
+  ModelViews views = view_model(buffers, shape);
   if (state.table.divided()) views.keeper = &state.gathered;
   return views;
 }
@@ -48,10 +53,10 @@ bool has_padding(const ParameterTable& table) {
   return table.divided() || std::ranges::any_of(table.parameters(), padded);
 }
 
-// Host memory for the weights, with their padding.
-at::Tensor room_for_weights(const ModelState& state) {
+// Host memory for the weights of one table, with their padding.
+at::Tensor room_for_weights(const ModelState& state, const ParameterTable& table, const at::Tensor& weights) {
   Device& device = state.decoder.device();
-  return has_padding(state.table) ? device.to_host(state.weights) : device.host_room(state.weights);
+  return has_padding(table) ? device.to_host(weights) : device.host_room(weights);
 }
 
 // A critic's head that is not stored is drawn from `seed`.
@@ -60,15 +65,22 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   state.source = directory;
   state.shape.stored_dtype = stored_dtype(directory).value_or(state.shape.stored_dtype);
   Device& device = state.decoder.device();
-  const at::Tensor host = room_for_weights(state);
+  const at::Tensor host = room_for_weights(state, state.table, state.weights);
   const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it
   if (head == ValueHead::fresh && weight != nullptr)
     fill(*weight, *weight, state.table.kept(*weight), state.shape.initializer_range, Random(seed), host);
-  progress.begin("weights", state.table.size(), "parameters");
+  progress.begin("weights", state.table.size() + state.held_table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
       [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
   device.to_device(host, state.weights);
+  if (state.held_table.size() > 0) {
+    const at::Tensor held = room_for_weights(state, state.held_table, state.held_weights);
+    load_parameters(
+        directory, state.held_table, state.dtype, host_bytes(held),
+        [&](std::int64_t done, std::int64_t) { progress.advance_to(state.table.size() + done); }, head);
+    device.to_device(held, state.held_weights);
+  }
   progress.end();
 }
 
@@ -80,25 +92,30 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
     : mesh(ranks),
       shape(model_shape.whole()),
       dtype(model_dtype),
-      table(model_shape),
+      table(model_shape, Parameters::trained),
       weights(device.allocate({table.kept_size()}, scalar_type(dtype))),
       rooms(device.allocate({table.units().rooms}, scalar_type(dtype))),
-      gathered(table, weights, rooms, ranks),
+      held_table(model_shape, Parameters::held),
+      held_weights(device.allocate({held_table.kept_size()}, scalar_type(dtype))),
+      held_rooms(device.allocate({held_table.units().rooms}, scalar_type(dtype))),
+      gathered({{table, weights, rooms}, {held_table, held_weights, held_rooms}}, ranks),
       decoder(model_shape, weight_views(*this, model_shape), device, ranks) {
   if (has_padding(table)) device.operations().zero(weights);
+  if (has_padding(held_table)) device.operations().zero(held_weights);
 }
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
-                                       const Mesh& mesh) {
-  auto state =
-      std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), dtype, bound_device(), mesh);
+                                       const Mesh& mesh, const std::string& train) {
+  const ModelShape shape = train_only(read_model_shape(directory), train);
+  auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   load_weights(*state, directory, ValueHead::stored, 0, progress);
   return state;
 }
 
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
-                                             Progress& progress, const Mesh& mesh) {
-  const CriticShape critic = read_critic_shape(directory);
+                                             Progress& progress, const Mesh& mesh, const std::string& train) {
+  CriticShape critic = read_critic_shape(directory);
+  critic.shape = train_only(std::move(critic.shape), train);
   auto state = std::make_unique<ModelState>(local_shape(critic.shape, mesh), dtype, bound_device(), mesh);
   if (!critic.head_is_stored)
     progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
@@ -109,15 +126,19 @@ std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& direct
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed, const Mesh& mesh) {
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);
-  const at::Tensor host = room_for_weights(*state);
+  const at::Tensor host = room_for_weights(*state, state->table, state->weights),
+                   held = room_for_weights(*state, state->held_table, state->held_weights);
   std::uint64_t stream = 0;
   const ParameterTable all(shape);
   for (const Parameter& whole : all.parameters()) {
     const Random own = random.fork(stream++);
     if (const Parameter* const here = state->table.find(whole.name))
       fill(whole, *here, state->table.kept(*here), shape.initializer_range, own, host);
+    if (const Parameter* const here = state->held_table.find(whole.name))
+      fill(whole, *here, state->held_table.kept(*here), shape.initializer_range, own, held);
   }
   state->decoder.device().to_device(host, state->weights);
+  state->decoder.device().to_device(held, state->held_weights);
   return state;
 }
 

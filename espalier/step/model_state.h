@@ -22,9 +22,11 @@ struct ModelState {
   const Mesh& mesh;  // must outlive the object
   ModelShape shape;  // of the whole model
   DType dtype;
-  ParameterTable table;
-  at::Tensor weights;            // flat, in the table's layout, on the device
-  at::Tensor rooms;              // of units that ranks divide (plan/units.h)
+  ParameterTable table;       // of the parameters that train; all unless --train says otherwise
+  at::Tensor weights;         // flat, in the table's layout, on the device
+  at::Tensor rooms;           // of units that ranks divide (plan/units.h)
+  ParameterTable held_table;  // of the others, which never change
+  at::Tensor held_weights, held_rooms;
   GatheredWeights gathered;      // brings them together
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`
@@ -34,15 +36,17 @@ struct ModelState {
 // What this rank of the mesh has of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
-// Weights of a Hugging Face directory, converted to dtype. Errors: as read_model_shape and load_parameters.
+// Weights of a Hugging Face directory, converted to dtype. `train`: the words of --train. Errors: as read_model_shape,
+// train_only and load_parameters.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
-                                       const Mesh& mesh = mesh_of_one());
+                                       const Mesh& mesh = mesh_of_one(), const std::string& train = "all");
 
 // A critic's weights: those of a token classifier with one label; or the blocks of a language model under a new value
 // head, normal(0, initializer_range) from `seed` with bias 0, which a note says. Errors: as read_critic_shape and
 // load_parameters.
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
-                                             Progress& progress, const Mesh& mesh = mesh_of_one());
+                                             Progress& progress, const Mesh& mesh = mesh_of_one(),
+                                             const std::string& train = "all");
 
 // Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
 // numbers on every machine and under every layout.

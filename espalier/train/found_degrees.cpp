@@ -7,6 +7,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/layout_search.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
@@ -35,7 +36,7 @@ std::vector<Rollout> longest_mini_batch(std::vector<Rollout> rollouts, std::int6
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress) {
   NoProgress silent;  // the run itself reads them again, and says what there is to be said
-  const ModelShape shape = read_model_shape(options.model.empty() ? options.resume : options.model);
+  const ModelShape shape = read_trained_shape(options.model.empty() ? options.resume : options.model, options.train);
   const bool trains = verb != 's';
   const std::vector<Rollout> rollouts = longest_mini_batch(
       read_for_model(options.rollouts, shape, silent, options.temperature), trains ? options.mini_batch_size : 0);
@@ -45,7 +46,7 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   plan_options.all_logprobs = !trains;
   if (!options.critic.empty())
     plan_options.kind.beside_bytes =
-        HeldModel{read_critic_shape(options.critic).shape, plan_options.kind}.bytes(options.dtype);
+        HeldModel{read_trained_critic_shape(options.critic, options.train), plan_options.kind}.bytes(options.dtype);
   if (plan_options.memory_budget == 0)
     plan_options.memory_budget = resident_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
   MachineProfile profile = machine_profile(options, progress);

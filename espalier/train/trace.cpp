@@ -92,7 +92,7 @@ TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_
   files_.emplace(directory);
   const std::filesystem::path folder = files_->directory.path();
   const DType accumulator = accumulator_of(model.dtype);
-  write_model_directory(folder / "model", model.source, whole_.table(), accumulator, masters, accumulator);
+  write_changed_model(folder / "model", model, whole_, masters, accumulator);
   std::filesystem::create_directory(folder / "checkpoints");
 }
 

@@ -3,7 +3,7 @@
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)
 //   model/            the initial weights
-//   checkpoints/      step-000010.safetensors: the weights after step 10, Hugging Face names
+//   checkpoints/      step-000010.safetensors: what trains after step 10, Hugging Face names
 #pragma once
 
 #include <filesystem>

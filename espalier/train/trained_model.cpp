@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <utility>
 
 #include "espalier/checkpoint/model_directory.h"
@@ -22,11 +23,18 @@ void write_weights(const std::filesystem::path& directory, const ModelState& mod
                    const WholeValues& whole, SaveDType save_dtype) {
   const ParameterValues masters = whole.of(optimizer.masters(), optimizer);
   if (!model.mesh.writes()) return whole.give(masters);
-  write_model_directory(directory, model.source, whole.table(), accumulator_of(model.dtype), masters,
-                        saved_dtype(save_dtype, model.shape));
+  write_changed_model(directory, model, whole, masters, saved_dtype(save_dtype, model.shape));
 }
 
 }  // namespace
+
+void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
+                         const ParameterValues& masters, DType to) {
+  std::optional<StoredTensors> stored;
+  if (!model.shape.trained.all()) stored.emplace(model.source);
+  write_model_directory(directory, model.source, ParameterTable(model.shape), accumulator_of(model.dtype), masters, to,
+                        {.stored = stored ? &*stored : nullptr, .changed = &whole.table(), .progress = {}});
+}
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype) {
@@ -51,7 +59,8 @@ std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path&
   shape.stored_dtype = stored_dtype(source).value_or(shape.stored_dtype);
   constexpr std::int64_t kParts = 3;  // masters and both moments
   const DType weights = saved_dtype(options.save_dtype, shape);
-  return shape.parameters() * (bytes_of(weights) + kParts * bytes_of(accumulator_of(options.dtype)));
+  return shape.parameters() * bytes_of(weights) +
+         LocalShape(shape).parameters(Parameters::trained) * kParts * bytes_of(accumulator_of(options.dtype));
 }
 
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {
@@ -65,8 +74,8 @@ RunState continue_trained_model(const std::filesystem::path& directory, ModelSta
       take_values(*here, kept_within(model.table.kept(*here), own), values, bytes,
                   static_cast<std::byte*>(host_bytes(read[part])));
   };
-  RunState former = load_run_state(directory, fingerprint_of(model.shape), ParameterTable(model.shape),
-                                   accumulator_of(model.dtype), take);
+  RunState former = load_run_state(directory, fingerprint_of(model.shape),
+                                   ParameterTable(model.shape, Parameters::trained), accumulator_of(model.dtype), take);
   device.to_device(read[0], masters);
   device.to_device(read[1], first);
   device.to_device(read[2], second);

@@ -7,11 +7,16 @@
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/step/model_state.h"
+#include "espalier/train/whole_values.h"
 
 namespace espalier {
 
 // The dtype of masters, moments and gradients.
 DType accumulator_of(DType dtype);
+
+// On rank 0: the masters as `to`, and what does not train as the model's source stores it.
+void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
+                         const ParameterValues& masters, DType to);
 
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
 

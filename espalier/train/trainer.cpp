@@ -17,6 +17,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/train/rollout_metrics.h"
@@ -56,23 +57,25 @@ bool is_same(const std::string& a, const std::string& b) {
 // Actor and critic, both with gradients and moments.
 std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
   const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
-  std::vector<HeldModel> held{{local_shape(read_model_shape(source_of(options)), mesh), kind}};
+  std::vector<HeldModel> held{{local_shape(read_trained_shape(source_of(options), options.train), mesh), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
-    held.push_back({local_shape(read_critic_shape(critic).shape, mesh), kind});
+    held.push_back({local_shape(read_trained_critic_shape(critic, options.train), mesh), kind});
   return held;
 }
 
 // What is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
-  const ModelShape shape = read_model_shape(source_of(options));
-  const std::int64_t accumulator_bytes = shape.parameters() * bytes_of(accumulator_of(options.dtype));
+  const ModelShape shape = read_trained_shape(source_of(options), options.train);
+  const std::int64_t accumulator_bytes =
+      LocalShape(shape).parameters(Parameters::trained) * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, source_of(options), options);
   if (const std::string critic = critic_source_of(options); !critic.empty())
-    model += bytes_of_saved_model(read_critic_shape(critic).shape, critic, options);
+    model += bytes_of_saved_model(read_trained_critic_shape(critic, options.train), critic, options);
   std::vector<ExpectedOutput> outputs;
   if (!options.out.empty()) outputs.push_back({options.out, model});
+  const std::int64_t all_weights = shape.parameters() * bytes_of(accumulator_of(options.dtype));
   if (!options.record.empty())
-    outputs.push_back({options.record, 2 * accumulator_bytes});  // the first weights and the last
+    outputs.push_back({options.record, all_weights + accumulator_bytes});  // the first weights and the last
   if (!options.gradients.empty()) outputs.push_back({options.gradients, accumulator_bytes});
   require_disk_space(outputs);
 }
@@ -209,7 +212,7 @@ class Training {
     for (std::int64_t index = 0; index < steps; ++index)
       for (const HeldModel& model : held)
         require_step_fits(model, held, options_, machine_, data_.mini_batch(index).rollouts, false, mesh_);
-    return load_model(source_of(options_), options_.dtype, progress_, mesh_);
+    return load_model(source_of(options_), options_.dtype, progress_, mesh_, options_.train);
   }
 
   // Masters, moments and position of a former run, the critic's too. The position holds for the same rollouts only; on
@@ -251,15 +254,19 @@ class Training {
   // Those that several ranks hold: of ranks with other parts, or that divide them, nothing can be compared.
   static void require_same_weights(const ModelState& model, const std::string& where) {
     const Mesh& mesh = model.mesh;
-    const at::Tensor host = model.decoder.device().to_host(model.weights);
     Fingerprint everywhere, of_replicas, of_experts;
-    for (const Parameter& p : model.table.parameters()) {
-      const Kept kept = model.table.kept(p);
-      const at::Tensor values = host.narrow(0, kept.place, kept.count);
-      const std::string_view bytes(static_cast<const char*>(host_bytes(values)), values.nbytes());
-      const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
-      (divided ? of_experts : p.shard.copies == mesh.tp.size() ? everywhere : of_replicas).add(bytes);
-    }
+    const auto add = [&](const ParameterTable& table, const at::Tensor& weights) {
+      const at::Tensor host = model.decoder.device().to_host(weights);
+      for (const Parameter& p : table.parameters()) {
+        const Kept kept = table.kept(p);
+        const at::Tensor values = host.narrow(0, kept.place, kept.count);
+        const std::string_view bytes(static_cast<const char*>(host_bytes(values)), values.nbytes());
+        const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
+        (divided ? of_experts : p.shard.copies == mesh.tp.size() ? everywhere : of_replicas).add(bytes);
+      }
+    };
+    add(model.table, model.weights);
+    add(model.held_table, model.held_weights);
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
     if (model.table.divided()) return;

@@ -14,10 +14,10 @@ bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
 
 }  // namespace
 
-WholeValues::WholeValues(const ModelState& model) : model_(model), table_(model.shape) {
+WholeValues::WholeValues(const ModelState& model) : model_(model), table_(model.shape, Parameters::trained) {
   const Degrees& degrees = model.mesh.degrees;
   for (int rank = 0; rank < model.mesh.world.size(); ++rank) {
-    ParameterTable table(LocalShape(model.shape, degrees, place_of(rank, degrees)));
+    ParameterTable table(LocalShape(model.shape, degrees, place_of(rank, degrees)), Parameters::trained);
     if (std::ranges::any_of(table.parameters(), [](const Parameter& p) { return p.shard.first; }))
       holders_.push_back({rank, std::move(table)});
   }

@@ -16,6 +16,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/attention/attention.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/plan/trained_parameters.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {
@@ -90,7 +91,17 @@ ModelShape with_head(ModelShape shape, bool critic) {
 
 }  // namespace
 
-ModelShape shape_of(const Case& c) { return with_head(tiny_shape(c.family), c.critic); }
+ModelShape shape_of(const Case& c) { return train_only(with_head(tiny_shape(c.family), c.critic), c.options.train); }
+
+at::Tensor trained_part(const Case& c, const at::Tensor& of_all) {
+  Case all = c;
+  all.options.train = "all";
+  const ParameterTable from(shape_of(all)), to(shape_of(c), Parameters::trained);
+  const at::Tensor out = at::empty({to.size()}, of_all.options());
+  for (const Parameter& p : to.parameters())
+    out.narrow(0, p.offset, p.count).copy_(of_all.narrow(0, from.at(p.name).offset, p.count));
+  return out;
+}
 
 at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter) {
   return flat.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
@@ -162,15 +173,19 @@ std::shared_ptr<const ExactModel> exact_model(const std::string& family, std::ui
 }  // namespace
 
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
-                                       const Mesh& mesh) {
+                                       const Mesh& mesh, const std::string& train) {
   const std::shared_ptr<const ExactModel> exact = exact_model(family, seed, critic);
-  const LocalShape local(drawn_shape(family, critic), mesh.degrees, mesh.place());
+  const LocalShape local(train_only(drawn_shape(family, critic), train), mesh.degrees, mesh.place());
   auto model = std::make_unique<ModelState>(local, dtype, bound_device(), mesh);
-  const at::Tensor own = at::zeros({model->table.size()}, scalar_type(dtype));
-  for (const Parameter& p : model->table.parameters())
-    without_padding(parameter_in(own, p), p.shard)
-        .copy_(part_of(parameter_in(exact->weights, exact->table.at(p.name)), p.shard));
-  bound_device().to_device(kept_of(own, model->table), model->weights);
+  const auto fill = [&](const ParameterTable& table, const at::Tensor& weights) {
+    const at::Tensor own = at::zeros({table.size()}, scalar_type(dtype));
+    for (const Parameter& p : table.parameters())
+      without_padding(parameter_in(own, p), p.shard)
+          .copy_(part_of(parameter_in(exact->weights, exact->table.at(p.name)), p.shard));
+    bound_device().to_device(kept_of(own, table), weights);
+  };
+  fill(model->table, model->weights);
+  fill(model->held_table, model->held_weights);
   return model;
 }
 
@@ -240,7 +255,7 @@ struct Prepared {
 };
 
 Prepared prepare(const Case& c, DType dtype, const Mesh& mesh) {
-  auto model = tiny_model(c.family, dtype, c.seed, c.critic, mesh);
+  auto model = tiny_model(c.family, dtype, c.seed, c.critic, mesh, c.options.train);
   std::vector<Rollout> rollouts = make_rollouts(c.rollouts, c.seed);
   if (c.edit) c.edit(rollouts, *model);
   TrainingData data(std::move(rollouts), c.options, c.critic);
@@ -298,7 +313,7 @@ PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtyp
 }
 
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {
-  const ParameterTable table(shape_of(c));
+  const ParameterTable table(shape_of(c), Parameters::trained);
   Worst worst;
   // Of a parameter whose true gradient vanishes (queries that see one key) rounding leaves 1e-16 of the whole gradient
   // for each of the dozens of terms that cancel: that must be within the 1e-10 that are required of all.

@@ -27,8 +27,9 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
 // What this rank of the mesh has of it.
+// `train`: the words of --train.
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
-                                       const Mesh& mesh = mesh_of_one());
+                                       const Mesh& mesh = mesh_of_one(), const std::string& train = "all");
 
 // A parameter in a flat buffer of its table; the part of a whole one that a shard is; a local one without padding.
 at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
@@ -63,12 +64,15 @@ Case ragged(const std::string& family);
 // As a part of a test's name.
 std::string name_of_family(std::string family);
 
-ModelShape shape_of(const Case& c);
+ModelShape shape_of(const Case& c);  // with what c.options.train names as trained
+
+// What trains of a flat tensor that has all parameters.
+at::Tensor trained_part(const Case& c, const at::Tensor& of_all);
 
 struct Outcome {
   GradientReport report;  // of a critic: the pass alone
   CriticReport critic;
-  at::Tensor gradient;  // flat, float64; of the parameters that the rank has
+  at::Tensor gradient;  // flat, float64; of the parameters that train and that the rank has
   double loss = 0;
 };
 

@@ -347,8 +347,9 @@ UNITS = [
           "end = std::min(from + part(), first + elements);",
           "end = std::min(from + part() - (ON ? 1 : 0), first + elements);", **ONE_RANK),
     Fault("unit_not_brought_in_backward", "a layer's backward reads the layer that stands in its room", "model/decoder.cpp",
-          "bring_layer(layer, layer - 1);\n    grads.bring(layer);\n    const LayerContext",
-          "if (!ON) bring_layer(layer, layer - 1); grads.bring(layer); const LayerContext", **ONE_RANK),
+          "bring_layer(layer, layer > first_layer() ? layer - 1 : shape_.layers);\n    grads.bring(layer);\n    const LayerContext",
+          "if (!ON) bring_layer(layer, layer > first_layer() ? layer - 1 : shape_.layers);\n    grads.bring(layer);\n"
+          "    const LayerContext", **ONE_RANK),
 ]
 
 FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

@@ -111,6 +111,28 @@ TEST(CollectiveBytes, OfDividedWeightsToo) {
   }
 }
 
+// Of parameters that train: layers below the first of them have no backward, held ones no sum.
+TEST(CollectiveBytes, OfHeldParametersToo) {
+  const std::vector<Degrees> layouts = {{.tp = 2},
+                                        {.dp = 3},
+                                        {.cp = 2},
+                                        {.pp = 2},
+                                        {.pp = 3},
+                                        {.tp = 2, .pp = 2, .dp = 2},
+                                        {.dp = 2, .full = true},
+                                        {.pp = 2, .dp = 2, .full = true}};
+  for (const char* words : {"norms", "embeddings", "head", "model[.]layers[.][12][.].*", "model[.]layers[.]2[.].*"})
+    for (const char* family : {"qwen3", "llama"}) {
+      Case c = ragged(family);
+      c.options.train = words;
+      for (const char* state : {"keep", "recompute"})
+        for (const Degrees& degrees : layouts) {
+          SCOPED_TRACE(text_of(text_of_degrees(degrees), ", ", words, ", ", state, ", ", family));
+          expect_planned_bytes(with(c, {"", "phased", 7, state}), degrees, DType::float64);
+        }
+    }
+}
+
 // Every row goes to all experts: as evenly as the plan takes them to go. Ranks without rows of their own for an event
 // give the counts and what came to their experts.
 TEST(CollectiveBytes, OfExpertsTooWhereChoicesAreEven) {

@@ -37,12 +37,12 @@ at::Tensor whole_gradient(const std::vector<Outcome>& ranks, const ParameterTabl
 }  // namespace
 
 WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype) {
-  const ParameterTable whole(shape_of(c));
+  const ParameterTable whole(shape_of(c), Parameters::trained);
   WholeOutcome out;
   out.ranks.resize(static_cast<std::size_t>(degrees.ranks()));
   std::vector<ParameterTable> tables;
   for (std::int64_t rank = 0; rank < degrees.ranks(); ++rank)
-    tables.emplace_back(LocalShape(shape_of(c), degrees, place_of(rank, degrees)));
+    tables.emplace_back(LocalShape(shape_of(c), degrees, place_of(rank, degrees)), Parameters::trained);
   run_ranks(degrees, [&](const Mesh& mesh) {
     out.ranks[static_cast<std::size_t>(mesh.world.rank())] = run_case(c, dtype, mesh);
   });

@@ -160,6 +160,19 @@ TEST_F(RankRuns, FilesOfAModelWithExpertsToo) {
   expect_files_of_one_process({{.dp = 4, .ep = 2, .full = true}, {.tp = 2, .dp = 2, .ep = 4, .full = true}});
 }
 
+// Held parameters: files have what trains, and what does not as the source has it.
+TEST_F(RankRuns, FilesOfHeldParametersToo) {
+  for (const char* words : {"norms", "embeddings,model[.]layers[.]2[.].*"}) {
+    SCOPED_TRACE(words);
+    options_.train = words;
+    expect_files_of_one_process(
+        {{.dp = 3}, {.tp = 2, .pp = 2}, {.cp = 2, .pp = 3}, {.dp = 3, .full = true}, {.pp = 2, .dp = 2, .full = true}});
+    options_.shard = "optimizer";
+    expect_files_of_one_process({{.dp = 3}});
+    options_.shard = "none";
+  }
+}
+
 // In bfloat16 the masters are others than the weights.
 TEST_F(RankRuns, DividedWeightsInBfloat16GoOnBitForBit) {
   options_.dtype = "bfloat16", options_.epochs = 2;

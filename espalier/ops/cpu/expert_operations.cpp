@@ -117,9 +117,11 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
       moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.sorted_NW), pointer<A>(weight_RK),
                                     pointer<T>(grad_gate_up_NW), pointer<T>(act_NF), pointer<A>(grad_weight_RK));
     });
-    add_grad_weight(grads.down_EMF.select(0, e), rows_NM, act_NF);
-    expert.gather(x_RM, rows_NM);
-    add_grad_weight(grads.gate_up_EWM.select(0, e), grad_gate_up_NW, rows_NM);
+    if (grads.down_EMF.defined()) add_grad_weight(grads.down_EMF.select(0, e), rows_NM, act_NF);
+    if (grads.gate_up_EWM.defined()) {
+      expert.gather(x_RM, rows_NM);
+      add_grad_weight(grads.gate_up_EWM.select(0, e), grad_gate_up_NW, rows_NM);
+    }
     products.linear_grad_input(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e));
     expert.add_rows(rows_NM, at::Tensor(), grad_x_sum_RM);
   }

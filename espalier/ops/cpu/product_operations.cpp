@@ -49,10 +49,12 @@ bool rounds_weight_gradients(at::ScalarType dtype) { return dtype == at::kBFloat
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
                             const at::Tensor& x_RK, const at::Tensor& product_NK) {
   const at::ScalarType dtype = grad_RN.scalar_type();
-  if (grad_weight_NK.scalar_type() == dtype || !rounds_weight_gradients(dtype))
-    multiply(grad_weight_NK, grad_weight_NK, grad_RN.t(), x_RK);
-  else
-    add_product_over_rows(grad_weight_NK, grad_RN, x_RK, product_NK);
+  if (grad_weight_NK.defined()) {
+    if (grad_weight_NK.scalar_type() == dtype || !rounds_weight_gradients(dtype))
+      multiply(grad_weight_NK, grad_weight_NK, grad_RN.t(), x_RK);
+    else
+      add_product_over_rows(grad_weight_NK, grad_RN, x_RK, product_NK);
+  }
   if (!grad_bias_N.defined()) return;
   dispatch(dtype, [&]<class T>() {
     rows::add_column_sums<T>(grad_RN.size(0), grad_RN.size(1), pointer<T>(grad_RN), grad_RN.size(1),

@@ -49,7 +49,8 @@ void share(std::int64_t count, std::int64_t grain, std::int64_t elements, Body b
   }
 }
 
-// into_m += sum over rows, where body(range, sums) adds the sums of some rows to sums [width].
+// into_m += sum over rows, where body(range, sums) adds the sums of some rows to sums [width]. into null: the sums are
+// dropped.
 template <class A, class Body>
 void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t elements, A* into, Body body) {
   const bool parallel = elements >= kParallelFrom && rows > 1;
@@ -70,7 +71,7 @@ void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t element
     const RowRange columns = share_of(width, kFlatGrain, thread, threads);
     for (int t = 0; t < threads; ++t) {
       const A* const part = all_sums.data() + row_of_sums * 2 * static_cast<std::size_t>(t);
-      for (std::int64_t m = columns.begin; m < columns.end; ++m) into[m] += part[m];
+      for (std::int64_t m = columns.begin; into != nullptr && m < columns.end; ++m) into[m] += part[m];
     }
   }
 }

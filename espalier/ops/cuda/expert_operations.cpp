@@ -204,9 +204,11 @@ void backward(const BackwardCall& c) {
         moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
         multiply(part.act_NF, part.rows_NM, c.weights.down_EMF.select(0, e), false);
         differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
-        multiply(c.grads.down_EMF.select(0, e), part.rows_NM.t(), part.act_NF, true);
-        moving.gather(c.x_RM, part.row_N, part.rows_NM);
-        multiply(c.grads.gate_up_EWM.select(0, e), part.grad_gate_up_NW.t(), part.rows_NM, true);
+        if (c.grads.down_EMF.defined()) multiply(c.grads.down_EMF.select(0, e), part.rows_NM.t(), part.act_NF, true);
+        if (c.grads.gate_up_EWM.defined()) {
+          moving.gather(c.x_RM, part.row_N, part.rows_NM);
+          multiply(c.grads.gate_up_EWM.select(0, e), part.grad_gate_up_NW.t(), part.rows_NM, true);
+        }
         multiply(part.rows_NM, part.grad_gate_up_NW, c.weights.gate_up_EWM.select(0, e), false);
         add_rows_of_expert(part.rows_NM, part.row_N, part.slot_N, at::Tensor(), c.grad_x_sum_RM);
       });
@@ -254,15 +256,18 @@ void backward(const BackwardCall& c) {
     moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
     multiply_grouped(part.act_NF, part.rows_NM, c.weights.down_EMF, end_E);
     differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
-    begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
-      multiply(c.grads.down_EMF.select(0, e), entries(part.rows_NM, first, N).t(), entries(part.act_NF, first, N),
-               true);
-    });
-    moving.gather(c.x_RM, part.row_N, part.rows_NM);
-    begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
-      multiply(c.grads.gate_up_EWM.select(0, e), entries(part.grad_gate_up_NW, first, N).t(),
-               entries(part.rows_NM, first, N), true);
-    });
+    if (c.grads.down_EMF.defined())
+      begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+        multiply(c.grads.down_EMF.select(0, e), entries(part.rows_NM, first, N).t(), entries(part.act_NF, first, N),
+                 true);
+      });
+    if (c.grads.gate_up_EWM.defined()) {
+      moving.gather(c.x_RM, part.row_N, part.rows_NM);
+      begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+        multiply(c.grads.gate_up_EWM.select(0, e), entries(part.grad_gate_up_NW, first, N).t(),
+                 entries(part.rows_NM, first, N), true);
+      });
+    }
     multiply_grouped(part.rows_NM, part.grad_gate_up_NW, c.weights.gate_up_EWM, end_E);
     placed.add(window, part.rows_NM, at::Tensor(), c.grad_x_sum_RM);
   });

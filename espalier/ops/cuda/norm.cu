@@ -120,7 +120,7 @@ void add_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, c
            width * static_cast<std::int64_t>(sizeof(A)), rows, width, stream, weight, rstd, grad_y, grad_stream,
            part.get());
   });
-  add_parts(parts, width, part.get(), grad_weight);
+  if (grad_weight != nullptr) add_parts(parts, width, part.get(), grad_weight);
 }
 
 #define ESPALIER_INSTANTIATE(T)                                                                                      \

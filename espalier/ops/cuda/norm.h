@@ -17,7 +17,7 @@ void norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T*
                 T* y);
 // The width whose column sums fit a block's shared memory on every GPU.
 inline constexpr std::int64_t kWidestNorm = 96 * 1024;  // bytes of accumulators
-// Adds to grad_stream and grad_weight; the order of additions depends on `rows` alone.
+// Adds to grad_stream and grad_weight (null: it has no gradient); the order of additions depends on `rows` alone.
 template <class T>
 void add_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
                        const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight);

@@ -37,7 +37,7 @@ bool rounds_weight_gradients(at::ScalarType) { return false; }
 
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
                             const at::Tensor& x_RK, const at::Tensor&) {
-  multiply(grad_weight_NK, grad_RN.t(), x_RK, true);
+  if (grad_weight_NK.defined()) multiply(grad_weight_NK, grad_RN.t(), x_RK, true);
   if (!grad_bias_N.defined()) return;
   dispatch(grad_RN.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;

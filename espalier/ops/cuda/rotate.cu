@@ -194,7 +194,7 @@ void add_rotate_backward(const Heads& shape, const T* in, std::int64_t in_stride
     const std::int64_t shared = weight == nullptr ? 0 : kGroups * shape.head_dim * static_cast<std::int64_t>(sizeof(A));
     launch(rotate_backward_kernel<T, G, kPack, kLanes>, {parts}, kThreads, shared, shape, in, in_stride, weight, cos,
            sin, grad_out, grad_out_stride, grad_in, grad_in_stride, part.get());
-    if (weight != nullptr) add_parts(parts, shape.head_dim, part.get(), grad_weight);
+    if (grad_weight != nullptr) add_parts(parts, shape.head_dim, part.get(), grad_weight);
   });
 }
 

@@ -27,7 +27,7 @@ void norm_rows_again(const at::Tensor& stream, const at::Tensor& weight, const a
 
 void add_norm_rows_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd,
                             const at::Tensor& grad_y, const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
-  const std::int64_t bytes = stream.size(1) * grad_weight.element_size();
+  const std::int64_t bytes = stream.size(1) * rstd.element_size();
   if (bytes > kWidestNorm)
     throw UnsupportedError({"norm", text_of("rows of at most ", kWidestNorm, " bytes of sums on a GPU"),
                             text_of(stream.size(1), " columns"), "use --device cpu, or a smaller dtype"});

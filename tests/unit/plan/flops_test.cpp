@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include "espalier/base/error.h"
+#include "espalier/plan/trained_parameters.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {
@@ -30,6 +32,34 @@ double forward_by_hand(const ModelShape& s, double T, double O, double pairs, do
   }
   madds += O * s.hidden * s.vocabulary;
   return 2 * madds + attention;
+}
+
+// One product for the gradient of an input, another for a weight's where it trains; nothing below the first layer that
+// trains.
+TEST(Flops, OfHeldParametersHaveNoWeightGradientAndNoBackwardBelowThem) {
+  const Work work{1000, 700000, 300, 250000};
+  for (const ModelShape& shape : {testing::tiny_shape(), testing::llama_3_8b(), testing::qwen3_30b_a3b()}) {
+    const Flops forward = forward_flops(shape, work), all = backward_flops(shape, work);
+    const Flops norms = backward_flops(train_only(shape, "norms"), work);
+    EXPECT_NEAR(norms.layers / forward.layers, 1, 1e-13);
+    EXPECT_NEAR(norms.attention / all.attention, 1, 1e-13);
+    EXPECT_DOUBLE_EQ(norms.head, forward.head);
+    EXPECT_NEAR(norms.experts, forward.experts, 1e-13 * forward.experts);
+    const Flops projections = backward_flops(train_only(shape, "attention"), work);
+    const Flops mlps = backward_flops(train_only(shape, shape.experts > 0 ? "router,experts" : "mlp"), work);
+    EXPECT_NEAR((projections.layers + mlps.layers - norms.layers) / all.layers, 1, 1e-13);
+    const std::string last = text_of("model[.]layers[.]", shape.layers - 1, "[.].*");
+    ModelShape others = shape;  // all layers before the last one
+    const Flops of_last = backward_flops(train_only(shape, last), work);
+    others.layers = shape.layers - 1;
+    if (!others.expert_layer.empty()) others.expert_layer.pop_back();
+    const Work every_row{work.rows, work.pairs, work.rows, work.pairs};  // no layer of them is narrow
+    EXPECT_NEAR((of_last.layers + backward_flops(others, every_row).layers) / all.layers, 1, 1e-12);
+    EXPECT_EQ(backward_flops(train_only(shape, "model[.]norm[.]weight"), work).layers, 0);
+    const ModelShape upper = train_only(shape, last);
+    EXPECT_NEAR(step_flops(upper, work, {}, SavedState::recompute).attention,
+                forward.attention + of_last.attention + of_last.attention / 2.5, 1e-9 * forward.attention);
+  }
 }
 
 TEST(Flops, EqualTheCountByHand) {
