@@ -48,7 +48,10 @@ class _Buffers:
 def token_ids(ids, where):
     if hasattr(ids, "detach"):
         ids = ids.detach().cpu()
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of different lengths
+        array = np.asarray(None)
     if array.size == 0:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -135,10 +135,12 @@ def test_keys_and_values_without_a_graph(monkeypatch):
 
 def test_a_layer_that_is_not_captured(monkeypatch):
     from espalier.hf.attention import Trunk
+    model = make("Llama", torch.float32)
+    hf.check(model)
     take = Trunk.take
     monkeypatch.setattr(Trunk, "take", lambda self, layer, k, v: take(self, layer, k, v) if layer != 1 else None)
     with pytest.raises(espalier.Unsupported, match=r"none from layers \[1\]"):
-        hf.logprobs(make("Llama", torch.float32), ROLLOUTS, wave_tokens=30)
+        hf.logprobs(model, ROLLOUTS, wave_tokens=30)
 
 
 @pytest.mark.parametrize("rollouts,where", [

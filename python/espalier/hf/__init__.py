@@ -8,7 +8,6 @@
 The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are fine.
 """
 
-import contextlib
 import time
 from dataclasses import dataclass
 
@@ -16,10 +15,11 @@ from espalier.extras import require
 
 require("espalier.hf", "hf")
 
+import numpy as np
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import attention, choice, dense, measure, mixers, ranks, sets as coupled, verification
+from espalier.hf import arguments, attention, choice, dense, implementation, measure, ranks, rotary, sets as coupled, verification
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
@@ -31,7 +31,9 @@ __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "scor
 @dataclass(frozen=True)
 class Result:
     """What one step did. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
-    `router_loss`: router_aux_loss_coef times the load-balancing loss. `schedule`: dense, packed or phased. `str()` is a line for a log.
+    `router_loss`: router_aux_loss_coef times the load-balancing loss. `schedule`: dense, packed or phased. `verification`: the table where
+    this step was compared with the dense one; `verified`: it was, or an earlier step of its regime (verification.py) was. `str()` is a
+    line for a log.
     """
     loss: float
     rows: int
@@ -42,6 +44,7 @@ class Result:
     verification: "verification.Verification | None" = None
     router_loss: float = 0.0
     schedule: str = ""
+    verified: bool = False
 
     def __str__(self):
         return (f"{self.rows:,} rows run instead of {self.rows_without_sharing:,} ({self.rows_without_sharing / self.rows:.2f} times fewer), "
@@ -60,50 +63,91 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     ("minibatch") over all tokens of the step; it takes one pass more without gradients.
     `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. What does not fit into one
     wave takes a second pass (sets.py).
-    `verify`: a model's first step also runs dense; beyond what rounding explains `espalier.Error` is raised with the table.
+    `verify`: a model's first step also runs dense, as does every step of a regime that was not compared yet (another schedule, deeper
+    trunks, rollouts beyond the next power of two or another rotary table); beyond what rounding explains `espalier.Error` is raised
+    with the table.
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
+    _check_arguments(model, loss, schedule, router_aux_loss_coef)
+    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
+    trunk_state = arguments.choice("trunk_state", trunk_state, arguments.TRUNK_STATES)
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
-    check(model, longest=int(prepared.lengths.max()))
+    check(model, longest=int(prepared.lengths.max()), by_regime=True)
     sets = coupled.checked(sets, len(prepared))
-    with _ours(model):
-        if trunk_state == "keep" and ranks.alternating(model):
-            trunk_state = "recompute"
-        plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
-        inner = ranks.without_replicas(model)
-        coef = _router_coefficient(model, router_aux_loss_coef)
-        router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
-        by_kernel = attention.by_kernel(ranks.device_of(model), next(unwrapped(model).parameters()).dtype)
-        schedule = choice.schedule(schedule, plan, prepared, len(attention_layers(model)), wave_tokens, by_kernel)
-        before = verification.begin(model, router) if verify and verification.is_first(model) else None
-        with measure.Peak() as peak:
-            start = time.perf_counter()
-            try:
-                batches = dense.batches_of(prepared.lengths, wave_tokens) if schedule == "dense" else None
-                step_loss, more_rows = _whole_sets(inner, rollouts, loss, sets, batches or [item.finished for item in plan.items], temperature,
-                                                   wave_tokens)
-                if schedule == "dense":
-                    executor = dense.run(inner, prepared, step_loss, temperature, batches, router)
-                else:
-                    executor = _shared(inner, prepared, plan, step_loss, temperature, router)
-            except BaseException:
-                if before is not None:
-                    before.put_back()
-                raise
-            seconds = time.perf_counter() - start
-    table = before.compare_dense(prepared, loss, temperature, executor.total, sets) if before is not None else None
+    if trunk_state == "keep" and ranks.alternating(model):
+        trunk_state = "recompute"
+    inner = ranks.without_replicas(model)
+    coef = _router_coefficient(model, router_aux_loss_coef)
+    router = RouterLoss(model, prepared, coef, router_aux_loss_scope) if coef else None
+    parts = _parts(model, prepared, wave_tokens=wave_tokens, trunk_state=trunk_state, gradients=True)
+    schedule = _schedule(model, schedule, parts, wave_tokens)
+    regime = verification.regime(model, prepared, parts, schedule, trunk_state)
+    before = verification.begin(model, router) if verify and not verification.is_verified(model, regime) else None
+    with measure.Peak() as peak:
+        start = time.perf_counter()
+        try:
+            waves = _waves(parts, schedule, wave_tokens)
+            step_loss, more_rows = _whole_sets(inner, prepared.records, loss, sets, waves, temperature, wave_tokens)
+            if schedule == "dense":
+                executors = [dense.run(inner, prepared, step_loss, temperature, waves, router)]
+            else:
+                executors = _shared(inner, parts, router, loss=step_loss, temperature=temperature, through_everything=ranks.sharded(model))
+        except BaseException:
+            if before is not None:
+                before.put_back()
+            raise
+        seconds = time.perf_counter() - start
+    total = sum(executor.total for executor in executors)
+    table = before.compare_dense(prepared, loss, temperature, total, regime, sets) if before is not None else None
     if ranks.replicas(model) is not None:
         ranks.reduce_gradients(ranks.replicas(model))
-    return Result(executor.total, executor.rows + more_rows, int(prepared.lengths.sum()), executor.waves, seconds, peak.bytes, table,
-                  router.value if router else 0.0, schedule)
+    return Result(total, sum(executor.rows for executor in executors) + more_rows, int(prepared.lengths.sum()),
+                  sum(executor.waves for executor in executors), seconds, peak.bytes, table, router.value if router else 0.0, schedule,
+                  verification.is_verified(model, regime))
 
 
-def _shared(model, prepared, plan, loss, temperature, router):
-    executor = Executor(model, prepared, plan, loss=loss, temperature=temperature, through_everything=ranks.sharded(model), router=router)
-    if router:
-        _count(router, Executor(model, prepared, plan, seen=lambda wave: None, router=router))
-    ranks.run(model, executor.program(), executor.device)
-    return executor
+def _waves(parts, schedule, wave_tokens):
+    """The rollouts that finish together, as places in the step: a dense run's batches, or those of the plans' items."""
+    if schedule == "dense":
+        return [part.places(np.array(batch)).tolist() for part, _ in parts for batch in dense.batches_of(part.lengths, wave_tokens)]
+    return [part.places(item.finished) for part, plan in parts for item in plan.items]
+
+
+def _check_arguments(model, loss, schedule, router_aux_loss_coef):
+    arguments.model(model)
+    arguments.gradients_wanted(model)
+    arguments.loss(loss)
+    arguments.choice("schedule", schedule, arguments.SCHEDULES)
+    arguments.coefficient(router_aux_loss_coef)
+
+
+def _parts(model, prepared, **how):
+    """(rollouts, their plan) of each set of rollouts that has the same rotary tables: mostly one (rotary.py)."""
+    parts = [prepared.part(members) for members in rotary.regimes(base_model(model), prepared.lengths)]
+    return [(part, part.plan(unwrapped(model), **how)) for part in parts]
+
+
+def _schedule(model, asked, parts, wave_tokens):
+    by_kernel = attention.by_kernel(ranks.device_of(model), next(unwrapped(model).parameters()).dtype)
+    layers = len(attention_layers(model))
+    if all(choice.schedule(asked, plan, part, layers, wave_tokens, by_kernel) == "dense" for part, plan in parts):
+        return "dense"
+    return "phased" if any(item.trunk for _, plan in parts for item in plan.items) else "packed"
+
+
+def _shared(model, parts, router=None, **how):
+    """The executors of all parts, run."""
+    with implementation.in_use(model), rotary.installed(base_model(model), attention.current):
+        if router:
+            with torch.no_grad():
+                _run(model, [Executor(model, part, plan, seen=lambda wave: None, router=router) for part, plan in parts])
+            router.settle()
+        return _run(model, [Executor(model, part, plan, router=router, **how) for part, plan in parts])
+
+
+def _run(model, executors):
+    ranks.run(model, [step for executor in executors for step in executor.program()], executors[0].device)
+    return executors
 
 
 @torch.no_grad()
@@ -134,10 +178,8 @@ def _score(rollouts, model, temperature, wave_tokens, add):
         for i, *values in zip(wave.rollouts, wave.logprobs.split(lengths), wave.entropies.split(lengths)):
             add(i, *values)
 
-    plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
-    executor = Executor(model, prepared, plan, seen=seen, temperature=temperature)
-    ranks.run(model, executor.program(), executor.device)
-    return executor.rows
+    parts = _parts(model, prepared, wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
+    return sum(executor.rows for executor in _shared(model, parts, seen=seen, temperature=temperature))
 
 
 def _router_coefficient(model, given):
@@ -145,12 +187,6 @@ def _router_coefficient(model, given):
         raise Unsupported("config.output_router_logits", "a word on the router's loss, which is no part of loss(wave)", "True",
                           "Give router_aux_loss_coef (config.router_aux_loss_coef, or 0)")
     return given or 0.0
-
-
-@torch.no_grad()
-def _count(router, executor):
-    ranks.run(executor.model, executor.program(), executor.device)
-    router.settle()
 
 
 @dataclass(frozen=True)
@@ -170,8 +206,10 @@ def logprobs(model, rollouts, *, wave_tokens=4096, temperature=1.0):
 @torch.no_grad()
 def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False):
     """`Scores` of all response tokens, every shared prompt run once."""
+    arguments.model(model)
+    temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
-    check(model, longest=int(prepared.lengths.max()))
+    check(model, longest=int(prepared.lengths.max()), by_regime=True)
     kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
     empty = torch.zeros(0, device=ranks.device_of(model))
     out = {kind: [empty] * len(prepared) for kind in kinds}  # empty responses belong to no wave
@@ -182,24 +220,7 @@ def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False
             for rollout, part in zip(wave.rollouts, getattr(wave, kind).split(lengths)):
                 out[kind][rollout] = part
 
-    with _ours(model):
-        plan = prepared.plan(unwrapped(model), wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
-        inner = ranks.without_replicas(model)
-        executor = Executor(inner, prepared, plan, seen=seen, temperature=temperature)
-        ranks.run(inner, executor.program(), executor.device)
-    return Scores(out["logprobs"], out.get("entropies"), executor.rows, int(prepared.lengths.sum()))
-
-
-@contextlib.contextmanager
-def _ours(model):
-    """Our attention and our mixers in the model's place, for the time of a step."""
-    base = base_model(model)
-    before = base.config._attn_implementation
-    if before != attention.NAME:
-        base.set_attn_implementation(attention.NAME)
-    try:
-        with mixers.installed(base):
-            yield
-    finally:
-        if before != attention.NAME:
-            base.set_attn_implementation(before)
+    parts = _parts(model, prepared, wave_tokens=wave_tokens, trunk_state="keep", gradients=False)
+    executors = _shared(ranks.without_replicas(model), parts, seen=seen, temperature=temperature)
+    rows = sum(executor.rows for executor in executors)
+    return Scores(out["logprobs"], out.get("entropies"), rows, int(prepared.lengths.sum()))

@@ -1,27 +1,29 @@
 """Rows that see [open trunks | own tree], as an attention function of transformers' `AttentionInterface`.
 
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
-every attention layer; without it the function is torch's own attention, so that the same model still generates and evaluates.
+every attention layer; a layer that is not handed keyword arguments takes it from a context variable. Without a phase the function is
+the user's own (implementation.py), so that the same model still generates and evaluates.
 On a CPU the rows run in the engine's kernels (rows_by_kernel.py), elsewhere in torch's own (rows_by_blocks.py).
 """
 
+import collections
 import contextlib
+import contextvars
 import functools
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from espalier.errors import Unsupported
-from espalier.hf import rows_by_blocks, rows_by_kernel
+from espalier.hf import implementation, rows_by_blocks, rows_by_kernel
+from espalier.hf.checks import attention_layers
+from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
 from espalier.ops.kernels import accumulator
 
-NAME = "espalier"
+_current = contextvars.ContextVar("espalier_phase", default=None)
 
 
 class Trunk:
@@ -103,26 +105,46 @@ class RowSet:
 
 
 class Phase:
-    """What the rows of one call see: `sets`, one after the other. `longest`: tokens up to and including the last position."""
+    """What the rows of one call see: `sets`, one after the other. `longest`: tokens up to and including the last position. `regime`: the
+    length that rotary tables made for each call take for it (rotary.py); None: the call's own."""
 
-    def __init__(self, sets, longest, captures=None):
-        self.sets, self.longest, self.captures = sets, longest, captures
-        self.capturing = False
+    def __init__(self, sets, longest, captures=None, regime=None):
+        self.sets, self.longest, self.captures, self.regime = sets, longest, captures, regime
+        self.capturing, self.checkpointed, self.seen = False, False, collections.Counter()
 
     @classmethod
-    def of_segments(cls, segments, trunks, longest, captures=None):
+    def of_segments(cls, segments, trunks, longest, captures=None, regime=None):
         """From an item's segments (core_interface.h)."""
-        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures)
+        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures, regime)
 
     @contextlib.contextmanager
-    def forward(self):
-        """Around the model's call: keys and values are taken, masks are not built."""
+    def forward(self, model=None):
+        """Around the model's call: keys and values are taken, masks are not built. Every attention layer of `model` must see the phase
+        once, else `Unsupported` is raised."""
         self.capturing = self.captures is not None
-        with _without_masks():
-            try:
-                yield
-            finally:
-                self.capturing = False
+        self.checkpointed = model is not None and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self.seen.clear()
+        before = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(before)
+            self.capturing = False
+        if model is not None:
+            self._check_seen(attention_layers(model))
+
+    def _check_seen(self, layers):
+        missing = sorted(set(layers) - set(self.seen))
+        if missing:
+            raise Unsupported(layers[missing[0]][0], "attention through transformers' AttentionInterface", f"none in layers {missing}")
+        for layer, times in sorted(self.seen.items()):
+            if times > 1:
+                raise Unsupported(f"attention layer {layer}", "one attention a layer", f"{times} in one call")
+
+
+def current():
+    """The phase of the call that runs in this thread, or None."""
+    return _current.get()
 
 
 def _runs(segments):
@@ -139,21 +161,9 @@ def calls_of(segments, trunks, by_kernel):
     return 1 if by_kernel else rows_by_blocks.count(_runs(segments), trunks)
 
 
-class _Masks:
-    off = 0
-
-
-@contextlib.contextmanager
-def _without_masks():
-    _Masks.off += 1
-    try:
-        yield
-    finally:
-        _Masks.off -= 1
-
-
 def _mask(*args, **kwargs):
-    return None if _Masks.off else sdpa_mask(*args, **kwargs)
+    """Rows of a phase need none."""
+    return implementation.mask(*args, **kwargs) if _current.get() is None else None
 
 
 class _RowAttention(torch.autograd.Function):
@@ -174,6 +184,7 @@ class _RowAttention(torch.autograd.Function):
             both = torch.logaddexp(heads_last, sinks.to(lse.dtype))
             out = (out.to(lse.dtype) * (heads_last - both).exp()[None, ..., None]).to(out.dtype)
             lse = both.T.contiguous().view_as(lse)
+        out = out.contiguous()  # as transformers' own attention functions return it
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
@@ -188,27 +199,31 @@ class _RowAttention(torch.autograd.Function):
             return (*ctx.rows.backward(go.to(q.dtype), q, k, v, out, lse, *ctx.more), dsinks, None, None, None, None)
 
 
-def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, sliding_window=GIVEN_BY_THE_LAYER, espalier=None,
-              **kwargs):
+def attention(module, query, key, value, attention_mask=None, espalier=None, **kwargs):
     """The function registered as "espalier"."""
-    if espalier is None:
-        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-            return _own_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return _phase_attention(module, query, key, value, scaling, dropout, sliding_window, espalier, kwargs)
-
-
-def _own_attention(module, query, key, value, mask, **kwargs):
-    """What torch's attention cannot do: the plain formula of the model's own file, with the mask as it wants it."""
-    if mask is None:
-        at = torch.arange(key.shape[2], device=query.device)
-        mask = at <= at[-query.shape[2]:, None]
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
+    if espalier is None and current() is None:
+        return implementation.attend(module, query, key, value, attention_mask, **kwargs)
+    return _within(module, query, key, value, attention_mask, espalier, **kwargs)
 
 
 @torch.compiler.disable
+def _within(module, query, key, value, mask, phase, scaling=None, dropout=0.0, sliding_window=GIVEN_BY_THE_LAYER, **kwargs):
+    """One layer's attention in a phase."""
+    by_context, phase = phase is None, phase if phase is not None else current()
+    where = f"attention layer {module.layer_idx}"
+    if by_context and phase.checkpointed:
+        raise Unsupported(where, "keyword arguments of the model's call, where layers are checkpointed", "a layer that drops them",
+                          "model.gradient_checkpointing_disable()")
+    if mask is not None:
+        raise Unsupported(where, "causal attention without a mask of the model's own", f"a mask of shape {tuple(mask.shape)}")
+    if kwargs.get("is_causal") is False:
+        raise Unsupported(where, "causal attention", "bidirectional attention")
+    if key.shape[2] != query.shape[2]:
+        raise Unsupported(where, "keys of the call's own rows", f"{key.shape[2]} keys of {query.shape[2]} rows")
+    phase.seen[module.layer_idx] += 1
+    return _phase_attention(module, query, key, value, scaling, dropout, sliding_window, phase, kwargs)
+
+
 def _phase_attention(module, query, key, value, scaling, dropout, sliding_window, phase, kwargs):
     where = f"attention layer {module.layer_idx}"
     if dropout:

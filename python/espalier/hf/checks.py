@@ -7,6 +7,7 @@ import sys
 import torch
 
 from espalier.errors import Unsupported
+from espalier.hf import rotary
 from espalier.hf.mixers import mixers
 
 _STATELESS = {"mlp", "moe"}  # layers of one row alone
@@ -50,10 +51,12 @@ def attention_layers(model):
     return found
 
 
-def check(model, *, longest=None):
-    """Raises `espalier.Unsupported`, naming what phased_step could not do right with this model as it is now.
+def check(model, *, longest=None, by_regime=False):
+    """Raises `espalier.Unsupported`, naming what phased_step could not do right with this model as it is now. Once for each model it
+    also runs short sequences, alone and shared, and compares their logits (probe.py).
 
-    `longest`: tokens of the longest rollout; a sliding window at least that wide is no window.
+    `longest`: tokens of the longest rollout; 0: only what needs no call of the model. `by_regime`: the caller runs rollouts with
+    different rotary tables apart (rotary.py).
     """
     if isinstance(model, torch.nn.DataParallel):
         raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP")
@@ -66,6 +69,10 @@ def check(model, *, longest=None):
         _check_dropout(inner, base)
     _check_checkpointing(base)
     _check_sequence_parallel()
+    rotary.check(base, longest, by_regime)
+    if longest != 0:
+        from espalier.hf import probe  # which calls the model with the phases of a step, and those import this file
+        probe.check(model)
 
 
 def _check_family(base):
@@ -88,7 +95,7 @@ def _check_layers(base):
     for field in ("layer_types", "layers_block_type"):
         for index, kind in enumerate(getattr(config, field, None) or ()):
             if kind not in _LAYER_KINDS and index not in passing:
-                raise Unsupported(f"config.{field}", "attention layers, or layers whose state espalier passes on", kind)
+                raise Unsupported(f"config.{field}", "attention layers, or layers whose state espalier passes on", kind, _why(kind))
             if kind in _STATELESS:
                 passing = passing | {index}
     for index, (name, module) in sorted(attending.items()):
@@ -99,21 +106,25 @@ def _check_layers(base):
         raise Unsupported("model", "attention in every layer, or a state that espalier passes on", f"none found in layers {missing}")
 
 
+def _why(kind):
+    if any(word in kind for word in ("sparse", "indexed", "compressed")):
+        return "Such a layer chooses or compresses keys over the whole call"
+    return "Such a layer's state does not pass from prompt to response"
+
+
 def _check_dropout(inner, base):
     for name, module in inner.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
             raise Unsupported(name, "no dropout: it differs from rollout to rollout", f"p = {module.p}", "model.eval(), or set it to 0")
-        rate = getattr(module, "attention_dropout", 0.0)
-        if isinstance(rate, float) and rate > 0 and module.training:
-            raise Unsupported(name, "no attention dropout", f"attention_dropout = {rate}", "model.eval(), or set it to 0")
+        for field, rate in vars(module).items():
+            if "drop" in field and isinstance(rate, float) and rate > 0 and module.training:
+                raise Unsupported(name, "no dropout: it differs from rollout to rollout", f"{field} = {rate}", "model.eval(), or set it to 0")
     if getattr(base.get_input_embeddings(), "neftune_noise_alpha", None):
         raise Unsupported("model.get_input_embeddings()", "no noise: it differs from rollout to rollout", "NEFTune", "neftune_noise_alpha=None")
     config = decoder_config(base)
     for name, value in config.to_dict().items():
         if name.endswith(("jitter_noise", "jitter_eps")) and value:
             raise Unsupported(f"config.{name}", "no noise before the router: it differs from rollout to rollout", str(value), "Set it to 0")
-        if (name.endswith("dropout") or name.endswith("pdrop") or name == "layerdrop") and isinstance(value, float) and value > 0:
-            raise Unsupported(f"config.{name}", "no dropout", str(value), "model.eval(), or set it to 0")
 
 
 def _check_checkpointing(base):

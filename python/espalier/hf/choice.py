@@ -4,18 +4,14 @@ Of a small model the rows cost less than the calls. A plan's prediction holds an
 attention over shared rows adds calls of a kernel (attention.py), forward and backward.
 """
 
-from espalier.errors import Error
 from espalier.hf import dense
 from espalier.hf.attention import calls_of
 
-SCHEDULES = ("auto", "shared", "dense")
 SECONDS_PER_CALL = 250e-6  # forward and backward of one call in one layer; of small models 100e-6 to 240e-6 was measured
 
 
 def schedule(asked, plan, rollouts, layers, wave_tokens, by_kernel):
     """dense, packed (no trunk) or phased. `by_kernel`: attention runs in the engine's kernels."""
-    if asked not in SCHEDULES:
-        raise Error("option", "schedule", ", ".join(SCHEDULES), repr(asked), "", 2)
     shared = "phased" if any(item.trunk for item in plan.items) else "packed"
     if asked != "auto":
         return "dense" if asked == "dense" else shared

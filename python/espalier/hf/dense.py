@@ -2,8 +2,7 @@
 
 import torch
 
-from espalier.hf import attention, ranks
-from espalier.hf.checks import base_model
+from espalier.hf import implementation, ranks
 from espalier.hf.head import TokenStatistics
 from espalier.hf.routers import logits_of
 from espalier.hf.step import Wave, backward
@@ -15,15 +14,8 @@ def run(model, rollouts, loss, temperature, batches, router=None):
     program = [("F", lambda batch=batch: out.count(batch)) for batch in batches if router]
     program += [("", router.settle)] if router else []
     program += [step for batch in batches for step in (("F", lambda batch=batch: out.forward(batch)), ("B", out.backward))]
-    base = base_model(model)
-    was = base.config._attn_implementation
-    if was == attention.NAME:
-        base.set_attn_implementation("sdpa" if getattr(base, "_supports_sdpa", False) else "eager")
-    try:
+    with implementation.users_own(model):
         ranks.run(out.model, program, out.device)
-    finally:
-        if was == attention.NAME:
-            base.set_attn_implementation(was)
     return out
 
 

@@ -1,27 +1,19 @@
-"""The most memory that a step held."""
+"""The most memory held since the trainer last reset its statistics."""
 
 import resource
 from pathlib import Path
 
 import torch
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
 
 
 class Peak:
-    """`bytes` after the block: allocated on the GPU where there is one, else the process's resident set. Where the kernel does not
-    let a process reset its own mark, the resident set's peak since the process began.
-    """
+    """`bytes` after the block: the most memory allocated on the GPU, without one the most that the process held resident. The marks are
+    torch's and the kernel's own, which the trainer reads too: they are read and never reset, so memory held before the block counts."""
 
     def __enter__(self):
         self.bytes = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            try:
-                _RESET.write_text("5")
-            except OSError:
-                pass
         return self
 
     def __exit__(self, *_):

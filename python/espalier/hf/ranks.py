@@ -1,5 +1,6 @@
 """Several processes: one reduction at the end under DDP, the same order of calls on every rank under FSDP."""
 
+import functools
 import sys
 
 import torch
@@ -37,6 +38,24 @@ def device_of(model):
     weight = base_model(model).get_input_embeddings().weight
     kind = getattr(getattr(weight, "device_mesh", None), "device_type", weight.device.type)
     return weight.device if kind == weight.device.type else torch.device(kind, getattr(torch, kind).current_device())
+
+
+def group_of(model):
+    """The process group of the ranks whose calls of the model are collective: those of its device mesh under FSDP2 and of its process
+    group under FSDP1; None: all ranks."""
+    mesh = next((p.device_mesh for p in unwrapped(model).parameters() if hasattr(p, "device_mesh")), None)
+    if mesh is not None:
+        return mesh.get_group() if mesh.ndim == 1 else _group(tuple(sorted(mesh.mesh.flatten().tolist())))
+    inner = next((module for module in model.modules() if is_fsdp1(module)), None)
+    if inner is not None and getattr(inner, "_inter_node_pg", None) is None:  # hybrid sharding reduces over a second group, too
+        return inner.process_group
+    return None
+
+
+@functools.cache
+def _group(members):
+    """Of these ranks alone: nobody else has to call it."""
+    return None if len(members) == dist.get_world_size() else dist.new_group(list(members), use_local_synchronization=True)
 
 
 @torch.no_grad()
@@ -78,14 +97,15 @@ def run(model, program, device):
     """Runs a program of (letter, action). Ranks that share layers first agree on one order and fill their gaps with empty calls."""
     if alternating(model):
         program = in_pairs(program)
-    if not (sharded(model) and dist.is_initialized() and dist.get_world_size() > 1):
+    group = group_of(model) if sharded(model) and dist.is_initialized() else None
+    if not (sharded(model) and dist.is_initialized() and dist.get_world_size(group) > 1):
         for _, action in program:
             action()
         return
     letters = "".join(letter for letter, _ in program)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, letters)
-    at, rank, empty = 0, dist.get_rank(), []
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, letters, group)
+    at, rank, empty = 0, dist.get_rank(group), []
     program, nothing = list(program), torch.zeros(1, 1, dtype=torch.long, device=device)
     call = lambda: model(input_ids=nothing, use_cache=False).logits.sum() * 0
     for letter, who in common_order(everyone):

@@ -1,5 +1,8 @@
 """Rollouts as the phases need them, and their plan from the C++ core."""
 
+import copy
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import torch
 
@@ -15,11 +18,13 @@ class Rollouts:
     """`prompts` and `responses` as int32 arrays; errors name the rollout."""
 
     def __init__(self, records, vocabulary):
-        if not len(records):
-            raise Error("input", "rollouts", "at least one rollout", "none", "", 3)
+        self.members = None  # of a part: each rollout's place in the whole step
+        self.records = records = _listed(records)
         self.prompts, self.responses = [], []
         for i, record in enumerate(records):
             for field, out in (("prompt_ids", self.prompts), ("response_ids", self.responses)):
+                if not isinstance(record, Mapping):
+                    raise Error("input", f"rollouts[{i}]", "a dict with prompt_ids and response_ids", type(record).__name__, "", 3)
                 if field not in record:
                     raise Error("input", f"rollouts[{i}]", f"a dict with {field}", ", ".join(map(str, record)) or "nothing", "", 3)
                 out.append(native.token_ids(record[field], f"rollouts[{i}][{field!r}]"))
@@ -28,6 +33,20 @@ class Rollouts:
             if not len(self.prompts[-1]):
                 raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
+
+    def part(self, members):
+        """The rollouts at these places of the step, as rollouts of their own."""
+        if len(members) == len(self):
+            return self
+        out = copy.copy(self)
+        out.members = np.asarray(members)
+        out.prompts, out.responses = ([of[i] for i in members] for of in (self.prompts, self.responses))
+        out.lengths = self.lengths[out.members]
+        return out
+
+    def places(self, rollouts):
+        """Where these rollouts stand in the step."""
+        return rollouts if self.members is None else self.members[rollouts]
 
     def __len__(self):
         return len(self.prompts)
@@ -40,10 +59,6 @@ class Rollouts:
         return np.concatenate([prompt[begin:], self.responses[rollout][max(0, begin - len(prompt)):end - len(prompt)]])
 
     def plan(self, model, *, wave_tokens, trunk_state, gradients):
-        if wave_tokens < 1:
-            raise Error("option", "wave_tokens", "at least 1", str(wave_tokens), "", 2)
-        if trunk_state not in ("keep", "recompute"):
-            raise Error("option", "trunk_state", "keep or recompute", repr(trunk_state), "", 2)
         parameter = next(model.parameters())
         return native.Plan(self.prompts, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
                            dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
@@ -51,10 +66,19 @@ class Rollouts:
                            seconds_per_call=_SECONDS_PER_CALL)
 
 
+def _listed(records):
+    if isinstance(records, (Mapping, str, bytes)) or not isinstance(records, Iterable):
+        raise Error("input", "rollouts", "a list of dicts with prompt_ids and response_ids", type(records).__name__, "", 3)
+    records = list(records)
+    if not records:
+        raise Error("input", "rollouts", "at least one rollout", "none", "Leave the step out where a batch is empty", 3)
+    return records
+
+
 def shape_of(model):
     """What the cost model needs of a transformers config; names differ between families."""
     config = decoder_config(model)
-    get = lambda *names, default=0: next((int(v) for v in (getattr(config, n, None) for n in names) if v), default)
+    get = lambda *names, default=0: next((v for v in (_size(config, name) for name in names) if v), default)
     heads = get("num_attention_heads", default=1)
     hidden = get("hidden_size", default=1)
     experts = get("num_experts", "num_local_experts", "n_routed_experts")
@@ -62,3 +86,12 @@ def shape_of(model):
                 kv_heads=get("num_key_value_heads", default=heads), head_dim=get("head_dim", default=max(1, hidden // heads)),
                 vocabulary=get("vocab_size", default=1), experts=experts, experts_per_token=get("num_experts_per_tok", default=1),
                 expert_inner=get("moe_intermediate_size", "intermediate_size", default=1))
+
+
+def _size(config, name):
+    """The largest over layers where they differ; None where the config has none, or none for all layers."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # transformers refuses to say what differs by layer
+        return None
+    return int(max(value) if isinstance(value, (list, tuple)) and value else value or 0)

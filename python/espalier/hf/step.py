@@ -77,6 +77,7 @@ class Executor:
         self.loss, self.seen, self.temperature = loss, seen, temperature
         self.through_everything = through_everything
         self.device = ranks.device_of(model)
+        self.regime = int(rollouts.lengths.max())
         self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
 
     def program(self):
@@ -117,9 +118,9 @@ class Executor:
         if not len(outputs):
             outputs = np.array([item.rows - 1])
         longest = int(positions.max()) + 1
-        phase = Phase.of_segments(item.segments, trunks, longest, captures)
+        phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime)
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
-        with phase.forward():
+        with phase.forward(self.model):
             logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs),
                                         **({"output_router_logits": True} if self.router else {}))
         return logits, as_tensor(place), as_tensor(edges[:, 1]), self._router_term(result, item)
@@ -127,9 +128,10 @@ class Executor:
     def _router_term(self, result, item):
         if self.router is None:
             return None
+        runs = [(begin, end, self.rollouts.places(rollouts)) for begin, end, rollouts in runs_of(item)]
         if self.loss is None:
-            return self.router.count(logits_of(result), runs_of(item))
-        return self.router.term(logits_of(result), runs_of(item)) if torch.is_grad_enabled() else None
+            return self.router.count(logits_of(result), runs)
+        return self.router.term(logits_of(result), runs) if torch.is_grad_enabled() else None
 
     def _statistics(self, logits, place, target, with_entropy):
         return TokenStatistics.apply(logits, place, target, float(self.temperature), with_entropy)
@@ -206,7 +208,8 @@ class Executor:
         values = lambda which, mine: torch.cat([leaf[which] for _, leaf in leaves] + ([mine] if mine is not None else [])) if (
             leaves or mine is not None) else torch.zeros(0, device=self.device)
         entropies = lambda: values(1, own_entropies() if own is not None else None)[order]
-        return Wave(finished.tolist(), as_tensor(keys[chosen, 2]), as_tensor(keys[chosen, 3]), values(0, own)[order], entropies), leaves
+        places = self.rollouts.places
+        return Wave(places(finished).tolist(), as_tensor(places(keys[chosen, 2])), as_tensor(keys[chosen, 3]), values(0, own)[order], entropies), leaves
 
     def _deliver(self, wave, leaves, logits=None, router_term=None):
         if self.loss is None:

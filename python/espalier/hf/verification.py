@@ -1,12 +1,14 @@
 """The same step dense, by transformers alone: what `verify=True` compares with.
 
-Floor of a parameter: the relative distance of two dense runs, the second of which takes the rollouts one by one in reverse, with
-its embeddings moved by one rounding step of the model's type (of float32 in a float64 model, whose norms and rotary tables
-transformers keeps in float32); and at least the root mean square of all parameters' floors. Shared may be twice as far from dense
-as that.
+Both dense runs take every rollout in a call of its own, so that neither length nor order nor padding differs between them: the second
+runs them in reverse, with its embeddings moved by one rounding step (probe.nudged). What a call's shape changes is in neither, and so
+not in the floor.
+
+Floor of a parameter with n of the N trained elements and gradient g_p: the distance of both dense gradients, and at least its share of
+the whole distance d: d |g_p| / |g|, and d sqrt(n / N), because rounding that cancels in a gradient that is nearly zero is as large as
+elsewhere. Shared may be twice as far from dense as that.
 """
 
-import contextlib
 import weakref
 from dataclasses import dataclass, field
 
@@ -14,15 +16,35 @@ import torch
 import torch.distributed as dist
 
 from espalier.errors import Error
-from espalier.hf import dense, ranks
+from espalier.hf import dense, probe, ranks, rotary
 from espalier.hf.checks import base_model, unwrapped
 from espalier.hf.routers import RouterLoss
 from espalier.hf.sets import whole
 
-_verified = weakref.WeakSet()
+_verified = weakref.WeakKeyDictionary()  # model: the regimes that were compared
+
+
+def regime(model, prepared, parts, schedule, trunk_state):
+    """What the arithmetic of a step depends on besides its tokens: the schedule, how deep trunks stand below each other, the next power
+    of two above the number of trunks and above its longest rollout, and which rotary tables it has."""
+    depths, trunks = [0], 0
+    for _, plan in parts:
+        depth = []
+        for item in plan.items:
+            depth.append((depth[item.parent] if item.parent >= 0 else 0) + int(item.trunk))
+            trunks += int(item.trunk)
+        depths += depth
+    longest = int(prepared.lengths.max())
+    tables = tuple(longest > limit for _, _, limit in rotary.limits(base_model(model)))
+    return ("dense",) if schedule == "dense" else (schedule, trunk_state, max(depths), trunks.bit_length(), longest.bit_length(), len(parts), tables)
+
+
+def is_verified(model, regime):
+    return regime in _verified.get(unwrapped(model), ())
 
 
 def is_first(model):
+    """Whether no step of the model was compared yet."""
     return unwrapped(model) not in _verified
 
 
@@ -48,22 +70,6 @@ def begin(model, router=None):
     return _Comparison(model, router)
 
 
-@contextlib.contextmanager
-def _nudged(embedding):
-    """Every output of the look-up is one relative rounding step away, up or down by its place."""
-
-    def move(_, __, out):
-        signs = torch.arange(out.numel(), device=out.device).remainder_(3).sub_(1).view_as(out)
-        step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
-        return out * (1 + step * signs).to(out.dtype)
-
-    handle = embedding.register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 class _Comparison:
     def __init__(self, model, router=None):
         self.model, self.router = model, router
@@ -81,16 +87,16 @@ class _Comparison:
         for name, p in self.named:
             p.grad = self.before[name]
 
-    def compare(self, shared_loss, plain, again):
+    def compare(self, shared_loss, plain, again, regime=("verl",)):
         """`plain()` and `again()` run the same step another way and return its loss; embeddings are moved for the second. Returns the
         table; then `.grad` is what it was plus the step's. Raises where shared is too far from dense."""
         shared = self._take()
         dense_loss = plain()
         wanted = self._take()
-        with _nudged(base_model(self.model).get_input_embeddings()):
+        with probe.nudged(base_model(self.model).get_input_embeddings()):
             again()
         other = self._take()
-        everywhere = ranks.device_of(self.model) if ranks.sharded(self.model) and dist.is_initialized() else None
+        everywhere = (ranks.device_of(self.model), ranks.group_of(self.model)) if ranks.sharded(self.model) and dist.is_initialized() else None
         table = _table([(name, shared[name], wanted[name], other[name]) for name, _ in self.named], shared_loss, dense_loss, everywhere)
         for name, p in self.named:
             parts = [g for g in (self.before[name], shared[name]) if g is not None]
@@ -103,18 +109,14 @@ class _Comparison:
             worst = table.worst
             raise Error("verification", worst["parameter"], f"within {worst['allowed']:.2e} of the dense step's gradient",
                         f"{worst['error']:.2e}\n{table}", "Please report this", 6)
-        _verified.add(unwrapped(self.model))
+        _verified.setdefault(unwrapped(self.model), set()).add(regime)
         return table
 
-    def compare_dense(self, rollouts, loss, temperature, shared_loss, sets=()):
-        """With the same rollouts dense: two at a time, then one by one in reverse; sets stay whole."""
-        order = list(range(len(rollouts)))
-        pairs, singles = [order[i:i + 2] for i in range(0, len(order), 2)], [[i] for i in reversed(order)]
-        if sets:
-            pairs = whole(sets, len(rollouts))
-            singles = pairs[::-1]
+    def compare_dense(self, rollouts, loss, temperature, shared_loss, regime, sets=()):
+        """With the same rollouts dense: one by one, then in reverse; sets stay whole."""
+        singles = whole(sets, len(rollouts)) if sets else [[i] for i in range(len(rollouts))]
         run = lambda batches: lambda: self._dense(rollouts, loss, temperature, batches)
-        return self.compare(shared_loss, run(pairs), run(singles))
+        return self.compare(shared_loss, run(singles), run(singles[::-1]), regime)
 
     def _dense(self, rollouts, loss, temperature, batches):
         router = self.router and RouterLoss(self.model, rollouts, self.router.coef, self.router.scope)
@@ -127,31 +129,36 @@ def _local(x):
 
 
 def _squares(grads, everywhere):
-    """[P, 4] float64: of shared - dense, of other - dense, of dense; whether there is a gradient. Parts of all ranks where
+    """[P, 5] float64: of shared - dense, of other - dense, of dense; elements; whether there is a gradient. Parts of all ranks where
     parameters are sharded (`everywhere`)."""
-    out = torch.zeros(len(grads), 4, dtype=torch.float64)
+    out = torch.zeros(len(grads), 5, dtype=torch.float64)
     for row, (_, *three) in zip(out, grads):
         held = [_local(g).double() for g in three if g is not None]
         if held:
             shared, dense, other = (torch.zeros_like(held[0]) if g is None else _local(g).double() for g in three)
-            row.copy_(torch.stack([(shared - dense).square().sum(), (other - dense).square().sum(), dense.square().sum(), dense.new_ones(())]))
+            row.copy_(torch.stack([(shared - dense).square().sum(), (other - dense).square().sum(), dense.square().sum(),
+                                   dense.new_tensor(dense.numel()), dense.new_ones(())]))
     if everywhere is not None:
-        out = out.to(everywhere)
-        dist.all_reduce(out)
+        device, group = everywhere
+        out = out.to(device)
+        dist.all_reduce(out, group=group)
     return out.cpu()
 
 
 def _table(grads, shared_loss, dense_loss, everywhere=None):
+    squares = _squares(grads, everywhere)
+    _, apart, whole, elements, _ = squares.sum(0).tolist()
     rows = []
-    for (name, *_), (error, floor, size, held) in zip(grads, _squares(grads, everywhere).tolist()):
+    for (name, *_), (error, floor, size, count, held) in zip(grads, squares.tolist()):
         if held:
+            floor = max(floor, apart * size / whole if whole else 0.0, apart * count / elements if elements else 0.0)
             relative = lambda x: (x / size if size > 0 else x) ** 0.5
             rows.append(dict(name=name, error=relative(error), floor=relative(floor)))
-    mean = (sum(row["floor"] ** 2 for row in rows) / max(1, len(rows))) ** 0.5
     for row in rows:
-        row["floor"] = max(row["floor"], mean)
         row["allowed"] = 2 * row["floor"]
         row["ratio"] = row["error"] / row["allowed"] if row["allowed"] > 0 else float("inf") if row["error"] > 0 else 0.0
+        if not row["error"] < float("inf"):  # NaN passes no comparison
+            row["ratio"] = float("inf")
     worst = max(rows, key=lambda row: row["ratio"], default=dict(name="", error=0.0, floor=0.0, allowed=0.0, ratio=0.0))
     return Verification("pass" if worst["ratio"] <= 1 else "fail", dict(worst, parameter=worst["name"]), rows,
                         dict(dense=dense_loss, shared=shared_loss))

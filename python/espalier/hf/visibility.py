@@ -7,6 +7,7 @@ Depth is a row's position in its rollout; rows of one call stand in any order, s
     soft-cap c  scores s become c tanh(s / c)
 """
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,5 +48,13 @@ def rule_of(module, sliding_window=GIVEN_BY_THE_LAYER, softcap=None):
         else:
             slides = kind in (None, "sliding_attention") and getattr(config, "use_sliding_window", True)
             sliding_window = getattr(config, "sliding_window", None) if slides else None
+        if not _makes_windows(module):
+            sliding_window = None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     return Rule(int(sliding_window or 0), int(chunk or 0), float(softcap or 0.0))
+
+
+def _makes_windows(module):
+    """Whether the file of a layer's model makes masks with a window: Moshi's layers name one, and its masks have none."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    return any(hasattr(file, "create_sliding_window_causal_mask") for file in files)

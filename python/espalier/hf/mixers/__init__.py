@@ -9,6 +9,7 @@ trunk's rows leave, and the sums of the gradients that come back for it, are hel
 import contextlib
 import functools
 import inspect
+import threading
 import types
 import weakref
 
@@ -42,8 +43,8 @@ def _calls(module):
     return _NEEDED & set(forward.__code__.co_names) & set(forward.__globals__)
 
 
-class _Active:
-    """The phase of the call that runs: what calls of the model and of its layers are given as `espalier`. A checkpointed layer runs again
+class _Active(threading.local):
+    """The phase of the call that runs in this thread: what calls of the model and of its layers are given as `espalier`. A checkpointed layer runs again
     inside the backward, with the phase of its first run."""
 
     def __init__(self):

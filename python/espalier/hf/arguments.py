@@ -1,0 +1,87 @@
+"""What a caller may have got wrong, before anything runs: each with its place and its remedy."""
+
+import math
+import numbers
+import operator
+
+import torch
+
+from espalier.errors import Error, Unsupported
+from espalier.hf.checks import base_model, unwrapped
+
+TRUNK_STATES = ("keep", "recompute")
+SCHEDULES = ("auto", "shared", "dense")
+
+
+def _refuse(name, expected, got, remedy=""):
+    raise Error("option", name, expected, repr(got), remedy, 2)
+
+
+def temperature(value):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
+        _refuse("temperature", "a finite number above 0", value, "Give the temperature that the rollouts were sampled with")
+    return float(value)
+
+
+def wave_tokens(value):
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or whole < 1:
+        _refuse("wave_tokens", "a whole number of rows, at least 1", value, "4096 is the default")
+    return whole
+
+
+def choice(name, value, among):
+    if not isinstance(value, str) or value not in among:
+        _refuse(name, ", ".join(among), value)
+    return value
+
+
+def coefficient(value):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value)):
+        _refuse("router_aux_loss_coef", "a finite number or None", value)
+    return value
+
+
+def model(given):
+    """A transformers model whose weights are in memory."""
+    if not isinstance(given, torch.nn.Module) or not hasattr(_base(given), "config"):
+        raise Error("input", "model", "a transformers causal language model", type(given).__name__, "Load it with AutoModelForCausalLM", 2)
+    empty = next((name for name, p in unwrapped(given).named_parameters() if p.is_meta), None)
+    if empty is not None:
+        raise Error("input", "model", "weights in memory", f"{empty} on the meta device", "Load the weights before the step", 2)
+
+
+def _base(given):
+    try:
+        return base_model(given)
+    except AttributeError:
+        return None
+
+
+def gradients_wanted(given):
+    """A step adds gradients: autograd must record, something must be trained, and nobody may spend a gradient before it is whole."""
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise Error("input", "phased_step", "a call with gradients enabled", mode, "Call it outside, or use espalier.hf.score", 2)
+    named = list(unwrapped(given).named_parameters())
+    if not any(p.requires_grad for _, p in named):
+        raise Error("input", "model", "a parameter with requires_grad", "none", "requires_grad_(True) what the step trains", 2)
+    frozen = next((name for name, p in named if p.is_inference()), None)
+    if frozen is not None:
+        raise Error("input", f"model.{frozen}", "a parameter made outside of inference mode", "an inference tensor",
+                    "Load the model outside of torch.inference_mode()", 2)
+    for name, p in named:
+        if getattr(p, "_post_accumulate_grad_hooks", None) or getattr(p, "_in_backward_optimizers", None):
+            raise Unsupported(f"model.{name}", "gradients that stay until the step is done",
+                              "a hook that acts on every backward's gradient, as an optimizer in the backward has",
+                              "Remove register_post_accumulate_grad_hook and step the optimizer after the step")
+
+
+def loss(given):
+    if not callable(given):
+        raise Error("input", "loss", "a function of a wave that returns a scalar tensor", type(given).__name__, "", 2)

@@ -1,0 +1,134 @@
+"""A model's own forward beside shared calls of it, over two short sequences with a common beginning: once for each model.
+
+It finds what no list of names can: positions that the model counts itself and differently, layers that look at neighbouring rows,
+numbers that a forward draws.
+
+    own      each sequence in a call of its own, without position ids
+    nudged   the same with every embedding moved by one rounding step: how far rounding alone moves the logits
+    shared   the beginning as a trunk, then both continuations in one call
+
+Compared is, over the rows of both continuations, the median of ||logits - own|| / ||own - its mean||. Each of the L layers rounds its own rows once more where
+shared calls take another kernel, and the embeddings were moved once, so shared may differ by 2 sqrt(L + 1) times nudged. The median
+leaves out a row whose router tips over.
+"""
+
+import contextlib
+import weakref
+
+import numpy as np
+import torch
+
+from espalier.errors import Error, Unsupported
+from espalier.hf import implementation, ranks
+from espalier.hf.attention import Phase, RowSet, Trunk
+from espalier.hf.checks import base_model, decoder_config
+
+BEGINNING, CONTINUATIONS = 7, (6, 5)
+
+_passed = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which it passed
+
+
+def check(model):
+    base = base_model(model)
+    if base.training in _passed.get(base, ()):
+        return
+    with _quiet(model), torch.no_grad():
+        _compare(ranks.without_replicas(model), base)
+    _passed.setdefault(base, set()).add(base.training)
+
+
+@contextlib.contextmanager
+def _quiet(model):
+    """Random numbers stay as they were; a compiled model runs as it was before."""
+    device = ranks.device_of(model)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def nudged(embedding):
+    """Every output of the look-up is one relative rounding step away, up or down by its place: a step of the model's type, of float32
+    in a float64 model, whose norms and rotary tables transformers keeps in float32."""
+
+    def move(_, __, out):
+        signs = torch.arange(out.numel(), device=out.device).remainder_(3).sub_(1).view_as(out)
+        step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
+        return out * (1 + step * signs).to(out.dtype)
+
+    handle = embedding.register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _compare(model, base):
+    device, name = ranks.device_of(model), type(base).__name__
+    sequences = _sequences(base)
+    call = lambda ids, **more: model(input_ids=torch.tensor([ids], device=device), use_cache=False, **more).logits[0, BEGINNING:].float()
+    own_of = lambda **more: [call(ids, **more) for ids in sequences]
+    state = _random_state(device)
+    with _named(name, "a forward that takes input_ids and returns logits"):
+        own = own_of()
+    if base.training and not torch.equal(state, _random_state(device)) and not all(map(torch.equal, own, own_of())):
+        raise Unsupported(name, "a forward without random numbers: they differ from rollout to rollout", "dropout or noise",
+                          "model.eval(), or set it to 0")
+    with nudged(base.get_input_embeddings()):
+        rounding = _distance(own_of(), own)
+    with _named(name, "a model that runs rows of several rollouts in one call"), implementation.in_use(model):
+        error = _distance(_shared(model, sequences, device), own)
+    layers = getattr(decoder_config(base), "num_hidden_layers", 1)
+    if not error <= 2 * (layers + 1) ** .5 * rounding:
+        counted = torch.arange(len(sequences[0]), device=device)[None]
+        if _distance([call(sequences[0], position_ids=counted)], own[:1]) > 2 * (layers + 1) ** .5 * rounding:
+            raise Unsupported(name, "positions that count from 0, as position_ids say them", "a model that counts its own")
+        raise Unsupported(name, "rows that learn of earlier rows by attention alone",
+                          f"logits of shared rows {error:.1e} from the model's own, where rounding explains {rounding:.1e}")
+
+
+@contextlib.contextmanager
+def _named(name, wanted):
+    """Whatever a model raises when it is called so is a refusal; too little memory is not."""
+    try:
+        yield
+    except (Error, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise Unsupported(name, wanted, f"{type(problem).__name__}: {problem}") from problem
+
+
+def _sequences(base):
+    """Token ids spread over the vocabulary, none of them special."""
+    config = decoder_config(base)
+    special = {i for field in ("pad_token_id", "bos_token_id", "eos_token_id") for i in np.atleast_1d(getattr(config, field, None))}
+    usable = [i for i in range(min(config.vocab_size, 4096)) if i not in special]
+    at = lambda i: usable[(11 + 7 * i) % len(usable)]
+    beginning = [at(i) for i in range(BEGINNING)]
+    return [beginning + [at(BEGINNING + 20 * s + i) for i in range(n)] for s, n in enumerate(CONTINUATIONS)]
+
+
+def _shared(model, sequences, device):
+    from espalier.hf.step import call_model
+    as_rows = lambda ids: torch.tensor([ids], device=device)
+    trunk = Trunk(BEGINNING)
+    phase = Phase([RowSet(0, (), [(0, BEGINNING, BEGINNING)])], BEGINNING, captures=trunk)
+    everything = lambda n: torch.arange(n, device=device)
+    with phase.forward(model):
+        call_model(model, as_rows(sequences[0][:BEGINNING]), everything(BEGINNING)[None], phase, everything(BEGINNING))
+    first, second = CONTINUATIONS
+    phase = Phase([RowSet(0, (trunk,), [(0, first, first), (first, second, first + second)])], BEGINNING + max(CONTINUATIONS))
+    positions = torch.cat([BEGINNING + everything(n) for n in CONTINUATIONS])
+    with phase.forward(model):
+        rest, _ = call_model(model, as_rows(sum((ids[BEGINNING:] for ids in sequences), [])), positions[None], phase, everything(first + second))
+    return [part.float() for part in rest.split(CONTINUATIONS)]
+
+
+def _distance(found, wanted):
+    found, wanted = torch.cat(found), torch.cat(wanted)
+    size = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((found - wanted).norm(dim=-1) / size).median())
+
+
+def _random_state(device):
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -1,0 +1,95 @@
+"""Rotary tables that transformers makes anew for each call, from the largest position in it: `longrope` and `dynamic`.
+
+A rollout alone has the table of its own length. A phase's calls are shorter, so they are told the length (`Phase.regime`): the
+rotary module gets that position besides, and its row of the table is dropped again.
+
+    longrope    one table up to original_max_position_embeddings L tokens, another beyond: rollouts on both sides of L share no row,
+                and no padded call.
+    dynamic     a table for each length beyond L, and the longest since stays in use: refused from L tokens on.
+"""
+
+import contextlib
+import functools
+
+import numpy as np
+import torch
+
+from espalier.errors import Unsupported
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+
+def _kinds(module):
+    """The rope types of a rotary module by layer type (None: one for all layers)."""
+    types = getattr(module, "rope_type", None)
+    return {} if types is None else types if isinstance(types, dict) else {None: types}
+
+
+def limits(base):
+    """[(name of the module, LONGROPE or DYNAMIC, original length L)] of tables that a call's longest position changes."""
+    out = []
+    for name, module in base.named_modules():
+        for layer, kind in _kinds(module).items():
+            if not isinstance(kind, str) or not (kind == LONGROPE or DYNAMIC in kind):
+                continue
+            parameters = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
+            if kind == LONGROPE:
+                out.append((name, LONGROPE, int(parameters["original_max_position_embeddings"])))
+            else:
+                out.append((name, DYNAMIC, int(module.original_max_seq_len)))
+    return out
+
+
+def regimes(base, lengths):
+    """[indices of `lengths`, ascending] of rollouts with the same tables, the shorter ones first."""
+    bounds = [limit for _, kind, limit in limits(base) if kind == LONGROPE]
+    passed = np.array([sum(length > bound for bound in bounds) for length in lengths])
+    return [np.flatnonzero(passed == count) for count in np.unique(passed)]
+
+
+def check(base, longest, by_regime):
+    """Refuses rollouts of up to `longest` tokens whose tables shared calls could not have. `by_regime`: the caller runs rollouts of
+    different `regimes` apart and gives its phases the length."""
+    got = "any length" if longest is None else f"{longest} tokens"
+    for name, kind, limit in limits(base):
+        if kind == DYNAMIC and (longest is None or longest >= limit):
+            raise Unsupported(name, f"rollouts below {limit} tokens: a rotary table of type {kind} changes with a call's longest position",
+                              got, "Another rope_type, or shorter rollouts")
+        if kind == LONGROPE and not by_regime and (longest is None or longest > limit):
+            raise Unsupported(name, f"rollouts of up to {limit} tokens: {kind} changes its rotary table there", got,
+                              "espalier.hf.phased_step, or shorter rollouts")
+
+
+@contextlib.contextmanager
+def installed(base, current):
+    """Within, rotary modules of `limits` make the table of the running phase's regime. `current()`: that phase, or None."""
+    names = {name for name, kind, _ in limits(base) if kind == LONGROPE}
+    handles = []
+    for name, module in base.named_modules():
+        if name in names:
+            handles.append(module.register_forward_pre_hook(functools.partial(_longer, current), with_kwargs=True))
+            handles.append(module.register_forward_hook(functools.partial(_without_last, current)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _longer(current, module, args, kwargs):
+    phase = current()
+    if phase is None or phase.regime is None:
+        return None
+    grow = lambda p: torch.cat([p, p.new_full((*p.shape[:-1], 1), phase.regime - 1)], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": grow(kwargs["position_ids"])}
+    return (args[0], grow(args[1]), *args[2:]), kwargs
+
+
+def _without_last(current, module, args, out):
+    """cos and sin, or complex rotations: [..., T + 1, D] -> [..., T, D]"""
+    phase = current()
+    if phase is None or phase.regime is None:
+        return None
+    cut = lambda x: x[..., :-1, :]
+    return cut(out) if torch.is_tensor(out) else type(out)(cut(x) for x in out)

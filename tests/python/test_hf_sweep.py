@@ -1,0 +1,150 @@
+"""Every class of transformers' mapping for causal language models, built tiny: exact in float64, or refused by name for a reason of the
+table. Nothing else, and what is exact today may not be refused tomorrow.
+
+`python tests/python/test_hf_sweep.py --write` writes the table (hf_sweep.json, and the one of docs/python.md) from what it finds.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_every_model as tiny
+from hf_every_model import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+espalier = pytest.importorskip("espalier")
+TABLE = Path(__file__).with_name("hf_sweep.json")
+DOCS = Path(__file__).parents[2] / "docs/python.md"
+
+# How a refusal reads, and what the documentation says of it.
+REASONS = {
+    "AttentionInterface": ("attention of the model's own, not through transformers' `AttentionInterface`", "with attention of its own|none in layers"),
+    "arguments": ("a forward that takes no position ids or keyword arguments", "got fixed arguments"),
+    "positions": ("positions that the model counts itself", "counts its own"),
+    "encoder": ("an encoder-decoder", "got an encoder-decoder"),
+    "several": ("several attentions in a layer", "expected one attention a layer"),
+    "mask": ("a mask that the model makes itself, or keys of another layer", "mask of the model's own|keys of the call's own rows"),
+    "inputs": ("a forward that needs more than token ids", "takes input_ids and returns logits"),
+    "sparse": ("keys that are chosen or compressed over the whole call", "chooses or compresses"),
+    "state": ("a state that passes along the sequence in the model's own way", "state does not pass|a state that espalier passes on|a state from every"),
+    "bias": ("a bias of attention besides positions", "position_bias"),
+    "window": ("a sliding window shorter than a rollout", "within the window"),
+    "sinks": ("attention sinks", "attention sinks"),
+    "soft-cap": ("soft-capped attention", "softcapping"),
+    "neighbours": ("rows that learn of earlier rows besides attention", "by attention alone|runs rows of several rollouts"),
+}
+UNBUILT = {  # what this transformers cannot build tiny, or at all, in this environment
+    "gemma3n": "its vision tower needs timm", "gemma4_assistant": "reads another model's keys and values",
+    "gemma4_unified_assistant": "reads another model's keys and values",
+}
+BOUND = 1e-9  # float64, two layers: sums of at most 64 terms, each 1e-16 off, through a hundred operations
+
+
+def outcome(name, **changes):
+    """"exact", or the reason of the refusal."""
+    torch.manual_seed(1)
+    model = tiny.build(name, **changes)
+    try:
+        found = tiny.shared_error(model)
+    except espalier.Unsupported as refusal:
+        assert all(p.grad is None for p in model.parameters()), "refused after numbers appeared"
+        return reason_of(str(refusal))
+    assert max(found.values()) <= BOUND, found
+    return "exact"
+
+
+def reason_of(text):
+    return next((reason for reason, (_, pattern) in REASONS.items() if re.search(pattern, text)), text)
+
+
+def table():
+    return json.loads(TABLE.read_text())
+
+
+def expected():
+    return {name: reason for reason, names in table().items() for name in names}
+
+
+@pytest.mark.parametrize("name", sorted(set(CLASSES) - set(UNBUILT)))
+def test_exact_or_refused(name):
+    assert outcome(name) == expected().get(name, "not in the table: python tests/python/test_hf_sweep.py --write")
+
+
+@pytest.mark.parametrize("name", table()["exact"])
+def test_in_torch_s_own_kernels(name, monkeypatch):
+    """As on a GPU: blocks merged by their log-sum-exp instead of one call of the engine's kernel."""
+    from espalier.ops import kernels
+    monkeypatch.setattr(kernels, "serves", lambda tensor: False)
+    monkeypatch.setattr(kernels, "attention_forward", None)
+    assert outcome(name) == "exact"
+
+
+@pytest.mark.parametrize("name", table()["exact"])
+def test_rotary_tables_that_a_call_s_length_changes(name):
+    """Rollouts on both sides of the original length: longrope is exact, dynamic refused."""
+    plain = tiny.build(name)
+    half = {module.inv_freq.numel() for module in plain.modules() if isinstance(getattr(module, "rope_type", None), str)
+            and hasattr(module, "inv_freq")}
+    parameters = getattr(plain.config, "rope_parameters", None)
+    if len(half) != 1 or not isinstance(parameters, dict) or "rope_theta" not in parameters:
+        pytest.skip("no rotary table with one set of parameters")
+    n = half.pop()
+    long = dict(parameters, rope_type="longrope", short_factor=[1.0] * n, long_factor=[1.5 + .25 * i for i in range(n)],
+                original_max_position_embeddings=tiny.ORIGINAL, factor=2.0, short_mscale=1.1, long_mscale=1.3)
+    assert outcome(name, rope_parameters=long, max_position_embeddings=2 * tiny.ORIGINAL) == "exact"
+    dynamic = dict(parameters, rope_type="dynamic", factor=2.0)
+    assert "changes with a call's longest position" in outcome(name, rope_parameters=dynamic, max_position_embeddings=tiny.ORIGINAL)
+    assert outcome(name, rope_parameters=dynamic, max_position_embeddings=512) == "exact"
+
+
+@pytest.mark.parametrize("name", table()["exact"])
+def test_dropout_is_refused_where_it_is_used(name):
+    """Every field of the config that a forward may read as a rate, in training."""
+    config = tiny.config_of(name)
+    rates = {field: .5 for field, value in config.to_dict().items() if "drop" in field and isinstance(value, float)}
+    if not rates:
+        pytest.skip("a family without dropout")
+    model = tiny.build(name, **rates).train()
+    try:
+        espalier.hf.check(model)
+    except espalier.Unsupported:
+        return
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        states.append(model(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), use_cache=False).logits)
+    assert torch.equal(*states), "dropout in use that check passed"
+
+
+def test_the_table_is_whole():
+    names = expected()
+    assert set(names) | set(UNBUILT) == set(CLASSES), sorted((set(names) | set(UNBUILT)) ^ set(CLASSES))
+    assert set(table()) <= {"exact", *REASONS}
+    assert DOCS.read_text().split("<!-- hf_sweep -->\n")[1].split("<!-- end -->")[0] == documented(table())
+
+
+def documented(found):
+    rows = [f"| exact | {len(found['exact'])} | {', '.join(found['exact'])} |"]
+    rows += [f"| {REASONS[reason][0]} | {len(found[reason])} | {', '.join(found[reason])} |" for reason in REASONS if reason in found]
+    return "\n".join([f"| transformers {tiny.transformers.__version__} | model types | which |", "| --- | ---: | --- |", *rows]) + "\n"
+
+
+def write():
+    found = {}
+    for name in sorted(set(CLASSES) - set(UNBUILT)):
+        try:
+            found.setdefault(outcome(name), []).append(name)
+        except Exception as problem:  # named at the end, with everything else written
+            found.setdefault(f"{type(problem).__name__}: {problem}", []).append(name)
+    unknown = set(found) - {"exact", *REASONS}
+    TABLE.write_text(json.dumps({reason: found[reason] for reason in ["exact", *REASONS] if reason in found}, indent=1) + "\n")
+    before, rest = DOCS.read_text().split("<!-- hf_sweep -->\n")
+    DOCS.write_text(before + "<!-- hf_sweep -->\n" + documented(table()) + "<!-- end -->" + rest.split("<!-- end -->", 1)[1])
+    sys.exit("\n".join(f"{found[text]}: a reason without a row: {text}" for text in sorted(unknown)))
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    write()
