@@ -66,10 +66,11 @@ def test_layers_whose_state_does_not_pass(monkeypatch):
 def test_a_state_that_is_not_captured(monkeypatch):
     from espalier.hf.attention import Trunk
     from hf_layers import make
-    take = Trunk.take_state
+    model, take = make("Qwen3-Next", torch.float32), Trunk.take_state
+    hf.check(model)
     monkeypatch.setattr(Trunk, "take_state", lambda self, key, state: take(self, key, state) if key[0] != "model.layers.2.linear_attn" else None)
     with pytest.raises(espalier.Unsupported, match="none from model.layers.2.linear_attn"):
-        hf.logprobs(make("Qwen3-Next", torch.float32), ROLLOUTS, wave_tokens=30)
+        hf.logprobs(model, ROLLOUTS, wave_tokens=30)
 
 
 def test_a_state_without_a_graph(monkeypatch):

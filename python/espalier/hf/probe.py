@@ -48,12 +48,15 @@ def _quiet(model):
 
 @contextlib.contextmanager
 def nudged(embedding):
-    """Every output of the look-up is one relative rounding step away, up or down by its place: a step of the model's type, of float32
-    in a float64 model, whose norms and rotary tables transformers keeps in float32."""
+    """Every output of the look-up is one relative rounding step away, up or down by its place: a step of the model's type or of
+    autocast's, of float32 in a float64 model, whose norms and rotary tables transformers keeps in float32."""
 
     def move(_, __, out):
         signs = torch.arange(out.numel(), device=out.device).remainder_(3).sub_(1).view_as(out)
-        step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
+        kinds = [out.dtype, torch.float32]
+        if torch.is_autocast_enabled(out.device.type):
+            kinds.append(torch.get_autocast_dtype(out.device.type))
+        step = max(torch.finfo(kind).eps for kind in kinds)
         return out * (1 + step * signs).to(out.dtype)
 
     handle = embedding.register_forward_hook(move)
