@@ -70,7 +70,7 @@ void dry_generate(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   const SamplingSettings settings = sampling_settings(options);
   require_room(std::array{HeldModel{shape}}, options);
-  LazyTokenizer tokenizer(options.model);
+  LazyTokenizer tokenizer(options.model, options.chat_template_kwargs);
   stop_ids(options, shape.vocabulary, nullptr);
   if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizer, context.progress);

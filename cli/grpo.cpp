@@ -5,11 +5,13 @@
 #include <cmath>
 #include <iomanip>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "cli/verbs.h"
 #include "espalier/base/units.h"
 #include "espalier/observe/timer.h"
+#include "espalier/text/tracker.h"
 
 namespace espalier::cli {
 namespace {
@@ -37,7 +39,8 @@ std::string shortened(const std::string& text) {
 // Gathers the steps of some batches into one line, and prints what else a run says.
 class RunText {
  public:
-  RunText(std::ostream& out, std::int64_t show) : out_(out), show_(show) {}
+  // `every`: batches from one line to the next.
+  RunText(std::ostream& out, std::int64_t show, std::int64_t every) : out_(out), show_(show), every_(every) {}
 
   void print(const Json& line) {
     const std::string kind = line["kind"];
@@ -58,10 +61,9 @@ class RunText {
          << "  held out, full length " << format_percent(line["held_out"].get<double>()) << '\n';
   }
 
-  // A line for the first and every tenth batch, and for any after kSeconds without one: means over the batches since
-  // the last line.
+  // A line for the first and every --logging-freq-th batch, and for any after kSeconds without one: means over the
+  // batches since the last line.
   void print_step(const Json& line) {
-    constexpr std::int64_t kBatches = 10;
     constexpr double kSeconds = 10;
     ++steps_;
     for (const char* field : {"kl_loss", "entropy", "clip_fraction"}) sums_[field] += line[field].get<double>();
@@ -73,7 +75,7 @@ class RunText {
     batch_sums_["length"] += line["length"]["mean"].get<double>();
     dropped_ += line["groups_dropped"].get<std::int64_t>();
     const std::int64_t batch = line["batch"];
-    if (batch != 1 && batch % kBatches != 0 && since_line_.total() < kSeconds) return;
+    if (batch != 1 && batch % every_ != 0 && since_line_.total() < kSeconds) return;
     print_line(line["step"], line["steps_total"]);
     steps_ = batches_ = dropped_ = 0, sums_.clear(), batch_sums_.clear(), rows_.clear();
     since_line_ = Timer();
@@ -108,7 +110,7 @@ class RunText {
   }
 
   std::ostream& out_;
-  std::int64_t show_, shown_ = 0, shown_at_ = -1, warm_start_steps_ = 0;
+  std::int64_t show_, every_, shown_ = 0, shown_at_ = -1, warm_start_steps_ = 0;
   std::int64_t steps_ = 0, batches_ = 0, dropped_ = 0;  // since the last line, as all below
   std::map<std::string, double> sums_, batch_sums_;     // over steps, over batches
   std::map<std::string, std::int64_t> rows_;
@@ -124,16 +126,21 @@ Json without_kind(const Json& line) {
 }  // namespace
 
 int run_grpo(Context& context) {
-  RunText text(context.text, context.options.show);
+  RunText text(context.text, context.options.show, context.options.logging_freq);
+  std::optional<Tracker> tracker;
+  if (ReportTargets::from(context.options).wandb && context.mesh.writes())
+    tracker.emplace(context.options, 'l', context.progress);
   context.result["steps"] = Json::array();
   context.result["evaluations"] = Json::array();
   const auto on_line = [&](const Json& line) {
     context.progress.end();  // takes the bar away; the next report draws it again
     text.print(line);
+    if (tracker) tracker->write(line);
     if (line["kind"] == "step") context.result["steps"].push_back(without_kind(line));
     if (line["kind"] == "evaluation") context.result["evaluations"].push_back(without_kind(line));
   };
   const GrpoReport report = grpo(context.options, context.progress, on_line, context.mesh);
+  if (tracker) tracker->finish();
   const std::string run = report.run.string();
   context.result["run"] = run;
   context.result["steps_done"] = report.steps;

@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <iomanip>
+#include <optional>
 
 #include "cli/profile_text.h"
 #include "cli/verbs.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/step/step_json.h"
+#include "espalier/text/tracker.h"
 
 namespace espalier::cli {
 namespace {
@@ -60,17 +62,24 @@ void warn_of_foreign_logprobs(Context& context, const StepReport& step) {
 int run_train(Context& context) {
   context.result["steps"] = Json::array();
   std::int64_t steps = 0, empty_steps = 0;
+  const Options& options = context.options;
+  std::optional<Tracker> tracker;
+  if (ReportTargets::from(options).wandb && context.mesh.writes()) tracker.emplace(options, 't', context.progress);
   const auto on_step = [&](const StepReport& step, const Json& line) {
     context.progress.end();  // takes the bar away; the next report draws it again
-    print_step(context.text, step, line);
+    const bool shown =
+        step.step == 1 || step.step % options.logging_freq == 0 || step.step == line["steps_total"].get<std::int64_t>();
+    if (shown) print_step(context.text, step, line);
     warn_of_foreign_logprobs(context, step);
-    if (step.critic) print_critic(context.text, *step.critic);
-    if (step.gradient.profile) print_profile(context.text, *step.gradient.profile);
+    if (shown && step.critic) print_critic(context.text, *step.critic);
+    if (shown && step.gradient.profile) print_profile(context.text, *step.gradient.profile);
+    if (tracker) tracker->write(line);
     context.result["steps"].push_back(line);
     context.result["steps"].back().erase("kind");
     ++steps, empty_steps += !nothing_to_learn(step).empty();
   };
   train(context.options, context.progress, on_step, context.mesh);
+  if (tracker) tracker->finish();
   if (empty_steps > 0) tell(context, text_of(empty_steps, " of ", steps, " steps had nothing to learn from"));
   for (const OptionRow& row : option_rows()) {
     const PathRole role = path_role(row, 't');

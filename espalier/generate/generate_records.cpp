@@ -111,15 +111,18 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   require_room(std::array{HeldModel{local_shape(shape, mesh)}}, options);
   std::optional<RewardFunction> reward;
   if (mesh.writes() && !options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
-  LazyTokenizer tokenizers(options.model);
+  LazyTokenizer tokenizers(options.model, options.chat_template_kwargs);
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
-  Tokenizer* const tokenizer =
-      !options.reward.empty() || file.has_text ? &tokenizers.get() : tokenizers.at_hand(progress);
+  Tokenizer* const tokenizer = !options.reward.empty() || !options.stop.empty() || file.has_text
+                                   ? &tokenizers.get()
+                                   : tokenizers.at_hand(progress);
   require_same(mesh.world, options.prompts, text_of_prompts(file.prompts), "give every rank the same files");
   const auto model = load_model(options.model, options.dtype, progress, mesh);
   settings.stop_ids = stop_ids(options, shape.vocabulary, tokenizer);
-  if (settings.stop_ids.empty())
+  std::optional<StopStrings> stops;
+  if (!options.stop.empty()) settings.stops = &stops.emplace(split_paths(options.stop), *tokenizer);
+  if (settings.stop_ids.empty() && !stops)
     progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");
   std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
   if (mesh.writes()) writer.emplace(options.out);
@@ -132,7 +135,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   std::vector<Rollout>& rollouts = generated.rollouts;
   out.report = generated.report;
   if (!writer) return out;
-  if (tokenizer) add_texts(rollouts, *tokenizer);
+  if (tokenizer) add_texts(rollouts, *tokenizer, settings.stops);
   std::optional<ErrorText> unrewarded;  // what was sampled is written whatever the reward function does
   if (reward) {
     try {

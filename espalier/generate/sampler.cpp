@@ -95,9 +95,10 @@ struct Response {
   Random random;
 };
 
-// A response ends with a stop token, or for its length.
-void end_response(Rollout& rollout, std::span<const std::int32_t> stop_ids) {
-  const bool stopped = std::ranges::find(stop_ids, rollout.response_ids.back()) != stop_ids.end();
+// A response ends with a stop token, with a stop string, or for its length.
+void end_response(Rollout& rollout, const SamplingSettings& settings, bool stopped_by_text) {
+  const bool stopped =
+      stopped_by_text || std::ranges::find(settings.stop_ids, rollout.response_ids.back()) != settings.stop_ids.end();
   rollout.loss_mask.assign(rollout.response_ids.size(), 1);
   add_carried(rollout.carried, "finish_reason", stopped ? "\"stop\"" : "\"length\"");
 }
@@ -130,8 +131,10 @@ class Generation {
   at::Tensor forward(AppendedRows& rows);
   at::Tensor hidden_of_step(AppendedRows& rows, Asked& asked);
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
-  void accept(std::int64_t response, const TokenChoice& choice);
-  void finish(std::int64_t response);
+  void append(std::int64_t response, const TokenChoice& choice);
+  void settle(std::int64_t response, bool stopped_by_text);
+  void finish(std::int64_t response, bool stopped_by_text);
+  std::vector<std::uint8_t> stopped_by_text(std::span<const std::int64_t> responses);
   void count_held();
   std::int64_t promised_bytes(const PromptState& state, std::int64_t live) const;
 
@@ -221,8 +224,13 @@ void Generation::gather_results() {
       rollout.response_ids[t] = static_cast<std::int32_t>(tokens[next]);
       rollout.rollout_logprobs[t] = logprobs[next];
     }
-    if (!own_[i]) end_response(rollout, settings_.stop_ids);
   }
+  std::vector<std::int64_t> others;
+  for (std::size_t i = 0; i < results_.size(); ++i)
+    if (!own_[i]) others.push_back(static_cast<std::int64_t>(i));
+  const std::vector<std::uint8_t> stopped = stopped_by_text(others);
+  for (std::size_t i = 0; i < others.size(); ++i)
+    end_response(results_[static_cast<std::size_t>(others[i])], settings_, stopped[i] != 0);
   std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens};
   add_over_ranks(dp, counts);
   report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
@@ -408,7 +416,9 @@ void Generation::step() {
   add_rows_of_step(rows, asked);
   const std::vector<TokenChoice> choices = choose(hidden_of_step(rows, asked), asked);
   count_held();
-  for (std::size_t i = 0; i < choices.size(); ++i) accept(asked.response[i], choices[i]);
+  for (std::size_t i = 0; i < choices.size(); ++i) append(asked.response[i], choices[i]);
+  const std::vector<std::uint8_t> stopped = stopped_by_text(asked.response);
+  for (std::size_t i = 0; i < choices.size(); ++i) settle(asked.response[i], stopped[i] != 0);
   std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
   ++report_.decode_steps;
   progress_.advance_to(done_);
@@ -509,9 +519,8 @@ at::Tensor Generation::whole_logits(const at::Tensor& logits_BV) {
   return whole_BV;
 }
 
-void Generation::accept(std::int64_t index, const TokenChoice& choice) {
+void Generation::append(std::int64_t index, const TokenChoice& choice) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
   if (!std::isfinite(choice.logprob))
     throw InputError({rollout.where.empty() ? "the model" : rollout.where, "finite logits", text_of(choice.logprob),
                       "are the weights damaged, or too large for --dtype?"});
@@ -519,15 +528,30 @@ void Generation::accept(std::int64_t index, const TokenChoice& choice) {
   rollout.rollout_logprobs.push_back(choice.logprob);
   ++report_.response_tokens;
   ++done_;
-  const bool stops = std::ranges::find(settings_.stop_ids, choice.token) != settings_.stop_ids.end();
-  if (stops || rollout.response_length() == state.longest) return finish(index);
+}
+
+// 1 for each response whose newest tokens complete a stop string.
+std::vector<std::uint8_t> Generation::stopped_by_text(std::span<const std::int64_t> responses) {
+  if (settings_.stops == nullptr || responses.empty()) return std::vector<std::uint8_t>(responses.size());
+  std::vector<std::span<const std::int32_t>> tokens;
+  for (const std::int64_t index : responses)
+    tokens.emplace_back(results_[static_cast<std::size_t>(index)].response_ids);
+  return settings_.stops->completed(tokens);
+}
+
+void Generation::settle(std::int64_t index, bool stopped_by_text) {
+  const Rollout& rollout = results_[static_cast<std::size_t>(index)];
+  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
+  const bool stops =
+      stopped_by_text || std::ranges::find(settings_.stop_ids, rollout.response_ids.back()) != settings_.stop_ids.end();
+  if (stops || rollout.response_length() == state.longest) return finish(index, stopped_by_text);
   if (rollout.response_length() == 1) state.group->add(index);
 }
 
-void Generation::finish(std::int64_t index) {
+void Generation::finish(std::int64_t index, bool stopped_by_text) {
   Rollout& rollout = results_[static_cast<std::size_t>(index)];
   PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
-  end_response(rollout, settings_.stop_ids);
+  end_response(rollout, settings_, stopped_by_text);
   done_ += state.longest - rollout.response_length();
   if (rollout.response_length() > 1) state.group->remove(index);
   --live_;

@@ -15,6 +15,7 @@
 #include "espalier/model/decoder.h"
 #include "espalier/observe/progress.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/text/stop_strings.h"
 
 namespace espalier {
 
@@ -28,6 +29,7 @@ struct SamplingSettings {
   std::int64_t top_k = 0;                  // below 1: all
   std::int64_t max_response_length = 256;  // tokens; shorter where the model's positions end first
   std::vector<std::int32_t> stop_ids;      // a response ends with the first of them
+  StopStrings* stops = nullptr;            // or with the token that completes one of these texts; null: none
   std::int64_t max_num_seqs = 0;    // responses decoded at once; 0: what kv_limit_bytes holds, at most kMostDecoded
   std::int64_t token_budget = 0;    // prompt rows computed at once; 0: kMostPromptRows
   std::int64_t kv_limit_bytes = 0;  // of keys and values held at once; 0: half of the memory that is free

@@ -1,6 +1,8 @@
 // One's own prompts as questions of the closed loop: --prompts, --val-prompts and --reward.
 #pragma once
 
+#include <optional>
+
 #include "espalier/loop/questions.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/text/tokenizer.h"
@@ -18,6 +20,7 @@ class FileQuestions final : public Questions {
   std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) override;
   std::int64_t longest_prompt() const override { return longest_; }
   const std::vector<std::int32_t>& stop_ids() const override { return stop_ids_; }
+  StopStrings* stops() override { return stops_ ? &*stops_ : nullptr; }
   std::string fingerprint() const override;
 
  private:
@@ -32,6 +35,7 @@ class FileQuestions final : public Questions {
   std::int64_t pass_ = -1;  // that order_ is of
   std::int64_t longest_ = 0;
   std::vector<std::int32_t> stop_ids_;
+  std::optional<StopStrings> stops_;
 };
 
 }  // namespace espalier

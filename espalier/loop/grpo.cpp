@@ -22,7 +22,9 @@
 #include "espalier/rollout/writer.h"
 #include "espalier/step/step.h"
 #include "espalier/step/step_json.h"
+#include "espalier/text/tracker.h"
 #include "espalier/train/score.h"
+#include "espalier/train/step_statistics.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/trainer.h"
 #include "espalier/train/training_data.h"
@@ -113,7 +115,9 @@ class Loop {
 };
 
 void Loop::open_metrics(std::int64_t bytes, std::int64_t first_step, const MetricLine& on_line) {
-  if (mesh_.writes()) metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), bytes, first_step, on_line);
+  if (mesh_.writes())
+    metrics_ = std::make_unique<RunMetrics>(folder_.metrics(), bytes, first_step, on_line,
+                                            ReportTargets::from(options_).tensorboard);
 }
 
 void Loop::write_line(const Json& line) {
@@ -200,6 +204,7 @@ void Loop::prepare() {
   sampling_.emplace(options_, *start_.questions, model_->decoder, models_of_loop(model_->shape, options_, mesh_),
                     actor_->workspace.arena, parts_);
   model_->decoder.reserve_positions(sampling_->longest_rollout());
+  optimizer_->set_last_step(last_step_);
   if (!options_.critic.empty()) prepare_critic();
   if (saved_at_ < 0) {
     evaluate();
@@ -212,8 +217,11 @@ void Loop::prepare() {
   if (reference_)
     reference_bytes_.emplace(
         actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes()));
-  if (!options_.record.empty())
-    recorder_.emplace(options_.record, options_.record_every, *model_, *optimizer_, options_);
+  if (!options_.record.empty()) {
+    Options recorded = options_;
+    if (recorded.lr_total_steps == 0) recorded.lr_total_steps = last_step_;
+    recorder_.emplace(options_.record, options_.record_every, *model_, *optimizer_, recorded);
+  }
 }
 
 // PPO: the critic shares the actor's workspace, for the two take turns.
@@ -221,7 +229,7 @@ void Loop::prepare_critic() {
   critic_.emplace(load_critic(options_.critic, options_, model_->shape, parts_, mesh_), options_, start_.machine,
                   actor_->workspace);
   critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
-  critic_->optimizer();
+  critic_->optimizer().set_last_step(last_step_);
   if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);
 }
 
@@ -319,6 +327,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
 
     Json line{{"kind", "step"}};
     line.update(step_json(report));
+    line.update(step_statistics(report, mini_batch.rollouts, start_.machine));
     Json seconds = line["seconds"];
     line.update(batch);
     line["steps_left"] = steps - 1 - i;  // in this batch

@@ -1,5 +1,7 @@
 #include "espalier/loop/questions.h"
 
+#include <utility>
+
 #include "espalier/base/error.h"
 #include "espalier/loop/file_questions.h"
 #include "espalier/loop/fresh_model.h"
@@ -13,6 +15,11 @@ std::unique_ptr<Questions> make_questions(const Options& options, const std::fil
     if (!options.stop_ids.empty())
       throw OptionError({"--stop-ids", "nothing for a built-in task, whose answers end with <end>", options.stop_ids,
                          "leave it out"});
+    for (const auto& [name, value] :
+         {std::pair("--stop", options.stop), std::pair("--chat-template-kwargs", options.chat_template_kwargs)})
+      if (!value.empty())
+        throw OptionError({name, "nothing for a built-in task, whose prompts and answers are words of its own", value,
+                           "leave it out"});
     return std::make_unique<TaskQuestions>(options);
   }
   if (options.model.empty())

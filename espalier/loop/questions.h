@@ -40,6 +40,7 @@ class Questions {
 
   virtual std::int64_t longest_prompt() const = 0;                // tokens
   virtual const std::vector<std::int32_t>& stop_ids() const = 0;  // what ends a response
+  virtual StopStrings* stops() { return nullptr; }                // texts that end a response
   // Tells one set of prompts from another, for a run that continues; empty where the options say it all.
   virtual std::string fingerprint() const = 0;
 };

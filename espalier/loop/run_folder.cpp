@@ -22,9 +22,26 @@ namespace fs = std::filesystem;
 namespace {
 
 // What may differ between a run and its continuation.
-constexpr std::array<std::string_view, 18> kFree = {
-    "threads", "out",       "resume",         "steps", "save_freq", "test_freq", "val_size", "show", "expect_accuracy",
-    "record",  "overwrite", "reward_timeout", "tp",    "cp",        "pp",        "ep",       "dp",   "comm_timeout"};
+constexpr std::array<std::string_view, 20> kFree = {"threads",
+                                                    "out",
+                                                    "resume",
+                                                    "steps",
+                                                    "save_freq",
+                                                    "test_freq",
+                                                    "val_size",
+                                                    "show",
+                                                    "logging_freq",
+                                                    "report_to",
+                                                    "expect_accuracy",
+                                                    "record",
+                                                    "overwrite",
+                                                    "reward_timeout",
+                                                    "tp",
+                                                    "cp",
+                                                    "pp",
+                                                    "ep",
+                                                    "dp",
+                                                    "comm_timeout"};
 
 bool is_free(std::string_view field) { return std::ranges::find(kFree, field) != kFree.end(); }
 

@@ -70,7 +70,7 @@ Sampling::Sampling(const Options& options, Questions& questions, const Decoder& 
       budget_(parse_bytes(options.memory_budget, "--memory-budget")),
       held_bytes_(bytes_held(held, options.dtype)),
       sampled_(sampling_settings(options)) {
-  sampled_.stop_ids = questions.stop_ids();
+  sampled_.stop_ids = questions.stop_ids(), sampled_.stops = questions.stops();
   // Of the run's budget, not of what is free now: how many are decoded at once decides how sums round.
   const std::int64_t rows = std::max(sampled_.token_budget > 0 ? sampled_.token_budget : kMostPromptRows,
                                      sampled_.max_num_seqs > 0 ? sampled_.max_num_seqs : kMostDecoded);

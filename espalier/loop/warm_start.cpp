@@ -28,6 +28,7 @@ Options supervised(const Options& options) {
   out.loss_scale_factor = out.kl_loss_coef = out.entropy_coeff = 0;
   out.lr = options.warm_start_lr;
   out.warmup_steps = 0;
+  out.lr_scheduler_type = LrSchedule::constant;
   out.mini_batch_size = out.token_budget = 0;
   out.schedule = "auto";  // what is asked for is for the loop's updates
   return out;

@@ -16,6 +16,13 @@ constexpr MetricTag kTags[] = {
     {"step", "/grad_norm", "actor/grad_norm"},
     {"step", "/lr", "actor/lr"},
     {"step", "/reward", "critic/score/mean"},
+    {"step", "/reward_spread/std", "critic/score/std_in_group"},
+    {"step", "/reward_spread/min", "critic/score/min"},
+    {"step", "/reward_spread/max", "critic/score/max"},
+    {"step", "/groups_without_variance", "train/groups_without_variance"},
+    {"step", "/truncated", "response_length/clip_ratio"},
+    {"step", "/tokens_per_second", "perf/throughput"},
+    {"step", "/mfu", "perf/mfu/actor"},
     {"step", "/accuracy", "train/accuracy"},
     {"step", "/length/mean", "response_length/mean"},
     {"step", "/length/max", "response_length/max"},
@@ -60,14 +67,18 @@ constexpr MetricTag kTags[] = {
 
 std::span<const MetricTag> metric_tags() { return kTags; }
 
-void add_scalars(EventFile& events, const Json& line) {
+void for_each_scalar(const Json& line, const std::function<void(const char* tag, double value)>& use) {
   const std::string kind = line.value("kind", "");
-  const std::int64_t step = line.value("step", std::int64_t{0});
   for (const MetricTag& row : kTags) {
     if (kind != row.kind) continue;
     const Json::json_pointer field(row.field);
-    if (line.contains(field) && line.at(field).is_number()) events.scalar(row.tag, step, line.at(field).get<double>());
+    if (line.contains(field) && line.at(field).is_number()) use(row.tag, line.at(field).get<double>());
   }
+}
+
+void add_scalars(EventFile& events, const Json& line) {
+  const std::int64_t step = line.value("step", std::int64_t{0});
+  for_each_scalar(line, [&](const char* tag, double value) { events.scalar(tag, step, value); });
 }
 
 }  // namespace espalier

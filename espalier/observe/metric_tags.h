@@ -2,6 +2,7 @@
 // one chart.
 #pragma once
 
+#include <functional>
 #include <span>
 
 #include "espalier/base/json_fwd.h"
@@ -15,6 +16,9 @@ struct MetricTag {
   const char* tag;
 };
 std::span<const MetricTag> metric_tags();
+
+// Calls `use` with the tag and value of every number of the table that `line` (an object with "kind") holds.
+void for_each_scalar(const Json& line, const std::function<void(const char* tag, double value)>& use);
 
 // Adds every number of the table that `line` (an object with "kind" and "step") holds. Fields that are absent or no
 // numbers are passed over. Errors: OptionError of the file.

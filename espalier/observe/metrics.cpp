@@ -30,21 +30,25 @@ const std::filesystem::path& cut_to(const std::filesystem::path& file, std::int6
 }  // namespace
 
 RunMetrics::RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step,
-                       MetricLine watcher)
-    : file_(file), log_(cut_to(file, bytes)), events_(file.parent_path(), first_step), watcher_(std::move(watcher)) {
+                       MetricLine watcher, bool tensorboard)
+    : file_(file), log_(cut_to(file, bytes)), watcher_(std::move(watcher)) {
+  if (!tensorboard) return;
+  events_.emplace(file.parent_path(), first_step);
   // The warm start counts its own steps: those beyond first_step are not to be replaced.
   std::ifstream written(file);
   for (std::string text; std::getline(written, text);) {
     const Json line = Json::parse(text, nullptr, false);
     if (line.is_object() && line.value("kind", "") == "warm_start" && line.value("step", std::int64_t{0}) >= first_step)
-      add_scalars(events_, line);
+      add_scalars(*events_, line);
   }
 }
 
 void RunMetrics::write(const Json& line) {
   log_.write(line);
-  add_scalars(events_, line);
-  events_.flush();
+  if (events_) {
+    add_scalars(*events_, line);
+    events_->flush();
+  }
   if (watcher_) watcher_(line);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 
 #include "espalier/base/json.h"
 #include "espalier/observe/event_file.h"
@@ -16,9 +17,10 @@ using MetricLine = std::function<void(const Json& line)>;
 
 class RunMetrics {
  public:
-  // Continues behind the first `bytes` of `file`, which is cut there. What TensorBoard knows from `first_step` on is
-  // replaced. Errors: InputError where the file is shorter; OptionError.
-  RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step, MetricLine watcher);
+  // Without `tensorboard` there are no event files. Continues behind the first `bytes` of `file`, which is cut there.
+  // What TensorBoard knows from `first_step` on is replaced. Errors: InputError where the file is shorter; OptionError.
+  RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step, MetricLine watcher,
+             bool tensorboard = true);
 
   void write(const Json& line);
   std::int64_t bytes() const;  // of metrics.jsonl
@@ -26,7 +28,7 @@ class RunMetrics {
  private:
   std::filesystem::path file_;
   RunLog log_;
-  EventFile events_;
+  std::optional<EventFile> events_;
   MetricLine watcher_;
 };
 

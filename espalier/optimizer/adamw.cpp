@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 #include <numeric>
 #include <vector>
 
@@ -23,7 +24,10 @@ AdamWSettings AdamWSettings::from(const Options& options) {
           options.weight_decay,
           options.decay_matrices_only,
           options.max_grad_norm,
-          options.warmup_steps};
+          options.warmup_steps,
+          options.lr_scheduler_type,
+          options.lr_min_ratio,
+          options.lr_total_steps};
 }
 
 double clip_factor(double norm, double max_norm) {
@@ -32,8 +36,14 @@ double clip_factor(double norm, double max_norm) {
 }
 
 double learning_rate(const AdamWSettings& settings, std::int64_t step) {
-  if (step > settings.warmup_steps) return settings.lr;
-  return settings.lr * static_cast<double>(step - 1) / static_cast<double>(settings.warmup_steps);
+  const std::int64_t warmup = settings.warmup_steps;
+  if (step <= warmup) return settings.lr * static_cast<double>(step - 1) / static_cast<double>(warmup);
+  if (settings.schedule == LrSchedule::constant) return settings.lr;
+  ESPALIER_INTERNAL(settings.total_steps > 0, "a schedule without a last step");
+  const auto left = static_cast<double>(std::max<std::int64_t>(1, settings.total_steps - warmup));
+  const double x = std::min(1.0, static_cast<double>(step - 1 - warmup) / left);
+  const double f = settings.schedule == LrSchedule::linear ? 1 - x : (1 + std::cos(std::numbers::pi * x)) / 2;
+  return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * f);
 }
 
 OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh) {

@@ -23,6 +23,9 @@ struct AdamWSettings {
   bool decay_matrices_only = false;
   double max_grad_norm = 1.0;  // 0: no clipping
   std::int64_t warmup_steps = 0;
+  LrSchedule schedule = LrSchedule::constant;
+  double min_lr_ratio = 0;
+  std::int64_t total_steps = 0;  // of the schedule; 0: not known yet
 
   static AdamWSettings from(const Options& options);
 };
@@ -31,8 +34,10 @@ struct AdamWSettings {
 // max_norm is 0. Source: torch.nn.utils.clip_grad_norm_.
 double clip_factor(double norm, double max_norm);
 
-// Learning rate of step t = 1, 2, ...: lr * min(1, (t-1) / warmup_steps), constant without warm-up. Source: the
-// constant schedule with warm-up of transformers and verl, whose first step has rate 0.
+// Learning rate of step t = 1, 2, ... of T = total_steps, with w = warmup_steps, s = t - 1 and r = min_lr_ratio:
+//   s < w: lr s / w.   Later lr (r + (1 - r) f) with x = (s - w) / max(1, T - w) and
+//   f = 1 (constant), max(0, 1 - x) (linear), (1 + cos(pi min(1, x))) / 2 (cosine).
+// Source: the schedules of transformers and verl, whose first step of a warm-up has rate 0; mathematics section 17.
 double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
 // The ranks that an optimizer works with.
@@ -58,6 +63,10 @@ class AdamW {
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
+  // The last step of the run, for a schedule whose options do not name it (--lr-total-steps).
+  void set_last_step(std::int64_t step) {
+    if (settings_.total_steps == 0) settings_.total_steps = step;
+  }
   // Elements [own().begin, own().end) of the flat buffers of weights, accumulator dtype. masters() is the weights' own
   // buffer unless they are bfloat16.
   const at::Tensor& masters() const { return masters_; }

@@ -22,7 +22,7 @@ const char* word_of(const OptionRow& row) {
     case OptionType::flag:
       return "";
     case OptionType::paths:
-      return "PATH...";
+      return row.is_path() ? "PATH..." : "TEXT...";
     case OptionType::text:
       break;
   }

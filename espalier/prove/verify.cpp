@@ -255,6 +255,7 @@ class Verification {
     const at::Tensor weights = device.adopt(device.to_host(model_.weights).to(accumulator, false, true));
     AdamWSettings settings = AdamWSettings::from(options_);
     settings.warmup_steps = 0;
+    settings.schedule = LrSchedule::constant;
     AdamW(model_.table, weights, settings, device, {.world = model_.mesh.world})
         .step(device.adopt(gradient.to(accumulator)));
     return device.to_host(weights).to(at::kDouble);

@@ -81,6 +81,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   model->decoder.reserve_positions(data.longest());
   Device& device = model->decoder.device();
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});
+  optimizer.set_last_step(steps);
   Actor actor(*model, options, machine, &optimizer);
   const at::Tensor initial = device.to_host(optimizer.masters()).to(at::kDouble, false, true);
 

@@ -56,6 +56,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   model->decoder.reserve_positions(data.longest());
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),
                   {.world = mesh.world});
+  optimizer.set_last_step(steps);
   Actor actor(*model, options, machine, &optimizer);
 
   constexpr std::int64_t kParts = 1000;  // a step may be long

@@ -1,6 +1,7 @@
 #include "espalier/report/page.h"
 
 #include "espalier/base/error.h"
+#include "espalier/options/options_json.h"
 #include "espalier/report/html.h"
 #include "espalier/report/page_style.h"
 #include "espalier/report/sections.h"
@@ -16,7 +17,7 @@ std::string subtitle(const RunRecord& run) {
                                       {"/model/architecture", ""},
                                       {"/options/model", ""},
                                       {"/options/dtype", ""},
-                                      {"/machine/name", ""},
+                                      {"/machine/name", "on "},
                                       {"/started", "started "}}) {
     const Json::json_pointer pointer(field);
     if (!run.about.contains(pointer) || !run.about.at(pointer).is_string()) continue;
@@ -28,6 +29,32 @@ std::string subtitle(const RunRecord& run) {
     out += text_of(out.empty() ? "" : " &middot; ", last, last == 1 ? " step" : " steps");
   }
   return out;
+}
+
+// The command with every option that differs from its default, as it can be typed.
+std::string command(const RunRecord& run) {
+  const std::string verb = run.about.value("verb", "");
+  const Json options = run.about.value("options", Json::object());
+  if ((verb != "train" && verb != "grpo") || !options.is_object()) return "";
+  const char letter = verb == "train" ? 't' : 'l';
+  const Json defaults = options_to_json(default_options(letter), letter);
+  std::string out = "espalier " + verb;
+  for (const OptionRow& row : option_rows()) {
+    if (!row.taken_by(letter) || !options.contains(row.field) ||
+        options[row.field] == defaults.value(row.field, Json()))
+      continue;
+    const Json& value = options[row.field];
+    if (value.is_boolean()) {
+      out += " --" + std::string(row.name);
+      continue;
+    }
+    for (const Json& one : value.is_array() ? value : Json::array({value})) {
+      const std::string text = one.is_string() ? one.get<std::string>() : one.dump();
+      const bool plain = !text.empty() && text.find_first_of(" \t\n\"'$\\`(){}*?;&|<>") == std::string::npos;
+      out += " --" + std::string(row.name) + " " + (plain ? text : "'" + text + "'");
+    }
+  }
+  return "<p class=\"sub\"><code>" + escaped(out) + "</code></p>\n";
 }
 
 std::string warnings(const RunRecord& run) {
@@ -45,9 +72,9 @@ std::string page_of(const RunRecord& run) {
          "<title>" +
          escaped(run.name) + ", a run of Espalier</title>\n<style>" + kPageStyle +
          "</style>\n</head>\n<body>\n<header><h1>" + escaped(run.name) + "</h1>\n<p class=\"sub\">" + subtitle(run) +
-         "</p>\n" + warnings(run) + verdict_section(run) + "</header>\n<main>\n" + learning_section(run) +
-         time_section(run) + memory_section(run) + plan_section(run) + samples_section(run) + numbers_section(run) +
-         options_section(run) + "</main>\n</body>\n</html>\n";
+         "</p>\n" + command(run) + warnings(run) + verdict_section(run) + "</header>\n<main>\n" +
+         learning_section(run) + time_section(run) + memory_section(run) + plan_section(run) + samples_section(run) +
+         numbers_section(run) + options_section(run) + "</main>\n</body>\n</html>\n";
 }
 
 }  // namespace espalier

@@ -65,11 +65,36 @@ std::string memory_tile(const RunRecord& run) {
                             : "of the updates");
 }
 
+std::string speed_tile(const RunRecord& run) {
+  const Points speed = points_of(run.steps, "/tokens_per_second"), share = points_of(run.steps, "/mfu");
+  if (speed.empty()) return "";
+  return tile("tokens per second", shown(mean_of(speed), Unit::count),
+              share.empty() ? "of an update"
+                            : "at " + shown(mean_of(share), Unit::percent) + " of this machine's product rate");
+}
+
+// Said where measured and predicted seconds part by more than a factor of kApart.
+std::string prediction_note(const RunRecord& run) {
+  constexpr double kApart = 1.3;
+  double measured = 0, predicted = 0;
+  for (const Json& line : run.steps) {
+    const auto a = number_at(line, "/seconds/trunk_forward"), b = number_at(line, "/seconds/waves"),
+               c = number_at(line, "/seconds/trunk_backward"), plan = number_at(line, "/predicted/seconds");
+    if (a && b && c && plan) measured += *a + *b + *c, predicted += *plan;
+  }
+  if (measured <= 0 || predicted <= 0 || (measured < kApart * predicted && predicted < kApart * measured)) return "";
+  const bool slower = measured > predicted;
+  return "<p class=\"warning\" role=\"note\">Updates took " +
+         shown(slower ? measured / predicted : predicted / measured, Unit::number) + " times " +
+         (slower ? "as long as" : "less time than") +
+         " planned. `espalier bench` fits the plan to this machine; a busy machine also explains it.</p>\n";
+}
+
 }  // namespace
 
 std::string verdict_section(const RunRecord& run) {
   return "<dl class=\"tiles\">\n" + outcome_tile(run) + seconds_tile(run) + rows_tile(run) + memory_tile(run) +
-         "</dl>\n";
+         speed_tile(run) + "</dl>\n" + prediction_note(run);
 }
 
 }  // namespace espalier

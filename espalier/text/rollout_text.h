@@ -7,6 +7,7 @@
 
 #include "espalier/base/json.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/text/stop_strings.h"
 #include "espalier/text/tokenizer.h"
 
 namespace espalier {
@@ -18,7 +19,7 @@ Json carried_fields(const Rollout& rollout);
 void carry_text(std::string& carried, std::string_view field, const std::string& text);
 
 // Adds to every rollout `response`, its text without special tokens, and `prompt`, the whole text that the model saw;
-// each where it carries none.
-void add_texts(std::vector<Rollout>& rollouts, Tokenizer& tokenizer);
+// each where it carries none. With `stops` the response's text ends before the first of them.
+void add_texts(std::vector<Rollout>& rollouts, Tokenizer& tokenizer, const StopStrings* stops = nullptr);
 
 }  // namespace espalier

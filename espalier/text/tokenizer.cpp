@@ -29,6 +29,29 @@ Tokenizer::Tokenizer(const std::string& directory)
     : directory_(directory),
       service_("tokenizer", directory, kPatience, [this](const Json& error, std::size_t) { fail(error); }) {}
 
+void Tokenizer::set_template_arguments(const std::string& text) {
+  if (text.empty()) return;
+  const auto wrong = [&](const std::string& got) {
+    return OptionError({"--chat-template-kwargs", "name=value,... or a JSON object", got, "as enable_thinking=false"});
+  };
+  Json arguments = Json::object();
+  if (text.front() == '{') {
+    arguments = Json::parse(text, nullptr, false);
+    if (!arguments.is_object()) throw wrong('"' + text + '"');
+  } else {
+    for (std::size_t begin = 0; begin < text.size();) {
+      const std::size_t end = std::min(text.find(',', begin), text.size()), equals = text.find('=', begin);
+      if (equals >= end || equals == begin) throw wrong('"' + text.substr(begin, end - begin) + '"');
+      const std::string value = text.substr(equals + 1, end - equals - 1);
+      const Json parsed = Json::parse(value, nullptr, false);
+      arguments[text.substr(begin, equals - begin)] = parsed.is_discarded() ? Json(value) : parsed;
+      begin = end + 1;
+    }
+  }
+  if (arguments.contains("messages")) throw wrong("messages, which are the prompts' own");
+  template_arguments_ = arguments.dump();
+}
+
 std::int64_t Tokenizer::vocabulary() const { return service_.ready()["vocabulary"].get<std::int64_t>(); }
 
 std::optional<std::int32_t> Tokenizer::eos() const {
@@ -66,7 +89,7 @@ std::vector<EncodedPrompt> Tokenizer::encode(std::span<const std::string> prompt
   std::vector<EncodedPrompt> out;
   for (first_ = 0; first_ < prompts.size(); first_ += kAtOnce) {
     const auto part = prompts.subspan(first_, std::min(kAtOnce, prompts.size() - first_));
-    std::string request = "{\"encode\": [";
+    std::string request = "{\"template\": " + template_arguments_ + ", \"encode\": [";
     for (const std::string& prompt : part) request.append(&prompt == part.data() ? "" : ", ").append(prompt);
     std::ranges::replace(request, '\n', ' ');  // between tokens of JSON; in strings it is escaped
     const Json answer = service_.ask(request + "]}");
@@ -99,7 +122,7 @@ std::vector<std::string> Tokenizer::decode(std::span<const std::span<const std::
 }
 
 Tokenizer& LazyTokenizer::get() {
-  if (!tokenizer_) tokenizer_.emplace(directory_);
+  if (!tokenizer_) tokenizer_.emplace(directory_).set_template_arguments(template_arguments_);
   return *tokenizer_;
 }
 

@@ -30,6 +30,10 @@ class Tokenizer {
   Tokenizer(const Tokenizer&) = delete;  // its service reports errors to it
   Tokenizer& operator=(const Tokenizer&) = delete;
 
+  // Arguments of the chat template beside the messages (enable_thinking, say): `name=value,...`, a value being JSON or
+  // else a text, or one JSON object. Errors: OptionError.
+  void set_template_arguments(const std::string& text);
+
   std::int64_t vocabulary() const;          // ids are below
   std::optional<std::int32_t> eos() const;  // of the special token that ends a response
   const std::string& directory() const { return directory_; }
@@ -48,7 +52,7 @@ class Tokenizer {
  private:
   [[noreturn]] void fail(const Json& error) const;
 
-  std::string directory_;
+  std::string directory_, template_arguments_ = "{}";
   std::function<std::string(std::size_t)> where_;  // of the prompts that are being encoded
   std::size_t first_ = 0;                          // of those that were asked for at once
   PythonService service_;
@@ -57,7 +61,8 @@ class Tokenizer {
 // A model's tokenizer, started when it is first needed.
 class LazyTokenizer {
  public:
-  explicit LazyTokenizer(std::string directory) : directory_(std::move(directory)) {}
+  explicit LazyTokenizer(std::string directory, std::string template_arguments = "")
+      : directory_(std::move(directory)), template_arguments_(std::move(template_arguments)) {}
 
   Tokenizer& get();  // Errors: those of Tokenizer
   // The same for what is merely nicer with text: null where the directory holds none, and, with a note, where it cannot
@@ -65,7 +70,7 @@ class LazyTokenizer {
   Tokenizer* at_hand(Progress& progress);
 
  private:
-  std::string directory_;
+  std::string directory_, template_arguments_;
   std::optional<Tokenizer> tokenizer_;
 };
 

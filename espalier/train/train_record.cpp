@@ -9,6 +9,8 @@
 #include "espalier/observe/metrics.h"
 #include "espalier/options/options_json.h"
 #include "espalier/step/step_json.h"
+#include "espalier/text/tracker.h"
+#include "espalier/train/step_statistics.h"
 
 namespace espalier {
 namespace {
@@ -47,9 +49,11 @@ TrainRecord::TrainRecord(const std::filesystem::path& resumed, std::int64_t step
   }
 }
 
-const Json& TrainRecord::add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total) {
+const Json& TrainRecord::add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total,
+                             const MachineProfile& machine) {
   Json line{{"kind", "step"}};
   line.update(step_json(report));
+  line.update(step_statistics(report, mini_batch.rollouts, machine));
   line["steps_total"] = steps_total;
   double tokens = 0;
   std::int32_t longest = 0;
@@ -62,15 +66,16 @@ const Json& TrainRecord::add(const StepReport& report, const MiniBatch& mini_bat
   return lines_.emplace_back(std::move(line));
 }
 
-void TrainRecord::write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape) const {
+void TrainRecord::write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape,
+                        const MachineProfile& machine) const {
   const std::filesystem::path folder = directory / "espalier";
   write_json_file(folder / "run.json", {{"espalier", ESPALIER_VERSION},
                                         {"verb", "train"},
                                         {"started", started_},
-                                        {"machine", {{"threads", options.threads}}},
+                                        {"machine", {{"threads", options.threads}, {"name", machine.name}}},
                                         {"model", shape_json(shape)},
                                         {"options", options_to_json(options, 't')}});
-  RunMetrics metrics(folder / kMetrics, 0, 0, {});
+  RunMetrics metrics(folder / kMetrics, 0, 0, {}, ReportTargets::from(options).tensorboard);
   for (const Json& line : lines_) metrics.write(line);
 }
 

@@ -8,6 +8,7 @@
 
 #include "espalier/base/json.h"
 #include "espalier/options/options.h"
+#include "espalier/plan/cost_model.h"
 #include "espalier/plan/model_shape.h"
 #include "espalier/step/step.h"
 
@@ -24,11 +25,13 @@ class TrainRecord {
   // Takes over the lines that the run in `resumed` (empty: none) left up to `step`.
   TrainRecord(const std::filesystem::path& resumed, std::int64_t step);
 
-  // The line of a step of `steps_total`: step_json, and `length` over the rollouts of its mini-batch.
-  const Json& add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total);
+  // The line of a step of `steps_total`: step_json, step_statistics, and `length` over the rollouts of its mini-batch.
+  const Json& add(const StepReport& report, const MiniBatch& mini_batch, std::int64_t steps_total,
+                  const MachineProfile& machine);
 
   // Into `directory`/espalier.
-  void write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape) const;
+  void write(const std::filesystem::path& directory, const Options& options, const ModelShape& shape,
+             const MachineProfile& machine) const;
 
  private:
   std::string started_;

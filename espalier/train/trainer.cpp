@@ -119,12 +119,17 @@ class Training {
           {split_paths(options_.rollouts).front(),
            text_of("something left to do after the ", position_, " steps that were done on these rollouts"),
            text_of("--steps and --epochs that ask for ", end), "raise --steps or --epochs, or give other --rollouts"});
-    if (!options_.record.empty())
-      recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_, options_);
+    const std::int64_t steps_total = optimizer_.steps_done() + end - position_;
+    optimizer_.set_last_step(steps_total);
+    if (critic_) critic_->optimizer().set_last_step(steps_total);
+    if (!options_.record.empty()) {
+      Options recorded = options_;
+      if (recorded.lr_total_steps == 0) recorded.lr_total_steps = steps_total;
+      recorder_.emplace(options_.record, options_.record_every, *model_, optimizer_, recorded);
+    }
     if (mesh_.writes() && !options_.rollout_metrics.empty())
       rollout_metrics_.emplace(options_.rollout_metrics, options_);
     record_.emplace(options_.resume, optimizer_.steps_done());
-    const std::int64_t steps_total = optimizer_.steps_done() + end - position_;
     if (!data_.has_steps()) prepare(0, progress_);
     std::int64_t all_tokens = 0, tokens_done = 0;
     for (std::int64_t at = position_; at < end; ++at)
@@ -144,7 +149,7 @@ class Training {
       });
       progress_.advance_to(tokens_done += tokens);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
-      on_step(report, record_->add(report, mini_batch, steps_total));
+      on_step(report, record_->add(report, mini_batch, steps_total, machine_));
       ++position_;
       const int signal = options_.out.empty() ? 0 : signal_of_any_rank(progress_, mesh_);
       if (rollout_metrics_) rollout_metrics_->add(report.step, mini_batch, report.gradient.series);
@@ -180,7 +185,7 @@ class Training {
       save_trained_model(critic_folder(folder.string()), critic_->model(), critic_->optimizer(), state(),
                          options_.save_dtype);
     if (out) {
-      record_->write(folder, options_, model_->shape);
+      record_->write(folder, options_, model_->shape, machine_);
       if (critic_) save_values(critic_folder(folder.string()), data_.values());
       out->commit();
     }

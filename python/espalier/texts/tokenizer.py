@@ -132,10 +132,11 @@ class ModelTokenizer:
         return {"vocabulary": self._tokenizer.get_vocab_size(with_added_tokens=True),
                 "eos": None if eos is None else self._tokenizer.token_to_id(eos), "chat_template": self._template is not None}
 
-    def encode(self, prompts):
-        """Of each prompt its text and ids. A text gets the special tokens that the tokenizer puts around texts; messages are
-        rendered by the chat template up to where the assistant answers, and special tokens are the template's alone."""
-        texts = [prompt if isinstance(prompt, str) else self._rendered(prompt, place) for place, prompt in enumerate(prompts)]
+    def encode(self, prompts, arguments=None):
+        """The text and ids of each prompt. A text gets the special tokens that the tokenizer puts around texts; messages are rendered by
+        the chat template, with `arguments` (enable_thinking, say), up to where the assistant answers; special tokens are then the
+        template's alone."""
+        texts = [prompt if isinstance(prompt, str) else self._rendered(prompt, place, arguments or {}) for place, prompt in enumerate(prompts)]
         for place, text in enumerate(texts):
             _check_whole(text, place)
         out = [None] * len(texts)
@@ -151,14 +152,15 @@ class ModelTokenizer:
         _check_whole(text, 0)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _rendered(self, messages, place):
+    def _rendered(self, messages, place, arguments):
         if self._template is None:
             raise ServiceError("no_template", "the model has no chat template", place=place)
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise ServiceError("message", json.dumps(message)[:200], place=place)
         try:
-            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self.special)
+            given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special, **arguments}
+            return self._template.render(messages=messages, **given)
         except Exception as error:  # templates may do anything
             raise ServiceError("render", f"{type(error).__name__}: {error}", place=place) from error
 
@@ -172,7 +174,7 @@ def serve(directory, channel):
     for request in channel.requests():
         try:
             if "encode" in request:
-                channel.answer(encoded=tokenizer.encode(request["encode"]))
+                channel.answer(encoded=tokenizer.encode(request["encode"], request.get("template", {})))
             else:
                 channel.answer(decoded=tokenizer.decode(request["decode"], request["skip_special_tokens"]))
         except ServiceError as error:
