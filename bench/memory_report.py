@@ -3,8 +3,6 @@
     python bench/memory_report.py
 """
 
-import json
-
 from grid import PYTHON, RESULTS, ROOT, newest
 from memory_sweep import MEBI, above, met
 

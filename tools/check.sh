@@ -42,6 +42,9 @@ step "faults of the mutation tests" "$python" tests/mutation/write_faulty_source
 step "faults of the host code of a GPU" "$python" tests/mutation/write_faulty_sources.py --table tests/cuda/host_faults.py espalier
 step "sizes and names" "$python" tools/check_sizes.py
 step "documents" "$python" tools/check_docs.py
+step "prose" "$python" tools/check_prose.py
+step "Python style" "$python" -m ruff check --quiet python tools bench tests examples
+step "Python types" "$python" -m mypy --no-error-summary
 step "registers of kernels" "$python" tools/ptxas_facts.py
 step "format" format
 TIDY=${TIDY-HEAD}

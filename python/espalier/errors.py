@@ -1,4 +1,4 @@
-"""What a user can meet, with the fields and exit codes of the program's own errors."""
+"""Errors for users, with the fields and exit codes of the program's own errors."""
 
 
 class Error(Exception):

@@ -1,4 +1,4 @@
-"""What only Python has, handed to the program: records as lists of dicts, a reward as a function of this process.
+"""Python objects handed to the program: records as lists of dicts, a reward as a function of this process.
 
 Lists become JSON Lines in a folder of their own, which a run that can be continued (`grpo`) keeps in OUT/.given and any other loses at
 its end. A function is called here: the program's reward process reads a file that asks this process over a socket.

@@ -30,7 +30,7 @@ def program():
 
 
 def environment():
-    """What the program's environment is. Errors: `Error` where an installed program has no torch that it can link."""
+    """The environment of the program. Errors: `Error` where an installed program has no torch that it can link."""
     out = dict(os.environ)
     if program() != _INSTALLED:
         return out  # built here, linked to the torch that it was built with

@@ -25,7 +25,8 @@ class _Shape(ctypes.Structure):
 
 
 class _Request(ctypes.Structure):
-    _fields_ = [("wave_tokens", ctypes.c_int64), ("threads", ctypes.c_int64), ("seconds_per_call", ctypes.c_double), ("gradients", ctypes.c_int32)] + [
+    _fields_ = [  # type: ignore[assignment]
+        ("wave_tokens", ctypes.c_int64), ("threads", ctypes.c_int64), ("seconds_per_call", ctypes.c_double), ("gradients", ctypes.c_int32)] + [
         (name, ctypes.c_char_p) for name in ("schedule", "share", "trunk_state", "dtype", "device")]
 
 

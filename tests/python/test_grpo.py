@@ -105,7 +105,7 @@ def test_the_same_command_gives_the_same_bits(finished, espalier, tmp_path):
 
 def test_killed_at_any_moment_it_ends_in_the_same_bits(finished, program, tmp_path):
     seed = 20261121
-    moments, kills = random.Random(seed), 0
+    moments, kills, longest = random.Random(seed), 0, 0.0
     for attempt in range(3):
         run = tmp_path / f"run{attempt}"
         began = time.monotonic()

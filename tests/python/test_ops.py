@@ -4,9 +4,9 @@ import pytest
 import torch
 
 native = pytest.importorskip("espalier.native")
-from espalier import ops  # noqa: E402
+from espalier import ops  # noqa: F401  registers torch.ops.espalier
 from espalier.errors import Error  # noqa: E402
-from espalier.ops import attention as attention_op, kernels, logprob as logprob_op, regions  # noqa: E402
+from espalier.ops import kernels, logprob as logprob_op, regions
 
 EPSILON64 = torch.finfo(torch.float64).eps
 # Sums of at most a few hundred terms of size one, in another order: a few hundred roundings in the worst case.

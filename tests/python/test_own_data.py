@@ -42,11 +42,11 @@ def reward(tmp_path):
 LENGTH = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str))\n"
 
 
-def generate(espalier, model, prompts, folder, expect=0, how={}, **settings):
+def generate(espalier, model, prompts, folder, expect=0, how=None, **settings):
     path, out = write_lines(prompts, folder / "prompts.jsonl"), folder / "rollouts.jsonl"
     out.unlink(missing_ok=True)
     done = espalier("generate", "--model", model, "--prompts", path, "--out", out, "--json",
-                    *options_of({"max-response-length": 12, "n": 2, **settings}), expect=expect, **how)
+                    *options_of({"max-response-length": 12, "n": 2, **settings}), expect=expect, **(how or {}))
     return (read_lines(out), done.json) if done.status == 0 else done.json["error"]
 
 

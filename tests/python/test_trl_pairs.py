@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed")
 
 import oracle  # noqa: E402
-import torch  # noqa: E402
 from comparison import assert_equal_gradients, flags  # noqa: E402
 from make_model import write_records  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402

@@ -4,7 +4,6 @@ import contextlib
 import copy
 
 import torch
-import trl
 from datasets import Dataset
 from test_trl_trainer import load_example
 

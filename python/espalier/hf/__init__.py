@@ -30,7 +30,7 @@ __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "scor
 
 @dataclass(frozen=True)
 class Result:
-    """What one step did. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
+    """Result of one step. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
     `router_loss`: router_aux_loss_coef times the load-balancing loss. `schedule`: dense, packed or phased. `verification`: the table where
     this step was compared with the dense one; `verified`: it was, or an earlier step of its regime (verification.py) was. `str()` is a
     line for a log.
@@ -61,7 +61,7 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     model is small and little is shared, calls cost more than rows.
     `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
     ("minibatch") over all tokens of the step; it takes one pass more without gradients.
-    `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. What does not fit into one
+    `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. A set that does not fit into one
     wave takes a second pass (sets.py).
     `verify`: a model's first step also runs dense, as does every step of a regime that was not compared yet (another schedule, deeper
     trunks, rollouts beyond the next power of two or another rotary table); beyond what rounding explains `espalier.Error` is raised
@@ -191,7 +191,7 @@ def _router_coefficient(model, given):
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each rollout, by response token: log-probs, and entropies where asked for. `rows` as in `Result`."""
+    """Log-probs of each rollout by response token, and entropies if asked for. `rows` as in `Result`."""
     logprobs: list
     entropies: list | None
     rows: int

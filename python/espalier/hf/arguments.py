@@ -1,4 +1,4 @@
-"""What a caller may have got wrong, before anything runs: each with its place and its remedy."""
+"""Checks of a caller's arguments before anything runs. Each error names place and remedy."""
 
 import math
 import numbers

@@ -66,7 +66,7 @@ class Trunk:
         self.dstates[key] += gradient
 
     def gathered(self):
-        """What has a graph and the gradient that came back for it, alternately."""
+        """Tensors with a graph and the gradients gathered for them, alternately."""
         states = [part for key, live in self.live_states.items() if key in self.dstates and live.requires_grad
                   for part in (live, self.dstates[key].to(live.dtype))]
         return states + [part for layer, live in self.live.items() if layer in self.dk for x, sums in zip(live, (self.dk[layer], self.dv[layer]))
@@ -89,7 +89,7 @@ class RowSet:
     def segments(self):
         """(begin, length, parent, depth) of every run: the run that its first row follows (-1: the last trunk), and that row's depth."""
         out, open_runs = [], []
-        for begin, length, end in self.runs:
+        for begin, length, _ in self.runs:
             while open_runs and self.runs[open_runs[-1]][2] <= begin:
                 open_runs.pop()
             parent = open_runs[-1] if open_runs else -1
@@ -100,12 +100,12 @@ class RowSet:
 
     @functools.cached_property
     def depths(self):
-        """Of every row."""
+        """The depth of every row."""
         return np.concatenate([np.arange(depth, depth + length) for _, length, _, depth in self.segments])
 
 
 class Phase:
-    """What the rows of one call see: `sets`, one after the other. `longest`: tokens up to and including the last position. `regime`: the
+    """The rows that each row of a call sees: `sets`, one after the other. `longest`: tokens up to and including the last position. `regime`: the
     length that rotary tables made for each call take for it (rotary.py); None: the call's own."""
 
     def __init__(self, sets, longest, captures=None, regime=None):

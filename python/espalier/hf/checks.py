@@ -1,4 +1,4 @@
-"""What would be silently wrong is refused by name, before anything runs."""
+"""Models and wrappers that would be silently wrong are refused by name before anything runs."""
 
 import functools
 import inspect
@@ -98,7 +98,7 @@ def _check_layers(base):
                 raise Unsupported(f"config.{field}", "attention layers, or layers whose state espalier passes on", kind, _why(kind))
             if kind in _STATELESS:
                 passing = passing | {index}
-    for index, (name, module) in sorted(attending.items()):
+    for _, (name, module) in sorted(attending.items()):
         if getattr(module, "is_causal", True) is False:
             raise Unsupported(name, "causal attention", "bidirectional attention")
     missing = sorted(set(range(getattr(config, "num_hidden_layers", 0))) - passing)

@@ -20,8 +20,8 @@ from espalier.hf.checks import base_model
 NAME = "espalier"
 
 _lock = threading.Lock()
-_steps = {}  # by id of a model's config: how many steps run, [(config, the user's name)] of all its parts, what takes our mixers out again
-_users = {}  # by id of a config: the user's name, while a step runs
+_steps: dict = {}  # by id of a model's config: how many steps run, [(config, the user's name)] of all its parts, what takes our mixers out again
+_users: dict = {}  # by id of a config: the user's name, while a step runs
 
 
 @contextlib.contextmanager

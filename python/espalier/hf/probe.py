@@ -25,7 +25,7 @@ from espalier.hf.checks import base_model, decoder_config
 
 BEGINNING, CONTINUATIONS = 7, (6, 5)
 
-_passed = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which it passed
+_passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which it passed
 
 
 def check(model):

@@ -54,13 +54,13 @@ def group_of(model):
 
 @functools.cache
 def _group(members):
-    """Of these ranks alone: nobody else has to call it."""
+    """A group of these ranks alone. Other ranks do not call this."""
     return None if len(members) == dist.get_world_size() else dist.new_group(list(members), use_local_synchronization=True)
 
 
 @torch.no_grad()
 def reduce_gradients(ddp):
-    """What DDP's own backward leaves: the mean over ranks, in whole buckets. A parameter that no rank reached stays without."""
+    """Leaves what DDP's own backward leaves: the mean over ranks, in whole buckets. A parameter that no rank reached stays without."""
     group, world = ddp.process_group, dist.get_world_size(ddp.process_group)
     if world == 1:
         return

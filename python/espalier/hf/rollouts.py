@@ -76,7 +76,7 @@ def _listed(records):
 
 
 def shape_of(model):
-    """What the cost model needs of a transformers config; names differ between families."""
+    """The fields of a transformers config that the cost model needs; names differ between families."""
     config = decoder_config(model)
     get = lambda *names, default=0: next((v for v in (_size(config, name) for name in names) if v), default)
     heads = get("num_attention_heads", default=1)

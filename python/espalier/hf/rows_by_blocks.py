@@ -66,7 +66,7 @@ def _squares(sets, rule):
 
 
 def _limits(rule, depths, first_key):
-    """Of queries at `depths` that see a block whose first key stands at depth `first_key`; None: all of it, scores as they are."""
+    """Limits of queries at `depths` that see a block whose first key stands at depth `first_key`; None: all of it, scores as they are."""
     if rule is None:
         return None
     first = np.maximum(rule.lowest(depths) - first_key, 0)
@@ -90,7 +90,7 @@ def _rectangles(sets, layer, k, v, rule, own=(None, None)):
 
 
 def _seen(rule, depths, origin, begin, end, first_key, keys):
-    """Of rows [begin, end) and `keys` keys from depth `first_key` on: the rows that see any, the keys that any of them sees, limits.
+    """For rows [begin, end) and `keys` keys from depth `first_key` on: the rows that see any, the keys that any of them sees, limits.
     Nothing or one block; `depths` are those of rows `origin` and later. A rule's blocks take their rows in the order of depth."""
     if begin == end:
         return

@@ -51,7 +51,7 @@ def _one_or_joined(parts):
 
 
 def _subtree_end(rows):
-    """Of every row, counted from the set's first."""
+    """The end of every row's subtree, counted from the set's first row."""
     runs = np.array(rows.runs, np.int32)
     return torch.from_numpy(np.repeat(runs[:, 2] - rows.begin, runs[:, 1]))
 

@@ -1,6 +1,6 @@
 """Losses that couple rollouts: each set of them is whole where the loss sees it.
 
-Sets that a plan keeps in one wave stay there. What it cuts runs twice: first without gradients, so that the loss of a whole set says
+Sets that a plan keeps in one wave stay there. A set that the plan cuts runs twice: first without gradients, so that the loss of a whole set says
 what each of its log-probs (and entropies) weighs; then in the step, where their wave adds sum_t g_t (lp_t - its value), whose gradient is
 the loss's by the chain rule.
 """

@@ -1,7 +1,7 @@
 """The same step dense, by transformers alone: what `verify=True` compares with.
 
 Both dense runs take every rollout in a call of its own, so that neither length nor order nor padding differs between them: the second
-runs them in reverse, with its embeddings moved by one rounding step (probe.nudged). What a call's shape changes is in neither, and so
+runs them in reverse, with its embeddings moved by one rounding step (probe.nudged). Effects of a call's shape are in neither, and so
 not in the floor.
 
 Floor of a parameter with n of the N trained elements and gradient g_p: the distance of both dense gradients, and at least its share of
@@ -21,11 +21,11 @@ from espalier.hf.checks import base_model, unwrapped
 from espalier.hf.routers import RouterLoss
 from espalier.hf.sets import whole
 
-_verified = weakref.WeakKeyDictionary()  # model: the regimes that were compared
+_verified: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: the regimes that were compared
 
 
 def regime(model, prepared, parts, schedule, trunk_state):
-    """What the arithmetic of a step depends on besides its tokens: the schedule, how deep trunks stand below each other, the next power
+    """The properties of a step, besides its tokens, that its arithmetic depends on: the schedule, how deep trunks stand below each other, the next power
     of two above the number of trunks and above its longest rollout, and which rotary tables it has."""
     depths, trunks = [0], 0
     for _, plan in parts:

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rule:
-    """Of one layer; 0 where the layer has no such thing."""
+    """The rule of one layer; 0: the layer has no such restriction."""
     window: int = 0
     chunk: int = 0
     softcap: float = 0.0

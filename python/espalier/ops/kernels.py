@@ -12,7 +12,8 @@ _NAMES = {torch.float32: b"float32", torch.float64: b"float64", torch.bfloat16: 
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("own_rows", "path_rows", "heads", "kv_heads", "head_dim")] + [
+    _fields_ = [  # type: ignore[assignment]
+        (name, ctypes.c_int64) for name in ("own_rows", "path_rows", "heads", "kv_heads", "head_dim")] + [
         ("scale", ctypes.c_double), ("subtree_end", ctypes.c_void_p)]
 
 

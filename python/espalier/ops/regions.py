@@ -1,6 +1,6 @@
 """Shared-prefix attention from torch's own attention kernels, where the engine's do not run.
 
-The rows are cut into nodes, maximal runs in which every row sees all rows of the run before it. What is seen is then
+The rows are cut into nodes, maximal runs in which every row sees all rows of the run before it. The visible pairs are then
 one rectangle for the path (all rows over it, no mask), and for every node one causal square (its rows over themselves)
 and one rectangle (the rows below it over its own). The parts of a row are merged by log-sum-exp:
 

@@ -1,4 +1,4 @@
-"""What is wrong with a file, in the four parts of every message of Espalier, with the program's exit code."""
+"""Errors of a file, in the four parts of every message of Espalier, with the program's exit code."""
 
 
 class RecordError(Exception):

@@ -69,7 +69,7 @@ def series(place, field, values, loss_mask):
 
 
 def record(place, prompt_ids, response_ids, loss_mask, **fields):
-    """The record. Of `fields`, those that are None are left out."""
+    """The record, without the `fields` that are None."""
     prompt = token_ids(place, "prompt", prompt_ids)
     response = token_ids(place, "response", response_ids)
     if not prompt:
@@ -83,7 +83,7 @@ def record(place, prompt_ids, response_ids, loss_mask, **fields):
 
 
 def plain_scalars(values):
-    """Of a mapping, what is a text, a number or a truth value: small things worth carrying in `meta`. None: nothing."""
+    """The texts, numbers and truth values of a mapping, for `meta`. None if there are none."""
     kept = {name: value for name, value in values.items()
             if isinstance(value, (str, bool, int)) or isinstance(value, float) and math.isfinite(value)}
     return kept or None

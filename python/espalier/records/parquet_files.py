@@ -11,7 +11,7 @@ import math
 
 from . import verl
 from .errors import RecordError, UnsupportedRecords
-from .neutral import Place, plain_scalars
+from .neutral import Place
 
 NAME = "Parquet file"
 START = b"PAR1"

@@ -67,7 +67,7 @@ class Tensor:
 
     @classmethod
     def of(cls, values, dtype, shape):
-        """Of a sequence that is in memory."""
+        """A tensor made of a sequence in memory."""
         tensor = cls(None, dtype, shape)
         tensor._flat = values
         tensor._check(len(values))

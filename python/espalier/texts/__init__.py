@@ -1,4 +1,4 @@
-"""What passes between text and token ids beside the program: a model's tokenizer, reward functions, files of prompts.
+"""Services between text and token ids beside the program: a model's tokenizer, reward functions, files of prompts.
 
 The program runs `python -m espalier.texts tokenizer DIR` and `python -m espalier.texts reward FILE` as children that stay, and
 `python -m espalier.texts prompts FILE` and `python -m espalier.texts retokenize DIR FILE` as ones that print. Only

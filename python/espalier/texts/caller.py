@@ -8,7 +8,7 @@ SOCKET = "ESPALIER_REWARD_SOCKET"
 _PARAMETERS = {"single": "data_source, solution_str, ground_truth, extra_info",
                "batch": "data_sources, solution_strs, ground_truths, extra_infos",
                "trl": "prompts, completions, **columns"}
-_open = []
+_open: list = []
 
 
 def source_for(form):

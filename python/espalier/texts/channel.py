@@ -10,7 +10,7 @@ import sys
 
 
 class ServiceError(Exception):
-    """What the program turns into an error of its own: a kind it knows, Python's message, and more fields for that kind."""
+    """An error that the program reports as its own: a kind it knows, Python's message, and more fields for that kind."""
 
     def __init__(self, kind, message, **fields):
         super().__init__(message)

@@ -163,7 +163,7 @@ class _Prompt:
         self.leaf = router and router.sums.detach().requires_grad_(router.sums.requires_grad)
 
     def gathered(self):
-        """What has a graph and the gradient that came back for it, alternately."""
+        """Tensors with a graph and the gradients gathered for them, alternately."""
         pairs = self.trunk.gathered()
         if self.router and self.leaf.grad is not None:
             pairs += [self.router.sums, self.leaf.grad]

@@ -1,4 +1,4 @@
-"""What all trainers have in common: whether a model shares, one note where it does not, and whose attention is in use."""
+"""Common parts of all trainers: whether a model shares, one note where it does not, and whose attention is in use."""
 
 import contextlib
 import logging

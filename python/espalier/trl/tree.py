@@ -9,7 +9,7 @@ import torch
 
 
 class Tree:
-    """Of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding); `runs` as a
+    """The unique rows of a batch [B, T]: `ids`, `positions` [R] of the unique rows; `place` [B, T], the row of each token (0 for padding); `runs` as a
     RowSet has them; `tokens`, the rows without sharing; `longest`."""
 
     def __init__(self, sequences, begins, width, device):

@@ -6,7 +6,7 @@ verl loads this package itself where Espalier is installed (entry point `verl.pl
 VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
 
 verl's losses, denominators, logging, clipping and optimizer stay in charge; its micro-batches become waves of whole responses.
-What cannot be shared runs verl's own path, with one note in the log that names it. ESPALIER_VERIFY=1 compares every gradient of
+Batches that cannot be shared run verl's own path, with one note in the log that names the reason. ESPALIER_VERIFY=1 compares every gradient of
 the first update with verl's own path and stops the run where they differ by more than rounding explains;
 ESPALIER_TRUNK_STATE=recompute gives up a prompt's activations until its backward, for memory, as FSDP1 (strategy=fsdp) always does.
 """

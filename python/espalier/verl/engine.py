@@ -142,7 +142,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         return answer
 
     def _global_numbers(self, data):
-        """What verl's engine gives its losses: denominators of the mini-batch over all ranks."""
+        """Adds the denominators that verl's engine gives its losses: those of the mini-batch over all ranks."""
         tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(tokens, torch.distributed.ReduceOp.SUM, self.get_data_parallel_group())
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens.item(), dp_size=self.get_data_parallel_size())
@@ -171,7 +171,7 @@ def _in_order(outputs):
 
 
 def _result(model_output, done):
-    """What verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value a rank: it wants equal
+    """Returns what verl's engines return. Metrics that verl adds up over micro-batches and ranks become one value a rank: it wants equal
     numbers of them from every rank, and ranks have different numbers of waves."""
     metrics = {}
     for _, values in done:

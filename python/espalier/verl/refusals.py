@@ -1,4 +1,4 @@
-"""What verl's engine can do and shared prompts cannot: named, before anything runs."""
+"""Features of verl's engine that shared prompts do not have: named before anything runs."""
 
 import functools
 

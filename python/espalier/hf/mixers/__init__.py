@@ -2,8 +2,8 @@
 
 Such a module's own forward runs over all rows of a call at once: its projections, norms and gates are each row's own. Only the
 functions that it calls to look back along the sequence (`FUNCTIONS`) are replaced, in a copy of its forward, while a step runs: each
-segment of the call then starts from where its parent ended, and the first from where the last open trunk did (segments.py). What a
-trunk's rows leave, and the sums of the gradients that come back for it, are held by its `Trunk` (attention.py).
+segment of the call then starts from where its parent ended, and the first from where the last open trunk did (segments.py). A
+`Trunk` (attention.py) holds the states that its rows leave and the sums of their gradients.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class _Active(threading.local):
             self.phases.pop()
 
 
-_active = weakref.WeakKeyDictionary()  # by model: what one installation checkpointed, the next may run again
+_active: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: what one installation checkpointed, the next may run again
 
 
 def install(model):

@@ -1,6 +1,6 @@
 """The short causal convolution: a row sees its own input and the K - 1 inputs before it on its path.
 
-What a trunk leaves are its last K - 1 inputs, oldest first, as they enter the convolution; of a path shorter than that, zeros before
+A trunk leaves its last K - 1 inputs, oldest first, as they enter the convolution; of a path shorter than that, zeros before
 them. A trunk of fewer rows than K - 1 hands on part of what it found.
 """
 

@@ -14,7 +14,7 @@ from espalier.ops.kernels import accumulator
 
 
 class Segments:
-    """Of one call of such a function: `key` names what a trunk holds for it. `all`: (begin, length, parent) in order, where the parent of
+    """The segments of one call of such a function: `key` names what a trunk holds for it. `all`: (begin, length, parent) in order, where the parent of
     a segment that follows no other of the call is -1 - (number of its set of rows)."""
 
     def __init__(self, phase, key):
@@ -30,7 +30,7 @@ class Segments:
         return [_Above.apply(anchor, rows.trunks[-1], self.key) if rows.trunks else None for rows in self.sets]
 
     def leave(self, state):
-        """What follows the call's last row starts from `state`. A checkpointed layer that runs again makes it too, unread."""
+        """Rows after the call's last row start from `state`. A checkpointed layer that runs again makes it too, unread."""
         if self.capturing:
             self.captures.take_state(self.key, state)
 
@@ -44,7 +44,7 @@ class Segments:
         return [found[key] for key in sorted(found)]
 
     def kept(self):
-        """Of every segment: whether another, or what follows the call, starts from its end."""
+        """For every segment: whether another, or what follows the call, starts from its end."""
         parents = {parent for _, _, parent in self.all}
         return [index in parents or (self.captures is not None and index == len(self.all) - 1) for index in range(len(self.all))]
 
