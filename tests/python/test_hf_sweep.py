@@ -92,9 +92,12 @@ def test_rotary_tables_that_a_call_s_length_changes(name):
     if len(half) != 1 or not isinstance(parameters, dict) or "rope_theta" not in parameters:
         pytest.skip("no rotary table with one set of parameters")
     n = half.pop()
-    long = dict(parameters, rope_type="longrope", short_factor=[1.0] * n, long_factor=[1.5 + .25 * i for i in range(n)],
-                original_max_position_embeddings=tiny.ORIGINAL, factor=2.0, short_mscale=1.1, long_mscale=1.3)
-    assert outcome(name, rope_parameters=long, max_position_embeddings=2 * tiny.ORIGINAL) == "exact"
+    factors = dict(short_factor=[1.0] * n, long_factor=[1.5 + .25 * i for i in range(n)], short_mscale=1.1, long_mscale=1.3)
+    long = dict(rope_parameters=dict(parameters, rope_type="longrope", original_max_position_embeddings=tiny.ORIGINAL, factor=2.0, **factors),
+                max_position_embeddings=2 * tiny.ORIGINAL)
+    assert outcome(name, **long) == "exact"
+    if n < 2 or name in ("phi3", "phi4_multimodal", "phimoe"):
+        return  # transformers has no dynamic table of one frequency, and none for these
     dynamic = dict(parameters, rope_type="dynamic", factor=2.0)
     assert "changes with a call's longest position" in outcome(name, rope_parameters=dynamic, max_position_embeddings=tiny.ORIGINAL)
     assert outcome(name, rope_parameters=dynamic, max_position_embeddings=512) == "exact"
