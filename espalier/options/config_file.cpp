@@ -64,16 +64,21 @@ class ConfigReader {
   std::vector<OptionSetting> read(const toml::table& root) {
     for (const auto& [key, node] : root) {
       const std::string name(key.str());
-      if (std::find(verbs_.begin(), verbs_.end(), name) == verbs_.end()) add(name, node, false);
+      if (!is_table_of_verb(name, node)) add(name, node, false);
     }
     for (const auto& [key, node] : root) {
       const std::string name(key.str());
-      if (std::find(verbs_.begin(), verbs_.end(), name) != verbs_.end()) add_table(name, node);
+      if (is_table_of_verb(name, node)) add_table(name, node);
     }
     return settings_;
   }
 
  private:
+  // --train is also the name of a verb: `train = "norms"` is the option, `[train]` the table.
+  bool is_table_of_verb(const std::string& name, const toml::node& node) const {
+    return std::find(verbs_.begin(), verbs_.end(), name) != verbs_.end() && (node.is_table() || !find_option(name));
+  }
+
   void add_table(const std::string& name, const toml::node& node) {
     const std::string place = place_of(path_, node.source());
     const toml::table* table = node.as_table();

@@ -80,7 +80,7 @@ std::string ratio_figure(const RunRecord& run) {
     const std::string to = i == edges.size() ? "and above" : shown(edges[i].get<double>(), Unit::number);
     rows += "<tr><th scope=\"row\">" +
             (i == edges.size() ? shown(edges[i - 1].get<double>(), Unit::number) + " " + to : from + " " + to) +
-            "</th><td><div class=\"bar\"><span><i class=\"c1\" style=\"width:" + text_of(100 * share) +
+            "</th><td><div class=\"bar\"><span><i class=\"phaseB\" style=\"width:" + text_of(100 * share) +
             "%\"></i></span><b>" + shown(share, Unit::percent) + "</b></div></td></tr>\n";
   }
   return "<table class=\"numbers ratios\"><caption>Importance ratios of the tokens of step " +

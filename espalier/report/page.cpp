@@ -49,7 +49,10 @@ std::string command(const RunRecord& run) {
       continue;
     }
     for (const Json& one : value.is_array() ? value : Json::array({value})) {
-      const std::string text = one.is_string() ? one.get<std::string>() : one.dump();
+      const bool whole = one.is_number_float() && one.get<double>() == static_cast<double>(one.get<std::int64_t>());
+      const std::string text = one.is_string() ? one.get<std::string>()
+                               : whole         ? text_of(one.get<std::int64_t>())
+                                               : one.dump();
       const bool plain = !text.empty() && text.find_first_of(" \t\n\"'$\\`(){}*?;&|<>") == std::string::npos;
       out += " --" + std::string(row.name) + " " + (plain ? text : "'" + text + "'");
     }

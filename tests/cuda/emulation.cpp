@@ -78,7 +78,7 @@ namespace espalier::emulation {
 namespace {
 
 constexpr std::size_t kStackBytes = 64 << 10, kGuardBytes = 4096;
-const Architecture* architecture_now = &kArchitectures[0];
+Architecture architecture_now = kArchitectures[0];
 
 // What the emulation itself does, on a thread's behalf or its own, is no access of the kernel.
 struct Unseen {
@@ -407,9 +407,9 @@ void run_block(Block& block, std::mt19937& random) {
 void expect_launchable(const Launch& launch) {
   const std::uint64_t threads = std::uint64_t{launch.block.x} * launch.block.y * launch.block.z;
   const dim3& grid = launch.grid;
-  if (threads == 0 || threads > 1024 || launch.block.z > 64 || launch.shared_bytes > architecture_now->shared_bytes ||
+  if (threads == 0 || threads > 1024 || launch.block.z > 64 || launch.shared_bytes > architecture_now.shared_bytes ||
       grid.x == 0 || grid.x > 0x7fffffffu || grid.y == 0 || grid.y > 65535 || grid.z == 0 || grid.z > 65535)
-    throw Fault(std::string("a launch that ") + architecture_now->name + " does not take: grid " + text_of(grid) +
+    throw Fault(std::string("a launch that ") + architecture_now.name + " does not take: grid " + text_of(grid) +
                 ", block " + text_of(launch.block) + ", " + std::to_string(launch.shared_bytes) +
                 " bytes of shared memory");
 }
@@ -423,8 +423,8 @@ std::function<void(std::function<void()>)>& launches() {
 }
 }  // namespace
 
-void set_architecture(const Architecture& architecture) { architecture_now = &architecture; }
-const Architecture& architecture() { return *architecture_now; }
+void set_architecture(const Architecture& architecture) { architecture_now = architecture; }
+const Architecture& architecture() { return architecture_now; }
 
 void take_launches(std::function<void(std::function<void()>)> stream) { launches() = std::move(stream); }
 void give(const Launch& launch, std::function<void()> body) {

@@ -15,7 +15,7 @@ shared = pytest.importorskip("espalier.trl")
 
 import trl_batches as data  # noqa: E402
 from test_trl_trainer import LEAST_ALLOWED, mixture  # noqa: E402
-from trl_batches import run  # noqa: E402
+from trl_batches import example, run  # noqa: E402
 
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
               "discopop", "sft", "sigmoid_norm")
@@ -122,18 +122,18 @@ def test_packed_batches_run_plain_with_one_note(case, why, tmp_path, caplog):
     assert len(notes) == 1 and why in notes[0] and trainer.shared_rows["run"] == 0, notes
 
 
-def stable():
-    config = transformers.StableLmConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                         num_key_value_heads=4, eos_token_id=1, bos_token_id=1, use_cache=False)
-    torch.manual_seed(0)
-    return transformers.StableLmForCausalLM(config)
+def without_sharing():
+    """A model whose layers say that they look ahead."""
+    model = example.small_model()
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
 
 
 def test_a_model_that_turns_out_not_to_share_runs_plain_with_one_note(tmp_path, caplog):
-    """StableLM's layers drop the keyword arguments that say what a row sees."""
     plain_class, our_class, made = settings_of("dpo", "sigmoid")
     with caplog.at_level(logging.WARNING, "espalier"):
-        plain, ours = made(plain_class, tmp_path / "plain", make=stable), made(our_class, tmp_path / "ours", make=stable)
+        plain, ours = made(plain_class, tmp_path / "plain", make=without_sharing), made(our_class, tmp_path / "ours", make=without_sharing)
     notes = [record.message for record in caplog.records if "not shared" in record.message]
     assert 1 <= len(notes) <= 2 and ours.shared_rows["run"] == 0 and ours.losses == plain.losses, notes
     assert all(torch.equal(a[n], b[n]) for a, b in zip(plain.grads, ours.grads) for n in a)

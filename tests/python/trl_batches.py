@@ -5,6 +5,7 @@ import copy
 
 import torch
 from datasets import Dataset
+from espalier.hf import probe
 from test_trl_trainer import load_example
 
 example = load_example()
@@ -93,7 +94,7 @@ def counted_rows(trainer):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def before(_, args, kwargs):  # of what TRL passes to the backbone
-            if "espalier" in kwargs:
+            if "espalier" in kwargs or probe.running():
                 return
             ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
             mask = torch.ones_like(ids) if mask is None else mask
@@ -102,6 +103,8 @@ def counted_rows(trainer):
             counts["all"] += sum(map(len, rows))
 
         def inside(_, args, kwargs):  # of what reaches the first layer
+            if probe.running():
+                return
             hidden = args[0] if args else kwargs["hidden_states"]
             counts["run"] += hidden.shape[0] * hidden.shape[1]
 

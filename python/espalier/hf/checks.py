@@ -51,12 +51,12 @@ def attention_layers(model):
     return found
 
 
-def check(model, *, longest=None, by_regime=False):
+def check(model, *, longest=None, by_regime=False, probing=True):
     """Raises `espalier.Unsupported`, naming what phased_step could not do right with this model as it is now. Once for each model it
     also runs short sequences, alone and shared, and compares their logits (probe.py).
 
     `longest`: tokens of the longest rollout; 0: only what needs no call of the model. `by_regime`: the caller runs rollouts with
-    different rotary tables apart (rotary.py).
+    different rotary tables apart (rotary.py). `probing`: False inside a trainer's step, where the model was probed before.
     """
     if isinstance(model, torch.nn.DataParallel):
         raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP")
@@ -70,7 +70,7 @@ def check(model, *, longest=None, by_regime=False):
     _check_checkpointing(base)
     _check_sequence_parallel()
     rotary.check(base, longest, by_regime)
-    if longest != 0:
+    if longest != 0 and probing:
         from espalier.hf import probe  # which calls the model with the phases of a step, and those import this file
         probe.check(model)
 

@@ -13,6 +13,7 @@ leaves out a row whose router tips over.
 """
 
 import contextlib
+import contextvars
 import weakref
 
 import numpy as np
@@ -26,14 +27,24 @@ from espalier.hf.checks import base_model, decoder_config
 BEGINNING, CONTINUATIONS = 7, (6, 5)
 
 _passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which it passed
+_running: contextvars.ContextVar = contextvars.ContextVar("espalier_probe", default=False)
+
+
+def running():
+    """Whether a probe's own calls of a model run: a forward that a trainer has wrapped to share rows then stays plain."""
+    return _running.get()
 
 
 def check(model):
     base = base_model(model)
     if base.training in _passed.get(base, ()):
         return
-    with _quiet(model), torch.no_grad():
-        _compare(ranks.without_replicas(model), base)
+    before = _running.set(True)
+    try:
+        with _quiet(model), torch.no_grad():
+            _compare(ranks.without_replicas(model), base)
+    finally:
+        _running.reset(before)
     _passed.setdefault(base, set()).add(base.training)
 
 

@@ -6,8 +6,8 @@ import logging
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import attention, mixers, ranks
-from espalier.hf.checks import base_model, check
+from espalier.hf import attention, mixers, probe, ranks
+from espalier.hf.checks import base_model, check, unwrapped
 
 _log = logging.getLogger("espalier")
 
@@ -26,25 +26,26 @@ class Sharing:
         super().__init__(*args, **kwargs)
         if shared_prompts:
             for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
-                    self._sharing(model, 0)
+                if model is not None and self._sharing(model, 0) and unwrapped(model).get_output_embeddings() is not None:
+                    self._sharing(model, None, probing=True)
 
     def _note(self, reason):
         if reason not in self._noted:
             self._noted.add(reason)
             _log.warning("prompts are not shared: %s", reason)
 
-    def _sharing(self, model, longest):
-        """Whether this model shares rows of up to `longest` tokens."""
-        if not self.shared_prompts or id(base_model(model)) in self._refused:
+    def _sharing(self, model, longest, probing=False):
+        """Whether this model shares rows of up to `longest` tokens. It is probed once, before the first step: a probe's calls within a
+        step would run the trainer's own wrapped forward."""
+        if not self.shared_prompts or probe.running() or id(base_model(model)) in self._refused:
             return False
         if ranks.sharded(model):
             self._note("the model's parameters are sharded, and ranks would call it different numbers of times")
             return False
         try:
-            check(model, longest=longest)
+            check(model, longest=longest, probing=probing)
         except Unsupported as reason:
-            self._note(str(reason))
+            self._note(str(reason)) if not probing else self._refuse(model, reason)
             return False
         return True
 

@@ -28,7 +28,7 @@ TEST(OptionTable, EveryVerbKnowsWhatItDoesWithAPathItTakes) {
     }
   EXPECT_EQ(path_role(*find_option("out"), 't'), PathRole::output_folder);
   EXPECT_EQ(path_role(*find_option("out"), 'l'), PathRole::output_run);
-  EXPECT_EQ(path_role(*find_option("out"), 's'), PathRole::output_file);
+  EXPECT_EQ(path_role(*find_option("out"), 's'), PathRole::output_records);
   EXPECT_EQ(path_role(*find_option("model"), 't'), PathRole::input);
   EXPECT_EQ(path_role(*find_option("lr"), 't'), PathRole::none);
 }
