@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 TINY = ["--prompt-length", 64, "--max-response-length", 4, "--train-batch-size", 3, "--n", 3, "--mini-batch-size", 6, "--epochs", 2,
         "--val-size", 6, "--test-freq", 2, "--save-freq", 1, "--warm-start-steps", 6, "--steps", 16, "--lr", "1e-3",
         "--kl-loss-coef", 0.01, "--entropy-coeff", 0.001, "--rollout-is", "token", "--threads", 2]
-TIMES = {"seconds", "peak_bytes", "arena_bytes", "predicted", "profile"}
+TIMES = {"seconds", "tokens_per_second", "mfu", "peak_bytes", "arena_bytes", "predicted", "profile"}
 
 
 def tiny(*changes):

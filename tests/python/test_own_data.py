@@ -15,7 +15,7 @@ from conftest import DATA, ROOT
 from text_model import END, byte_level_tokenizer, make_text_model, read_lines, word_tokenizer, write_lines
 
 TEXTS = ["What is 2 + 3?", "The capital of France is", "na\u00efve caf\u00e9 \U0001F600 \u4f60\u597d", "a\tb\n  c", "<|im_end|> in the middle"]
-TIMES = {"seconds", "peak_bytes", "arena_bytes", "predicted"}
+TIMES = {"seconds", "peak_bytes", "arena_bytes", "predicted", "tokens_per_second", "mfu"}
 
 
 @pytest.fixture(scope="module")

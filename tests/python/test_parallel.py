@@ -191,7 +191,7 @@ def test_generated_records_of_processes(espalier, program, model_of, tmp_path):
     espalier(*words, "--out", tmp_path / "alone.jsonl")
     records = lambda name: [json.loads(line) for line in (tmp_path / name).open()]
     for layout in (["--dp", 2], ["--tp", 2]):
-        run = Ranks(program, 2, [*words, "--out", tmp_path / "ranks.jsonl", *layout])
+        run = Ranks(program, 2, [*words, "--out", tmp_path / "ranks.jsonl", "--overwrite", *layout])
         assert run.end() == [0, 0], run.stderr
         for ours, theirs in zip(records("ranks.jsonl"), records("alone.jsonl"), strict=True):
             assert ours["response_ids"] == theirs["response_ids"] and ours["finish_reason"] == theirs["finish_reason"]

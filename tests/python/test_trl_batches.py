@@ -7,7 +7,6 @@ import logging
 
 import pytest
 import torch
-import transformers
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")

@@ -149,7 +149,7 @@ def test_train_has_the_trainers_gradient(case, espalier, prepared, tmp_path):
 # What TRL's configuration has, all of it. Taken: as CASES show, or an option of ours with the same name and meaning.
 TAKEN = {*(name for names in CASES.values() for name in names if name != "num_items_in_batch"), "vllm_importance_sampling_correction",
          "vllm_importance_sampling_cap", "vespo_lambda_pos", "vespo_k_neg", "temperature", "seed", "weight_decay", "max_grad_norm",
-         "warmup_steps", "router_aux_loss_coef", "gradient_accumulation_steps", "steps_per_generation",
+         "warmup_steps", "router_aux_loss_coef", "gradient_accumulation_steps", "steps_per_generation", "report_to", "lr_scheduler_type",
          # values that change nothing, as TRL's defaults; others are refused
          "top_entropy_quantile", "use_adaptive_entropy", "multi_objective_aggregation", "mask_truncated_completions"}
 # They decide the update, and train has another word for them or nothing.

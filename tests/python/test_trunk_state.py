@@ -102,7 +102,7 @@ def test_a_step_that_cannot_fit_is_refused_before_any_weight_is_read(espalier, m
     """The model's weights are none: who reads them first says so, with exit code 3."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "model.safetensors").write_bytes(b"none")
+    (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # a file without tensors
     (model / "config.json").write_bytes((model_of(MODEL) / "config.json").read_bytes())
     outputs = ["--out", tmp_path / "out"] if verb in ("train", "score") else []
     source = [rollouts] if verb == "replay" else ["--rollouts", rollouts]

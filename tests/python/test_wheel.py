@@ -66,7 +66,7 @@ def environment(wheel, tmp_path_factory):
 def test_the_wheel_holds_program_library_and_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name.startswith("espalier-0.1.0-py3-none-linux_")
-    for name in ("bin/espalier", "bin/libespalier_core.so", "py.typed", "verbs.pyi", "hf/__init__.py", "trl.py", "records/__main__.py"):
+    for name in ("bin/espalier", "bin/libespalier_core.so", "py.typed", "verbs.pyi", "hf/__init__.py", "trl/__init__.py", "records/__main__.py"):
         assert f"espalier/{name}" in names
     assert not [name for name in names if "__pycache__" in name]
 
