@@ -2,13 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <deque>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "espalier/plan/joint_order.h"
 #include "espalier/plan/parameter_shapes.h"
+#include "espalier/plan/program.h"
 #include "espalier/plan/row_shares.h"
 
 namespace espalier {
@@ -82,31 +83,29 @@ class Communication::Walk {
     const RankRange together = joint_ranks(d, place, path_divided);
     path_ = plans[static_cast<std::size_t>(place.dp)]->path;
     std::vector<std::string> events;
-    std::vector<std::vector<const PlanItem*>> items;
-    for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank) {
-      const std::vector<PlanItem>& of_rank = plans[static_cast<std::size_t>(rank / d.cp)]->items;
-      events.push_back(events_of(of_rank, rank % d.cp));
-      items.push_back(items_of_events(of_rank, rank % d.cp));
+    for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank)
+      events.push_back(events_of(plans[static_cast<std::size_t>(rank / d.cp)]->items, rank % d.cp));
+    const std::vector<JointEvent> order = joint_order(std::move(events), d.cp, together.begin);
+    const auto program_of_rank = [&](std::int64_t rank) {
+      const StepPlan& plan = *plans[static_cast<std::size_t>(rank / d.cp)];
+      return program_of(plan.items, order,
+                        {static_cast<std::size_t>(rank - together.begin), rank % d.cp, d.cp,
+                         waves_in_flight(d, place, kind_.gradients), plan.path.divided});
+    };
+    const std::int64_t own = place.dp * d.cp + place.cp, of_ep = std::max<std::int64_t>(1, d.ep / d.tp);
+    std::vector<std::pair<std::int64_t, Program>> others;  // of the ranks that share experts with this one
+    for (std::int64_t rank = together.begin; rank < together.begin + together.count; ++rank)
+      if (rank != own && (rank - together.begin) / of_ep == (own - together.begin) / of_ep)
+        others.emplace_back(rank % d.cp, program_of_rank(rank));
+    const Program program = program_of_rank(own);
+    for (std::size_t at = 0; at < program.size(); ++at) {
+      const Step& step = program[at];
+      Turn turn{.item = step.item, .on_path = step.on_path};
+      if (step.item) turn.rows = rows_on(*step.item, place.cp);
+      for (const auto& [cp_rank, of_other] : others)
+        if (of_other[at].item) turn.others.push_back(rows_on(*of_other[at].item, cp_rank));
+      take(step, turn);
     }
-    const std::int64_t own = place.dp * d.cp + place.cp - together.begin,
-                       of_ep = std::max<std::int64_t>(1, d.ep / d.tp);
-    std::vector<std::size_t> taken(items.size());
-    for (const JointEvent& next : joint_order(std::move(events), d.cp, together.begin)) {
-      Turn turn;
-      for (std::size_t i = 0; i < items.size(); ++i) {
-        const auto rank = static_cast<std::int64_t>(i);
-        if (!next.own[i]) continue;
-        const PlanItem& here = *items[i][taken[i]++];
-        turn.on_path = turn.on_path || (path_.divided && (together.begin + rank) / d.cp == place.dp);
-        if (rank == own)
-          turn.item = &here;
-        else if (rank / of_ep == own / of_ep)
-          turn.others.push_back(rows_on(here, (together.begin + rank) % d.cp));
-      }
-      if (turn.item) turn.rows = rows_on(*turn.item, place.cp);
-      take(next.event, std::move(turn));
-    }
-    end_waves();
   }
 
   // An event of others, forward and backward.
@@ -171,26 +170,18 @@ class Communication::Walk {
     bool on_path = false;           // ranks of its cp run it, and divide the path
   };
 
-  // Waves are in flight as in phase/stage.h.
-  void take(Event event, Turn turn) {
-    if (event != Event::wave) end_waves();
-    const std::int64_t own = event != Event::wave && turn.item ? turn.item->set.rows : 0;
-    if (event == Event::open) open_rows_ += own;
-    if (event == Event::open) forward(turn, traffic.bytes.a);
-    if (event == Event::wave) forward(turn, traffic.bytes.b);
-    if (event == Event::close && kind_.gradients) backward(turn, traffic.bytes.c);
-    if (event == Event::close) open_rows_ -= own;
+  void take(const Step& step, const Turn& turn) {
+    const bool opens = step.pass == Pass::forward, trunk = step.kind == ItemKind::trunk;
+    const std::int64_t own = trunk && turn.item ? turn.item->set.rows : 0;
+    AxisBytes& phase = !trunk ? traffic.bytes.b : opens ? traffic.bytes.a : traffic.bytes.c;
+    if (opens) {
+      open_rows_ += own;
+      forward(turn, phase);
+    } else {
+      if (kind_.gradients) backward(turn, phase);
+      open_rows_ -= own;
+    }
     if (open_rows_ == 0) layer_here_ = -1;
-    if (event != Event::wave || !kind_.gradients) return;
-    in_flight_.push_back(std::move(turn));
-    if (static_cast<std::int64_t>(in_flight_.size()) == local_.degrees().pp - local_.place().pp) end_first_wave();
-  }
-  void end_first_wave() {
-    backward(in_flight_.front(), traffic.bytes.b);
-    in_flight_.pop_front();
-  }
-  void end_waves() {
-    while (!in_flight_.empty()) end_first_wave();
   }
 
   // The path's rows of a layer, keys and values.
@@ -206,12 +197,14 @@ class Communication::Walk {
   }
   std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
   std::int64_t rows_above(const Turn& turn) const { return turn.item ? turn.item->path_rows : open_rows_; }
-  Rows rows_on(const PlanItem& item, std::int64_t cp_rank) const {
+  Rows rows_on(const PlanItem& item, std::int64_t cp_rank) {
     if (!is_divided(item, cp_.ranks)) return {item.set.rows, item.set.outputs};
+    const auto [found, is_new] = rows_.try_emplace({&item, cp_rank});
+    if (!is_new) return found->second;
     const RowShares shares(item.set.rows, cp_.ranks);
     const std::vector<LossEdge> edges = edges_of(share_of(item.set, shares, cp_rank), rollouts_, all_logprobs_);
-    return {shares.rows_of(cp_rank),
-            static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
+    return found->second = {shares.rows_of(cp_rank),
+                            static_cast<std::int64_t>(outputs_of(edges, rollouts_, !local_.whole().value_head).size())};
   }
   std::int64_t edges_here(const PlanItem& item) const {
     if (!is_divided(item, cp_.ranks)) return edges(item.set);
@@ -344,8 +337,8 @@ class Communication::Walk {
   std::span<const Rollout> rollouts_;
   bool all_logprobs_, last_stage_ = true;
   PathPlan path_;
+  std::map<std::pair<const PlanItem*, std::int64_t>, Rows> rows_;  // of divided items, by rank of cp
   std::int64_t open_rows_ = 0, layer_here_ = -1;  // of the path; of a divided one the layer that lies whole here
-  std::deque<Turn> in_flight_;
   Line tp_, cp_, pp_, ep_, replicas_, expert_replicas_;
 };
 

@@ -80,18 +80,14 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
   edges.add_outputs(through, depth, depth + 1, draft.work);
 }
 
-void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
-              const PathPlan& path) {
-  const bool trunk = draft.kind == ItemKind::trunk;
+void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path) {
   ++cost.items;
   cost.flops += model.flops(draft.work, draft.state);
   cost.seconds += seconds_of(draft, model, path);
   cost.max_rows = std::max(cost.max_rows, draft.work.rows);
-  if (!trunk) return walk.wave(draft.work, draft.state, held);
+  if (draft.kind == ItemKind::wave) return;
   cost.max_path_rows = std::max(cost.max_path_rows, draft.path_rows + static_cast<std::int32_t>(draft.work.rows));
-  const std::int64_t open = walk.open_trunk(draft.work, draft.state, held);
-  for (const Draft& item : draft.below) add_cost(item, model, open, walk, cost, path);
-  walk.close_trunk(draft.work, draft.state, held);
+  for (const Draft& item : draft.below) add_cost(item, model, cost, path);
 }
 
 void set_trunk_states(Draft& draft, ItemState state) {

@@ -44,9 +44,9 @@ struct DraftCost {
   std::int64_t max_rows = 0;  // of one set
   std::int64_t items = 0;
 };
-// Adds the item and everything below it to `cost` and to the walk.
-void add_cost(const Draft& draft, const CostModel& model, std::int64_t held, PeakWalk& walk, DraftCost& cost,
-              const PathPlan& path = {});
+// Adds the item and everything below it.
+void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path = {});
+inline const Work& work_of(const Draft& draft) { return draft.work; }
 void set_trunk_states(Draft& draft, ItemState state);
 void set_wave_states(Draft& draft, ItemState state);
 

@@ -13,31 +13,15 @@ constexpr char kDealtWave = 'b';
 
 Event event_of(char letter) { return static_cast<Event>(std::toupper(letter)); }
 
-// Calls visit(letter, item) for every event.
-void for_each_event(const std::vector<PlanItem>& items, std::int64_t cp_rank, auto&& visit) {
-  for (const PlanItem& item : items) {
-    if (item.kind == ItemKind::trunk) {
-      visit(static_cast<char>(Event::open), item);
-      for_each_event(item.below, cp_rank, visit);
-      visit(static_cast<char>(Event::close), item);
-    } else if (runs_on(item, cp_rank)) {
-      visit(item.cp_rank == PlanItem::kEveryRank ? static_cast<char>(Event::wave) : kDealtWave, item);
-    }
-  }
-}
-
 }  // namespace
 
 std::string events_of(const std::vector<PlanItem>& items, std::int64_t cp_rank) {
   std::string events;
-  for_each_event(items, cp_rank, [&](char letter, const PlanItem&) { events += letter; });
+  run_schedule(items, [&](Event event, const PlanItem& item) {
+    if (!runs_on(item, cp_rank)) return;
+    events += event == Event::wave && item.cp_rank != PlanItem::kEveryRank ? kDealtWave : static_cast<char>(event);
+  });
   return events;
-}
-
-std::vector<const PlanItem*> items_of_events(const std::vector<PlanItem>& items, std::int64_t cp_rank) {
-  std::vector<const PlanItem*> out;
-  for_each_event(items, cp_rank, [&](char, const PlanItem& item) { out.push_back(&item); });
-  return out;
 }
 
 std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_t cp, std::int64_t first) {

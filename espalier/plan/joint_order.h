@@ -8,18 +8,13 @@
 #include <vector>
 
 #include "espalier/parallel/degrees.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/plan/schedule.h"
 
 namespace espalier {
-
-// What happens with the items of a plan: a trunk's forward, a wave, a trunk's backward.
-enum class Event : char { open = 'A', wave = 'B', close = 'C' };
 
 // Those of a rank of cp, in order, as letters; a wave that was dealt to it alone is 'b', all others are run by every
 // rank of its cp at the same time.
 std::string events_of(const std::vector<PlanItem>& items, std::int64_t cp_rank = 0);
-// The item of each; a trunk stands twice.
-std::vector<const PlanItem*> items_of_events(const std::vector<PlanItem>& items, std::int64_t cp_rank = 0);
 
 struct JointEvent {
   Event event;

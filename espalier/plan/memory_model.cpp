@@ -252,42 +252,23 @@ Work ActivationBytes::share_of(const Work& trunk) const {
   return share;
 }
 
-void PeakWalk::wave(const Work& work, ItemState state, std::int64_t held) {
-  b_forward_ = std::max(b_forward_, held + saved_in_flight_ + bytes_.forward_peak(work, state, true));
-  if (!bytes_.gradients()) return;
-  in_flight_.push_back({held + bytes_.backward_peak(work, state, true), bytes_.saved(work, state)});
-  saved_in_flight_ += in_flight_.back().saved;
-  if (static_cast<std::int64_t>(in_flight_.size()) == bytes_.waves_in_flight()) end_first_wave();
+void PeakWalk::take(Pass pass, ItemKind kind, const Work& whole, ItemState state) {
+  const bool wave = kind == ItemKind::wave, forward = pass == Pass::forward;
+  const Work work = wave ? whole : bytes_.share_of(whole);
+  const std::int64_t saved = bytes_.saved(work, state), stored = wave ? 0 : bytes_.stored(work, state);
+  if (forward) {
+    std::int64_t& most = wave ? b_forward_ : a_;
+    most = std::max(most, held_ + bytes_.forward_peak(work, state, wave));
+    held_ += saved, stored_ += stored;
+    most_stored_ = std::max(most_stored_, stored_);
+    return;
+  }
+  held_ -= saved, stored_ -= stored;
+  std::int64_t& most = wave ? b_backward_ : c_;
+  if (bytes_.gradients()) most = std::max(most, held_ + bytes_.backward_peak(work, state, wave));
 }
 
-void PeakWalk::end_first_wave() {
-  saved_in_flight_ -= in_flight_.front().saved;
-  b_backward_ = std::max(b_backward_, in_flight_.front().backward_peak + saved_in_flight_);
-  in_flight_.pop_front();
-}
-
-void PeakWalk::end_waves() {
-  while (!in_flight_.empty()) end_first_wave();
-}
-
-std::int64_t PeakWalk::open_trunk(const Work& work, ItemState state, std::int64_t held) {
-  end_waves();
-  const Work share = bytes_.share_of(work);
-  a_ = std::max(a_, held + bytes_.forward_peak(share, state, false));
-  stored_ += bytes_.stored(share, state);
-  most_stored_ = std::max(most_stored_, stored_);
-  return held + bytes_.saved(share, state);
-}
-
-void PeakWalk::close_trunk(const Work& work, ItemState state, std::int64_t held) {
-  end_waves();
-  const Work share = bytes_.share_of(work);
-  if (bytes_.gradients()) c_ = std::max(c_, held + bytes_.backward_peak(share, state, false));
-  stored_ -= bytes_.stored(share, state);
-}
-
-PhasePeaks PeakWalk::peaks(std::int64_t base, const PathBytes& path) {
-  end_waves();
+PhasePeaks PeakWalk::peaks(std::int64_t base, const PathBytes& path) const {
   const auto total = [base](std::int64_t bytes, std::int64_t of_path) {
     return bytes < 0 ? std::int64_t{0} : base + of_path + bytes;
   };

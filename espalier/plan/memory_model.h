@@ -8,13 +8,13 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <vector>
 
 #include "espalier/base/dtype.h"
 #include "espalier/plan/block_buffers.h"
 #include "espalier/plan/flops.h"
 #include "espalier/plan/local_shape.h"
+#include "espalier/plan/program.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -161,34 +161,34 @@ class ActivationBytes {
   mutable std::size_t next_asked_ = 0;
 };
 
-// Peaks of the phases of items and everything below them, when `held` bytes of enclosing state are open. Constant and
-// path bytes are not in it: they belong to the step. Waves are in flight as in phase/stage.h.
+inline Work work_of(const PlanItem& item) {
+  return {item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
+}
+
+// Peaks of the phases of programs. Constant and path bytes are not in it: they belong to the step.
 class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}
 
-  void wave(const Work& work, ItemState state, std::int64_t held);
-  // Returns what is held while the items below run.
-  std::int64_t open_trunk(const Work& work, ItemState state, std::int64_t held);
-  void close_trunk(const Work& work, ItemState state, std::int64_t held);
+  // Item: PlanItem or Draft. Steps that are joined hold nothing.
+  template <class Item>
+  void run(const ProgramOf<Item>& program) {
+    for (const StepOf<Item>& step : program)
+      if (step.item != nullptr) take(step.pass, step.kind, work_of(*step.item), step.item->state);
+  }
+  // `work`: of the whole item; what a rank has of a divided trunk is the byte model's to say.
+  void take(Pass pass, ItemKind kind, const Work& work, ItemState state);
 
-  // After the last item: peaks with `base` bytes and the path held throughout; phases that never ran stay 0.
-  PhasePeaks peaks(std::int64_t base, const PathBytes& path = {});
+  // Peaks with `base` bytes and the path held throughout; phases that never ran stay 0.
+  PhasePeaks peaks(std::int64_t base, const PathBytes& path = {}) const;
   // The most that is stored away at a time.
   std::int64_t stored() const { return most_stored_; }
 
  private:
-  struct Wave {
-    std::int64_t backward_peak, saved;  // with what is held above
-  };
-  void end_first_wave();
-  void end_waves();
-
   const ActivationBytes& bytes_;
   std::int64_t a_ = -1, b_forward_ = -1, b_backward_ = -1, c_ = -1;
+  std::int64_t held_ = 0;  // of open trunks and of waves in flight
   std::int64_t stored_ = 0, most_stored_ = 0;
-  std::deque<Wave> in_flight_;
-  std::int64_t saved_in_flight_ = 0;
 };
 
 }  // namespace espalier

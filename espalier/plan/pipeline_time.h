@@ -12,7 +12,7 @@ struct StageSeconds {
 };
 
 // S stages, N waves: T = a + N (f + b) + c + (S - 1) (max(a, f) + max(b, c)). What fills the pipeline is what comes to
-// the last stage first, what drains it what leaves the last stage last; with the order of phase/stage.h the last stage
+// the last stage first, what drains it what leaves the last stage last; with the order of plan/program.h the last stage
 // has no gap between.
 double seconds_of_stages(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
 

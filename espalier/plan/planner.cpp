@@ -129,8 +129,9 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
 
 void Search::evaluate(Candidate& candidate) const {
   PeakWalk walk(bytes_);
+  walk.run(program_of(candidate.layout.items, bytes_.waves_in_flight()));
   DraftCost cost;
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, walk, cost, candidate.path);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, cost, candidate.path);
   const PathBytes path = bytes_.path(cost.max_path_rows, candidate.path);
   if (!path.sleeps) candidate.path = {};
   candidate.cost.flops = cost.flops;
@@ -200,8 +201,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
 
 void Search::choose_states(Candidate& candidate, const PathPlan& chosen) const {
   DraftCost all;
-  PeakWalk ignored(bytes_);
-  for (const Draft& item : candidate.layout.items) add_cost(item, model_, 0, ignored, all);
+  for (const Draft& item : candidate.layout.items) add_cost(item, model_, all);
   const PathBytes path = bytes_.path(all.max_path_rows, chosen);
   states_.choose(candidate.layout.items,
                  options_.memory_budget - base_bytes(all) - path.backward - bytes_.in_flight(path.stored));

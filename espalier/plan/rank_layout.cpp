@@ -23,7 +23,6 @@ class StageWalk {
       : model_(local, profile, options.dtype, options.kind),
         forward_(local, profile, options.dtype, forward_of(options.kind)),
         bytes_(local, options.dtype, kind_of_stage(options.kind, local)),
-        walk_(bytes_),
         local_(local),
         cp_(local.degrees().cp),
         stages_(local.degrees().pp),
@@ -31,8 +30,10 @@ class StageWalk {
 
   void run(const StepPlan& plan) {
     path_ = plan.path;
+    PeakWalk walk(bytes_);
+    walk.run(program_of(plan.items, bytes_.waves_in_flight()));  // of all ranks of cp, as if one had every wave
     for (const PlanItem& item : plan.items) {
-      add(item, 0);
+      add(item);
       if (item.kind == ItemKind::trunk) idle += seconds_of_waiting(stage_of(&item, item.below), stages_);
     }
     idle += seconds_of_waiting(stage_of(nullptr, plan.items), stages_);
@@ -41,10 +42,10 @@ class StageWalk {
     seconds = most.seconds, flops = most.flops;
     for (const Load& load : load_) flops_of_all += static_cast<double>(local_.degrees().tp) * load.flops;
     const PathBytes path = bytes_.path(plan.max_path_rows, path_);
-    stored = walk_.stored(), path_stored = path.stored;
-    peaks = walk_.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
-                            bytes_.in_flight(stored) + bytes_.in_flight(path_stored),
-                        path);
+    stored = walk.stored(), path_stored = path.stored;
+    peaks = walk.peaks(bytes_.constant() + bytes_.scratch(plan.max_rows, plan.max_path_rows, model_.threads()) +
+                           bytes_.in_flight(stored) + bytes_.in_flight(path_stored),
+                       path);
   }
 
   std::int64_t busiest = 0;                 // rank of cp
@@ -90,22 +91,16 @@ class StageWalk {
     return out;
   }
 
-  void add(const PlanItem& item, std::int64_t held) {
+  void add(const PlanItem& item) {
     const double own_seconds = seconds_of(item), own_flops = model_.flops(work_on(item, local_), item.state);
     for (std::int64_t rank = 0; rank < cp_; ++rank)
       if (Load& load = load_[static_cast<std::size_t>(rank)]; runs_on(item, rank))
         load.seconds += own_seconds, load.flops += own_flops;
-    // What is held of a divided trunk is the byte model's to say.
-    const Work whole{item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
-    if (item.kind == ItemKind::wave) return walk_.wave(whole, item.state, held);
-    const std::int64_t open = walk_.open_trunk(whole, item.state, held);
-    for (const PlanItem& below : item.below) add(below, open);
-    walk_.close_trunk(whole, item.state, held);
+    for (const PlanItem& below : item.below) add(below);
   }
 
   CostModel model_, forward_;
   ActivationBytes bytes_;
-  PeakWalk walk_;
   const LocalShape& local_;
   std::int64_t cp_;
   std::int64_t stages_;

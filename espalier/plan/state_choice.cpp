@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 
 #include "espalier/base/error.h"
 
@@ -58,8 +59,9 @@ StateChoice::Found StateChoice::weigh(Draft& item, std::int64_t room, std::int64
   in_flight = std::max(in_flight, bytes_.in_flight(stored));
   choose_waves(item, 0, room - in_flight);
   PeakWalk walk(bytes_);
+  walk.run(program_of(std::span<const Draft>(&item, 1), bytes_.waves_in_flight()));
   DraftCost cost;
-  add_cost(item, model_, 0, walk, cost);
+  add_cost(item, model_, cost);
   return {cost.seconds, walk.peaks(in_flight).peak(), stored};
 }
 

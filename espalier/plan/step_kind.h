@@ -23,7 +23,7 @@ struct StepKind {
   bool queued = false;                // its work waits in queues: the head computes a block of logits ahead
   bool writes_sums = false;           // its products do (ops/products.h)
   std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
-  std::int64_t in_flight = 1;         // waves of a stage of pp whose backward has not run, at most (phase/stage.h)
+  std::int64_t in_flight = 1;         // waves of a stage of pp whose backward has not run, at most (program.h)
   std::int64_t cp = 1;                // ranks that divide the rows of trunks and have waves dealt to them
   std::int64_t temperatures = 1;      // most outputs of one row
 };

@@ -1,7 +1,7 @@
 // What one optimizer step will run: trunks, waves, the rows of each, and what that should cost.
 //
 // A plan is a pure function of the prefix trees, the model's shape, the options and the machine's profile. It holds no
-// tensors. The schedule (phase/schedule.cpp) walks it: forward a trunk, run everything below it, backward the trunk.
+// tensors. The schedule (plan/schedule.h) walks it: forward a trunk, run everything below it, backward the trunk.
 //
 // Row rule. A rollout of length n occupies depths 0 .. n-1; the row at depth d holds token d and predicts token d+1.
 // A set of rows is a forest of segments in depth-first order. Row i sees every row of the path above, and row j of its

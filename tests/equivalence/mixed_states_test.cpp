@@ -52,15 +52,6 @@ void draw_path(StepPlan& plan, Random& draw, std::int64_t layers) {
   plan.path.layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
 }
 
-void walk(const PlanItem& item, std::int64_t held, PeakWalk& peaks) {
-  const RowSet& set = item.set;
-  const Work work{set.rows, set.pairs, set.outputs, set.output_pairs};
-  if (item.kind == ItemKind::wave) return peaks.wave(work, item.state, held);
-  const std::int64_t open = peaks.open_trunk(work, item.state, held);
-  for (const PlanItem& below : item.below) walk(below, open, peaks);
-  peaks.close_trunk(work, item.state, held);
-}
-
 // Says when what was stored away is asked for.
 class WatchingHead : public Head {
  public:
@@ -109,7 +100,7 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
 
   const ActivationBytes bytes(model->shape, DType::float64, kind);
   PeakWalk peaks(bytes);
-  for (const PlanItem& item : plan.items) walk(item, 0, peaks);
+  peaks.run(program_of(plan.items, bytes.waves_in_flight()));
   EditedRun run;
   run.predicted = peaks.peaks(0, bytes.path(plan.max_path_rows, plan.path));
   if (const PathBytes path = bytes.path(plan.max_path_rows, plan.path); path.stored > 0)

@@ -5,6 +5,7 @@
 #include "espalier/base/instruction_set.h"
 #include "espalier/base/json.h"
 #include "espalier/plan/cost_model.h"
+#include "espalier/plan/draft.h"
 #include "espalier/plan/memory_model.h"
 #include "tests/unit/plan/shapes.h"
 
@@ -123,12 +124,14 @@ TEST(MemoryModel, WalkFollowsTheStack) {
   const Work trunk = work_of_depths(0, 640, false), small = work_of_depths(640, 704, true);
   PeakWalk keep(bytes), drop(bytes), alone(bytes);
   for (auto [walk, kept] : {std::pair(&keep, SavedState::keep), std::pair(&drop, SavedState::recompute)}) {
-    const std::int64_t open = walk->open_trunk(trunk, kept, 0);
-    EXPECT_EQ(open, bytes.saved(trunk, kept));
-    walk->wave(small, SavedState::keep, open);
-    walk->close_trunk(trunk, kept, 0);
+    std::vector<Draft> items(1);
+    items[0].kind = ItemKind::trunk, items[0].work = trunk, items[0].state = kept;
+    items[0].below.resize(1), items[0].below[0].work = small;
+    walk->run(program_of(items, 1));
   }
-  alone.wave(small, SavedState::keep, 0);
+  std::vector<Draft> wave(1);
+  wave[0].work = small;
+  alone.run(program_of(wave, 1));
   EXPECT_EQ(keep.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, SavedState::keep));
   EXPECT_EQ(drop.peaks(0).b - alone.peaks(0).b, bytes.saved(trunk, SavedState::recompute));
   EXPECT_LT(drop.peaks(0).a, keep.peaks(0).a);

@@ -1,0 +1,26 @@
+// The values of the router losses, which stay on the device until all items have run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/phase/step_run.h"
+#include "espalier/plan/program.h"
+
+namespace espalier {
+
+class PenaltyValues {
+ public:
+  PenaltyValues(const StepRun& step, const Program& program);
+
+  // [expert layers, 2] of the next backward of an own item; undefined without router losses.
+  at::Tensor next() { return values_IL2_.defined() ? values_IL2_.select(0, backwards_++) : at::Tensor(); }
+  // In the order of the backwards, which ends in the first layer.
+  void add_up() const;
+
+ private:
+  const StepRun& step_;
+  at::Tensor values_IL2_;
+  std::int64_t backwards_ = 0;
+};
+
+}  // namespace espalier
