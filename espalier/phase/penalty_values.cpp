@@ -9,7 +9,7 @@ namespace espalier {
 PenaltyValues::PenaltyValues(const StepRun& step, const Program& program) : step_(step) {
   if (!step.trains() || step.accounting == nullptr || !step.accounting->has_losses()) return;
   const std::int64_t items =
-      std::ranges::count_if(program, [](const Step& one) { return one.item != nullptr && one.pass == Pass::backward; });
+      std::ranges::count_if(program, [](const Step& one) { return one.own != nullptr && one.pass == Pass::backward; });
   Device& device = step.decoder.device();
   values_IL2_ = device.allocate({items, step.decoder.shape().expert_layers(), 2}, at::kDouble);
   device.operations().zero(values_IL2_);  // nobody writes where a rank has no rows of an item

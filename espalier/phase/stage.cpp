@@ -36,7 +36,7 @@ class Executor {
 
   void take(const Step& step) {
     const bool forward = step.pass == Pass::forward;
-    if (step.item == nullptr) return forward ? join(step) : end_join(step);
+    if (step.own == nullptr) return forward ? join(step) : end_join(step);
     if (step.kind == ItemKind::wave) return forward ? begin_wave(step) : end_wave(step);
     return forward ? open_trunk(step) : close_trunk(step);
   }
@@ -65,8 +65,8 @@ class Executor {
 
   void open_trunk(const Step& step) {
     trim();
-    ItemRun& run = open_.emplace_back(step_, *step.item, step_.arena).run;
-    step_.path.push(step.item->set.rows, step.reports);
+    ItemRun& run = open_.emplace_back(step_, *step.own, step_.arena).run;
+    step_.path.push(step.own->set.rows, step.reports);
     books_.book(step, [&] { run.forward(); });
     result.trunk_rows += run.rows();
     ++result.trunk_forwards;
@@ -77,7 +77,7 @@ class Executor {
     ESPALIER_INTERNAL(!waves_.at(at), "two waves in flight in one region");
     if (step.last_below) open_.back().run.ask_ahead();  // what was stored away is fetched while it runs
     books_.book(step, [&] {
-      ItemRun& run = waves_[at].emplace(step_, *step.item, regions_.empty() ? step_.arena : *regions_[at]).run;
+      ItemRun& run = waves_[at].emplace(step_, *step.own, regions_.empty() ? step_.arena : *regions_[at]).run;
       run.forward();
       result.wave_rows += run.rows();
     });

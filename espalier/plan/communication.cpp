@@ -100,10 +100,10 @@ class Communication::Walk {
     const Program program = program_of_rank(own);
     for (std::size_t at = 0; at < program.size(); ++at) {
       const Step& step = program[at];
-      Turn turn{.item = step.item, .on_path = step.on_path};
-      if (step.item) turn.rows = rows_on(*step.item, place.cp);
+      Turn turn{.item = step.own, .on_path = step.on_path};
+      if (step.own) turn.rows = rows_on(*step.own, place.cp);
       for (const auto& [cp_rank, of_other] : others)
-        if (of_other[at].item) turn.others.push_back(rows_on(*of_other[at].item, cp_rank));
+        if (of_other[at].own) turn.others.push_back(rows_on(*of_other[at].own, cp_rank));
       take(step, turn);
     }
   }

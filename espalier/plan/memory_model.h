@@ -174,7 +174,7 @@ class PeakWalk {
   template <class Item>
   void run(const ProgramOf<Item>& program) {
     for (const StepOf<Item>& step : program)
-      if (step.item != nullptr) take(step.pass, step.kind, work_of(*step.item), step.item->state);
+      if (step.own != nullptr) take(step.pass, step.kind, work_of(*step.own), step.own->state);
   }
   // `work`: of the whole item; what a rank has of a divided trunk is the byte model's to say.
   void take(Pass pass, ItemKind kind, const Work& work, ItemState state);

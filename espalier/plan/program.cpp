@@ -19,7 +19,7 @@ class Writer {
   explicit Writer(std::int64_t in_flight) : most_(in_flight) {}
 
   void add(Event event, const Item* item, bool on_path = false, std::int64_t rows_behind = 0) {
-    StepOf<Item> step{.on_path = on_path, .item = item, .rows_behind = rows_behind};
+    StepOf<Item> step{.on_path = on_path, .own = item, .rows_behind = rows_behind};
     if (event == Event::wave) {
       step.region = static_cast<std::int32_t>(waves_++ % most_);
       steps_.push_back(step);
@@ -58,12 +58,12 @@ class Writer {
     std::vector<Open> open;
     for (std::size_t at = 0; at < steps_.size(); ++at) {
       const StepOf<Item>& step = steps_[at];
-      const bool own_trunk = step.kind == ItemKind::trunk && step.item != nullptr;
+      const bool own_trunk = step.kind == ItemKind::trunk && step.own != nullptr;
       if (own_trunk && step.pass == Pass::forward) {
         open.push_back({at, at});
         continue;
       }
-      std::int64_t reports = step.pass == Pass::backward && (step.item != nullptr || step.on_path) ? 1 : 0;
+      std::int64_t reports = step.pass == Pass::backward && (step.own != nullptr || step.on_path) ? 1 : 0;
       if (own_trunk) {
         const Open trunk = open.back();
         open.pop_back();
@@ -73,7 +73,7 @@ class Writer {
       }
       if (open.empty()) continue;
       open.back().reports += reports;
-      if (own_trunk || (step.item != nullptr && step.pass == Pass::forward)) open.back().last_below = at;
+      if (own_trunk || (step.own != nullptr && step.pass == Pass::forward)) open.back().last_below = at;
     }
     ESPALIER_INTERNAL(open.empty(), "a trunk is not closed");
   }
@@ -152,7 +152,7 @@ std::string text_of_program(const Program& program) {
     const std::string name =
         step.kind == ItemKind::trunk ? (forward ? "A" : "C") : (forward ? "B" : "b") + std::to_string(step.region);
     if (!out.empty()) out += ' ';
-    out += step.item != nullptr ? name : "(" + name + ")";
+    out += step.own != nullptr ? name : "(" + name + ")";
   }
   return out;
 }

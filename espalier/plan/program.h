@@ -30,7 +30,7 @@ struct StepOf {
   bool on_path = false;          // ranks of its cp run it, and divide the path
   bool last_below = false;       // forward of a wave or backward of a trunk: the rank's last of the trunk around it
   std::int32_t region = 0;       // of a wave, from its forward to its backward
-  const Item* item = nullptr;    // null: other ranks run it; this one joins without rows
+  const Item* own = nullptr;     // null: other ranks run it; this one joins without rows
   std::int64_t reports = 0;      // of a trunk's forward: backwards below, at any depth, that add to its gradients
   std::int64_t rows_behind = 0;  // of an own item: rows of the plan up to the rank's next one
 

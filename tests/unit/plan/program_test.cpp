@@ -114,13 +114,13 @@ std::string fault_of(const Layout& layout, std::int64_t rank, const Program& pro
   for (std::size_t at = 0; at < program.size(); ++at) {
     const Step& step = program[at];
     const bool forward = step.pass == Pass::forward;
-    if (step.item != nullptr && step.item->kind != step.kind) return "another kind of item";
-    if (forward && step.item != nullptr) {
+    if (step.own != nullptr && step.own->kind != step.kind) return "another kind of item";
+    if (forward && step.own != nullptr) {
       ++forwards;
-      if (!seen.insert(step.item).second) return "an item twice";
-      if (!runs_on(*step.item, place.cp)) return "an item of another rank";
-      const std::vector<PlanItem>& around = open.empty() ? items : program[open.back()].item->below;
-      if (step.item < around.data() || step.item >= around.data() + around.size()) return "below another trunk";
+      if (!seen.insert(step.own).second) return "an item twice";
+      if (!runs_on(*step.own, place.cp)) return "an item of another rank";
+      const std::vector<PlanItem>& around = open.empty() ? items : program[open.back()].own->below;
+      if (step.own < around.data() || step.own >= around.data() + around.size()) return "below another trunk";
     }
     if (step.kind == ItemKind::wave && forward) {
       for (const std::size_t other : in_flight)
@@ -130,25 +130,24 @@ std::string fault_of(const Layout& layout, std::int64_t rank, const Program& pro
     } else if (step.kind == ItemKind::wave) {
       if (in_flight.empty()) return "no wave to end";
       const Step& first = program[in_flight.front()];
-      if (first.item != step.item || first.region != step.region || first.on_path != step.on_path)
+      if (first.own != step.own || first.region != step.region || first.on_path != step.on_path)
         return "waves end in another order than they began";
       in_flight.erase(in_flight.begin());
     } else if (!in_flight.empty()) {
       return "a trunk's step while waves are in flight";
-    } else if (step.item != nullptr && forward) {
+    } else if (step.own != nullptr && forward) {
       open.push_back(at);
-    } else if (step.item != nullptr) {
-      if (open.empty() || program[open.back()].item != step.item) return "trunks close in another order";
+    } else if (step.own != nullptr) {
+      if (open.empty() || program[open.back()].own != step.own) return "trunks close in another order";
       std::int64_t joined = 0, last = -1;
       for (std::size_t i = open.back() + 1; i < at; ++i) {
         const Step& below = program[i];
-        joined += below.item == nullptr && below.on_path && below.pass == Pass::backward ? 1 : 0;
+        joined += below.own == nullptr && below.on_path && below.pass == Pass::backward ? 1 : 0;
         const bool ends = below.kind == ItemKind::wave ? below.pass == Pass::forward : below.pass == Pass::backward;
-        const std::vector<PlanItem>& all = step.item->below;
-        if (ends && below.item >= all.data() && below.item < all.data() + all.size())
-          last = static_cast<std::int64_t>(i);
+        const std::vector<PlanItem>& all = step.own->below;
+        if (ends && below.own >= all.data() && below.own < all.data() + all.size()) last = static_cast<std::int64_t>(i);
       }
-      if (program[open.back()].reports != count_own(step.item->below, place.cp) + joined)
+      if (program[open.back()].reports != count_own(step.own->below, place.cp) + joined)
         return "another number of reports to a trunk";
       if (last >= 0 && !program[static_cast<std::size_t>(last)].last_below) return "the last one below is not said";
       open.pop_back();
@@ -203,13 +202,13 @@ class Meeting {
 
   bool has_received(std::int64_t rank, const Step& step) const {
     const std::int64_t pp = layout_.place(rank).pp + (step.pass == Pass::forward ? -1 : 1);
-    if (step.item == nullptr || pp < 0 || pp >= layout_.degrees.pp) return true;
+    if (step.own == nullptr || pp < 0 || pp >= layout_.degrees.pp) return true;
     if (step.pass == Pass::backward && !layout_.gradients) return true;
     // The neighbour's sends arrive in its order: this one's number among them is that of its own receives.
     const auto from = sent_.find({stage_of(rank, pp), step.pass});
     const auto here = sent_.find({rank, step.pass});
     const std::size_t number = here == sent_.end() ? 0 : here->second.size();
-    return from != sent_.end() && from->second.size() > number && from->second[number] == step.item;
+    return from != sent_.end() && from->second.size() > number && from->second[number] == step.own;
   }
 
   bool meets_all(std::int64_t rank) const {
@@ -224,19 +223,18 @@ class Meeting {
       if (other / (layout_.degrees.ranks() / layout_.degrees.dp) == place.dp && its->on_path != step.on_path)
         return false;
     }
-    if (step.item == nullptr || !is_divided(*step.item, layout_.degrees.cp)) return true;
+    if (step.own == nullptr || !is_divided(*step.own, layout_.degrees.cp)) return true;
     for (std::int64_t cp = 0; cp < layout_.degrees.cp; ++cp) {
       const std::int64_t other = rank_of(place.dp * layout_.degrees.cp + cp, place);
       const Step* its = next(other);
-      if (its == nullptr || its->item != step.item || its->pass != step.pass || !has_received(other, *its))
-        return false;
+      if (its == nullptr || its->own != step.own || its->pass != step.pass || !has_received(other, *its)) return false;
     }
     return has_received(rank, step);
   }
 
   void end_step(std::int64_t rank) {
     const Step& step = *next(rank);
-    if (step.item != nullptr) sent_[{rank, step.pass}].push_back(step.item);
+    if (step.own != nullptr) sent_[{rank, step.pass}].push_back(step.own);
     ++at_[static_cast<std::size_t>(rank)];
   }
 
