@@ -174,7 +174,8 @@ def run(program, *arguments):
 
 def numbers_of(step):
     """The step's own numbers, without what the clock and the memory say."""
-    return {key: value for key, value in step.items() if isinstance(value, float) and math.isfinite(value) and "second" not in key}
+    return {key: value for key, value in step.items()
+            if isinstance(value, float) and math.isfinite(value) and "second" not in key and key != "mfu"}
 
 
 def run_training(program, work, case, records, routes, into):
