@@ -29,9 +29,6 @@ void check_objective(const TrainingData& data, const Options& options) {
 // `verify` and `train`: the rollouts as an update takes them.
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
-  std::vector<HeldModel> held{{shape, {}}};
-  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
-  require_room(held, options);
   const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
                           !options.critic.empty());
   check_objective(data, options);
@@ -41,6 +38,15 @@ void check_update(const ModelShape& shape, Context& context, std::int64_t epochs
   context.result["steps"] = std::min(all, steps);
   context.text << format_count(static_cast<std::int64_t>(data.rollouts().size())) << " rollouts, "
                << format_count(std::min(all, steps)) << (std::min(all, steps) == 1 ? " step\n" : " steps\n");
+}
+
+void dry_verify(Context& context) {
+  const Options& options = context.options;
+  const ModelShape shape = read_trained_shape(options.model, options.train);
+  std::vector<HeldModel> held{{shape, {}}};
+  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
+  require_room(held, options);
+  check_update(shape, context, 1);
 }
 
 // The exit code of its plan, which is shown even where it does not fit.
@@ -95,7 +101,7 @@ int dry_run(const Verb& verb, Context& context) {
       if (const int code = dry_train(context)) return code;
       break;
     case 'v':
-      check_update(read_trained_shape(context.options.model, context.options.train), context, 1);
+      dry_verify(context);
       break;
     case 's':
       dry_score(context);

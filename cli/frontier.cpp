@@ -39,10 +39,16 @@ int run_frontier(Context& context) {
   plan_options.kind = step_kind_of(options, shape, {});
   plan_options.kind.cuda = cuda;
 
+  const Degrees degrees = degrees_of(options);
+  if (degrees.ranks() > 1) {
+    context.result["layout"] = text_of_degrees(degrees);
+    context.text << "On each of " << degrees.ranks() << " processes, " << text_of_degrees(degrees) << "\n\n";
+  }
   const auto cells = static_cast<std::int64_t>(5 * sizes.size());
   context.progress.begin("the frontier", cells, "cells");
-  const Frontier frontier = find_frontier(shape, plan_options, profile, sizes, options.max_response_length,
-                                          [&](std::int64_t done) { context.progress.advance_to(done); });
+  const Frontier frontier =
+      find_frontier(shape, plan_options, profile, sizes, options.max_response_length, {degrees, options.shard},
+                    [&](std::int64_t done) { context.progress.advance_to(done); });
   context.progress.end();
   context.result["frontier"] = to_json(frontier);
   context.result["machine"] = profile.line();

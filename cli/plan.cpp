@@ -173,7 +173,7 @@ struct Shortage {
   std::string remedy;
 };
 
-// Of the step that lacks most, in one process.
+// Of the step that lacks most.
 Shortage shortage_of(const std::vector<StepPlan>& plans) {
   const auto worst = std::ranges::max_element(plans, {}, &StepPlan::missing_bytes);
   return worst == plans.end() ? Shortage{} : Shortage{worst->missing_bytes, worst->remedy};
@@ -191,64 +191,89 @@ const std::vector<Rollout>& longest_of(const MiniBatches& mini_batches) {
   return *std::ranges::max_element(mini_batches, {}, tokens);
 }
 
-// The layout of the degrees given, or with --layout auto of those found; nothing for one process.
-std::optional<FoundLayout> layout_of(const Context& context, const MiniBatches& mini_batches,
-                                     std::span<const HeldModel> held, PlanOptions plan_options,
-                                     const MachineProfile& profile) {
-  const Options& options = context.options;
-  const ModelShape& shape = held.front().shape.whole();
-  const Degrees degrees = degrees_of(options);
-  const bool automatic = options.layout == LayoutChoice::automatic;
-  const std::int64_t ranks = automatic && options.ranks > 0 ? options.ranks : degrees.ranks();
-  if (mini_batches.empty() || (ranks == 1 && degrees.ep == 1)) return std::nullopt;
-  const std::vector<Rollout>& rollouts = longest_of(mini_batches);
-  const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options.share);
-  const bool cuda = plan_options.kind.cuda;
-  plan_options.kind = step_kind_of(options, shape, rollouts);
-  plan_options.kind.cuda = cuda, plan_options.kind.beside_bytes = bytes_beside(held.front(), held, options.dtype);
-  const LayoutProblem problem{rollouts, trees, shape, plan_options, profile, options.shard};
-  if (automatic) return find_layout(problem, ranks);
-  return FoundLayout{plan_layout(problem, degrees), {}, ""};
-}
+// How the steps of one model, actor or critic, are planned: on one process, or on the ranks of a layout.
+class Planning {
+ public:
+  // `model` is one of `held`.
+  Planning(const Context& context, const MiniBatches& mini_batches, const HeldModel& model,
+           std::span<const HeldModel> held, const PlanOptions& plan_options, const MachineProfile& profile)
+      : options_(context.options),
+        mini_batches_(mini_batches),
+        shape_(model.shape.whole()),
+        held_beside_(bytes_beside(model, held, context.options.dtype)),
+        plan_options_(plan_options),
+        profile_(profile) {
+    for (const HeldModel& other : held)
+      if (&other != &model) beside_.push_back(other.shape.whole());
+  }
+
+  // Of the degrees given, or with --layout auto of those that the longest mini-batch asks for; nothing for one process.
+  std::optional<FoundLayout> layout() const {
+    const Degrees degrees = degrees_of(options_);
+    const bool automatic = options_.layout == LayoutChoice::automatic;
+    const std::int64_t ranks = automatic && options_.ranks > 0 ? options_.ranks : degrees.ranks();
+    if (mini_batches_.empty() || (ranks == 1 && degrees.ep == 1)) return std::nullopt;
+    const std::vector<Rollout>& rollouts = longest_of(mini_batches_);
+    const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options_.share);
+    const LayoutProblem problem = problem_of(rollouts, trees);
+    if (automatic) return find_layout(problem, ranks);
+    return FoundLayout{plan_layout(problem, degrees), {}, ""};
+  }
+
+  // One plan a mini-batch.
+  std::vector<StepPlan> steps(const std::optional<Degrees>& degrees, Progress& progress) const {
+    std::vector<StepPlan> plans;
+    progress.begin(shape_.value_head ? "planning the critic" : "planning",
+                   static_cast<std::int64_t>(mini_batches_.size()), "steps");
+    for (const std::vector<Rollout>& rollouts : mini_batches_) {
+      const std::vector<PrefixTree> trees = build_prefix_trees(rollouts, options_.share);
+      const LayoutProblem problem = problem_of(rollouts, trees);
+      if (degrees) {
+        plans.push_back(step_on_ranks(problem, plan_layout(problem, *degrees)));
+      } else {
+        PlanOptions alone = problem.options;
+        alone.kind.beside_bytes = held_beside_;
+        plans.push_back(make_plan(rollouts, trees, shape_, alone, profile_));
+      }
+      progress.advance_to(static_cast<std::int64_t>(plans.size()));
+    }
+    progress.end();
+    return plans;
+  }
+
+ private:
+  LayoutProblem problem_of(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees) const {
+    LayoutProblem problem{rollouts, trees, shape_, plan_options_, profile_, options_.shard, beside_};
+    problem.options.kind = step_kind_of(options_, shape_, rollouts);
+    problem.options.kind.cuda = plan_options_.kind.cuda;
+    return problem;
+  }
+
+  const Options& options_;
+  const MiniBatches& mini_batches_;
+  const ModelShape& shape_;
+  std::int64_t held_beside_;
+  PlanOptions plan_options_;
+  const MachineProfile& profile_;
+  std::vector<ModelShape> beside_;
+};
 
 void report_layout(Context& context, const FoundLayout& found) {
   constexpr std::size_t kShown = 8;
   Json& out = context.result["layout"] = to_json(found.best);
-  context.text << '\n' << explain(found.best);
-  if (found.reason.empty()) return;
-  out["reason"] = found.reason;
-  for (const TriedLayout& tried : found.tried) out["tried"].push_back(to_json(tried));
-  context.text << "  chosen because " << found.reason << ":\n";
-  for (std::size_t i = 0; i < std::min(kShown, found.tried.size()); ++i) {
-    const TriedLayout& tried = found.tried[i];
-    context.text << "    " << std::left << std::setw(28) << text_of_degrees(tried.degrees) << std::right
-                 << std::setw(12) << (tried.seconds > 0 ? format_seconds(tried.seconds) : "") << std::setw(12)
-                 << format_bytes(tried.peak_bytes) << (tried.fits ? "" : "  does not fit") << '\n';
+  context.text << explain(found.best);
+  if (!found.reason.empty()) {
+    out["reason"] = found.reason;
+    for (const TriedLayout& tried : found.tried) out["tried"].push_back(to_json(tried));
+    context.text << "  chosen because " << found.reason << ":\n";
+    for (std::size_t i = 0; i < std::min(kShown, found.tried.size()); ++i) {
+      const TriedLayout& tried = found.tried[i];
+      context.text << "    " << std::left << std::setw(28) << text_of_degrees(tried.degrees) << std::right
+                   << std::setw(12) << (tried.seconds > 0 ? format_seconds(tried.seconds) : "") << std::setw(12)
+                   << format_bytes(tried.peak_bytes) << (tried.fits ? "" : "  does not fit") << '\n';
+    }
   }
-}
-
-Shortage shortage_of(const LayoutPlan& layout) {
-  return {layout.missing_bytes, layout.fits() ? "" : "Take larger degrees, or machines with more memory"};
-}
-
-// The plans of all steps of one model, actor or critic. Leaves the kind of the last step in plan_options.
-std::vector<StepPlan> plans_of(Context& context, const MiniBatches& mini_batches, const HeldModel& model,
-                               std::span<const HeldModel> held, PlanOptions& plan_options,
-                               const MachineProfile& profile) {
-  const ModelShape& shape = model.shape.whole();
-  const Options& options = context.options;
-  const bool cuda = plan_options.kind.cuda;
-  std::vector<StepPlan> plans;
-  context.progress.begin(shape.value_head ? "planning the critic" : "planning",
-                         static_cast<std::int64_t>(mini_batches.size()), "steps");
-  for (const std::vector<Rollout>& mini_batch : mini_batches) {
-    plan_options.kind = step_kind_of(options, shape, mini_batch);
-    plan_options.kind.beside_bytes = bytes_beside(model, held, options.dtype), plan_options.kind.cuda = cuda;
-    plans.push_back(make_plan(mini_batch, build_prefix_trees(mini_batch, options.share), shape, plan_options, profile));
-    context.progress.advance_to(static_cast<std::int64_t>(plans.size()));
-  }
-  context.progress.end();
-  return plans;
+  context.text << "\nIts steps; rows of all processes, peaks of the fullest one:\n\n";
 }
 
 void print_plans(Context& context, const std::vector<StepPlan>& plans) {
@@ -257,14 +282,22 @@ void print_plans(Context& context, const std::vector<StepPlan>& plans) {
   if (context.options.explain) print_explanations(context.text, plans);
 }
 
-// The critic's plans; how much they lack.
-Shortage report_critic(Context& context, const MiniBatches& mini_batches, std::span<const HeldModel> held,
-                       PlanOptions plan_options, const MachineProfile& profile) {
-  const std::vector<StepPlan> plans = plans_of(context, mini_batches, held.back(), held, plan_options, profile);
-  context.result["critic"] = json_of(plans);
-  context.text << "\nThe critic's steps, each before the actor's:\n\n";
-  print_plans(context, plans);
-  return shortage_of(plans);
+// What would be ignored is refused.
+void check_layout_options(const Options& options) {
+  const bool automatic = options.layout == LayoutChoice::automatic, alone = degrees_of(options).ranks() == 1;
+  const char* const degrees = "give the degrees: --tp, --cp, --pp, --dp, --ep";
+  if (options.ranks > 0 && !automatic)
+    throw OptionError({"--ranks", "--layout auto with it, which divides that many processes", text_of(options.ranks),
+                       text_of("say --layout auto, or ", degrees)});
+  if (automatic && options.ranks == 0 && alone)
+    throw OptionError(
+        {"--layout", "--ranks with auto: how many processes there are to divide", "auto alone", "say --ranks N"});
+  if (!options.frontier) return;
+  if (automatic)
+    throw OptionError({"--layout", "degrees with --frontier, whose prompts grow under one layout", "auto", degrees});
+  if (options.shard != Sharding::none && alone)
+    throw OptionError({"--shard", "several processes, which divide the model",
+                       text_of(name_of(options.shard), " on one"), "give --dp or --cp, or leave it out"});
 }
 
 }  // namespace
@@ -286,6 +319,7 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
 
 int run_plan(Context& context) {
   const Options& options = context.options;
+  check_layout_options(options);
   if (options.frontier) return run_frontier(context);
   if (!options.out.empty())
     throw OptionError({"--out", "--frontier with it, whose picture it is", '"' + options.out + '"', "leave it out"});
@@ -307,18 +341,22 @@ int run_plan(Context& context) {
     for (const std::int64_t index : indices)
       mini_batches.back().push_back(std::move(file.rollouts[static_cast<std::size_t>(index)]));
   }
-  const std::optional<FoundLayout> layout = layout_of(context, mini_batches, held, plan_options, profile);
-  // Processes that share one copy of the model share its step, too: the plan is made for what they hold together.
-  if (layout) plan_options.memory_budget *= layout->best.degrees.ranks() / layout->best.degrees.dp;
-  const std::vector<StepPlan> plans = plans_of(context, mini_batches, held.front(), held, plan_options, profile);
+  const Planning planning(context, mini_batches, held.front(), held, plan_options, profile);
+  const std::optional<FoundLayout> layout = planning.layout();
+  const auto degrees = layout ? std::optional(layout->best.degrees) : std::nullopt;
+  const std::vector<StepPlan> plans = planning.steps(degrees, context.progress);
   context.result.update(json_of(plans));
   context.result["memory_budget"] = budget;
-  print_plans(context, plans);
   if (layout) report_layout(context, *layout);
-  Shortage shortage = layout ? shortage_of(layout->best) : shortage_of(plans);
+  print_plans(context, plans);
+  Shortage shortage = shortage_of(plans);
   if (held.size() > 1) {
-    const Shortage of_critic = report_critic(context, mini_batches, held, plan_options, profile);
-    if (of_critic.missing_bytes > shortage.missing_bytes) shortage = of_critic;
+    const std::vector<StepPlan> of_critic =
+        Planning(context, mini_batches, held.back(), held, plan_options, profile).steps(degrees, context.progress);
+    context.result["critic"] = json_of(of_critic);
+    context.text << "\nThe critic's steps, each before the actor's:\n\n";
+    print_plans(context, of_critic);
+    if (const Shortage its = shortage_of(of_critic); its.missing_bytes > shortage.missing_bytes) shortage = its;
   }
   context.result["fits"] = shortage.missing_bytes == 0;
   context.result["missing_bytes"] = shortage.missing_bytes;

@@ -8,6 +8,7 @@
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
 #include "espalier/grouping/prefix_tree.h"
+#include "espalier/plan/rank_layout.h"
 
 namespace espalier {
 namespace {
@@ -41,8 +42,8 @@ std::vector<Rollout> group_of(std::int64_t n, std::int64_t prompt, std::int64_t 
 class Probe {
  public:
   Probe(const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile, const Way& way,
-        std::int64_t n, std::int64_t response)
-      : shape_(shape), options_(options), profile_(profile), response_(response) {
+        std::int64_t n, std::int64_t response, const FrontierRanks& ranks)
+      : shape_(shape), options_(options), profile_(profile), response_(response), ranks_(ranks) {
     options_.schedule = way.schedule;
     options_.trunk_state = way.state;
     cell_.n = n;
@@ -76,8 +77,7 @@ class Probe {
     PlanOptions options = options_;
     if (options.schedule == Schedule::dense) options.token_budget = prompt + response_;
     if (options.schedule == Schedule::packed) options.token_budget = prompt + cell_.n * response_;
-    const ScheduleCost found =
-        cost_of_schedule(group, build_prefix_trees(group, ShareMode::whole_trees), shape_, options, profile_);
+    const ScheduleCost found = cost_of(group, options);
     const bool room = found.cost.all_stored() <= options.spill_room;
     if (!found.cost.fits || !room) {
       cell_.limit = found.cost.fits ? FrontierCell::Limit::spill_room : FrontierCell::Limit::memory;
@@ -89,10 +89,17 @@ class Probe {
     return true;
   }
 
+  ScheduleCost cost_of(const std::vector<Rollout>& group, const PlanOptions& options) const {
+    const std::vector<PrefixTree> trees = build_prefix_trees(group, ShareMode::whole_trees);
+    if (ranks_.degrees == Degrees{}) return cost_of_schedule(group, trees, shape_, options, profile_);
+    return cost_on_ranks({group, trees, shape_, options, profile_, ranks_.shard}, ranks_.degrees);
+  }
+
   const ModelShape& shape_;
   PlanOptions options_;
   const MachineProfile& profile_;
   std::int64_t response_;
+  FrontierRanks ranks_;
   FrontierCell cell_;
 };
 
@@ -114,8 +121,9 @@ double Frontier::factor(std::size_t size, std::size_t way) const {
 }
 
 Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile,
-                       std::vector<std::int64_t> sizes, std::int64_t response,
+                       std::vector<std::int64_t> sizes, std::int64_t response, const FrontierRanks& ranks,
                        const std::function<void(std::int64_t cells)>& on_cell) {
+  LocalShape(shape, ranks.degrees, {});  // says what does not divide the model
   if (shape.max_positions > 0 && response >= shape.max_positions)
     throw OptionError({"--max-response-length",
                        text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
@@ -128,7 +136,7 @@ Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, cons
   for (const Way& way : kWays) frontier.ways.emplace_back(way.name);
   for (const std::int64_t n : frontier.sizes)
     for (const Way& way : kWays) {
-      frontier.cells.push_back(Probe(shape, options, profile, way, n, response).longest());
+      frontier.cells.push_back(Probe(shape, options, profile, way, n, response, ranks).longest());
       if (on_cell) on_cell(static_cast<std::int64_t>(frontier.cells.size()));
     }
   return frontier;

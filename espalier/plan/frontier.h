@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/base/json_fwd.h"
+#include "espalier/parallel/degrees.h"
 #include "espalier/plan/cost_model.h"
 #include "espalier/plan/model_shape.h"
 #include "espalier/plan/planner.h"
@@ -29,6 +30,11 @@ struct FrontierCell {
   std::int64_t total(std::int64_t response) const { return prompt == 0 ? 0 : prompt + response; }
 };
 
+struct FrontierRanks {
+  Degrees degrees;
+  Choice<Sharding> shard = Sharding::none;
+};
+
 struct Frontier {
   std::int64_t memory_budget = 0, response = 0;
   std::vector<std::string> ways;
@@ -41,10 +47,11 @@ struct Frontier {
 };
 
 // `options` without schedule and trunk state, which the ways say; its memory budget is one. What is stored away fits
-// options.spill_room. Prompts end at the model's positions, and are found to within a 256th. Plans very many steps:
+// options.spill_room. On several ranks the budget and the room are those of one, and `ranks` says how they divide the
+// model. Prompts end at the model's positions, and are found to within a 256th. Plans very many steps:
 // seconds. `on_cell` is told how many cells are done; may be empty.
 Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile,
-                       std::vector<std::int64_t> sizes, std::int64_t response,
+                       std::vector<std::int64_t> sizes, std::int64_t response, const FrontierRanks& ranks = {},
                        const std::function<void(std::int64_t cells)>& on_cell = {});
 
 Json to_json(const Frontier& frontier);

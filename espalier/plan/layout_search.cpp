@@ -42,10 +42,9 @@ std::vector<Degrees> candidates(const LayoutProblem& problem, std::int64_t ranks
 
 // What weights, gradients and state leave no room for need not be planned.
 TriedLayout tried_layout(const LayoutProblem& problem, const Degrees& degrees) {
-  StepKind kind = problem.options.kind;
-  if (problem.shard == Sharding::optimizer) kind.optimizer_shares = degrees.dp;
+  const PlanOptions options = options_of_rank(problem, degrees);
   const std::int64_t constant =
-      ActivationBytes(LocalShape(problem.shape, degrees, {}), problem.options.dtype, kind).constant();
+      ActivationBytes(LocalShape(problem.shape, degrees, {}), options.dtype, options.kind).constant();
   if (problem.options.memory_budget > 0 && constant > problem.options.memory_budget)
     return {degrees, 0, constant, false};
   const LayoutPlan plan = plan_layout(problem, degrees, WhichRanks::busiest);

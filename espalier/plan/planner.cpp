@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <set>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
@@ -240,7 +241,7 @@ Candidate Search::best(Schedule schedule) const {
     // A larger wave must earn its memory.
     if (is_wanted(larger) && larger.seconds() < 0.995 * best.seconds()) best = std::move(larger);
   }
-  if ((best.undegraded && best.cost.fits) || bytes_.constant() > options_.memory_budget) return done(std::move(best));
+  if (best.undegraded && best.cost.fits) return done(std::move(best));
   // Smaller waves, as long as they may be cheaper than what fits so far.
   for (std::int64_t budget = 4 * smallest; budget >= 32 && longest_ / budget < 1000; budget /= 2) {
     Candidate smaller = at_budget(schedule, budget, false, tried);
@@ -376,24 +377,54 @@ PlanOptions freed(PlanOptions options) {
 
 std::string amount(std::int64_t bytes) { return text_of(format_bytes(bytes), " (", bytes, " bytes)"); }
 
-// What would make a plan fit; `least`: bytes that the same step needs without what holds it back.
-std::string remedy_for(std::int64_t needed, std::int64_t least, const PlanOptions& options,
-                       const ActivationBytes& bytes) {
-  std::string remedy = "Raise --memory-budget to " + amount(needed);
-  if (bytes.constant() >= options.memory_budget) {
-    const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
-    remedy += text_of("; weights, gradients and optimizer state are ", format_bytes(bytes.model()),
-                      beside > 0 ? text_of(", other models ", format_bytes(beside)) : "", ", the process itself takes ",
-                      format_bytes(own));
-  } else if (least < needed) {
-    remedy += ", or take" + held_back(options) +
-              (least <= options.memory_budget ? ", with which it fits" : ", with which " + amount(least) + " would do");
-  }
-  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
-  return remedy;
+// The peak of the best plan; the planner's own choice of schedule where none is asked for.
+std::int64_t peak_of(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
+                     const PlanOptions& options, const MachineProfile& profile) {
+  StepPlan ignored;
+  const Search search(rollouts, trees, shape, options, profile);
+  return best_of_schedules(search, options.schedule, ignored).cost.bytes.peak();
+}
+
+// What cannot be lowered by any schedule, where it alone is beyond the budget.
+std::string text_of_constant(const ActivationBytes& bytes, const PlanOptions& options) {
+  if (bytes.constant() < options.memory_budget) return "";
+  const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
+  return text_of("; weights, gradients and optimizer state are ", format_bytes(bytes.model()),
+                 beside > 0 ? text_of(", other models ", format_bytes(beside)) : "", ", the process itself takes ",
+                 format_bytes(own));
 }
 
 }  // namespace
+
+std::int64_t least_budget(const std::function<std::int64_t(std::int64_t budget)>& peak_within) {
+  constexpr int kTries = 8;
+  std::int64_t budget = peak_within(1), before = budget;
+  for (int tries = 0; tries < kTries; ++tries) {
+    const std::int64_t peak = peak_within(budget);
+    if (peak == budget) return budget;
+    before = std::exchange(budget, peak);
+  }
+  return std::max(before, budget);
+}
+
+std::string remedy_for(std::int64_t needed, const PlanOptions& options,
+                       const std::function<std::int64_t(const PlanOptions& changed)>& least) {
+  std::string remedy = "Raise --memory-budget to " + amount(needed);
+  const auto advise = [&](const std::string& words, const PlanOptions& changed) {
+    const std::int64_t then = least(changed);
+    if (then < needed)
+      remedy += text_of(", or take", words, ", with which ",
+                        then <= options.memory_budget ? "it fits" : amount(then) + " would do");
+  };
+  if (const std::string words = held_back(options); !words.empty()) advise(words, freed(options));
+  // What other models would hold in bfloat16 is not known here.
+  if (options.dtype != DType::bfloat16 && options.kind.beside_bytes == 0) {
+    PlanOptions changed = options;
+    changed.dtype = DType::bfloat16;
+    advise(" --dtype bfloat16", changed);
+  }
+  return remedy;
+}
 
 PlanOptions plan_options_of(const Options& options) {
   PlanOptions out;
@@ -424,18 +455,23 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
 
   Candidate chosen = best_of_schedules(search, options.schedule, plan);
   if (!chosen.cost.fits) {
-    const std::int64_t needed = chosen.cost.bytes.peak();
-    std::int64_t least = needed;
-    if (!held_back(options).empty()) {
-      StepPlan ignored;
-      const Search free(rollouts, trees, shape, freed(options), profile);
-      least = std::min(least, best_of_schedules(free, Schedule::automatic, ignored).cost.bytes.peak());
+    plan.missing_bytes = chosen.cost.bytes.peak() - options.memory_budget;
+    if (options.remedies || options.must_fit) {
+      const auto least = [&](PlanOptions changed) {
+        return least_budget([&](std::int64_t budget) {
+          changed.memory_budget = budget;
+          return peak_of(rollouts, trees, shape, changed, profile);
+        });
+      };
+      const std::int64_t needed = least(options);
+      plan.missing_bytes = needed - options.memory_budget;
+      plan.remedy = remedy_for(needed, options, least) + text_of_constant(search.bytes(), options);
     }
-    plan.remedy = remedy_for(needed, least, options, search.bytes());
-    plan.missing_bytes = needed - options.memory_budget;
+    const std::int64_t needed = options.memory_budget + plan.missing_bytes;
     if (options.must_fit)
-      throw MemoryBudgetError({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
-                               text_of(format_bytes(options.memory_budget)), plan.remedy});
+      throw StepTooLarge({"--memory-budget", text_of("at least ", format_bytes(needed), " for this step"),
+                          text_of(format_bytes(options.memory_budget)), plan.remedy},
+                         needed);
   }
 
   plan.chosen = chosen.cost;

@@ -2,10 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/base/dtype.h"
+#include "espalier/base/error.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/cost_model.h"
@@ -27,7 +31,16 @@ struct PlanOptions {
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: what does not fit is planned all the same, and says what is missing
+  bool remedies = true;       // false: what does not fit says so and no more, which saves a few searches
   StepKind kind;
+};
+
+// A step that its memory budget cannot hold.
+class StepTooLarge : public MemoryBudgetError {
+ public:
+  StepTooLarge(ErrorText text, std::int64_t needed_bytes) : MemoryBudgetError(std::move(text)), needed(needed_bytes) {}
+
+  std::int64_t needed;  // the least budget that would do
 };
 
 // Of what the options say by themselves; the kind of step is the caller's (step_kind_of). Errors: OptionError for
@@ -40,10 +53,19 @@ PlanOptions plan_options_of(const Options& options);
 // Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows; up
 // to four times that where a row goes to few of many experts, and eight times where every wave brings divided weights
 // together, if fewer waves save more than they cost), or what fits the memory budget. Time: O(rollouts +
-// nodes) per schedule and budget tried. Errors: MemoryBudgetError (how much is needed at least, what would lower it),
+// nodes) per schedule and budget tried. Errors: StepTooLarge (how much is needed at least, what would lower it),
 // OptionError (a budget that cuts a path into thousands of trunks).
 StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
                    const PlanOptions& options, const MachineProfile& profile);
+
+// The least memory budget within which something fits: `peak_within` plans it within a budget and returns the peak,
+// which is above the budget where it does not fit. The same whatever budget was asked for, and checked: it fits there.
+std::int64_t least_budget(const std::function<std::int64_t(std::int64_t budget)>& peak_within);
+
+// What a user is told of a plan that does not fit: how much would do, and which options would lower that. `least`: the
+// least budget under given options. Only what lowers the need is named.
+std::string remedy_for(std::int64_t needed, const PlanOptions& options,
+                       const std::function<std::int64_t(const PlanOptions& changed)>& least);
 
 // What make_plan finds under options.schedule alone, and nothing written out. A budget that cuts a path into thousands
 // of trunks does not fit.

@@ -108,16 +108,6 @@ class StageWalk {
   PathPlan path_;
 };
 
-PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {
-  PlanOptions options = problem.options;
-  options.must_fit = false;
-  if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
-  options.kind.cp = degrees.cp;
-  options.kind.in_flight = degrees.pp;
-  options.kind.temperatures = temperatures_of(problem.shape, problem.rollouts);
-  return options;
-}
-
 std::int64_t trunks_in(const std::vector<PlanItem>& items) {
   std::int64_t count = 0;
   for (const PlanItem& item : items) count += (item.kind == ItemKind::trunk ? 1 : 0) + trunks_in(item.below);
@@ -204,6 +194,18 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
   return out;
 }
 
+PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {
+  PlanOptions options = problem.options;
+  options.must_fit = options.remedies = false;
+  if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
+  for (const ModelShape& other : problem.beside)
+    options.kind.beside_bytes += ActivationBytes(LocalShape(other, degrees, {}), options.dtype, options.kind).model();
+  options.kind.cp = degrees.cp;
+  options.kind.in_flight = degrees.pp;
+  options.kind.temperatures = temperatures_of(problem.shape, problem.rollouts);
+  return options;
+}
+
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, WhichRanks which) {
   Degrees degrees = given;
   if (problem.shard == Sharding::optimizer && degrees.ep > degrees.tp)
@@ -248,7 +250,81 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, Which
   const std::int64_t budget = problem.options.memory_budget;
   if (budget > 0) layout.missing_bytes = std::max<std::int64_t>(0, layout.bytes.peak() - budget);
   for (RankCost& rank : layout.ranks) rank.cost.fits = budget == 0 || rank.cost.bytes.peak() <= budget;
+  layout.plans = std::move(plans);
   return layout;
+}
+
+namespace {
+
+PlanCost cost_of(const LayoutPlan& layout) {
+  PlanCost cost;
+  cost.seconds = layout.seconds, cost.bytes = layout.bytes, cost.fits = layout.fits();
+  for (const RankCost& rank : layout.ranks) {
+    cost.flops += rank.flops_of_all;
+    cost.stored_bytes = std::max(cost.stored_bytes, rank.cost.stored_bytes);
+    cost.path_stored_bytes = std::max(cost.path_stored_bytes, rank.cost.path_stored_bytes);
+  }
+  return cost;
+}
+
+// Items, trees and rows of all ranks of dp.
+StepPlan plan_of_all(const LayoutPlan& layout) {
+  StepPlan all = layout.plans.front();
+  double dense = 0, ideal = 0;
+  for (const StepPlan& plan : layout.plans) {
+    dense += plan.dense.flops, ideal += plan.dense.flops / plan.ceiling;
+    if (&plan == &layout.plans.front()) continue;
+    all.items.insert(all.items.end(), plan.items.begin(), plan.items.end());
+    all.trees.insert(all.trees.end(), plan.trees.begin(), plan.trees.end());
+    for (auto count :
+         {&StepPlan::logical_rows, &StepPlan::trunk_rows, &StepPlan::wave_rows, &StepPlan::trunks, &StepPlan::waves})
+      all.*count += plan.*count;
+    all.max_path_rows = std::max(all.max_path_rows, plan.max_path_rows);
+    all.max_rows = std::max(all.max_rows, plan.max_rows);
+    all.token_budget = std::max(all.token_budget, plan.token_budget);
+    if (plan.path.state() != PathState::keep) all.path = plan.path;
+  }
+  all.ceiling = ideal > 0 ? dense / ideal : 1;
+  return all;
+}
+
+}  // namespace
+
+StepPlan step_on_ranks(const LayoutProblem& problem, const LayoutPlan& layout) {
+  StepPlan all = plan_of_all(layout);
+  all.chosen = cost_of(layout);
+  LayoutProblem other = problem;
+  for (const auto& [schedule, cost] : {std::pair(Schedule::dense, &StepPlan::dense),
+                                       {Schedule::packed, &StepPlan::packed},
+                                       {Schedule::phased, &StepPlan::phased}}) {
+    other.options.schedule = schedule;
+    all.*cost = problem.options.schedule == schedule ? all.chosen : cost_of(plan_layout(other, layout.degrees));
+  }
+  all.missing_bytes = layout.missing_bytes;
+  all.remedy.clear();
+  if (layout.fits()) return all;
+  const auto least = [&](const PlanOptions& changed) {
+    return least_budget([&](std::int64_t budget) {
+      LayoutProblem within = problem;
+      within.options = changed, within.options.memory_budget = budget;
+      return plan_layout(within, layout.degrees).bytes.peak();
+    });
+  };
+  const std::int64_t needed = least(problem.options);
+  all.missing_bytes = needed - problem.options.memory_budget;
+  all.remedy = remedy_for(needed, problem.options, least);
+  return all;
+}
+
+ScheduleCost cost_on_ranks(const LayoutProblem& problem, const Degrees& degrees) {
+  try {
+    const LayoutPlan layout = plan_layout(problem, degrees, WhichRanks::busiest);
+    return {cost_of(layout), layout.plans.front().token_budget};
+  } catch (const OptionError&) {  // a budget that cuts a path into thousands of trunks
+    PlanCost cost;
+    cost.fits = false;
+    return {cost, problem.options.token_budget};
+  }
 }
 
 Json to_json(const LayoutPlan& layout) {

@@ -26,6 +26,7 @@ struct LayoutProblem {
   PlanOptions options;  // memory_budget: of one rank; must_fit is not read
   const MachineProfile& profile;
   Choice<Sharding> shard = Sharding::none;
+  std::span<const ModelShape> beside = {};  // other models that stand beside the step, held as options.kind says
 };
 
 // The ranks of one stage of one place on the axis of dp.
@@ -56,6 +57,7 @@ struct LayoutPlan {
   Degrees degrees;
   Choice<Sharding> shard = Sharding::none;
   std::vector<RankCost> ranks;      // by dp, then pp
+  std::vector<StepPlan> plans;      // of the ranks of dp, without what communication adds
   std::int64_t parameters = 0;      // of the rank with most
   std::int64_t trunk_forwards = 0;  // of prompts, in the whole world; those of a tree that is cut count in every part
   PhasePeaks bytes;                 // of the rank with most, phase by phase
@@ -67,9 +69,21 @@ struct LayoutPlan {
 
 enum class WhichRanks { all, busiest };  // of dp; the latter with a balance of 1 unknown
 
+// What problem.options say on one rank of these degrees: what is shared, in flight and held beside the step.
+PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees);
+
 // Errors: OptionError for degrees that do not divide the model; UnsupportedError for --shard optimizer where experts
 // are spread over ranks of dp.
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, WhichRanks which = WhichRanks::all);
+
+// The same step on all ranks as one plan: items, trees and rows of all, seconds with communication and waiting, bytes
+// of the rank with most; and beside it the other schedules on the same layout. Where it does not fit: how much is
+// missing of one rank's budget, and what would help.
+StepPlan step_on_ranks(const LayoutProblem& problem, const LayoutPlan& layout);
+
+// The fullest rank's bytes and the step's seconds under problem.options.schedule alone, of the busiest rank of dp. As
+// cost_of_schedule.
+ScheduleCost cost_on_ranks(const LayoutProblem& problem, const Degrees& degrees);
 
 Json to_json(const LayoutPlan& layout);
 std::string explain(const LayoutPlan& layout);

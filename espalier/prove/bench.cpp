@@ -168,10 +168,12 @@ std::vector<Task> tasks_of(const Options& options, const ModelShape& shape, Prog
 // On every schedule. Errors: MemoryBudgetError.
 void require_fits(const Task& task, std::span<const HeldModel> held, Options options, const MachineProfile& machine,
                   const Mesh& mesh) {
+  StepsFit fit;
   for (const Entrant& entrant : kEntrants) {
     options.schedule = entrant.schedule;
-    require_step_fits(held.front(), held, options, machine, task.data.mini_batch(0).rollouts, false, mesh);
+    fit.add(held, options, machine, task.data.mini_batch(0).rollouts, false, mesh);
   }
+  fit.require();
 }
 
 BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData& data, const CostModel& unfitted,

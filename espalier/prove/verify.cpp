@@ -114,9 +114,9 @@ void require_runs_fit(const ModelShape& shape, const Options& options, const Mac
   std::vector<Variant> runs = variants_of(options, data.longest());
   runs.push_back({"dense", options});
   runs.back().options.schedule = "dense";
-  for (const Variant& run : runs)
-    for (const HeldModel& model : held)
-      require_step_fits(model, held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
+  StepsFit fit;
+  for (const Variant& run : runs) fit.add(held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
+  fit.require();
 }
 
 class Verification {

@@ -50,8 +50,10 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   const std::int64_t steps = options.steps == 0 ? all : std::min(options.steps, all);
   const MachineProfile machine = machine_profile(options, progress, mesh);
   const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
+  StepsFit fit;
   for (std::int64_t i = 0; i < std::min(steps, data.mini_batches()); ++i)
-    require_step_fits(held.front(), held, options, machine, data.mini_batch(i).rollouts, false, mesh);
+    fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
+  fit.require();
   const auto model = load_model(options.model, options.dtype, progress, mesh, options.train);
   model->decoder.reserve_positions(data.longest());
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),

@@ -25,12 +25,21 @@ std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype) {
   return ActivationBytes(first.shape, dtype, kind).constant();
 }
 
+namespace {
+
+// A GPU's budget is for the models; the process itself is on the host.
+std::int64_t needed_for(std::span<const HeldModel> held, DType dtype) {
+  if (bound_device().in_host_memory()) return bytes_held(held, dtype);
+  return held.front().bytes(dtype) + bytes_beside(held.front(), held, dtype);
+}
+
+}  // namespace
+
 void require_room(std::span<const HeldModel> held, const Options& options) {
   const HeldModel& first = held.front();
   const std::int64_t own = first.bytes(options.dtype), beside = bytes_beside(first, held, options.dtype);
   const bool in_host_memory = bound_device().in_host_memory(), given = !options.memory_budget.empty();
-  const std::int64_t process = in_host_memory ? bytes_held(held, options.dtype) - own - beside : 0;
-  const std::int64_t needed = own + beside + process;
+  const std::int64_t needed = needed_for(held, options.dtype), process = needed - own - beside;
   const std::int64_t room = (given || !in_host_memory ? 0 : resident_bytes()) + arena_limit(options);
   if (needed <= room) return;
   const char* what = first.kind.optimizer   ? "weights, gradients and optimizer state"
@@ -40,7 +49,9 @@ void require_room(std::span<const HeldModel> held, const Options& options) {
   if (process > 0) rest += text_of(" and ", format_bytes(process), " that the process itself takes");
   std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
                              : "Free memory, or take a machine with more";
-  if (options.dtype != DType::bfloat16) remedy += ", or take --dtype bfloat16";
+  if (const std::int64_t in_bfloat16 = needed_for(held, DType::bfloat16); in_bfloat16 < needed)
+    remedy += text_of(", or take --dtype bfloat16, with which ",
+                      in_bfloat16 <= room ? "it fits" : format_bytes(in_bfloat16) + " would do");
   throw MemoryBudgetError({given ? "--memory-budget" : "memory",
                            text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what, rest),
                            text_of(format_bytes(room), given ? "" : " free"), remedy});

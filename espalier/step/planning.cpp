@@ -114,11 +114,20 @@ StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const O
   return kind;
 }
 
-void require_step_fits(const HeldModel& model, std::span<const HeldModel> held, const Options& options,
-                       const MachineProfile& machine, std::span<const Rollout> rollouts, bool all_logprobs,
-                       const Mesh& mesh) {
-  const StepKind kind = kind_of_step(model, bytes_beside(model, held, options.dtype), options, rollouts);
-  plan_step(model.shape.last_stage(), options, machine, rollouts, all_logprobs, kind, mesh);
+void StepsFit::add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
+                   std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh) {
+  for (const HeldModel& model : held) {
+    const StepKind kind = kind_of_step(model, bytes_beside(model, held, options.dtype), options, rollouts);
+    try {
+      plan_step(model.shape.last_stage(), options, machine, rollouts, all_logprobs, kind, mesh);
+    } catch (const StepTooLarge& step) {
+      if (!worst_ || step.needed > worst_->needed) worst_ = step;
+    }
+  }
+}
+
+void StepsFit::require() const {
+  if (worst_) throw *worst_;
 }
 
 }  // namespace espalier

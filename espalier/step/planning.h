@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/plan/cost_model.h"
+#include "espalier/plan/planner.h"
 #include "espalier/plan/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/held_models.h"
@@ -31,10 +33,18 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
 StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
                       std::span<const Rollout> rollouts, bool counted = false);
 
-// Refuses at once, before any weight is read, a step on these rollouts that the budget, or without one what is free,
-// cannot hold. `model` is one of `held`. Every rank calls it. Errors: MemoryBudgetError, those of plan_step.
-void require_step_fits(const HeldModel& model, std::span<const HeldModel> held, const Options& options,
-                       const MachineProfile& machine, std::span<const Rollout> rollouts, bool all_logprobs,
-                       const Mesh& mesh);
+// Refuses at once, before any weight is read, steps that the budget, or without one what is free, cannot hold: with
+// what the largest of them needs, so that the number that is named is enough for all.
+class StepsFit {
+ public:
+  // One step of each of the models on these rollouts. Every rank calls it. Errors: those of plan_step but for memory.
+  void add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
+           std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh);
+  // Errors: StepTooLarge.
+  void require() const;
+
+ private:
+  std::optional<StepTooLarge> worst_;
+};
 
 }  // namespace espalier

@@ -75,12 +75,13 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   check_options(options);
   std::vector<HeldModel> held{{local_shape(read_model_shape(options.model), mesh)}};
   if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
-  require_room(held, options);
   std::vector<RecordedExperts> experts;
   std::vector<Rollout> rollouts =
       read_for_model(options.rollouts, held.front().shape.whole(), progress, options.temperature, &experts);
   const MachineProfile machine = machine_profile(options, progress, mesh);
-  for (const HeldModel& one : held) require_step_fits(one, held, options, machine, rollouts, true, mesh);
+  StepsFit fit;
+  fit.add(held, options, machine, rollouts, true, mesh);
+  fit.require();
   const auto model = load_model(options.model, options.dtype, progress, mesh);
   model->decoder.reserve_positions(longest_of(rollouts));
   require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),

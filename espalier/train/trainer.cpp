@@ -214,9 +214,10 @@ class Training {
     const std::vector<HeldModel> held = held_models(options_, mesh_);
     const bool few = options_.steps > 0 && options_.resume.empty();
     const std::int64_t steps = few ? std::min(options_.steps, data_.mini_batches()) : data_.mini_batches();
+    StepsFit fit;
     for (std::int64_t index = 0; index < steps; ++index)
-      for (const HeldModel& model : held)
-        require_step_fits(model, held, options_, machine_, data_.mini_batch(index).rollouts, false, mesh_);
+      fit.add(held, options_, machine_, data_.mini_batch(index).rollouts, false, mesh_);
+    fit.require();
     return load_model(source_of(options_), options_.dtype, progress_, mesh_, options_.train);
   }
 
@@ -359,7 +360,6 @@ void train(const Options& options, Progress& progress, const TrainStep& on_step,
     out.emplace(options.out, options.overwrite || is_same(options.out, options.resume));
   if (mesh.writes() && !options.record.empty()) record.emplace(options.record, options.overwrite);
   check_options(options);
-  require_room(held_models(options, mesh), options);
   if (mesh.writes()) check_disk_space(options);
   Training training(options, progress, mesh);
   training.run(on_step);

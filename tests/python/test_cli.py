@@ -1,6 +1,7 @@
 """Exit codes, messages, JSON purity, and what a failed run leaves behind."""
 
 import json
+import re
 import os
 import shutil
 import subprocess
@@ -85,6 +86,57 @@ def test_plan_finds_the_frontier_without_rollouts(espalier, model_of, rollouts, 
     assert "--frontier" in espalier(*words, "--rollouts", rollouts, expect=2).stderr
     assert "--frontier" in espalier("plan", "--model", model_of("qwen3_tied"), expect=2).stderr
     assert "--frontier" in espalier("plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--out", picture, expect=2).stderr
+
+
+def test_the_frontier_honours_degrees_and_refuses_what_it_cannot(espalier, model_of, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads((Path(model_of("qwen3_tied")) / "config.json").read_text()), "max_position_embeddings": 1 << 17}))
+    words = ["plan", "--model", config, "--frontier", "--n", "4", "--max-response-length", 100, "--memory-budget", "150MiB"]
+
+    def prompts(*extra):
+        return {cell["way"]: cell["prompt"] for cell in espalier(*words, "--json", *extra).json["frontier"]["cells"]}
+
+    alone, divided = prompts(), prompts("--tp", 2)
+    assert all(divided[way] > 1.2 * alone[way] for way in ("dense", "packed", "phased, keep")), (alone, divided)
+    assert prompts("--dp", 2, "--shard", "full")["dense"] > 0
+    for extra, option in ((["--layout", "auto", "--ranks", 4], "--layout"), (["--ranks", 4], "--ranks"), (["--shard", "full"], "--shard")):
+        assert option in espalier(*words, *extra, expect=2).stderr
+
+
+def test_a_plan_of_ranks_is_made_and_shown_once(espalier, model_of, rollouts):
+    words = ["plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--machine", "h100", "--dtype", "bfloat16"]
+    for option, extra in (("--ranks", ["--ranks", 4]), ("--layout", ["--layout", "auto"])):
+        assert option in espalier(*words, *extra, expect=2).stderr
+    for layout in (["--dp", 2, "--shard", "full"], ["--tp", 2, "--dp", 2], ["--layout", "auto", "--ranks", 4]):
+        planned, text = espalier(*words, *layout, "--json").json, espalier(*words, *layout).stdout
+        chosen = planned["predicted"]["chosen"]
+        assert chosen["peak_bytes"] == planned["layout"]["ranks"]["peak_bytes"] and chosen["seconds"] == planned["layout"]["seconds"]
+        assert planned["rows"]["physical"] < planned["rows"]["logical"] and planned["fits"] == planned["layout"]["fits"]
+        assert text.lstrip().startswith("Layout ") and text.count("Layout ") == 1
+
+
+def test_every_verb_names_the_same_least_budget_and_it_is_enough(espalier, model_of, rollouts, tmp_path):
+    words = ["--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--threads", 1, "--mini-batch-size", 4]
+
+    def least(verb, budget, *extra):
+        said = espalier(verb, *words, "--memory-budget", budget, *extra, expect=5)
+        return int(re.search(r"Raise --memory-budget to [^(]*\((\d+) bytes\)", said.stdout + said.stderr).group(1))
+
+    out = ["--out", tmp_path / "out"]
+    found = {least("plan", "1MiB"), least("plan", "125MiB"), least("train", "1MiB", *out), least("train", "125MiB", *out)}
+    assert len(found) == 1, found
+    enough = found.pop()
+    assert espalier("plan", *words, "--memory-budget", f"{enough}B", "--json").json["fits"]
+    espalier("train", *words, *out, "--memory-budget", f"{enough}B")
+
+
+def test_bfloat16_is_advised_only_where_it_helps(espalier, model_of, rollouts):
+    """Weights, gradients and state are 16 bytes a parameter in float32 and 18 in bfloat16; activations are half."""
+    words = ["plan", "--model", model_of("qwen3_tied"), "--rollouts", rollouts, "--memory-budget", "1MiB", "--threads", 1]
+    needed = {dtype: espalier(*words, "--dtype", dtype, "--json", expect=5).json["missing_bytes"] for dtype in ("float64", "float32", "bfloat16")}
+    for dtype in ("float64", "float32"):
+        advised = "--dtype bfloat16" in espalier(*words, "--dtype", dtype, expect=5).stdout
+        assert advised == (needed["bfloat16"] < needed[dtype]), (dtype, needed)
 
 
 def test_plan_counts_what_the_options_of_a_step_add(espalier, model_of, rollouts):
@@ -389,7 +441,8 @@ def test_a_dry_run_checks_all_and_writes_nothing(espalier, model_of, rollouts, t
     assert "At most about" in outcome.stdout and "dry run" in outcome.stdout and not (tmp_path / "out").exists()
     assert train(espalier, model, rollouts, tmp_path, "--dry-run", "--json").json["plan"]["trees"]
     for extra, code, word in ((["--kl-loss-coef", 0.1], 3, "ref_logprobs"), (["--memory-budget", "1MiB"], 5, "--memory-budget")):
-        assert word in train(espalier, model, rollouts, tmp_path, "--dry-run", *extra, expect=code).stderr
+        outcome = train(espalier, model, rollouts, tmp_path, "--dry-run", *extra, expect=code)
+        assert word in outcome.stderr + outcome.stdout
     for verb in ("score", "verify"):
         out = ["--out", tmp_path / "out"] if verb == "score" else []
         assert "nothing was run" in espalier(verb, "--model", model, "--rollouts", rollouts, *out, "--dry-run").stdout
