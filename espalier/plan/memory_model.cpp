@@ -10,8 +10,10 @@ namespace {
 
 // Measured (bench/memory_sweep.py) at widths of 64 to 1,024, vocabularies of 500 to 150,000, up to 16,384 rows, every
 // dtype, one thread and two. Program, libraries and heap before any model; where the matrix library multiplies bfloat16
-// also the code of its kernels for sets of few rows, and that of those for whole pieces (ops/cpu/compiled_products.h).
-constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256;
+// also the code of its kernels for sets of few rows, that of those for whole pieces (ops/cpu/compiled_products.h), and
+// that of those for small ones, beside which the head and rows beyond the whole pieces are multiplied in float32.
+constexpr std::int64_t kProcessBytes = 128 << 20, kCodeBytes = 10 << 20, kPieceCodeBytes = 19 << 20, kPieceRows = 256,
+                       kSmallPieceCodeBytes = 8 << 20;
 // Of a GPU: its context, the libraries' code and the matrix library's workspace. Round, not measured.
 constexpr std::int64_t kCudaBytes = std::int64_t{1} << 30;
 // The matrix library packs a product's factors, each thread up to a limit, in float64 up to one that grows with the
@@ -102,10 +104,11 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
                                        ? std::min(kMostPackedBytes64, kPackedBytes64 + rows * kPackedBytesPerRow64)
                                        : kMostPackedBytes;
   std::int64_t of_products = 0;
-  if (rounds_weight_gradients_)
-    of_products = rows < kPieceRows ? 0 : kPieceCodeBytes;
-  else if (rows >= kFewestPackedRows)
+  if (rows >= kFewestPackedRows) {
     of_products = std::min(threads * most_packed, shape_.hidden * widest * bytes.accumulator);
+    if (rounds_weight_gradients_) of_products += kSmallPieceCodeBytes;
+  }
+  if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
   return numbers + of_products + (widens_products_ ? panels : 0) +
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
@@ -143,9 +146,16 @@ PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t 
 
 std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
   if (shape_.value_head || !has_outputs_) return 0;
-  return HeadBuffers(element_bytes(dtype_), work.outputs, shape_.vocabulary, shape_.hidden, with_gradient,
-                     {.ahead = kind_.cuda || kind_.queued, .writes_sums = kind_.cuda || kind_.writes_sums})
-      .peak();
+  return head_buffers(work.outputs, with_gradient).peak();
+}
+
+HeadBuffers ActivationBytes::head_buffers(std::int64_t outputs, bool with_gradient) const {
+  const HeadWay way{.ahead = kind_.cuda || kind_.queued, .writes_sums = kind_.cuda || kind_.writes_sums};
+  return {element_bytes(dtype_), outputs, shape_.vocabulary, shape_.hidden, with_gradient, way};
+}
+
+std::int64_t ActivationBytes::head_block_rows(std::int64_t outputs) const {
+  return shape_.value_head ? outputs : std::max<std::int64_t>(1, head_buffers(outputs, false).block_rows);
 }
 
 std::int64_t ActivationBytes::members(const BlockRows& rows) const {

@@ -85,6 +85,9 @@ class ActivationBytes {
     return item(work, state, wave).backward_peak;
   }
 
+  // Rows of the head's block of logits, of so many outputs.
+  std::int64_t head_block_rows(std::int64_t outputs) const;
+
   // What the rank of cp with most rows has of a trunk's; its outputs may all be among them.
   Work share_of(const Work& trunk) const;
 
@@ -145,6 +148,7 @@ class ActivationBytes {
   void for_each_layer_kind(const Work& work, bool wave, auto&& visit) const;
   std::int64_t number_bytes(std::int64_t rows, std::int64_t path_rows) const;
   std::int64_t head(const Work& work, bool with_gradient) const;
+  HeadBuffers head_buffers(std::int64_t outputs, bool with_gradient) const;
 
   ModelShape shape_;
   std::int64_t trained_, held_;  // parameters that this rank keeps; of those held with the rooms

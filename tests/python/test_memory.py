@@ -1,0 +1,37 @@
+"""What processes hold against what their plan says: within 5 %."""
+
+import json
+import sys
+
+import pytest
+
+from conftest import ROOT
+from test_parallel import Ranks
+
+sys.path.insert(0, str(ROOT / "bench"))
+import memory_sweep
+
+MEBI = 2**20
+
+
+def files(folder, vocabulary, rollouts, **shape):
+    memory_sweep.write_model(folder / "model", {**memory_sweep.SHAPE, **shape, "vocab_size": vocabulary})
+    memory_sweep.write_rollouts(folder / "rollouts.jsonl", vocabulary, **rollouts)
+    return ["train", "--model", folder / "model", "--rollouts", folder / "rollouts.jsonl", "--json", "--quiet"]
+
+
+def of_process(found):
+    """(bytes of the process at its most, bytes that its last step was planned to hold)."""
+    return found["peak_bytes"], max(found["steps"][-1]["predicted"]["peak_bytes"].values())
+
+
+@pytest.mark.parametrize("n", [4, 32])
+def test_small_waves_in_bfloat16_hold_what_they_planned(n, program, tmp_path):
+    words = files(tmp_path, 40000, dict(prompt=30, response=90, n=n), hidden_size=192, num_hidden_layers=1, num_attention_heads=3,
+                  num_key_value_heads=1, intermediate_size=512)
+    # In a process of its own, whose peak is its own.
+    found = Ranks(program, 1, [*words, "--dtype", "bfloat16", "--schedule", "dense", "--token-budget", 64, "--logprobs", tmp_path / "logprobs"],
+                  OMP_NUM_THREADS="2")
+    assert found.end() == [0], found.stderr
+    process, planned = of_process(json.loads(found.stdout[0]))
+    assert 0.95 * planned < process < 1.05 * planned, (process / MEBI, planned / MEBI)
