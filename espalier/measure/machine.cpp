@@ -25,7 +25,7 @@
 namespace espalier {
 namespace {
 
-constexpr int kCacheVersion = 3;  // of what is measured and how: a profile of another version is measured again
+constexpr int kCacheVersion = 4;  // of what is measured and how: a profile of another version is measured again
 
 // Least seconds of one call among a few, after one to warm up.
 template <class Work>
@@ -60,6 +60,17 @@ class Product {
 MachineProfile::Rate matrix_rate(std::int64_t rows, at::ScalarType dtype) {
   const Product product(rows, dtype);
   return {rows, product.flops() / best_seconds(product)};
+}
+
+// Of a layer's weights from many rows, as a backward adds it.
+double weight_gradient_rate(at::ScalarType dtype) {
+  constexpr std::int64_t kRows = MachineProfile::kGradientRows, kWidth = 1024;
+  const at::Tensor x = at::ones({kRows, kWidth}, dtype), grad = at::ones_like(x);
+  const at::Tensor sum = at::zeros({kWidth, kWidth}, accumulator_type(dtype)),
+                   product = at::empty({kWidth, kWidth}, dtype);
+  const Operations& ops = cpu_device().operations();
+  return 2.0 * kRows * kWidth * kWidth /
+         best_seconds([&] { ops.add_linear_grad_weight(sum, at::Tensor(), grad, x, product); });
 }
 
 double attention_rate(at::ScalarType dtype) {
@@ -204,7 +215,12 @@ MachineProfile measure_machine(DType dtype) {
       best = std::max({best, rate.flops_per_second, matrix_rate(rate.rows, scalar).flops_per_second});
       rate.flops_per_second = best;
     }
-    profile.attention_flops_per_second = std::max(profile.attention_flops_per_second, attention_rate(scalar));
+    const auto raise = [](double& rate, double measured) { rate = std::max(rate, measured); };
+    raise(profile.weight_gradient_flops_per_second, weight_gradient_rate(scalar));
+    // The head multiplies in the accumulator dtype.
+    raise(profile.head_flops_per_second,
+          matrix_rate(MachineProfile::kHeadRows, accumulator_type(scalar)).flops_per_second);
+    raise(profile.attention_flops_per_second, attention_rate(scalar));
     profile.bytes_per_second = std::max(profile.bytes_per_second, copy_rate());
     profile.seconds_per_call = std::min(profile.seconds_per_call, call_seconds(scalar));
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
@@ -12,6 +13,7 @@
 namespace espalier {
 namespace {
 
+constexpr double kManyRows = MachineProfile::kGradientRows, kHeadRows = MachineProfile::kHeadRows;
 constexpr int kCallsPerLayer = 14;  // products, norms, rotations, attention, activation: one forward of a layer
 constexpr int kCallsPerExpert = 5;  // rows gathered, two products, activation, sum
 // Of a forward's traffic in rows, and of its calls, what making gate and up again repeats: a norm and a product.
@@ -58,8 +60,12 @@ std::string MachineProfile::line() const {
     rates += text_of(rates.empty() ? "" : ", ", std::llround(rate.flops_per_second / 1e9));
     rows += text_of(rows.empty() ? "" : ", ", rate.rows);
   }
-  return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows,
-                 " rows; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
+  return text_of(name, " (", source, ", ", name_of(dtype), "): matrix products ", rates, " GFLOP/s at ", rows, " rows",
+                 weight_gradient_flops_per_second > 0
+                     ? text_of(", gradients of weights ", std::llround(weight_gradient_flops_per_second / 1e9))
+                     : "",
+                 head_flops_per_second > 0 ? text_of(", head ", std::llround(head_flops_per_second / 1e9)) : "",
+                 "; attention ", std::llround(attention_flops_per_second / 1e9), " GFLOP/s; memory ",
                  std::llround(bytes_per_second / 1e9), " GB/s; ", std::round(seconds_per_call * 1e8) / 100,
                  " us per call; stores at ", std::llround(spill_bytes_per_second / 1e6), " MB/s",
                  fitted_steps > 0 ? text_of("; fitted to ", fitted_steps, " steps") : "");
@@ -91,6 +97,8 @@ Json to_json(const MachineProfile& profile) {
           {"dtype", name_of(profile.dtype)},
           {"threads", profile.threads},
           {"matrix", matrix},
+          {"weight_gradient_flops_per_second", profile.weight_gradient_flops_per_second},
+          {"head_flops_per_second", profile.head_flops_per_second},
           {"attention_flops_per_second", profile.attention_flops_per_second},
           {"bytes_per_second", profile.bytes_per_second},
           {"seconds_per_call", profile.seconds_per_call},
@@ -129,6 +137,10 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   profile.attention_flops_per_second = number(json, "attention_flops_per_second");
   profile.bytes_per_second = number(json, "bytes_per_second");
   profile.seconds_per_call = number(json, "seconds_per_call");
+  for (const auto& [member, rate] :
+       {std::pair("weight_gradient_flops_per_second", &profile.weight_gradient_flops_per_second),
+        {"head_flops_per_second", &profile.head_flops_per_second}})
+    if (json.contains(member) && json.at(member) != Json(0.0)) *rate = number(json, member);
   if (json.contains("spill_bytes_per_second")) profile.spill_bytes_per_second = number(json, "spill_bytes_per_second");
   if (json.contains("ranks_per_machine"))
     profile.ranks_per_machine = static_cast<std::int64_t>(number(json, "ranks_per_machine"));
@@ -228,17 +240,32 @@ double CostModel::rows_per_expert(std::int64_t rows) const {
              : row_sets_ * static_cast<double>(rows * shape_.experts_per_token) / static_cast<double>(shape_.experts);
 }
 
+double CostModel::product_seconds(double flops, double rows, double gradients) const {
+  if (flops == 0) return 0;
+  const double rate = profile_.matrix_flops_per_second(rows);
+  if (profile_.weight_gradient_flops_per_second == 0) return flops / rate;
+  const double slower = profile_.matrix_flops_per_second(kManyRows) / profile_.weight_gradient_flops_per_second;
+  return flops / rate * (1 - gradients + gradients * std::max(1.0, slower));
+}
+
+double CostModel::head_seconds(double flops, std::int64_t outputs) const {
+  const auto rows = static_cast<double>(bytes_.head_block_rows(outputs));
+  const double rate = profile_.matrix_flops_per_second(rows);
+  if (profile_.head_flops_per_second == 0) return flops / rate;
+  return flops / rate * profile_.matrix_flops_per_second(kHeadRows) / profile_.head_flops_per_second;
+}
+
 // A backward pass moves twice the bytes of a forward; `passes` counts in forwards.
 CostParts CostModel::variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const {
-  const double head_rows = static_cast<double>(std::min<std::int64_t>(work.outputs, 256));
+  const double gradients = kind_.gradients ? 1 / passes : 0;
   CostParts parts;
-  parts.products = flops.layers / profile_.matrix_flops_per_second(static_cast<double>(rows)) +
-                   flops.experts / profile_.matrix_flops_per_second(rows_per_expert(rows));
+  parts.products = product_seconds(flops.layers, static_cast<double>(rows), gradients) +
+                   product_seconds(flops.experts, rows_per_expert(rows), gradients);
   parts.attention = flops.attention / profile_.attention_flops_per_second;
   parts.rows = passes * static_cast<double>(work.rows) * bytes_per_row_ / profile_.bytes_per_second;
   if (!has_head_ || work.outputs == 0) return parts;
   parts.head = static_cast<double>(work.outputs) * logit_bytes_ / profile_.bytes_per_second +
-               flops.head / profile_.matrix_flops_per_second(head_rows);
+               head_seconds(flops.head, work.outputs);
   return parts;
 }
 

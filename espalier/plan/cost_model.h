@@ -29,6 +29,9 @@ struct CostParts {
 // Few constants, measured once per machine (or defaults). Matrix rates are those of products [rows, M] x [M, N] with
 // the weights read from memory, so that small row counts are slow by measurement, not by assumption.
 struct MachineProfile {
+  // Rows at which the rates of gradients of weights and of the head's products are measured.
+  static constexpr std::int64_t kGradientRows = 1024, kHeadRows = 256;
+
   struct Rate {
     std::int64_t rows;
     double flops_per_second;
@@ -39,6 +42,9 @@ struct MachineProfile {
   DType dtype = DType::float32;
   int threads = 1;           // that ran when it was measured; each has buffers of its own
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
+  // Gradients of weights, summed in the accumulator dtype, from many rows; products of the head's block of logits,
+  // which a CPU makes in the accumulator dtype. 0: as the table says.
+  double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;          // of memory-bound passes
   double spill_bytes_per_second = 5e8;  // to where trunks are stored away, and from there
@@ -93,6 +99,9 @@ class CostModel {
   };
   UnitFlops unit_flops(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
+  // Of layers' products of so many rows: `gradients` is the share of them that are gradients of weights.
+  double product_seconds(double flops, double rows, double gradients) const;
+  double head_seconds(double flops, std::int64_t outputs) const;
 
   ModelShape shape_;
   // Experts that are here; of the rows' products with experts the share that is computed here, and how many times as

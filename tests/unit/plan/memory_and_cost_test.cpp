@@ -83,6 +83,10 @@ TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
   // such products are widened.
   const bool widened = bfloat16_products() == Bfloat16Products::converted;
   EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(1 << 20), many + (((widened ? 12 + 7 : 19) + 3) << 20));
+  // Small pieces have kernels of their own; the head and the last rows are multiplied in float32.
+  const std::int64_t sixty_four = 64 * 96 + (14 << 10);
+  EXPECT_EQ(ActivationBytes(large, DType::bfloat16).scratch(64, 1, 2),
+            sixty_four + 24 + (((widened ? 12 : 8) + 2 * 7) << 20) + 2 * (17 << 18));
 }
 
 // A GPU holds its context in place of the process, and no tensor for a rounded gradient of a weight.
@@ -246,6 +250,24 @@ TEST(MachineProfile, SurvivesJson) {
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
   broken["matrix"][1]["rows"] = -5;
   EXPECT_THROW(profile_of(broken, "profile.json"), InputError);
+}
+
+// A CPU multiplies the head in float32 whatever the dtype, and adds rounded gradients of weights piece by piece: each
+// at the rate that was measured of it, the gradients a third of a layer's products.
+TEST(CostModel, TheHeadAndGradientsOfWeightsHaveRatesOfTheirOwn) {
+  const ModelShape shape = testing::llama_3_8b();
+  MachineProfile plain = testing::test_profile(), own = plain;
+  own.head_flops_per_second = plain.matrix_flops_per_second(MachineProfile::kHeadRows) / 4;
+  own.weight_gradient_flops_per_second = plain.matrix_flops_per_second(MachineProfile::kGradientRows) / 4;
+  const Work work = work_of_depths(0, 4096, true);
+  const CostParts before = CostModel(shape, plain, DType::bfloat16).parts(work, SavedState::keep),
+                  after = CostModel(shape, own, DType::bfloat16).parts(work, SavedState::keep);
+  EXPECT_NEAR(after.products / before.products, 2, 0.05);
+  EXPECT_NEAR(after.head / before.head, 4, 0.5);
+  EXPECT_EQ(after.attention, before.attention);
+  const CostParts forward = CostModel(shape, own, DType::bfloat16, kForwardOnly).parts(work, SavedState::keep);
+  EXPECT_EQ(forward.products,
+            CostModel(shape, plain, DType::bfloat16, kForwardOnly).parts(work, SavedState::keep).products);
 }
 
 }  // namespace
