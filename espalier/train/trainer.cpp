@@ -179,6 +179,7 @@ class Training {
     progress_.begin("saving", 0, "bytes");
     std::optional<AtomicDirectory> out;
     if (mesh_.writes()) out.emplace(options_.out);
+    if (mesh_.world.size() > 1) actor_.workspace.arena.trim();  // for tensors that are brought together
     const std::filesystem::path folder = out ? out->path() : std::filesystem::path();
     save_trained_model(folder, *model_, optimizer_, state(), options_.save_dtype);
     if (critic_)

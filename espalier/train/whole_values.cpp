@@ -10,6 +10,10 @@
 namespace espalier {
 namespace {
 
+// A send may return before it is received, with a copy of its own: one of so many bytes waits for a word back, so that a
+// rank has one copy at a time.
+constexpr std::int64_t kLargeSend = std::int64_t{1} << 20;
+
 bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
 
 }  // namespace
@@ -49,6 +53,8 @@ at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter
   at::Tensor values;
   for (const auto& [rank, kept] : pieces_of(holder, parameter, shares)) {
     if (kept.count == 0) continue;
+    at::Tensor word = at::zeros({1}, at::kFloat);
+    const bool large = kept.count * part.element_size() >= kLargeSend;
     const auto own = [&, &kept = kept] { return device.to_host(part.narrow(0, kept.place, kept.count)); };
     if (world.rank() == rank && rank == 0 && kept.count == parameter.count) return own();  // on a host, part itself
     if (world.rank() == 0) {
@@ -58,16 +64,19 @@ at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter
         place.copy_(own());
       else
         world.receive(place, rank);
+      if (rank != 0 && large) world.send(word, rank);
     } else if (world.rank() == rank) {
       world.send(own(), 0);
+      if (large) world.receive(word, 0);
     }
   }
   return values;
 }
 
 ParameterValues WholeValues::of(const at::Tensor& part, int shares) const {
-  return [this, part, shares, whole = at::Tensor()](const Parameter& asked) mutable -> const void* {
+  return [this, part, shares](const Parameter& asked) -> const void* {
     const bool writes = model_.mesh.writes();
+    at::Tensor& whole = whole_;
     whole = at::Tensor();
     for (const Holder& holder : holders_) {
       const Parameter* const here = holder.table.find(asked.name);

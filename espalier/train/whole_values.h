@@ -19,7 +19,8 @@ class WholeValues {
   const ParameterTable& table() const { return table_; }  // of what trains, in the whole model
 
   // Whole parameters of a flat tensor in the layout of model.table; or of a part of it: optimizer.masters() or a
-  // moment. On rank 0; null on the others, which all ask for the same parameters of table() in the same order.
+  // moment. On rank 0, valid until the object gives the next; null on the others, which all ask for the same parameters
+  // of table() in the same order.
   ParameterValues of(const at::Tensor& flat) const { return of(flat, 1); }
   ParameterValues of(const at::Tensor& part, const AdamW& optimizer) const {
     return of(part, optimizer.shares().size());
@@ -50,6 +51,7 @@ class WholeValues {
   const ModelState& model_;
   ParameterTable table_;
   std::vector<Holder> holders_;
+  mutable at::Tensor whole_;  // the parameter asked for last
 };
 
 // Overwrites what this rank keeps of a parameter in a flat buffer, `out`, with its part of the whole values, of `bytes`
