@@ -306,9 +306,9 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
   const std::string& named = context.options.machine;
   const bool any_gpu = named.empty() && context.options.device == DeviceType::cuda;
   if (any_gpu) context.progress.note("note: planning for an h100; --machine names another");
-  const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype)
+  const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype, context.options.attention)
                                  : named.empty() ? machine_profile(context.options, context.progress)
-                                                 : planned_machine(named, options.dtype);
+                                                 : planned_machine(named, options.dtype, context.options.attention);
   options.kind.cuda = profile.device == "cuda";
   if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
   const bool here = named.empty() && !any_gpu;  // of another machine nobody knows what it has room for

@@ -80,7 +80,10 @@ void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ra
     if (flash) bind_device(flash_cpu_device());
     return;
   }
-  const AttentionBy attention = flash ? AttentionBy::flash : cudnn ? AttentionBy::cudnn : AttentionBy::own;
+  const AttentionBy attention = flash                                              ? AttentionBy::flash
+                                : cudnn                                            ? AttentionBy::cudnn
+                                : options.attention == AttentionKernels::automatic ? AttentionBy::automatic
+                                                                                   : AttentionBy::own;
   bind_device(open_cuda_device(
       {.index = ranks.local_rank(), .attention = attention, .emulated = options.device == DeviceType::emulate}));
 }

@@ -9,7 +9,7 @@
 namespace espalier {
 
 // Whose attention: kernels of the library, ATen's FlashAttention-2, or graphs of cuDNN.
-enum class AttentionBy { own, flash, cudnn };
+enum class AttentionBy { automatic, own, flash, cudnn };  // automatic: cudnn on Hopper, else flash, else own
 
 struct GpuChoice {
   int index = 0;  // among those of this machine: a rank's own number there

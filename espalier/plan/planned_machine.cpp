@@ -6,6 +6,7 @@
 
 #include <toml++/toml.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -21,17 +22,21 @@ struct Gpu {
   const char* name;
   const char* title;
   double bfloat16, float32, float64;  // FLOP/s of matrix products
-  double attention_bfloat16;          // FLOP/s of forward and backward together, as measured by its writers
+  // FLOP/s of forward and backward together in bfloat16, by kernels: this library's, counted from what was compiled;
+  // FlashAttention-2's and cuDNN's, as measured by their writers. 0: they do not run there.
+  double attention_own, attention_flash, attention_cudnn;
   double bytes_per_second;
   std::int64_t memory_bytes;
   double host_bytes_per_second;  // to the host's memory and back, each way
   double link, network;          // that one GPU sends, to a neighbour and to another machine
 };
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9, 450e9, 50e9},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9, 450e9, 50e9},
-    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 180e12, 2.04e12, std::int64_t{79} << 30, 32e9, 300e9,
-     25e9},
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 165e12, 320e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9,
+     450e9, 50e9},
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 165e12, 320e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9,
+     450e9, 50e9},
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 105e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
+     32e9, 300e9, 25e9},
 };
 // What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
 constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
@@ -40,7 +45,25 @@ constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; 
 constexpr double kPlainAttention = 0.5;
 constexpr double kLaunchSeconds = 4e-6;
 
-MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype) {
+// As a run takes them: auto is cuDNN's where there are any, FlashAttention-2 elsewhere.
+double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
+  switch (kernels) {
+    case AttentionKernels::own:
+      return gpu.attention_own;
+    case AttentionKernels::flash:
+      return gpu.attention_flash;
+    case AttentionKernels::cudnn:
+      if (gpu.attention_cudnn == 0)
+        throw OptionError({"--attention", text_of("own or flash on an ", gpu.title),
+                           "cudnn, whose kernels are for Hopper", "leave it out"});
+      return gpu.attention_cudnn;
+    case AttentionKernels::automatic:
+      break;
+  }
+  return std::max(gpu.attention_flash, gpu.attention_cudnn);
+}
+
+MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels kernels) {
   const double peak = dtype == DType::bfloat16 ? gpu.bfloat16 : dtype == DType::float32 ? gpu.float32 : gpu.float64;
   MachineProfile profile;
   profile.name = gpu.title;
@@ -54,7 +77,7 @@ MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype) {
     profile.matrix.push_back({rows, 1 / (reading + 1 / (kReachedFlops * peak))});
   }
   profile.attention_flops_per_second =
-      dtype == DType::bfloat16 ? gpu.attention_bfloat16 : kPlainAttention * kReachedFlops * peak;
+      dtype == DType::bfloat16 ? attention_rate(gpu, kernels) : kPlainAttention * kReachedFlops * peak;
   profile.seconds_per_call = kLaunchSeconds;
   profile.spill_bytes_per_second = kReachedBytes * gpu.host_bytes_per_second;
   profile.memory_bytes = gpu.memory_bytes;
@@ -81,10 +104,10 @@ Json read_profile(const std::string& path) {
 
 }  // namespace
 
-MachineProfile planned_machine(const std::string& machine, DType dtype) {
+MachineProfile planned_machine(const std::string& machine, DType dtype, Choice<AttentionKernels> attention) {
   std::string names;
   for (const Gpu& gpu : kGpus) {
-    if (machine == gpu.name) return profile_of_gpu(gpu, dtype);
+    if (machine == gpu.name) return profile_of_gpu(gpu, dtype, attention);
     names += text_of(gpu.name, ", ");
   }
   std::error_code ignored;

@@ -4,7 +4,8 @@
 
 extern "C" espalier::Device* espalier_open_cuda_device(const espalier::GpuChoice& choice, std::string* problem) {
   using espalier::AttentionBy;
-  if (choice.attention == AttentionBy::own) return &espalier::testing::emulated_device();
+  if (choice.attention == AttentionBy::own || choice.attention == AttentionBy::automatic)
+    return &espalier::testing::emulated_device();
   *problem = choice.attention == AttentionBy::flash ? "no FlashAttention-2 on processors" : "no cuDNN on processors";
   return nullptr;
 }

@@ -13,11 +13,20 @@
 namespace espalier::cuda {
 namespace {
 
-const Operations& operations_of(const GpuChoice& choice, int index, int capability) {
-  if (choice.attention == AttentionBy::own) return operations();
+const Operations& operations_of(AttentionBy attention, int index, int capability) {
+  if (attention == AttentionBy::own) return operations();
+  if (attention == AttentionBy::automatic) {
+    for (const AttentionBy each : {AttentionBy::cudnn, AttentionBy::flash}) {
+      try {
+        return operations_of(each, index, capability);
+      } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
+      }
+    }
+    return operations();
+  }
   static Operations changed = operations();
   static_cast<AttentionOperations&>(changed) =
-      choice.attention == AttentionBy::flash ? open_flash_attention(index) : open_cudnn_attention(index, capability);
+      attention == AttentionBy::flash ? open_flash_attention(index) : open_cudnn_attention(index, capability);
   return changed;
 }
 
@@ -41,7 +50,7 @@ Device* open(const GpuChoice& choice, std::string* problem) {
   (void)open_aten(index);  // first: ATen remembers its first answer to whether there is CUDA
   start(index, properties.major);
   static CudaDevice* const device =
-      new CudaDevice(operations_of(choice, index, properties.major), "cuda");  // outlives every tensor
+      new CudaDevice(operations_of(choice.attention, index, properties.major), "cuda");  // outlives every tensor
   return device;
 }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -18,7 +19,7 @@
 namespace espalier {
 namespace {
 
-// The numbers of a machine's row in the document: FLOP/s by dtype, of attention, B/s, GiB.
+// The numbers of a machine's row in the document: FLOP/s by dtype, B/s, GiB, host B/s, attention's FLOP/s by kernels.
 std::vector<double> documented(const std::string& name) {
   std::ifstream in(testing::source_dir() + "/docs/machines.md");
   std::vector<double> numbers;
@@ -34,15 +35,15 @@ TEST(PlannedMachine, HasTheRatesOfItsDocument) {
   constexpr DType kDTypes[] = {DType::bfloat16, DType::float32, DType::float64};
   for (const char* name : {"h100", "h200", "a100"}) {
     const std::vector<double> row = documented(name);
-    ASSERT_EQ(row.size(), 7u) << name;
+    ASSERT_EQ(row.size(), 9u) << name;
     for (std::size_t i = 0; i < 3; ++i) {
       const MachineProfile machine = planned_machine(name, kDTypes[i]);
       EXPECT_EQ(machine.device, "cuda");
-      EXPECT_EQ(machine.memory_bytes, static_cast<std::int64_t>(row[5]) << 30);
-      EXPECT_NEAR(machine.bytes_per_second, 0.9 * row[4], 1);
-      EXPECT_NEAR(machine.spill_bytes_per_second, 0.9 * row[6], 1);
+      EXPECT_EQ(machine.memory_bytes, static_cast<std::int64_t>(row[4]) << 30);
+      EXPECT_NEAR(machine.bytes_per_second, 0.9 * row[3], 1);
+      EXPECT_NEAR(machine.spill_bytes_per_second, 0.9 * row[5], 1);
       const double peak = 0.8 * row[i];
-      EXPECT_NEAR(machine.attention_flops_per_second, i == 0 ? row[3] : 0.5 * peak, 1) << i;
+      EXPECT_NEAR(machine.attention_flops_per_second, i == 0 ? std::max(row[7], row[8]) : 0.5 * peak, 1) << i;
       // Reading the weights adds to multiplying: little at many rows, nearly everything at one.
       EXPECT_LT(machine.matrix.back().flops_per_second, peak);
       EXPECT_GT(machine.matrix.back().flops_per_second, 0.95 * peak);
@@ -50,6 +51,22 @@ TEST(PlannedMachine, HasTheRatesOfItsDocument) {
       EXPECT_LT(machine.matrix.front().flops_per_second, one);
       EXPECT_GT(machine.matrix.front().flops_per_second, 0.8 * one);
     }
+  }
+}
+
+// A plan must not promise the rate of kernels that do not run.
+TEST(PlannedMachine, AttentionHasTheRateOfItsKernels) {
+  constexpr AttentionKernels kKernels[] = {AttentionKernels::own, AttentionKernels::flash, AttentionKernels::cudnn};
+  for (const char* name : {"h100", "h200", "a100"}) {
+    const std::vector<double> row = documented(name);
+    for (std::size_t i = 0; i < 3; ++i) {
+      const double rate = row.at(6 + i);
+      if (rate == 0)
+        EXPECT_THROW(planned_machine(name, DType::bfloat16, kKernels[i]), OptionError) << name;
+      else
+        EXPECT_NEAR(planned_machine(name, DType::bfloat16, kKernels[i]).attention_flops_per_second, rate, 1) << name;
+    }
+    EXPECT_LT(row[6], row[7]) << "own kernels are not taken where faster ones are there";
   }
 }
 
