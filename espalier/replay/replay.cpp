@@ -76,8 +76,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   const MachineProfile machine = machine_profile(options, progress, mesh);
   const std::vector<HeldModel> held{{local_shape(shape, mesh), {}}};
   StepsFit fit;
-  for (std::int64_t i = 0; i < steps; ++i)
-    fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
+  for (std::int64_t i = 0; i < steps; ++i) fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
   fit.require();
   const auto model = load_model(trace.model, options.dtype, progress, mesh, options.train);
   model->decoder.reserve_positions(data.longest());

@@ -10,8 +10,8 @@
 namespace espalier {
 namespace {
 
-// A send may return before it is received, with a copy of its own: one of so many bytes waits for a word back, so that a
-// rank has one copy at a time.
+// A send may return before it is received, and holds a copy until then. A sender of at least so many bytes waits for a
+// word from the receiver, so that it holds one copy at a time.
 constexpr std::int64_t kLargeSend = std::int64_t{1} << 20;
 
 bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
@@ -53,18 +53,19 @@ at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter
   at::Tensor values;
   for (const auto& [rank, kept] : pieces_of(holder, parameter, shares)) {
     if (kept.count == 0) continue;
-    at::Tensor word = at::zeros({1}, at::kFloat);
+    const at::Tensor word = at::zeros({1}, at::kFloat);
     const bool large = kept.count * part.element_size() >= kLargeSend;
     const auto own = [&, &kept = kept] { return device.to_host(part.narrow(0, kept.place, kept.count)); };
     if (world.rank() == rank && rank == 0 && kept.count == parameter.count) return own();  // on a host, part itself
     if (world.rank() == 0) {
       if (!values.defined()) values = at::empty({parameter.count}, part.options().device(at::kCPU));
       const at::Tensor place = values.narrow(0, kept.first, kept.count);
-      if (rank == 0)
+      if (rank == 0) {
         place.copy_(own());
-      else
-        world.receive(place, rank);
-      if (rank != 0 && large) world.send(word, rank);
+        continue;
+      }
+      world.receive(place, rank);
+      if (large) world.send(word, rank);
     } else if (world.rank() == rank) {
       world.send(own(), 0);
       if (large) world.receive(word, 0);
