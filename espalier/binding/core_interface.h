@@ -22,7 +22,7 @@ typedef struct {
   const int64_t* prompt_lengths;  // [N]
 } espalier_rollouts;
 
-// What decides cost; `experts` 0: no mixture.
+// The sizes that decide cost; `experts` 0: no mixture.
 typedef struct {
   int64_t layers, hidden, inner, heads, kv_heads, head_dim, vocabulary;
   int64_t experts, experts_per_token, expert_inner;

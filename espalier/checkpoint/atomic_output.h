@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-// What a run calls before any work: refuses a target that could not be replaced at the end, and tidies up after killed
+// Called before any work of a run: refuses a target that could not be replaced at the end, and tidies up after killed
 // runs. Accepted are a name that does not exist in a writable directory, an empty directory, and a directory that
 // Espalier wrote (it holds espalier/manifest.json), which the run may replace.
 // Errors: OptionError.

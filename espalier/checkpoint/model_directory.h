@@ -29,7 +29,7 @@ enum class ValueHead {
 // Overwrites flat with the weights of model.safetensors, or of the shards that model.safetensors.index.json names,
 // converted from F64, F32, F16 or BF16 to dtype. As Hugging Face does: names without the prefix "model." are taken
 // when no name has it; rotary inv_freq buffers are ignored; a head stored beside a tied one must be equal to the
-// embedding, and may stand for it when the embedding is absent. Of a tensor that ranks divide only this rank's part is
+// embedding, and may stand for it when the embedding is absent. Only this rank's part of a sharded tensor is
 // read; padding in flat stays as it is.
 // Errors: InputError naming the file and the first few missing, unexpected or misshapen tensors; UnsupportedError for
 // weights in other number formats (quantised models) and for pickled weights.

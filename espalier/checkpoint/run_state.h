@@ -1,4 +1,4 @@
-// What exact continuation needs besides the weights, in the folder espalier/ of an output directory:
+// State for exact continuation besides the weights, in the folder espalier/ of an output directory:
 //   state.json         position, random state, options, what model and number formats it belongs to
 //   state.safetensors  master.<name>, exp_avg.<name>, exp_avg_sq.<name> for every parameter, in the accumulators' dtype
 // Saving and loading move bits, not values.

@@ -1,7 +1,7 @@
-// What a block of the engine holds while it runs, as data: the arena takes it, the planner adds it up.
+// Buffers of a block of the engine while it runs, as data: the arena allocates them, the planner adds them up.
 //
 // A block runs in stages. A buffer is held from the first stage that needs it to the last; the buffers that begin in a
-// stage are taken in the order of their declaration. What began last ends first: the arena is a stack.
+// stage are taken in the order of their declaration. The arena is a stack: the last to begin ends first.
 //
 // A planner makes very many of these lists: adding to one is a few additions.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace espalier {
 
-// What the arena's stack advances by for so many bytes: whole cache lines, which are also the widest vectors.
+// Bytes that the arena's stack advances by: whole cache lines, which are also the widest vectors.
 constexpr std::int64_t arena_bytes(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 enum class Element : std::uint8_t {

@@ -1,6 +1,6 @@
 // A place where tensors live and operations run: the host's processors, or a GPU.
 //
-// What runs on tensors is in `operations()`. Operations run in the order in which they are called, but maybe later:
+// `operations()` holds everything that runs on tensors. Operations run in the order of their calls, but maybe later:
 // what one wrote is read by the next, and by the host only through to_host. An operation's tensors may be released in
 // the arena they are from, or dropped, as soon as the call returns.
 #pragma once
@@ -29,11 +29,11 @@ class Device {
   virtual std::string_view name() const = 0;
   // Whether its memory is the host's: what waits for long then waits in a file, otherwise in the host's memory.
   virtual bool in_host_memory() const { return false; }
-  // Of so many ranks of this machine, those that share its memory: each has a GPU of its own.
+  // Ranks, of `local_ranks` on this machine, that share its memory: each has a GPU of its own.
   int sharing_memory(int local_ranks) const { return in_host_memory() ? local_ranks : 1; }
   // Returns when everything called so far has run.
   virtual void synchronize() = 0;
-  // Of its memory, what can still be taken.
+  // Bytes of its memory that can still be allocated.
   virtual std::int64_t free_bytes() = 0;
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;

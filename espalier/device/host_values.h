@@ -1,4 +1,4 @@
-// What a tensor holds in the host's memory, after Device::to_host or before Device::to_device.
+// Values of a tensor in the host's memory, after Device::to_host or before Device::to_device.
 #pragma once
 
 #include <ATen/core/Tensor.h>

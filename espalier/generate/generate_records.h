@@ -21,7 +21,7 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 
 // Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
 // `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.
-// Of one rank; all ranks of the mesh take what the one with least memory takes.
+// For one rank; all ranks of the mesh use the settings of the rank with least memory.
 void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings,
                  const Mesh& mesh = mesh_of_one());
 

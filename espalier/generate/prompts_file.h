@@ -25,7 +25,7 @@ struct PromptFile {
 // Text becomes tokens by `tokenizer`. A prompt that was text carries `prompt`, the text that the model sees, and
 // `messages`, where it was given so; of `prompt_ids` beside a `prompt` the ids are taken.
 // Errors: InputError with "file:line", the field, what was expected and found; ids are checked against the vocabulary.
-// Those of PythonRecords for Parquet, and of Tokenizer.
+// Also errors of PythonRecords for Parquet, and of Tokenizer.
 PromptFile read_prompts(const std::string& path, std::int64_t vocabulary, LazyTokenizer& tokenizer, Progress& progress);
 
 // The same for JSON Lines in memory (plain or gzip); `name` stands for the file in messages.

@@ -17,7 +17,7 @@ namespace espalier {
 
 class GradientSet {
  public:
-  // Of the table's parameters: those that train. Table and mesh must outlive the object, which stays where it is.
+  // Gradients of the table's parameters that train. Table and mesh must outlive the object, which does not move.
   GradientSet(const ParameterTable& table, const LocalShape& shape, at::ScalarType accumulator,
               Device& device = bound_device(), const Mesh& mesh = mesh_of_one());
   GradientSet(const GradientSet&) = delete;
@@ -27,7 +27,7 @@ class GradientSet {
   // Where several ranks hold a parameter and each has computed a share of its gradient (Shard::partial_gradient), makes
   // it the sum. Once a step, after the last backward; every rank of tp calls it.
   void add_shares(Group& tp);
-  // What comes next is this rank's last backward of the step: what it leaves behind is summed over replicas from then
+  // Announces this rank's last backward of the step: a layer that it has left is summed over replicas from then
   // on, and nobody else may touch it before `finish_sums`.
   void begin_last_backward();
   // Every accumulator <- its sum over the ranks that hold the same weights. Every one of them calls it.
@@ -38,7 +38,7 @@ class GradientSet {
   const ParameterTable& table() const { return table_; }
   const at::Tensor& flat() const { return flat_; }                                        // in the table's layout
   std::int64_t room_bytes() const { return static_cast<std::int64_t>(rooms_.nbytes()); }  // of divided units
-  // Of flat(), what is kept of a parameter.
+  // The kept part of a parameter in flat().
   at::Tensor kept(const Parameter& parameter) const;
 
  private:

@@ -1,4 +1,4 @@
-// What ranks have of a step's gradient, brought together.
+// Sums a step's gradient over the ranks.
 #pragma once
 
 #include "espalier/gradient/gradient_set.h"

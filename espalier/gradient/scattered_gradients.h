@@ -21,7 +21,7 @@ class ScatteredGradients final : public UnitKeeper {
 
   void bring(std::int64_t unit) override;
   void let_go(std::int64_t unit) override;
-  // What was let go is summed and kept.
+  // Waits until released gradients are summed and kept.
   void finish();
 
  private:

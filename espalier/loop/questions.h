@@ -1,4 +1,4 @@
-// What the closed loop asks its policy, and how right the answers are: a built-in task, or one's own prompts.
+// Questions of the closed loop and the scoring of answers: a built-in task, or the user's prompts.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What is random in a closed loop, and from which stream of --seed it is drawn. Everything is a function of the seed
+// Random numbers of a closed loop, and the stream of --seed that each is drawn from. Each is a function of the seed
 // and of a place in the run, so a run that continues needs no random state.
 #pragma once
 

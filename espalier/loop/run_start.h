@@ -22,7 +22,7 @@ struct RunStart {
   std::unique_ptr<Questions> questions;
 };
 
-// What a run holds from its first batch on: the trained model, a reference where there is a KL term, a critic.
+// Models that a run holds from its first batch on: the trained model, a reference where there is a KL term, a critic.
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
                                       const Mesh& mesh = mesh_of_one());
 

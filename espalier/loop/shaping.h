@@ -1,4 +1,4 @@
-// What happens to rewards and groups before advantages are computed. Source: DAPO (Yu and others, 2025), with verl
+// Changes to rewards and groups before advantages are computed. Source: DAPO (Yu and others, 2025), with verl
 // 0.9's conventions.
 #pragma once
 

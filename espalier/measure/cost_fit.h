@@ -13,9 +13,9 @@
 
 namespace espalier {
 
-// What the model says of a whole plan: the sum over its items.
+// Predicted parts of a whole plan: the sum over its items.
 CostParts predicted_parts(const StepPlan& plan, const CostModel& model);
-// What a step's profile says; what no part claims counts to the rows, planning and the optimizer to nothing.
+// Measured parts of a step's profile; unclaimed time counts to the rows, planning and the optimizer to nothing.
 CostParts measured_parts(const StepProfile& profile);
 
 class CostFit {

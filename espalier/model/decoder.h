@@ -30,7 +30,7 @@ struct DecoderSaved {
   at::Tensor choice_LTK;
 };
 
-// What the forward and the backward of a set of rows have in common.
+// Arguments common to the forward and the backward of a set of rows.
 struct DecoderRun {
   const ModelInput& input;  // handed over
   KvSource& kv;
@@ -56,13 +56,13 @@ class Decoder {
   DecoderSaved forward(const DecoderRun& run, std::optional<ItemState> state = std::nullopt) const;
 
   // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
-  // set's part to the gradients of what its rows attended to. Consumes `saved`. What later rows added to the gradients
-  // of the set's own keys and values enters here.
+  // set's part to the gradients of what its rows attended to. Consumes `saved`. The gradients that later rows added to
+  // the set's own keys and values enter here.
   void add_backward(const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM, ModelViews& grads,
                     const RouterPenalties& penalties = {}) const;
 
-  // What a rank without rows of its own runs while others run forward, or add_backward: its experts, on their rows, and
-  // what brings together divided weights, and layers of what the others attend to (NoRows). The latter adds to the
+  // Run by a rank without own rows while others run forward, or add_backward: its experts, on their rows, and
+  // the gathers of sharded weights and of the layers that the others attend to (NoRows). join_backward adds to the
   // gradients of its experts.
   void join_forward(Arena& arena, KvSource& kv) const;
   void join_backward(ModelViews& grads, Arena& arena, KvSource& kv) const;
@@ -74,7 +74,7 @@ class Decoder {
   Device& device() const { return device_; }
   // False where none of its layers saves anything, since nothing in or below them trains.
   bool has_backward() const { return first_layer() < shape_.layers; }
-  // What the declarations of its buffers depend on.
+  // The sizes that its buffer declarations depend on.
   BlockShape block() const;
   at::ScalarType dtype() const { return weights_.layers.front().attention_norm_M.scalar_type(); }
   // Stages of pp hand streams on, and their gradients back. The first looks tokens up, the last has the outputs.
@@ -82,8 +82,8 @@ class Decoder {
   bool is_last_stage() const { return mesh_.pp.rank() + 1 == mesh_.pp.size(); }
 
  private:
-  // The input of this rank's first layer, and what its last layer's output becomes. Of the backward: the gradient of
-  // the latter, grad_stream_OM or grad_stream_TM, which are overwritten, and what becomes of that of the former.
+  // The input of this rank's first layer, and the use of its last layer's output. In the backward: the gradient of
+  // the latter, grad_stream_OM or grad_stream_TM (overwritten), and the use of the gradient of the former.
   void enter(const ModelInput& input, const at::Tensor& stream_TM) const;
   void leave(const ModelInput& input, const at::Tensor& stream_TM, const DecoderSaved& saved) const;
   at::Tensor enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,

@@ -4,7 +4,7 @@
 //   z = y + sum_{e in S} w_e (silu(g_e) u_e) Wd_e^T
 //
 // Rows are sorted by expert (ops/experts.h). Sums over a row's experts are kept in the accumulator dtype and rounded
-// once. What router losses ask is in context.penalties. Shapes: R rows, M width, E experts, k of them a row, F inner
+// once. context.penalties holds the router losses. Shapes: R rows, M width, E experts, k of them a row, F inner
 // width of one expert.
 #pragma once
 

@@ -12,7 +12,7 @@ struct ExpertInputGradients {
   at::Tensor normed_RM, weight_RK;
 };
 
-// What both do is said in ops/experts.h. Sums over ranks of tp are left to the caller: each of them has a part of the
+// ops/experts.h describes both. Sums over ranks of tp are left to the caller: each of them has a part of the
 // experts' inner columns, or of the rows. `scratch`: of the products where they are here, for R rows.
 struct ExpertProducts {
   // Adds the experts' results of normed_RM to sum_RM. Where sum is undefined only saved.gate_up is filled.

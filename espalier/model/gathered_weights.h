@@ -1,5 +1,5 @@
 // Weights that ranks divide (--shard full, plan/units.h), brought together unit by unit where somebody computes with
-// them. What stands in a room is taken over by the next unit that is brought there; layers have two, so that one comes
+// them. The next unit gathered into a buffer overwrites the last; layers have two, so that one arrives
 // while the one before it computes.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace espalier {
 
-// Of the ranks that divide a unit.
+// The group of the ranks that shard a unit.
 inline Group& holders_of(const Unit& unit, const Mesh& mesh) {
   return unit.experts ? mesh.expert_replicas : mesh.replicas;
 }

@@ -1,4 +1,4 @@
-// What the two halves of a decoder block share: what they save for the backward, and what they are run with.
+// Common to the two halves of a decoder block: the state saved for the backward, and the arguments of a run.
 //
 // Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row, L layers of
@@ -22,7 +22,7 @@
 
 namespace espalier {
 
-// What the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
+// State that the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
 struct LayerSaved {
   at::Tensor stream_in_TM;
   at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
@@ -32,7 +32,7 @@ struct LayerSaved {
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
 
-// What router losses ask of the backward of each layer of experts, and where it leaves their values. Empty: nothing.
+// Router losses that the backward of each layer of experts adds, and where it leaves their values. Empty: none.
 struct RouterPenalties {
   std::vector<RouterPenalty> of_layer;  // [L]
   at::Tensor value_L2;                  // float64, overwritten: the auxiliary and the z penalty, summed over rows
@@ -54,7 +54,7 @@ struct LayerContext {
   const Products products{ops, timer, mesh.tp};
 
   at::ScalarType dtype() const { return weights.query.weight.scalar_type(); }
-  // What the declarations of the block's buffers depend on.
+  // The sizes that the block's buffer declarations depend on.
   BlockShape block() const;
   BlockRows block_rows() const;
 };

@@ -1,4 +1,4 @@
-// Who keeps the saved state of layers while nobody reads it (saved/). The decoder says when that is.
+// Interface that stores the saved state of layers while nobody reads it (saved/). The decoder says when that is.
 #pragma once
 
 #include "espalier/device/arena.h"

@@ -1,4 +1,4 @@
-// What one forward takes: tokens, where they stand, and which of them anything is asked of. What the rows attend to is
+// Input of one forward: tokens, their positions, and the rows whose outputs are needed. The rows attend through
 // a KvSource (model/kv_source.h).
 //
 // Shapes: T rows, O output rows, L layers of experts, k experts a row. The vectors are the host's; add_to hands them
@@ -26,7 +26,7 @@ struct ModelInput {
   bool all_rows_choose = false;  // a last layer of experts runs all rows, not only those with an output
   bool keeps_choices = false;    // DecoderSaved::choice_LTK is wanted
 
-  // Of the device, after add_to; tensors of given experts are undefined where the vectors are empty.
+  // On the device, after add_to; tensors of given experts are undefined where the vectors are empty.
   at::Tensor id_T, position_T, output_row_O, output_position_O, given_LTK, given_output_OK;
 
   std::int64_t rows() const { return static_cast<std::int64_t>(id.size()); }

@@ -38,13 +38,13 @@ struct ShardRun {
 };
 // All of what is here, without padding, ascending in both.
 std::vector<ShardRun> runs_of(const Parameter& parameter);
-// Of these what is kept; `local` counts from the first element of the flat buffer.
+// The kept part of these; `local` counts from the first element of the flat buffer.
 std::vector<ShardRun> runs_of(const Parameter& parameter, const Kept& kept);
 
 // The `count` values of a whole parameter in host memory, until the next call. A caller that visits several
 // asks for them in the table's order.
 using ParameterValues = std::function<const void*(const Parameter&)>;
-// Of a flat buffer in the table's layout whose elements take `bytes` each.
+// Reads a flat buffer in the table's layout whose elements take `bytes` each.
 ParameterValues values_of(const void* flat, std::int64_t bytes);
 
 class ParameterTable {
@@ -54,10 +54,10 @@ class ParameterTable {
 
   const std::vector<Parameter>& parameters() const { return parameters_; }  // ascending, gapless offsets
   std::int64_t size() const { return size_; }                               // elements
-  // Of flat buffers: what this rank keeps of these elements, all unless weights are divided.
+  // Elements of flat buffers that this rank keeps: all unless weights are sharded.
   std::int64_t kept_size() const { return divided() ? units_.kept : size_; }
   Kept kept(const Parameter& parameter) const;
-  // What the rank-th of those that divide it keeps.
+  // The part kept by the rank-th of the ranks that shard it.
   Kept kept(const Parameter& parameter, std::int64_t rank) const;
   bool divided() const { return divided_; }
   const Units& units() const { return units_; }           // none unless weights are divided

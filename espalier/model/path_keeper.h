@@ -1,4 +1,4 @@
-// Who keeps what a path holds of layers that are not in use (saved/). The path says which rows of it count.
+// Interface that stores the path's tensors of layers that are not in use (saved/). The path says which rows count.
 //
 // Shapes: P rows that a path has room for, W elements of a row's keys, or values.
 #pragma once
@@ -16,7 +16,7 @@ class PathKeeper {
   enum class Kind { keys, values, grad_keys, grad_values };
   static constexpr int kKinds = 4;
 
-  // What a path holds of a layer: of gradients nothing in forward-only passes.
+  // Tensors of the path for one layer; forward-only passes have no gradients.
   struct Member {
     Kind kind = Kind::keys;
     std::int64_t layer = 0;

@@ -26,7 +26,7 @@ class PathWindow {
   // Keys and values of a layer are in memory until another layer is asked for; those of all `rows` are there
   // afterwards, for rows that are new are written in this forward.
   void begin_forward(std::int64_t layer, std::int64_t rows);
-  // Their gradients, too. Of `rows` rows those of the first are there, as many as this returns; the others are new and
+  // Their gradients, too. Returns how many of the first of `rows` rows have gradients; the others are new and
   // uninitialised. The first `rows_after` count afterwards.
   std::int64_t begin_backward(std::int64_t layer, std::int64_t rows, std::int64_t rows_after);
   // No gradient stays in memory but those of the layers that do not sleep.

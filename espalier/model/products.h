@@ -24,7 +24,7 @@ class Products {
   void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const Projection& projection) const;
   void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                              const Projection& projection) const;
-  // Of parameters that train: nothing is computed where neither weight nor bias has a gradient.
+  // For parameters that train: nothing is computed where neither weight nor bias has a gradient.
   void add_linear_grad_weight(const Projection& grads, const at::Tensor& grad_RN, const at::Tensor& x_RK,
                               const at::Tensor& product_NK) const;
 

@@ -1,4 +1,4 @@
-// Who has the parameters that ranks divide while nobody computes with them (--shard full, plan/units.h). Decoder and
+// Interface that holds sharded parameters while nobody computes with them (--shard full, plan/units.h). Decoder and
 // heads say when they do, and ranks that join without rows, all in the same order: these are collectives.
 #pragma once
 
@@ -13,9 +13,9 @@ class UnitKeeper {
   // The views of a unit's weights hold what all ranks have of it, until another unit takes its room; those of its
   // gradients hold 0.
   virtual void bring(std::int64_t unit) = 0;
-  // Of weights: the unit is the next layer to be brought. Others compute meanwhile.
+  // For weights: starts to gather the unit, the next layer, while others compute.
   virtual void ask(std::int64_t) {}
-  // Of gradients: what was added to the views since `bring` is summed over the ranks and added to what each keeps, at
+  // For gradients: sums over the ranks what was added to the views since `bring`, and adds it to each rank's part, at
   // the end of the step at the latest.
   virtual void let_go(std::int64_t unit) = 0;
 };

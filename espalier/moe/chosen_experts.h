@@ -58,7 +58,7 @@ class ChosenExperts {
   std::vector<std::vector<std::uint16_t>> ids_;  // by rollout: [tokens, layers, k]
 };
 
-// What a run does with choices; null: nothing.
+// Use of choices in a run; null: none.
 struct ChoiceRecord {
   ChosenExperts* written = nullptr;      // gets those of every row, for the rollout that its segment names
   const ChosenExperts* given = nullptr;  // taken where known; what rollouts record is then not read

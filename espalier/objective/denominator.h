@@ -1,4 +1,4 @@
-// What one loss token weighs in the mini-batch's loss: every aggregation is a plain weighted sum over loss tokens,
+// Weight of one loss token in the mini-batch's loss: every aggregation is a plain weighted sum over loss tokens,
 // agg(x) = sum_i w_i sum_t m_it x_it, with weights that are known before the first wave. How the rollouts are cut into
 // waves therefore changes nothing. Equations: docs/objectives.md (20) to (24).
 // i rollout, t response token, m loss mask, n_i = sum_t m_it, N = sum_i n_i, B rollouts of the mini-batch.
@@ -13,12 +13,12 @@
 
 namespace espalier {
 
-// Of the critic's loss: --loss-agg-mode, by default token-mean whatever the policy loss is.
+// Aggregation of the critic's loss: --loss-agg-mode, by default token-mean for every policy loss.
 Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
-// What a loss needs to know of the whole mini-batch. Counted from its records before the first row runs, on every rank,
+// Sums over the whole mini-batch that a loss needs. Counted from its records before the first row runs, on every rank,
 // for every rank has read them all: what a rank computes itself never enters a denominator.
 struct MiniBatchTotals {
   std::int64_t rollouts = 0, loss_tokens = 0;
@@ -34,7 +34,7 @@ struct AggregationDivisors {
   double items_scale = 0;         // above 0, of token-mean: a record's num_items_in_batch times this divides its tokens
   double rollout_epsilon = 1e-8;  // added to a rollout's token count by seq-mean-token-mean: --token-count-epsilon
 
-  // Of the policy loss and of the critic's. --token-mean-divisor wins. Then, where records have num_items_in_batch,
+  // For the policy loss and the critic's. --token-mean-divisor wins. Then, where records have num_items_in_batch,
   // each one's own times --token-divisor-scale (TRL 1.16, _compute_loss: the generation batch's tokens rescaled to one
   // accumulation window). Then, where records have a token_divisor, the sum over the mini-batch of those, and of the
   // loss tokens of those that have none.

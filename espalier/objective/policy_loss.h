@@ -40,11 +40,11 @@ struct PolicyTerm {
   bool clipped = false;  // verl's pg_clipfrac: the clipped loss is the larger one (cispo: the ratio was clipped)
 };
 
-// What a token's term is a function of.
+// Arguments of a token's term.
 struct PolicyToken {
   double logprob = 0, old_logprob = 0, advantage = 0;
-  // Of the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old, and the sum of the
-  // log of what the rollout is weighed by (vespo).
+  // Over the rollout's loss tokens, for losses that need the whole rollout: the mean of lp - old, and the sum of the
+  // log of the rollout's weights (vespo).
   double mean_log_ratio = 0, sum_log_ratio = 0;
 };
 

@@ -1,4 +1,4 @@
-// What torch.autograd makes of a maximum at its kink: equal numbers get half of the gradient each.
+// The gradient of a maximum at its kink, as in torch.autograd: equal numbers get half of it each.
 #pragma once
 
 namespace espalier {

@@ -10,7 +10,7 @@ namespace espalier {
 std::int64_t resident_bytes();       // VmRSS
 std::int64_t peak_resident_bytes();  // VmHWM
 
-// What the process could still allocate: the least of what the machine calls available and what each enclosing control
+// Bytes that the process could still allocate: the least of the machine's available memory and what each control
 // group leaves below its limit (file pages count as free there: they are given back on demand).
 std::int64_t available_bytes();
 

@@ -18,7 +18,7 @@ using MetricLine = std::function<void(const Json& line)>;
 class RunMetrics {
  public:
   // Without `tensorboard` there are no event files. Continues behind the first `bytes` of `file`, which is cut there.
-  // What TensorBoard knows from `first_step` on is replaced. Errors: InputError where the file is shorter; OptionError.
+  // Replaces TensorBoard's events from `first_step` on. Errors: InputError where the file is shorter; OptionError.
   RunMetrics(const std::filesystem::path& file, std::int64_t bytes, std::int64_t first_step, MetricLine watcher,
              bool tensorboard = true);
 

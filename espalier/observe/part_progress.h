@@ -7,7 +7,7 @@
 
 namespace espalier {
 
-// What a part begins and advances is shown behind the run's bar, "generating 45 %", and moves nothing; every report
+// Shows the progress of a part behind the run's bar, "generating 45 %", without moving the bar; every report
 // draws the bar again and lets an interrupt through.
 class PartProgress final : public Progress {
  public:

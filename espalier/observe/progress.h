@@ -7,7 +7,7 @@
 
 namespace espalier {
 
-// What an interrupt (Ctrl-C, SIGTERM) does to work that reports. A second one always ends the program at once.
+// Effect of an interrupt (Ctrl-C, SIGTERM) on work that reports. A second one always ends the program at once.
 enum class OnInterrupt {
   stop,    // the next report throws Interrupted; the program ends work that does not report for some seconds
   unwind,  // the next report throws, however late it comes: the caller catches it and saves first

@@ -60,7 +60,7 @@ struct ExpertOperations {
                                const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                                const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,
                                const at::Tensor& grad_weight_RK, const ExpertScratch& scratch);
-  // sum_r += w_s y_s for every slot s of row r, experts in order; y stands sorted. What add_experts does with its
+  // sum_r += w_s y_s for every slot s of row r, experts in order; y is sorted. add_experts does this with its
   // results.
   void (*add_expert_rows)(const SortedSlots& sorted, const at::Tensor& y_SM, const at::Tensor& weight_RK,
                           const at::Tensor& sum_RM);

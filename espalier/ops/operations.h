@@ -1,7 +1,7 @@
 // Everything that runs on tensors: one table of functions per device, bound once a run (Device::operations).
 //
 // Model, objective, optimizer and sampler call these and nothing else on a device's tensors. An operation is described
-// in its own header. Those named add_... add to some of their results, and say which.
+// in its own header. Operations named add_... add to some of their results, and say which.
 #pragma once
 
 #include "espalier/ops/adamw.h"

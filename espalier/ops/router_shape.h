@@ -1,4 +1,4 @@
-// What a router chooses from, for those who count its choices.
+// The experts that a router chooses from, for code that counts its choices.
 #pragma once
 
 #include <cstdint>

@@ -79,7 +79,7 @@ class AdamW {
   struct Range {
     std::int64_t begin = 0, end = 0;
   };
-  // Of so many elements those whose state a rank keeps, of so many that share it.
+  // The range of optimizer state owned by `rank` when `ranks` ranks shard `elements` elements.
   static Range range_of(std::int64_t elements, int ranks, int rank);
   Range range_of(int rank) const { return range_of(table_.kept_size(), ranks_.shares.size(), rank); }
   Range own() const { return range_of(ranks_.shares.rank()); }

@@ -11,7 +11,7 @@ namespace espalier {
 // `name` by the rule of nearest_name; "" where none is near. '_' counts as '-'.
 std::string nearest_option(std::string_view name, const std::vector<std::string>& options);
 
-// What other trainers call an option: "learning-rate" for lr.
+// Names of an option in other trainers: "learning-rate" for lr.
 std::vector<std::string> names_elsewhere_of(const std::string& option);
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-// What the text of one option may be: its type, its choices or its range. Internal to the folder.
+// Valid texts of one option: its type, its choices or its range. Internal to the folder.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ bool parse_flag(const std::string& text, const std::string& where);
 // The shortest text that reads back as the same double: 1e-6, 0.2, 3.
 std::string number_text(double value);
 
-// What the row takes, for a person: "one of cpu, cuda", "a number in [0, 1]", "a path".
+// The values that the row takes, for a person: "one of cpu, cuda", "a number in [0, 1]", "a path".
 std::string description_of(const OptionRow& row);
 
 bool has_choices(const OptionRow& row);  // the range column lists words rather than an interval

@@ -32,7 +32,7 @@ struct Options {
 #undef ESPALIER_OPTION
 };
 
-// What a verb, a letter of the table, has where nothing is said.
+// The defaults of a verb, a letter of the table.
 Options default_options(char verb);
 
 enum class OptionType { text, number, integer, flag, list, paths };
@@ -58,7 +58,7 @@ struct OptionRow {
   bool is_path() const;                    // of something that is read or written, by the `unit` column
 };
 
-// What a verb does with the path that an option names. `records`: a file that is replaced only with --overwrite;
+// How a verb uses the path that an option names. `records`: a file that is replaced only with --overwrite;
 // `folder`: one that is replaced as a whole; `run`: a folder that grows and is continued in place.
 enum class PathRole { none, input, output_file, output_records, output_folder, output_run };
 PathRole path_role(const OptionRow& row, char verb);

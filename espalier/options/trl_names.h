@@ -1,5 +1,5 @@
 // TRL's names of GRPOConfig, read as settings of our options. Where one of them is given the update is TRL's: its
-// formulas, and its defaults for what is not said. What cannot be had so is refused by name.
+// formulas, and its defaults for options not given. Settings without a counterpart are refused by name.
 // Source: TRL 1.16, trl/trainer/grpo_config.py and GRPOTrainer._compute_loss.
 #pragma once
 
@@ -17,7 +17,7 @@ std::vector<std::string> alias_names();
 // The options that a name sets; a verb takes the name where it takes one of them.
 std::vector<std::string> alias_targets(std::string_view name);
 
-// What TRL's names among `settings` mean, defaults first; nothing where none is among them. `notes` are for the user.
+// Translates TRL's names in `settings`, defaults first; empty where there are none. `notes` are for the user.
 // Errors: OptionError for a value that TRL would not take either, UnsupportedError for what has no counterpart.
 std::vector<OptionSetting> translate_trl_names(const std::vector<OptionSetting>& settings,
                                                std::vector<std::string>& notes);

@@ -1,4 +1,4 @@
-// What other trainers and libraries call the values of an option: other spellings, and words that lead elsewhere.
+// Values of options as other trainers and libraries spell them, and words that lead to another option.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What must be equal on every rank of a run, or sums over ranks would mean nothing: compared before it is used.
+// Values that must be equal on every rank of a run, compared before use: sums over ranks depend on them.
 #pragma once
 
 #include <algorithm>

@@ -39,10 +39,10 @@ enum class Axis {
   world
 };
 
-// Those that share an axis with `rank`, itself included, ascending.
+// The ranks that share an axis with `rank`, itself included, ascending.
 std::vector<int> ranks_along(Axis axis, std::int64_t rank, const Degrees& degrees);
 
-// What a rank gives to collectives, by axis, in bytes; dp with the sums of gradients over replicas.
+// Bytes that a rank sends in collectives, by axis; dp includes the sums of gradients over replicas.
 struct AxisBytes {
   std::int64_t tp = 0, cp = 0, pp = 0, dp = 0, ep = 0;
 
@@ -52,8 +52,8 @@ struct AxisBytes {
   std::int64_t total() const { return tp + cp + pp + dp + ep; }
 };
 
-// The same of a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. What the
-// ranks tell each other of their plans, losses and log-probs is in none.
+// The same of a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. None has
+// the exchange of plans, losses and log-probs between ranks.
 struct TrafficBytes {
   AxisBytes a, b, c, reduction;
 

@@ -1,4 +1,4 @@
-// Ranks that share one axis of a run: processes, or threads in tests. What stands above sees collectives alone; whether
+// Ranks that share one axis of a run: processes, or threads in tests. Code above sees collectives alone; whether
 // threads or a communication library carry them is below.
 //
 // Every rank of a group calls the same collectives in the same order, with equal shapes (but for exchange) and dtypes.
@@ -84,7 +84,7 @@ class Group {
   // Returns when every rank has called it.
   void wait_for_all();
 
-  // What this rank gave to the collectives so far, in bytes: x of a sum, a maximum, a send, and of a broadcast on its
+  // Bytes that this rank has sent in collectives so far: x of a sum, a maximum, a send, and of a broadcast on its
   // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks. Counted
   // when a collective is started.
   std::int64_t bytes() const { return bytes_; }

@@ -1,4 +1,4 @@
-// What a launcher told this process: which rank it is, of how many, and where they meet.
+// Information from the launcher of this process: which rank it is, of how many, and where they meet.
 //
 //   torchrun  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_*
 //   srun      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_STEP_NODELIST

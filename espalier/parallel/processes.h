@@ -23,7 +23,7 @@ class Processes {
   // Connects every rank with those that share an axis with it. Called once. Errors: CommunicationError.
   const Mesh& connect(const Degrees& degrees);
 
-  // What `make` says on rank 0, told to all before anybody is connected. Errors: CommunicationError where rank 0
+  // The text that `make` returns on rank 0, sent to all before they connect. Errors: CommunicationError where rank 0
   // failed or says nothing.
   std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 

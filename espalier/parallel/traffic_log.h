@@ -10,7 +10,7 @@
 
 namespace espalier {
 
-// Of one rank; seconds of Timer::steady_seconds. Of tensors on a GPU these are the times of the calls: a stream waits
+// For one rank; seconds of Timer::steady_seconds. For tensors on a GPU these are times of the calls: a stream waits
 // there, not the rank.
 struct CollectiveEvent {
   std::string_view axis, call;  // "dp", "sum"

@@ -18,7 +18,7 @@ namespace espalier {
 
 class CriticHead : public Head {
  public:
-  // Forward only without `objective` and `gradients`. What is passed must outlive the object.
+  // Forward only without `objective` and `gradients`. The arguments must outlive the object.
   CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueObjective* objective = nullptr,
              GradientSet* gradients = nullptr);
 

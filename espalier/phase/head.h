@@ -1,4 +1,4 @@
-// What stands on top of the decoder: log-probs (phase/language_head.h) or a critic's values (phase/critic_head.h). An
+// The layer on top of the decoder: log-probs (phase/language_head.h) or a critic's values (phase/critic_head.h). An
 // item hands over the normalised hidden rows of its edges and gets back their gradient; everything else of a step,
 // plan, trunks, waves and path, is the same for both.
 //

@@ -48,7 +48,7 @@ class ItemRun {
   std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away
 };
 
-// What a rank without an item of its own runs while others run forward, or add_backward. `on_path`: they are ranks of
+// Run by a rank without an item of its own while others run forward, or add_backward. `on_path`: they are ranks of
 // its cp, and divide the path.
 void join_forward(const StepRun& step, bool on_path);
 void join_backward(const StepRun& step, bool on_path);

@@ -22,7 +22,7 @@ struct RolloutSeries {
 
 class LanguageHead : public Head {
  public:
-  // Forward only without `objective` and `gradients`. What is passed must outlive the object.
+  // Forward only without `objective` and `gradients`. The arguments must outlive the object.
   LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, Objective* objective = nullptr,
                GradientSet* gradients = nullptr);
 
@@ -38,7 +38,7 @@ class LanguageHead : public Head {
   HeadGradients gradients(const HeadWork& work) const { return {work.grad_normed_OM, gradients_->views().head_VM}; }
   void keep(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy);
   void score_forward(const HeadWork& work);
-  // Of the edges of a divided set: what other ranks of cp have scored, and derivatives that they have found.
+  // Takes the scores and derivatives of other ranks of cp for the edges of a sharded set.
   void join_scores(const HeadWork& work);
   void join_derivatives(const HeadWork& work);
   void score_with_gradient(const HeadWork& work);

@@ -1,4 +1,4 @@
-// What the phases of one step share: the model, its head, the path and the gradients.
+// State common to the phases of one step: the model, its head, the path and the gradients.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct PhaseSeconds {
   double waiting = 0;  // of these, for what the neighbours among the stages of pp send
 };
 
-// What all items of one run share.
+// State common to all items of one run.
 struct StepRun {
   const Decoder& decoder;
   std::span<const Rollout> rollouts;
@@ -41,7 +41,7 @@ struct StepRun {
   bool trains() const { return gradients != nullptr; }
 };
 
-// What a run counted and measured.
+// Counts and measurements of a run.
 struct RunResult {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhaseSeconds seconds;

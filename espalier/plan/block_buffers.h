@@ -15,7 +15,7 @@
 
 namespace espalier {
 
-// What the blocks of a run have in common.
+// Sizes common to the blocks of a run.
 struct BlockShape {
   const ModelShape& shape;
   ElementBytes bytes;
@@ -37,7 +37,7 @@ struct PathBuffers : BufferList {
   Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D]
 };
 
-// What an item holds from its forward to the end of its backward, besides its layers.
+// Buffers that an item holds from its forward to the end of its backward, besides those of its layers.
 struct ItemBuffers : BufferList {
   ItemBuffers(const BlockShape& block, std::int64_t outputs, bool with_gradients);
   Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
@@ -49,7 +49,7 @@ struct StreamBuffer : BufferList {
   Place stream_TM;
 };
 
-// What a layer saves for its backward besides its input: of the first half of the block, and of the second.
+// State that a layer saves for its backward besides its input: in the first half of the block, and in the second.
 struct AttentionSavedBuffers : BufferList {
   AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
@@ -144,7 +144,7 @@ struct HeadBuffers : BufferList {
   bool widens() const { return rooms[0].hidden_BM.index >= 0; }
   bool narrows() const { return grad_logits_BV.index >= 0; }
   bool has_two() const { return rooms[1].logits_BV.index >= 0; }
-  // What a block has from its product until its gradient is carried on.
+  // Buffers of a block from its product until its gradient is passed on.
   struct Room {
     Place logits_BV, hidden_BM;
   };

@@ -1,4 +1,4 @@
-// What one rank of a layout gives to the others in a step: the bytes of every collective, and the seconds they take.
+// Bytes that one rank of a layout sends in a step, for every collective, and the seconds they take.
 //
 // T rows of a set, O of them with edges, R of a layer that continue (all, or the outputs in a narrow last layer), M
 // width, k experts a row, E experts, b bytes of an activation, s of a sum. n ranks share the axis; nothing is given
@@ -53,10 +53,10 @@ class Communication {
   PlannedTraffic of(std::span<const StepPlan* const> plans, std::span<const Rollout> rollouts) const;
   // The same if all ranks of dp had this one's plan.
   PlannedTraffic of(const StepPlan& plan, std::span<const Rollout> rollouts) const;
-  // Of a trunk or a wave, whatever its rows: what it takes to bring units together, and to sum their gradients. 0 where
-  // weights are not divided.
+  // Seconds to gather units and to sum their gradients, for a trunk or a wave of any number of rows. 0 where
+  // weights are not sharded.
   double seconds_of_units() const;
-  // Of an item below so many rows of a path of which ranks of cp divide so many layers; `own_rows` are a trunk's.
+  // Seconds of an item below `rows_above` rows of a path with `layers` layers sharded over cp; `own_rows`: a trunk's.
   double seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const;
 
  private:

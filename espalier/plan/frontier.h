@@ -46,7 +46,7 @@ struct Frontier {
   double factor(std::size_t size, std::size_t way) const;
 };
 
-// `options` without schedule and trunk state, which the ways say; its memory budget is one. What is stored away fits
+// `options` without schedule and trunk state, which the ways say; its memory budget is one. Stored state fits
 // options.spill_room. On several ranks the budget and the room are those of one, and `ranks` says how they divide the
 // model. Prompts end at the model's positions, and are found to within a 256th. Plans very many steps:
 // seconds. `on_cell` is told how many cells are done; may be empty.

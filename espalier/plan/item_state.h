@@ -24,7 +24,7 @@ struct ItemState {
   constexpr ItemState() = default;
   constexpr ItemState(Member of_stream, Member of_attention, Member of_mlp)
       : stream(of_stream), attention(of_attention), mlp(of_mlp) {}
-  // What the word of --trunk-state or --wave-state stands for; automatic: keep.
+  // The meaning of a word of --trunk-state or --wave-state; automatic: keep.
   constexpr ItemState(SavedState all)  // NOLINT: the word is the state
       : stream(all == SavedState::offload ? Member::offload : Member::keep),
         attention(all == SavedState::offload     ? Member::offload
@@ -38,8 +38,8 @@ struct ItemState {
   constexpr bool stores() const {
     return stream == Member::offload || attention == Member::offload || mlp == Member::offload;
   }
-  // What is stored away is one range of a layer's members, in the order in which they lie; where the first half of a
-  // block is made again the second is, too.
+  // The stored members of a layer form one range, in the order in which they lie; where the first half of a
+  // block is recomputed the second is, too.
   constexpr bool possible() const {
     const bool gap = stream == Member::offload && attention == Member::keep && mlp == Member::offload;
     return stream != Member::recompute && !gap && (!recomputes_attention() || recomputes_mlp());

@@ -12,7 +12,7 @@
 
 namespace espalier {
 
-// Those of a rank of cp, in order, as letters; a wave that was dealt to it alone is 'b', all others are run by every
+// The events of a rank of cp, in order, as letters; a wave dealt to it alone is 'b', all others are run by every
 // rank of its cp at the same time.
 std::string events_of(const std::vector<PlanItem>& items, std::int64_t cp_rank = 0);
 

@@ -40,7 +40,7 @@ class Layout {
   void add_dense(std::int32_t tree, LayoutResult& result) const;
   // No trunks: the tree, or its leaves in order in as few sets as the budget allows, each with all it needs.
   void add_packed(std::int32_t tree, LayoutResult& result) const;
-  // What fits a wave stays whole; above it a shared run is a trunk where that is cheaper than repeating it. With
+  // A run that fits a wave stays whole; a larger shared run is a trunk where that is cheaper than repeating it. With
   // options.phased every prompt is a trunk, below a common header too, and what responses share is decided by cost.
   void add_shared(std::int32_t tree, LayoutResult& result) const;
 
@@ -64,7 +64,7 @@ class Layout {
 
   // Rows of blocks in one set; the fork's own row is not counted against a soft budget.
   std::int64_t capacity(const Place& place) const { return budget_ - (place.fork >= 0 && !options_.soft ? 1 : 0); }
-  // Of a tree or part of one that stays whole in a wave.
+  // Rows of a tree, or of a part of one, that stays whole in a wave.
   std::int64_t whole_capacity(const Place& place) const { return capacity(place) / options_.cp; }
   std::int64_t rows_of(std::int32_t tree, const Unit& unit) const;
   Unit unit_of(std::int32_t tree, std::int32_t node, std::int32_t from) const;

@@ -1,4 +1,4 @@
-// What one rank has of a model: its heads, inner columns, vocabulary rows, layers and experts.
+// One rank's part of a model: its heads, inner columns, vocabulary rows, layers and experts.
 //
 // Everything a rank does follows from this: the sizes its blocks compute with (own()), its parameter table and views,
 // its part of the K/V path, its FLOPs and bytes. With one rank it is the whole shape. A side of a parameter (Cut) that
@@ -18,7 +18,7 @@
 
 namespace espalier {
 
-// What a rank holds of one parameter.
+// A rank's part of one parameter.
 struct Shard {
   int dim = -1;                     // the dimension that is divided; -1: none, all of it is here
   std::int64_t begin = 0, end = 0;  // of that dimension, [begin, end) is here; the first (only) one where dim is -1
@@ -48,7 +48,7 @@ class LocalShape {
   // number that routers choose from, and token ids stay those of the whole.
   const ModelShape& own() const { return own_; }
 
-  // Of the rank at this place of the last stage of pp, which has most layers: what all stages plan with.
+  // The shape of the rank at this place of the last stage of pp, which has most layers. All stages plan with it.
   LocalShape last_stage() const;
 
   struct Range {

@@ -13,7 +13,7 @@
 
 namespace espalier {
 
-// What the ranks of a tensor-parallel group divide along one side of a parameter; `none`: every rank has all of it.
+// The side of a parameter that is sharded over tp; `none`: every rank has the whole parameter.
 enum class Cut { none, heads, kv_heads, inner, expert_inner, vocabulary };
 
 struct Side {
@@ -36,7 +36,7 @@ struct NormShape {
   std::int64_t width = 0;  // 0: there is none
 };
 
-// Of one layer. Names follow layer_prefix, those of experts expert_prefix.
+// Parameters of one layer. Names follow layer_prefix, names of experts expert_prefix.
 struct LayerParameters {
   NormShape attention_norm;
   ProjectionShape query, key, value, output;
@@ -82,7 +82,7 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts) {
 std::string layer_prefix(std::int64_t layer);                        // "model.layers.3."
 std::string expert_prefix(std::int64_t layer, std::int64_t expert);  // "model.layers.3.mlp.experts.7."
 
-// What stands below and above the layers.
+// Parameters below and above the layers.
 struct OuterParameters {
   ProjectionShape embedding;
   NormShape final_norm;

@@ -11,12 +11,12 @@ struct StageSeconds {
   double trunk_forward = 0, wave_forward = 0, wave_backward = 0, trunk_backward = 0;  // a, f, b, c
 };
 
-// S stages, N waves: T = a + N (f + b) + c + (S - 1) (max(a, f) + max(b, c)). What fills the pipeline is what comes to
-// the last stage first, what drains it what leaves the last stage last; with the order of plan/program.h the last stage
+// S stages, N waves: T = a + N (f + b) + c + (S - 1) (max(a, f) + max(b, c)). The pipeline fills with the items that
+// come to the last stage first, and drains with those that leave it last; in the order of plan/program.h the last stage
 // has no gap between.
 double seconds_of_stages(const StageSeconds& stage, std::int64_t waves, std::int64_t stages);
 
-// What stages wait: (S - 1) (max(a, f) + max(b, c)).
+// Seconds that stages wait: (S - 1) (max(a, f) + max(b, c)).
 double seconds_of_waiting(const StageSeconds& stage, std::int64_t stages);
 
 // Its share of T; without a trunk (S - 1) / (N + S - 1).

@@ -43,11 +43,11 @@ class StepTooLarge : public MemoryBudgetError {
   std::int64_t needed;  // the least budget that would do
 };
 
-// Of what the options say by themselves; the kind of step is the caller's (step_kind_of). Errors: OptionError for
+// From the options alone; the kind of step is the caller's (step_kind_of). Errors: OptionError for
 // values it cannot read.
 PlanOptions plan_options_of(const Options& options);
 
-// What one rank runs: `shape` says what it has of the model. `trees` hold every rollout of the rank exactly once.
+// The plan of one rank: `shape` is its part of the model. `trees` hold every rollout of the rank exactly once.
 // `automatic` takes, of the modelled times of dense, packed,
 // phased and the mixture made tree by tree, the least that fits the memory budget: it is never above dense.
 // Without a token budget the waves are as small as the machine's fast matrix products allow (2,048 to 16,384 rows; up
@@ -62,12 +62,12 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
 // which is above the budget where it does not fit. The same whatever budget was asked for, and checked: it fits there.
 std::int64_t least_budget(const std::function<std::int64_t(std::int64_t budget)>& peak_within);
 
-// What a user is told of a plan that does not fit: how much would do, and which options would lower that. `least`: the
-// least budget under given options. Only what lowers the need is named.
+// Remedy for a plan that does not fit: the budget that would do, and the options that would lower it. `least`: the
+// least budget under given options. Only options that lower the need are named.
 std::string remedy_for(std::int64_t needed, const PlanOptions& options,
                        const std::function<std::int64_t(const PlanOptions& changed)>& least);
 
-// What make_plan finds under options.schedule alone, and nothing written out. A budget that cuts a path into thousands
+// The result of make_plan under options.schedule alone, without the items. A budget that cuts a path into thousands
 // of trunks does not fit.
 struct ScheduleCost {
   PlanCost cost;

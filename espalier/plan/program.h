@@ -1,6 +1,6 @@
 // The order of a pass as a list: what a rank runs, step by step. Executor, memory walk and byte forecast read it.
 //
-// Of S stages of pp the s-th, counted from 0, has up to S - s waves in flight: it runs the forward of so many before
+// Stage s of S stages of pp, counted from 0, has up to S - s waves in flight: it runs the forward of so many before
 // the backward of the first, then one forward and one backward in turn. Waves end in the order they began, so each has
 // a region of memory to itself. Before a trunk's forward and its backward all waves have ended. The last stage, the
 // only one, or one without gradients ends every wave before the next step. Where ranks meet that have other rows than

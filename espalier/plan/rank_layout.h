@@ -39,7 +39,7 @@ struct RankCost {
   PathState path = PathState::keep;  // of layers that are not in use
 };
 
-// What a rank at its place runs of an item that it does not leave to others: all of it, or its share of the rows.
+// The work of a rank on an item that it does not leave to others: the whole item, or its share of the rows.
 Work work_on(const PlanItem& item, const LocalShape& rank);
 
 // A step on the ranks of one place on the axis of dp.
@@ -49,7 +49,7 @@ struct StepForecast {
   double seconds() const { return compute + idle + communication; }
 };
 
-// Of the plans of all ranks of dp, dealt over cp, that of the dp-th; `rank` says the model's shape and the degrees.
+// Forecast for the dp-th of the plans of all ranks of dp, dealt over cp; `rank`: the model's shape and the degrees.
 StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, std::span<const Rollout> rollouts,
                       const LocalShape& rank, const PlanOptions& options, const MachineProfile& profile);
 
@@ -69,7 +69,7 @@ struct LayoutPlan {
 
 enum class WhichRanks { all, busiest };  // of dp; the latter with a balance of 1 unknown
 
-// What problem.options say on one rank of these degrees: what is shared, in flight and held beside the step.
+// problem.options for one rank of these degrees: what is shared, in flight and held beside the step.
 PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees);
 
 // Errors: OptionError for degrees that do not divide the model; UnsupportedError for --shard optimizer where experts

@@ -11,7 +11,7 @@
 
 namespace espalier {
 
-// Of rows [0, rows). A rank may have none.
+// Shares of rows [0, rows). A rank may have none.
 class RowShares {
  public:
   RowShares(std::int64_t rows, std::int64_t ranks) : rows_(rows), ranks_(ranks) {}
@@ -41,11 +41,11 @@ struct PathShares {
   std::int64_t most() const { return rows_of(0); }
 };
 
-// The segments of the rows that a rank has of a set, its rows numbered from 0. What is said of the whole set (outputs,
-// pairs, where subtrees end) is not said of a share.
+// The segments of a rank's rows of a set, numbered from 0. Properties of the whole set (outputs,
+// pairs, ends of subtrees) are absent from a share.
 RowSet share_of(const RowSet& set, const RowShares& shares, std::int64_t rank);
 
-// What a rank does with an item under cp: all of it, its share, or nothing (PlanItem::cp_rank).
+// A rank's part in an item under cp: the whole, its share, or nothing (PlanItem::cp_rank).
 inline bool runs_on(const PlanItem& item, std::int64_t rank) {
   return item.cp_rank == PlanItem::kEveryRank || item.cp_rank == rank;
 }

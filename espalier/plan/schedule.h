@@ -6,7 +6,7 @@
 
 namespace espalier {
 
-// What happens with the items of a plan: a trunk's forward, a wave, a trunk's backward.
+// Events of a plan's items: a trunk's forward, a wave, a trunk's backward.
 enum class Event : char { open = 'A', wave = 'B', close = 'C' };
 
 // Calls visit(event, item) for the items and for everything below them, in order. Items: of PlanItem or Draft.

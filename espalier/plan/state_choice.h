@@ -16,7 +16,7 @@ class StateChoice {
   // The models must outlive the object.
   StateChoice(const CostModel& model, const ActivationBytes& bytes, const PlanOptions& options);
 
-  // What --trunk-state and --wave-state leave to choose from; the first is that of plenty.
+  // The states that --trunk-state and --wave-state allow; the first is used when memory is ample.
   std::span<const ItemState> of_trunks() const { return trunks_; }
   std::span<const ItemState> of_waves() const { return waves_; }
   bool any() const { return trunks_.size() > 1 || waves_.size() > 1; }

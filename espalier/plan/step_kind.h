@@ -1,4 +1,4 @@
-// What a step runs and holds beyond its rows: found here, from options, model and rollouts, for the planner and the
+// Properties of a step beyond its rows: found here, from options, model and rollouts, for the planner and the
 // engine.
 #pragma once
 
@@ -37,7 +37,7 @@ bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollou
 // How many temperatures the rollouts have; of a critic 1.
 std::int64_t temperatures_of(const ModelShape& shape, std::span<const Rollout> rollouts);
 
-// Of a gradient on these rollouts. A critic's (`shape` with a value head) has neither a policy loss nor router losses.
+// The kind of a gradient on these rollouts. A critic (`shape` with a value head) has neither policy nor router losses.
 // `counted`: the routers' choices at these weights are known, so that no counting pass is needed.
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
                       bool counted = false);

@@ -37,7 +37,7 @@ struct Unit {
   bool divided() const { return ranks > 1; }
   std::int64_t part() const { return (count + ranks - 1) / ranks; }
   std::int64_t whole() const { return part() * ranks; }  // with padding
-  // What the nth of those that divide the unit keeps of elements [first, first + elements), a parameter's.
+  // The part of a parameter's elements [first, first + elements) that the nth of the sharding ranks keeps.
   Kept kept(std::int64_t first, std::int64_t elements, std::int64_t nth) const;
 };
 

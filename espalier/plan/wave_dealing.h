@@ -11,7 +11,7 @@
 
 namespace espalier {
 
-// Sets PlanItem::cp_rank of all waves. Those of one trunk are dealt by predicted seconds, the heaviest first, each to
+// Sets PlanItem::cp_rank of all waves. Waves of one trunk are dealt by predicted seconds, the heaviest first, each to
 // the rank that has least; as many of the heaviest are divided as make the slowest rank fastest, and these come first.
 void deal_waves(std::vector<PlanItem>& items, std::int64_t ranks);
 

@@ -55,7 +55,7 @@ std::vector<OperationCase> expert_cases();
 std::vector<OperationCase> optimizer_cases();
 std::vector<OperationCase> all_operation_cases();
 
-// What the device makes of a case: its results, in float64 or as whole numbers, on the host.
+// The device's results of a case, in float64 or as whole numbers, on the host.
 std::vector<at::Tensor> results_on(Device& device, const OperationCase& each, DType dtype);
 // The CPU's answer in float64 to the same inputs, and how far results are from it.
 std::vector<at::Tensor> answer_of_cpu(const OperationCase& each, DType dtype);

@@ -22,7 +22,7 @@ struct OperationRate {
   double flops_per_second() const { return flops / seconds; }
 };
 
-// Of the operations that take the time of a step, in this dtype: more rows from one call to the next until a call takes
+// Rates of the operations that dominate a step, in this dtype: more rows from one call to the next until a call takes
 // long enough to be timed, at most as many as a wave has.
 std::vector<OperationRate> measure_operation_rates(Device& device, DType dtype, Progress& progress);
 

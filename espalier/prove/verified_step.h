@@ -1,4 +1,4 @@
-// What `verify` compares: a step of the actor or of the critic, run again and again.
+// The step that `verify` repeats: of the actor or of the critic, under several plans.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace espalier {
 
-// What one run gives, copied out of the learner, in double and in the order of the file.
+// The result of one run, copied out of the learner, in double and in the order of the file.
 struct StepOutcome {
   at::Tensor gradient;              // flat
   std::vector<TokenSeries> series;  // what the loss is a function of: log-probs and entropies, or values

@@ -12,7 +12,7 @@
 
 namespace espalier {
 
-// Of the log-probs of loss tokens before a step's update, ours against the recorded old_logprobs.
+// Compares our log-probs of loss tokens before a step's update with the recorded old_logprobs.
 struct LogprobDifference {
   std::int64_t tokens = 0;
   double max_abs = 0, mean_abs = 0, kl = 0;

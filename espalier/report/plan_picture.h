@@ -11,7 +11,7 @@
 
 namespace espalier {
 
-// What docs/run_folder.md describes as "plan": {"trees": [...], "tree_count", "nodes": [...], "schedule": [...],
+// The "plan" of docs/run_folder.md: {"trees": [...], "tree_count", "nodes": [...], "schedule": [...],
 // "entry_count", "rows", "seconds"}. `rollouts` are those of the plan. At most 200 nodes and 300 entries of the
 // schedule, the first ones of each; the counts say how many there are. Trees are drawn as the tokens have them, also
 // where the options forbid sharing. Time: O(tokens).

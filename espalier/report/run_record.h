@@ -1,4 +1,4 @@
-// What a run left behind, read for its report. The files: docs/run_folder.md.
+// The files of a run, read for its report. Their list: docs/run_folder.md.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 
 namespace espalier {
 
-// What ESPALIER_PYTHON names, else the one of the build where it is still there, else python3 of the search path.
+// The Python of ESPALIER_PYTHON, else that of the build where it still exists, else python3 on the search path.
 std::string python_interpreter();
 
 // This process's environment with the current folder off the search path, and first on PYTHONPATH the folder of our

@@ -15,7 +15,7 @@ namespace espalier {
 enum class RecordFormat { neutral, nemo_rl };
 const char* name_of(RecordFormat format);
 
-// What lasts over the records of a read.
+// State that lasts over the records of a read.
 struct RecordReader {
   simdjson::ondemand::parser parser;
   std::int64_t vocabulary = 0;                        // 0: not checked

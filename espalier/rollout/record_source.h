@@ -1,4 +1,4 @@
-// What stands behind the paths that a user names: files read here, and files and folders that the Python package reads.
+// The sources behind the paths that a user names: files read here, files and folders that the Python package reads.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ namespace espalier {
 
 class DividedPath final : public PathKeeper {
  public:
-  // Takes the rooms from the arena, and with every member what this rank keeps of it. What is passed must outlive the
+  // Allocates the buffers in the arena, and this rank's part of every member. The arguments must outlive the
   // object; `dtype` is that of activations.
   DividedPath(const BlockShape& block, std::int64_t path_rows, bool with_gradients, at::ScalarType dtype, Group& cp,
               Arena& arena);
@@ -32,9 +32,9 @@ class DividedPath final : public PathKeeper {
   int add(const Member& member) override;
   // Errors of the three: CommunicationError.
   void ask(int member, std::int64_t rows) override;
-  // Of gradients what this rank keeps, in its place, and 0 elsewhere.
+  // For gradients: this rank's part, in its place, and 0 elsewhere.
   void bring_back(int member, std::int64_t rows) override;
-  // Of gradients, of which all of the first `end` rows have changed, the sum over ranks.
+  // For gradients: the sum over ranks, since all of the first `end` rows have changed.
   void put_away(int member, std::int64_t begin, std::int64_t end) override;
 
  private:
@@ -42,7 +42,7 @@ class DividedPath final : public PathKeeper {
     Member member;
     at::Tensor rows_CW;  // of this rank
   };
-  // What travels of one kind: one member at a time.
+  // Buffers in flight of one kind: one member at a time.
   struct Room {
     at::Tensor rows_W;  // [R * C, W]: of rank 0, of rank 1, ...
     int member = -1;
@@ -52,7 +52,7 @@ class DividedPath final : public PathKeeper {
   at::Tensor take(const PathBuffers& declared, Kind kind) const;
   Room& room_of(const Kept& kept) { return rooms_[static_cast<std::size_t>(kept.member.kind)]; }
   PathShares shares(std::int64_t rows) const { return {rows, cp_.size()}; }
-  // Of the first rows of the path, as they stand in its place, those that a rank keeps.
+  // The first `rows` rows of the path that `rank` keeps, as they lie in memory.
   at::Tensor rows_in_place(const Kept& kept, std::int64_t rank, std::int64_t rows) const;
   at::Tensor rows_in_room(const Kept& kept, std::int64_t rank, std::int64_t rows);
   std::string name_of(const Kept& kept) const;

@@ -1,4 +1,4 @@
-// What a path holds of layers that are not in use, in a store of its own: written back where it changed, read ahead of
+// Tensors of a path for layers that are not in use, in a store of its own: written back where it changed, read ahead of
 // the layer's turn. Every range has its place there as long as the path lives.
 #pragma once
 

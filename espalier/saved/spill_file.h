@@ -27,7 +27,7 @@ class SpillFile final : public Store {
   const std::filesystem::path& folder() const { return folder_; }
   int descriptor() const { return descriptor_; }
 
-  // Of all three: a limit on the size of files is an error like a full disk, where SIGXFSZ is blocked.
+  // For all three: a limit on the size of files is an error like a full disk, where SIGXFSZ is blocked.
   void reserve(std::int64_t bytes) override;
   void write(StoredChunk& chunk, const std::byte* memory) override;
   void read(const StoredChunk& chunk, std::byte* memory) override;

@@ -1,6 +1,6 @@
 // Chunks on their way to a store and back, written and read by one thread while others compute.
 //
-// A bounded number of chunks is under way. What is to be written goes first, otherwise jobs run in the order in which
+// A bounded number of chunks is in flight. Writes go first, otherwise jobs run in the order in which
 // they were asked for. An error of the thread is thrown by the next call that waits, on the caller's thread.
 #pragma once
 
@@ -20,8 +20,8 @@ namespace espalier {
 
 class SpillQueue {
  public:
-  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each, in memory that the device copies fast. What is
-  // read ahead leaves `for_writing` of them.
+  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each, in memory that the device copies fast. Reading
+  // ahead leaves `for_writing` of them.
   SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0, Device& device = bound_device());
   ~SpillQueue();  // drops what has not begun
   SpillQueue(const SpillQueue&) = delete;
@@ -35,7 +35,7 @@ class SpillQueue {
   // Writes the buffer's bytes, the chunk's as they are now. The chunk must stay in its place until they are read or the
   // queue is gone, and may be written again.
   void write(StoredChunk& chunk, std::byte* room);
-  // Asks for a chunk that was written. Those asked for come in that order, read ahead as far as there are buffers.
+  // Asks for a written chunk. Chunks arrive in the order of the calls, read ahead as far as there are buffers.
   void ask(const StoredChunk& chunk);
   // The buffer with the oldest chunk that was asked for and not yet taken.
   std::byte* take();

@@ -1,5 +1,5 @@
 // The models that a process holds and what training keeps with each, known from shapes alone: what must fit before any
-// weight is read, and what stands beside the steps of one of them. What a running process holds: step/workspace.h.
+// weight is read, and the bytes beside the steps of one of them. For a running process: step/workspace.h.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct HeldModel {
   std::int64_t bytes(DType dtype) const;
 };
 
-// Of all but one.
+// Bytes of all models but `one`.
 std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype);
 
 // All of them, and what the process itself takes.

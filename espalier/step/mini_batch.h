@@ -1,4 +1,4 @@
-// What one update is made from.
+// The input of one update.
 #pragma once
 
 #include <span>

@@ -33,7 +33,7 @@ struct ModelState {
   std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones
 };
 
-// What this rank of the mesh has of a model. Errors: as LocalShape.
+// This rank's part of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
 // Weights of a Hugging Face directory, converted to dtype. `train`: the words of --train. Errors: as read_model_shape,

@@ -1,4 +1,4 @@
-// What a step counted on the ranks of dp, cp and pp, brought together: every rank then reports what one process would.
+// Counts of a step summed over the ranks of dp, cp and pp: every rank then reports what one process would.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ void add_over_ranks(const Mesh& mesh, ValueLossParts& parts);
 void gather_series(const Mesh& mesh, std::vector<RolloutSeries>& series);
 void gather_series(const Mesh& mesh, TokenSeries& values);
 
-// What the routers chose for rollouts, each of which ran on one rank: that of all of them on every rank.
+// Gathers the routers' choices for rollouts, each of which ran on one rank, to every rank.
 void gather_choices(Group& dp, moe::ChosenExperts& choices);
 
 // The report of all ranks: rows are summed; trunks, waves and FLOPs over dp, since ranks of cp share them; seconds and

@@ -51,7 +51,7 @@ struct StepSeconds {
   PhaseSeconds phases;
 };
 
-// Of all ranks: rows are summed, bytes and seconds are those of the rank with most. `plan`: this rank's items and
+// Over all ranks: rows are summed, bytes and seconds are the largest of any rank. `plan`: this rank's items and
 // trees.
 struct PassReport {
   StepPlan plan;

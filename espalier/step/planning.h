@@ -1,4 +1,4 @@
-// What must be known before a step's first row runs: its plan, and how many bytes it may take.
+// Planning before a step's first row runs: its plan, and the bytes that it may take.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@ std::int64_t arena_limit(const Options& options);
 
 // The plan of this rank's part of one mini-batch: prefix trees, dealt to the ranks of dp, and how the options and
 // the machine say to run them. A rank may have none. Without a memory budget it is made for the rank with least room,
-// so that all plan alike. Of several ranks the chosen cost is: seconds with communication and waiting, bytes of this
+// so that all plan alike. With several ranks the chosen cost is: seconds with communication and waiting, bytes of this
 // rank's stage, FLOPs of all ranks that share its trees. Errors: CommunicationError where ranks of one part plan
 // differently.
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
                    const Mesh& mesh = mesh_of_one());
 
-// What a step on these rollouts runs and holds, of a model that has `beside_bytes` of others beside it: forward only,
+// The kind of a step on these rollouts, for a model with `beside_bytes` of other models beside it: forward only,
 // or a gradient, as the model is held. `counted`: as in step_kind_of.
 StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
                       std::span<const Rollout> rollouts, bool counted = false);

@@ -52,7 +52,7 @@ class RouterStep {
   void count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices);
 
   moe::LoadAccounting* accounting() { return accounting_ ? &*accounting_ : nullptr; }
-  // Of all ranks.
+  // Summed over all ranks.
   RouterReport report() const;
 
  private:

@@ -1,4 +1,4 @@
-// What the models of a process share, and what each of them holds: the one place that knows what stands beside a step.
+// Memory common to the models of a process, and of each of them: the one place that knows the bytes beside a step.
 //
 // Learners, a reference and a sampler take turns, so one arena serves all of them. Each enters what it holds here as
 // long as it exists; a plan is told what all the others hold.

@@ -12,7 +12,7 @@
 
 namespace espalier {
 
-// What a record carries, parsed; an empty object where it carries nothing.
+// The carried fields of a record, parsed; an empty object where it has none.
 Json carried_fields(const Rollout& rollout);
 
 // Adds `field`: `text` to what the record carries.

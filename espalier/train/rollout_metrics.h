@@ -1,4 +1,4 @@
-// What a step did with each of its rollouts (--rollout-metrics): one line a rollout and step, JSON Lines, or CSV where
+// Metrics of each rollout of a step (--rollout-metrics): one line a rollout and step, JSON Lines, or CSV where
 // the name ends in ".csv".
 //
 // | step, index, id, group          | which: `index` counts over the whole input from 0

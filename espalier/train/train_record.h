@@ -1,4 +1,4 @@
-// What `train` leaves beside its model, to show how it went: OUT/espalier/run.json, metrics.jsonl and
+// Files that `train` writes beside its model to show the run: OUT/espalier/run.json, metrics.jsonl and
 // TensorBoard events, as in the folder of a grpo run (docs/run_folder.md).
 #pragma once
 

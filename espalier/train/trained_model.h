@@ -24,7 +24,7 @@ void write_changed_model(const std::filesystem::path& directory, const ModelStat
 // of the model's source. `save_dtype`: of the weights; source: that of most numbers in the source's files.
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                            SaveDType save_dtype);
-// The same, and what exact continuation needs. What `state` says of step, model and number formats is set here.
+// The same, with the state that exact continuation needs. Sets `state`'s step, model and number formats.
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, SaveDType save_dtype);
 

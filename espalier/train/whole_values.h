@@ -26,7 +26,7 @@ class WholeValues {
     return of(part, optimizer.shares().size());
   }
 
-  // What other ranks do while rank 0 writes.
+  // For the other ranks: sends their values while rank 0 writes.
   void give(const ParameterValues& values) const;
 
  private:
@@ -59,7 +59,7 @@ class WholeValues {
 void take_values(const Parameter& parameter, const Kept& kept, const std::byte* whole, std::int64_t bytes,
                  std::byte* out);
 
-// What of a parameter lies in elements [range.begin, range.end) of the flat buffers of weights: its place counts there.
+// The part of a parameter in elements [range.begin, range.end) of the flat buffers of weights: its place counts there.
 Kept kept_within(const Kept& kept, const AdamW::Range& range);
 
 }  // namespace espalier

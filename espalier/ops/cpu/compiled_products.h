@@ -12,7 +12,7 @@
 namespace espalier {
 
 // Pieces of a product of R rows: whole ones of the first size, then of the second; where there are at most
-// kFewPieceRows, one of that. What is missing in the last is filled up.
+// kFewPieceRows, one of that. The last one is padded.
 inline constexpr std::int64_t kPieceRows = 256, kSmallPieceRows = 32, kFewPieceRows = 8;
 
 // out_RN = base_RN + a_RK b_KN; base undefined: 0; it may be out.

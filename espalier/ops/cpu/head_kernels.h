@@ -1,4 +1,4 @@
-// What the fused head does to one row of logits, without torch.
+// The fused head on one row of logits, without torch.
 //
 // z_v = raw_v / temperature, y_v = z_v - max z, s = sum_v exp y_v; log p_v = y_v - log s;
 // entropy = log s - sum_v y_v exp(y_v) / s. Nothing overflows, however large the logits are, and the maximum is taken
@@ -11,7 +11,7 @@ namespace espalier {
 
 inline constexpr std::int64_t kParallelLogits = 1 << 15;  // fewer are done before other threads have woken
 
-// Of some of a row's logits: sums that others' can be added to once both have the same maximum.
+// Sums over a part of a row's logits. Parts with the same maximum can be added.
 struct HeadRowParts {
   double max_raw = 0;       // max_v raw_v
   double sum_exp = 0;       // s
@@ -34,7 +34,7 @@ HeadRowParts compute_row_parts(const float* raw, std::int64_t columns, double in
 HeadRowParts compute_row_parts(const double* raw, std::int64_t columns, double inverse_temperature);
 // The same sums with a maximum that is larger, or the same: then bit for bit.
 HeadRowParts with_maximum(const HeadRowParts& parts, double max_raw, double inverse_temperature);
-// Of a row whose every logit is in the parts.
+// The sums of a row from parts that hold all its logits.
 HeadRowSums row_sums_of(const HeadRowParts& whole);
 HeadRowSums compute_row_sums(const float* raw, std::int64_t vocabulary, double inverse_temperature);
 HeadRowSums compute_row_sums(const double* raw, std::int64_t vocabulary, double inverse_temperature);

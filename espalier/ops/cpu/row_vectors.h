@@ -1,4 +1,4 @@
-// What the row kernels need beyond base/simd.h: rounding to the stored type, and sums over a row.
+// Vector helpers of the row kernels beyond base/simd.h: rounding to the stored type, and sums over a row.
 #pragma once
 
 #include "espalier/base/simd.h"

@@ -18,7 +18,7 @@ struct TokenChoice {
   double logprob = 0;  // over the whole vocabulary, at the rule's temperature (1 where that is 0)
 };
 
-// What one thread needs beside its row.
+// Scratch memory of one thread.
 struct ChoiceScratch {
   std::vector<double> weight, run_sum, kept_weight;
   std::vector<std::int32_t> kept;

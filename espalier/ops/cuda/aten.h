@@ -10,7 +10,7 @@
 
 namespace espalier::cuda {
 
-// Once and for all, on GPU `index`. What is wrong: empty, or what the loader said.
+// Opens ATen once, on GPU `index`. Returns the loader's error, or "".
 const std::string& open_aten(int index);
 
 // While it lives ATen's work goes to the compute stream.

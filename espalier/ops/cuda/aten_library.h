@@ -1,4 +1,4 @@
-// What the libraries of attention on a GPU have in common (ops/composed/attention.h): ATen's tensors and stream.
+// Common to the attention libraries on a GPU (ops/composed/attention.h): ATen's tensors and stream.
 #pragma once
 
 #include "espalier/ops/composed/attention.h"

@@ -16,7 +16,7 @@
 
 namespace espalier::cuda {
 
-// What it does is said in parallel/group.h. Tensors are the device's, contiguous, and stay until it has run.
+// parallel/group.h describes it. Tensors are the device's, contiguous, and stay until it has run.
 struct Collective {
   enum class Kind { sum, maximum, gather, scatter_sum, exchange, broadcast, send, receive };
   Kind kind;
@@ -65,7 +65,7 @@ class Unfinished {
   std::deque<Entry> all_;
 };
 
-// Those of this rank.
+// The unfinished collectives of this rank.
 Unfinished& unfinished();
 
 // Returns when the event has happened. Errors: CommunicationError where a collective does not end.

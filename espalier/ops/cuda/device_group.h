@@ -2,7 +2,7 @@
 // the host's group's.
 //
 // A collective runs behind the work that was given before it and before the work that is given next, and the host does
-// not wait. Each group has its queues, as ranks may come to different groups in different orders. What is sent is
+// not wait. Each group has its queues, as ranks may come to different groups in different orders. Data to send is
 // copied first and leaves in a queue of its own, so that nobody waits for its receiver.
 #pragma once
 
@@ -35,7 +35,7 @@ class DeviceGroup : public Group {
   // Before the work that is given once it was waited for, or next, too.
   std::unique_ptr<Pending::Work> start(const Collective& collective);
   void run(const Collective& collective);
-  // What the host's group does while this rank's queues go on.
+  // Runs a call of the host's group while this rank's queues go on.
   template <class Call>
   std::unique_ptr<Pending::Work> on_host(Call&& call);
 

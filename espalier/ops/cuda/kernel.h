@@ -1,4 +1,4 @@
-// What kernels are written in: CUDA under nvcc; under a C++ compiler the emulation that came before this header.
+// The language of kernels: CUDA under nvcc; under a C++ compiler the emulation that came before this header.
 //
 // T is what is stored (float, double or bfloat16), A = accumulator_t<T> what is computed with. Sums over a warp or a
 // block are made in one order, whatever the schedule.

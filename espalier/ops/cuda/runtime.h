@@ -1,4 +1,4 @@
-// What the device and its operations ask of CUDA: streams, events, memory. runtime.cpp has it of the CUDA runtime
+// The CUDA functions that the device and its operations use: streams, events, memory. runtime.cpp: the CUDA runtime
 // and driver; tests/cuda/emulated_runtime.cpp for processors, where streams run late and out of step. All host logic
 // stands above, in device.cpp.
 #pragma once

@@ -1,4 +1,4 @@
-// What a graph of cuDNN is told of attention within sequences of rows, and of the memory that it reads and writes.
+// Description for a cuDNN graph: attention within sequences of rows, and the memory that it reads and writes.
 //
 // Sequence b has n_b queries and m_b keys (int32, [B, 1, 1, 1] each); of every tensor x an offset o_b (int64, elements,
 // [B + 1, 1, 1, 1]) says where its first row lies. Element (b, h, i, d) of x, i below n_b or m_b, is at

@@ -1,4 +1,4 @@
-// What each instruction set offers to dispatch.cpp: one table of entry points per element type.
+// Entry points of each instruction set for dispatch.cpp: one table per element type.
 //
 // The kernels own no memory: the caller hands them `scratch` of the size they ask for, aligned to kScratchAlignment.
 #pragma once

@@ -82,7 +82,7 @@ struct PlainOperands {
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) store(to.by_lane + (j + k) * kPanel<A> + v * kLanes<A>, weight[k][v]);
   }
-  // What products read behind n keys.
+  // Clears the padding that products read behind n keys.
   static void clear_behind(const WeightPlaces<Factor>&, std::int64_t) {}
 };
 

@@ -1,4 +1,4 @@
-// What c10d's header names of Gloo's contexts, without bodies: a use beyond that is a link error.
+// Gloo's contexts as far as c10d's header names them, without bodies: a use beyond that is a link error.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// What c10d's header names of Gloo's store, without bodies: a use beyond that is a link error.
+// Gloo's store as far as c10d's header names it, without bodies: a use beyond that is a link error.
 #pragma once
 
 #include <chrono>
