@@ -1,4 +1,4 @@
-// What a set of rollouts looks like: sizes, what sharing could save, and everything odd in it.
+// Properties of a set of rollouts: sizes, the savings by sharing, and every anomaly.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the rows of one forward attend to besides each other, and where their own keys and values go.
+// Keys and values that the rows of one forward attend to besides each other, and the place of their own.
 //
 // The block computes queries, keys and values; a source runs the attention. A set of rows over the open trunks is one
 // (model/path_source.h), the rows that a sampler appends to its sequences another (generate/group_source.h).

@@ -1,7 +1,7 @@
 // Bytes of a step by phase, from the shape alone: what the decoder takes from its arena, and what is always held.
 //
 // Every number of bytes the planner uses comes from ActivationBytes, and those of the arena from the declarations that
-// the engine takes from it (plan/block_buffers.h). What is added here is the order of layers, and in PeakWalk that of
+// the engine takes from it (plan/block_buffers.h). This file adds the order of layers, and in PeakWalk that of
 // items: the stack discipline of model/decoder.cpp and of the schedule.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace espalier {
 
-// What is on its way to the store, or back, at a time (saved/spill_queue.h): so many chunks of so many bytes.
+// Data in flight to or from the store at a time (saved/spill_queue.h): so many chunks of so many bytes.
 inline constexpr std::int64_t kSpillChunkBytes = std::int64_t{1} << 20;
 inline constexpr std::int64_t kFewestSpillChunks = 2, kMostSpillChunks = 64;
 
@@ -33,13 +33,13 @@ struct PathBytes {
   bool sleeps = false;  // some layer does
 };
 
-// Of one rank's layers. Behind those that are always awake one is in memory: in the store's place in a forward without
+// For one rank's layers. Behind those that are always awake one is in memory: in the store's place in a forward without
 // its accumulators; of a divided path with them, beside what this rank of cp keeps of all such layers, and rooms for
 // one that is gathered and for the gradients of one that are summed.
 PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp);
 
-// What an item moves between the path's store and memory, each way counted, in its forward and in its backward.
+// Bytes that an item moves between the path's store and memory, each way counted, forward and backward.
 struct PathTraffic {
   std::int64_t forward = 0, backward = 0;
 };
@@ -50,10 +50,10 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 // One of them serves one thread: it remembers the last items that it was asked for, since most of a chain are alike.
 class ActivationBytes {
  public:
-  // Of one rank: its parameters, heads and inner columns.
+  // For one rank: its parameters, heads and inner columns.
   ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind = {});
 
-  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them. Of those that ranks
+  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them. For those that ranks
   // divide what this rank keeps, and the rooms where units are brought together.
   std::int64_t model() const;
   // Held through the step: the model, the process itself and what is beside them.
@@ -66,15 +66,15 @@ class ActivationBytes {
   PathBytes path(std::int64_t path_rows, const PathPlan& path = {}) const {
     return path_bytes(block(), path_rows, kind_.gradients, path, kind_.cp);
   }
-  // Of an item below `rows_above` path rows; `own_rows` are a trunk's, 0 of a wave. Forwards K and V come and a trunk's
+  // For an item below `rows_above` path rows; `own_rows` are a trunk's, 0 of a wave. Forward K and V come and a trunk's
   // own go; backwards all come and the accumulators go.
   PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
-  // What an item holds between its forward and its backward: of the layers what is kept.
+  // Bytes that an item holds between its forward and its backward: the kept state of its layers.
   std::int64_t saved(const Work& work, ItemState state) const { return item(work, state, false).saved; }
-  // What it has in the store meanwhile.
+  // Bytes that it has in the store meanwhile.
   std::int64_t stored(const Work& work, ItemState state) const { return item(work, state, false).stored; }
-  // Of the device, for so many bytes in the store: what is on its way. A GPU's lies in the host's memory.
+  // Device bytes in flight for so many bytes in the store. A GPU's store lies in the host's memory.
   std::int64_t in_flight(std::int64_t stored_bytes) const;
   // Most that an item takes, its saved state included: while its forward and the head run, and while its backward runs.
   // `wave`: its keys, values and their gradients are its own; a trunk's are in the path.
@@ -88,7 +88,7 @@ class ActivationBytes {
   // Rows of the head's block of logits, of so many outputs.
   std::int64_t head_block_rows(std::int64_t outputs) const;
 
-  // What the rank of cp with most rows has of a trunk's; its outputs may all be among them.
+  // A trunk's rows on the rank of cp with most of them; its outputs may all be among them.
   Work share_of(const Work& trunk) const;
 
   bool gradients() const { return kind_.gradients; }
@@ -98,7 +98,7 @@ class ActivationBytes {
   std::int64_t layers() const { return shape_.layers; }
 
  private:
-  // What one item holds: it depends on rows, outputs, state and kind alone.
+  // Bytes that one item holds; they depend on rows, outputs, state and kind alone.
   struct Item {
     std::int64_t rows = -1, outputs = 0;
     ItemState state;

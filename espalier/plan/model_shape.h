@@ -76,7 +76,7 @@ struct ModelShape {
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 
-// A critic's shape, with value_head set. Of ...ForTokenClassification with one label the head is stored with the
+// A critic's shape, with value_head set. In ...ForTokenClassification with one label the head is stored with the
 // weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the head (classifier_dropout) is
 // none, as in verl. `architecture` names the token classifier in both cases. Errors: as above.
 struct CriticShape {

@@ -1,4 +1,4 @@
-// What one optimizer step will run: trunks, waves, the rows of each, and what that should cost.
+// The plan of one optimizer step: trunks, waves, the rows of each, and the predicted cost.
 //
 // A plan is a pure function of the prefix trees, the model's shape, the options and the machine's profile. It holds no
 // tensors. The schedule (plan/schedule.h) walks it: forward a trunk, run everything below it, backward the trunk.
@@ -62,7 +62,7 @@ struct RowSet {
 // the item runs, since a step may have hundreds of millions.
 std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
 
-// Of edges in that order the first of each output: of each row, or by temperature of each (row, temperature).
+// The first edge of each output, in that order: of each row, or by temperature of each (row, temperature).
 std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
                                  bool by_temperature);
 
@@ -101,7 +101,7 @@ struct PhasePeaks {
   }
 };
 
-// What a rank gives to collectives, in the same phases.
+// Bytes that a rank sends in collectives, in the same phases.
 struct PlanCost {
   double flops = 0;
   double seconds = 0;

@@ -1,4 +1,4 @@
-// What the planner asks about rollouts and prefix trees again and again, counted once.
+// Counts of rollouts and prefix trees that the planner uses repeatedly, made once.
 //
 // A leaf is a place in PrefixTree::leaf_order; a node's leaves are a contiguous range of them. Work of a node or a
 // subtree is exact: rows with edges are counted once for each temperature, however many rollouts own the edge.

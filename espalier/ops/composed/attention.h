@@ -28,8 +28,8 @@ struct CausalSquares {
   std::int64_t longest = 0;
 };
 
-// What a library offers, on one device. Queries [n, H, D], keys and values [m, J, D], in rows at a stride; lse [H, n],
-// natural logarithm, in the accumulator dtype. What comes back is new.
+// Functions of a library, on one device. Queries [n, H, D], keys and values [m, J, D], in rows at a stride; lse [H, n],
+// natural logarithm, in the accumulator dtype. Results are new tensors.
 class LibraryAttention {
  public:
   struct Result {

@@ -146,7 +146,7 @@ class KeyBlocks {
   std::int32_t* range_;
 };
 
-// What lanes see of a block: keys [first, end), seen by some lane of the vectors [vector, vector + vectors) and by none
+// Keys of a block that lanes see: [first, end), seen by some lane of the vectors [vector, vector + vectors) and by none
 // outside of them; masked where not all of these lanes see all of these keys. end 0 where nothing is seen.
 struct Visible {
   std::int64_t first = 0, end = 0;
