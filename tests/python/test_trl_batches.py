@@ -1,4 +1,4 @@
-"""TRL's real DPO, KTO, reward and SFT trainers, plain against shared: losses and gradients of two accumulation windows, float32.
+"""TRL's real DPO, KTO, reward, SFT, distillation and GKD trainers, plain against shared: losses and gradients of two accumulation windows, float32.
 
 What is allowed is that of test_trl_trainer.py: twice what two of transformers' own attention functions differ by, at least 4e-6.
 """
@@ -11,6 +11,7 @@ import torch
 trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 shared = pytest.importorskip("espalier.trl")
+gkd = pytest.importorskip("trl.experimental.gkd")
 
 import trl_batches as data  # noqa: E402
 from test_trl_trainer import LEAST_ALLOWED, mixture  # noqa: E402
@@ -29,12 +30,17 @@ KTO = {"kto": {}, "apo_zero_unpaired": dict(loss_type="apo_zero_unpaired"), "wei
 REWARD = {"pairs": {}, "centred": dict(center_rewards_coefficient=.1), "margin": dict(dataset=data.margins), "checkpointing": dict(gradient_checkpointing=True)}
 SFT = {"nll": {}, "dft": dict(loss_type="dft"), "all tokens": dict(completion_only_loss=False), "texts": dict(dataset=data.texts),
        "checkpointing": dict(gradient_checkpointing=True)}
+DISTILLATION = {"reverse": {}, "forward": dict(beta=0.0), "jsd": dict(beta=.5, temperature=.7)}
+GKD = {"jsd": {}, "forward": dict(beta=0.0, gradient_checkpointing=True)}
 KINDS = {
     "dpo": (trl.DPOTrainer, shared.DPOTrainer, trl.DPOConfig, dict(dataset=data.preferences, reference=True), DPO),
     "kto": (trl.KTOTrainer, shared.KTOTrainer, trl.KTOConfig, dict(dataset=data.unpaired, reference=True, per_device_train_batch_size=4), KTO),
     "reward": (trl.RewardTrainer, shared.RewardTrainer, trl.RewardConfig,
                dict(dataset=data.preferences, make=data.scorer, per_device_train_batch_size=2, disable_dropout=True), REWARD),
     "sft": (trl.SFTTrainer, shared.SFTTrainer, trl.SFTConfig, dict(dataset=data.answers), SFT),
+    "distillation": (data.answering(trl.DistillationTrainer), data.answering(shared.DistillationTrainer), trl.DistillationConfig,
+                     dict(dataset=data.prompts, teacher=data.teacher, max_completion_length=8), DISTILLATION),
+    "gkd": (gkd.GKDTrainer, shared.GKDTrainer, gkd.GKDConfig, dict(dataset=data.chats, teacher=data.teacher, chat=True, lmbda=0.0), GKD),
 }
 CASES = [(kind, case) for kind, (*_, cases) in KINDS.items() for case in cases]
 

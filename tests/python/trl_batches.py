@@ -45,6 +45,40 @@ def texts(count=8):
     return Dataset.from_dict({"text": [a + b for a, b in zip(rows["prompt"], rows["completion"])]})
 
 
+def prompts(count=8):
+    return answers(count).select_columns(["prompt"])
+
+
+def chats(count=8):
+    rows = answers(count)
+    return Dataset.from_dict({"messages": [[{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+                                           for prompt, completion in zip(rows["prompt"], rows["completion"])]})
+
+
+def answering(trainer_class):
+    """A trainer whose student's answers depend on the prompt alone: sampled tokens would differ where a weight's last bit does."""
+
+    class Answering(trainer_class):
+        def _generate_single_turn(self, prompt_ids, *_):
+            return [[3 + (sum(ids) + 7 * t) % 90 for t in range(3 + sum(ids) % 5)] for ids in prompt_ids]
+
+    return Answering
+
+
+def teacher():
+    """A wider model than the student."""
+    config = copy.deepcopy(example.small_model().config)
+    config.hidden_size, config.num_hidden_layers, config.layer_types = 96, 3, ["full_attention"] * 3
+    torch.manual_seed(2)
+    return type(example.small_model())(config)
+
+
+def chat_tokenizer():
+    tokenizer = example.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    return tokenizer
+
+
 def scorer():
     """A sequence classifier with one number a row."""
     from transformers import Qwen3ForSequenceClassification
@@ -54,7 +88,8 @@ def scorer():
     return Qwen3ForSequenceClassification(config)
 
 
-def run(trainer_class, config_class, dataset, folder, *, make=None, attention=None, reference=False, prepare=None, **settings):
+def run(trainer_class, config_class, dataset, folder, *, make=None, attention=None, reference=False, teacher=None, chat=False,
+        prepare=None, **settings):
     """The trainer after two windows of two micro-batches of four rows, with `losses`, `grads` and `unique`, a count of the token rows of
     every call of the backbones, made from what TRL passed."""
 
@@ -70,13 +105,13 @@ def run(trainer_class, config_class, dataset, folder, *, make=None, attention=No
     if attention:
         model.set_attn_implementation(attention)
     model.config.pad_token_id = 0
-    more = {"ref_model": copy.deepcopy(model)} if reference else {}
+    more = {"ref_model": copy.deepcopy(model)} if reference else {"teacher_model": teacher()} if teacher else {}
     config = config_class(**dict(dict(
         output_dir=str(folder), use_cpu=True, bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
         per_device_train_batch_size=2 if reference else 4, gradient_accumulation_steps=2, learning_rate=.05, optim="sgd",
         lr_scheduler_type="constant", max_steps=2, seed=7, disable_tqdm=True, dataloader_pin_memory=False, gradient_checkpointing=False), **settings))
     Recording.losses, Recording.grads = [], []
-    trainer = Recording(model=model, args=config, processing_class=example.tokenizer(), train_dataset=dataset(), **more)
+    trainer = Recording(model=model, args=config, processing_class=chat_tokenizer() if chat else example.tokenizer(), train_dataset=dataset(), **more)
     if prepare:
         prepare(trainer)
     with counted_rows(trainer) as trainer.counts:
@@ -86,11 +121,12 @@ def run(trainer_class, config_class, dataset, folder, *, make=None, attention=No
 
 @contextlib.contextmanager
 def counted_rows(trainer):
-    """[rows run, unique rows, rows], of all calls that TRL makes of the backbones of the policy and the reference. Rows are unique by
+    """[rows run, unique rows, rows], of all calls that TRL makes of the backbones of the policy, the reference and the teacher. Rows are unique by
     their tokens from the first on, in one call."""
     counts = {"run": 0, "unique": 0, "all": 0}
     undo = []
-    for model in {id(m): m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None}.values():
+    for model in {id(m): m for m in (trainer.model, getattr(trainer, "ref_model", None), getattr(trainer, "teacher_model", None))
+                  if m is not None}.values():
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
         def before(_, args, kwargs):  # of what TRL passes to the backbone

@@ -1,10 +1,10 @@
 """TRL's trainers with shared prompts computed once. TRL's own loss, head, optimizer loop and logging stay in charge.
 
-    from espalier.trl import GRPOTrainer          (RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer; the same arguments,
-                                                   and shared_prompts=True)
+    from espalier.trl import GRPOTrainer          (RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer, DistillationTrainer,
+                                                   GKDTrainer; the same arguments, and shared_prompts=True)
 
 GRPO and RLOO (rollouts.py): a prompt is run once for all micro-batches of an accumulation window. The others (batches.py): what rows of
-a batch have in common from their first token on is run once, in the reference model's passes, too. Where a batch cannot be shared
+a batch have in common from their first token on is run once, in a reference's and a teacher's passes, too. Where a batch cannot be shared
 (images, packing, a sharded model, what `espalier.hf.check` refuses) TRL's own path runs, with one note.
 """
 
@@ -17,7 +17,8 @@ import trl
 from espalier.trl.batches import SharedBatches, SharedReference
 from espalier.trl.rollouts import SharedPrompts
 
-__all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer", "SharedBatches", "SharedPrompts"]
+__all__ = ["DPOTrainer", "DistillationTrainer", "GKDTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer",
+           "SharedBatches", "SharedPrompts"]
 
 
 class GRPOTrainer(SharedPrompts, trl.GRPOTrainer):
@@ -42,3 +43,17 @@ class RewardTrainer(SharedBatches, trl.RewardTrainer):
 
 class SFTTrainer(SharedBatches, trl.SFTTrainer):
     """`trl.SFTTrainer` with shared beginnings, such as a long system prompt."""
+
+
+class DistillationTrainer(SharedBatches, trl.DistillationTrainer):
+    """`trl.DistillationTrainer` with shared prompts, those of the teacher's pass, too."""
+
+
+def __getattr__(name):
+    """GKDTrainer is made when it is asked for: TRL warns of its experimental part on import."""
+    if name != "GKDTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trl.experimental.gkd import GKDTrainer as plain
+    trainer = type(name, (SharedBatches, plain), {"__module__": __name__, "__doc__": "TRL's GKDTrainer with shared prompts, those of the teacher, too."})
+    globals()[name] = trainer
+    return trainer

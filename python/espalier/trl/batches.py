@@ -16,7 +16,7 @@ from espalier.hf.checks import base_model, check_captured
 from espalier.trl.sharing import Sharing
 from espalier.trl.tree import Tree
 
-_PASSED_ON = {"output_router_logits", "return_dict", "margin"}  # the last is the reward trainer's, and no layer reads it
+_PASSED_ON = {"output_router_logits", "return_dict", "margin", "logits_to_keep"}  # the last two are for TRL's heads, and no layer reads them
 
 
 class SharedBatches(Sharing):
@@ -28,11 +28,11 @@ class SharedBatches(Sharing):
 
     @contextlib.contextmanager
     def _shared_backbones(self):
-        """Within, the policy's and the reference's backbones share."""
+        """Within, the policy's, the reference's and the teacher's backbones share."""
         if not self.shared_prompts:
             yield
             return
-        models = [base_model(model) for model in (self.model, getattr(self, "ref_model", None)) if model is not None]
+        models = [base_model(model) for model in self._models()]
         with contextlib.ExitStack() as stack:
             for base in {id(base): base for base in models}.values():
                 stack.enter_context(_replaced_forward(base.base_model, functools.partial(self._backbone_forward, base)))

@@ -25,9 +25,13 @@ class Sharing:
         self._ours = {}  # by id: what gives a model back its own attention and mixers when the step is done
         super().__init__(*args, **kwargs)
         if shared_prompts:
-            for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None and self._sharing(model, 0) and unwrapped(model).get_output_embeddings() is not None:
+            for model in self._models():
+                if self._sharing(model, 0) and unwrapped(model).get_output_embeddings() is not None:
                     self._sharing(model, None, probing=True)
+
+    def _models(self):
+        """The policy, and the reference and the teacher where the trainer has them."""
+        return [model for model in (self.model, getattr(self, "ref_model", None), getattr(self, "teacher_model", None)) if model is not None]
 
     def _note(self, reason):
         if reason not in self._noted:
