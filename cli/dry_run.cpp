@@ -32,7 +32,7 @@ void check_update(const ModelShape& shape, Context& context, std::int64_t epochs
   const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
                           !options.critic.empty());
   check_objective(data, options);
-  if (!data.mini_batch_note().empty()) context.progress.note("note: " + data.mini_batch_note());
+  for (const std::string& note : data.notes()) context.progress.note("note: " + note);
   const std::int64_t all = epochs * data.mini_batches(), steps = options.steps > 0 ? options.steps : all;
   context.result["rollouts"] = data.rollouts().size();
   context.result["steps"] = std::min(all, steps);

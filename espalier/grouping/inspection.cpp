@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <unordered_map>
 
@@ -11,6 +12,7 @@
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/token_hash.h"
+#include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 namespace {
@@ -43,6 +45,44 @@ Tokens tokens_of(const std::vector<PrefixTree>& forest) {
   return sum;
 }
 
+// A rollout's place in its trajectory, from 0.
+std::vector<std::int64_t> turn_places(const Trajectories& trajectories) {
+  std::vector<std::int64_t> out(trajectories.of.size());
+  for (const Members& turns : trajectories.turns)
+    for (std::size_t k = 0; k < turns.size(); ++k)
+      out[static_cast<std::size_t>(turns[k])] = static_cast<std::int64_t>(k);
+  return out;
+}
+
+// Adds the tokens of each node to the earliest turn that has them. `place`: of the forest's rollouts.
+void add_physical_by_turn(const std::vector<PrefixTree>& forest, std::span<const std::int64_t> place,
+                          std::vector<Inspection::Turn>& out) {
+  for (const PrefixTree& tree : forest) {
+    std::vector<std::int64_t> earliest(tree.nodes.size(), std::numeric_limits<std::int64_t>::max());
+    for (std::size_t n = tree.nodes.size(); n-- > 0;) {
+      const PrefixNode& node = tree.nodes[n];
+      for (const std::int32_t rollout : node.ends_here)
+        earliest[n] = std::min(earliest[n], place[static_cast<std::size_t>(rollout)]);
+      out[static_cast<std::size_t>(earliest[n])].physical_tokens += node.length();
+      if (node.parent < 0) continue;
+      std::int64_t& above = earliest[static_cast<std::size_t>(node.parent)];
+      above = std::min(above, earliest[n]);
+    }
+  }
+}
+
+// The fields that trajectories and their rewards are told from, with rewards settled.
+std::vector<Rollout> settled_lineage(std::span<const Rollout> rollouts) {
+  std::vector<Rollout> out(rollouts.size());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    out[i].group = rollouts[i].group, out[i].step = rollouts[i].step;
+    out[i].trajectory = rollouts[i].trajectory, out[i].turn = rollouts[i].turn;
+    out[i].reward = rollouts[i].reward, out[i].where = rollouts[i].where;
+  }
+  settle_turn_rewards(out, TurnRewards::automatic);
+  return out;
+}
+
 std::int64_t line_of(const std::string& where) {
   const auto colon = where.rfind(':');
   return colon == std::string::npos ? 0 : std::atoll(where.c_str() + colon + 1);
@@ -51,7 +91,11 @@ std::int64_t line_of(const std::string& where) {
 // Looks at each rollout, then at each group, and keeps what is odd.
 class Finder {
  public:
-  Finder(std::span<const Rollout> rollouts, std::vector<Anomaly>& out) : rollouts_(rollouts), out_(out) {}
+  Finder(std::span<const Rollout> rollouts, std::vector<Anomaly>& out)
+      : rollouts_(rollouts),
+        out_(out),
+        trajectories_(trajectories_of(rollouts)),
+        rewards_(rewards_of(settled_lineage(rollouts), trajectories_)) {}
 
   void look_at_rollouts() {
     const Rollout *with_step = nullptr, *without_step = nullptr;
@@ -65,7 +109,7 @@ class Finder {
       look_for_positive(rollout, "old_logprobs", rollout.old_logprobs);
       look_for_positive(rollout, "ref_logprobs", rollout.ref_logprobs);
       look_for_positive(rollout, "rollout_logprobs", rollout.rollout_logprobs);
-      if (!rollout.response_ids.empty() && !rollout.reward && rollout.advantages.empty())
+      if (!rollout.response_ids.empty() && !reward_of(&rollout - rollouts_.data()) && rollout.advantages.empty())
         add(rollout, "nothing_to_learn", "neither reward nor advantage");
     }
     if (with_step != nullptr && without_step != nullptr)
@@ -74,13 +118,18 @@ class Finder {
 
   void look_at_group(const Members& members) {
     const Rollout& first = at(members[0]);
-    if (members.size() == 1) return add(first, "group_of_one", "its group has no other rollout to compare with");
+    const std::int64_t trajectories = std::ranges::count_if(members, [&](std::int64_t i) { return is_first_turn(i); });
     look_for_duplicates(members);
+    if (trajectories == 1)
+      return add(first, "group_of_one",
+                 members.size() == 1 ? "its group has no other rollout to compare with"
+                                     : "its group has no other trajectory to compare with");
+    const std::optional<double> reward = reward_of(members[0]);
     bool rewards_equal = true;
     for (const std::int64_t index : members) {
       const Rollout& rollout = at(index);
-      rewards_equal &= rollout.reward.has_value() && rollout.reward == first.reward && rollout.advantages.empty();
-      if (rollout.prompt_ids == first.prompt_ids) continue;
+      rewards_equal &= reward && reward_of(index) == reward && rollout.advantages.empty();
+      if (rollout.prompt_ids == first.prompt_ids || !is_first_turn(index) || !is_first_turn(members[0])) continue;
       const auto parted = std::mismatch(rollout.prompt_ids.begin(), rollout.prompt_ids.end(), first.prompt_ids.begin(),
                                         first.prompt_ids.end());
       add(rollout, "prompt_differs",
@@ -88,7 +137,7 @@ class Finder {
                   parted.first - rollout.prompt_ids.begin(), " of ", rollout.prompt_ids.size()));
     }
     if (!rewards_equal) return;
-    add(first, "equal_rewards", text_of("all ", members.size(), " rewards of its group are ", *first.reward));
+    add(first, "equal_rewards", text_of("all ", trajectories, " rewards of its group are ", *reward));
     ++equal_groups_;
   }
 
@@ -102,6 +151,13 @@ class Finder {
 
  private:
   const Rollout& at(std::int64_t index) const { return rollouts_[static_cast<std::size_t>(index)]; }
+  const std::optional<double>& reward_of(std::int64_t index) const {
+    return rewards_[static_cast<std::size_t>(trajectories_.of[static_cast<std::size_t>(index)])];
+  }
+  bool is_first_turn(std::int64_t index) const {
+    const auto of = static_cast<std::size_t>(trajectories_.of[static_cast<std::size_t>(index)]);
+    return trajectories_.turns[of].front() == index;
+  }
   void add(const Rollout& rollout, const char* kind, std::string text) {
     out_.push_back({&rollout - rollouts_.data(), line_of(rollout.where), rollout.where, kind, std::move(text)});
   }
@@ -135,25 +191,46 @@ class Finder {
 
   std::span<const Rollout> rollouts_;
   std::vector<Anomaly>& out_;
+  Trajectories trajectories_;
+  std::vector<std::optional<double>> rewards_;  // one per trajectory
   std::int64_t equal_groups_ = 0;
 };
 
 void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>& groups, Inspection& out) {
+  const Trajectories trajectories = trajectories_of(rollouts);
+  const std::vector<std::int64_t> places = turn_places(trajectories);
+  const bool by_turn =
+      std::ranges::any_of(rollouts, [](const Rollout& rollout) { return !rollout.trajectory.empty(); });
+  if (by_turn) {
+    std::vector<double> turns;
+    for (const Members& members : trajectories.turns) turns.push_back(static_cast<double>(members.size()));
+    out.trajectories = static_cast<std::int64_t>(turns.size());
+    out.turns = quantiles_of(std::move(turns));
+    out.by_turn.resize(static_cast<std::size_t>(out.turns.max));
+    for (std::size_t i = 0; i < rollouts.size(); ++i) {
+      Inspection::Turn& turn = out.by_turn[static_cast<std::size_t>(places[i])];
+      turn.rollouts += 1, turn.logical_tokens += rollouts[i].length();
+    }
+  }
   std::vector<double> shares;
   std::vector<Rollout> part;  // trees are built over contiguous rollouts
-  const auto counted = [&](const Members& members) {
-    part.clear();
+  std::vector<std::int64_t> part_places;
+  const auto counted = [&](const Members& members, bool counts_turns) {
+    part.clear(), part_places.clear();
     for (const std::int64_t index : members) {
       const Rollout& rollout = rollouts[static_cast<std::size_t>(index)];
       Rollout& copy = part.emplace_back();
       copy.prompt_ids = rollout.prompt_ids;
       copy.response_ids = rollout.response_ids;
       copy.recorded_experts = rollout.recorded_experts;
+      part_places.push_back(places[static_cast<std::size_t>(index)]);
     }
-    return tokens_of(build_prefix_trees(part, ShareMode::whole_trees));
+    const std::vector<PrefixTree> forest = build_prefix_trees(part, ShareMode::whole_trees);
+    if (counts_turns && by_turn) add_physical_by_turn(forest, part_places, out.by_turn);
+    return tokens_of(forest);
   };
   for (const Members& members : groups) {
-    const Tokens tokens = counted(members);
+    const Tokens tokens = counted(members, false);
     shares.push_back(1 - static_cast<double>(tokens.physical) / static_cast<double>(tokens.logical));
   }
   out.prefix_share = quantiles_of(std::move(shares));
@@ -165,12 +242,14 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
   Tokens all;
   if (all_have_step(rollouts) && steps.size() > 1) {
     for (const auto& [step, members] : steps) {
-      const Tokens tokens = counted(members);
+      const Tokens tokens = counted(members, true);
       all.logical += tokens.logical;
       all.physical += tokens.physical;
     }
   } else {
-    all = tokens_of(build_prefix_trees(rollouts, ShareMode::whole_trees));
+    const std::vector<PrefixTree> forest = build_prefix_trees(rollouts, ShareMode::whole_trees);
+    if (by_turn) add_physical_by_turn(forest, places, out.by_turn);
+    all = tokens_of(forest);
   }
   out.logical_tokens = all.logical;
   out.physical_tokens = all.physical;
@@ -236,20 +315,29 @@ Json inspection_json(const Inspection& inspection) {
   for (const Anomaly& anomaly : inspection.anomalies)
     anomalies.push_back(
         {{"line", anomaly.line}, {"kind", anomaly.kind}, {"text", anomaly.text}, {"where", anomaly.where}});
-  return Json{{"rollouts", inspection.rollouts},
-              {"groups", inspection.groups},
-              {"steps", inspection.steps},
-              {"tokens",
-               {{"logical", inspection.logical_tokens},
-                {"physical", inspection.physical_tokens},
-                {"loss", inspection.loss_tokens}}},
-              {"saved_share", inspection.saved_share()},
-              {"prefix_share", four(inspection.prefix_share)},
-              {"n", four(inspection.group_size)},
-              {"prompt_length", four(inspection.prompt_length)},
-              {"response_length", four(inspection.response_length)},
-              {"series", inspection.series},
-              {"anomalies", std::move(anomalies)}};
+  Json out{{"rollouts", inspection.rollouts},
+           {"groups", inspection.groups},
+           {"steps", inspection.steps},
+           {"tokens",
+            {{"logical", inspection.logical_tokens},
+             {"physical", inspection.physical_tokens},
+             {"loss", inspection.loss_tokens}}},
+           {"saved_share", inspection.saved_share()},
+           {"prefix_share", four(inspection.prefix_share)},
+           {"n", four(inspection.group_size)},
+           {"prompt_length", four(inspection.prompt_length)},
+           {"response_length", four(inspection.response_length)},
+           {"series", inspection.series},
+           {"anomalies", std::move(anomalies)}};
+  if (inspection.trajectories == 0) return out;
+  out["trajectories"] = inspection.trajectories;
+  out["turns"] = four(inspection.turns);
+  for (const Inspection::Turn& turn : inspection.by_turn)
+    out["by_turn"].push_back({{"turn", out["by_turn"].size()},
+                              {"rollouts", turn.rollouts},
+                              {"logical", turn.logical_tokens},
+                              {"physical", turn.physical_tokens}});
+  return out;
 }
 
 }  // namespace espalier

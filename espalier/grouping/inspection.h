@@ -36,6 +36,14 @@ struct Inspection {
   std::vector<std::string> series;  // fields that at least one record has: "old_logprobs (512 of 640)"
   std::vector<Anomaly> anomalies;   // in order of the rollouts
 
+  std::int64_t trajectories = 0;  // of agents; 0 where no record has a field trajectory
+  Quantiles turns;                // of a trajectory
+  struct Turn {
+    std::int64_t rollouts = 0, logical_tokens = 0;
+    std::int64_t physical_tokens = 0;  // those that no earlier turn has
+  };
+  std::vector<Turn> by_turn;  // the first turns of all trajectories, the second, ...
+
   double saved_share() const;  // 1 - physical / logical of all
 };
 

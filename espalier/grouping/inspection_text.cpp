@@ -86,6 +86,31 @@ std::string anomaly_lines(const std::vector<Anomaly>& anomalies) {
   return out;
 }
 
+// What each turn adds: the first kShown turns, the rest as one row.
+std::string turn_rows(const Inspection& inspection) {
+  constexpr std::size_t kShown = 10;
+  const auto turn_row = [](const std::string& label, const Inspection::Turn& turn) {
+    const double saved = turn.logical_tokens == 0
+                             ? 0
+                             : 1 - static_cast<double>(turn.physical_tokens) / static_cast<double>(turn.logical_tokens);
+    return row(label, {format_count(turn.rollouts), format_count(turn.logical_tokens),
+                       format_count(turn.physical_tokens), format_percent(saved)});
+  };
+  std::string out = row("turn", {"rollouts", "logical", "new", "saved"});
+  Inspection::Turn rest;
+  for (std::size_t k = 0; k < inspection.by_turn.size(); ++k) {
+    const Inspection::Turn& turn = inspection.by_turn[k];
+    if (k < kShown) {
+      out += turn_row(std::to_string(k + 1), turn);
+      continue;
+    }
+    rest.rollouts += turn.rollouts, rest.logical_tokens += turn.logical_tokens;
+    rest.physical_tokens += turn.physical_tokens;
+  }
+  if (inspection.by_turn.size() > kShown) out += turn_row("later", rest);
+  return out + '\n';
+}
+
 }  // namespace
 
 std::string inspection_text(const Inspection& inspection) {
@@ -95,16 +120,20 @@ std::string inspection_text(const Inspection& inspection) {
   if (inspection.steps > 0)
     count += ", " + format_count(inspection.steps) + (inspection.steps == 1 ? " step" : " steps");
   out += labelled("rollouts") + count + '\n';
+  if (inspection.trajectories > 0) out += labelled("trajectories") + format_count(inspection.trajectories) + '\n';
   out += labelled("fields") + joined(inspection.series) + "\n\n";
   out += row("", {"min", "median", "p95", "max"});
   out += quantile_row("rollouts a group", inspection.group_size, number_text);
+  if (inspection.trajectories > 0) out += quantile_row("turns a trajectory", inspection.turns, number_text);
   out += quantile_row("prompt tokens", inspection.prompt_length, number_text);
   out += quantile_row("response tokens", inspection.response_length, number_text);
   out += quantile_row("shared in a group", inspection.prefix_share, format_percent) + '\n';
   out += row("", {"logical", "physical", "saved", "with loss"});
   out += row("tokens", {format_count(inspection.logical_tokens), format_count(inspection.physical_tokens),
                         format_percent(inspection.saved_share()), format_count(inspection.loss_tokens)});
-  out += '\n' + anomaly_lines(inspection.anomalies);
+  out += '\n';
+  if (inspection.trajectories > 0) out += turn_rows(inspection);
+  out += anomaly_lines(inspection.anomalies);
   return out;
 }
 

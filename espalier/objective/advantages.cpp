@@ -1,14 +1,17 @@
 // Advantages from rewards, over a whole file or one step's records. Equations: docs/objectives.md (1) to (8).
 // R reward, V value, m loss mask, gamma and lam discounts; "g" a group: equal `group` where given, else equal prompts.
+// Statistics count trajectories, returns run through the turns of one; a rollout without `trajectory` is one by itself.
 // Source: verl 0.9, register_adv_est; its defaults for groups of one.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <optional>
 
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
 #include "espalier/objective/value_loss.h"
 #include "espalier/rollout/mini_batches.h"
+#include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 
@@ -27,22 +30,59 @@ bool whitens(Estimator estimator) {
 // Advantages are recorded, or there is no token that could have one.
 bool is_settled(const Rollout& rollout) { return !rollout.advantages.empty() || rollout.response_ids.empty(); }
 
-void check_fields(const Rollout& rollout, Estimator estimator) {
-  if (is_settled(rollout)) {
-    ESPALIER_INTERNAL_EQ(rollout.advantages.size(), rollout.response_ids.size(), rollout.where);
-    return;
+// What a unit's rollouts are, apart from their tokens. Rewards and groups: one per trajectory.
+struct Unit {
+  explicit Unit(std::span<const Rollout> all)
+      : rollouts(all), trajectories(trajectories_of(all)), rewards(rewards_of(all, trajectories)) {
+    const std::vector<std::int64_t> of = group_of(all);
+    for (const auto& turns : trajectories.turns) group.push_back(of[static_cast<std::size_t>(turns.front())]);
   }
-  if (estimator == Estimator::given)
-    throw InputError({rollout.where, "a field advantage, for --adv-estimator given", "none",
-                      "add advantage (a number or one per response token), or choose another --adv-estimator"});
-  if (!rollout.reward)
-    throw InputError({rollout.where, text_of("a field reward or advantage, for --adv-estimator ", name_of(estimator)),
-                      "neither", "add reward (a number), or advantage with --adv-estimator given"});
-  if (estimator == Estimator::gae && rollout.values.size() != rollout.response_ids.size())
+
+  const Rollout& at(std::int64_t index) const { return rollouts[static_cast<std::size_t>(index)]; }
+  const std::optional<double>& reward_of(std::size_t rollout) const {
+    return rewards[static_cast<std::size_t>(trajectories.of[rollout])];
+  }
+  std::int64_t group_of_rollout(std::size_t rollout) const {
+    return group[static_cast<std::size_t>(trajectories.of[rollout])];
+  }
+
+  std::span<const Rollout> rollouts;
+  Trajectories trajectories;
+  std::vector<std::optional<double>> rewards;
+  std::vector<std::int64_t> group;
+};
+
+void require_values(const Rollout& rollout) {
+  if (rollout.values.size() != rollout.response_ids.size())
     throw InputError({rollout.where, "a field values with one number per response token, for --adv-estimator gae",
                       rollout.values.empty() ? text_of("none") : text_of(rollout.values.size(), " numbers"),
                       "give --critic DIR, add values (espalier score --critic DIR --values), or choose another "
                       "--adv-estimator"});
+}
+
+void check_fields(const Unit& unit, Estimator estimator) {
+  for (const auto& turns : unit.trajectories.turns) {
+    const std::optional<double>& reward = unit.reward_of(static_cast<std::size_t>(turns.front()));
+    bool estimates = false;
+    for (const std::int64_t index : turns) {
+      const Rollout& rollout = unit.at(index);
+      if (is_settled(rollout)) {
+        ESPALIER_INTERNAL_EQ(rollout.advantages.size(), rollout.response_ids.size(), rollout.where);
+        continue;
+      }
+      estimates = true;
+      if (estimator == Estimator::given)
+        throw InputError({rollout.where, "a field advantage, for --adv-estimator given", "none",
+                          "add advantage (a number or one per response token), or choose another --adv-estimator"});
+      if (!reward)
+        throw InputError({rollout.where,
+                          text_of("a field reward or advantage, for --adv-estimator ", name_of(estimator)), "neither",
+                          "add reward (a number), or advantage with --adv-estimator given"});
+    }
+    // A turn's estimate runs through all later turns, those with an advantage of their own included.
+    if (estimates && estimator == Estimator::gae)
+      for (const std::int64_t index : turns) require_values(unit.at(index));
+  }
 }
 
 struct GroupStatistics {
@@ -52,25 +92,24 @@ struct GroupStatistics {
 
 // Mean and unbiased standard deviation of each group's rewards; (0, 1) for a group of one. Differences are taken from
 // the group's first reward, so equal rewards have exactly their own value as mean and 0 as deviation.
-std::vector<GroupStatistics> compute_group_statistics(std::span<const Rollout> rollouts,
-                                                      std::span<const std::int64_t> group) {
+std::vector<GroupStatistics> compute_group_statistics(const Unit& unit) {
   std::int64_t groups = 0;
-  for (std::int64_t g : group) groups = std::max(groups, g + 1);
+  for (std::int64_t g : unit.group) groups = std::max(groups, g + 1);
   std::vector<GroupStatistics> statistics(groups);
   std::vector<double> first(groups), shifted_sum(groups), square_sum(groups);
-  for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    if (!rollouts[i].reward) continue;
-    const std::int64_t g = group[i];
-    if (statistics[g].count++ == 0) first[g] = *rollouts[i].reward;
-    shifted_sum[g] += *rollouts[i].reward - first[g];
+  for (std::size_t i = 0; i < unit.rewards.size(); ++i) {
+    if (!unit.rewards[i]) continue;
+    const std::int64_t g = unit.group[i];
+    if (statistics[g].count++ == 0) first[g] = *unit.rewards[i];
+    shifted_sum[g] += *unit.rewards[i] - first[g];
   }
   for (std::int64_t g = 0; g < groups; ++g)
     if (statistics[g].count > 1)
       statistics[g].mean = first[g] + shifted_sum[g] / static_cast<double>(statistics[g].count);
-  for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    if (!rollouts[i].reward) continue;
-    const double difference = *rollouts[i].reward - statistics[group[i]].mean;
-    square_sum[group[i]] += difference * difference;
+  for (std::size_t i = 0; i < unit.rewards.size(); ++i) {
+    if (!unit.rewards[i]) continue;
+    const double difference = *unit.rewards[i] - statistics[unit.group[i]].mean;
+    square_sum[unit.group[i]] += difference * difference;
   }
   for (std::int64_t g = 0; g < groups; ++g)
     if (statistics[g].count > 1)
@@ -79,17 +118,17 @@ std::vector<GroupStatistics> compute_group_statistics(std::span<const Rollout> r
 }
 
 // Unbiased standard deviation of all rewards; 0 for fewer than two. Differences are taken from the first.
-double batch_deviation(std::span<const Rollout> rollouts) {
+double batch_deviation(const std::vector<std::optional<double>>& rewards) {
   double count = 0, first = 0, shifted = 0, squares = 0;
-  for (const Rollout& rollout : rollouts)
-    if (rollout.reward) {
-      if (count == 0) first = *rollout.reward;
-      count += 1, shifted += *rollout.reward - first;
+  for (const auto& reward : rewards)
+    if (reward) {
+      if (count == 0) first = *reward;
+      count += 1, shifted += *reward - first;
     }
   if (count < 2) return 0;
   const double mean = first + shifted / count;
-  for (const Rollout& rollout : rollouts)
-    if (rollout.reward) squares += (*rollout.reward - mean) * (*rollout.reward - mean);
+  for (const auto& reward : rewards)
+    if (reward) squares += (*reward - mean) * (*reward - mean);
   return std::sqrt(squares / (count - 1));
 }
 
@@ -101,26 +140,41 @@ double outcome_advantage(Estimator estimator, double reward, const GroupStatisti
   return centred;
 }
 
-// The reward-to-go of each loss token; masked tokens are passed over as if they were not there.
-void compute_returns(const Rollout& rollout, double gamma, std::vector<double>& out) {
-  double running = *rollout.reward;
-  for (std::size_t t = out.size(); t-- > 0;) {
-    if (!rollout.loss_mask[t]) continue;
-    out[t] = running;
-    running *= gamma;
+// Goes backwards over the loss tokens of a trajectory, last turn first: visit(rollout, token, earned), where `earned`
+// is the reward of the turns that end between this loss token and the next.
+template <class Visit>
+void visit_backwards(const Unit& unit, const std::vector<std::int64_t>& turns, Visit&& visit) {
+  double earned = 0;
+  for (std::size_t k = turns.size(); k-- > 0;) {
+    const auto i = static_cast<std::size_t>(turns[k]);
+    const Rollout& rollout = unit.rollouts[i];
+    earned += rollout.reward.value_or(0);
+    for (std::size_t t = rollout.loss_mask.size(); t-- > 0;) {
+      if (!rollout.loss_mask[t]) continue;
+      visit(i, t, earned);
+      earned = 0;
+    }
   }
 }
 
-// Generalised advantage estimation over the loss tokens, before whitening.
-void compute_gae(const Rollout& rollout, double gamma, double lam, std::span<double> out) {
-  double next_value = 0, running = 0, reward = *rollout.reward;
-  for (std::size_t t = out.size(); t-- > 0;) {
-    if (!rollout.loss_mask[t]) continue;
-    running = reward + gamma * next_value - rollout.values[t] + gamma * lam * running;
-    next_value = rollout.values[t];
-    reward = 0;
-    out[t] = running;
-  }
+// The reward-to-go of each loss token of a trajectory; masked tokens are passed over as if they were not there.
+void compute_returns(const Unit& unit, const std::vector<std::int64_t>& turns, double gamma, Series& out) {
+  double running = 0;
+  visit_backwards(unit, turns, [&](std::size_t i, std::size_t t, double earned) {
+    running = earned + gamma * running;
+    out[i][t] = running;
+  });
+}
+
+// Generalised advantage estimation over the loss tokens of a trajectory, before whitening.
+void compute_gae(const Unit& unit, const std::vector<std::int64_t>& turns, double gamma, double lam, Series& out) {
+  double next_value = 0, running = 0;
+  visit_backwards(unit, turns, [&](std::size_t i, std::size_t t, double earned) {
+    const double value = unit.rollouts[i].values[t];
+    running = earned + gamma * next_value - value + gamma * lam * running;
+    next_value = value;
+    out[i][t] = running;
+  });
 }
 
 // (x - mean) / sqrt(var + 1e-8) over the loss tokens of the rollouts whose advantages are estimated here. The mean is
@@ -154,54 +208,68 @@ void whiten(std::span<const Rollout> rollouts, Series& series) {
 }  // namespace
 
 void check_value_targets(std::span<const Rollout> rollouts) {
-  for (const Rollout& rollout : rollouts)
-    if (!rollout.response_ids.empty() && rollout.returns.empty() && !rollout.reward)
-      refuse_target(rollout, "no reward");
+  const Unit unit(rollouts);
+  for (std::size_t i = 0; i < rollouts.size(); ++i)
+    if (!rollouts[i].response_ids.empty() && rollouts[i].returns.empty() && !unit.reward_of(i))
+      refuse_target(rollouts[i], "no reward");
 }
 
 std::vector<std::vector<double>> compute_value_targets(std::span<const Rollout> rollouts, const Options& options) {
   check_value_targets(rollouts);
-  Series targets;
-  for (const Rollout& rollout : rollouts) {
-    targets.push_back(rollout.returns);
-    std::vector<double>& target = targets.back();
-    if (!target.empty() || rollout.response_ids.empty()) continue;
-    if (rollout.values.empty()) refuse_target(rollout, "no values");
-    target.assign(rollout.response_ids.size(), 0.0);
-    compute_gae(rollout, options.gamma, options.lam, target);
-    for (std::size_t t = 0; t < target.size(); ++t) target[t] += rollout.values[t];
+  const Unit unit(rollouts);
+  Series targets(rollouts.size());
+  for (const auto& turns : unit.trajectories.turns) {
+    const auto asks = [&](std::int64_t index) {
+      return unit.at(index).returns.empty() && !unit.at(index).response_ids.empty();
+    };
+    for (const std::int64_t index : turns)
+      targets[static_cast<std::size_t>(index)].assign(unit.at(index).response_ids.size(), 0.0);
+    if (std::ranges::any_of(turns, asks)) {
+      for (const std::int64_t index : turns)
+        if (unit.at(index).values.size() != unit.at(index).response_ids.size())
+          refuse_target(unit.at(index), "no values");
+      compute_gae(unit, turns, options.gamma, options.lam, targets);
+    }
+    for (const std::int64_t index : turns) {
+      std::vector<double>& target = targets[static_cast<std::size_t>(index)];
+      if (!asks(index))
+        target = unit.at(index).returns;
+      else
+        for (std::size_t t = 0; t < target.size(); ++t) target[t] += unit.at(index).values[t];
+    }
   }
   return targets;
 }
 
 std::vector<std::vector<double>> compute_advantages(std::span<const Rollout> rollouts, const Options& options) {
   const Estimator estimator = options.adv_estimator;
-  for (const Rollout& rollout : rollouts) check_fields(rollout, estimator);
+  const Unit unit(rollouts);
+  check_fields(unit, estimator);
 
-  const std::vector<std::int64_t> group = group_of(rollouts);
-  std::vector<GroupStatistics> statistics = compute_group_statistics(rollouts, group);
+  std::vector<GroupStatistics> statistics = compute_group_statistics(unit);
   if (options.adv_std == DeviationOf::batch) {
-    const double deviation = batch_deviation(rollouts);
+    const double deviation = batch_deviation(unit.rewards);
     for (GroupStatistics& of : statistics) of.deviation = deviation;
   }
   Series series(rollouts.size());
-  for (std::size_t i = 0; i < rollouts.size(); ++i) {
-    const Rollout& rollout = rollouts[i];
-    if (is_settled(rollout)) {
-      series[i] = rollout.advantages;
-      continue;
-    }
-    series[i].assign(rollout.response_ids.size(), 0.0);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) series[i].assign(rollouts[i].response_ids.size(), 0.0);
+  for (const auto& turns : unit.trajectories.turns) {
+    if (std::ranges::all_of(turns, [&](std::int64_t index) { return is_settled(unit.at(index)); })) continue;
     if (estimator == Estimator::reinforce_plus_plus) {
-      compute_returns(rollout, options.gamma, series[i]);
+      compute_returns(unit, turns, options.gamma, series);
     } else if (estimator == Estimator::gae) {
-      compute_gae(rollout, options.gamma, options.lam, series[i]);
+      compute_gae(unit, turns, options.gamma, options.lam, series);
     } else {
-      const double advantage = outcome_advantage(estimator, *rollout.reward, statistics[group[i]], options.adv_epsilon);
-      for (std::size_t t = 0; t < series[i].size(); ++t)
-        if (rollout.loss_mask[t]) series[i][t] = advantage;
+      const auto first = static_cast<std::size_t>(turns.front());
+      const double advantage = outcome_advantage(estimator, *unit.reward_of(first),
+                                                 statistics[unit.group_of_rollout(first)], options.adv_epsilon);
+      for (const std::int64_t index : turns)
+        for (std::size_t t = 0; t < unit.at(index).loss_mask.size(); ++t)
+          if (unit.at(index).loss_mask[t]) series[static_cast<std::size_t>(index)][t] = advantage;
     }
   }
+  for (std::size_t i = 0; i < rollouts.size(); ++i)
+    if (is_settled(rollouts[i])) series[i] = rollouts[i].advantages;
   if (whitens(estimator)) whiten(rollouts, series);
   return series;
 }

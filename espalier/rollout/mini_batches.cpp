@@ -9,6 +9,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/rollout/token_hash.h"
+#include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 namespace {
@@ -51,11 +52,15 @@ bool all_have_step(std::span<const Rollout> rollouts) {
 
 std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts) {
   const bool by_step = all_have_step(rollouts);
+  const Trajectories trajectories = trajectories_of(rollouts);
   std::unordered_map<GroupKey, std::int64_t, GroupKeyHash> groups;
   std::vector<std::int64_t> out;
   out.reserve(rollouts.size());
-  for (const Rollout& rollout : rollouts)
-    out.push_back(groups.try_emplace({&rollout, by_step}, static_cast<std::int64_t>(groups.size())).first->second);
+  for (const std::int64_t trajectory : trajectories.of) {
+    const std::int64_t first = trajectories.turns[static_cast<std::size_t>(trajectory)].front();
+    const GroupKey key{&rollouts[static_cast<std::size_t>(first)], by_step};
+    out.push_back(groups.try_emplace(key, static_cast<std::int64_t>(groups.size())).first->second);
+  }
   return out;
 }
 

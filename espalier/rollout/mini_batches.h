@@ -11,8 +11,9 @@
 namespace espalier {
 
 // The group of each rollout, numbered from 0 in order of first appearance: equal `group` where given, else equal
-// prompts (tokens compared). A record with a group and one without are never in one group, and where all records have
-// a step a group never spans two steps. Rollouts of a group may stand anywhere.
+// prompts (tokens compared; of the turns of a trajectory, the first turn's). A record with a group and one without are
+// never in one group, and where all records have a step a group never spans two steps. Rollouts of a group may stand
+// anywhere.
 std::vector<std::int64_t> group_of(std::span<const Rollout> rollouts);
 
 // The same as indices into `rollouts`, one ascending list for each group.

@@ -9,13 +9,38 @@
 namespace espalier {
 namespace {
 
-constexpr std::string_view kFields[] = {
-    "prompt_ids",   "response_ids", "group",        "loss_mask",          "reward",
-    "advantage",    "old_logprobs", "ref_logprobs", "routed_experts",     "rollout_logprobs",
-    "values",       "returns",      "temperature",  "num_items_in_batch", "token_divisor",
-    "step",         "id",           "meta",         "finish_reason",      "logprobs",
-    "entropies",    "prompt",       "messages",     "response",           "data_source",
-    "ground_truth", "extra_info",   "ability",      "reward_model",       "reward_extra_info"};
+constexpr std::string_view kFields[] = {"prompt_ids",
+                                        "response_ids",
+                                        "group",
+                                        "loss_mask",
+                                        "reward",
+                                        "advantage",
+                                        "old_logprobs",
+                                        "ref_logprobs",
+                                        "routed_experts",
+                                        "rollout_logprobs",
+                                        "values",
+                                        "returns",
+                                        "temperature",
+                                        "num_items_in_batch",
+                                        "token_divisor",
+                                        "step",
+                                        "trajectory",
+                                        "turn",
+                                        "id",
+                                        "meta",
+                                        "finish_reason",
+                                        "logprobs",
+                                        "entropies",
+                                        "prompt",
+                                        "messages",
+                                        "response",
+                                        "data_source",
+                                        "ground_truth",
+                                        "extra_info",
+                                        "ability",
+                                        "reward_model",
+                                        "reward_extra_info"};
 
 // Carried through without a use: logprobs and entropies are what score writes, the rest is for those who read or reward
 // what the tokens say.
@@ -59,6 +84,8 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
     throw place.wrong("routed_experts",
                       text_of(tokens, " or ", tokens - 1, " entries, one per token of prompt and response"),
                       text_of(recorded));
+  if (rollout.turn && rollout.trajectory.empty())
+    throw place.wrong("turn", "a field trajectory beside it, which says whose turn it is", "none");
   if (seen.mask)
     check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
   else
@@ -114,6 +141,10 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       read_recorded_experts(value, place, key, rollout.recorded_experts);
     } else if (key == "step") {
       rollout.step = read_integer(value, place, key);
+    } else if (key == "trajectory") {
+      rollout.trajectory = read_scalar_text(value, place, key);
+    } else if (key == "turn") {
+      rollout.turn = read_integer(value, place, key);
     } else if (key == "temperature") {
       rollout.temperature = read_number(value, place, key);
       if (!(rollout.temperature > 0)) throw place.wrong(key, "a number above 0", text_of(rollout.temperature));

@@ -36,9 +36,11 @@ struct Rollout {
   std::optional<double> num_items_in_batch;  // TRL's, of the whole generation batch; --token-divisor-scale times it
   std::optional<std::int64_t> step;
   std::string group;       // JSON text of the record's group; empty: none given
-  std::string carried;     // JSON object text of id, meta and unknown fields; empty: none
-  std::int64_t index = 0;  // place in the input, over all files, from 0
-  std::string where;       // "rollouts.jsonl:17"
+  std::string trajectory;  // JSON text of the run of an agent that it is a turn of; empty: it is a run of its own
+  std::optional<std::int64_t> turn;  // its place in the trajectory
+  std::string carried;               // JSON object text of id, meta and unknown fields; empty: none
+  std::int64_t index = 0;            // place in the input, over all files, from 0
+  std::string where;                 // "rollouts.jsonl:17"
 
   std::int32_t prompt_length() const { return static_cast<std::int32_t>(prompt_ids.size()); }
   std::int32_t response_length() const { return static_cast<std::int32_t>(response_ids.size()); }

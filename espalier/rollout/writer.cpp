@@ -94,6 +94,8 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
   }
   if (!rollout.group.empty()) record.add_raw("\"group\"", rollout.group);
   if (rollout.step) record.add_integer("step", *rollout.step);
+  if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
+  if (rollout.turn) record.add_integer("turn", *rollout.turn);
   record.add_integers("prompt_ids", rollout.prompt_ids);
   record.add_integers("response_ids", rollout.response_ids);
   if (std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) != rollout.response_length())

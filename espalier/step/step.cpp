@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
+#include "espalier/rollout/trajectories.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
 
@@ -32,8 +34,8 @@ namespace {
 std::optional<double> mean_reward(std::span<const Rollout> rollouts) {
   double sum = 0;
   std::int64_t count = 0;
-  for (const Rollout& rollout : rollouts)
-    if (rollout.reward) sum += *rollout.reward, ++count;
+  for (const std::optional<double>& reward : rewards_of(rollouts, trajectories_of(rollouts)))
+    if (reward) sum += *reward, ++count;
   return count > 0 ? std::optional(sum / static_cast<double>(count)) : std::nullopt;
 }
 

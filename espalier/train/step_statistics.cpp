@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "espalier/rollout/mini_batches.h"
+#include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 namespace {
@@ -15,10 +16,14 @@ constexpr std::array kRatioEdges = {0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 
 void add_rewards(Json& out, std::span<const Rollout> rollouts) {
   std::int64_t groups = 0, equal = 0, spread_of = 0;
   double deviations = 0, least = INFINITY, most = -INFINITY;
+  const Trajectories trajectories = trajectories_of(rollouts);
+  const auto earned = rewards_of(rollouts, trajectories);
   for (const std::vector<std::int64_t>& group : groups_of(rollouts)) {
     std::vector<double> rewards;
-    for (const std::int64_t index : group)
-      if (const auto& reward = rollouts[static_cast<std::size_t>(index)].reward) rewards.push_back(*reward);
+    for (const std::int64_t index : group) {
+      const auto of = static_cast<std::size_t>(trajectories.of[static_cast<std::size_t>(index)]);
+      if (earned[of] && trajectories.turns[of].front() == index) rewards.push_back(*earned[of]);
+    }
     if (rewards.empty()) continue;
     const auto [low, high] = std::ranges::minmax(rewards);
     least = std::min(least, low), most = std::max(most, high);

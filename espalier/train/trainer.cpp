@@ -105,7 +105,7 @@ class Training {
                    optimizer_ranks(options, mesh)),
         actor_(*model_, options, machine_, &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
-    if (const std::string note = data_.mini_batch_note(); !note.empty()) progress.note("note: " + note);
+    for (const std::string& note : data_.notes()) progress.note("note: " + note);
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic);
     if (!options.resume.empty()) resume();
     require_same_start();

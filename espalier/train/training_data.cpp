@@ -13,6 +13,7 @@
 #include "espalier/plan/recorded_experts_fit.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
+#include "espalier/rollout/trajectories.h"
 
 namespace espalier {
 namespace {
@@ -86,7 +87,9 @@ std::string positions_note(std::span<const Rollout> rollouts, const ModelShape& 
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
-  mini_batch_note_ = espalier::mini_batch_note(rollouts, batches, options.mini_batch_size);
+  for (std::string note : {settle_turn_rewards(rollouts, options.turn_rewards),
+                           mini_batch_note(rollouts, batches, options.mini_batch_size)})
+    if (!note.empty()) notes_.push_back(std::move(note));
   rollouts_.reserve(rollouts.size());
   begins_.push_back(0);
   for (const auto& batch : batches) {

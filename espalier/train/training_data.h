@@ -36,8 +36,8 @@ class TrainingData {
   std::int32_t longest() const;                                       // tokens of the longest rollout
   bool has_steps() const { return !rollouts_.empty() && rollouts_.front().step.has_value(); }
 
-  // What became of --mini-batch-size, where that is not what it says; else "".
-  const std::string& mini_batch_note() const { return mini_batch_note_; }
+  // For the user: how the rewards of turns were read; what became of --mini-batch-size, where that is not what it says.
+  const std::vector<std::string>& notes() const { return notes_; }
 
   // Values of the whole file end to end, not-a-number where none are known yet, for a run that goes on with them; and
   // their way back.
@@ -58,7 +58,7 @@ class TrainingData {
   std::vector<std::size_t> begins_;
   std::map<std::string, std::string> fields_;
   std::vector<std::uint8_t> prepared_;  // with a critic, one per step; without steps the first stands for all
-  std::string mini_batch_note_;
+  std::vector<std::string> notes_;
 };
 
 // Tokens and order, as a number.

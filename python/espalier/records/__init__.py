@@ -6,7 +6,7 @@
 
     python -m espalier.records dump.pt > rollouts.jsonl
 
-Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders, Parquet; a folder of dumps
+Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders, Parquet, rLLM episodes (.json, .jsonl); a folder of dumps
 of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
 """
 
@@ -17,15 +17,15 @@ import re
 import tempfile
 from pathlib import Path
 
-from . import art, parquet_files, pickles, safetensors_files, slime, torch_files, trl, verl
+from . import art, parquet_files, pickles, rllm, safetensors_files, slime, torch_files, trl, verl
 from .errors import RecordError, UnsupportedRecords
 
 __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 
-ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet")
-_FORMATS = (parquet_files, slime, verl, trl)
+ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet", ".json")
+_FORMATS = (parquet_files, slime, verl, trl, rllm)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
-_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches, ART folders and Parquet (docs/rollout_format.md)"
+_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches, ART folders, rLLM episodes and Parquet (docs/rollout_format.md)"
 
 
 def read(path):
@@ -138,6 +138,8 @@ def _content(file, path):
         return parquet_files.Table(path)
     if path.lower().endswith(".safetensors") and start[8:9] == b"{":
         return safetensors_files.load(file, os.path.getsize(path), path)
+    if path.lower().endswith((".json", ".jsonl")) and rllm.is_json(start):
+        return rllm.load(file, path)
     if not start:
         raise RecordError(path, "at least one rollout", "an empty file", "Was it written completely?")
     raise UnsupportedRecords(path, "a file of torch.save, a pickle, safetensors or Parquet", "other bytes", _REMEDY)

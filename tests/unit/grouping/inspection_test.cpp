@@ -23,6 +23,26 @@ std::map<std::string, std::vector<std::int64_t>> lines_by_kind(const Inspection&
   return out;
 }
 
+TEST(Inspection, SaysWhatEachTurnAdds) {
+  const Inspection inspection =
+      inspected(R"({"trajectory":"x","turn":0,"prompt_ids":[1,2],"response_ids":[5],"reward":1}
+{"trajectory":"x","turn":1,"prompt_ids":[1,2,5,8],"response_ids":[6],"reward":1}
+{"trajectory":"y","turn":0,"prompt_ids":[1,2],"response_ids":[7],"reward":0}
+{"trajectory":"y","turn":1,"prompt_ids":[1,2,9],"response_ids":[6],"reward":0}
+)");
+  EXPECT_EQ(inspection.trajectories, 2);
+  EXPECT_EQ(inspection.groups, 1);
+  EXPECT_EQ(inspection.turns.max, 2);
+  ASSERT_EQ(inspection.by_turn.size(), 2u);
+  EXPECT_EQ(inspection.by_turn[0].rollouts, 2);
+  EXPECT_EQ(inspection.by_turn[0].logical_tokens, 6);
+  EXPECT_EQ(inspection.by_turn[0].physical_tokens, 4);  // 1 2, 5, 7
+  EXPECT_EQ(inspection.by_turn[1].logical_tokens, 5 + 4);
+  EXPECT_EQ(inspection.by_turn[1].physical_tokens, 2 + 2);  // 8 6; 9 6 behind an edited history
+  EXPECT_TRUE(inspection.anomalies.empty());
+  EXPECT_EQ(inspection_json(inspection)["by_turn"][1]["physical"], 4);
+}
+
 TEST(Inspection, CountsAGroupByHand) {
   const Inspection inspection = inspected(R"({"group":1,"prompt_ids":[1,2,3,4],"response_ids":[5,6],"reward":1}
 {"group":1,"prompt_ids":[1,2,3,4],"response_ids":[5,7],"reward":0}

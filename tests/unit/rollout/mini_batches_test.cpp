@@ -36,6 +36,13 @@ TEST(GroupOf, NeverSpansStepsWhereAllHaveOne) {
   EXPECT_EQ(group_of(std::vector{rollout({1}, "0", 1), rollout({1}, "0"), rollout({1}, "0", 2)}), (Groups{0, 0, 0}));
 }
 
+TEST(GroupOf, TurnsWithoutAGroupGoByTheFirstTurnsPrompt) {
+  std::vector<Rollout> rollouts = {rollout({1, 2, 3}), rollout({1}), rollout({1}), rollout({1, 5}), rollout({2})};
+  for (const std::size_t i : {0u, 2u}) rollouts[i].trajectory = "\"a\"", rollouts[i].turn = i == 0 ? 1 : 0;
+  for (const std::size_t i : {1u, 3u}) rollouts[i].trajectory = "\"b\"";
+  EXPECT_EQ(group_of(rollouts), (Groups{0, 0, 0, 0, 1}));
+}
+
 TEST(MiniBatches, FollowTheStepsInAscendingOrder) {
   const std::vector<Rollout> rollouts = {rollout({1}, "", 5), rollout({1}, "", -1), rollout({2}, "", 5),
                                          rollout({1}, "", 2)};
