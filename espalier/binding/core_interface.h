@@ -42,7 +42,7 @@ typedef struct espalier_plan espalier_plan;
 // The error of this thread's last failed call: a JSON object with kind, exit_code, where, expected, got, remedy.
 ESPALIER_EXPORT const char* espalier_last_error(void);
 
-// The option table as JSON: {"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}],
+// The option table as JSON: {"verbs": {name: letter}, "options": [{name, section, type, default, range, unit, ...}],
 // "aliases": {TRL's name: [options that it sets]}}.
 ESPALIER_EXPORT const char* espalier_options(void);
 

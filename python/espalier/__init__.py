@@ -17,6 +17,6 @@ __version__ = "0.1.0"
 
 def __getattr__(name):
     if name in _VERBS:
-        from espalier.verbs import FUNCTIONS
-        return FUNCTIONS[name]
+        from espalier import verbs
+        return getattr(verbs, name)
     raise AttributeError(f"module 'espalier' has no attribute {name!r}")

@@ -1,63 +1,28 @@
 """The program's verbs as functions: `espalier.train(model="m", rollouts="r.jsonl", out="o")` is `espalier train --model m ...`.
 
 Keyword arguments are the program's options with `_` for `-`, and the names of TRL that it takes; names, types and help come from its
-option table (the core library prints it). `rollouts`, `prompts` and `val_prompts` may be lists of dicts, `reward` may be a function of
-this process (docs/rewards.md has its forms). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back as a dict, an error
-as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
+option table. `rollouts`, `prompts` and `val_prompts` may be lists of dicts, `reward` may be a function of this process
+(docs/rewards.md has its forms). The program runs beside Python with `--json`: its progress goes to stderr, the JSON object comes back
+as a dict, an error as `espalier.Error`. The first Ctrl-C lets `train` and `grpo` finish the step and save, the second stops at once.
 """
 
 import difflib
-import functools
 import inspect as signatures
 import json
-import keyword
 import os
-import re
 import signal
 import subprocess
 
-from espalier.core_library import library
 from espalier.errors import Error
 from espalier.given import Given
 from espalier.launch import environment, program
+from espalier.option_help import PROGRAM_OPTIONS, arguments_text, main_options_of, names_of_trl, options_of
 
-_POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run"}  # verbs whose files come without an option's name
+POSITIONAL = {"inspect": "rollouts", "replay": "trace", "report": "run_folder"}  # verbs whose files come without an option's name
 _DEGREES = ("tp", "cp", "pp", "dp")
 # Where a launcher says of how many processes this one is: a verb without degrees runs in one, whoever calls it.
 _LAUNCHER_SIZES = {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}
 NAMES = ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "grpo", "report")
-
-
-@functools.cache
-def option_table():
-    """{"verbs": {name: letter}, "options": [{name, type, default, range, unit, verbs, help}], "aliases": {TRL's name: [options]}}."""
-    return json.loads(library().espalier_options())
-
-
-def options_of(verb):
-    """The rows of the table that a verb takes, by Python name."""
-    letter = option_table()["verbs"][verb]
-    takes = lambda row: row["verbs"].startswith("*") or letter in row["verbs"] or letter.upper() in row["verbs"]
-    return {_python_name(row["name"]): row for row in option_table()["options"] if takes(row)}
-
-
-def help_of(row, verb):
-    """A row's help for one verb: "{tr|the file}{l|each batch}" stands for what differs from verb to verb."""
-    letter = option_table()["verbs"][verb]
-    text = re.sub(r"\{(\w+)\|([^}]*)\}", lambda part: part[2] if letter in part[1] else "", row["help"])
-    return re.sub(r"--([a-z][a-z-]*)", lambda option: _python_name(option[1]), text)
-
-
-def names_of_trl(verb):
-    """TRL's names that a verb takes: those that set one of its options. Where one is given the update is TRL's."""
-    taken = {row["name"] for row in options_of(verb).values()}
-    return {name: targets for name, targets in option_table()["aliases"].items() if taken.intersection(targets)}
-
-
-def _python_name(option):
-    """`_` for `-`, and one more after a word that is Python's own: `as_`."""
-    name = option.replace("-", "_")
-    return name + "_" if keyword.iskeyword(name) else name
 
 
 def _arguments(verb, given):
@@ -65,7 +30,7 @@ def _arguments(verb, given):
     for name, value in given.items():
         if value is None:
             continue
-        if name in ("config", "quiet", "dry_run", "overwrite") and name not in known:
+        if name in PROGRAM_OPTIONS and name not in known:
             row = {"name": name.replace("_", "-"), "type": "text" if name == "config" else "flag"}
         elif name in known:
             row = known[name]
@@ -133,48 +98,108 @@ def _result(verb, status, output):
     return result
 
 
-def _function(verb):
-    positional = _POSITIONAL.get(verb)
-    if positional:
-        def call(*files, **options):
-            return run(verb, *files, **options)
-    else:
-        def call(**options):
-            return run(verb, **options)
-    call.__name__ = call.__qualname__ = verb
-    call.__module__ = "espalier"
-    return call
+def _verb(function):
+    """Adds the arguments of the option table to a verb's documentation and the most used ones to its signature.
+
+    Without a core library there is no table; the verb then says so when it is called.
+    """
+    try:
+        text, main = arguments_text(function.__name__), main_options_of(function.__name__)
+    except Error:
+        return function
+    function.__doc__ = signatures.cleandoc(function.__doc__) + "\n\n" + text
+    *before, options = signatures.signature(function).parameters.values()
+    named = [signatures.Parameter(name, signatures.Parameter.KEYWORD_ONLY, default=None) for name in main]
+    function.__signature__ = signatures.Signature([*before, *named, options], return_annotation=dict)
+    function.__module__ = "espalier"
+    return function
 
 
-class _Described:
-    """A verb's function whose signature and help are read from the option table when somebody asks."""
+@_verb
+def inspect(*rollouts, **options):
+    """Sizes of recorded rollouts, the rows that sharing could save, and every anomaly. Returns a dict.
 
-    def __init__(self, verb):
-        self._verb, self._call = verb, _function(verb)
-        self.__name__ = self.__qualname__ = verb
-        self.__module__ = "espalier"
-
-    def __call__(self, *files, **options):
-        return self._call(*files, **options)
-
-    def __repr__(self):
-        return f"<function espalier.{self._verb}>"
-
-    @property
-    def __signature__(self):
-        files = _POSITIONAL.get(self._verb)
-        parameters = [signatures.Parameter(files, signatures.Parameter.VAR_POSITIONAL)] if files else []
-        names = [name for name in (*options_of(self._verb), *names_of_trl(self._verb)) if name != files]
-        parameters += [signatures.Parameter(name, signatures.Parameter.KEYWORD_ONLY, default=None) for name in names]
-        return signatures.Signature(parameters, return_annotation=dict)
-
-    @property
-    def __doc__(self):
-        rows = [f"    {name}: {help_of(row, self._verb)}" + (f" [{row['default']}]" if row["default"] else "")
-                for name, row in options_of(self._verb).items()]
-        rows += [f"    {name}: TRL's, read as {', '.join(targets)}" for name, targets in names_of_trl(self._verb).items()]
-        return f"The verb {self._verb} of the program. Returns its JSON object.\n\n" + "\n".join(rows)
+        espalier.inspect("a.jsonl", "b.jsonl")["tokens"]
+    """
+    return run("inspect", *rollouts, **options)
 
 
-FUNCTIONS = {verb: _Described(verb) for verb in NAMES}
-globals().update(FUNCTIONS)
+@_verb
+def plan(**options):
+    """The schedule that an update would run, with predicted seconds and bytes. Needs no weights. Returns a dict.
+
+        espalier.plan(model="config.json", rollouts="step12.jsonl", machine="h100", dtype="bfloat16")["predicted"]
+    """
+    return run("plan", **options)
+
+
+@_verb
+def train(**options):
+    """Updates a model from recorded rollouts. Returns a dict with one entry a step in `steps`.
+
+        espalier.train(model="Qwen3-0.6B", rollouts="step12.jsonl", out="TRAINED", lr=1e-6)
+    """
+    return run("train", **options)
+
+
+@_verb
+def score(**options):
+    """Writes log-probs of recorded rollouts under a model, forward only. Returns a dict.
+
+        espalier.score(model="Qwen3-0.6B", rollouts="step12.jsonl", out="scored.jsonl", as_="ref_logprobs")
+    """
+    return run("score", **options)
+
+
+@_verb
+def verify(**options):
+    """Compares the shared step with the dense step on your model and rollouts. Returns a dict; raises Error (exit code 6) if they differ.
+
+        espalier.verify(model="Qwen3-0.6B", rollouts="step12.jsonl")["verdict"]
+    """
+    return run("verify", **options)
+
+
+@_verb
+def replay(*trace, **options):
+    """Runs recorded updates again and compares them with the record. Returns a dict.
+
+        espalier.replay("TRACE")
+    """
+    return run("replay", *trace, **options)
+
+
+@_verb
+def bench(**options):
+    """Times dense, packed, phased and auto against each other. Returns a dict.
+
+        espalier.bench(model="Qwen3-0.6B", n=8, splits="1024/256")
+    """
+    return run("bench", **options)
+
+
+@_verb
+def generate(**options):
+    """Samples responses to prompts, computes each prompt once, and scores them if there is a reward. Returns a dict.
+
+        espalier.generate(model="Qwen3-0.6B", prompts="prompts.jsonl", reward=my_reward, n=8, out="rollouts.jsonl")
+    """
+    return run("generate", **options)
+
+
+@_verb
+def grpo(**options):
+    """The closed loop: samples, rewards, updates, evaluates, saves. Returns a dict.
+
+        espalier.grpo(model="Qwen3-0.6B", prompts="prompts.jsonl", reward=my_reward, out="RUN", steps=100)
+    """
+    return run("grpo", **options)
+
+
+@_verb
+def report(*run_folder, **options):
+    """Writes a run as one HTML file: curves, time, memory, schedule, samples. Returns a dict.
+
+        espalier.report("RUN")
+    """
+    return run("report", *run_folder, **options)

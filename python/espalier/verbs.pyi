@@ -1,752 +1,326 @@
-# Made from the option table by tools/verb_stubs.py (`make docs`).
+# Made from the option table by tools/verb_stubs.py (`make docs`). A class holds the options of one section that the same verbs take.
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 _Path = str | PathLike[str]
 _Numbers = float | str | Sequence[float]
 _Records = Sequence[Mapping[str, Any]]
 
 NAMES: tuple[str, ...]
-FUNCTIONS: dict[str, Any]
+POSITIONAL: dict[str, str]
 
-def option_table() -> dict[str, Any]: ...
-def options_of(verb: str) -> dict[str, dict[str, str]]: ...
-def names_of_trl(verb: str) -> dict[str, list[str]]: ...
-def help_of(row: dict[str, str], verb: str) -> str: ...
 def run(verb: str, *files: _Path | _Records, **options: Any) -> dict[str, Any]: ...
 
-def inspect(
-    *rollouts: _Path | _Records,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    show: int | None = ...,
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class Run(TypedDict, total=False):
+    threads: int | None
+    device: Literal["cpu", "cuda"] | None
+    attention: Literal["auto", "own", "flash", "cudnn"] | None
+    seed: int | None
 
-def plan(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
-    out: _Path | None = ...,
-    mini_batch_size: int | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    machine: str | None = ...,
-    explain: bool | None = ...,
-    frontier: bool | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    off_policy_threshold: float | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    critic: _Path | None = ...,
-    train: str | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    layout: Literal["given", "auto"] | None = ...,
-    ranks: int | None = ...,
-    n: _Numbers | None = ...,
-    max_response_length: int | None = ...,
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class RunButInspectReport(TypedDict, total=False):
+    dtype: Literal["float64", "float32", "bfloat16"] | None
 
-def train(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
-    out: _Path | None = ...,
-    resume: _Path | None = ...,
-    save_freq: int | None = ...,
-    overwrite: bool | None = ...,
-    gradients: _Path | None = ...,
-    logprobs: _Path | None = ...,
-    rollout_metrics: _Path | None = ...,
-    record: _Path | None = ...,
-    record_every: int | None = ...,
-    profile: bool | None = ...,
-    save_dtype: Literal["source", "float64", "float32", "bfloat16"] | None = ...,
-    mini_batch_size: int | None = ...,
-    epochs: int | None = ...,
-    steps: int | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None = ...,
-    adv_epsilon: float | None = ...,
-    adv_std: Literal["group", "batch"] | None = ...,
-    turn_rewards: Literal["auto", "outcome", "sum"] | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    clip_ratio_low: float | None = ...,
-    clip_ratio_high: float | None = ...,
-    clip_ratio_c: float | None = ...,
-    ratio_cap: float | None = ...,
-    log_ratio_bound: float | None = ...,
-    tau_pos: float | None = ...,
-    tau_neg: float | None = ...,
-    vespo_weights: _Numbers | None = ...,
-    off_policy_threshold: float | None = ...,
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    loss_scale_factor: float | None = ...,
-    token_mean_divisor: float | None = ...,
-    token_divisor_scale: float | None = ...,
-    token_count_epsilon: float | None = ...,
-    kl_loss_coef: float | None = ...,
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
-    entropy_coeff: float | None = ...,
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    rollout_is_mode: Literal["truncate", "mask"] | None = ...,
-    rollout_is_floor: float | None = ...,
-    rollout_is_threshold: float | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    gamma: float | None = ...,
-    lam: float | None = ...,
-    critic: _Path | None = ...,
-    cliprange_value: float | None = ...,
-    critic_lr: float | None = ...,
-    train: str | None = ...,
-    lr: float | None = ...,
-    betas: _Numbers | None = ...,
-    eps: float | None = ...,
-    weight_decay: float | None = ...,
-    decay_matrices_only: bool | None = ...,
-    max_grad_norm: float | None = ...,
-    warmup_steps: int | None = ...,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = ...,
-    lr_min_ratio: float | None = ...,
-    lr_total_steps: int | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    layout: Literal["given", "auto"] | None = ...,
-    comm_timeout: float | None = ...,
-    temperature: float | None = ...,
-    logging_freq: int | None = ...,
-    report_to: str | None = ...,
-    beta: Any = ...,  # TRL's
-    delta: Any = ...,  # TRL's
-    entropy_coef: Any = ...,  # TRL's
-    epsilon: Any = ...,  # TRL's
-    epsilon_high: Any = ...,  # TRL's
-    gradient_accumulation_steps: Any = ...,  # TRL's
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    multi_objective_aggregation: Any = ...,  # TRL's
-    num_items_in_batch: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    sapo_temperature_neg: Any = ...,  # TRL's
-    sapo_temperature_pos: Any = ...,  # TRL's
-    scale_rewards: Any = ...,  # TRL's
-    steps_per_generation: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    use_adaptive_entropy: Any = ...,  # TRL's
-    use_bias_correction_kl: Any = ...,  # TRL's
-    vespo_k_neg: Any = ...,  # TRL's
-    vespo_k_pos: Any = ...,  # TRL's
-    vespo_lambda_neg: Any = ...,  # TRL's
-    vespo_lambda_pos: Any = ...,  # TRL's
-    vllm_importance_sampling_cap: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_max: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_min: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputButReport(TypedDict, total=False):
+    model: _Path | None
 
-def score(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
-    out: _Path | None = ...,
-    overwrite: bool | None = ...,
-    as_: Literal["logprobs", "old_logprobs", "ref_logprobs"] | None = ...,
-    entropies: bool | None = ...,
-    values: bool | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    critic: _Path | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    layout: Literal["given", "auto"] | None = ...,
-    comm_timeout: float | None = ...,
-    temperature: float | None = ...,
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputPlanTrainScoreVerifyBench(TypedDict, total=False):
+    rollouts: _Path | Sequence[_Path] | _Records | None
 
-def verify(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
-    mini_batch_size: int | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None = ...,
-    adv_epsilon: float | None = ...,
-    adv_std: Literal["group", "batch"] | None = ...,
-    turn_rewards: Literal["auto", "outcome", "sum"] | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    clip_ratio_low: float | None = ...,
-    clip_ratio_high: float | None = ...,
-    clip_ratio_c: float | None = ...,
-    ratio_cap: float | None = ...,
-    log_ratio_bound: float | None = ...,
-    tau_pos: float | None = ...,
-    tau_neg: float | None = ...,
-    vespo_weights: _Numbers | None = ...,
-    off_policy_threshold: float | None = ...,
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    loss_scale_factor: float | None = ...,
-    token_mean_divisor: float | None = ...,
-    token_divisor_scale: float | None = ...,
-    token_count_epsilon: float | None = ...,
-    kl_loss_coef: float | None = ...,
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
-    entropy_coeff: float | None = ...,
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    rollout_is_mode: Literal["truncate", "mask"] | None = ...,
-    rollout_is_floor: float | None = ...,
-    rollout_is_threshold: float | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    gamma: float | None = ...,
-    lam: float | None = ...,
-    critic: _Path | None = ...,
-    cliprange_value: float | None = ...,
-    critic_lr: float | None = ...,
-    train: str | None = ...,
-    lr: float | None = ...,
-    betas: _Numbers | None = ...,
-    eps: float | None = ...,
-    weight_decay: float | None = ...,
-    decay_matrices_only: bool | None = ...,
-    max_grad_norm: float | None = ...,
-    warmup_steps: int | None = ...,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = ...,
-    lr_min_ratio: float | None = ...,
-    lr_total_steps: int | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    layout: Literal["given", "auto"] | None = ...,
-    comm_timeout: float | None = ...,
-    temperature: float | None = ...,
-    beta: Any = ...,  # TRL's
-    delta: Any = ...,  # TRL's
-    entropy_coef: Any = ...,  # TRL's
-    epsilon: Any = ...,  # TRL's
-    epsilon_high: Any = ...,  # TRL's
-    gradient_accumulation_steps: Any = ...,  # TRL's
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    multi_objective_aggregation: Any = ...,  # TRL's
-    num_items_in_batch: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    sapo_temperature_neg: Any = ...,  # TRL's
-    sapo_temperature_pos: Any = ...,  # TRL's
-    scale_rewards: Any = ...,  # TRL's
-    steps_per_generation: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    use_adaptive_entropy: Any = ...,  # TRL's
-    use_bias_correction_kl: Any = ...,  # TRL's
-    vespo_k_neg: Any = ...,  # TRL's
-    vespo_k_pos: Any = ...,  # TRL's
-    vespo_lambda_neg: Any = ...,  # TRL's
-    vespo_lambda_pos: Any = ...,  # TRL's
-    vllm_importance_sampling_cap: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_max: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_min: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputButInspectVerifyReplayBench(TypedDict, total=False):
+    out: _Path | None
 
-def replay(
-    *trace: _Path,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    mini_batch_size: int | None = ...,
-    epochs: int | None = ...,
-    steps: int | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None = ...,
-    adv_epsilon: float | None = ...,
-    adv_std: Literal["group", "batch"] | None = ...,
-    turn_rewards: Literal["auto", "outcome", "sum"] | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    clip_ratio_low: float | None = ...,
-    clip_ratio_high: float | None = ...,
-    clip_ratio_c: float | None = ...,
-    ratio_cap: float | None = ...,
-    log_ratio_bound: float | None = ...,
-    tau_pos: float | None = ...,
-    tau_neg: float | None = ...,
-    vespo_weights: _Numbers | None = ...,
-    off_policy_threshold: float | None = ...,
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    loss_scale_factor: float | None = ...,
-    token_mean_divisor: float | None = ...,
-    token_divisor_scale: float | None = ...,
-    token_count_epsilon: float | None = ...,
-    kl_loss_coef: float | None = ...,
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
-    entropy_coeff: float | None = ...,
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    rollout_is_mode: Literal["truncate", "mask"] | None = ...,
-    rollout_is_floor: float | None = ...,
-    rollout_is_threshold: float | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    gamma: float | None = ...,
-    lam: float | None = ...,
-    train: str | None = ...,
-    lr: float | None = ...,
-    betas: _Numbers | None = ...,
-    eps: float | None = ...,
-    weight_decay: float | None = ...,
-    decay_matrices_only: bool | None = ...,
-    max_grad_norm: float | None = ...,
-    warmup_steps: int | None = ...,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = ...,
-    lr_min_ratio: float | None = ...,
-    lr_total_steps: int | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    comm_timeout: float | None = ...,
-    temperature: float | None = ...,
-    beta: Any = ...,  # TRL's
-    delta: Any = ...,  # TRL's
-    entropy_coef: Any = ...,  # TRL's
-    epsilon: Any = ...,  # TRL's
-    epsilon_high: Any = ...,  # TRL's
-    gradient_accumulation_steps: Any = ...,  # TRL's
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    multi_objective_aggregation: Any = ...,  # TRL's
-    num_items_in_batch: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    sapo_temperature_neg: Any = ...,  # TRL's
-    sapo_temperature_pos: Any = ...,  # TRL's
-    scale_rewards: Any = ...,  # TRL's
-    steps_per_generation: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    use_adaptive_entropy: Any = ...,  # TRL's
-    use_bias_correction_kl: Any = ...,  # TRL's
-    vespo_k_neg: Any = ...,  # TRL's
-    vespo_k_pos: Any = ...,  # TRL's
-    vespo_lambda_neg: Any = ...,  # TRL's
-    vespo_lambda_pos: Any = ...,  # TRL's
-    vllm_importance_sampling_cap: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_max: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_min: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutput(TypedDict, total=False):
+    resume: _Path | None
+    save_freq: int | None
+    record: _Path | None
+    record_every: int | None
+    save_dtype: Literal["source", "float64", "float32", "bfloat16"] | None
 
-def bench(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    rollouts: _Path | Sequence[_Path] | _Records | None = ...,
-    profile: bool | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None = ...,
-    adv_epsilon: float | None = ...,
-    adv_std: Literal["group", "batch"] | None = ...,
-    turn_rewards: Literal["auto", "outcome", "sum"] | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    clip_ratio_low: float | None = ...,
-    clip_ratio_high: float | None = ...,
-    clip_ratio_c: float | None = ...,
-    ratio_cap: float | None = ...,
-    log_ratio_bound: float | None = ...,
-    tau_pos: float | None = ...,
-    tau_neg: float | None = ...,
-    vespo_weights: _Numbers | None = ...,
-    off_policy_threshold: float | None = ...,
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    loss_scale_factor: float | None = ...,
-    token_mean_divisor: float | None = ...,
-    token_divisor_scale: float | None = ...,
-    token_count_epsilon: float | None = ...,
-    kl_loss_coef: float | None = ...,
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
-    entropy_coeff: float | None = ...,
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    rollout_is_mode: Literal["truncate", "mask"] | None = ...,
-    rollout_is_floor: float | None = ...,
-    rollout_is_threshold: float | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    gamma: float | None = ...,
-    lam: float | None = ...,
-    train: str | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    comm_timeout: float | None = ...,
-    n: _Numbers | None = ...,
-    temperature: float | None = ...,
-    splits: str | None = ...,
-    repetitions: int | None = ...,
-    beta: Any = ...,  # TRL's
-    delta: Any = ...,  # TRL's
-    entropy_coef: Any = ...,  # TRL's
-    epsilon: Any = ...,  # TRL's
-    epsilon_high: Any = ...,  # TRL's
-    gradient_accumulation_steps: Any = ...,  # TRL's
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    multi_objective_aggregation: Any = ...,  # TRL's
-    num_items_in_batch: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    sapo_temperature_neg: Any = ...,  # TRL's
-    sapo_temperature_pos: Any = ...,  # TRL's
-    scale_rewards: Any = ...,  # TRL's
-    steps_per_generation: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    use_adaptive_entropy: Any = ...,  # TRL's
-    use_bias_correction_kl: Any = ...,  # TRL's
-    vespo_k_neg: Any = ...,  # TRL's
-    vespo_k_pos: Any = ...,  # TRL's
-    vespo_lambda_neg: Any = ...,  # TRL's
-    vespo_lambda_pos: Any = ...,  # TRL's
-    vllm_importance_sampling_cap: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_max: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_min: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputTrainScoreGenerateGrpo(TypedDict, total=False):
+    overwrite: bool | None
 
-def generate(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    out: _Path | None = ...,
-    overwrite: bool | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    comm_timeout: float | None = ...,
-    prompts: _Path | _Records | None = ...,
-    reward: _Path | Callable[..., Any] | None = ...,
-    reward_timeout: float | None = ...,
-    n: _Numbers | None = ...,
-    temperature: float | None = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    max_response_length: int | None = ...,
-    stop: _Path | Sequence[_Path] | None = ...,
-    chat_template_kwargs: str | None = ...,
-    stop_ids: _Numbers | None = ...,
-    max_num_seqs: int | None = ...,
-    max_completion_length: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputTrain(TypedDict, total=False):
+    gradients: _Path | None
+    logprobs: _Path | None
+    rollout_metrics: _Path | None
 
-def grpo(
-    *,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    dtype: Literal["float64", "float32", "bfloat16"] | None = ...,
-    seed: int | None = ...,
-    model: _Path | None = ...,
-    out: _Path | None = ...,
-    resume: _Path | None = ...,
-    save_freq: int | None = ...,
-    overwrite: bool | None = ...,
-    record: _Path | None = ...,
-    record_every: int | None = ...,
-    save_dtype: Literal["source", "float64", "float32", "bfloat16"] | None = ...,
-    mini_batch_size: int | None = ...,
-    epochs: int | None = ...,
-    steps: int | None = ...,
-    schedule: Literal["auto", "dense", "packed", "phased"] | None = ...,
-    token_budget: int | None = ...,
-    memory_budget: str | int | None = ...,
-    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None = ...,
-    wave_state: Literal["auto", "keep", "recompute"] | None = ...,
-    path_state: Literal["auto", "keep", "offload", "divide"] | None = ...,
-    spill_dir: str | None = ...,
-    share: Literal["auto", "prompt", "off"] | None = ...,
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None = ...,
-    adv_epsilon: float | None = ...,
-    adv_std: Literal["group", "batch"] | None = ...,
-    turn_rewards: Literal["auto", "outcome", "sum"] | None = ...,
-    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None = ...,
-    ratio_level: Literal["token", "sequence"] | None = ...,
-    clip_ratio_low: float | None = ...,
-    clip_ratio_high: float | None = ...,
-    clip_ratio_c: float | None = ...,
-    ratio_cap: float | None = ...,
-    log_ratio_bound: float | None = ...,
-    tau_pos: float | None = ...,
-    tau_neg: float | None = ...,
-    vespo_weights: _Numbers | None = ...,
-    off_policy_threshold: float | None = ...,
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    loss_scale_factor: float | None = ...,
-    token_mean_divisor: float | None = ...,
-    token_divisor_scale: float | None = ...,
-    token_count_epsilon: float | None = ...,
-    kl_loss_coef: float | None = ...,
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None = ...,
-    entropy_coeff: float | None = ...,
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None = ...,
-    rollout_is: Literal["none", "token", "sequence"] | None = ...,
-    rollout_is_mode: Literal["truncate", "mask"] | None = ...,
-    rollout_is_floor: float | None = ...,
-    rollout_is_threshold: float | None = ...,
-    router_aux_loss_coef: float | None = ...,
-    router_aux_loss_scope: Literal["rollout", "minibatch"] | None = ...,
-    router_z_loss_coef: float | None = ...,
-    gamma: float | None = ...,
-    lam: float | None = ...,
-    critic: _Path | None = ...,
-    cliprange_value: float | None = ...,
-    critic_lr: float | None = ...,
-    train: str | None = ...,
-    lr: float | None = ...,
-    betas: _Numbers | None = ...,
-    eps: float | None = ...,
-    weight_decay: float | None = ...,
-    decay_matrices_only: bool | None = ...,
-    max_grad_norm: float | None = ...,
-    warmup_steps: int | None = ...,
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] | None = ...,
-    lr_min_ratio: float | None = ...,
-    lr_total_steps: int | None = ...,
-    tp: int | None = ...,
-    ep: int | None = ...,
-    cp: int | None = ...,
-    pp: int | None = ...,
-    dp: int | None = ...,
-    shard: Literal["none", "optimizer", "full"] | None = ...,
-    comm_timeout: float | None = ...,
-    prompts: _Path | _Records | None = ...,
-    reward: _Path | Callable[..., Any] | None = ...,
-    reward_timeout: float | None = ...,
-    n: _Numbers | None = ...,
-    temperature: float | None = ...,
-    top_k: int | None = ...,
-    top_p: float | None = ...,
-    max_response_length: int | None = ...,
-    stop: _Path | Sequence[_Path] | None = ...,
-    chat_template_kwargs: str | None = ...,
-    stop_ids: _Numbers | None = ...,
-    max_num_seqs: int | None = ...,
-    task: Literal["retrieval", "recite", "arithmetic", "copy"] | None = ...,
-    fresh: Literal["dense", "moe"] | None = ...,
-    val_prompts: _Path | _Records | None = ...,
-    prompt_length: int | None = ...,
-    train_batch_size: int | None = ...,
-    val_size: int | None = ...,
-    test_freq: int | None = ...,
-    warm_start_steps: int | None = ...,
-    warm_start_lr: float | None = ...,
-    filter_groups: bool | None = ...,
-    max_num_gen_batches: int | None = ...,
-    overlong_buffer_len: int | None = ...,
-    overlong_penalty_factor: float | None = ...,
-    logging_freq: int | None = ...,
-    report_to: str | None = ...,
-    show: int | None = ...,
-    expect_accuracy: float | None = ...,
-    beta: Any = ...,  # TRL's
-    delta: Any = ...,  # TRL's
-    entropy_coef: Any = ...,  # TRL's
-    epsilon: Any = ...,  # TRL's
-    epsilon_high: Any = ...,  # TRL's
-    gradient_accumulation_steps: Any = ...,  # TRL's
-    importance_sampling_level: Any = ...,  # TRL's
-    loss_type: Any = ...,  # TRL's
-    mask_truncated_completions: Any = ...,  # TRL's
-    max_completion_length: Any = ...,  # TRL's
-    multi_objective_aggregation: Any = ...,  # TRL's
-    num_items_in_batch: Any = ...,  # TRL's
-    off_policy_mask_threshold: Any = ...,  # TRL's
-    sapo_temperature_neg: Any = ...,  # TRL's
-    sapo_temperature_pos: Any = ...,  # TRL's
-    scale_rewards: Any = ...,  # TRL's
-    steps_per_generation: Any = ...,  # TRL's
-    top_entropy_quantile: Any = ...,  # TRL's
-    use_adaptive_entropy: Any = ...,  # TRL's
-    use_bias_correction_kl: Any = ...,  # TRL's
-    vespo_k_neg: Any = ...,  # TRL's
-    vespo_k_pos: Any = ...,  # TRL's
-    vespo_lambda_neg: Any = ...,  # TRL's
-    vespo_lambda_pos: Any = ...,  # TRL's
-    vllm_importance_sampling_cap: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_max: Any = ...,  # TRL's
-    vllm_importance_sampling_clip_min: Any = ...,  # TRL's
-    vllm_importance_sampling_correction: Any = ...,  # TRL's
-    vllm_importance_sampling_mode: Any = ...,  # TRL's
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputTrainBench(TypedDict, total=False):
+    profile: bool | None
 
-def report(
-    *run: _Path,
-    threads: int | None = ...,
-    device: Literal["cpu", "cuda"] | None = ...,
-    attention: Literal["auto", "own", "flash", "cudnn"] | None = ...,
-    seed: int | None = ...,
-    out: _Path | None = ...,
-    config: _Path | None = ...,
-    quiet: bool = ...,
-    dry_run: bool = ...,
-    overwrite: bool = ...,
-) -> dict[str, Any]: ...
+class InputAndOutputScore(TypedDict, total=False):
+    as_: Literal["logprobs", "old_logprobs", "ref_logprobs"] | None
+    entropies: bool | None
+    values: bool | None
+
+class MiniBatchesPlanTrainVerifyReplayGrpo(TypedDict, total=False):
+    mini_batch_size: int | None
+
+class MiniBatches(TypedDict, total=False):
+    epochs: int | None
+    steps: int | None
+
+class Schedule(TypedDict, total=False):
+    schedule: Literal["auto", "dense", "packed", "phased"] | None
+    trunk_state: Literal["auto", "keep", "recompute", "offload"] | None
+    wave_state: Literal["auto", "keep", "recompute"] | None
+    path_state: Literal["auto", "keep", "offload", "divide"] | None
+    spill_dir: str | None
+
+class ScheduleButInspectReport(TypedDict, total=False):
+    token_budget: int | None
+    memory_budget: str | int | None
+
+class ScheduleButGenerateReport(TypedDict, total=False):
+    share: Literal["auto", "prompt", "off"] | None
+
+class SchedulePlan(TypedDict, total=False):
+    machine: str | None
+    explain: bool | None
+    frontier: bool | None
+
+class Objective(TypedDict, total=False):
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None
+    adv_epsilon: float | None
+    adv_std: Literal["group", "batch"] | None
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    clip_ratio_c: float | None
+    ratio_cap: float | None
+    log_ratio_bound: float | None
+    tau_pos: float | None
+    tau_neg: float | None
+    vespo_weights: _Numbers | None
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
+    loss_scale_factor: float | None
+    token_mean_divisor: float | None
+    token_divisor_scale: float | None
+    token_count_epsilon: float | None
+    kl_loss_coef: float | None
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None
+    entropy_coeff: float | None
+    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
+    rollout_is_mode: Literal["truncate", "mask"] | None
+    rollout_is_floor: float | None
+    rollout_is_threshold: float | None
+    gamma: float | None
+    lam: float | None
+
+class ObjectiveButInspectScoreGenerateReport(TypedDict, total=False):
+    policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None
+    ratio_level: Literal["token", "sequence"] | None
+    off_policy_threshold: float | None
+    rollout_is: Literal["none", "token", "sequence"] | None
+    router_aux_loss_coef: float | None
+    router_aux_loss_scope: Literal["rollout", "minibatch"] | None
+    router_z_loss_coef: float | None
+
+class CriticPlanTrainScoreVerifyGrpo(TypedDict, total=False):
+    critic: _Path | None
+
+class Critic(TypedDict, total=False):
+    cliprange_value: float | None
+    critic_lr: float | None
+
+class OptimizerButInspectScoreGenerateReport(TypedDict, total=False):
+    train: str | None
+
+class Optimizer(TypedDict, total=False):
+    lr: float | None
+    betas: _Numbers | None
+    eps: float | None
+    weight_decay: float | None
+    decay_matrices_only: bool | None
+    max_grad_norm: float | None
+    warmup_steps: int | None
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] | None
+    lr_min_ratio: float | None
+    lr_total_steps: int | None
+
+class ParallelDegrees(TypedDict, total=False):
+    tp: int | None
+    ep: int | None
+    cp: int | None
+    pp: int | None
+    dp: int | None
+
+class ParallelDegreesButInspectGenerateReport(TypedDict, total=False):
+    shard: Literal["none", "optimizer", "full"] | None
+
+class ParallelDegreesPlanTrainScoreVerify(TypedDict, total=False):
+    layout: Literal["given", "auto"] | None
+
+class ParallelDegreesPlan(TypedDict, total=False):
+    ranks: int | None
+
+class ParallelDegreesButInspectPlanReport(TypedDict, total=False):
+    comm_timeout: float | None
+
+class Sampling(TypedDict, total=False):
+    prompts: _Path | _Records | None
+    reward: _Path | Callable[..., Any] | None
+    reward_timeout: float | None
+    top_k: int | None
+    top_p: float | None
+    stop: _Path | Sequence[_Path] | None
+    chat_template_kwargs: str | None
+    stop_ids: _Numbers | None
+    max_num_seqs: int | None
+
+class SamplingPlanBenchGenerateGrpo(TypedDict, total=False):
+    n: _Numbers | None
+
+class SamplingButInspectPlanReport(TypedDict, total=False):
+    temperature: float | None
+
+class SamplingPlanGenerateGrpo(TypedDict, total=False):
+    max_response_length: int | None
+
+class ClosedLoop(TypedDict, total=False):
+    task: Literal["retrieval", "recite", "arithmetic", "copy"] | None
+    fresh: Literal["dense", "moe"] | None
+    val_prompts: _Path | _Records | None
+    prompt_length: int | None
+    train_batch_size: int | None
+    val_size: int | None
+    test_freq: int | None
+    warm_start_steps: int | None
+    warm_start_lr: float | None
+    filter_groups: bool | None
+    max_num_gen_batches: int | None
+    overlong_buffer_len: int | None
+    overlong_penalty_factor: float | None
+    expect_accuracy: float | None
+
+class ClosedLoopTrainGrpo(TypedDict, total=False):
+    logging_freq: int | None
+    report_to: str | None
+
+class ClosedLoopInspectGrpo(TypedDict, total=False):
+    show: int | None
+
+class BenchmarkGrid(TypedDict, total=False):
+    splits: str | None
+    repetitions: int | None
+
+class EveryVerb(TypedDict, total=False):
+    config: _Path | None
+    quiet: bool
+    dry_run: bool
+
+class EveryVerbButTrainScoreGenerateGrpo(TypedDict, total=False):
+    overwrite: bool
+
+class NamesOfTrlButInspectScoreGenerateReport(TypedDict, total=False):
+    importance_sampling_level: Any
+    loss_type: Any
+    mask_truncated_completions: Any
+    off_policy_mask_threshold: Any
+    top_entropy_quantile: Any
+    vllm_importance_sampling_correction: Any
+    vllm_importance_sampling_mode: Any
+
+class NamesOfTrlButInspectScoreReport(TypedDict, total=False):
+    max_completion_length: Any
+
+class NamesOfTrl(TypedDict, total=False):
+    beta: Any
+    delta: Any
+    entropy_coef: Any
+    epsilon: Any
+    epsilon_high: Any
+    gradient_accumulation_steps: Any
+    multi_objective_aggregation: Any
+    num_items_in_batch: Any
+    sapo_temperature_neg: Any
+    sapo_temperature_pos: Any
+    scale_rewards: Any
+    steps_per_generation: Any
+    use_adaptive_entropy: Any
+    use_bias_correction_kl: Any
+    vespo_k_neg: Any
+    vespo_k_pos: Any
+    vespo_lambda_neg: Any
+    vespo_lambda_pos: Any
+    vllm_importance_sampling_cap: Any
+    vllm_importance_sampling_clip_max: Any
+    vllm_importance_sampling_clip_min: Any
+
+class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReport, ClosedLoopInspectGrpo, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo): ...
+
+class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputButInspectVerifyReplayBench, MiniBatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, SchedulePlan, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo,
+    OptimizerButInspectScoreGenerateReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
+
+class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
+    InputAndOutputTrainBench, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
+    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
+    ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
+    SamplingButInspectPlanReport, EveryVerb): ...
+
+class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    MiniBatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+    ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport,
+    Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches,
+    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
+    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+    ObjectiveButInspectScoreGenerateReport, OptimizerButInspectScoreGenerateReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
+    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
+    InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, ParallelDegrees, ParallelDegreesButInspectPlanReport,
+    Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, EveryVerb,
+    NamesOfTrlButInspectScoreReport): ...
+
+class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
+    InputAndOutputTrainScoreGenerateGrpo, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
+    SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBench, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...
+
+def inspect(*rollouts: _Path | _Records, **options: Unpack[InspectOptions]) -> dict[str, Any]: ...
+
+def plan(**options: Unpack[PlanOptions]) -> dict[str, Any]: ...
+
+def train(**options: Unpack[TrainOptions]) -> dict[str, Any]: ...
+
+def score(**options: Unpack[ScoreOptions]) -> dict[str, Any]: ...
+
+def verify(**options: Unpack[VerifyOptions]) -> dict[str, Any]: ...
+
+def replay(*trace: _Path, **options: Unpack[ReplayOptions]) -> dict[str, Any]: ...
+
+def bench(**options: Unpack[BenchOptions]) -> dict[str, Any]: ...
+
+def generate(**options: Unpack[GenerateOptions]) -> dict[str, Any]: ...
+
+def grpo(**options: Unpack[GrpoOptions]) -> dict[str, Any]: ...
+
+def report(*run_folder: _Path, **options: Unpack[ReportOptions]) -> dict[str, Any]: ...

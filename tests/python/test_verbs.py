@@ -20,6 +20,8 @@ from conftest import ROOT
 import espalier
 import text_model
 
+from espalier import option_help, verbs
+
 native = pytest.importorskip("espalier.native")
 
 
@@ -72,7 +74,13 @@ def test_errors_have_the_program_s_fields(tmp_path):
 def test_signatures_are_those_of_the_table():
     for verb in ("inspect", "plan", "train", "score", "verify", "replay", "bench", "generate", "report"):
         function = getattr(espalier, verb)
-        assert "threads" in inspect.signature(function).parameters and "CPU threads" in function.__doc__
+        assert "CPU threads" in function.__doc__ and inspect.isfunction(function)
+        rows = option_help.options_of(verb)
+        assert all(re.search(rf"^    {name} ", function.__doc__, re.M) for name in rows), "every option is documented"
+        *files, options = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        assert options.kind is options.VAR_KEYWORD and [p.name for p in files] == [verbs.POSITIONAL[verb]] * (verb in verbs.POSITIONAL)
+        named = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        assert named == list(option_help.main_options_of(verb)) and set(named) <= set(rows)
     assert "as_" in inspect.signature(espalier.score).parameters
     assert "lr" in inspect.signature(espalier.train).parameters and "lr" not in inspect.signature(espalier.inspect).parameters
 
@@ -80,17 +88,24 @@ def test_signatures_are_those_of_the_table():
 def test_names_of_trl_are_keyword_arguments(rollouts, model_of, tmp_path):
     result = espalier.train(model=model_of("qwen3_tied"), rollouts=rollouts, out=tmp_path / "out", loss_type="dr_grpo", beta=0, quiet=True)
     assert result["options"]["loss_agg_mode"] == "seq-mean-token-sum-norm"
-    assert "beta" in inspect.signature(espalier.train).parameters and "beta" not in inspect.signature(espalier.inspect).parameters
-    assert "loss_type: TRL's, read as loss-agg-mode" in espalier.train.__doc__
+    assert re.search(r"^    loss_type +sets loss_agg_mode", espalier.train.__doc__, re.M) and "loss_type" not in espalier.inspect.__doc__
 
 
 @pytest.mark.parametrize("verb", espalier.__all__[2:])
 def test_help_is_plain_text(verb):
     text = pydoc.plain(pydoc.render_doc(getattr(espalier, verb)))
     assert not re.search(r"[{}`]|--[a-z]", text), "option names are keyword arguments, and nothing is markup"
-    assert "_Described(" not in text and "threads" in text
+    assert f"function {verb} in module espalier" in text and "threads" in text
+    assert all(len(line) <= 120 for line in text.splitlines() if "(" + "*" not in line)
     if verb == "train":
-        assert "what is written: a model directory" in text
+        assert "what is written: a model directory" in " ".join(text.split())
+
+
+def test_without_a_core_library_a_verb_is_documented_and_names_what_it_misses(tmp_path):
+    code = "import espalier\nprint(espalier.train.__doc__)\ntry: espalier.train(model='m')\nexcept espalier.Error as error: print(error.remedy)"
+    environment = dict(os.environ, PYTHONPATH=str(ROOT / "python"), ESPALIER_CORE_LIBRARY=str(tmp_path / "absent.so"))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "Updates a model" in done.stdout and "Run `make`" in done.stdout, done.stderr
 
 
 def test_the_stub_is_the_option_table():
@@ -259,7 +274,7 @@ def bare(code, *packages):
 def test_the_verbs_need_no_package(rollouts, model_of):
     code = f"import espalier; print(espalier.plan(model={str(model_of('qwen3_tied'))!r}, rollouts={str(rollouts)!r}, quiet=True)['verb']); " \
            f"print(espalier.inspect({str(rollouts)!r}, quiet=True)['rollouts'], espalier.train.__doc__)"
-    assert bare(code).startswith("plan\n3 The verb train")
+    assert bare(code).startswith("plan\n3 Updates a model")
 
 
 @pytest.mark.parametrize("part, extra", [("hf", "hf"), ("trl", "trl")])
