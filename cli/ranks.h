@@ -24,7 +24,7 @@ class RunRanks {
   int local() const { return launch_.local_ranks; }      // ranks on this machine
   int local_rank() const { return launch_.local_rank; }  // among them
 
-  // What a run that the launcher started again continues from: --out, where this very run has saved; else "".
+  // Folder that a restarted run continues from: --out, where this very run has saved; else "".
   std::string restart_point(const Verb& verb, const Options& options) const;
 
   // Where this very run of train or grpo has saved what --resume continues; "": nowhere. Errors: those of a damaged
@@ -42,7 +42,7 @@ class RunRanks {
   // Connects the ranks. Errors: CommunicationError, also where they were told different things.
   const Mesh& connect(const Verb& verb, const Options& options);
 
-  // After an error: whether this rank shows it. Of several the first one that failed does, for it knows why; where
+  // After an error: whether this rank shows it. Among several the first one that failed does, for it knows why; where
   // the words themselves were wrong, rank 0.
   bool shows_error();
   std::string silent_ranks() { return processes_ ? processes_->silent_ranks() : ""; }

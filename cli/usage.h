@@ -1,4 +1,4 @@
-// What --help prints.
+// The texts of --help.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@ namespace espalier::cli {
 
 std::string program_usage();
 
-// What most people need of a verb, about a screen.
+// The most used options of a verb, at most 30 lines.
 std::string verb_usage(const Verb& verb);
 std::string full_verb_usage(const Verb& verb);
 

@@ -15,7 +15,7 @@ struct Mesh;
 
 namespace espalier::cli {
 
-// What a verb works with. Options are checked and `options.threads` is the number that runs.
+// Input of a verb. Options are checked and `options.threads` is the number that runs.
 struct Context {
   const Options& options;
   const std::vector<std::string>& arguments;  // what stands on the command line without an option before it

@@ -3,6 +3,7 @@
     tools/python tools/verb_stubs.py        (make docs runs it)
 """
 
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -44,7 +45,7 @@ def _type_of(row):
 
 def class_name(section, verbs, names):
     """`Schedule` for most options of the section (`verbs` None), else with the verbs that take them: `SchedulePlan`."""
-    title = "".join(word.title() for word in section.replace("-", " ").split())
+    title = "".join(word.title() for word in re.sub(r"[^\w ]", "", section).split())
     if verbs is None:
         return title
     without = [verb for verb in names if verb not in verbs]

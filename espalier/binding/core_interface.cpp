@@ -153,7 +153,7 @@ std::string option_table() {
   for (const VerbName& verb : verb_names()) verbs[verb.name] = std::string(1, verb.letter);
   for (const OptionRow& row : option_rows())
     options.push_back({{"name", row.name},
-                       {"section", row.section},
+                       {"section", section_of(row)},
                        {"type", type_name(row.type)},
                        {"default", row.default_text},
                        {"range", row.range},

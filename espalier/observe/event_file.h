@@ -18,8 +18,8 @@ class OutputFile;
 
 class EventFile {
  public:
-  // Creates `directory` where it is absent, and in it a new file `events.out.tfevents.<unix>.<host>.<pid>.<n>`. What
-  // earlier files of the folder hold from `first_step` on is no longer shown: a run continued after step 40 passes 41.
+  // Creates `directory` where it is absent, and in it a new file `events.out.tfevents.<unix>.<host>.<pid>.<n>`. Steps
+  // of earlier files of the folder from `first_step` on are no longer shown: a run continued after step 40 passes 41.
   // Errors everywhere: OptionError where the system refuses.
   explicit EventFile(const std::filesystem::path& directory, std::int64_t first_step = 0);
   EventFile(const EventFile&) = delete;

@@ -1,8 +1,10 @@
 #include "espalier/options/option_help.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <sstream>
+#include <utility>
 
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
@@ -10,6 +12,45 @@
 
 namespace espalier {
 namespace {
+
+constexpr const char* kTrlSection = "TRL's formulas";
+constexpr std::array<std::string_view, 10> kTrlFormulas = {
+    "ratio-cap",           "log-ratio-bound",  "vespo-weights",        "token-mean-divisor", "token-divisor-scale",
+    "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold", "rollout-is-floor",   "decay-matrices-only"};
+
+// A command of each section of docs/options.md.
+constexpr std::array<std::pair<std::string_view, const char*>, 12> kExamples = {{
+    {"Run", "espalier train --dtype bfloat16 --threads 16 --seed 1 --model M --rollouts r.jsonl --out OUT"},
+    {"Input and output",
+     "espalier train --model M --rollouts day1/ day2.jsonl.zst --out OUT --save-freq 10 --record TRACE"},
+    {"Mini-batches", "espalier train --mini-batch-size 64 --epochs 2 --model M --rollouts r.jsonl --out OUT"},
+    {"Schedule", "espalier train --memory-budget 16GiB --trunk-state offload --model M --rollouts r.jsonl --out OUT"},
+    {"Objective",
+     "espalier train --adv-estimator rloo --policy-loss gspo --kl-loss-coef 0.001 --model M --rollouts r.jsonl --out "
+     "OUT"},
+    {"Critic",
+     "espalier train --adv-estimator gae --critic CRITIC --critic-lr 1e-5 --model M --rollouts r.jsonl --out OUT"},
+    {"Optimizer",
+     "espalier train --lr 1e-6 --warmup-steps 10 --lr-scheduler-type cosine --model M --rollouts r.jsonl --out OUT"},
+    {"Parallel degrees", "espalier plan --layout auto --ranks 64 --machine h100 --model M --rollouts r.jsonl"},
+    {"Sampling", "espalier generate --n 8 --temperature 0.8 --top-p 0.95 --model M --prompts p.jsonl --out r.jsonl"},
+    {"Closed loop",
+     "espalier grpo --train-batch-size 32 --test-freq 20 --filter-groups --model M --prompts p.jsonl --reward "
+     "reward.py --out RUN"},
+    {"Benchmark grid", "espalier bench --splits 1024/256,4096/128 --n 4,16 --repetitions 5 --model M"},
+    {kTrlSection,
+     "espalier train --loss-type dapo --beta 0.04 --epsilon-high 0.28 --model M --rollouts r.jsonl --out OUT"},
+}};
+
+// All rows, those of TRL's formulas last.
+std::vector<const OptionRow*> rows_by_section() {
+  std::vector<const OptionRow*> rows;
+  for (const OptionRow& row : option_rows()) rows.push_back(&row);
+  std::stable_partition(rows.begin(), rows.end(), [](const OptionRow* row) { return section_of(*row) != kTrlSection; });
+  return rows;
+}
+
+bool is_degree(const OptionRow& row) { return std::strlen(row.name) == 2 && row.name[1] == 'p'; }
 
 const char* word_of(const OptionRow& row) {
   switch (row.type) {
@@ -61,16 +102,25 @@ std::string with_spaces(std::string choices) {
   return choices;
 }
 
-// "--lr X", then what it means from column kIndent on, with choices, default and unit.
-std::string entry_of(const OptionRow& row, const std::string& meaning, char verb, std::size_t width) {
+// "  --lr X", then `text` from column kIndent on.
+std::string entry_of(std::string head, const std::string& text, std::size_t width) {
   constexpr std::size_t kIndent = 30;
-  std::string head = std::string("  --") + row.name + ' ' + word_of(row);
   head.resize(std::max(kIndent, head.size() + 1), ' ');
   if (head.size() > kIndent) head += '\n' + std::string(kIndent, ' ');
+  return head + wrapped(text, kIndent, width) + '\n';
+}
+
+std::string head_of(const OptionRow& row) { return std::string("  --") + row.name + ' ' + word_of(row); }
+
+// An option with choices, default and unit. `brief`: without a default that is no news.
+std::string entry_of(const OptionRow& row, const std::string& meaning, char verb, std::size_t width,
+                     bool brief = false) {
   std::string text = meaning;
   if (has_choices(row)) text += ": " + with_spaces(row.range);
-  if (const std::string value = default_of(row, verb); !value.empty()) text += " [" + value + "]";
-  return head + wrapped(text, kIndent, width) + '\n';
+  const std::string value = default_of(row, verb);
+  const bool told = row.type == OptionType::flag || (value.starts_with('0') && meaning.find("0: ") != meaning.npos);
+  if (!value.empty() && !(brief && told)) text += " [" + value + "]";
+  return entry_of(head_of(row), text, width);
 }
 
 // "train, verify": the verbs among `letters`.
@@ -108,13 +158,18 @@ std::string lower_case(std::string text) {
 
 // Everything of an option that a search looks through.
 std::string searched_text(const OptionRow& row, const std::string& meaning) {
-  std::string text = std::string(row.name) + '\n' + meaning + '\n' + row.range + '\n' + row.section + '\n';
+  std::string text = std::string(row.name) + '\n' + meaning + '\n' + row.range + '\n' + section_of(row) + '\n';
   for (const std::string& alias : alias_names()) {
     const std::vector<std::string> targets = alias_targets(alias);
     if (std::ranges::find(targets, row.name) != targets.end()) text += alias + '\n';
   }
   for (const std::string& other : names_elsewhere_of(row.name)) text += other + '\n';
   return lower_case(text);
+}
+
+std::string example_of(std::string_view section) {
+  const auto found = std::ranges::find(kExamples, section, [](const auto& example) { return example.first; });
+  return found == kExamples.end() ? "" : found->second;
 }
 
 }  // namespace
@@ -141,25 +196,36 @@ std::string meaning_for_all(const OptionRow& row) {
   return out;
 }
 
+const char* section_of(const OptionRow& row) {
+  return std::ranges::find(kTrlFormulas, std::string_view(row.name)) == kTrlFormulas.end() ? row.section : kTrlSection;
+}
+
 std::string option_help(char verb, std::size_t width) {
   std::string out;
   const char* section = nullptr;
-  for (const OptionRow& row : option_rows()) {
-    if (!row.taken_by(verb)) continue;
-    if (!section || std::strcmp(section, row.section) != 0) {
-      section = row.section;
-      out += std::string("\n") + section + ":\n";
+  for (const OptionRow* row : rows_by_section()) {
+    if (!row->taken_by(verb)) continue;
+    if (!section || std::strcmp(section, section_of(*row)) != 0) {
+      section = section_of(*row);
+      out += std::string("\n") + section + (section == kTrlSection ? " (TRL's names set these):\n" : ":\n");
     }
-    out += entry_of(row, meaning_for(row, verb), verb, width);
+    out += entry_of(*row, meaning_for(*row, verb), verb, width);
   }
   return out;
 }
 
 std::string short_option_help(char verb, std::size_t width) {
-  std::string out;
-  for (const OptionRow& row : option_rows())
-    if (row.in_short_help_of(verb)) out += entry_of(row, meaning_for(row, verb), verb, width);
-  return out;
+  std::string own, run, degrees;
+  for (const OptionRow& row : option_rows()) {
+    if (!row.in_short_help_of(verb)) continue;
+    std::string& out = std::strcmp(row.section, "Run") == 0 ? run : own;
+    if (is_degree(row))
+      degrees += (degrees.empty() ? "" : ", ") + head_of(row).substr(degrees.empty() ? 0 : 2);
+    else
+      out += entry_of(row, meaning_for(row, verb), verb, width, true);
+  }
+  if (!degrees.empty()) own += entry_of(degrees, "tensor, expert, context, pipeline, data parallel degree [1]", width);
+  return own + run;
 }
 
 std::string option_search(char verb, const std::string& word, std::size_t width) {
@@ -190,10 +256,14 @@ std::string option_docs() {
       "This\n"
       "page is generated from `espalier/options/option_table.def` by `make docs`.\n";
   const char* section = nullptr;
-  for (const OptionRow& row : option_rows()) {
-    if (!section || std::strcmp(section, row.section) != 0) {
-      section = row.section;
-      out += std::string("\n## ") + section + "\n\n| option | values | default | verbs | meaning |\n";
+  for (const OptionRow* each : rows_by_section()) {
+    const OptionRow& row = *each;
+    if (!section || std::strcmp(section, section_of(row)) != 0) {
+      section = section_of(row);
+      out += std::string("\n## ") + section + "\n\n";
+      if (section == kTrlSection)
+        out += "These exist for TRL's formulas. TRL's names, listed below, set them; give TRL's names instead.\n\n";
+      out += "    " + example_of(section) + "\n\n| option | values | default | verbs | meaning |\n";
       out += "| --- | --- | --- | --- | --- |\n";
     }
     std::string values = has_choices(row) ? with_spaces(row.range) : description_of(row);

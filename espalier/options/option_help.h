@@ -12,8 +12,13 @@ namespace espalier {
 // Lines of at most `width` characters where words allow.
 std::string option_help(char verb, std::size_t width = 100);
 
-// The same for what most people need (a capital letter in the table), without sections.
-std::string short_option_help(char verb, std::size_t width = 100);
+// The same for the options that most people need (a capital letter in the table), without sections: 30 lines with the
+// rest of --help. Degrees of parallelism share one entry; defaults that the meaning explains ("0: ...") are left out.
+std::string short_option_help(char verb, std::size_t width = 110);
+
+// The section that an option is shown in. Options that exist for TRL's formulas alone, which TRL's names set, stand in
+// one of their own, behind the others.
+const char* section_of(const OptionRow& row);
 
 // The same for options where `word` stands in the name, the meaning, the choices, or in what TRL, verl and other
 // trainers call them. "" where it is found nowhere. `verb` '\0': of all verbs, which are named.

@@ -8,7 +8,9 @@ import textwrap
 
 from espalier.core_library import library
 
-# What every verb takes beside the table.
+TRL_SECTION = "TRL's formulas"
+
+# Options of every verb beside the table.
 PROGRAM_OPTIONS = {
     "config": "options from a TOML file; arguments win",
     "quiet": "no progress and no notes on stderr",
@@ -69,7 +71,7 @@ def arguments_text(verb):
     """The keyword arguments of a verb as text: the most used first, then the others by section, then TRL's names."""
     main, rows = main_options_of(verb), options_of(verb)
     out = ["Most used arguments (defaults in brackets):", *_entries(main, verb)]
-    for section in dict.fromkeys(row["section"] for row in rows.values()):
+    for section in sorted(dict.fromkeys(row["section"] for row in rows.values()), key=lambda section: section == TRL_SECTION):
         more = {name: row for name, row in rows.items() if row["section"] == section and name not in main}
         if more:
             out += ["", f"{section}:" if not main else f"{section}, more:", *_entries(more, verb)]

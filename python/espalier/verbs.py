@@ -135,7 +135,7 @@ def plan(**options):
 
 @_verb
 def train(**options):
-    """Updates a model from recorded rollouts. Returns a dict with one entry a step in `steps`.
+    """Updates a model from recorded rollouts. Returns a dict; its "steps" has one entry a step.
 
         espalier.train(model="Qwen3-0.6B", rollouts="step12.jsonl", out="TRAINED", lr=1e-6)
     """
@@ -153,7 +153,9 @@ def score(**options):
 
 @_verb
 def verify(**options):
-    """Compares the shared step with the dense step on your model and rollouts. Returns a dict; raises Error (exit code 6) if they differ.
+    """Compares the shared step with the dense step on your model and rollouts. Returns a dict.
+
+    Raises espalier.Error with exit code 6 if they differ.
 
         espalier.verify(model="Qwen3-0.6B", rollouts="step12.jsonl")["verdict"]
     """

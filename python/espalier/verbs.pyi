@@ -53,10 +53,10 @@ class InputAndOutputScore(TypedDict, total=False):
     entropies: bool | None
     values: bool | None
 
-class MiniBatchesPlanTrainVerifyReplayGrpo(TypedDict, total=False):
+class MinibatchesPlanTrainVerifyReplayGrpo(TypedDict, total=False):
     mini_batch_size: int | None
 
-class MiniBatches(TypedDict, total=False):
+class Minibatches(TypedDict, total=False):
     epochs: int | None
     steps: int | None
 
@@ -83,25 +83,18 @@ class Objective(TypedDict, total=False):
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None
     adv_epsilon: float | None
     adv_std: Literal["group", "batch"] | None
+    turn_rewards: Literal["auto", "outcome", "sum"] | None
     clip_ratio_low: float | None
     clip_ratio_high: float | None
     clip_ratio_c: float | None
-    ratio_cap: float | None
-    log_ratio_bound: float | None
     tau_pos: float | None
     tau_neg: float | None
-    vespo_weights: _Numbers | None
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
     loss_scale_factor: float | None
-    token_mean_divisor: float | None
-    token_divisor_scale: float | None
-    token_count_epsilon: float | None
     kl_loss_coef: float | None
     kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "k3_unbounded", "k3_unbiased"] | None
     entropy_coeff: float | None
-    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
     rollout_is_mode: Literal["truncate", "mask"] | None
-    rollout_is_floor: float | None
     rollout_is_threshold: float | None
     gamma: float | None
     lam: float | None
@@ -109,11 +102,26 @@ class Objective(TypedDict, total=False):
 class ObjectiveButInspectScoreGenerateReport(TypedDict, total=False):
     policy_loss: Literal["vanilla", "gspo", "cispo", "sapo", "vespo", "gpg", "reinforce"] | None
     ratio_level: Literal["token", "sequence"] | None
-    off_policy_threshold: float | None
     rollout_is: Literal["none", "token", "sequence"] | None
     router_aux_loss_coef: float | None
     router_aux_loss_scope: Literal["rollout", "minibatch"] | None
     router_z_loss_coef: float | None
+
+class TrlsFormulas(TypedDict, total=False):
+    ratio_cap: float | None
+    log_ratio_bound: float | None
+    vespo_weights: _Numbers | None
+    token_mean_divisor: float | None
+    token_divisor_scale: float | None
+    token_count_epsilon: float | None
+    entropy_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"] | None
+    rollout_is_floor: float | None
+
+class TrlsFormulasButInspectScoreGenerateReport(TypedDict, total=False):
+    off_policy_threshold: float | None
+
+class TrlsFormulasTrainVerifyReplayGrpo(TypedDict, total=False):
+    decay_matrices_only: bool | None
 
 class CriticPlanTrainScoreVerifyGrpo(TypedDict, total=False):
     critic: _Path | None
@@ -130,7 +138,6 @@ class Optimizer(TypedDict, total=False):
     betas: _Numbers | None
     eps: float | None
     weight_decay: float | None
-    decay_matrices_only: bool | None
     max_grad_norm: float | None
     warmup_steps: int | None
     lr_scheduler_type: Literal["constant", "linear", "cosine"] | None
@@ -250,16 +257,18 @@ class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReport, Cl
     EveryVerbButTrainScoreGenerateGrpo): ...
 
 class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, MiniBatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, SchedulePlan, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo,
-    OptimizerButInspectScoreGenerateReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
+    InputAndOutputButInspectVerifyReplayBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, SchedulePlan, ObjectiveButInspectScoreGenerateReport, TrlsFormulasButInspectScoreGenerateReport,
+    CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesPlan,
+    SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
 
 class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
-    InputAndOutputTrainBench, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic,
+    InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
     OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
     EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
@@ -271,24 +280,26 @@ class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOu
     SamplingButInspectPlanReport, EveryVerb): ...
 
 class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    MiniBatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
-    ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport,
-    Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
+    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
+    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
+    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
     ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches,
+class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
     Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
     OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
 class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
-    ObjectiveButInspectScoreGenerateReport, OptimizerButInspectScoreGenerateReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
-    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
+    OptimizerButInspectScoreGenerateReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
 class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
     InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, ParallelDegrees, ParallelDegreesButInspectPlanReport,
@@ -296,8 +307,9 @@ class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAn
     NamesOfTrlButInspectScoreReport): ...
 
 class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
-    InputAndOutputTrainScoreGenerateGrpo, MiniBatchesPlanTrainVerifyReplayGrpo, MiniBatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, Critic,
+    InputAndOutputTrainScoreGenerateGrpo, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
     OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
     SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,

@@ -78,7 +78,8 @@ def test_signatures_are_those_of_the_table():
         rows = option_help.options_of(verb)
         assert all(re.search(rf"^    {name} ", function.__doc__, re.M) for name in rows), "every option is documented"
         *files, options = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-        assert options.kind is options.VAR_KEYWORD and [p.name for p in files] == [verbs.POSITIONAL[verb]] * (verb in verbs.POSITIONAL)
+        assert options.kind is options.VAR_KEYWORD
+        assert [p.name for p in files] == [name for taker, name in verbs.POSITIONAL.items() if taker == verb]
         named = [name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
         assert named == list(option_help.main_options_of(verb)) and set(named) <= set(rows)
     assert "as_" in inspect.signature(espalier.score).parameters

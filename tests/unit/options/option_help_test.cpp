@@ -1,10 +1,12 @@
 #include "espalier/options/option_help.h"
 
 #include <algorithm>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 
 #include "espalier/options/options.h"
+#include "espalier/options/trl_names.h"
 #include "tests/support/source_dir.h"
 #include "tests/unit/options/thrown_error.h"
 
@@ -23,11 +25,15 @@ TEST(OptionHelp, NamesEveryOptionOfTheVerbAndNoOther) {
 TEST(ShortHelp, IsAScreenOfTheVerbsOwnOptions) {
   for (const auto& [verb, name] : verb_names()) {
     const std::string help = short_option_help(verb);
-    EXPECT_LE(std::count(help.begin(), help.end(), '\n'), 30) << name << '\n' << help;
+    EXPECT_LE(std::count(help.begin(), help.end(), '\n'), 23) << name << '\n' << help;  // with head and foot 30
     EXPECT_LE(help.size(), option_help(verb).size()) << name;
-    for (const OptionRow& row : option_rows())
-      EXPECT_EQ(('\n' + help).find(std::string("\n  --") + row.name + ' ') != help.npos, row.in_short_help_of(verb))
-          << name << ' ' << row.name;
+    for (const OptionRow& row : option_rows()) {
+      const std::string entry = std::string("--") + row.name + ' ';
+      const bool shown =
+          ('\n' + help).find("\n  " + entry) != help.npos || help.find(", " + entry) != help.npos;  // degrees: one line
+      EXPECT_EQ(shown, row.in_short_help_of(verb)) << name << ' ' << row.name;
+      EXPECT_FALSE(row.in_short_help_of(verb) && std::strcmp(section_of(row), "TRL's formulas") == 0) << row.name;
+    }
   }
   for (const char* name : {"--model", "--rollouts", "--out", "--lr", "--policy-loss", "--mini-batch-size"})
     EXPECT_NE(short_option_help('t').find(std::string("  ") + name + ' '), std::string::npos) << name;
@@ -85,6 +91,32 @@ TEST(OptionDocs, NamesEveryOption) {
   const std::string docs = option_docs();
   for (const OptionRow& row : option_rows())
     EXPECT_NE(docs.find(std::string("| `--") + row.name + "` |"), docs.npos) << row.name;
+}
+
+TEST(OptionDocs, EverySectionHasAnExampleWhoseOptionsItsVerbTakes) {
+  std::istringstream lines(option_docs());
+  std::string section;
+  int sections = 0, examples = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("## ")) section = line.substr(3), sections += section != "Names of TRL";
+    if (!line.starts_with("    ")) continue;
+    ++examples;
+    std::istringstream words(line);
+    std::string program, name, word;
+    words >> program >> name;
+    const auto verb =
+        std::ranges::find(verb_names(), name, [](const VerbName& each) { return std::string(each.name); });
+    ASSERT_NE(verb, verb_names().end()) << line;
+    bool of_section = section == "TRL's formulas";  // set by TRL's names
+    while (words >> word) {
+      if (!word.starts_with("--") || is_alias(word.substr(2))) continue;
+      const OptionRow* row = find_option(word.substr(2));
+      ASSERT_TRUE(row && row->taken_by(verb->letter)) << section << ": " << word;
+      of_section |= section == section_of(*row);
+    }
+    EXPECT_TRUE(of_section) << section;
+  }
+  EXPECT_EQ(examples, sections);
 }
 
 TEST(OptionDocs, TheCommittedPageIsWhatTheTableGives) {
