@@ -1,4 +1,4 @@
-// What a run that train continues was told, so that `train --resume DIR` needs nothing said twice.
+// Options of the run that train continues, so that `train --resume DIR` needs no option twice.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace espalier::cli {
 
 // Sets in `options` what decides the numbers of the run that wrote `directory` (objective, critic, optimizer,
 // mini-batches, schedule, dtype, seed), from directory/espalier/state.json; paths, --steps, --threads and the like stay
-// as they are. What this run says itself is applied afterwards and wins. A checkpoint that is not there is left to the
+// as they are. Options of this run are applied afterwards and win. A checkpoint that is not there is left to the
 // trainer to refuse. Errors: InputError or OptionError for a damaged file.
 void apply_former_run(Options& options, const std::string& directory);
 

@@ -1,4 +1,4 @@
-// What a run reads must survive it, and what it writes must be writable: decided before anything is read or computed.
+// Checks that inputs of a run survive it and that outputs are writable: decided before anything is read or computed.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What the two answers of `espalier plan` share: the plan of recorded rollouts, and the capacity frontier.
+// Common to the two answers of `espalier plan`: the plan of recorded rollouts, and the capacity frontier.
 #pragma once
 
 #include "cli/verbs.h"

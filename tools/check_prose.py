@@ -1,7 +1,7 @@
 """Sentences that a reader stumbles over: those that open with "Of", "Those", "Whose" or "Who", and statements that open with "What".
 
-Put the noun first: "Of so many ranks, those that ..." becomes "Ranks that ...". Questions may open with "What" and "Who". Read are the
-documents, the help of options, and the docstrings of the Python package. Exit 1 with one line for each sentence.
+Put the noun first: "Of so many ranks, those that ..." becomes "Ranks that ...". Questions may open with "What" and "Who". Checks the
+documents, the help of options, comments of C++ headers, and docstrings of Python. Exit 1 with one line for each sentence.
 """
 
 import ast
@@ -39,12 +39,19 @@ def prose_of_docstrings(text):
     return "\n".join(lines)
 
 
+def prose_of_comments(text):
+    """Comments of C++, in their lines."""
+    return "\n".join(line.partition("//")[2].strip() for line in text.split("\n"))
+
+
 def faults_of(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     if name.endswith(".md"):
         text = prose_of_document(text)
     elif name.endswith(".def"):
         text = "\n".join(next(iter(HELP.findall(line)), "") for line in text.split("\n"))
+    elif name.endswith(".h"):
+        text = prose_of_comments(text)
     elif name.endswith(".py"):
         text = prose_of_docstrings(text)
     for number, sentence in sentences_at_fault(text):
@@ -52,7 +59,7 @@ def faults_of(name):
 
 
 def main():
-    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py")
+    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h")
     faults = [fault for name in names for fault in faults_of(name)]
     print("\n".join(faults + [f"{len(names)} texts, {len(faults)} sentences at fault"]))
     return 1 if faults else 0
