@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,23 @@ def copies(program, tmp_path_factory):
     made = Copies(path, tmp_path_factory.mktemp("copies"))
     yield made
     made.end()
+
+
+@pytest.fixture
+def foreign(monkeypatch):
+    """foreign("verl.protocol", "DataProto", **members) -> a class that pickles under that name while the test runs."""
+
+    def define(module, name, bases=(), **members):
+        parts = module.split(".")
+        for i in range(len(parts)):
+            part = ".".join(parts[: i + 1])
+            if part not in sys.modules:
+                monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+        made = type(name, bases, {"__module__": module, "__qualname__": name, **members})
+        monkeypatch.setattr(sys.modules[module], name, made, raising=False)
+        return made
+
+    return define
 
 
 @pytest.fixture(scope="session")

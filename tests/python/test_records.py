@@ -37,23 +37,6 @@ def read(path):
 # ---- classes of other packages, under their names -------------------------------------------------------------------
 
 
-@pytest.fixture
-def foreign(monkeypatch):
-    """foreign("verl.protocol", "DataProto", **members) -> a class that pickles under that name while the test runs."""
-
-    def define(module, name, bases=(), **members):
-        parts = module.split(".")
-        for i in range(len(parts)):
-            part = ".".join(parts[: i + 1])
-            if part not in sys.modules:
-                monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-        made = type(name, bases, {"__module__": module, "__qualname__": name, **members})
-        monkeypatch.setattr(sys.modules[module], name, made, raising=False)
-        return made
-
-    return define
-
-
 def forget(module):
     """What was foreign is gone before anything is read."""
     for name in [n for n in sys.modules if n == module or n.startswith(module + ".")]:

@@ -6,8 +6,8 @@
 
     python -m espalier.records dump.pt > rollouts.jsonl
 
-Read: slime debug dumps, verl DataProto pickles, TRL batches (.pt, .safetensors), ART packed folders, Parquet, rLLM episodes (.json, .jsonl); a folder of dumps
-of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
+Read: slime debug dumps, verl DataProto pickles, SkyRL training batches, TRL batches (.pt, .safetensors), ART packed folders, Parquet,
+rLLM episodes (.json, .jsonl); a folder of dumps of one kind is read in the order of their steps, slime's rollout and train dumps joined. Errors are RecordError.
 """
 
 import gzip
@@ -17,15 +17,16 @@ import re
 import tempfile
 from pathlib import Path
 
-from . import art, parquet_files, pickles, rllm, safetensors_files, slime, torch_files, trl, verl
+from . import art, parquet_files, pickles, rllm, safetensors_files, skyrl, slime, torch_files, trl, verl
 from .errors import RecordError, UnsupportedRecords
 
 __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 
 ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet", ".json")
-_FORMATS = (parquet_files, slime, verl, trl, rllm)
+_FORMATS = (parquet_files, slime, verl, trl, rllm, skyrl)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
-_REMEDY = "Read are slime debug dumps, verl DataProto, TRL batches, ART folders, rLLM episodes and Parquet (docs/rollout_format.md)"
+_REMEDY = ("Read are slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes and Parquet "
+           "(docs/rollout_format.md)")
 
 
 def read(path):

@@ -31,6 +31,9 @@ class Inert:
     def __setstate__(self, state):
         self.state = state
 
+    def __setitem__(self, key, value):
+        """Items of a dict's subclass, which its state holds too."""
+
 
 def _wrong(name, args):
     return RecordError(name, "the arguments its writers give it", ", ".join(type(a).__name__ for a in args) or "none")
@@ -95,6 +98,21 @@ class DTypeName(Inert):
 
 class StorageType(Inert):
     dtype = None  # None: bytes without a type
+
+
+class _StorageFromBytes(Inert):
+    """torch.storage._load_from_bytes(bytes of torch.save): how a plain pickle writes a tensor's storage."""
+
+    def __new__(cls, *args):
+        from . import torch_files  # which reads pickles itself
+
+        if len(args) != 1 or not isinstance(args[0], bytes):
+            raise _wrong("torch storage", args)
+        stream = io.BytesIO(args[0])
+        storage = (torch_files.load_zip if torch_files.is_zip(args[0][:4]) else torch_files.load_legacy)(stream, "torch storage")
+        if not isinstance(storage, Storage):
+            raise _wrong("torch storage", (storage,))
+        return storage
 
 
 class _RebuildTensor(Inert):
@@ -231,6 +249,9 @@ HELD = (
     ("tensordict._reductions", "_make_td"), ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"),
     ("slime.utils.types", "Sample"), ("slime.utils.types", "Sample.Status"), ("slime.utils.types", "Sample.SpecInfo"),
     ("slime.utils.types", "Sample.PrefixCacheInfo"),
+    *((module, name) for module in ("skyrl_train.training_batch", "skyrl.backends.skyrl_train.training_batch")
+      for name in ("TrainingInputBatch", "TensorBatch")),
+    ("skyrl_train.generators.base", "TrajectoryID"), ("skyrl.train.generators.base", "TrajectoryID"),
 )
 
 
@@ -241,7 +262,7 @@ def _closed_list():
         ("torch", "Size"): _Size, ("torch", "device"): _Text, ("torch.serialization", "_get_layout"): _Text,
         ("torch._utils", "_rebuild_tensor"): _RebuildTensor, ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor,
         ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor, ("torch._utils", "_rebuild_parameter"): _RebuildParameter,
-        ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
+        ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType, ("torch.storage", "_load_from_bytes"): _StorageFromBytes,
         ("torch", "Tensor"): Inert, ("torch.nn.parameter", "Parameter"): Inert,
         ("torch.storage", "UntypedStorage"): StorageType, ("torch", "UntypedStorage"): StorageType,
         ("numpy", "dtype"): _NumpyType, ("numpy", "ndarray"): Inert,

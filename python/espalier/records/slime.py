@@ -4,9 +4,13 @@
   --save-debug-train-data     {rollout_id, rank, rollout_data: {tokens: [...], response_lengths: [...], log_probs, ...}}:
                               what one rank trained on, each field a list with an entry per sample
 
+Samples with one rollout_id of their own (rollout_ids in train dumps) are the turns of one trajectory, in their order.
+
 The response is the last response_length tokens; mask and log-probs have its length. Files of one folder are joined:
-train dumps of all ranks by sample index, rollout dumps then add the group. `rollout_id` is the step.
+train dumps of all ranks by sample index, rollout dumps then add the group. The dump's `rollout_id` is the step.
 """
+
+import collections
 
 from .errors import RecordError, UnsupportedRecords
 from .neutral import Place, number, plain_scalars, record, series, zero_or_one
@@ -18,7 +22,7 @@ _SERIES = {  # neutral name -> names in samples and in train dumps
     "old_logprobs": ("log_probs",), "ref_logprobs": ("ref_log_probs",), "rollout_logprobs": ("rollout_log_probs",),
     "values": ("values",), "returns": ("returns",),
 }
-_LISTS = {"loss_masks": "loss_mask", "response_lengths": "response_length", "sample_indices": "index"}
+_LISTS = {"loss_masks": "loss_mask", "response_lengths": "response_length", "sample_indices": "index", "rollout_ids": "rollout_id"}
 
 
 def matches(content):
@@ -31,10 +35,10 @@ def records(contents, notes):
     for path, content in contents:
         (train if "rollout_data" in content else sampled).extend(_samples(path, content))
     if not train:
-        return [_record(place, sample, notes) for place, sample in sampled]
+        return _with_trajectories(sampled, [_record(place, sample, notes) for place, sample in sampled])
     joined = _one_per_index(train)
     seen = {_key(sample): sample for _, sample in sampled if sample.get("index") is not None}
-    out, found = [], 0
+    merged, out, found = [], [], 0
     for place, sample in joined:
         other = seen.get(_key(sample)) if sample.get("index") is not None else None
         if other is not None:
@@ -42,9 +46,22 @@ def records(contents, notes):
             if as_list(other["tokens"]) != as_list(sample["tokens"]):
                 raise place.wrong("tokens", "those of the rollout dump's sample with this index", "others", "Are both of one run?")
             sample = {**{k: v for k, v in other.items() if v is not None}, **{k: v for k, v in sample.items() if v is not None}}
+        merged.append((place, sample))
         out.append(_record(place, sample, notes))
     if sampled and found < len(sampled):
         notes.append(f"{len(sampled) - found} of {len(sampled)} sampled responses stand in no train dump and are left out")
+    return _with_trajectories(merged, out)
+
+
+def _with_trajectories(samples, out):
+    """Adds `trajectory` to the records of samples whose rollout_id another sample of the same step has, too."""
+    names = [None if sample.get("rollout_id") is None else (sample["step"], sample["rollout_id"]) for _, sample in samples]
+    counts = collections.Counter(names)
+    for (place, sample), name, record_ in zip(samples, names, out):
+        if name is not None and counts[name] > 1:
+            if not isinstance(sample["rollout_id"], (int, str)):
+                raise place.wrong("rollout_id", "an integer or a text", type(sample["rollout_id"]).__name__)
+            record_["trajectory"] = sample["rollout_id"]
     return out
 
 

@@ -3,6 +3,7 @@
   prompts [B, P] padded at the left, responses [B, R] at the right, attention_mask [B, P + R]
   response_mask, old_log_probs, ref_log_prob, rollout_log_probs, advantages, returns, values, token_level_* [B, R]
   non_tensor_batch["uid"]: the group; meta_info["temperature"], meta_info["global_steps"]
+  step-wise agents: non_tensor_batch["traj_uid"] (verl-agent), or rLLM's "episode_ids", "trajectory_ids", "step_ids", "is_pad_step"
 
 The pickle's state holds `batch` as bytes: of torch.save, of an inner pickle of arrays, or (numpy serialization) as a
 tuple (batch size, device, {name: (dtype, shape, bytes)}). A TensorDict saved alone is read too.
@@ -10,6 +11,7 @@ tuple (batch size, device, {name: (dtype, shape, bytes)}). A TensorDict saved al
 
 import io
 import math
+import re
 
 from . import pickles, torch_files
 from .errors import RecordError, UnsupportedRecords
@@ -23,6 +25,7 @@ _SERIES = {"old_logprobs": "old_log_probs", "ref_logprobs": "ref_log_prob", "rol
 _REWARDS = ("token_level_rewards", "token_level_scores", "rm_scores")
 _USED = {"prompts", "responses", "attention_mask", "response_mask", "input_ids", "position_ids", "routed_experts",
          *_SERIES.values(), *_REWARDS}
+_LINEAGE = ("uid", "traj_uid", "episode_ids", "trajectory_ids", "step_ids", "is_pad_step")
 _CONSOLIDATED = "_rebuild_tensordict_files_consolidated"
 
 
@@ -52,11 +55,17 @@ def _records(path, content, step, notes):
         notes.append(f"tensors that no field of a record takes: {', '.join(ignored)}")
     found = meta.get("global_steps")
     step = found if type(found) is int else step
+    padding = 0
     for index in range(count):
         place = Place(path, index)
         row = {name: batch[name][index] for name in _USED if isinstance(batch.get(name), Tensor)}
         extra = {name: values[index] for name, values in objects.items()}
+        if extra.get("is_pad_step"):
+            padding += 1
+            continue
         yield record_of(place, row, extra, meta.get("temperature"), step)
+    if padding:
+        notes.append(f"{padding} rows that rLLM added to fill up the batch (is_pad_step) are left out")
 
 
 def record_of(place, row, extra, temperature, step):
@@ -88,16 +97,23 @@ def record_of(place, row, extra, temperature, step):
         if len(routes) != len(attended):
             raise place.wrong("routed_experts", f"{len(attended)} entries, one per token with padding", str(len(routes)))
         routes = [routes[i].tolist() for i in range(begin, len(prompt) + end)]
-    return record(place, prompt[begin:], response[:end], mask, group=_group(place, extra.get("uid")), step=step,
+    return record(place, prompt[begin:], response[:end], mask, **_lineage(place, extra), step=step,
                   temperature=None if temperature is None else number(place, "temperature", temperature),
                   reward=_reward(place, row, end), **parts, routed_experts=routes,
-                  meta=plain_scalars({k: v for k, v in extra.items() if k != "uid"}))
+                  meta=plain_scalars({k: v for k, v in extra.items() if k not in _LINEAGE}))
 
 
-def _group(place, uid):
-    if uid is None or isinstance(uid, (str, int)):
-        return uid
-    raise place.wrong("uid", "a text or an integer", type(uid).__name__)
+def _lineage(place, extra):
+    """Group, trajectory and turn. rLLM's trajectory_ids are those of all rollouts of a task: they name the group, and with the
+    episode the trajectory; step_ids end with the turn."""
+    for name in _LINEAGE[:-1]:
+        if not isinstance(extra.get(name), (str, int, type(None))):
+            raise place.wrong(name, "a text or an integer", type(extra[name]).__name__)
+    group, episode, role = extra.get("uid"), extra.get("episode_ids"), extra.get("trajectory_ids")
+    if extra.get("traj_uid") is not None or episode is None or role is None:
+        return {"group": group, "trajectory": extra.get("traj_uid")}
+    turn = re.search(r"step(\d+)$", str(extra.get("step_ids", "")))
+    return {"group": role if group is None else group, "trajectory": f"{episode}:{role}", "turn": int(turn.group(1)) if turn else None}
 
 
 def _reward(place, row, end):
