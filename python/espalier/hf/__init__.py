@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import arguments, attention, choice, dense, implementation, measure, ranks, rotary, sets as coupled, verification
+from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, sets as coupled, verification
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
@@ -55,8 +55,9 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
                 router_aux_loss_coef=None, router_aux_loss_scope="rollout", sets=(), verify=False):
     """Adds the gradients of sum over waves of `loss(wave)` to `.grad`, every shared prompt run once, forward and backward.
 
-    `rollouts`: dicts with `prompt_ids` and `response_ids`. `loss(wave)` returns a scalar; a wave holds whole responses, at most
-    `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them, as FSDP1
+    `rollouts`: dicts with `prompt_ids` and `response_ids`, and `images` where a prompt has any: the dict that the model's processor gives
+    for that prompt (`pixel_values`, `image_grid_thw`, ...), which the vision tower runs once (images.py). `loss(wave)` returns a scalar; a
+    wave holds whole responses, at most `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them, as FSDP1
     always does. `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", what is predicted to be faster: where a
     model is small and little is shared, calls cost more than rows.
     `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
@@ -71,8 +72,9 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     _check_arguments(model, loss, schedule, router_aux_loss_coef)
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
     trunk_state = arguments.choice("trunk_state", trunk_state, arguments.TRUNK_STATES)
-    prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
+    prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
+    _check_images(model, prepared, wave_tokens)
     sets = coupled.checked(sets, len(prepared))
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
@@ -108,9 +110,36 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
 
 def _waves(parts, schedule, wave_tokens):
     """The rollouts that finish together, as places in the step: a dense run's batches, or those of the plans' items."""
+    if schedule == "dense" and any(part.images is not None for part, _ in parts):
+        return [[int(i)] for part, _ in parts for i in part.places(np.arange(len(part)))]
     if schedule == "dense":
         return [part.places(np.array(batch)).tolist() for part, _ in parts for batch in dense.batches_of(part.lengths, wave_tokens)]
     return [part.places(item.finished) for part, plan in parts for item in plan.items]
+
+
+def _prepared(model, rollouts):
+    """Rollouts, with their images."""
+    prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
+    return prepared.with_images(images.of(model, prepared))
+
+
+def _check_images(model, prepared, wave_tokens):
+    """Once for each model with images: images.check."""
+    if prepared.images is None:
+        return
+    inner = ranks.without_replicas(model)
+
+    def plain(records, seen):
+        run = dense.DenseRun(inner, _prepared(model, records), lambda wave: seen(wave) or wave.logprobs.sum() * 0, 1.0)
+        with implementation.users_own(inner):
+            for i in range(len(records)):
+                run.forward([i])
+
+    def shared(records, seen):
+        few = _prepared(model, records)
+        _shared(inner, _parts(model, few, wave_tokens=wave_tokens, trunk_state="keep", gradients=False), seen=seen)
+
+    images.check(model, prepared, plain, shared)
 
 
 def _check_arguments(model, loss, schedule, router_aux_loss_coef):
@@ -167,7 +196,7 @@ def _score(rollouts, model, temperature, wave_tokens, add):
     if not rollouts:
         ranks.run(model, [], ranks.device_of(model))
         return 0
-    prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
+    prepared = _prepared(model, rollouts)
     empty = torch.zeros(0, device=ranks.device_of(model))
     for i, response in enumerate(prepared.responses):
         if not len(response):  # of no wave
@@ -208,8 +237,9 @@ def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False
     """`Scores` of all response tokens, every shared prompt run once."""
     arguments.model(model)
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
-    prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
+    prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
+    _check_images(model, prepared, wave_tokens)
     kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
     empty = torch.zeros(0, device=ranks.device_of(model))
     out = {kind: [empty] * len(prepared) for kind in kinds}  # empty responses belong to no wave

@@ -48,8 +48,10 @@ class DenseRun:
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         for row, i in enumerate(batch):
             ids[row, :int(r.lengths[i])] = torch.from_numpy(r.tokens(i, 0, int(r.lengths[i])).astype("int64"))
-        result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first,
-                            **({"output_router_logits": True} if self.router else {}))
+        more = {"output_router_logits": True} if self.router else {}
+        if r.images is not None:  # such a batch is one rollout
+            more.update(r.images.dense_inputs(batch[0], longest))
+        result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first, **more)
         return result, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)], first
 
     @torch.no_grad()

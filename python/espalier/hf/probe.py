@@ -41,7 +41,7 @@ def check(model):
         return
     before = _running.set(True)
     try:
-        with _quiet(model), torch.no_grad():
+        with quiet(model), torch.no_grad():
             _compare(ranks.without_replicas(model), base)
     finally:
         _running.reset(before)
@@ -49,7 +49,7 @@ def check(model):
 
 
 @contextlib.contextmanager
-def _quiet(model):
+def quiet(model):
     """Random numbers stay as they were; a compiled model runs as it was before."""
     device = ranks.device_of(model)
     devices = [device] if device.type == "cuda" else []
@@ -79,30 +79,30 @@ def nudged(embedding):
 
 def _compare(model, base):
     device, name = ranks.device_of(model), type(base).__name__
-    sequences = _sequences(base)
+    tokens = sequences(base)
     call = lambda ids, **more: model(input_ids=torch.tensor([ids], device=device), use_cache=False, **more).logits[0, BEGINNING:].float()
-    own_of = lambda **more: [call(ids, **more) for ids in sequences]
+    own_of = lambda **more: [call(ids, **more) for ids in tokens]
     state = _random_state(device)
-    with _named(name, "a forward that takes input_ids and returns logits"):
+    with named(name, "a forward that takes input_ids and returns logits"):
         own = own_of()
     if base.training and not torch.equal(state, _random_state(device)) and not all(map(torch.equal, own, own_of())):
         raise Unsupported(name, "a forward without random numbers: they differ from rollout to rollout", "dropout or noise",
                           "model.eval(), or set it to 0")
     with nudged(base.get_input_embeddings()):
         rounding = _distance(own_of(), own)
-    with _named(name, "a model that runs rows of several rollouts in one call"), implementation.in_use(model):
-        error = _distance(_shared(model, sequences, device), own)
+    with named(name, "a model that runs rows of several rollouts in one call"), implementation.in_use(model):
+        error = _distance(_shared(model, tokens, device), own)
     layers = getattr(decoder_config(base), "num_hidden_layers", 1)
     if not error <= 2 * (layers + 1) ** .5 * rounding:
-        counted = torch.arange(len(sequences[0]), device=device)[None]
-        if _distance([call(sequences[0], position_ids=counted)], own[:1]) > 2 * (layers + 1) ** .5 * rounding:
+        counted = torch.arange(len(tokens[0]), device=device)[None]
+        if _distance([call(tokens[0], position_ids=counted)], own[:1]) > 2 * (layers + 1) ** .5 * rounding:
             raise Unsupported(name, "positions that count from 0, as position_ids say them", "a model that counts its own")
         raise Unsupported(name, "rows that learn of earlier rows by attention alone",
                           f"logits of shared rows {error:.1e} from the model's own, where rounding explains {rounding:.1e}")
 
 
 @contextlib.contextmanager
-def _named(name, wanted):
+def named(name, wanted):
     """Whatever a model raises when it is called so is a refusal; too little memory is not."""
     try:
         yield
@@ -112,10 +112,10 @@ def _named(name, wanted):
         raise Unsupported(name, wanted, f"{type(problem).__name__}: {problem}") from problem
 
 
-def _sequences(base):
-    """Token ids spread over the vocabulary, none of them special."""
+def sequences(base, without=()):
+    """Token ids spread over the vocabulary, none of them special or among `without`."""
     config = decoder_config(base)
-    special = {i for field in ("pad_token_id", "bos_token_id", "eos_token_id") for i in np.atleast_1d(getattr(config, field, None))}
+    special = {i for field in ("pad_token_id", "bos_token_id", "eos_token_id") for i in np.atleast_1d(getattr(config, field, None))} | set(without)
     usable = [i for i in range(min(config.vocab_size, 4096)) if i not in special]
     at = lambda i: usable[(11 + 7 * i) % len(usable)]
     beginning = [at(i) for i in range(BEGINNING)]

@@ -33,6 +33,7 @@ class Rollouts:
             if not len(self.prompts[-1]):
                 raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
+        self.images, self.keys = None, self.prompts  # with images (images.py): what the planner has for prompts
 
     def part(self, members):
         """The rollouts at these places of the step, as rollouts of their own."""
@@ -40,7 +41,7 @@ class Rollouts:
             return self
         out = copy.copy(self)
         out.members = np.asarray(members)
-        out.prompts, out.responses = ([of[i] for i in members] for of in (self.prompts, self.responses))
+        out.prompts, out.responses, out.keys = ([of[i] for i in members] for of in (self.prompts, self.responses, self.keys))
         out.lengths = self.lengths[out.members]
         return out
 
@@ -58,9 +59,15 @@ class Rollouts:
             return prompt[begin:end]
         return np.concatenate([prompt[begin:], self.responses[rollout][max(0, begin - len(prompt)):end - len(prompt)]])
 
+    def with_images(self, images):
+        """These rollouts with their Images, or None."""
+        if images is not None:
+            self.images, self.keys = images, images.keys
+        return self
+
     def plan(self, model, *, wave_tokens, trunk_state, gradients):
         parameter = next(model.parameters())
-        return native.Plan(self.prompts, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
+        return native.Plan(self.keys, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
                            dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
                            device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads(),
                            seconds_per_call=_SECONDS_PER_CALL)

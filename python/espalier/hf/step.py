@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import ranks
+from espalier.hf import images, ranks
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
@@ -78,12 +78,14 @@ class Executor:
         self.through_everything = through_everything
         self.device = ranks.device_of(model)
         self.regime = int(rollouts.lengths.max())
+        self.tower = images.Tower(rollouts.images, loss is not None) if rollouts.images is not None else None
         self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
 
     def program(self):
         """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py)."""
         out, above = [], []
         gradients = self.loss is not None
+        last = self._last_with_images()
 
         def close():
             index = above.pop()
@@ -93,6 +95,11 @@ class Executor:
                 out.append(("B", self.backward_trunk))
             else:
                 out.append(("", self.forget_trunk))
+            finish(index)
+
+        def finish(index):
+            if last.get(index):
+                out.append(("", lambda: self.finish_images(last[index])))
 
         for index, item in enumerate(self.plan.items):
             while above and above[-1] != item.parent:
@@ -104,6 +111,7 @@ class Executor:
                 out.append(("F", lambda index=index: self.forward_wave(index)))
                 if gradients:
                     out.append(("B", self.backward_wave))
+                finish(index)
         while above:
             close()
         return out
@@ -113,17 +121,56 @@ class Executor:
     def _call(self, item, edges, trunks, captures=None):
         """Logits of the rows with edges [O, V] (one row where there are none), each edge's place among them, and the router's term."""
         ids = np.concatenate([self.rollouts.tokens(r, begin, end) for r, begin, end, *_ in item.segments.tolist()])
-        positions = np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
+        positions, more = self._positions(item), {"output_router_logits": True} if self.router else {}
+        parts = self._image_rows(item)
+        if parts:
+            more["mm_encoder_outputs"] = self.tower.of_rows(parts)
         outputs, place = np.unique(edges[:, 0], return_inverse=True)
         if not len(outputs):
             outputs = np.array([item.rows - 1])
-        longest = int(positions.max()) + 1
+        longest = max(end for _, _, end, *_ in item.segments.tolist())
         phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime)
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
         with phase.forward(self.model):
-            logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[None], phase, as_tensor(outputs),
-                                        **({"output_router_logits": True} if self.router else {}))
+            logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[..., None, :], phase, as_tensor(outputs), **more)
         return logits, as_tensor(place), as_tensor(edges[:, 1]), self._router_term(result, item)
+
+    def _positions(self, item):
+        """[T], or [3, T] with M-RoPE."""
+        if self.tower is None:
+            return np.concatenate([np.arange(begin, end) for _, begin, end, *_ in item.segments.tolist()])
+        of = self.rollouts.images.positions
+        counted = np.concatenate([of(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], 1)
+        return counted if len(counted) > 1 else counted[0]
+
+    def _place(self, rollout):
+        return int(self.rollouts.places(np.array([rollout]))[0])
+
+    def _image_rows(self, item):
+        """(which prompt's images, rows of their features) of an item's image tokens, in order."""
+        if self.tower is None:
+            return []
+        found = [self.rollouts.images.rows(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()]
+        return [(which, rows) for which, rows in found if which is not None and len(rows)]
+
+    def _last_with_images(self):
+        """{item: prompts of whose items with image rows it is done last}: a trunk is done after all below it."""
+        if self.tower is None:
+            return {}
+        ends = list(range(len(self.plan.items)))
+        for index in reversed(ends[:]):
+            parent = self.plan.items[index].parent
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[index])
+        last = {}
+        for index in sorted(range(len(ends)), key=lambda index: (ends[index], -index)):
+            last.update({which: index for which, _ in self._image_rows(self.plan.items[index])})
+        return {index: [which for which, at in last.items() if at == index] for index in set(last.values())}
+
+    def finish_images(self, which):
+        pairs = self.tower.finish(which)
+        if pairs:
+            backward(Seed.apply(*pairs))
 
     def _router_term(self, result, item):
         if self.router is None:

@@ -36,7 +36,8 @@ def regime(model, prepared, parts, schedule, trunk_state):
         depths += depth
     longest = int(prepared.lengths.max())
     tables = tuple(longest > limit for _, _, limit in rotary.limits(base_model(model)))
-    return ("dense",) if schedule == "dense" else (schedule, trunk_state, max(depths), trunks.bit_length(), longest.bit_length(), len(parts), tables)
+    return ("dense",) if schedule == "dense" else (schedule, trunk_state, max(depths), trunks.bit_length(), longest.bit_length(), len(parts), tables,
+                                                          prepared.images is not None)
 
 
 def is_verified(model, regime):

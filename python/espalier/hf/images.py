@@ -1,0 +1,207 @@
+"""Images in prompts: the vision tower runs once for each prompt with images, and the prompt's image rows stand in its trunk.
+
+A rollout's `images` is the dict that the model's processor gives for its prompt (`pixel_values`, `image_grid_thw`, `image_sizes`, ...).
+Rollouts whose dicts hold equal tensors share them. The planner sees tokens alone, so an image's placeholders get an id of their own for
+each such dict: prompts with equal tokens and other images share the rows before the first image.
+
+The tower's features are leaves of the language model's calls, which take them as transformers' `mm_encoder_outputs`; one backward of the
+tower, after the last item with rows of the prompt, spends their summed gradients. Positions are those of the model's `get_rope_index`
+where it has one (M-RoPE: temporal, height, width); a response counts on from the prompt's largest.
+"""
+
+import hashlib
+import inspect
+import sys
+import weakref
+
+import numpy as np
+import torch
+
+from espalier.errors import Error, Unsupported
+from espalier.hf import ranks
+from espalier.hf.checks import base_model, decoder_config
+
+FIELD = "images"
+_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # made anew from the prompt's tokens
+_passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which its images passed
+
+
+def of(model, prepared):
+    """The Images of these Rollouts, or None where no rollout has any."""
+    return Images(model, prepared) if any(record.get(FIELD) for record in prepared.records) else None
+
+
+class Images:
+    """`inputs`: the different dicts of tensors. `which`: for each rollout the index into them, or None. `keys`: prompts as the planner
+    has them, int32."""
+
+    def __init__(self, model, prepared):
+        self.model, self.base, self.device = model, base_model(model), ranks.device_of(model)
+        self.backbone = self.base.base_model
+        _check_family(model, self.base, self.backbone)
+        self.token = _image_token(self.base)
+        self.taken = set(inspect.signature(type(self.backbone).get_image_features).parameters)
+        self.forward_takes = {name for part in (self.base, self.backbone) for name in inspect.signature(type(part).forward).parameters}
+        self.prompts, self.inputs, self.which, self._known, self._counted = prepared.prompts, [], [], {}, {}
+        self.keys = [self._key(i, record, prompt) for i, (record, prompt) in enumerate(zip(prepared.records, prepared.prompts))]
+        for i, response in enumerate(prepared.responses):
+            if (response == self.token).any():
+                raise Error("input", f"rollouts[{i}]['response_ids']", "no image token", f"id {self.token}", "Images stand in prompts", 3)
+
+    def _key(self, i, record, prompt):
+        given, where, at = record.get(FIELD), f"rollouts[{i}]['{FIELD}']", prompt == self.token
+        if not given:
+            if at.any():
+                raise Error("input", where, f"a dict as the model's processor gives it: the prompt has {at.sum()} image tokens", "none", "", 3)
+            self.which.append(None)
+            return prompt
+        unknown = sorted(set(given) - _OF_TOKENS - self.taken)
+        if unknown or "pixel_values" not in given:
+            raise Unsupported(where, "pixel_values and what the model's get_image_features takes besides", ", ".join(unknown) or ", ".join(given))
+        if not at.any():
+            raise Error("input", f"rollouts[{i}]['prompt_ids']", f"image tokens (id {self.token})", "none", "Give the processor's input_ids", 3)
+        tensors = {name: torch.as_tensor(given[name]) for name in given if name in self.taken and given[name] is not None}
+        name = _digest(tensors)
+        if name not in self._known:
+            self._known[name] = len(self.inputs)
+            self.inputs.append({field: x.to(self.device) for field, x in tensors.items()})
+        self.which.append(self._known[name])
+        return np.where(at, decoder_config(self.model).vocab_size + self.which[-1], prompt).astype(np.int32)
+
+    def positions(self, rollout, begin, end):
+        """[A, end - begin] position ids of tokens [begin, end) of a rollout: A = 3 where the model has M-RoPE, else 1."""
+        prompt = self.prompts[rollout]
+        if not hasattr(self.backbone, "get_rope_index"):
+            return np.arange(begin, end)[None]
+        key = (self.which[rollout], prompt.tobytes())
+        if key not in self._counted:
+            self._counted[key] = self._count(rollout)
+        counted = self._counted[key]
+        after = counted.max() + 1 + np.arange(max(begin - len(prompt), 0), max(end - len(prompt), 0))
+        return np.concatenate([counted[:, begin:min(end, len(prompt))], np.broadcast_to(after, (3, len(after)))], 1)
+
+    def _count(self, rollout):
+        prompt = self.prompts[rollout]
+        if self.which[rollout] is None:
+            return np.broadcast_to(np.arange(len(prompt)), (3, len(prompt)))
+        ids = torch.as_tensor(prompt, dtype=torch.long, device=self.device)[None]
+        grids = {name: x for name, x in self.inputs[self.which[rollout]].items() if name == "image_grid_thw"}
+        positions, _ = self.backbone.get_rope_index(ids, mm_token_type_ids=(ids == self.token).int(), **grids)
+        return positions[:, 0].cpu().numpy()
+
+    def rows(self, rollout, begin, end):
+        """(index into `inputs`, rows of its features) of the image tokens among [begin, end) of a rollout."""
+        prompt = self.prompts[rollout]
+        before, among = (prompt[:begin] == self.token).sum(), (prompt[begin:end] == self.token).sum()
+        return self.which[rollout], np.arange(before, before + among)
+
+    def dense_inputs(self, rollout, length):
+        """The keyword arguments of a plain call of this rollout alone, its first `length` tokens."""
+        if self.which[rollout] is None:
+            return {}
+        kinds = torch.zeros(1, length, dtype=torch.long, device=self.device)
+        kinds[0, :len(self.prompts[rollout])] = torch.as_tensor(self.prompts[rollout] == self.token, device=self.device)
+        kinds = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in self.forward_takes}
+        return {**self.inputs[self.which[rollout]], **kinds}
+
+
+class Tower:
+    """The features of one executor's prompts: made when an item first needs them, spent by `finish`."""
+
+    def __init__(self, images, gradients):
+        self.images, self.gradients, self.open = images, gradients, {}
+
+    def of_rows(self, parts):
+        """`mm_encoder_outputs` of a call whose image rows are `parts`, (index, rows of its features) in order."""
+        for index, _ in parts:
+            if index not in self.open:
+                self.open[index] = self._run(index)
+        picked = lambda number: torch.cat([self.open[index][2][number][torch.as_tensor(rows, device=self.images.device)] for index, rows in parts])
+        return {"image": self.open[parts[0][0]][0](picked)}
+
+    def _run(self, index):
+        """(how a model's output holds such features, features with a graph, leaves)."""
+        with torch.set_grad_enabled(self.gradients):
+            made = self.images.backbone.get_image_features(**self.images.inputs[index], return_dict=True)
+            features = [_flat(made.pooler_output)] + [_flat(x) for x in getattr(made, "deepstack_features", None) or ()]
+        wanted = next(int((p == self.images.token).sum()) for p, which in zip(self.images.prompts, self.images.which) if which == index)
+        if len(features[0]) != wanted:
+            raise Error("input", FIELD, f"features for the prompt's {wanted} image tokens", f"{len(features[0])} of the vision tower", "", 3)
+        parted, kind, deep = not torch.is_tensor(made.pooler_output), type(made), len(features) > 1
+
+        def as_output(picked):
+            held = lambda number: (picked(number),) if parted else picked(number)
+            more = {"deepstack_features": [held(number) for number in range(1, len(features))]} if deep else {}
+            return kind(pooler_output=held(0), **more)
+
+        return as_output, features, [x.detach().requires_grad_(x.requires_grad) for x in features]
+
+    def finish(self, indices):
+        """(tensors with a graph and the gradients gathered for them, alternately) of these prompts, which no later item needs."""
+        pairs = []
+        for index in indices:
+            if index in self.open:
+                _, features, leaves = self.open.pop(index)
+                pairs += [part for x, leaf in zip(features, leaves) if leaf.grad is not None for part in (x, leaf.grad)]
+        return pairs
+
+
+def _flat(features):
+    """[rows, width] of what a model's get_image_features gives: a tensor for each image, or one of all."""
+    parts = features if isinstance(features, (list, tuple)) else [features]
+    return torch.cat([x.flatten(0, -2) for x in parts])
+
+
+def _digest(tensors):
+    out = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        out.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        out.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return out.digest()
+
+
+def _image_token(base):
+    token = next((value for name in ("image_token_id", "image_token_index") if (value := getattr(base.config, name, None)) is not None), None)
+    if token is None:
+        raise Unsupported(type(base).__name__, "a config with image_token_id", "none: images stand elsewhere than in the prompt's tokens")
+    return int(token)
+
+
+def _check_family(model, base, backbone):
+    name = type(base).__name__
+    if ranks.sharded(model):
+        raise Unsupported(name, "images in a model whose parameters are whole on every rank", "sharded parameters")
+    if not hasattr(backbone, "get_image_features") or "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
+        raise Unsupported(name, "images as rows of the prompt, from get_image_features and by mm_encoder_outputs", "a model with images of another kind")
+    makes_masks = hasattr(sys.modules[type(backbone).__module__], "create_masks_for_vision_model")
+    if makes_masks or "token_type_ids" in inspect.signature(type(backbone).forward).parameters:
+        raise Unsupported(name, "causal attention among an image's rows", "an image whose rows all see each other",
+                          "Leave the images out, or run the trainer's own path")
+
+
+def check(model, prepared, dense, shared):
+    """Once for each model: its own calls with the shortest prompt with images, beside shared ones. `dense(rollouts, seen)` and
+    `shared(rollouts, seen)` run rollouts without gradients. Compared are log-probs and entropies of two continuations, as in probe.py."""
+    from espalier.hf import probe
+    base = base_model(model)
+    if base.training in _passed.get(base, ()):
+        return
+    shortest = min((i for i, which in enumerate(prepared.images.which) if which is not None), key=lambda i: len(prepared.prompts[i]))
+    records = [dict(prompt_ids=prepared.prompts[shortest], response_ids=ids[probe.BEGINNING:], images=prepared.records[shortest][FIELD])
+               for ids in probe.sequences(base, without=(prepared.images.token,))]
+
+    def run(how):
+        found = {}
+        how(records, lambda wave: found.update({i: torch.stack([wave.logprobs, wave.entropies])[:, wave.rollout == i] for i in wave.rollouts}))
+        return torch.cat([found[i] for i in sorted(found)], 1).double()
+
+    with probe.named(type(base).__name__, "images in prompts"), probe.quiet(model), torch.no_grad():
+        own = run(dense)
+        with probe.nudged(base.get_input_embeddings()):
+            rounding = float((run(dense) - own).norm())
+        error = float((run(shared) - own).norm())
+    layers = getattr(decoder_config(base), "num_hidden_layers", 1)
+    if not error <= 2 * (layers + 1) ** .5 * rounding:
+        raise Unsupported(type(base).__name__, "image rows that a response learns of by attention alone",
+                          f"log-probs of shared rows {error:.1e} from the model's own, where rounding explains {rounding:.1e}")
+    _passed.setdefault(base, set()).add(base.training)

@@ -1,0 +1,189 @@
+"""Images in prompts, in float64: log-probs, loss and every gradient, the vision tower's too, against the unmodified model's own calls, one
+rollout a call with its images. The tower runs once for each prompt with images."""
+
+import pytest
+import torch
+import transformers
+
+import espalier.hf
+from espalier.errors import Error, Unsupported
+from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst
+
+IMAGE, PATCH = 90, 3 * 2 * 4 * 4
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+TEXT = dict(COMMON, head_dim=16, bos_token_id=1, eos_token_id=2)
+TOKENS = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+SQUARE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4)
+ALLOWED = 1e-10
+
+FAMILIES = {
+    "Qwen2VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), **TOKENS, vision_config=dict(
+        depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)),
+    "Qwen2_5_VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), **TOKENS, vision_config=dict(
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4, spatial_merge_size=2,
+        temporal_patch_size=2, window_size=16, fullatt_block_indexes=[1])),
+    "Qwen3VL": dict(text_config=dict(TEXT, rope_parameters=MROPE), **TOKENS, vision_config=dict(
+        depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=4, spatial_merge_size=2,
+        temporal_patch_size=2, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])),
+    "Llava": dict(text_config=dict(TEXT, model_type="qwen2"), image_token_id=IMAGE, image_token_index=IMAGE, vision_config=dict(
+        SQUARE, model_type="siglip_vision_model"), vision_feature_layer=-1, vision_feature_select_strategy="full"),
+}
+REFUSED = {
+    "Gemma3": (dict(text_config=TEXT, image_token_index=IMAGE, mm_tokens_per_image=4, vision_config=SQUARE), "causal attention among an image's rows"),
+}
+
+
+def make(family):
+    torch.manual_seed(1)
+    config = getattr(transformers, family + "Config")(**(FAMILIES.get(family) or REFUSED[family][0]))
+    return getattr(transformers, family + "ForConditionalGeneration")(config).double().train()
+
+
+class Draw:
+    """Prompts with images as processors give them: [grid] of each, a placeholder for every merged patch."""
+
+    def __init__(self, family, seed=0):
+        self.by_grid, self.generator = family.startswith("Qwen"), torch.Generator().manual_seed(seed)
+
+    def tokens(self, n):
+        return torch.randint(3, 88, (n,), generator=self.generator).tolist()
+
+    def normal(self, *shape):
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def images(self, grids):
+        if not self.by_grid:
+            return dict(pixel_values=self.normal(len(grids), 3, 16, 16))
+        return dict(pixel_values=self.normal(sum(h * w for _, h, w in grids), PATCH), image_grid_thw=torch.tensor(grids))
+
+    def prompt(self, grids):
+        out = self.tokens(9)
+        for _, h, w in grids:
+            out += [92] + [IMAGE] * (h * w // 4 if self.by_grid else 16) + [93] + self.tokens(4)
+        return out
+
+    def group(self, grids, responses):
+        prompt, images = self.prompt(grids), self.images(grids)
+        return [dict(prompt_ids=prompt, response_ids=self.tokens(n), images=images) for n in responses]
+
+
+def batch(family):
+    """A group with an image, one with two, equal tokens below another image, and a group of text alone."""
+    draw = Draw(family)
+    out = draw.group([(1, 4, 6)], (7, 5, 9)) + draw.group([(1, 4, 4), (1, 8, 4)], (4, 6))
+    other = draw.images([(1, 4, 6)])
+    out += [dict(out[0], response_ids=draw.tokens(n), images={name: x.clone() for name, x in other.items()}) for n in (6, 3)]
+    text = draw.tokens(12)
+    return out + [dict(prompt_ids=text, response_ids=draw.tokens(n)) for n in (5, 3)]
+
+
+def plain_call(model, record):
+    """The model's own logits of the response, with what its processor would give."""
+    ids = torch.tensor([record["prompt_ids"] + record["response_ids"][:-1]])
+    kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if hasattr(model.model, "get_rope_index") else {}
+    more = {**record["images"], **kinds} if "images" in record else {}
+    return model(input_ids=ids, use_cache=False, **more).logits[0, len(record["prompt_ids"]) - 1:]
+
+
+def plain_step(model, rollouts, loss):
+    total = 0.0
+    for i, record in enumerate(rollouts):
+        response = torch.tensor(record["response_ids"])
+        logp = plain_call(model, record).log_softmax(-1)
+        value = loss(PlainWave([i], torch.full_like(response, i), torch.arange(len(response)), logp.gather(1, response[:, None])[:, 0],
+                               -(logp.exp() * logp).sum(-1)))
+        value.backward()
+        total += float(value.detach())
+    return total
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request):
+    """(model, rollouts, loss, the plain step's loss and gradients)."""
+    model, rollouts = make(request.param), batch(request.param)
+    loss = loss_of(rollouts)
+    with all_float64():
+        total = plain_step(model, rollouts, loss)
+    return model, rollouts, loss, total, gradients(model)
+
+
+HOW = {"packed": {}, "kept": dict(wave_tokens=30), "recomputed": dict(trunk_state="recompute", wave_tokens=30), "images cut by trunks": dict(wave_tokens=11),
+       "dense": dict(schedule="dense")}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_is_the_models_own(case, how):
+    model, rollouts, loss, total, wanted = case
+    with all_float64():
+        result = espalier.hf.phased_step(model, rollouts, loss, **{"schedule": "shared", **HOW[how]})
+    found = gradients(model)
+    assert any("visual" in name or "vision" in name for name in wanted)
+    whole = sum(g.square().sum() for g in wanted.values()) ** .5
+    for name in [name for name in wanted if wanted[name].norm() < 1e-12 * whole]:  # a key's bias without rotary positions: exactly nothing
+        assert found.pop(name).norm() < 1e-12 * whole and name.endswith("k_proj.bias")
+        wanted = {other: g for other, g in wanted.items() if other != name}
+    assert worst(found, wanted)[0] <= ALLOWED and abs(result.loss - total) <= ALLOWED * abs(total), worst(found, wanted)
+    assert how == "dense" or result.rows < .75 * result.rows_without_sharing
+
+
+def test_scores_are_the_models_own(case):
+    model, rollouts, *_ = case
+    with all_float64(), torch.no_grad():
+        for record, found in zip(rollouts, espalier.hf.logprobs(model, rollouts)):
+            wanted = plain_call(model, record).log_softmax(-1).gather(1, torch.tensor(record["response_ids"])[:, None])[:, 0]
+            assert (found - wanted).abs().max() <= ALLOWED
+
+
+def test_the_tower_runs_once_for_each_prompt_with_images(case):
+    model, rollouts, loss, *_ = case
+    tower, calls = getattr(model.model, "visual", None) or model.model.vision_tower, []
+    espalier.hf.logprobs(model, rollouts[:1])  # the model's images are checked once
+    handle = tower.register_forward_hook(lambda *_: calls.append(1))
+    shared_step(model, rollouts, loss)
+    handle.remove()
+    gradients(model)
+    assert len(calls) == 3
+
+
+def test_a_rollout_that_lacks_the_others_images_is_an_error():
+    """In a batch without any images the token is text, as in transformers."""
+    rollouts = Draw("Qwen2_5_VL").group([(1, 4, 6)], (4, 5))
+    rollouts[1].pop("images")
+    with pytest.raises(Error, match="image tokens"):
+        espalier.hf.phased_step(make("Qwen2_5_VL"), rollouts, lambda wave: wave.logprobs.sum())
+
+
+def test_verified(case):
+    model, rollouts, loss, *_ = case
+    result = shared_step(model, rollouts, loss, verify=True)
+    gradients(model)
+    assert result.verification.verdict == "pass"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_exact_is_refused_by_name(family):
+    rollouts = Draw(family).group([(1, 4, 4)], (4, 6))
+    with pytest.raises(Unsupported, match=REFUSED[family][1]):
+        espalier.hf.phased_step(make(family), rollouts, lambda wave: wave.logprobs.sum())
+
+
+def test_positions_that_forget_the_image_are_refused(monkeypatch):
+    """The check of a model's first images finds rows whose positions are not the model's own."""
+    from espalier.hf.images import Images
+    monkeypatch.setattr(Images, "positions", lambda self, rollout, begin, end: torch.arange(begin, end).expand(3, -1).numpy())
+    rollouts = Draw("Qwen2_5_VL").group([(1, 4, 6)], (4, 6))
+    with pytest.raises(Unsupported, match="where rounding explains"):
+        espalier.hf.phased_step(make("Qwen2_5_VL"), rollouts, lambda wave: wave.logprobs.sum())
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda r: r["prompt_ids"].pop(12), "features for the prompt's|tokens: 5, features: 6"),
+    (lambda r: r["response_ids"].append(IMAGE), "no image token"), (lambda r: r["images"].update(pixel_values_videos=1), "get_image_features"),
+    (lambda r: r.update(prompt_ids=[4, 5, 6]), "image tokens"),
+], ids=["a placeholder less", "in a response", "a video", "no placeholder"])
+def test_hostile_input(change, message):
+    model, rollouts = make("Qwen2_5_VL"), Draw("Qwen2_5_VL").group([(1, 4, 6)], (4,))
+    change(rollouts[0])
+    with pytest.raises(Error, match=message):
+        espalier.hf.phased_step(model, rollouts, lambda wave: wave.logprobs.sum())
+    assert not gradients(model)
