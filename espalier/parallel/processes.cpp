@@ -2,6 +2,7 @@
 #include "espalier/parallel/processes.h"
 
 #include <ATen/ATen.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <atomic>
@@ -87,6 +88,10 @@ class BegunWorks final : public Pending::Work {
 // Gloo's gather collects everything in memory of its own before it hands it out, and its scatter of sums works on a
 // copy: gathers go in pieces, of all ranks together, and sums are made in place.
 constexpr std::int64_t kGatherBytes = std::int64_t{4} << 20;
+
+// What Gloo took for a piece goes back to the machine at once. By default glibc raises this bound to the largest block
+// that was ever dropped, and blocks below it stay with the thread that took them: tens of MiB beside the budget.
+constexpr int kReturnedBytes = 256 << 10;
 
 class ProcessGroup : public Group {
  public:
@@ -243,6 +248,9 @@ struct Processes::State {
 };
 
 Processes::Processes(const Launch& launch, double timeout) : state_(std::make_unique<State>()) {
+#ifdef M_MMAP_THRESHOLD
+  mallopt(M_MMAP_THRESHOLD, kReturnedBytes);
+#endif
   state_->launch = launch;
   state_->timeout = timeout;
   try {

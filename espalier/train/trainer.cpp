@@ -179,7 +179,7 @@ class Training {
     progress_.begin("saving", 0, "bytes");
     std::optional<AtomicDirectory> out;
     if (mesh_.writes()) out.emplace(options_.out);
-    if (mesh_.world.size() > 1) actor_.workspace.arena.trim();  // for tensors that are brought together
+    if (mesh_.world.size() > 1) give_back_memory();
     const std::filesystem::path folder = out ? out->path() : std::filesystem::path();
     save_trained_model(folder, *model_, optimizer_, state(), options_.save_dtype);
     if (critic_)
@@ -191,6 +191,18 @@ class Training {
       out->commit();
     }
     progress_.end();
+  }
+
+  // For tensors that are brought together: what steps needed, since none follows.
+  void give_back_memory() {
+    actor_.workspace.arena.trim();
+    Device& device = model_->decoder.device();
+    if (!device.in_host_memory()) return;
+    const auto give_back = [&](const at::Tensor& gradients) {
+      device.give_back(static_cast<std::byte*>(host_bytes(gradients)), static_cast<std::int64_t>(gradients.nbytes()));
+    };
+    give_back(actor_.gradients.flat());
+    if (critic_) give_back(critic_->gradients().flat());
   }
 
   [[noreturn]] void interrupt(int signal, std::int64_t end) {

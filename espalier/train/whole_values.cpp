@@ -10,9 +10,14 @@
 namespace espalier {
 namespace {
 
-// A send may return before it is received, and holds a copy until then. A sender of at least so many bytes waits for a
-// word from the receiver, so that it holds one copy at a time.
-constexpr std::int64_t kLargeSend = std::int64_t{1} << 20;
+// Sends return before they are received and hold copies until then, a bounded number of them: small ones.
+constexpr std::int64_t kSentBytes = std::int64_t{512} << 10;
+
+void for_each_sent(const at::Tensor& values, auto&& call) {
+  const std::int64_t most = kSentBytes / values.element_size();
+  for (std::int64_t begin = 0; begin < values.numel(); begin += most)
+    call(values.narrow(0, begin, std::min(most, values.numel() - begin)));
+}
 
 bool is_whole(const Parameter& parameter) { return parameter.shard.dim < 0; }
 
@@ -53,22 +58,17 @@ at::Tensor WholeValues::part_of(const Holder& holder, const Parameter& parameter
   at::Tensor values;
   for (const auto& [rank, kept] : pieces_of(holder, parameter, shares)) {
     if (kept.count == 0) continue;
-    const at::Tensor word = at::zeros({1}, at::kFloat);
-    const bool large = kept.count * part.element_size() >= kLargeSend;
     const auto own = [&, &kept = kept] { return device.to_host(part.narrow(0, kept.place, kept.count)); };
     if (world.rank() == rank && rank == 0 && kept.count == parameter.count) return own();  // on a host, part itself
     if (world.rank() == 0) {
       if (!values.defined()) values = at::empty({parameter.count}, part.options().device(at::kCPU));
       const at::Tensor place = values.narrow(0, kept.first, kept.count);
-      if (rank == 0) {
+      if (rank == 0)
         place.copy_(own());
-        continue;
-      }
-      world.receive(place, rank);
-      if (large) world.send(word, rank);
+      else
+        for_each_sent(place, [&, &from = rank](const at::Tensor& piece) { world.receive(piece, from); });
     } else if (world.rank() == rank) {
-      world.send(own(), 0);
-      if (large) world.receive(word, 0);
+      for_each_sent(own(), [&](const at::Tensor& piece) { world.send(piece, 0); });
     }
   }
   return values;
