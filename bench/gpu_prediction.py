@@ -50,24 +50,25 @@ MACHINES = {"H100": (0.8 * 989e12, 0.9 * 3.35e12), "H200": (0.8 * 989e12, 0.9 * 
 
 
 def attention_rows():
-    """Of one layer, 32,768 prompt rows and 16 responses of 2,048: FLOPs of forward and backward, by the kernels' own
-    products (2 and 7) and by those of FlashAttention-2 (2 and 5), at FlashAttention-2's published rates on an H100."""
+    """Of one layer, 32,768 prompt rows and 16 responses of 2,048: FLOPs that count, 2 products forward and 5 backward, and the
+    rates of docs/machines.md on an H100. The own backward makes 7 products at 190 TFLOP/s."""
     prompt, response, rollouts = 32768, 2048, 16
     pairs = prompt * prompt / 2 + rollouts * response * prompt + rollouts * response * response / 2
     product = 2 * pairs * H * D
-    return [("attention, forward (own tiles, or FlashAttention-2)", 2 * product, 350e12),
-            ("add_attention_backward, FlashAttention-2", 5 * product, 310e12),
-            ("add_attention_backward, own tiles: scores twice", 7 * product, 310e12)]
+    kernels = {"cudnn": (591e12, 474e12), "flash": (350e12, 310e12), "own": (215e12, 190e12 * 5 / 7)}
+    return [(operation, name, products * product, rates[backward])
+            for backward, (operation, products) in enumerate((("attention", 2), ("add_attention_backward", 5)))
+            for name, rates in kernels.items()]
 
 
-def planned(espalier, model, folder, prompt, response, rollouts):
+def planned(espalier, model, folder, prompt, response, rollouts, attention="auto"):
     records = Path(folder) / "rollouts.jsonl"
     with records.open("w") as out:
         for i in range(rollouts):
             out.write(json.dumps({"group": "g", "reward": i % 2, "prompt_ids": [j * 7 % 997 for j in range(prompt)],
                                   "response_ids": [(j * 31 + i * 17) % 997 for j in range(response)]}) + "\n")
     done = subprocess.run([espalier, "plan", "--model", model, "--rollouts", records, "--machine", "h100", "--dtype", "bfloat16",
-                           "--schedule", "phased", "--json", "--quiet"], capture_output=True, text=True, check=False)
+                           "--attention", attention, "--schedule", "phased", "--json", "--quiet"], capture_output=True, text=True, check=False)
     if done.returncode not in (0, 5):
         raise SystemExit(done.stderr)
     return json.loads(done.stdout)
@@ -86,8 +87,10 @@ def run(espalier):
             for prompt, response, rollouts, published in STEPS:
                 plan = planned(espalier, model, folder, prompt, response, rollouts)
                 dense, shared = plan["predicted"]["dense"], plan["predicted"]["phased"]
+                by_kernels = {kernels: planned(espalier, model, folder, prompt, response, rollouts, kernels)["predicted"]["phased"]["seconds"]
+                              for kernels in ("flash", "own")}
                 steps.append({"model": name, "prompt": prompt, "response": response, "n": rollouts, "dense": dense["seconds"],
-                              "phased": shared["seconds"], "ceiling": plan["ceiling"], "fits": shared["fits"],
+                              "phased": shared["seconds"], **by_kernels, "ceiling": plan["ceiling"], "fits": shared["fits"],
                               "gib": max(shared["peak_bytes"].values()) / 2**30, "published": published})
     RESULT.write_text(json.dumps({"machine": "h100", "layers": LAYERS, "steps": steps}, indent=1) + "\n")
 
@@ -103,12 +106,13 @@ def section():
              "No GPU was at hand: nothing in this section ran on one. `tools/python bench/gpu_prediction.py run` computes it from bytes and FLOPs and the rates of",
              "[machines.md](machines.md). `espalier selftest --device cuda` measures the same kernels where there is a GPU.", "",
              f"Steps of {kept['layers']} layers of a model's shape with head and embedding, bfloat16, one H100: seconds of one gradient by",
-             "`espalier plan --machine h100`.", "",
-             "| layers of | prompt/response | N | dense s | phased s | factor | FLOP ceiling | GiB | published factor |",
-             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
+             "`espalier plan --machine h100`, with attention by cuDNN unless the column says otherwise.", "",
+             "| layers of | prompt/response | N | dense s | phased s | with flash | with own | factor | FLOP ceiling | GiB | published factor |",
+             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]
     for s in kept["steps"]:
         fits = f"{s['gib']:.0f}" if s["fits"] else f"{s['gib']:.0f}, too much"
-        lines.append(f"| {s['model']} | {s['prompt']}/{s['response']} | {s['n']} | {s['dense']:.2f} | {s['phased']:.2f} | {s['dense'] / s['phased']:.2f} | "
+        lines.append(f"| {s['model']} | {s['prompt']}/{s['response']} | {s['n']} | {s['dense']:.2f} | {s['phased']:.2f} | {s['flash']:.2f} | "
+                     f"{s['own']:.2f} | {s['dense'] / s['phased']:.2f} | "
                      f"{s['ceiling']:.2f} | {fits} | {s['published']} |")
     lines += ["", f"Kernels of one layer of Qwen3-8B on {R:,} rows (R; M 4096, F 12,288, 32/8 heads of 128; blocks of logits B = 4096 rows, V 151,936;",
               "n 8.19e9 parameters), in milliseconds:", "",
@@ -116,10 +120,10 @@ def section():
     for name, formula, moved in KERNELS:
         times = " | ".join(milliseconds(moved / rate) for _, rate in MACHINES.values())
         lines.append(f"| {name} | {formula} | {moved / 1e9:.3g} | {times} |")
-    lines += ["", "Attention of one layer, 32,768 prompt rows and 16 responses of 2,048, at FlashAttention-2's published rates on an H100 (350 TFLOP/s",
-              "forward, 310 backward; cuDNN's are 690 and 590). DualKV publishes 526 ms for forward and backward of it in float16 on an A100.", "",
-              "| operation | TFLOP | ms |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {flops / 1e12:.3g} | {milliseconds(flops / rate)} |" for name, flops, rate in attention_rows()]
+    lines += ["", "Attention of one layer, 32,768 prompt rows and 16 responses of 2,048, by the rates of [machines.md](machines.md) on an H100. DualKV",
+              "publishes 526 ms for forward and backward of it in float16 on an A100.", "",
+              "| operation | `--attention` | TFLOP | ms |", "| --- | --- | ---: | ---: |"]
+    lines += [f"| {name} | {kernels} | {flops / 1e12:.3g} | {milliseconds(flops / rate)} |" for name, kernels, flops, rate in attention_rows()]
     return [*lines, ""]
 
 

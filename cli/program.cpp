@@ -21,6 +21,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/cuda_library.h"
+#include "espalier/measure/gpu_profile.h"
 #include "espalier/observe/memory.h"
 #include "espalier/observe/processors.h"
 #include "espalier/observe/progress_text.h"
@@ -84,8 +85,10 @@ void bind_device_of(const Verb& verb, const Options& options, const RunRanks& ra
                                 : cudnn                                            ? AttentionBy::cudnn
                                 : options.attention == AttentionKernels::automatic ? AttentionBy::automatic
                                                                                    : AttentionBy::own;
-  bind_device(open_cuda_device(
-      {.index = ranks.local_rank(), .attention = attention, .emulated = options.device == DeviceType::emulate}));
+  bind_device(open_cuda_device({.index = ranks.local_rank(),
+                                .attention = attention,
+                                .emulated = options.device == DeviceType::emulate,
+                                .fastest = fastest_attention}));
 }
 
 void resolve_options(Run& run, Progress& progress) {

@@ -6,7 +6,9 @@
 #include <sstream>
 
 #include "cli/verbs.h"
+#include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
+#include "espalier/measure/gpu_profile.h"
 #include "espalier/prove/large_attention.h"
 #include "espalier/prove/operation_check.h"
 #include "espalier/prove/operation_rates.h"
@@ -104,7 +106,14 @@ int run_selftest(Context& context) {
   context.result["verdict"] = failures.empty() ? "pass" : "fail";
   context.result["checks"] = checks;
   context.result["rates"] = told;
-  if (only.empty()) context.result["profile"] = to_json(profile_of_rates(device, DType::bfloat16, rates));
+  if (only.empty()) {
+    MachineProfile profile = profile_of_rates(device, DType::bfloat16, rates);
+    if (const OpenedGpu& gpu = opened_gpu(); !gpu.name.empty()) {
+      profile.name = text_of(gpu.name, ", attention ", name_of(gpu.attention));
+      if (keep_gpu_profile(profile, gpu)) context.progress.note("its rates are kept for plans on this GPU");
+    }
+    context.result["profile"] = to_json(profile);
+  }
   context.result["self_test_seconds"] = seconds;
   print_table(context.text, tallies);
   if (!rates.empty()) print_rates(context.text, rates);

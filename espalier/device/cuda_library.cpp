@@ -7,6 +7,21 @@
 #include "espalier/base/error.h"
 
 namespace espalier {
+namespace {
+
+OpenedGpu& gpu_of_process() {
+  static OpenedGpu gpu;
+  return gpu;
+}
+
+}  // namespace
+
+const char* name_of(AttentionBy attention) {
+  constexpr const char* kNames[] = {"auto", "own", "flash", "cudnn"};
+  return kNames[static_cast<int>(attention)];
+}
+
+const OpenedGpu& opened_gpu() { return gpu_of_process(); }
 
 Device& open_cuda_device(const GpuChoice& choice) {
   std::error_code unreadable;
@@ -21,7 +36,7 @@ Device& open_cuda_device(const GpuChoice& choice) {
                        "leave --device out, or install what is missing (tools/requirements-cuda-libraries.txt)"});
   auto* const open = reinterpret_cast<OpenCudaDevice*>(dlsym(opened, kOpenCudaDevice));
   std::string problem;
-  Device* const device = open == nullptr ? nullptr : open(choice, &problem);
+  Device* const device = open == nullptr ? nullptr : open(choice, &gpu_of_process(), &problem);
   if (device == nullptr)
     throw DeviceError({"--device cuda", "a GPU with CUDA 13 and its driver",
                        open == nullptr ? library.string() + " of another version" : problem,

@@ -2,27 +2,38 @@
 // for.
 #pragma once
 
+#include <functional>
 #include <string>
 
 #include "espalier/device/device.h"
 
 namespace espalier {
 
-// Whose attention: kernels of the library, ATen's FlashAttention-2, or graphs of cuDNN.
-enum class AttentionBy { automatic, own, flash, cudnn };  // automatic: cudnn on Hopper, else flash, else own
+// Whose attention: kernels of the library, ATen's FlashAttention-2, or graphs of cuDNN; `automatic`: the fastest that
+// was measured, else cudnn on Hopper, flash on other GPUs, own where neither is there.
+enum class AttentionBy { automatic, own, flash, cudnn };
+const char* name_of(AttentionBy attention);
 
 struct GpuChoice {
   int index = 0;  // among those of this machine: a rank's own number there
   AttentionBy attention = AttentionBy::own;
   bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
+  // What automatic means on a GPU of this name: the fastest that was measured there, or automatic where nobody did.
+  std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
+};
+
+struct OpenedGpu {
+  std::string name;                                // as its driver has it; empty where none was opened
+  AttentionBy attention = AttentionBy::automatic;  // what it runs
 };
 
 // A GPU of this machine; one a process. Errors: DeviceError, which says what is missing: the library, a library that it
 // needs, a driver, a GPU.
 Device& open_cuda_device(const GpuChoice& choice = {});
+const OpenedGpu& opened_gpu();
 
 // What the library exports: the device, or null and the reason.
-using OpenCudaDevice = Device*(const GpuChoice& choice, std::string* problem);
-inline constexpr const char* kOpenCudaDevice = "espalier_open_cuda_device";
+using OpenCudaDevice = Device*(const GpuChoice& choice, OpenedGpu* opened, std::string* problem);
+inline constexpr const char* kOpenCudaDevice = "espalier_open_gpu";
 
 }  // namespace espalier

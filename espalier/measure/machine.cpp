@@ -7,25 +7,23 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <limits>
-#include <memory>
 #include <sstream>
 
-#include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/device/cuda_library.h"
 #include "espalier/device/device.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/measure/gpu_profile.h"
+#include "espalier/measure/profile_cache.h"
 #include "espalier/ops/operations.h"
 #include "espalier/saved/spill_file.h"
 
 namespace espalier {
 namespace {
-
-constexpr int kCacheVersion = 4;  // of what is measured and how: a profile of another version is measured again
 
 // Least seconds of one call among a few, after one to warm up.
 template <class Work>
@@ -110,27 +108,18 @@ double call_seconds(at::ScalarType dtype) {
          kCalls;
 }
 
-// "AMDEPYC...": the letters and digits, as a file name may hold them.
 std::string cpu_name() {
   std::ifstream info("/proc/cpuinfo");
   std::string line;
   while (std::getline(info, line))
     if (line.starts_with("model name")) break;
-  std::string name;
-  for (const char c : line.substr(std::min(line.find(':') + 1, line.size())))
-    if (std::isalnum(static_cast<unsigned char>(c))) name += c;
+  const std::string name = file_word(std::string_view(line).substr(std::min(line.find(':') + 1, line.size())));
   return name.empty() ? "cpu" : name;
 }
 
-std::filesystem::path cache_file(DType dtype) {
-  const char* cache = std::getenv("XDG_CACHE_HOME");
-  const char* home = std::getenv("HOME");
-  std::filesystem::path folder = cache && *cache ? std::filesystem::path(cache)
-                                 : home && *home ? std::filesystem::path(home) / ".cache"
-                                                 : std::filesystem::path();
-  if (folder.empty()) return {};
-  return folder / "espalier" /
-         text_of("machine-", kCacheVersion, "-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads(), ".json");
+std::filesystem::path file_of_cpu(DType dtype) {
+  return cache_file(
+      text_of("machine-", kProfileVersion, "-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads()));
 }
 
 // Of the file system that --spill-dir lies on: empty where nothing can be stored away there, or nothing kept.
@@ -138,21 +127,8 @@ std::filesystem::path disk_cache_file(const std::filesystem::path& folder) {
   struct stat status {};
   std::error_code ignored;
   const std::filesystem::path place = folder.empty() ? std::filesystem::temp_directory_path(ignored) : folder;
-  const std::filesystem::path beside = cache_file(DType::float32);
-  if (beside.empty() || room_to_spill(folder) == 0 || ::stat(place.c_str(), &status) != 0) return {};
-  return beside.parent_path() / text_of("disk-", kCacheVersion, "-", status.st_dev, ".json");
-}
-
-// Null where it cannot be written.
-std::unique_ptr<AtomicFile> open_cache(const std::filesystem::path& file) {
-  std::error_code failed;
-  if (file.empty()) return nullptr;
-  std::filesystem::create_directories(file.parent_path(), failed);
-  try {
-    return failed ? nullptr : std::make_unique<AtomicFile>(file);
-  } catch (const OptionError&) {
-    return nullptr;
-  }
+  if (room_to_spill(folder) == 0 || ::stat(place.c_str(), &status) != 0) return {};
+  return cache_file(text_of("disk-", kProfileVersion, "-", status.st_dev));
 }
 
 // What a disk's cached rate says; else it is measured and kept, or where that cannot be, stays as it is stated.
@@ -161,12 +137,10 @@ double spill_rate(const Options& options, double stated, Progress& progress) {
   if (file.empty()) return stated;
   try {
     if (std::ifstream in(file); in) return Json::parse(in).at("bytes_per_second").get<double>();
-    const std::unique_ptr<AtomicFile> out = open_cache(file);
-    if (!out) return stated;
+    if (!can_write_cache(file)) return stated;
     progress.note("measuring the disk of --spill-dir once, less than a second");
     const double rate = spill_bytes_per_second(options.spill_dir);
-    out->write(Json({{"folder", options.spill_dir}, {"bytes_per_second", rate}}).dump(1) + "\n");
-    out->commit();
+    write_cache(file, {{"folder", options.spill_dir}, {"bytes_per_second", rate}});
     return rate;
   } catch (const nlohmann::json::exception&) {
     return stated;
@@ -178,7 +152,9 @@ double spill_rate(const Options& options, double stated, Progress& progress) {
 // Cached, or measured and cached; nothing of its disks.
 MachineProfile profile_without_disk(const Options& options, Progress& progress) {
   const DType dtype = options.dtype;
-  const std::filesystem::path file = cache_file(dtype);
+  if (const OpenedGpu& gpu = opened_gpu(); !gpu.name.empty() && options.device == DeviceType::cuda)
+    return gpu_profile(gpu, dtype);
+  const std::filesystem::path file = file_of_cpu(dtype);
   if (std::ifstream in(file); in) {
     std::stringstream text;
     text << in.rdbuf();
@@ -190,7 +166,7 @@ MachineProfile profile_without_disk(const Options& options, Progress& progress) 
       progress.note(text_of(file.string(), " is damaged; measuring the machine again"));
     }
   }
-  if (!open_cache(file)) return default_profile(options.device, dtype, at::get_num_threads());
+  if (!can_write_cache(file)) return default_profile(options.device, dtype, at::get_num_threads());
   progress.note("measuring this machine once, a few seconds");
   const MachineProfile profile = measure_machine(dtype);
   keep_profile(profile);
@@ -267,12 +243,6 @@ double product_flops_per_second(DType dtype) {
   return flops / seconds;
 }
 
-bool keep_profile(const MachineProfile& profile) {
-  const std::unique_ptr<AtomicFile> out = open_cache(cache_file(profile.dtype));
-  if (!out) return false;
-  out->write(to_json(profile).dump(1) + "\n");
-  out->commit();
-  return true;
-}
+bool keep_profile(const MachineProfile& profile) { return write_cache(file_of_cpu(profile.dtype), to_json(profile)); }
 
 }  // namespace espalier

@@ -31,11 +31,11 @@ struct Gpu {
   double link, network;          // that one GPU sends, to a neighbour and to another machine
 };
 constexpr Gpu kGpus[] = {
-    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 165e12, 320e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9,
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9,
      450e9, 50e9},
-    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 165e12, 320e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9,
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9,
      450e9, 50e9},
-    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 105e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 100e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
      32e9, 300e9, 25e9},
 };
 // What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.

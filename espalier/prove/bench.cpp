@@ -227,9 +227,9 @@ BenchCell measure_cell(Actor& actor, const Options& options, const TrainingData&
   return cell;
 }
 
-// Keeps the fit of enough steps, or says why not.
+// Keeps the fit of enough steps, or says why not. None of a GPU: the products beside its steps ran on the CPU.
 void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
-  if (machine.source != "measured" || fit.steps() < CostFit::kLeastSteps) return;
+  if (machine.source != "measured" || machine.device != "cpu" || fit.steps() < CostFit::kLeastSteps) return;
   const CostParts factors = fit.factors(machine);
   const std::string found = text_of(fit.steps(), " steps took, of what the unfitted model predicts: products x ",
                                     factors.products, ", attention x ", factors.attention,

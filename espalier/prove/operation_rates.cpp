@@ -223,6 +223,13 @@ MachineProfile profile_of_rates(Device& device, DType dtype, const std::vector<O
     best = std::max(best, work.flops / seconds_of(device, work, 3));  // more rows are not slower
     profile.matrix.push_back({rows, best});
   }
+  profile.weight_gradient_flops_per_second = named(rates, "add_linear_grad_weight").flops_per_second();
+  // A CPU multiplies the head in the accumulator dtype.
+  if (const DType sums = dtype == DType::float64 ? dtype : DType::float32; device.in_host_memory()) {
+    const Room accumulators(device, sums);
+    const Call head = linear(accumulators, MachineProfile::kHeadRows);
+    profile.head_flops_per_second = head.flops / seconds_of(device, head, 3);
+  }
   // Forward and backward together, as the cost model has it: operations of both over the seconds of both, per pair.
   const OperationRate &forward = named(rates, "attention"), &backward = named(rates, "add_attention_backward");
   profile.attention_flops_per_second = 3.5 / (1 / forward.flops_per_second() + 2.5 / backward.flops_per_second());

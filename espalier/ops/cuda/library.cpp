@@ -13,24 +13,28 @@
 namespace espalier::cuda {
 namespace {
 
-const Operations& operations_of(AttentionBy attention, int index, int capability) {
-  if (attention == AttentionBy::own) return operations();
+// Changes `attention` from automatic to what it comes to.
+const Operations& operations_of(AttentionBy& attention, AttentionBy fastest, int index, int capability) {
   if (attention == AttentionBy::automatic) {
-    for (const AttentionBy each : {AttentionBy::cudnn, AttentionBy::flash}) {
+    for (AttentionBy each : {fastest, AttentionBy::cudnn, AttentionBy::flash}) {
+      if (each == AttentionBy::automatic) continue;
       try {
-        return operations_of(each, index, capability);
+        const Operations& found = operations_of(each, each, index, capability);
+        attention = each;
+        return found;
       } catch (const DeviceError&) {  // a GPU, a build or a machine without it: the next one serves
       }
     }
-    return operations();
+    attention = AttentionBy::own;
   }
+  if (attention == AttentionBy::own) return operations();
   static Operations changed = operations();
   static_cast<AttentionOperations&>(changed) =
       attention == AttentionBy::flash ? open_flash_attention(index) : open_cudnn_attention(index, capability);
   return changed;
 }
 
-Device* open(const GpuChoice& choice, std::string* problem) {
+Device* open(const GpuChoice& choice, OpenedGpu* opened, std::string* problem) {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   // A launcher that shows each rank one GPU alone numbers it 0; NCCL says so where ranks then share one.
@@ -49,14 +53,17 @@ Device* open(const GpuChoice& choice, std::string* problem) {
   }
   (void)open_aten(index);  // first: ATen remembers its first answer to whether there is CUDA
   start(index, properties.major);
-  static CudaDevice* const device =
-      new CudaDevice(operations_of(choice.attention, index, properties.major), "cuda");  // outlives every tensor
+  opened->name = properties.name, opened->attention = choice.attention;
+  const AttentionBy fastest = choice.fastest ? choice.fastest(opened->name) : AttentionBy::automatic;
+  static CudaDevice* const device =  // outlives every tensor
+      new CudaDevice(operations_of(opened->attention, fastest, index, properties.major), "cuda");
   return device;
 }
 
 }  // namespace
 }  // namespace espalier::cuda
 
-extern "C" espalier::Device* espalier_open_cuda_device(const espalier::GpuChoice& choice, std::string* problem) {
-  return espalier::cuda::open(choice, problem);
+extern "C" espalier::Device* espalier_open_gpu(const espalier::GpuChoice& choice, espalier::OpenedGpu* opened,
+                                               std::string* problem) {
+  return espalier::cuda::open(choice, opened, problem);
 }
