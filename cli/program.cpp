@@ -18,6 +18,7 @@
 #include "cli/ranks.h"
 #include "cli/threads.h"
 #include "cli/usage.h"
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/cuda_library.h"
@@ -127,6 +128,7 @@ void check_options(const Verb& verb, const Run& run, const std::vector<std::stri
   bind_device_of(verb, run.options, run.ranks);
   if (run.ranks.talks()) check_paths(verb, run.options, run.line.arguments, run.line.config);
   instruction_level();  // a wrong ESPALIER_INSTRUCTION_SET is reported here, not out of a kernel's threads
+  defined_sums();       // likewise ESPALIER_PRODUCTS
 }
 
 // The fields that every object has, before those of the verb or of the error.

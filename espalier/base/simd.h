@@ -285,32 +285,16 @@ ESPALIER_SIMD_INLINE DoubleVector exp2_fraction(DoubleVector r) {
   p = p * r + 0.6931471805599453;
   return p * r + 1.0;
 }
-}  // namespace detail
-
-// e^x: 0 for -inf and below the smallest subnormal, inf above the range, NaN for NaN.
-ESPALIER_SIMD_INLINE FloatVector exp(FloatVector x) {
-  const FloatVector low = broadcast(-110.0f), high = broadcast(100.0f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  const FloatVector shifted = x * 1.44269504f + detail::kRoundF;
-  const FloatVector n = shifted - detail::kRoundF;
-  const FloatVector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+// e^r for |r| <= ln(2) / 2.
+ESPALIER_SIMD_INLINE FloatVector exp_fraction(FloatVector r) {
   FloatVector p = broadcast(0.00139262504f);
   p = p * r + 0.00836323295f;
   p = p * r + 0.0416665524f;
   p = p * r + 0.166665763f;
   p = p * r + 0.5f;
-  p = p * (r * r) + r + 1.0f;
-  const auto power = reinterpret<IntegerVector<float>>(shifted) - __builtin_bit_cast(std::int32_t, detail::kRoundF);
-  return detail::scale_by_power(p, power);
+  return p * (r * r) + r + 1.0f;
 }
-ESPALIER_SIMD_INLINE DoubleVector exp(DoubleVector x) {
-  const DoubleVector low = broadcast(-760.0), high = broadcast(720.0);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  const DoubleVector shifted = x * 1.4426950408889634 + detail::kRoundD;
-  const DoubleVector n = shifted - detail::kRoundD;
-  const DoubleVector r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+ESPALIER_SIMD_INLINE DoubleVector exp_fraction(DoubleVector r) {
   DoubleVector p = broadcast(2.5100472505694996e-08);
   p = p * r + 2.7620201591031547e-07;
   p = p * r + 2.7557268276905696e-06;
@@ -321,9 +305,30 @@ ESPALIER_SIMD_INLINE DoubleVector exp(DoubleVector x) {
   p = p * r + 0.041666666666623824;
   p = p * r + 0.16666666666666669;
   p = p * r + 0.5000000000000001;
-  p = p * (r * r) + r + 1.0;
+  return p * (r * r) + r + 1.0;
+}
+}  // namespace detail
+
+// e^x: 0 for -inf and below the smallest subnormal, inf above the range, NaN for NaN.
+ESPALIER_SIMD_INLINE FloatVector exp(FloatVector x) {
+  const FloatVector low = broadcast(-110.0f), high = broadcast(100.0f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const FloatVector shifted = x * 1.44269504f + detail::kRoundF;
+  const FloatVector n = shifted - detail::kRoundF;
+  const FloatVector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  const auto power = reinterpret<IntegerVector<float>>(shifted) - __builtin_bit_cast(std::int32_t, detail::kRoundF);
+  return detail::scale_by_power(detail::exp_fraction(r), power);
+}
+ESPALIER_SIMD_INLINE DoubleVector exp(DoubleVector x) {
+  const DoubleVector low = broadcast(-760.0), high = broadcast(720.0);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const DoubleVector shifted = x * 1.4426950408889634 + detail::kRoundD;
+  const DoubleVector n = shifted - detail::kRoundD;
+  const DoubleVector r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
   const auto power = reinterpret<IntegerVector<double>>(shifted) - __builtin_bit_cast(std::int64_t, detail::kRoundD);
-  return detail::scale_by_power(p, power);
+  return detail::scale_by_power(detail::exp_fraction(r), power);
 }
 
 // 2^x, with the same treatment of the ends.
@@ -362,6 +367,41 @@ ESPALIER_SIMD_INLINE DoubleVector exp_nonpositive(DoubleVector x) {
   const auto power = reinterpret<IntegerVector<double>>(shifted) - bias;
   const DoubleVector r = x * 1.4426950408889634 - (shifted - detail::kRoundD);
   return detail::exp2_fraction(r) * reinterpret<DoubleVector>(power << 52);
+}
+
+// e^(x scale) as 2^n p with a whole number n and p near 1, both of x and scale alone, so that terms of different n come
+// to one power of two without rounding: n = whole_exponent(x, scale log2 e), p = exp_mantissa(x, scale, n).
+template <class V, class S>
+ESPALIER_SIMD_INLINE V whole_exponent(V x, S scale_log2_e) {
+  constexpr S round = sizeof(S) == 4 ? S(detail::kRoundF) : S(detail::kRoundD);
+  return (x * scale_log2_e + round) - round;
+}
+template <class V, class S>
+ESPALIER_SIMD_INLINE V exp_mantissa(V x, S scale, V n) {
+  constexpr S high = sizeof(S) == 4 ? S(0.693359375) : S(0.693147180369123816490);
+  constexpr S low = sizeof(S) == 4 ? S(-2.12194440e-4) : S(1.90821492927058770002e-10);
+  V of_power = n * high;  // exact; opaque, so that it is the product with scale that is fused
+  asm("" : "+v"(of_power));
+  return detail::exp_fraction((x * scale - of_power) - n * low);
+}
+// log(2^n p) = n log 2 + log p, from log p.
+template <class V>
+ESPALIER_SIMD_INLINE V log_of_power(V n, V log_p) {
+  using S = decltype(n[0] + n[0]);
+  constexpr S high = sizeof(S) == 4 ? S(0.693359375) : S(0.693147180369123816490);
+  constexpr S low = sizeof(S) == 4 ? S(-2.12194440e-4) : S(1.90821492927058770002e-10);
+  return n * high + (n * low + log_p);
+}
+// p 2^n for whole n <= 0; 0, whatever p is, where 2^n is below the normal range.
+ESPALIER_SIMD_INLINE FloatVector times_power(FloatVector p, FloatVector n) {
+  constexpr std::int32_t bias = __builtin_bit_cast(std::int32_t, detail::kRoundF) - 127;
+  const auto bits = reinterpret<IntegerVector<float>>(n + detail::kRoundF) - bias;
+  return n < -126.5f ? FloatVector{} : p * reinterpret<FloatVector>(bits << 23);
+}
+ESPALIER_SIMD_INLINE DoubleVector times_power(DoubleVector p, DoubleVector n) {
+  constexpr std::int64_t bias = __builtin_bit_cast(std::int64_t, detail::kRoundD) - 1023;
+  const auto bits = reinterpret<IntegerVector<double>>(n + detail::kRoundD) - bias;
+  return n < -1022.5 ? DoubleVector{} : p * reinterpret<DoubleVector>(bits << 52);
 }
 
 namespace detail {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/plan/units.h"
 
@@ -49,8 +50,9 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
       kind_(kind),
       dtype_(dtype),
       has_outputs_(local.place().pp == local.degrees().pp - 1),
-      widens_products_(dtype == DType::bfloat16 && !kind.cuda && bfloat16_products() == Bfloat16Products::converted),
-      rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !widens_products_) {
+      widens_products_(dtype == DType::bfloat16 && !kind.cuda && !defined_sums() &&
+                       bfloat16_products() == Bfloat16Products::converted),
+      rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !defined_sums() && !widens_products_) {
   if (local.degrees().full) {
     const Units trained = units_of(local, Parameters::trained), held = units_of(local, Parameters::held);
     trained_ = trained.kept, rooms_ = trained.rooms, sums_ = trained.sums;
@@ -109,6 +111,7 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     if (rounds_weight_gradients_) of_products += kSmallPieceCodeBytes;
   }
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
+  if (defined_sums()) of_products = threads * kOwnProductBytes;
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
   return numbers + of_products + (widens_products_ ? panels : 0) +
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);

@@ -12,6 +12,9 @@
 // row sees is skipped block by block. Own rows that nobody sees may be read beside seen ones: they must be finite.
 // Sums are of accumulator_t<T>. Where bfloat16 multiplies as it is (Bfloat16Products dot and tiles), the weights A and
 // the slopes dS below are rounded to bfloat16 as factors of A V, A^T dO, dS K and dS^T Q; nothing else is.
+// Where sums have a defined order (base/defined_sums.h), out and lse of a query row have the same bits whatever rows
+// stand beside it, however its keys are divided into path and own rows, and with any number of threads; bfloat16 is
+// then multiplied as float32 in the forward.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +36,7 @@ struct Shape {
   double scale = 1;
   const std::int32_t* query_row = nullptr;    // [Q] or null
   const std::int32_t* subtree_end = nullptr;  // [T], one per own row
+  bool keys_whole = false;                    // threads do not divide the keys of a query row in the forward
 };
 
 template <class T>

@@ -9,6 +9,7 @@
 #include <new>
 #include <type_traits>
 
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/ops/attention/cpu/kernels.h"
@@ -35,11 +36,12 @@ namespace attention {
 namespace cpu {
 namespace {
 
+// Pairs of bfloat16 are taken from where keys stand, which is the plan's choice: sums of a defined order have none.
 template <class T>
-Kernels<T> kernels() {
+Kernels<T> kernels(bool in_pairs = true) {
   Kernels<T> k{};
   if constexpr (std::is_same_v<T, bfloat16>) {
-    switch (bfloat16_products()) {
+    switch (in_pairs ? bfloat16_products() : Bfloat16Products::converted) {
       case Bfloat16Products::tiles:
         avx512_tiles::add_forward(k), avx512_tiles::add_backward(k);
         return k;
@@ -127,9 +129,11 @@ template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ) {
   check(shape);
   if (shape.query_rows == 0) return;
-  const cpu::Kernels<T> k = cpu::kernels<T>();
+  Shape whole = shape;
+  whole.keys_whole = defined_sums();
+  const cpu::Kernels<T> k = cpu::kernels<T>(!defined_sums());
   const int threads = threads_for(shape);
-  k.forward(shape, in, out, lse_HQ, cpu::scratch().at_least(k.forward_scratch(shape, threads)), threads);
+  k.forward(whole, in, out, lse_HQ, cpu::scratch().at_least(k.forward_scratch(whole, threads)), threads);
 }
 
 template <class T>

@@ -1,17 +1,52 @@
-// Matrix products on a CPU: ATen's, with their sums where they are kept.
+// Matrix products on a CPU, with their sums where they are kept: ATen's, or own ones where sums have a defined order.
 #include <ATen/ATen.h>
+#include <omp.h>
+
+#include "espalier/base/defined_sums.h"
 
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"
+#include "espalier/ops/cpu/own_products.h"
 #include "espalier/ops/cpu/row_kernels.h"
 #include "espalier/ops/cpu/widened_products.h"
 
 namespace espalier::cpu {
 namespace {
 
+// Lines are along dimension `line` of x.
+template <class T>
+own_products::Factor<T> factor_of(const at::Tensor& x, std::int64_t line) {
+  const std::int64_t along = x.stride(1 - line), across = x.stride(line);
+  if (along == 1 || x.size(1 - line) == 1) return {pointer<T>(x), across, true};
+  ESPALIER_INTERNAL(across == 1 || x.size(line) == 1, "a factor that is contiguous in neither dimension");
+  return {pointer<T>(x), along, false};
+}
+
+template <class T, class Out>
+void multiply_own(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK, const at::Tensor& b_KN) {
+  const bool from_zero = !base_RN.defined();
+  own_products::multiply<T, Out>(
+      {out_RN.size(0), out_RN.size(1), a_RK.size(1), factor_of<T>(a_RK, 0), factor_of<T>(b_KN, 1),
+       pointer<Out>(base_RN), from_zero ? 0 : base_RN.stride(0), pointer<Out>(out_RN), out_RN.stride(0)},
+      omp_get_max_threads());
+}
+
+void own_product(const at::Tensor& out, const at::Tensor& base, const at::Tensor& a, const at::Tensor& b) {
+  if (out.numel() == 0) return;
+  if (a.size(1) == 0) {
+    base.defined() ? out.copy_(base) : out.zero_();
+    return;
+  }
+  dispatch(a.scalar_type(), [&]<class T>() {
+    out.scalar_type() == a.scalar_type() ? multiply_own<T, T>(out, base, a, b)
+                                         : multiply_own<T, accumulator_t<T>>(out, base, a, b);
+  });
+}
+
 // out = base + a b; base undefined: 0. The first dimension of out and a are rows.
 void multiply(const at::Tensor& out, const at::Tensor& base, const at::Tensor& a, const at::Tensor& b) {
+  if (defined_sums()) return own_product(out, base, a, b);
   if (widens_products(a.scalar_type())) return widened_product(out, base, a, b);
   if (a.scalar_type() == at::kBFloat16) return product_of_rows(out, base, a, b);
   at::Tensor into = out;
@@ -44,7 +79,9 @@ void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_R
   multiply(grad_x_RK, grad_x_RK, grad_RN, weight_NK);
 }
 
-bool rounds_weight_gradients(at::ScalarType dtype) { return dtype == at::kBFloat16 && !widens_products(dtype); }
+bool rounds_weight_gradients(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 && !defined_sums() && !widens_products(dtype);
+}
 
 void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N, const at::Tensor& grad_RN,
                             const at::Tensor& x_RK, const at::Tensor& product_NK) {

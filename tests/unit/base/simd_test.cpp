@@ -99,6 +99,7 @@ TYPED_TEST(SimdOf, ExponentialsAreWithinTwoUnits) {
   for (const double x : {-1.0, -10.0, normal * 0.693}) {
     const double limit = 2 + 3 * std::fabs(x);  // that of the set without fused products
     expect_accurate(Function::exp_nonpositive, spread<T>(x, 1, 4), exp, limit, "exp_nonpositive");
+    expect_accurate(Function::exp_by_powers, spread<T>(x, 0, 5), exp, 2.0, "exp_by_powers");
   }
 }
 
@@ -115,9 +116,11 @@ TYPED_TEST(SimdOf, ExponentialsKnowTheEnds) {
       EXPECT_EQ(y[5], inf) << s.name;
       EXPECT_TRUE(std::isnan(y[6])) << s.name;
     }
-    const std::vector<T> y = mapped<T>(s, Function::exp_nonpositive, {x.begin(), x.begin() + 4});
-    for (int i = 0; i < 3; ++i) EXPECT_EQ(y[i], T(0)) << s.name;
-    EXPECT_EQ(y[3], T(1)) << s.name;
+    for (const Function f : {Function::exp_nonpositive, Function::exp_by_powers}) {
+      const std::vector<T> y = mapped<T>(s, f, {x.begin(), x.begin() + 4});
+      for (int i = 0; i < 3; ++i) EXPECT_EQ(y[i], T(0)) << s.name;
+      EXPECT_EQ(y[3], T(1)) << s.name;
+    }
   }
 }
 

@@ -19,6 +19,11 @@ void map(simd_test::Function function, const T* x, T* y, std::int64_t n) {
       return apply(x, y, n, [](auto v) { return exp2(v); });
     case Function::exp_nonpositive:
       return apply(x, y, n, [](auto v) { return exp_nonpositive(v); });
+    case Function::exp_by_powers:
+      return apply(x, y, n, [](auto v) {
+        const auto power = whole_exponent(v, static_cast<T>(1.4426950408889634));
+        return times_power(exp_mantissa(v, T(1), power), power);
+      });
     case Function::log:
       return apply(x, y, n, [](auto v) { return log(v); });
     case Function::sqrt:

@@ -7,7 +7,7 @@
 
 namespace espalier::simd_test {
 
-enum class Function { exp, exp2, exp_nonpositive, log, sqrt, abs };
+enum class Function { exp, exp2, exp_nonpositive, exp_by_powers, log, sqrt, abs };
 
 struct Set {
   int lanes_float = 0;

@@ -1,12 +1,15 @@
 // Forward of shared-prefix attention on a CPU; compiled once per instruction set.
 //
-//   per panel and key block: S = K Q^T, m' = max(m, scale S), P = e^(scale S - m'), a = e^(m - m'),
-//   l = l a + sum P, O^T = O^T a + V^T P;  at the end out = O / l, lse = m + log l   (mathematics, section 5)
+//   per panel and key block: S = K Q^T, e^(scale S) = 2^n p, m' = max(m, n), P = 2^(n - m') p, a = 2^(m - m'),
+//   l = l a + sum P, O^T = O^T a + V^T P;  at the end out = O / l, lse = m log 2 + log l   (mathematics, 5 and 18)
+// n and m are whole, so that a is a power of two and a product with it exact: l and O are one chain each over the keys
+// that a lane sees, whatever blocks these come in.
 //
 // A task is a stretch of lanes of one key/value head. It walks the key blocks once, path first, packs each block next
 // to the core and meets it with all its panels, so path and own rows share one online softmax and one rounding.
 // Where there are too few stretches for the threads (a few queries over a long path), the keys are cut into parts of
-// about equal visible keys; a task is then one part of a stretch, and the parts' (m, l, O) are merged in order.
+// about equal visible keys; a task is then one part of a stretch, and the parts' (m, l, O) are merged in order, unless
+// keys are to stay whole.
 #include <omp.h>
 
 #include "espalier/ops/attention/cpu/kernels.h"
@@ -36,7 +39,7 @@ Cut cut_of(const Shape& shape, int threads) {
   c.panels = greater(1, lesser(greater(near, 2), fair));
   c.stretches = ceil_div(c.lanes, c.panels * W);
   const std::int64_t tasks = c.stretches * shape.kv_heads;
-  if (threads > 1 && tasks < 2 * threads)
+  if (!shape.keys_whole && threads > 1 && tasks < 2 * threads)
     c.parts = greater(1, lesser(ceil_div(4 * threads, tasks), (shape.path_rows + shape.own_rows) / kLeastKeys));
   return c;
 }
@@ -92,14 +95,6 @@ struct Private {
 template <class A>
 inline constexpr A kBelowAll = sizeof(A) == 4 ? A(-1e30f) : A(-1e300);
 
-// a * b rounded on its own, never fused with what follows.
-template <class V, class A>
-ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
-  V product = a * b;
-  asm("" : "+x"(product));
-  return product;
-}
-
 // Scores that a lane may not see become -inf; top[v] = max(top[v], what remains).
 template <class A>
 void mask_scores(const KeyBlock& block, const Visible& seen, const IntegerVector<A>* rows, A* s, A* top) {
@@ -116,29 +111,41 @@ void mask_scores(const KeyBlock& block, const Visible& seen, const IntegerVector
   }
 }
 
-// P = e^(scale S - m'); alpha = e^(m - m'). Maxima are kept of S, so that m = scale * maximum is rounded the same way
-// whenever it is formed.
+// The factor of scores, as base/simd.h takes an exponential apart.
+template <class A>
+struct Scale {
+  ESPALIER_SIMD_INLINE explicit Scale(const Shape& shape)
+      : scale(magnitude<A>(shape.scale)), log2_e(static_cast<A>(magnitude<double>(shape.scale) * 1.4426950408889634)) {}
+  ESPALIER_SIMD_INLINE Vector<A> exponent(Vector<A> score) const { return whole_exponent(score, log2_e); }
+
+  A scale, log2_e;  // log2_e: scale log2 e
+};
+
+// P = 2^(n - m') p; alpha = 2^(m - m'). Maxima are kept of S: the exponent of the largest score is the largest
+// exponent.
 template <class O, int vectors, class A>
-__attribute__((noinline)) void softmax_step(std::int64_t n, A scale, const A* s,
+__attribute__((noinline)) void softmax_step(std::int64_t n, Scale<A> scale, const A* s,
                                             const WeightPlaces<typename O::Factor>& weights, const A* top, A* old_top,
                                             A* total, A* alpha) {
-  Vector<A> m[vectors], sum[vectors] = {};
+  Vector<A> m[vectors], sum[vectors];
 #pragma GCC unroll 8
-  for (int v = 0; v < vectors; ++v) m[v] = rounded_product(load(top + v * kLanes<A>), scale);
+  for (int v = 0; v < vectors; ++v) {
+    const int lane = v * kLanes<A>;
+    m[v] = scale.exponent(load(top + lane));
+    const Vector<A> down = scale.exponent(load(old_top + lane)) - m[v];
+    store(alpha + lane, times_power(broadcast(A(1)), down));
+    store(old_top + lane, load(top + lane));
+    sum[v] = times_power(load(total + lane), down);
+  }
   const auto weigh = [&](std::int64_t j, int v) __attribute__((always_inline)) {
-    const Vector<A> p = exp_nonpositive(load(s + j * kPanel<A> + v * kLanes<A>) * scale - m[v]);
+    const Vector<A> score = load(s + j * kPanel<A> + v * kLanes<A>), power = scale.exponent(score);
+    const Vector<A> p = times_power(exp_mantissa(score, scale.scale, power), power - m[v]);
     sum[v] += p;
     return p;
   };
   keep_weights<O, vectors>(weights, {}, n, weigh, [](std::int64_t, int, Vector<A> p) { return p; });
 #pragma GCC unroll 8
-  for (int v = 0; v < vectors; ++v) {
-    const int lane = v * kLanes<A>;
-    const Vector<A> a = exp_nonpositive(rounded_product(load(old_top + lane), scale) - m[v]);
-    store(alpha + lane, a);
-    store(total + lane, load(total + lane) * a + sum[v]);
-    store(old_top + lane, load(top + lane));
-  }
+  for (int v = 0; v < vectors; ++v) store(total + v * kLanes<A>, sum[v]);
 }
 
 // One panel against what it sees of a block.
@@ -160,8 +167,8 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
     } else {
       O::Products::template scores<vectors, true>(n, O::steps(D), keys, queries, z.scores, top);
     }
-    softmax_step<O, vectors, A>(n, magnitude<A>(shape.scale), z.scores, z.weights, top, sums.top + lane,
-                                sums.total + lane, alpha);
+    softmax_step<O, vectors, A>(n, Scale<A>(shape), z.scores, z.weights, top, sums.top + lane, sums.total + lane,
+                                alpha);
     O::Products::template weighted<vectors, true, O::kAcross>(
         O::steps(n), O::rows(D), O::across_from(z.values, seen.first, D), O::across_stride(c.block, D),
         z.weights.by_key, sums.out + lane, alpha);
@@ -178,7 +185,7 @@ void finish_panel(const Shape& shape, const Lanes& p, std::int64_t head, const S
   for (int lane = 0; lane < p.count; lane += kLanes<A>) {
     const Vector<A> total = load(sums.total + lane), top = load(sums.top + lane);
     store(inverse + lane, static_cast<A>(1) / total);
-    store(lse + lane, rounded_product(top, magnitude<A>(shape.scale)) + log(total));
+    store(lse + lane, log_of_power(Scale<A>(shape).exponent(top), log(total)));
   }
   unpack_panel<typename O::Element>(shape, sums.out, inverse, head, p, out);
   for (int lane = 0; lane < p.count; ++lane) {
@@ -188,7 +195,7 @@ void finish_panel(const Shape& shape, const Lanes& p, std::int64_t head, const S
 }
 
 // Adds the sums of `parts` parts, one panel each and `apart` bytes apart, into the first:
-//   m = max m_p, f_p = e^(m_p - m), l = sum f_p l_p, O = sum f_p O_p
+//   m = max m_p, f_p = 2^(m_p - m), l = sum f_p l_p, O = sum f_p O_p
 template <class O>
 void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, const Sums<O>& first) {
   using A = typename O::A;
@@ -196,13 +203,13 @@ void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, cons
   const auto of = [&](A* x, std::int64_t part) {
     return reinterpret_cast<A*>(reinterpret_cast<char*>(x) + static_cast<std::size_t>(part) * apart);
   };
-  const A scale = magnitude<A>(shape.scale);
+  const Scale<A> scale(shape);
   for (int lane = 0; lane < W; lane += kLanes<A>) {
     Vector<A> top = load(first.top + lane), total{};
     for (std::int64_t part = 1; part < parts; ++part) top = max(load(of(first.top, part) + lane), top);
     for (std::int64_t part = 0; part < parts; ++part) {
       const Vector<A> f =
-          exp_nonpositive(rounded_product(load(of(first.top, part) + lane), scale) - rounded_product(top, scale));
+          times_power(broadcast(A(1)), scale.exponent(load(of(first.top, part) + lane)) - scale.exponent(top));
       total += f * load(of(first.total, part) + lane);
       for (std::int64_t d = 0; d < shape.head_dim; ++d) {
         A* to = first.out + d * W + lane;

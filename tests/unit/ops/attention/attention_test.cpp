@@ -13,6 +13,7 @@
 
 #include <gtest/gtest.h>
 
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "tests/unit/ops/attention/plain_attention.h"
 
@@ -215,6 +216,61 @@ TYPED_TEST(AttentionOf, IsRightOnRandomTrees) {
     const Rows rows = random() % 2 ? Rows::all : Rows::some_repeated;
     expect_fast_is_right<TypeParam>(random_problem<TypeParam>(1000 + n, s, rows));
   }
+}
+
+// Query rows [first, keys) of a chain of `keys` rows, of which the first `path` are the path: out, then lse, of rows
+// from `from` on.
+template <class T>
+std::vector<double> rows_of_chain(int keys, int path, int first, int from, int threads) {
+  using A = accumulator_t<T>;
+  constexpr int H = 4, J = 2, D = 40;
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::vector<T> q(static_cast<std::size_t>(keys * H * D)), k(static_cast<std::size_t>(keys * J * D)), v(k.size()), out;
+  for (std::vector<T>* numbers : {&q, &k, &v})
+    for (T& x : *numbers) x = static_cast<T>(3 * normal(random));
+  const int own = keys - path, queries = keys - first;
+  std::vector<std::int32_t> ends(static_cast<std::size_t>(own), own), at(static_cast<std::size_t>(queries));
+  for (int i = 0; i < queries; ++i) at[static_cast<std::size_t>(i)] = first + i - path;
+  out.resize(static_cast<std::size_t>(queries * H * D));
+  std::vector<A> lse(static_cast<std::size_t>(queries * H));
+  const attention::Shape shape{queries, own, path, H, J, D, 0.3, at.data(), ends.data()};
+  omp_set_num_threads(threads);
+  attention::forward<T>(shape,
+                        {{q.data() + first * H * D, H * D},
+                         {k.data() + path * J * D, J * D},
+                         {v.data() + path * J * D, J * D},
+                         {k.data(), J * D},
+                         {v.data(), J * D}},
+                        {out.data(), H * D}, lse.data());
+  std::vector<double> found;
+  for (std::size_t i = static_cast<std::size_t>((from - first) * H * D); i < out.size(); ++i)
+    found.push_back(static_cast<double>(out[i]));
+  for (int head = 0; head < H; ++head)
+    for (int i = from - first; i < queries; ++i)
+      found.push_back(static_cast<double>(lse[static_cast<std::size_t>(head * queries + i)]));
+  return found;
+}
+
+// Where sums have a defined order: 1,200 keys are enough for threads to divide them otherwise.
+TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivided) {
+  const Restore restore;
+  const bool before = defined_sums();
+  force_defined_sums(true);
+  for (const Level& level : levels<TypeParam>()) {
+    level.force();
+    for (const int keys : {65, 300, 1200}) {
+      const int last = keys - 3;  // the rows that are compared
+      const std::vector<double> expected = rows_of_chain<TypeParam>(keys, 0, 0, last, 1);
+      for (const int path : {1, 47, keys / 2, keys - 9})
+        for (const int first : {path, keys - 5, last})
+          for (const int threads : {1, 2, 5})
+            EXPECT_EQ(rows_of_chain<TypeParam>(keys, path, first, last, threads), expected)
+                << level << ", " << keys << " keys, " << path << " of them the path's, queries from " << first << ", "
+                << threads << " threads";
+    }
+  }
+  force_defined_sums(before);
 }
 
 TYPED_TEST(AttentionOf, IsRightAtBlockEdges) {

@@ -1,0 +1,86 @@
+// Own products (ops/cpu/own_products.h) beside the matrix library's, in turns: each form of a linear layer by itself.
+//
+//   own_product_bench [rounds 7] [threads 1]
+//
+// One JSON object a line: dtype, sizes, the form, the library's rate in GFLOP/s, and the own rate over it.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "bench/spread.h"
+#include "espalier/base/defined_sums.h"
+#include "espalier/device/device.h"
+#include "espalier/ops/operations.h"
+
+namespace {
+
+using namespace espalier;
+
+struct Layer {
+  std::int64_t outputs, inputs;
+};
+constexpr Layer kLayers[] = {{1536, 512}, {512, 1536}, {2048, 2048}};
+constexpr std::int64_t kRows[] = {1, 8, 64, 256, 2048};
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16};
+constexpr const char* kForms[] = {"forward", "grad_input", "grad_weight"};
+
+struct Operands {
+  Operands(const Layer& layer, std::int64_t rows, at::ScalarType dtype)
+      : x(at::randn({rows, layer.inputs}, at::kFloat).to(dtype)),
+        weight(at::randn({layer.outputs, layer.inputs}, at::kFloat).to(dtype)),
+        out(at::randn({rows, layer.outputs}, at::kFloat).to(dtype)),
+        grad_x(at::zeros_like(x)),
+        grad_weight(at::zeros({layer.outputs, layer.inputs}, dtype == at::kDouble ? at::kDouble : at::kFloat)),
+        rounded(at::zeros_like(weight)),
+        flops(2.0 * static_cast<double>(rows * layer.outputs * layer.inputs)) {}
+
+  // Products of about 20 milliseconds.
+  double rate(int form, bool own) const {
+    force_defined_sums(own);
+    const Operations& ops = cpu_device().operations();
+    const int times = std::max(1, static_cast<int>(2e9 / flops));
+    const double begin = bench::now();
+    for (int i = 0; i < times; ++i) {
+      if (form == 0) ops.linear(out, x, weight, at::Tensor());
+      if (form == 1) ops.linear_grad_input(grad_x, out, weight);
+      if (form == 2) ops.add_linear_grad_weight(grad_weight, at::Tensor(), out, x, rounded);
+    }
+    return times * flops / (bench::now() - begin);
+  }
+
+  at::Tensor x, weight, out, grad_x, grad_weight, rounded;
+  double flops;
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int rounds = count > 1 ? std::max(1, std::atoi(arguments[1])) : 7,
+            threads = count > 2 ? std::atoi(arguments[2]) : 1;
+  if (threads > 0) at::set_num_threads(threads);
+  for (const at::ScalarType dtype : kDtypes)
+    for (const Layer& layer : kLayers)
+      for (const std::int64_t rows : kRows) {
+        const Operands operands(layer, rows, dtype);
+        for (int form = 0; form < 3; ++form) {
+          std::vector<double> own, library;
+          for (int round = -1; round < rounds; ++round) {  // the first touches memory
+            const double theirs = operands.rate(form, false), ours = operands.rate(form, true);
+            if (round >= 0) own.push_back(ours), library.push_back(theirs);
+          }
+          std::printf(
+              "{\"dtype\": \"%s\", \"form\": \"%s\", \"rows\": %lld, \"outputs\": %lld, \"inputs\": %lld, "
+              "\"library_gflops\": %.1f, ",
+              c10::toString(dtype), kForms[form], static_cast<long long>(rows), static_cast<long long>(layer.outputs),
+              static_cast<long long>(layer.inputs), 1e-9 * bench::median(library));
+          bench::print_spread("own_over_library", bench::ratios(own, library));
+          std::printf("}\n");
+          std::fflush(stdout);
+        }
+      }
+  return 0;
+}

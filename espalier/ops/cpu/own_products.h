@@ -1,0 +1,58 @@
+// Matrix products whose sums have one defined order, so that every row of a result has the same bits whatever rows
+// stand beside it, and however threads, tiles and vectors divide the work.
+//
+//   out_ln = base_ln + sum_k a_lk b_nk
+// The order: steps k are cut into blocks of kSumBlock<T>, from 0 on. A block is one chain of fused multiply-adds from
+// 0, k ascending; bfloat16 takes the steps of each pair (2 i, 2 i + 1) in the order 2 i + 1, 2 i, as the AVX512_BF16
+// instructions do. Blocks are added in ascending order to base, or, where there is none, to the first block. The sum is
+// of accumulator_t<T>; a result in bfloat16 is rounded once, at the end. The baseline set has no fused multiply-adds
+// and rounds each product as well: bits of its own. Subnormal factors and sums of bfloat16 are 0 to the instructions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "espalier/base/dtype.h"
+
+namespace espalier::own_products {
+
+template <class T>
+inline constexpr std::int64_t kSumBlock = 2048 / static_cast<std::int64_t>(sizeof(T));
+
+// Number (line, step): data[line * stride + step] where steps are adjacent, else data[step * stride + line].
+template <class T>
+struct Factor {
+  const T* data;
+  std::int64_t stride;
+  bool steps_adjacent;
+};
+
+// T: of the factors; Out: T, or accumulator_t<T>. Rows of out and base are adjacent numbers. base null: none; it may be
+// out.
+template <class T, class Out>
+struct Product {
+  std::int64_t rows, columns, steps;
+  Factor<T> a, b;  // lines of a are rows, those of b columns
+  const Out* base;
+  std::int64_t base_stride;
+  Out* out;
+  std::int64_t out_stride;
+};
+
+struct Range {
+  std::int64_t begin, end;
+};
+
+// What each instruction set offers. Columns of a part begin at multiples of `panel`; scratch is aligned to 64 bytes.
+template <class T, class Out>
+struct Kernel {
+  std::int64_t panel;
+  std::size_t scratch_bytes;
+  void (*part)(const Product<T, Out>& product, Range rows, Range columns, void* scratch);
+};
+
+// Overwrites out. Columns are divided among threads, or rows where columns are few; threads: at most so many.
+template <class T, class Out>
+void multiply(const Product<T, Out>& product, int threads);
+
+}  // namespace espalier::own_products

@@ -1,0 +1,126 @@
+// One thread's part of a product, for one instruction set. Contract: own_products.h.
+//
+// Panels of b that fill half of a second-level cache are packed once and meet all rows, in tiles that are as even as
+// can be: 16 rows are 8 and 8.
+#include "espalier/base/defined_sums.h"
+#include "espalier/ops/cpu/own_products_tile.h"
+
+namespace espalier::ESPALIER_SIMD {
+namespace {
+
+constexpr std::int64_t kPanelBytes = 512 << 10;
+constexpr std::int64_t kRoundedRows = 512;  // rows of float32 sums that are kept until they are rounded
+
+// Of a thread: rows of a, panels of b, and sums that are rounded when they are whole.
+template <class T, class Out>
+struct Room {
+  using A = accumulator_t<T>;
+  static constexpr bool kRounds = sizeof(Out) < sizeof(A);
+  static constexpr std::int64_t kRowElements = kSumRows * kRowStride<T> + 2 * kElementLanes<T>;
+  static constexpr std::int64_t kPanelElements = kBlockElements<T> * kPanelColumns<T>;
+  static constexpr std::int64_t kPanels = kPanelBytes / (kPanelElements * static_cast<std::int64_t>(sizeof(Packed<T>)));
+  static constexpr std::int64_t kSumColumns = kPanels * kPanelColumns<T>;
+  static constexpr std::size_t kRowBytes = (kRowElements * sizeof(Packed<T>) + 63) / 64 * 64;
+  static constexpr std::size_t kBytes =
+      kRowBytes + static_cast<std::size_t>(kPanelBytes) +
+      (kRounds ? static_cast<std::size_t>(kRoundedRows * kSumColumns) * sizeof(A) : 0);
+  static_assert(kBytes <= static_cast<std::size_t>(kOwnProductBytes));
+
+  explicit Room(void* scratch)
+      : rows(static_cast<Packed<T>*>(scratch)),
+        panels(reinterpret_cast<Packed<T>*>(static_cast<char*>(scratch) + kRowBytes)),
+        sums(reinterpret_cast<A*>(static_cast<char*>(scratch) + kRowBytes + kPanelBytes)) {}
+
+  Packed<T>*rows, *panels;
+  A* sums;
+};
+
+// Asks for part `index` of `parts` of the rows that are packed next.
+template <class T>
+ESPALIER_SIMD_INLINE void prefetch_rows(const Factor<T>& a, std::int64_t row, std::int64_t rows, std::int64_t step,
+                                        std::int64_t steps, std::int64_t index, std::int64_t parts) {
+  if (rows <= 0) return;
+  if (a.steps_adjacent) {
+    for (std::int64_t r = row + rows * index / parts; r < row + rows * (index + 1) / parts; ++r)
+      for (std::int64_t k = 0; k < steps; k += 64 / static_cast<std::int64_t>(sizeof(T)))
+        __builtin_prefetch(a.data + r * a.stride + step + k, 0, 2);
+  } else {
+    for (std::int64_t k = step + steps * index / parts; k < step + steps * (index + 1) / parts; ++k) {
+      __builtin_prefetch(a.data + k * a.stride + row, 0, 2);
+      __builtin_prefetch(a.data + k * a.stride + row + rows - 1, 0, 2);
+    }
+  }
+}
+
+template <class In, class To>
+void copy_numbers(std::int64_t rows, std::int64_t columns, const In* from, std::int64_t from_stride, To* to,
+                  std::int64_t to_stride) {
+  for (std::int64_t r = 0; r < rows; ++r)
+    for_lanes<To>(columns, [&](std::int64_t i, int count) {
+      store_some(to + r * to_stride + i, load_some(from + r * from_stride + i, count), count);
+    });
+}
+
+// sums (+)= a b for rows and columns of which panels fit into the room.
+template <class T, class Out, class A>
+void add_blocks(const Product<T, Out>& p, Range rows, Range columns, bool onto, const Room<T, Out>& room, A* sums,
+                std::int64_t stride) {
+  const std::int64_t count = rows.end - rows.begin, tiles = parts_of(count, kSumRows);
+  const std::int64_t panels = parts_of(columns.end - columns.begin, kPanelColumns<T>);
+  for (std::int64_t step = 0; step < p.steps; step += kSumBlock<T>) {
+    const std::int64_t steps = smaller(kSumBlock<T>, p.steps - step), elements = elements_of<T>(steps);
+    for (std::int64_t c = columns.begin; c < columns.end; c += kPanelColumns<T>)
+      pack_panel(p.b, c, columns.end - c, step, steps, room.panels + (c - columns.begin) * elements);
+    for (std::int64_t t = 0; t < tiles; ++t) {
+      const std::int64_t first = rows.begin + t * count / tiles, end = rows.begin + (t + 1) * count / tiles;
+      pack_rows(p.a, first, end - first, step, steps, room.rows);
+      for (std::int64_t c = columns.begin; c < columns.end; c += kPanelColumns<T>) {
+        prefetch_rows(p.a, end, smaller(end - first, rows.end - end), step, steps,
+                      (c - columns.begin) / kPanelColumns<T>, panels);
+        tile_of<T>(p.a.steps_adjacent, end - first, columns.end - c, elements, room.rows,
+                   room.panels + (c - columns.begin) * elements,
+                   sums + (first - rows.begin) * stride + (c - columns.begin), stride, onto || step > 0);
+      }
+    }
+  }
+}
+
+template <class T, class Out>
+void part(const Product<T, Out>& p, Range rows, Range columns, void* scratch) {
+  using R = Room<T, Out>;
+  const R room(scratch);
+  const bool few = rows.end - rows.begin <= 2 * kSumRows;
+  const std::int64_t columns_at_once = kPanelColumns<T> * (few ? smaller(4, R::kPanels) : R::kPanels);
+  const std::int64_t rows_at_once = R::kRounds ? kRoundedRows : rows.end - rows.begin;
+  for (std::int64_t row = rows.begin; row < rows.end; row += rows_at_once)
+    for (std::int64_t column = columns.begin; column < columns.end; column += columns_at_once) {
+      const Range r{row, smaller(row + rows_at_once, rows.end)},
+          c{column, smaller(column + columns_at_once, columns.end)};
+      const std::int64_t height = r.end - r.begin, width = c.end - c.begin;
+      Out* out = p.out + row * p.out_stride + column;
+      const Out* base = p.base ? p.base + row * p.base_stride + column : nullptr;
+      if constexpr (R::kRounds) {
+        if (base) copy_numbers(height, width, base, p.base_stride, room.sums, R::kSumColumns);
+        add_blocks(p, r, c, base != nullptr, room, room.sums, R::kSumColumns);
+        copy_numbers(height, width, room.sums, R::kSumColumns, out, p.out_stride);
+      } else {
+        if (base && base != out) copy_numbers(height, width, base, p.base_stride, out, p.out_stride);
+        add_blocks(p, r, c, base != nullptr, room, out, p.out_stride);
+      }
+    }
+}
+
+}  // namespace
+
+template <class T, class Out>
+own_products::Kernel<T, Out> own_product_kernel() {
+  return {kPanelColumns<T>, Room<T, Out>::kBytes, part<T, Out>};
+}
+#ifndef ESPALIER_BFLOAT16_DOT
+template own_products::Kernel<float, float> own_product_kernel();
+template own_products::Kernel<double, double> own_product_kernel();
+#endif
+template own_products::Kernel<bfloat16, bfloat16> own_product_kernel();
+template own_products::Kernel<bfloat16, float> own_product_kernel();
+
+}  // namespace espalier::ESPALIER_SIMD

@@ -1,0 +1,309 @@
+// Vectors, packed factors and the tile of own_products.h, for one instruction set.
+//
+// A lane of a packed factor holds an element: a number of the accumulator type, or two steps of bfloat16 where the
+// processor multiplies them. A panel of b is [element][kPanelColumns]; rows of a are [row][kRowStride] where steps are
+// adjacent, else [element][kTileRows].
+#pragma once
+
+#include "espalier/base/simd.h"
+#include "espalier/ops/cpu/own_products.h"
+
+namespace espalier::ESPALIER_SIMD {
+
+using own_products::Factor;
+using own_products::kSumBlock;
+using own_products::Product;
+using own_products::Range;
+
+ESPALIER_SIMD_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+ESPALIER_SIMD_INLINE std::int64_t parts_of(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+
+#if ESPALIER_SIMD_BYTES == 64
+inline constexpr int kSumRows = 14, kSumVectors = 2;  // 28 sums, 2 of b, 1 of a: 31 of 32 registers
+#else
+inline constexpr int kSumRows = 6, kSumVectors = 2;  // 15 of 16
+#endif
+
+using StepPair = std::uint32_t;
+typedef StepPair StepPairs __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
+
+#ifdef ESPALIER_BFLOAT16_DOT
+template <class T>
+using Packed = StepPair;
+template <class T>
+using VectorOf = StepPairs;
+ESPALIER_SIMD_INLINE FloatVector add_product(StepPairs a, StepPairs b, FloatVector sum) {
+  return reinterpret<FloatVector>(
+      _mm512_dpbf16_ps(reinterpret<__m512>(sum), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
+}
+ESPALIER_SIMD_INLINE StepPairs everywhere(StepPair x) { return x - StepPairs{}; }
+ESPALIER_SIMD_INLINE StepPairs load_packed(const StepPair* from) {
+  StepPairs v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+ESPALIER_SIMD_INLINE void store_packed(StepPair* to, StepPairs v) { __builtin_memcpy(to, &v, sizeof(v)); }
+template <class T>
+inline constexpr int kStepsOfElement = 2;
+#else
+template <class T>
+using Packed = accumulator_t<T>;
+template <class T>
+using VectorOf = Vector<T>;
+#if ESPALIER_SIMD_BYTES == 64
+ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+  return reinterpret<FloatVector>(
+      _mm512_fmadd_ps(reinterpret<__m512>(a), reinterpret<__m512>(b), reinterpret<__m512>(sum)));
+}
+ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+  return reinterpret<DoubleVector>(
+      _mm512_fmadd_pd(reinterpret<__m512d>(a), reinterpret<__m512d>(b), reinterpret<__m512d>(sum)));
+}
+#elif ESPALIER_SIMD_BYTES == 32
+ESPALIER_SIMD_INLINE FloatVector add_product(FloatVector a, FloatVector b, FloatVector sum) {
+  return reinterpret<FloatVector>(
+      _mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(sum)));
+}
+ESPALIER_SIMD_INLINE DoubleVector add_product(DoubleVector a, DoubleVector b, DoubleVector sum) {
+  return reinterpret<DoubleVector>(
+      _mm256_fmadd_pd(reinterpret<__m256d>(a), reinterpret<__m256d>(b), reinterpret<__m256d>(sum)));
+}
+#else
+template <class V>
+ESPALIER_SIMD_INLINE V add_product(V a, V b, V sum) {
+  return a * b + sum;
+}
+#endif
+ESPALIER_SIMD_INLINE FloatVector everywhere(float x) { return broadcast(x); }
+ESPALIER_SIMD_INLINE DoubleVector everywhere(double x) { return broadcast(x); }
+template <class E>
+ESPALIER_SIMD_INLINE Vector<E> load_packed(const E* from) {
+  return load(from);
+}
+template <class E, class V>
+ESPALIER_SIMD_INLINE void store_packed(E* to, V v) {
+  store(to, v);
+}
+template <class T>
+inline constexpr int kStepsOfElement = 1;
+#endif
+
+template <class T>
+inline constexpr int kElementLanes = ESPALIER_SIMD_BYTES / static_cast<int>(sizeof(Packed<T>));
+template <class T>
+inline constexpr int kPanelColumns = kSumVectors* kElementLanes<T>;
+template <class T>
+inline constexpr std::int64_t kBlockElements = kSumBlock<T> / kStepsOfElement<T>;
+// Not a power of two, so that rows share no sets of a cache.
+template <class T>
+inline constexpr std::int64_t kRowStride = kBlockElements<T> + kElementLanes<T>;
+
+// Elements that hold `steps` steps: of bfloat16 whole pairs, the last beside a zero where their number is odd.
+template <class T>
+ESPALIER_SIMD_INLINE std::int64_t elements_of(std::int64_t steps) {
+  return sizeof(T) == 2 ? parts_of(steps, 2) * 2 / kStepsOfElement<T> : steps;
+}
+
+// The elements of one line from `from` on, of which `steps` steps are there; widened bfloat16 in the order 1 0 3 2 ...
+template <class T>
+ESPALIER_SIMD_INLINE VectorOf<T> load_along(const T* from, std::int64_t steps) {
+  constexpr std::int64_t whole = kElementLanes<T> * kStepsOfElement<T>;
+#ifdef ESPALIER_BFLOAT16_DOT
+  if (steps >= whole) return load_packed(reinterpret_cast<const StepPair*>(from));
+  StepPairs v{};
+  if (steps > 0) __builtin_memcpy(&v, from, static_cast<std::size_t>(steps) * sizeof(T));
+  return v;
+#else
+  if constexpr (sizeof(T) == 2) {
+    typedef std::uint32_t Raw __attribute__((vector_size(ESPALIER_SIMD_BYTES / 2)));
+    Raw raw{};
+    const std::int64_t bytes = smaller(steps, whole) * 2;
+    if (bytes == sizeof(raw))
+      __builtin_memcpy(&raw, from, sizeof(raw));
+    else if (bytes > 0)
+      __builtin_memcpy(&raw, from, static_cast<std::size_t>(bytes));
+    return detail::widen(reinterpret<detail::HalfBits>(raw >> 16 | raw << 16));
+  } else {
+    return steps >= whole ? load(from) : load_partial(from, static_cast<int>(steps > 0 ? steps : 0));
+  }
+#endif
+}
+
+// Element k of adjacent lines, of which `lines` are there; `from` is the first step of a block of `steps`.
+template <class T>
+ESPALIER_SIMD_INLINE VectorOf<T> load_across(const T* from, std::int64_t stride, std::int64_t k, std::int64_t steps,
+                                             std::int64_t lines) {
+  const int count = static_cast<int>(lines < 0 ? 0 : smaller(lines, kElementLanes<T>));
+#ifdef ESPALIER_BFLOAT16_DOT
+  const auto halves = [&](std::int64_t step) __attribute__((always_inline)) {
+    detail::HalfBits v{};
+    if (step >= steps) return v;
+    if (count == kElementLanes<T>)
+      __builtin_memcpy(&v, from + step * stride, sizeof(v));
+    else
+      __builtin_memcpy(&v, from + step * stride, static_cast<std::size_t>(count) * sizeof(T));
+    return v;
+  };
+  return __builtin_convertvector(halves(2 * k + 1), StepPairs) << 16 |
+         __builtin_convertvector(halves(2 * k), StepPairs);
+#else
+  const std::int64_t step = sizeof(T) == 2 ? (k ^ 1) : k;
+  if (step >= steps || count == 0) return VectorOf<T>{};
+  return load_some(from + step * stride, count);
+#endif
+}
+
+// Transposes kElementLanes x kElementLanes elements: within the 128-bit parts of vectors, then the parts.
+template <class T>
+ESPALIER_SIMD_INLINE void transpose_elements(VectorOf<T> (&x)[kElementLanes<T>]) {
+  using E = Packed<T>;
+  constexpr int n = kElementLanes<T>, q = 16 / static_cast<int>(sizeof(E)), parts = ESPALIER_SIMD_BYTES / 16;
+  typedef decltype(VectorOf<T>{} < VectorOf<T>{}) Index;
+  Index low{}, high{}, even{}, odd{};
+  for (int i = 0; i < n; ++i) {
+    low[i] = i / q * q + i % q / 2 + (i % 2) * n, high[i] = low[i] + q / 2;
+    even[i] = 2 * (i / q) * q + i % q, odd[i] = even[i] + q;
+  }
+  VectorOf<T> y[n];
+#pragma GCC unroll 2
+  for (int round = 1; round < q; round *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n / 2; ++i) {
+      const int at = i / (q / 2) * q, j = i % (q / 2);
+      y[at + 2 * j] = __builtin_shuffle(x[at + j], x[at + j + q / 2], low);
+      y[at + 2 * j + 1] = __builtin_shuffle(x[at + j], x[at + j + q / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) x[i] = y[i];
+  }
+#pragma GCC unroll 2
+  for (int round = 1; round < parts; round *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n / 2; ++i) {
+      const int part = i / q, j = i % q;
+      y[part * q + j] = __builtin_shuffle(x[2 * part * q + j], x[(2 * part + 1) * q + j], even);
+      y[(part + parts / 2) * q + j] = __builtin_shuffle(x[2 * part * q + j], x[(2 * part + 1) * q + j], odd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) x[i] = y[i];
+  }
+}
+
+// Lines [line, line + lines) of b as a panel; lines that are not there are 0.
+template <class T>
+__attribute__((noinline)) void pack_panel(const Factor<T>& b, std::int64_t line, std::int64_t lines, std::int64_t step,
+                                          std::int64_t steps, Packed<T>* to) {
+  constexpr int n = kElementLanes<T>, per = kStepsOfElement<T>;
+  const std::int64_t elements = elements_of<T>(steps);
+  if (!b.steps_adjacent) {
+    const T* from = b.data + step * b.stride + line;
+    for (std::int64_t k = 0; k < elements; ++k, to += kPanelColumns<T>)
+      for (int v = 0; v < kPanelColumns<T>; v += n)
+        store_packed(to + v, load_across(from + v, b.stride, k, steps, lines - v));
+    return;
+  }
+  for (std::int64_t k = 0; k < elements; k += n)
+    for (int v = 0; v < kPanelColumns<T>; v += n) {
+      VectorOf<T> square[n];
+      const T* from = b.data + (line + v) * b.stride + step + k * per;
+      Packed<T>* at = to + k * kPanelColumns<T> + v;
+      if (v + n <= lines && k + n <= steps / per) {
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) {
+          square[i] = load_along(from + i * b.stride, n * per);
+          __builtin_prefetch(from + (kPanelColumns<T> + i) * b.stride, 0, 2);  // the next panel
+        }
+        transpose_elements<T>(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) store_packed(at + i * kPanelColumns<T>, square[i]);
+      } else {
+        VectorOf<T> edge[n];  // in memory, because it is indexed
+        for (int i = 0; i < n; ++i)
+          edge[i] = v + i < lines ? load_along(from + i * b.stride, steps - k * per) : VectorOf<T>{};
+        __builtin_memcpy(square, edge, sizeof(edge));
+        transpose_elements<T>(square);
+        __builtin_memcpy(edge, square, sizeof(edge));
+        for (int i = 0; i < n && k + i < elements; ++i) store_packed(at + i * kPanelColumns<T>, edge[i]);
+      }
+    }
+}
+
+// Rows of a for the tile; writes up to a vector behind their last element.
+template <class T>
+__attribute__((noinline)) void pack_rows(const Factor<T>& a, std::int64_t row, std::int64_t rows, std::int64_t step,
+                                         std::int64_t steps, Packed<T>* to) {
+  constexpr int n = kElementLanes<T>, per = kStepsOfElement<T>;
+  const std::int64_t elements = elements_of<T>(steps);
+  if (a.steps_adjacent) {
+    for (std::int64_t r = 0; r < rows; ++r)
+      for (std::int64_t k = 0; k < elements; k += n)
+        store_packed(to + r * kRowStride<T> + k,
+                     load_along(a.data + (row + r) * a.stride + step + k * per, steps - k * per));
+  } else {
+    const T* from = a.data + step * a.stride + row;
+    for (std::int64_t k = 0; k < elements; ++k, to += kSumRows)  // the next element overwrites what reaches beyond
+      for (int v = 0; v < kSumRows; v += n) store_packed(to + v, load_across(from + v, a.stride, k, steps, rows - v));
+  }
+}
+
+// out = a b, or out += a b: rows x kSumVectors sums in registers.
+template <class T, bool steps_adjacent, int rows, class A>
+__attribute__((noinline)) void tile(std::int64_t elements, const Packed<T>* a, const Packed<T>* b, A* out,
+                                    std::int64_t stride, bool add) {
+  constexpr int n = kLanes<A>;
+  Vector<A> sums[rows][kSumVectors] = {};
+#pragma GCC unroll 14
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < kSumVectors; ++v) __builtin_prefetch(out + r * stride + v * n, 1);
+#pragma GCC unroll 2
+  for (std::int64_t k = 0; k < elements; ++k) {
+    VectorOf<T> right[kSumVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kSumVectors; ++v) right[v] = load_packed(b + v * n);
+    b += kPanelColumns<T>;
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; ++r) {
+      const auto left = everywhere(steps_adjacent ? a[r * kRowStride<T> + k] : a[r]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kSumVectors; ++v) sums[r][v] = add_product(left, right[v], sums[r][v]);
+    }
+    if (!steps_adjacent) a += kSumRows;
+  }
+#pragma GCC unroll 14
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kSumVectors; ++v) {
+      A* to = out + r * stride + v * n;
+      store(to, add ? load(to) + sums[r][v] : sums[r][v]);
+    }
+}
+
+template <class T, bool steps_adjacent, int rows = kSumRows, class A>
+ESPALIER_SIMD_INLINE void tile_of_rows(std::int64_t count, std::int64_t elements, const Packed<T>* a,
+                                       const Packed<T>* b, A* out, std::int64_t stride, bool add) {
+  if (count == rows) return tile<T, steps_adjacent, rows>(elements, a, b, out, stride, add);
+  if constexpr (rows > 1) tile_of_rows<T, steps_adjacent, rows - 1>(count, elements, a, b, out, stride, add);
+}
+
+// The same for any number of columns up to a panel's.
+template <class T, class A>
+void tile_of(bool steps_adjacent, std::int64_t rows, std::int64_t columns, std::int64_t elements, const Packed<T>* a,
+             const Packed<T>* b, A* out, std::int64_t stride, bool add) {
+  A edge[kSumRows * kPanelColumns<T>];
+  const bool whole = columns >= kPanelColumns<T>;
+  A* to = whole ? out : edge;
+  if (!whole) {
+    __builtin_memset(edge, 0, sizeof(edge));
+    for (std::int64_t r = 0; add && r < rows; ++r)
+      __builtin_memcpy(edge + r * kPanelColumns<T>, out + r * stride, static_cast<std::size_t>(columns) * sizeof(A));
+  }
+  const std::int64_t to_stride = whole ? stride : kPanelColumns<T>;
+  if (steps_adjacent)
+    tile_of_rows<T, true>(rows, elements, a, b, to, to_stride, add);
+  else
+    tile_of_rows<T, false>(rows, elements, a, b, to, to_stride, add);
+  for (std::int64_t r = 0; !whole && r < rows; ++r)
+    __builtin_memcpy(out + r * stride, edge + r * kPanelColumns<T>, static_cast<std::size_t>(columns) * sizeof(A));
+}
+
+}  // namespace espalier::ESPALIER_SIMD

@@ -1,0 +1,94 @@
+// Where sums have a defined order (base/defined_sums.h), every plan of a step gives the log-probs of the dense plan to
+// the last bit.
+#include <gtest/gtest.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "espalier/base/defined_sums.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+class SameBits : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override { force_defined_sums(true); }
+  void TearDown() override {
+    force_defined_sums(before_);
+    omp_set_num_threads(threads_);
+  }
+
+ private:
+  bool before_ = defined_sums();
+  int threads_ = omp_get_max_threads();
+};
+
+// Numbers of a series whose bits differ.
+std::int64_t differing(const std::vector<double>& a, const std::vector<double>& b) {
+  std::int64_t found = a.size() == b.size() ? 0 : -1;
+  for (std::size_t t = 0; found >= 0 && t < a.size(); ++t) found += std::memcmp(&a[t], &b[t], sizeof(double)) != 0;
+  return found;
+}
+
+void expect_the_bits(const Outcome& run, const Outcome& dense) {
+  ASSERT_EQ(run.report.series.size(), dense.report.series.size());
+  std::int64_t tokens = 0;
+  for (std::size_t i = 0; i < run.report.series.size(); ++i) {
+    const RolloutSeries &found = run.report.series[i], &expected = dense.report.series[i];
+    EXPECT_EQ(differing(found.logprob, expected.logprob), 0) << "log-probs of rollout " << i;
+    EXPECT_EQ(differing(found.entropy, expected.entropy), 0) << "entropies of rollout " << i;
+    tokens += static_cast<std::int64_t>(expected.logprob.size());
+  }
+  EXPECT_GT(tokens, 0);
+}
+
+// Every schedule, every state, and budgets below, at and above the rows there are, on one thread and on two.
+void expect_every_plan(const std::string& family, DType dtype) {
+  Case c = ragged(family);
+  c.seed = 41;
+  c.rollouts.policy = PolicyAge::none;
+  omp_set_num_threads(1);
+  const Outcome dense = run_case(with(c, {"dense", "dense", 0, "auto"}), dtype);
+  int threads = 1;
+  for (const Plan& plan :
+       {Plan{"dense", "dense", 7, "auto"}, Plan{"packed", "packed", 512, "auto"},
+        Plan{"packed, small waves", "packed", 7, "auto"}, Plan{"keep", "phased", 1, "keep"},
+        Plan{"keep, one wave", "phased", 512, "keep"}, Plan{"recompute", "phased", 7, "recompute"},
+        Plan{"offload", "phased", 7, "offload"}, Plan{"waves recompute", "phased", 20, "keep", "recompute"}}) {
+    threads = 3 - threads;
+    SCOPED_TRACE(plan.name + ", " + family + ", " + name_of(dtype) + ", " + std::to_string(threads) + " threads");
+    omp_set_num_threads(threads);
+    expect_the_bits(run_case(with(c, plan), dtype), dense);
+  }
+}
+
+TEST_P(SameBits, InEveryPlanFloat32) { expect_every_plan(GetParam(), DType::float32); }
+TEST_P(SameBits, InEveryPlanFloat64) { expect_every_plan(GetParam(), DType::float64); }
+TEST_P(SameBits, InEveryPlanBfloat16) { expect_every_plan(GetParam(), DType::bfloat16); }
+
+// A record has the log-probs that it has among others when it stands alone, and in any order of the records.
+TEST_P(SameBits, InEveryOrderOfRecords) {
+  for (const DType dtype : {DType::float32, DType::bfloat16}) {
+    Case c = ragged(GetParam());
+    c.rollouts.policy = PolicyAge::none;
+    const Outcome all = run_case(c, dtype);
+    c.edit = [](std::vector<Rollout>& rollouts, const ModelState&) { std::reverse(rollouts.begin(), rollouts.end()); };
+    Outcome reversed = run_case(c, dtype);
+    std::reverse(reversed.report.series.begin(), reversed.report.series.end());
+    expect_the_bits(reversed, all);
+    for (std::size_t i = 0; i < std::min<std::size_t>(all.report.series.size(), 2); ++i) {
+      c.edit = [i](std::vector<Rollout>& rollouts, const ModelState&) { rollouts = {rollouts[i]}; };
+      const Outcome alone = run_case(c, dtype);
+      ASSERT_EQ(alone.report.series.size(), 1u);
+      EXPECT_EQ(differing(alone.report.series[0].logprob, all.report.series[i].logprob), 0) << "rollout " << i;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, SameBits, ::testing::Values("llama-bias", "qwen3", "qwen3-moe"),
+                         [](const auto& info) { return name_of_family(info.param); });
+
+}  // namespace
+}  // namespace espalier::testing

@@ -1,0 +1,149 @@
+// Own products against their order of sums, written out a number at a time: the same bits under every instruction set,
+// for every shape, layout and number of threads. That a row does not depend on the rows beside it follows.
+#include "espalier/ops/cpu/own_products.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "espalier/base/instruction_set.h"
+
+namespace espalier::own_products {
+namespace {
+
+template <class T>
+accumulator_t<T> number(T x) {
+  return static_cast<accumulator_t<T>>(x);
+}
+
+// The order of sums of docs/mathematics.md.
+template <class T, class Out>
+void defined(const Product<T, Out>& p, std::vector<Out>& out) {
+  using A = accumulator_t<T>;
+  const auto at = [](const Factor<T>& f, std::int64_t line, std::int64_t step) {
+    return number(f.data[f.steps_adjacent ? line * f.stride + step : step * f.stride + line]);
+  };
+  for (std::int64_t row = 0; row < p.rows; ++row)
+    for (std::int64_t column = 0; column < p.columns; ++column) {
+      A sum = p.base ? number(p.base[row * p.base_stride + column]) : A(0);
+      for (std::int64_t block = 0; block < p.steps; block += kSumBlock<T>) {
+        A chain = 0;
+        for (std::int64_t k = block; k < block + kSumBlock<T>; ++k) {
+          const std::int64_t step = sizeof(T) == 2 ? k ^ 1 : k;
+          if (step < p.steps) {
+            const A a = at(p.a, row, step), b = at(p.b, column, step);
+            if (instruction_set() == InstructionSet::baseline) {
+              const volatile A product = a * b;  // rounded on its own
+              chain += product;
+            } else {
+              chain = std::fma(a, b, chain);
+            }
+          }
+        }
+        sum = block == 0 && !p.base ? chain : sum + chain;
+      }
+      out[static_cast<std::size_t>(row * p.out_stride + column)] = static_cast<Out>(sum);
+    }
+}
+
+template <class T>
+std::vector<T> random_numbers(std::int64_t count, std::uint32_t seed) {
+  std::mt19937 bits(seed);
+  std::normal_distribution<float> normal;
+  std::vector<T> numbers(static_cast<std::size_t>(count));
+  for (T& x : numbers) x = static_cast<T>(normal(bits));
+  return numbers;
+}
+
+struct Sizes {
+  std::int64_t rows, columns, steps;
+};
+// Rows and columns at and around the edges of tiles (6 and 14 rows), panels (4 to 32 columns) and the rows that are
+// rounded at once (512); steps at and around the edges of vectors and blocks (256, 512 and 1,024).
+constexpr Sizes kSizes[] = {{1, 1, 1},    {1, 33, 7},    {2, 64, 513},  {3, 31, 2}, {5, 40, 1025}, {6, 8, 256},
+                            {7, 9, 257},  {13, 32, 512}, {14, 65, 96},  {15, 5, 1}, {16, 16, 16},  {28, 7, 2050},
+                            {29, 130, 3}, {43, 17, 61},  {515, 33, 40}, {1, 700, 3}};
+
+enum class Base { none, other, out };
+
+template <class T, class Out>
+void expect_defined(const Sizes& s, bool a_adjacent, bool b_adjacent, Base kind, int threads) {
+  const auto a = random_numbers<T>(s.rows * s.steps, 1), b = random_numbers<T>(s.columns * s.steps, 2);
+  const std::int64_t stride = s.columns + 3;  // what stands between rows stays
+  const auto before = random_numbers<Out>(s.rows * stride, 3), base = random_numbers<Out>(s.rows * stride, 4);
+  std::vector<Out> found = before, expected = before;
+  Product<T, Out> p{s.rows,
+                    s.columns,
+                    s.steps,
+                    {a.data(), a_adjacent ? s.steps : s.rows, a_adjacent},
+                    {b.data(), b_adjacent ? s.steps : s.columns, b_adjacent},
+                    kind == Base::none    ? nullptr
+                    : kind == Base::other ? base.data()
+                                          : found.data(),
+                    stride,
+                    found.data(),
+                    stride};
+  const Product<T, Out> of_expected = [&] {
+    Product<T, Out> same = p;
+    if (kind == Base::out) same.base = before.data();
+    return same;
+  }();
+  defined(of_expected, expected);
+  multiply(p, threads);
+  ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0)
+      << s.rows << " x " << s.columns << " x " << s.steps << (a_adjacent ? "" : ", a transposed")
+      << (b_adjacent ? "" : ", b transposed") << ", base " << static_cast<int>(kind) << ", " << threads << " threads";
+}
+
+class OwnProducts : public ::testing::TestWithParam<InstructionLevel> {
+ protected:
+  void SetUp() override {
+    if (!processor_has(GetParam())) GTEST_SKIP() << "this processor has no " << GetParam().name;
+    set_ = instruction_set();
+    force_instruction_set(GetParam().set);
+    products_ = bfloat16_products();
+    force_bfloat16_products(GetParam().products);
+    forced_ = true;
+  }
+  void TearDown() override {
+    if (!forced_) return;
+    force_bfloat16_products(products_);
+    force_instruction_set(set_);
+  }
+
+  template <class T, class Out>
+  void expect_all() {
+    for (const Sizes& s : kSizes)
+      for (const bool a_adjacent : {true, false})
+        for (const bool b_adjacent : {true, false})
+          for (const Base base : {Base::none, Base::other, Base::out})
+            expect_defined<T, Out>(s, a_adjacent, b_adjacent, base, 1);
+    for (const Sizes& s : {Sizes{67, 70, 300}, Sizes{5, 2000, 130}, Sizes{2000, 5, 130}})  // work for several threads
+      for (const bool a_adjacent : {true, false})
+        for (const int threads : {2, 3, 8}) expect_defined<T, Out>(s, a_adjacent, a_adjacent, Base::out, threads);
+  }
+
+ private:
+  bool forced_ = false;
+  InstructionSet set_ = InstructionSet::baseline;
+  Bfloat16Products products_ = Bfloat16Products::converted;
+};
+
+class OwnBfloat16Products : public OwnProducts {};  // under the levels that differ in bfloat16 alone as well
+
+TEST_P(OwnProducts, OfFloat32HaveTheDefinedOrder) { expect_all<float, float>(); }
+TEST_P(OwnProducts, OfFloat64HaveTheDefinedOrder) { expect_all<double, double>(); }
+TEST_P(OwnBfloat16Products, HaveTheDefinedOrder) { expect_all<bfloat16, bfloat16>(); }
+TEST_P(OwnBfloat16Products, InFloat32HaveTheDefinedOrder) { expect_all<bfloat16, float>(); }
+
+const auto kName = [](const auto& info) { return std::string(info.param.name); };
+INSTANTIATE_TEST_SUITE_P(Sets, OwnProducts,
+                         ::testing::Values(kInstructionLevels[0], kInstructionLevels[1], kInstructionLevels[2]), kName);
+INSTANTIATE_TEST_SUITE_P(Levels, OwnBfloat16Products, ::testing::ValuesIn(kInstructionLevels), kName);
+
+}  // namespace
+}  // namespace espalier::own_products
