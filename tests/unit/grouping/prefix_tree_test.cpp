@@ -282,5 +282,65 @@ TEST(PrefixTree, APartIsTheTreeOfItsRollouts) {
   }
 }
 
+// Turns of one trajectory as an agent records them: each prompt is the former prompt, its response and `tool` tokens.
+// The tokens after `header` are `first`, first + 1, and so on.
+std::vector<Rollout> turns_of(const Ids& header, std::int32_t first, int turns, int response, int tool) {
+  std::vector<Rollout> out;
+  Ids history = header;
+  const auto next = [&first](int n) {
+    Ids tokens(static_cast<std::size_t>(n));
+    std::iota(tokens.begin(), tokens.end(), first);
+    first += n;
+    return tokens;
+  };
+  for (int turn = 0; turn < turns; ++turn) {
+    out.push_back(rollout(history, next(response)));
+    history.insert(history.end(), out.back().response_ids.begin(), out.back().response_ids.end());
+    const Ids observed = next(tool);
+    history.insert(history.end(), observed.begin(), observed.end());
+  }
+  return out;
+}
+
+TEST(PrefixTree, ATurnsHistoryIsSharedAndAnEditedOneUpToTheEdit) {
+  std::vector<Rollout> batch = turns_of({1, 2}, 10, 3, 2, 1);
+  EXPECT_EQ(built(batch), "0-4{0}(4-7{1}(7-10{2}))");
+  batch[2].prompt_ids[4] = 99;  // the first observation, folded away
+  EXPECT_EQ(built(batch), "0-4{0}(4-7{1} 4-10{2})");
+}
+
+TEST(PrefixTree, AThousandTurnsAreAThousandNodesBelowEachOther) {
+  constexpr int kTurns = 1000;
+  std::vector<Rollout> batch = turns_of({1, 2}, 10, kTurns, 2, 1);
+  const std::int64_t deepest = batch.back().length();
+  for (int turn = 0; turn < kTurns; ++turn)  // another answer to each turn: the chain forks at every node
+    batch.push_back(rollout(batch[static_cast<std::size_t>(turn)].prompt_ids, {5}));
+  const std::vector<PrefixTree> forest = build_prefix_trees(batch, ShareMode::whole_trees);
+  expect_well_formed(batch, forest);
+  ASSERT_EQ(forest.size(), 1u);
+  EXPECT_EQ(forest[0].physical_tokens(), deepest + kTurns);
+  int depth = 0;
+  for (std::int32_t at = 0; at >= 0;) {
+    const auto& children = forest[0].nodes[static_cast<std::size_t>(at)].children;
+    at = children.empty() ? -1 : children.front();
+    ++depth;
+  }
+  EXPECT_EQ(depth, 2 * kTurns);  // in each turn a history, below it the answer
+}
+
+TEST(PrefixTree, AMillionUniqueRowsOfTenThousandTurnsStandOnce) {
+  constexpr int kTrajectories = 1000, kTurns = 10;
+  Ids header(1000);
+  std::iota(header.begin(), header.end(), 0);
+  std::vector<Rollout> batch;
+  for (int trajectory = 0; trajectory < kTrajectories; ++trajectory)
+    for (Rollout& turn : turns_of(header, 1000 * (trajectory + 1), kTurns, 99, 1)) batch.push_back(std::move(turn));
+  const std::vector<PrefixTree> forest = build_prefix_trees(batch, ShareMode::whole_trees);
+  ASSERT_EQ(forest.size(), 1u);
+  EXPECT_EQ(forest[0].physical_tokens(), 1'000'000);  // 1,000 of the header; 9 x 100 + 99 of each trajectory
+  EXPECT_EQ(forest[0].logical_tokens(), 15'490'000);  // 1,000 trajectories of 10 x (1,000 + 99) + 100 x (0 + ... + 9)
+  EXPECT_EQ(forest[0].nodes.size(), 1u + kTrajectories * kTurns);
+}
+
 }  // namespace
 }  // namespace espalier
