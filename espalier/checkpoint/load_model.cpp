@@ -299,6 +299,9 @@ StoredTensors::StoredTensors(const fs::path& directory) : files_(std::make_uniqu
   files_->tensors = open_model(directory);
   files_->by_name = table_names(files_->tensors);
 }
+StoredTensors::StoredTensors(const fs::path& directory, const ParameterTable& table) : StoredTensors(directory) {
+  match(files_->tensors, table, ValueHead::stored);
+}
 StoredTensors::~StoredTensors() = default;
 
 const SafetensorsEntry& StoredTensors::at(const std::string& name) const {

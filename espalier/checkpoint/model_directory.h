@@ -49,6 +49,8 @@ class StoredTensors {
  public:
   // Errors: as load_parameters, for damaged files.
   explicit StoredTensors(const std::filesystem::path& directory);
+  // The same, after every tensor of the table was found there. Errors: as load_parameters.
+  StoredTensors(const std::filesystem::path& directory, const ParameterTable& table);
   ~StoredTensors();
 
   // Errors: InputError where the directory has no such tensor any more.
@@ -60,9 +62,9 @@ class StoredTensors {
 };
 
 struct WriteOptions {
-  std::int64_t shard_bytes = 5'000'000'000;  // a weight file grows no larger, unless one tensor is
-  const StoredTensors* stored = nullptr;     // where parameters come from that `changed` lacks; null: none does
-  const ParameterTable* changed = nullptr;
+  std::int64_t shard_bytes = 5'000'000'000;         // a weight file grows no larger, unless one tensor is
+  const StoredTensors* stored = nullptr;            // where parameters come from that are not `changed`; null: all are
+  std::function<bool(const std::string&)> changed;  // by name
   ElementProgress progress;
 };
 

@@ -60,7 +60,7 @@ void write_tensors(OutputFile& output, const ParameterTable& table, FileShard sh
   SafetensorsWriter writer(output, specs);
   for (std::size_t i = shard.begin; i < shard.end; ++i) {
     const Parameter& parameter = table.parameters()[i];
-    if (options.stored != nullptr && !options.changed->contains(parameter.name)) {
+    if (options.stored != nullptr && !options.changed(parameter.name)) {
       const SafetensorsEntry& entry = options.stored->at(parameter.name);
       append_converted(writer, entry.type, entry.data, to, parameter.count);
       forget_pages(entry);

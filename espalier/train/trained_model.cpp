@@ -13,11 +13,11 @@ namespace espalier {
 
 DType accumulator_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
-namespace {
-
 DType saved_dtype(SaveDType asked, const ModelShape& shape) {
   return asked == SaveDType::source ? shape.stored_dtype : parse_dtype(name_of(asked));
 }
+
+namespace {
 
 void write_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                    const WholeValues& whole, SaveDType save_dtype) {
@@ -33,7 +33,9 @@ void write_changed_model(const std::filesystem::path& directory, const ModelStat
   std::optional<StoredTensors> stored;
   if (!model.shape.trained.all()) stored.emplace(model.source);
   write_model_directory(directory, model.source, ParameterTable(model.shape), accumulator_of(model.dtype), masters, to,
-                        {.stored = stored ? &*stored : nullptr, .changed = &whole.table(), .progress = {}});
+                        {.stored = stored ? &*stored : nullptr,
+                         .changed = [&](const std::string& name) { return whole.table().contains(name); },
+                         .progress = {}});
 }
 
 void write_trained_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,

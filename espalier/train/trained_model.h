@@ -14,6 +14,9 @@ namespace espalier {
 // The dtype of masters, moments and gradients.
 DType accumulator_of(DType dtype);
 
+// The dtype of written weights: the one asked for; source: that of the model's files.
+DType saved_dtype(SaveDType asked, const ModelShape& shape);
+
 // On rank 0: the masters as `to`, and what does not train as the model's source stores it.
 void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
                          const ParameterValues& masters, DType to);

@@ -42,7 +42,7 @@ def test_help_of_the_program_names_every_verb(espalier):
         assert verb in text
 
 
-@pytest.mark.parametrize("verb", ["inspect", "convert", "plan", "train", "score", "verify", "bench"])
+@pytest.mark.parametrize("verb", ["inspect", "convert", "plan", "train", "score", "verify", "bench", "merge"])
 def test_every_verb_has_help_with_defaults(verb, espalier):
     text = espalier(verb, "--help-all").stdout
     assert "--threads" in text and "--json" in text and "--config" in text

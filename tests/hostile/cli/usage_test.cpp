@@ -53,6 +53,8 @@ const std::vector<Wrong>& wrong_usage() {
       {{"generate", "--model", "a", "--out", "b"}, 2, "--prompts"},
       {{"generate", "--model", "nothing-here", "--prompts", "b", "--out", "c"}, 3, "nothing-here"},
       {{"report"}, 2, "RUN_DIR"},
+      {{"merge", "--model", "a", "--out", "b"}, 2, "ADAPTER"},
+      {{"merge", "nothing-here", "--model", "nothing-there", "--out", "b"}, 3, "nothing-there"},
       {{"report", "nothing-here"}, 3, "nothing-here"},
       {{"replay", "nothing-here"}, 3, "nothing-here"},
       {{""}, 2, "one of inspect"},

@@ -166,6 +166,7 @@ TEST(Paths, NoOutputIsAnInput) {
         const std::string end = role == PathRole::output_file ? "/file" : "";
         std::vector<std::string> words = {verb, std::string("--") + input.name, "same" + end,
                                           std::string("--") + output.name, "link" + end};
+        if (verb == std::string("merge")) words.insert(words.begin() + 1, "other-adapter");
         for (const char* needed : {"model", "rollouts", "prompts", "out"}) {
           const OptionRow& row = *find_option(needed);
           if (!row.taken_by(letter) || row.name == std::string(input.name) || row.name == std::string(output.name))

@@ -46,10 +46,10 @@ TEST(OptionHelp, ShowsAVerbItsOwnHalfOfASharedMeaning) {
   EXPECT_EQ(meaning_for(model, 't'), "Hugging Face model directory");
   EXPECT_EQ(meaning_for(model, 'b'), "Hugging Face model directory; config.json is enough");
   EXPECT_EQ(meaning_for_all(model), "Hugging Face model directory; config.json is enough (plan, bench)");
-  EXPECT_EQ(
-      meaning_for_all(out),
-      "what is written: a model directory (train), records (score, generate), a run folder (grpo), a page (report), "
-      "the picture of --frontier, as SVG (plan)");
+  EXPECT_EQ(meaning_for_all(out),
+            "what is written: a model directory (train, merge), records (score, generate), a run folder (grpo), a page "
+            "(report), "
+            "the picture of --frontier, as SVG (plan)");
   for (const OptionRow& row : option_rows())
     for (const auto& [verb, name] : verb_names())
       EXPECT_EQ(meaning_for(row, verb).find_first_of("{|}"), std::string::npos) << row.name << ' ' << name;

@@ -1,0 +1,21 @@
+// espalier merge ADAPTER: a base model and a LoRA adapter as one model directory.
+#include "cli/merge.h"
+
+#include "espalier/base/units.h"
+#include "espalier/train/merge.h"
+
+namespace espalier::cli {
+
+int run_merge(Context& context) {
+  const MergeReport report = merge(context.arguments[0], context.options, context.progress);
+  context.result["changed"] = report.changed;
+  context.result["tensors"] = report.parameters;
+  context.result["rank"] = report.rank;
+  context.result["scale"] = report.scale;
+  context.text << format_count(report.changed) << " of " << format_count(report.parameters)
+               << " tensors changed by the adapter (rank " << report.rank << ", scale " << report.scale
+               << ")\nwritten: " << context.options.out << "\n";
+  return 0;
+}
+
+}  // namespace espalier::cli

@@ -1,0 +1,194 @@
+#include "espalier/checkpoint/adapter.h"
+
+#include <cmath>
+#include <cstddef>
+#include <string_view>
+#include <unordered_set>
+
+#include "espalier/base/error.h"
+#include "espalier/checkpoint/convert.h"
+#include "espalier/checkpoint/json_file.h"
+
+namespace espalier {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kConfig = "adapter_config.json";
+constexpr std::string_view kPrefix = "base_model.model.";
+constexpr std::string_view kLowA = ".lora_A.weight", kLowB = ".lora_B.weight", kWeight = ".weight",
+                           kBase = ".base_layer.weight";
+constexpr const char* kOther = "merge the adapter with peft (merge_and_unload)";
+constexpr const char* kBelongs = "Does the adapter belong to this model?";
+
+fs::path file_in(const fs::path& directory, const char* name) {
+  const fs::path file = directory / name;
+  std::error_code ignored;
+  if (!fs::is_regular_file(file, ignored))
+    throw InputError({file.string(), "a file of a peft adapter", "no such file",
+                      "name the directory that save_pretrained of a PeftModel wrote"});
+  return file;
+}
+
+// Members with which the formula stays as it is, or that are read here. Any other member must be off: a version of
+// peft to come may compute something else with it.
+bool is_known(const std::string& member) {
+  static const std::unordered_set<std::string> known = {"task_type",
+                                                        "peft_type",
+                                                        "auto_mapping",
+                                                        "peft_version",
+                                                        "base_model_name_or_path",
+                                                        "revision",
+                                                        "inference_mode",
+                                                        "r",
+                                                        "target_modules",
+                                                        "exclude_modules",
+                                                        "lora_alpha",
+                                                        "lora_dropout",
+                                                        "bias",
+                                                        "use_rslora",
+                                                        "modules_to_save",
+                                                        "init_lora_weights",
+                                                        "megatron_core",
+                                                        "layers_to_transform",
+                                                        "layers_pattern",
+                                                        "ensure_weight_tying",
+                                                        "loftq_config",
+                                                        "eva_config",
+                                                        "qalora_group_size"};
+  return known.contains(member);
+}
+
+bool is_off(const Json& value) {
+  return value.is_null() || value == false || ((value.is_object() || value.is_array()) && value.empty());
+}
+
+// Start values that leave the base model as it is; others (PiSSA, OLoRA, CorDA, LoftQ) change it when peft loads them.
+bool leaves_base(const Json& start) {
+  return start.is_null() || start.is_boolean() || start == "gaussian" || start == "eva" || start == "orthogonal";
+}
+
+// "q_proj" of model.layers.0.self_attn.q_proj, as peft matches a target.
+bool is_target(const std::string& module, const std::string& target) {
+  return module == target || module.ends_with("." + target);
+}
+
+std::vector<double> doubles_of(const SafetensorsEntry& entry) {
+  std::vector<double> out(static_cast<std::size_t>(entry.count));
+  convert_values(entry.type, entry.data, DType::float64, out.data(), entry.count);
+  return out;
+}
+
+}  // namespace
+
+Adapter::Adapter(const fs::path& directory, const ParameterTable& base)
+    : file_(file_in(directory, "adapter_model.safetensors")) {
+  const fs::path file = file_in(directory, kConfig);
+  const Json config = read_json_object(file);
+  read_config(config, file.string());
+  for (const SafetensorsEntry& entry : file_.entries()) place(entry, base);
+  if (changes_.empty()) throw InputError({file_.path().string(), "the tensors of an adapter", "none", ""});
+  for (const auto& [parameter, change] : changes_) check(parameter, change, base);
+  check_targets(config, file.string(), base);
+}
+
+void Adapter::read_config(const Json& config, const std::string& where) {
+  const auto number = [&](const char* member) {
+    const Json value = config.value(member, Json());
+    if (!value.is_number() || !std::isfinite(value.get<double>()))
+      throw InputError({where + ": " + member, "a number", value.is_null() ? "none" : value.dump(), ""});
+    return value.get<double>();
+  };
+  const auto refuse = [&](const std::string& member, const std::string& expected, const Json& value) {
+    throw UnsupportedError({where + ": " + printable(member), expected, printable(value.dump()), kOther});
+  };
+  if (const Json type = config.value("peft_type", Json()); type != "LORA") refuse("peft_type", "LORA", type);
+  for (const auto& [member, value] : config.items())
+    if (!is_known(member) && !is_off(value)) refuse(member, "an adapter without it", value);
+  if (const Json bias = config.value("bias", Json("none")); bias != "none") refuse("bias", "none", bias);
+  if (const Json start = config.value("init_lora_weights", Json()); !leaves_base(start))
+    refuse("init_lora_weights", "start values that leave the base model as it is", start);
+  const double rank = number("r"), alpha = number("lora_alpha");
+  if (rank != std::floor(rank) || rank < 1 || rank > 1e6)
+    throw InputError({where + ": r", "a whole number from 1 to 1000000", config["r"].dump(), ""});
+  rank_ = static_cast<std::int64_t>(rank);
+  scale_ = alpha / (config.value("use_rslora", Json(false)) == true ? std::sqrt(rank) : rank);
+}
+
+void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
+  const std::string where = file_.path().string() + ": tensor '" + printable(entry.name) + "'";
+  if (!is_floating(entry.type))
+    throw UnsupportedError({where, "F64, F32, F16 or BF16", name_of(entry.type), "save the adapter unquantised"});
+  std::string name = entry.name;
+  if (name.starts_with(kPrefix)) name.erase(0, kPrefix.size());
+  const bool a = name.ends_with(kLowA), b = name.ends_with(kLowB);
+  const bool is_base = name.ends_with(kBase);
+  if (a || b) name.replace(name.size() - kLowA.size(), kLowA.size(), kWeight);
+  if (is_base) name.replace(name.size() - kBase.size(), kBase.size(), kWeight);
+  if (name.find("lora_") != name.npos)
+    throw UnsupportedError({where, "lora_A and lora_B of linear layers", "another part of an adapter", kOther});
+  if (!base.contains(name))
+    throw InputError({where, "a tensor of the base model", "'" + printable(name) + "', which it lacks", kBelongs});
+  const SafetensorsEntry*& place = a ? changes_[name].a : b ? changes_[name].b : changes_[name].whole;
+  if (place != nullptr) throw InputError({where, "every tensor once", "'" + printable(place->name) + "', too", ""});
+  place = &entry;
+  if (is_base) changes_[name].is_base = true;
+}
+
+void Adapter::check(const std::string& parameter, const Change& change, const ParameterTable& base) const {
+  const std::string where = file_.path().string() + ": '" + parameter + "'";
+  const std::vector<std::int64_t>& shape = base.at(parameter).shape;
+  const auto expect = [&](const SafetensorsEntry& entry, const std::vector<std::int64_t>& expected) {
+    if (entry.shape != expected)
+      throw InputError({file_.path().string() + ": tensor '" + printable(entry.name) + "'",
+                        "shape " + shape_text(expected), shape_text(entry.shape), kBelongs});
+  };
+  if (change.whole != nullptr) {
+    const bool has_pair = change.a != nullptr || change.b != nullptr;
+    if (has_pair && !change.is_base) throw InputError({where, "lora_A and lora_B, or the whole tensor", "both", ""});
+    expect(*change.whole, shape);
+    if (!has_pair) return;
+  }
+  if (change.a == nullptr || change.b == nullptr)
+    throw InputError({where, "lora_A and lora_B", change.a == nullptr ? "lora_B alone" : "lora_A alone",
+                      "The adapter is damaged; save it again"});
+  if (shape.size() != 2 || parameter.find("embed_tokens") != parameter.npos)
+    throw UnsupportedError({where, "a linear layer", "shape " + shape_text(shape), kOther});
+  expect(*change.a, {rank_, shape[1]});
+  expect(*change.b, {shape[0], rank_});
+}
+
+// Experts are left out: transformers 5 holds them as one parameter, which names in target_modules do not reach. So is
+// what layers_to_transform, exclude_modules or an expression may leave out.
+void Adapter::check_targets(const Json& config, const std::string& where, const ParameterTable& base) const {
+  for (const char* member : {"layers_to_transform", "exclude_modules"})
+    if (config.contains(member) && !is_off(config[member])) return;
+  const Json targets = config.value("target_modules", Json());
+  if (!targets.is_array()) return;
+  for (const Parameter& parameter : base.parameters()) {
+    if (parameter.shape.size() != 2 || !parameter.name.ends_with(kWeight) || changes(parameter.name)) continue;
+    if (parameter.name.find(".experts.") != parameter.name.npos) continue;
+    const std::string module = parameter.name.substr(0, parameter.name.size() - kWeight.size());
+    for (const Json& target : targets)
+      if (target.is_string() && is_target(module, target.get<std::string>()))
+        throw InputError({file_.path().string(), "lora_A and lora_B of '" + module + "', a target of " + where,
+                          "neither", kBelongs});
+  }
+}
+
+void Adapter::apply(const std::string& parameter, std::vector<double>& values) const {
+  const Change& change = changes_.at(parameter);
+  if (change.whole != nullptr) values = doubles_of(*change.whole);
+  if (change.a == nullptr) return;
+  const std::vector<double> a = doubles_of(*change.a), b = doubles_of(*change.b);
+  const auto outputs = static_cast<std::size_t>(change.b->shape[0]),
+             inputs = static_cast<std::size_t>(change.a->shape[1]), rank = static_cast<std::size_t>(rank_);
+  ESPALIER_INTERNAL_EQ(values.size(), outputs * inputs);
+#pragma omp parallel for schedule(static)
+  for (std::size_t out = 0; out < outputs; ++out)
+    for (std::size_t r = 0; r < rank; ++r) {
+      const double factor = scale_ * b[out * rank + r];
+      for (std::size_t in = 0; in < inputs; ++in) values[out * inputs + in] += factor * a[r * inputs + in];
+    }
+}
+
+}  // namespace espalier
