@@ -125,6 +125,10 @@ std::string fingerprint_of(const ModelShape& shape) {
         << " expert_inner=" << shape.expert_inner << " norm_topk=" << shape.norm_topk_prob << " expert_layers=";
     for (const std::uint8_t layer : shape.expert_layer) out << (layer != 0 ? '1' : '0');
   }
+  if (shape.window > 0) {
+    out << " window=" << shape.window << " window_layers=";
+    for (const std::uint8_t layer : shape.window_layer) out << (layer != 0 ? '1' : '0');
+  }
   if (!shape.trained.all()) out << kTrain << shape.trained.words;  // the last
   return std::move(out).str();
 }

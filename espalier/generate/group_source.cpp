@@ -15,6 +15,7 @@ void GroupSource::add_to(ControlBlock& block, std::span<const std::int32_t> outp
       of_outputs.push_back(own_row[static_cast<std::size_t>(*output - first_row)]);
     block.add(own_row, one.own_row_N);
     block.add(one.group.subtree_end, one.subtree_end_T);
+    if (!one.group.depth.empty()) block.add(one.group.depth, one.depth_T);
     block.add(of_outputs, one.output_own_row_N);
     first_row = end;
   }
@@ -33,7 +34,7 @@ void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW,
     const KvPath::Layer path = one.group.path->path(a.layer, one.group.path_rows);
     const TimedPart timed(a.timer, part::kAttention);
     a.ops.attention({a.head_dim, a.q_RW.narrow(0, first_query, queries), own.k, own.v, path.k, path.v, query_row,
-                     one.subtree_end_T},
+                     one.subtree_end_T, a.window, one.depth_T},
                     attended_RW.narrow(0, first_query, queries),
                     lse_HR.view({-1}).narrow(0, first_query * heads, queries * heads));
     first_row += rows;

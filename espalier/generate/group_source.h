@@ -1,9 +1,9 @@
 // Rows that append to sequences held elsewhere: tokens of prompts being read, or the newest token of each response.
 //
 // Every row belongs to one group, groups in order. The rows of a group see the group's path [P] and, of the rows kept
-// in `own`, those that the attention contract lets them see: own row j iff j <= r < subtree_end[j] for a row kept at r.
-// Keys and values of the group's rows are written to `own` before anything reads them; rows of `own` that nobody wrote
-// must hold finite numbers.
+// in `own`, those that the attention contract lets them see: own row j iff j <= r < subtree_end[j] for a row kept at r;
+// in a layer with a window W, of both those less than W above it. Keys and values of the group's rows are written to
+// `own` before anything reads them; rows of `own` that nobody wrote must hold finite numbers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +21,7 @@ namespace espalier {
 struct RowGroup {
   std::vector<std::int32_t> own_row;          // ascending: where the key and value of each of the group's rows are kept
   std::span<const std::int32_t> subtree_end;  // one per own row up to the last that is read
+  std::span<const std::int32_t> depth;        // of the same rows, where the model has layers with a window
   const KvPath* own = nullptr;
   const KvPath* path = nullptr;  // may be `own` where path_rows is 0
   std::int64_t path_rows = 0;    // P
@@ -29,7 +30,7 @@ struct RowGroup {
 class GroupSource final : public KvSource {
  public:
   // The next rows of the set. What it points to must outlive the object.
-  void add(RowGroup group) { groups_.push_back({std::move(group), {}, {}, {}}); }
+  void add(RowGroup group) { groups_.push_back({std::move(group), {}, {}, {}, {}}); }
   // Hands the groups over with the block, whose own hand_over comes after; no group may be added then. output_row: the
   // rows of the set with an output, ascending.
   void add_to(ControlBlock& block, std::span<const std::int32_t> output_row);
@@ -39,7 +40,8 @@ class GroupSource final : public KvSource {
  private:
   struct OnDevice {
     RowGroup group;
-    at::Tensor own_row_N, subtree_end_T, output_own_row_N;  // the last: the own rows of the group's outputs
+    at::Tensor own_row_N, subtree_end_T, depth_T;
+    at::Tensor output_own_row_N;  // the own rows of the group's outputs
   };
 
   std::vector<OnDevice> groups_;

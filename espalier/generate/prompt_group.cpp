@@ -30,13 +30,18 @@ PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int
       last_hidden_M_(memory_.take({shape.hidden}, dtype)),
       prompt_(shape, prompt_rows, dtype, false, memory_),
       responses_(shape, packing_.capacity(), dtype, false, memory_),
-      prompt_end_(static_cast<std::size_t>(prompt_rows), static_cast<std::int32_t>(prompt_rows)) {}
+      prompt_end_(static_cast<std::size_t>(prompt_rows), static_cast<std::int32_t>(prompt_rows)),
+      has_window_(shape.window > 0),
+      prompt_depth_(has_window_ ? static_cast<std::size_t>(prompt_rows) : 0) {
+  std::iota(prompt_depth_.begin(), prompt_depth_.end(), 0);
+}
 
 RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const {
   RowGroup group;
   group.own_row.resize(static_cast<std::size_t>(end - begin));
   std::iota(group.own_row.begin(), group.own_row.end(), static_cast<std::int32_t>(begin));
   group.subtree_end = std::span(prompt_end_).first(static_cast<std::size_t>(end));
+  if (has_window_) group.depth = std::span(prompt_depth_).first(static_cast<std::size_t>(end));
   group.own = group.path = &prompt_;
   return group;
 }
@@ -54,6 +59,14 @@ RowGroup PromptGroup::append_step() {
   RowGroup group;
   for (const RowPacking::Run& run : packing_.runs()) group.own_row.push_back(run.begin + run.count - 1);
   group.subtree_end = packing_.subtree_end();
+  if (has_window_) {
+    // Rows between runs are nobody's: a run that has ended leaves them.
+    response_depth_.assign(group.subtree_end.size(), static_cast<std::int32_t>(prompt_rows_));
+    for (const RowPacking::Run& run : packing_.runs())
+      for (std::int32_t row = run.begin; row < run.end; ++row)
+        response_depth_[static_cast<std::size_t>(row)] += row - run.begin;
+    group.depth = response_depth_;
+  }
   group.own = &responses_;
   group.path = &prompt_;
   group.path_rows = prompt_rows_;

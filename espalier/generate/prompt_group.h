@@ -43,6 +43,8 @@ class PromptGroup {
   at::Tensor last_hidden_M_;
   KvPath prompt_, responses_;
   std::vector<std::int32_t> prompt_end_;  // [P], all P
+  bool has_window_;
+  std::vector<std::int32_t> prompt_depth_, response_depth_;  // where the model has layers with a window
   std::vector<RowPacking::Move> moves_;
 };
 

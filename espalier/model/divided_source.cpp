@@ -9,12 +9,13 @@
 namespace espalier {
 
 DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S,
-                             const RowShares& shares, const DividedRows& rows, const BlockShape& block,
-                             at::ScalarType dtype, Group& cp, Arena& arena)
+                             at::Tensor depth_S, const RowShares& shares, const DividedRows& rows,
+                             const BlockShape& block, at::ScalarType dtype, Group& cp, Arena& arena)
     : path_(path),
       path_rows_(path_rows),
       is_trunk_(is_trunk),
       subtree_end_S_(std::move(subtree_end_S)),
+      depth_S_(std::move(depth_S)),
       shares_(shares),
       rows_(rows),
       block_(block),
@@ -60,9 +61,8 @@ void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& gra
 
 AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValues& set,
                                         const KvPath::Layer& path) const {
-  return {
-      a.head_dim,    a.q_RW, set.k, set.v, path.k, path.v, a.output_row_R.defined() ? rows_.output_own_O : rows_.own_T,
-      subtree_end_S_};
+  const at::Tensor& query_row = a.output_row_R.defined() ? rows_.output_own_O : rows_.own_T;
+  return {a.head_dim, a.q_RW, set.k, set.v, path.k, path.v, query_row, subtree_end_S_, a.window, depth_S_};
 }
 
 void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {

@@ -28,9 +28,11 @@ struct DividedRows {
 class DividedSource final : public KvSource {
  public:
   // `is_trunk`: the rows are those that the path was last opened for. What is passed must outlive the object; `dtype`
-  // is that of activations. subtree_end_S (int32) lies on the device.
-  DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, const RowShares& shares,
-                const DividedRows& rows, const BlockShape& block, at::ScalarType dtype, Group& cp, Arena& arena);
+  // is that of activations. subtree_end_S (int32) lies on the device, and so does depth_S (int32), which
+  // only layers with a window read.
+  DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, at::Tensor depth_S,
+                const RowShares& shares, const DividedRows& rows, const BlockShape& block, at::ScalarType dtype,
+                Group& cp, Arena& arena);
 
   void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
   void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
@@ -53,7 +55,7 @@ class DividedSource final : public KvSource {
   KvPath& path_;
   std::int64_t path_rows_;
   bool is_trunk_;
-  at::Tensor subtree_end_S_;
+  at::Tensor subtree_end_S_, depth_S_;
   RowShares shares_;
   const DividedRows& rows_;
   BlockShape block_;

@@ -30,6 +30,7 @@ struct LayerAttention {
   at::Tensor output_row_R;  // the row of each query, ascending; undefined: every row has one
   at::Tensor q_RW;          // [R, H*D], rotated
   KeysValues own;           // of the T rows, keys rotated
+  std::int64_t window = 0;  // rows that a row sees at most, itself included; 0: all above it
 };
 
 class KvSource {

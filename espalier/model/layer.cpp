@@ -43,7 +43,14 @@ LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bo
   c.ops.rotate(rotation_of_queries(c), saved.q_RW, rotated_q_RW);
   if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), k_TW, own.k);
   if (keeps && write_kept) c.ops.convert(v_TW, own.v);
-  return {c.ops, c.timer, c.layer, c.shape.head_dim, c.narrow ? c.input.output_row_O : at::Tensor(), rotated_q_RW, own};
+  return {c.ops,
+          c.timer,
+          c.layer,
+          c.shape.head_dim,
+          c.narrow ? c.input.output_row_O : at::Tensor(),
+          rotated_q_RW,
+          own,
+          c.shape.window_of(c.layer)};
 }
 
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).

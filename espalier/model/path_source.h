@@ -1,5 +1,6 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
-// j <= i < subtree_end[j]. What the rows of a trunk compute is kept at the top of the path for everything below.
+// j <= i < subtree_end[j]; in a layer with a window W of these the rows less than W above it, by depth along the path.
+// What the rows of a trunk compute is kept at the top of the path for everything below.
 //
 // Shapes: T rows, P rows of the path that they see.
 #pragma once
@@ -14,9 +15,13 @@ namespace espalier {
 class PathSource final : public KvSource {
  public:
   // `is_trunk`: the rows are those that the path was last opened for, behind the P others. subtree_end_T (int32) lies
-  // on the device. The path must outlive the object.
-  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T)
-      : path_(path), path_rows_(path_rows), is_trunk_(is_trunk), subtree_end_T_(std::move(subtree_end_T)) {}
+  // on the device, and depth_T (int32), which only layers with a window read. The path must outlive the object.
+  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {})
+      : path_(path),
+        path_rows_(path_rows),
+        is_trunk_(is_trunk),
+        subtree_end_T_(std::move(subtree_end_T)),
+        depth_T_(std::move(depth_T)) {}
 
   void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
   void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
@@ -36,7 +41,7 @@ class PathSource final : public KvSource {
   KvPath& path_;
   std::int64_t path_rows_;
   bool is_trunk_;
-  at::Tensor subtree_end_T_;
+  at::Tensor subtree_end_T_, depth_T_;
 };
 
 // No rows, of a rank that takes part in what others run. With a path: others of cp run a wave over the trunks that are

@@ -15,6 +15,8 @@ struct AttentionProblem {
   at::Tensor path_k_P, path_v_P;     // [P, J D]
   at::Tensor query_row_Q;            // int32, own row of each query, ascending; undefined: query i is own row i
   at::Tensor subtree_end_T;          // int32: query at own row i sees own row j iff j <= i < subtree_end[j]
+  std::int64_t window = 0;           // and sees no row this far above itself, or farther; 0: all that
+  at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read where there is a window
 };
 
 struct AttentionGradients {

@@ -20,6 +20,14 @@ std::vector<std::int32_t> subtree_ends(const RowSet& set) {
   return ends;
 }
 
+// Along the path.
+std::vector<std::int32_t> depths(const RowSet& set) {
+  std::vector<std::int32_t> depths;
+  for (const RowSegment& segment : set.segments)
+    for (std::int32_t depth = segment.begin; depth < segment.end; ++depth) depths.push_back(depth);
+  return depths;
+}
+
 std::vector<std::int32_t> set_rows(const RowShares& shares, std::int64_t rank) {
   std::vector<std::int32_t> rows;
   for (const RowShares::Piece& piece : shares.pieces(rank))
@@ -132,6 +140,7 @@ ItemInput::ItemInput(const PlanItem& item, std::span<const Rollout> rollouts, co
   ControlBlock block;
   model.add_to(block);
   block.add(subtree_ends(item.set), subtree_end_S);
+  if (shape.window > 0) block.add(depths(item.set), depth_S);
   if (shares) add_divided(block, *shares, cp.rank(), model.output_row, divided);
   head_edges.add_to(block, temperatures, of_head, shape.vocabulary);
   block.hand_over(device);

@@ -32,6 +32,7 @@ struct ItemInput {
   const RowSet& rows;                     // that are here: the share or the item's set
   ModelInput model;
   at::Tensor subtree_end_S;            // of the device
+  at::Tensor depth_S;                  // of the device, where the model has layers with a window
   DividedRows divided;                 // where there are shares
   std::vector<LossEdge> set_edges;     // of the rows of all ranks, where there are shares
   std::vector<LossEdge> edges;         // [E], ordered by output row

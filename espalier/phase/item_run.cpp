@@ -14,9 +14,11 @@ namespace {
 std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item, const ItemInput& input, Arena& arena) {
   const bool is_trunk = item.kind == ItemKind::trunk;
   const Decoder& decoder = step.decoder;
-  if (!input.shares) return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S);
-  return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, *input.shares,
-                                         input.divided, decoder.block(), decoder.dtype(), decoder.mesh().cp, arena);
+  if (!input.shares)
+    return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S);
+  return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
+                                         *input.shares, input.divided, decoder.block(), decoder.dtype(),
+                                         decoder.mesh().cp, arena);
 }
 
 // The unit of the head is together while `work` runs.

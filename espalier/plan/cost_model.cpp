@@ -222,7 +222,8 @@ CostModel::UnitFlops CostModel::unit_flops(ItemState state) const {
     if (!has_head_) flops.head = 0;
     return flops;
   };
-  return {of({.rows = 1}), of({.pairs = 1}), of({.outputs = 1}), of({.output_pairs = 1})};
+  return {of({.rows = 1}),         of({.pairs = 1}),        of({.outputs = 1}),
+          of({.output_pairs = 1}), of({.window_pairs = 1}), of({.window_output_pairs = 1})};
 }
 
 Flops CostModel::all_flops(const Work& work, ItemState state) const {
@@ -231,6 +232,8 @@ Flops CostModel::all_flops(const Work& work, ItemState state) const {
   const auto add = [&](const Flops& one, std::int64_t count) { flops += one * static_cast<double>(count); };
   add(unit.row, work.rows), add(unit.pair, work.pairs);
   add(unit.output, work.outputs), add(unit.output_pair, work.output_pairs);
+  if (shape_.window == 0) return flops;
+  add(unit.window_pair, work.window_pairs), add(unit.window_output_pair, work.window_output_pairs);
   return flops;
 }
 

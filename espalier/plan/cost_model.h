@@ -95,7 +95,7 @@ class CostModel {
   double passes_of(double again) const;
   // Of one row, one pair and so on: a step's FLOPs are linear in the work, and are asked for very often.
   struct UnitFlops {
-    Flops row, pair, output, output_pair;
+    Flops row, pair, output, output_pair, window_pair, window_output_pair;
   };
   UnitFlops unit_flops(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;

@@ -12,7 +12,7 @@ namespace espalier {
 std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                                      const LocalShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile) {
-  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head);
+  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
   const CostModel model(shape, profile, options.dtype, options.kind);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<double> seconds;
@@ -95,7 +95,7 @@ std::vector<std::vector<PrefixTree>> deal_trees(std::vector<PrefixTree> trees, s
   Weighed weighed;
   weighed.seconds = seconds_of_trees(rollouts, trees, shape, options, profile);
   weighed.trees = std::move(trees);
-  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head);
+  const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
   std::vector<std::int32_t> place(rollouts.size());
   const auto seconds_of = [&](const PrefixTree& tree) {
     return seconds_of_trees(rollouts, {tree}, shape, options, profile).front();

@@ -71,7 +71,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
   for (const Block& block : draft.blocks) draft.work += block.work;
   if (draft.fork < 0) return;
   const std::int32_t depth = fork_depth(draft, forest);
-  draft.work += work_of_depths(depth, depth + 1, false);
+  draft.work += work_of_depths(depth, depth + 1, false, edges.window());
   std::vector<std::int32_t> through;
   for (const Block& block : draft.blocks) {
     const auto rollouts = forest[block.tree].rollouts(block.leaf_begin, block.leaf_end);
@@ -114,6 +114,8 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
   set.outputs = static_cast<std::int32_t>(draft.work.outputs);
   set.pairs = draft.work.pairs;
   set.output_pairs = draft.work.output_pairs;
+  set.window_pairs = draft.work.window_pairs;
+  set.window_output_pairs = draft.work.window_output_pairs;
 
   std::int32_t row = 0;
   if (draft.fork >= 0) {

@@ -1,6 +1,8 @@
 // Counts of mathematics, section 9.
 #include "espalier/plan/flops.h"
 
+#include <algorithm>
+
 #include "espalier/plan/parameter_shapes.h"
 
 namespace espalier {
@@ -29,15 +31,37 @@ FullLayers full_layers(const ModelShape& s) {
   return out;
 }
 
+// Pairs of all layers but the last, in the number of layers times pairs, and of the last one's output rows.
+double pairs_of_full_layers(const ModelShape& s, const Work& work) {
+  double windowed = 0;
+  for (std::int64_t layer = 0; s.window > 0 && layer + 1 < s.layers; ++layer) windowed += s.window_of(layer) > 0;
+  return (static_cast<double>(s.layers - 1) - windowed) * static_cast<double>(work.pairs) +
+         windowed * static_cast<double>(work.window_pairs);
+}
+std::int64_t output_pairs_of(const ModelShape& s, std::int64_t layer, const Work& work) {
+  return s.window_of(layer) > 0 ? work.window_output_pairs : work.output_pairs;
+}
+// All rows as outputs: of a layer that is not narrow.
+Work with_all_outputs(Work work) {
+  work.outputs = work.rows, work.output_pairs = work.pairs, work.window_output_pairs = work.window_pairs;
+  return work;
+}
+
 }  // namespace
 
-Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs) {
+Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs, std::int64_t window) {
   Work work;
   if (end <= begin) return work;
   work.rows = end - begin;
-  work.pairs = end * (end + 1) / 2 - begin * (begin + 1) / 2;
-  if (outputs) work.outputs = work.rows, work.output_pairs = work.pairs;
-  return work;
+  // Rows at depths below `depth`.
+  const auto pairs_below = [](std::int64_t depth) { return depth * (depth + 1) / 2; };
+  const auto in_window = [&](std::int64_t depth) {
+    const std::int64_t within = std::min(depth, window);
+    return pairs_below(within) + (depth - within) * window;
+  };
+  work.pairs = pairs_below(end) - pairs_below(begin);
+  work.window_pairs = in_window(end) - in_window(begin);
+  return outputs ? with_all_outputs(work) : work;
 }
 
 Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
@@ -53,9 +77,9 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
            R * (w.query_output + last_mlp));
   flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
-  flops.attention =
-      4.0 * s.heads * s.head_dim *
-      (full * static_cast<double>(work.pairs) + static_cast<double>(wide ? work.pairs : work.output_pairs));
+  flops.attention = 4.0 * s.heads * s.head_dim *
+                    (pairs_of_full_layers(s, work) +
+                     static_cast<double>(output_pairs_of(s, s.layers - 1, wide ? with_all_outputs(work) : work)));
   return flops;
 }
 
@@ -67,9 +91,7 @@ Flops sum_of_layers(const ModelShape& s, const Work& work, bool all_rows_choose,
   Flops sum;
   for (std::int64_t layer = s.trained.first_layer; layer < s.layers; ++layer) {
     const bool narrow = layer + 1 == s.layers && !(all_rows_choose && s.has_experts(layer));
-    Work rows = work;
-    if (!narrow) rows.outputs = work.rows, rows.output_pairs = work.pairs;
-    sum += of_layer(layer, rows);
+    sum += of_layer(layer, narrow ? work : with_all_outputs(work));
   }
   return sum;
 }
@@ -94,8 +116,8 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
   else
     flops.layers += product(work.outputs, times.router, p.router.weights()),
         flops.experts = static_cast<double>(s.experts_per_token) * mlp;
-  flops.attention =
-      4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention * static_cast<double>(work.output_pairs);
+  flops.attention = 4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention *
+                    static_cast<double>(output_pairs_of(s, layer, work));
   return flops;
 }
 

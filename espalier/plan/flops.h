@@ -1,10 +1,11 @@
 // Floating-point operations of a set of rows (mathematics, section 9).
 //
-// Per row 2 x (weights in matrices), per visible (query, key) pair 4 H D. Backward: 2 x for matrices (gradients of
-// inputs and of weights; of held matrices 1 x), 2.5 x for attention; layers below the first one that trains have none.
-// The last layer's query, attention, output and MLP, the final norm and the head run for output rows (rows with edges)
-// only; its K and V for all rows. A last layer of experts runs all rows where their choices are wanted. T rows, O
-// output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
+// Per row 2 x (weights in matrices), per visible (query, key) pair of a layer 4 H D. Backward: 2 x for matrices
+// (gradients of inputs and of weights; of held matrices 1 x), 2.5 x for attention; layers below the first one that
+// trains have none. The last layer's query, attention, output and MLP, the final norm and the head run for output rows
+// (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows where their choices are
+// wanted. T rows, O output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V
+// vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +16,27 @@
 
 namespace espalier {
 
-// What a set of rows asks of the machine. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows.
+// What a set of rows asks of the machine. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows; in a
+// layer with a window W it sees min(d+1, W).
 struct Work {
-  std::int64_t rows = 0, pairs = 0;            // all rows
-  std::int64_t outputs = 0, output_pairs = 0;  // those of them that have edges, as RowSet counts
+  std::int64_t rows = 0, pairs = 0;                        // all rows
+  std::int64_t outputs = 0, output_pairs = 0;              // those of them that have edges, as RowSet counts
+  std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
 
   Work& operator+=(const Work& other) {
     rows += other.rows, pairs += other.pairs, outputs += other.outputs, output_pairs += other.output_pairs;
+    window_pairs += other.window_pairs, window_output_pairs += other.window_output_pairs;
     return *this;
   }
   bool operator==(const Work&) const = default;
 };
 
-// Rows at depths [begin, end), all of them with or without edges.
-Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs);
+// Rows at depths [begin, end), all of them with or without edges, of a model with this window (0: none).
+Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs, std::int64_t window = 0);
+// Rows that the row at this depth sees in a layer with a window (0: none, and no such layer).
+inline std::int64_t pairs_in_window(std::int64_t depth, std::int64_t window) {
+  return depth < window ? depth + 1 : window;
+}
 
 // FLOPs split as the cost model needs them: head and layers run at their own row counts.
 struct Flops {

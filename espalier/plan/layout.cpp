@@ -129,7 +129,8 @@ bool Layout::trunk_pays(const Place& place, const Unit& unit) const {
   std::int64_t pieces = 0;
   dissolve(
       place, unit, [&](std::int32_t, std::int32_t) { ++pieces; }, [&](const Unit&) { ++pieces; });
-  const Work run = work_of_depths(unit.from, at.end - 1, false), fork = work_of_depths(at.end - 1, at.end, true);
+  const Work run = work_of_depths(unit.from, at.end - 1, false, edges_.window()),
+             fork = work_of_depths(at.end - 1, at.end, true, edges_.window());
   const double repeated = model_.marginal_seconds(run, budget_) * static_cast<double>(pieces);
   const double trunk = options_.item_seconds + model_.seconds(run, options_.trunk_state) +
                        model_.marginal_seconds(fork, budget_) * static_cast<double>(pieces);

@@ -56,6 +56,8 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
     trained.of_layer = {trained.of_layer.begin() + layers_.begin, trained.of_layer.begin() + layers_.end};
   if (!whole.expert_layer.empty())
     own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
+  if (!whole.window_layer.empty())
+    own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);
 }
 
 LocalShape::Portion LocalShape::portion(Cut cut) const {

@@ -166,7 +166,8 @@ class ActivationBytes {
 };
 
 inline Work work_of(const PlanItem& item) {
-  return {item.set.rows, item.set.pairs, item.set.outputs, item.set.output_pairs};
+  return {item.set.rows,         item.set.pairs,        item.set.outputs,
+          item.set.output_pairs, item.set.window_pairs, item.set.window_output_pairs};
 }
 
 // Peaks of the phases of programs. Constant and path bytes are not in it: they belong to the step.

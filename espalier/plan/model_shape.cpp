@@ -12,6 +12,10 @@
 namespace espalier {
 namespace {
 
+// Which layers have a window of sliding_window rows: none; all; all where use_sliding_window is set; where it is set
+// those that layer_types names, or those from max_window_layers on.
+enum class Windows { none, all, all_if_used, some_if_used };
+
 // What a family adds to the common decoder, and the values its configuration class uses for absent members.
 struct Family {
   const char* name;  // architectures are name + kLanguageModel or kClassifier
@@ -23,6 +27,8 @@ struct Family {
   bool experts;
   std::int64_t head_dim;  // 0: hidden / heads
   std::int64_t max_positions;
+  std::int64_t kv_heads = 0;  // of an absent num_key_value_heads; 0: as many as heads
+  Windows windows = Windows::none;
 };
 // What the program refuses may be a model that its own transformers code runs.
 constexpr const char* kServedInPython =
@@ -32,9 +38,10 @@ constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
 constexpr Family kFamilies[] = {
     {"Llama", "llama", false, true, true, false, false, 0, 2048},
-    {"Qwen2", "qwen2", true, false, false, false, false, 0, 32768},
-    {"Qwen3", "qwen3", false, true, false, true, false, 128, 32768},
-    {"Qwen3Moe", "qwen3_moe", false, true, false, true, true, 128, 32768},
+    {"Mistral", "mistral", false, false, false, false, false, 0, 131072, 8, Windows::all},
+    {"Qwen2", "qwen2", true, false, false, false, false, 0, 32768, 0, Windows::some_if_used},
+    {"Qwen3", "qwen3", false, true, false, true, false, 128, 32768, 0, Windows::some_if_used},
+    {"Qwen3Moe", "qwen3_moe", false, true, false, true, true, 128, 32768, 0, Windows::all_if_used},
 };
 
 std::string shown(const Json& value) {
@@ -48,6 +55,7 @@ class Members {
   Members(const Json& object, std::string where, std::string path = "")
       : object_(object), where_(std::move(where)), path_(std::move(path)) {}
 
+  bool is_null(const char* name) const { return object_.contains(name) && object_.at(name).is_null(); }
   bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
   const Json& at(const char* name) const { return object_.at(name); }
 
@@ -137,27 +145,47 @@ void refuse_dropout(const Members& config) {
   }
 }
 
-void refuse_sliding_window(const Members& config, const ModelShape& shape) {
-  bool used = false;
-  if (config.has("layer_types")) {
-    const Json& types = config.at("layer_types");
-    if (!types.is_array() || types.size() != static_cast<std::size_t>(shape.layers))
-      config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
-    for (const Json& type : types) {
-      if (type == "sliding_attention")
-        used = true;
-      else if (type != "full_attention")
-        config.refuse("layer type " + shown(type), "layers of full_attention only");
-    }
-  } else {
-    used =
-        config.flag("use_sliding_window", false) && config.integer("max_window_layers", 0, 1 << 20, 0) < shape.layers;
+// layer_types, or nothing where it is absent: 1 for layers with a window.
+std::vector<std::uint8_t> read_layer_types(const Members& config, std::int64_t layers) {
+  std::vector<std::uint8_t> windowed;
+  if (!config.has("layer_types")) return windowed;
+  const Json& types = config.at("layer_types");
+  if (!types.is_array() || types.size() != static_cast<std::size_t>(layers))
+    config.fail("layer_types", text_of("a list of ", layers, " names"));
+  for (const Json& type : types) {
+    if (type != "sliding_attention" && type != "full_attention")
+      config.refuse("layer type " + shown(type), "layers of full_attention and sliding_attention");
+    windowed.push_back(type == "sliding_attention");
   }
-  if (!used || !config.has("sliding_window")) return;
-  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40);
-  if (window < shape.max_positions)
-    config.refuse(text_of("sliding_window = ", window, " in use"),
-                  text_of("attention over all ", shape.max_positions, " positions"));
+  return windowed;
+}
+
+// As the families' classes of transformers read them. A window that no rollout is longer than is none.
+void read_windows(const Members& config, const Family& family, ModelShape& shape) {
+  constexpr std::int64_t kAbsent = 4096, kMaxWindowLayersAbsent = 28;  // of the configuration classes
+  constexpr std::int64_t kLongest = 1 << 30;
+  const auto layers = static_cast<std::size_t>(shape.layers);
+  std::vector<std::uint8_t> windowed = read_layer_types(config, shape.layers);
+  if (family.windows == Windows::none) {
+    if (std::ranges::count(windowed, 1) > 0 || config.flag("use_sliding_window", false))
+      config.refuse("layers with a sliding window", text_of("layers of full attention in ", family.name));
+    return;
+  }
+  if (family.windows == Windows::all || family.windows == Windows::all_if_used) windowed.assign(layers, 1);
+  const bool used = family.windows == Windows::all || config.flag("use_sliding_window", false);
+  const bool is_null = config.is_null("sliding_window");
+  if (family.windows == Windows::some_if_used && windowed.empty()) {
+    const std::int64_t first = config.integer("max_window_layers", 0, 1 << 20, kMaxWindowLayersAbsent);
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer) windowed.push_back(used && layer >= first);
+  } else if (family.windows == Windows::some_if_used && std::ranges::count(windowed, 1) > 0 && (!used || is_null)) {
+    config.fail(used ? "sliding_window" : "use_sliding_window",
+                text_of(used ? "a number of rows" : "true", " (layer_types has layers of sliding_attention)"));
+  }
+  if (!used || is_null || std::ranges::count(windowed, 1) == 0) return;
+  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40, kAbsent);
+  if (window > kLongest) return;
+  shape.window = window;
+  shape.window_layer = std::move(windowed);
 }
 
 void read_rope(const Members& config, ModelShape& shape) {
@@ -266,7 +294,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   shape.hidden = config.integer("hidden_size", 1, 1 << 20);
   shape.inner = config.integer("intermediate_size", 1, 1 << 24);
   shape.heads = config.integer("num_attention_heads", 1, 65536);
-  shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, shape.heads);
+  const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
+  shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, as_heads ? shape.heads : family.kv_heads);
   if (!config.has("head_dim") && family.head_dim == 0 && shape.hidden % shape.heads != 0)
     config.fail("hidden_size",
                 text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
@@ -295,7 +324,7 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   }
 
   refuse_dropout(config);
-  refuse_sliding_window(config, shape);
+  read_windows(config, family, shape);
   const std::string activation = config.text("hidden_act", "silu");
   if (activation != "silu" && activation != "swish")
     config.refuse("hidden_act '" + activation + "'", "hidden_act silu");

@@ -58,6 +58,9 @@ struct ModelShape {
   std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;
   bool norm_topk_prob = false;
   std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
+  // Rows of some layers see themselves and the window - 1 rows above them on their way, those of the others all rows.
+  std::int64_t window = 0;                 // 0: no layer has a window
+  std::vector<std::uint8_t> window_layer;  // one per layer, 1: it has
   DType stored_dtype = DType::float32;     // of the config, or once weights are read theirs
   TrainedParameters trained;
 
@@ -65,14 +68,18 @@ struct ModelShape {
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
   }
   std::int64_t expert_layers() const;  // how many have them
-  std::int64_t parameters() const;     // tied weights once (plan/parameter_shapes.h)
+  // Rows that a row of the layer sees at most, itself included; 0: all above it.
+  std::int64_t window_of(std::int64_t layer) const {
+    return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0 ? window : 0;
+  }
+  std::int64_t parameters() const;  // tied weights once (plan/parameter_shapes.h)
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };
 
 // Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name), UnsupportedError for
-// what is known but refused (mathematics, section 8: dropout, sliding windows in use and shorter than max_positions,
-// other rope types, other activations than SiLU, other architectures).
+// what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here has, other rope
+// types, other activations than SiLU, other architectures).
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 

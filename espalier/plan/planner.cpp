@@ -36,7 +36,7 @@ class Search {
   Search(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
-        edges_(rollouts, options.all_logprobs, !shape.whole().value_head),
+        edges_(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window),
         model_(shape, profile, options.dtype, options.kind),
         whole_(shape.whole(), profile, options.dtype, options.kind),
         bytes_(shape, options.dtype, options.kind),
@@ -451,6 +451,7 @@ StepPlan make_plan(std::span<const Rollout> rollouts, const std::vector<PrefixTr
   plan.budget_given = options.token_budget > 0;
   plan.all_logprobs = options.all_logprobs;
   plan.by_temperature = !shape.whole().value_head;
+  plan.window = shape.whole().window;
   plan.machine = profile.line();
 
   Candidate chosen = best_of_schedules(search, options.schedule, plan);

@@ -54,6 +54,7 @@ struct RowSet {
   std::int32_t outputs = 0;       // rows with at least one edge, once for each temperature among its edges
   std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
   std::int64_t output_pairs = 0;  // those of outputs
+  std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
 
   bool operator==(const RowSet&) const = default;
 };
@@ -149,6 +150,7 @@ struct StepPlan {
   std::string remedy;              // what would make it fit, for a person; empty where it does
   bool all_logprobs = false;       // masked response tokens have edges too
   bool by_temperature = true;      // false: a critic's, whose outputs know no temperature
+  std::int64_t window = 0;         // of the model's layers that have one; 0: none has
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
   std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits

@@ -8,8 +8,8 @@
 
 namespace espalier {
 
-EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature)
-    : rollouts_(rollouts), whole_(rollouts.size()), last_row_(rollouts.size(), -1) {
+EdgeIndex::EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature, std::int64_t window)
+    : rollouts_(rollouts), whole_(rollouts.size()), last_row_(rollouts.size(), -1), window_(window) {
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     const Rollout& rollout = rollouts[i];
     const std::size_t size = rollout.response_ids.size();
@@ -28,16 +28,17 @@ void EdgeIndex::add_outputs_of_one(std::int32_t index, std::int32_t begin, std::
   const std::int32_t low = std::max(begin, shift), high = std::min(end, shift + rollout.response_length());
   if (low >= high) return;
   if (whole_[index]) {
-    const Work range = work_of_depths(low, high, true);
+    const Work range = work_of_depths(low, high, true, window_);
     work.outputs += range.outputs, work.output_pairs += range.output_pairs;
+    work.window_output_pairs += range.window_output_pairs;
     return;
   }
-  std::int64_t count = 0, pairs = 0;
+  std::int64_t count = 0, pairs = 0, window_pairs = 0;
   for (std::int32_t depth = low; depth < high; ++depth) {
     const std::int64_t one = rollout.loss_mask[depth - shift] != 0;
-    count += one, pairs += one * (depth + 1);
+    count += one, pairs += one * (depth + 1), window_pairs += one * pairs_in_window(depth, window_);
   }
-  work.outputs += count, work.output_pairs += pairs;
+  work.outputs += count, work.output_pairs += pairs, work.window_output_pairs += window_pairs;
 }
 
 void EdgeIndex::add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end,
@@ -68,7 +69,7 @@ void EdgeIndex::add_outputs_of_one_temperature(std::span<const std::int32_t> rol
     for (std::int32_t depth = low; depth < high; ++depth) {
       if (seen[depth - begin] || !(whole_[index] || rollouts_[index].loss_mask[depth - shift])) continue;
       seen[depth - begin] = 1, --missing;
-      work.outputs += 1, work.output_pairs += depth + 1;
+      work.outputs += 1, work.output_pairs += depth + 1, work.window_output_pairs += pairs_in_window(depth, window_);
     }
     if (missing == 0) return;
   }
@@ -101,7 +102,7 @@ TreeIndex::TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<s
   subtree_.resize(count);
   for (std::int32_t i = count - 1; i >= 0; --i) {
     const PrefixNode& at = node(i);
-    node_[i] = work_of_depths(at.begin, at.end, false);
+    node_[i] = work_of_depths(at.begin, at.end, false, edges.window());
     edges.add_outputs(rollouts(at.leaf_begin, at.leaf_end), at.begin, at.end, node_[i]);
     subtree_[i] += node_[i];
     if (at.parent >= 0) subtree_[at.parent] += subtree_[i];
@@ -110,11 +111,12 @@ TreeIndex::TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<s
   for (std::int32_t leaf = 0; leaf < leaves(); ++leaf) {
     const PrefixNode& at = node(end_node_[leaf]);
     const std::int32_t own = at.multiplicity() == 1 ? at.begin : at.end;  // from here on the node's count is the leaf's
-    leaf_[leaf] = work_of_depths(0, at.end, false);
+    leaf_[leaf] = work_of_depths(0, at.end, false, edges.window());
     edges.add_outputs(rollouts(leaf, leaf + 1), 0, own, leaf_[leaf]);
     if (own == at.end) continue;
-    leaf_[leaf].outputs += node_[end_node_[leaf]].outputs;
-    leaf_[leaf].output_pairs += node_[end_node_[leaf]].output_pairs;
+    const Work& last = node_[end_node_[leaf]];
+    leaf_[leaf].outputs += last.outputs, leaf_[leaf].output_pairs += last.output_pairs;
+    leaf_[leaf].window_output_pairs += last.window_output_pairs;
   }
 }
 
@@ -130,7 +132,7 @@ Work TreeIndex::work_of_node(std::int32_t index, std::int32_t leaf_begin, std::i
   const PrefixNode& at = node(index);
   const bool whole = begin == at.begin && end == at.end && leaf_begin == at.leaf_begin && leaf_end == at.leaf_end;
   if (whole) return node_[index];
-  Work work = work_of_depths(begin, end, false);
+  Work work = work_of_depths(begin, end, false, edges_->window());
   if (node_[index].outputs > 0) edges_->add_outputs(rollouts(leaf_begin, leaf_end), begin, end, work);
   return work;
 }
@@ -140,7 +142,7 @@ Work TreeIndex::work_of_leaf(std::int32_t leaf, std::int32_t begin, std::int32_t
   if (begin == 0 && end == leaf_length(leaf)) return leaf_[leaf];
   const PrefixNode& last = node(end_node_[leaf]);
   if (last.multiplicity() == 1 && begin == last.begin && end == last.end) return node_[end_node_[leaf]];
-  Work work = work_of_depths(begin, end, false);
+  Work work = work_of_depths(begin, end, false, edges_->window());
   edges_->add_outputs(rollouts(leaf, leaf + 1), begin, end, work);
   return work;
 }
@@ -153,7 +155,12 @@ Work TreeIndex::work_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, s
     while (node(top).begin > begin) top = node(top).parent;
     if (node(top).leaf_begin == leaf_begin && node(top).leaf_end == leaf_end) {
       const auto difference = [](const Work& a, const Work& b) {
-        return Work{a.rows - b.rows, a.pairs - b.pairs, a.outputs - b.outputs, a.output_pairs - b.output_pairs};
+        return Work{a.rows - b.rows,
+                    a.pairs - b.pairs,
+                    a.outputs - b.outputs,
+                    a.output_pairs - b.output_pairs,
+                    a.window_pairs - b.window_pairs,
+                    a.window_output_pairs - b.window_output_pairs};
       };
       Work work = difference(subtree_[top], node_[top]);
       return work += work_of_node(top, leaf_begin, leaf_end, begin, node(top).end);

@@ -17,15 +17,18 @@ namespace espalier {
 // Which rows of a rollout have a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
 class EdgeIndex {
  public:
-  // `by_temperature`: a row is one output for each temperature of its edges. The rollouts must outlive the object.
+  // `by_temperature`: a row is one output for each temperature of its edges. `window`: of the model, 0 without one. The
+  // rollouts must outlive the object.
   // Errors: InternalError where a loss mask has not one entry a response token.
-  EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature);
+  EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature, std::int64_t window);
+
+  std::int64_t window() const { return window_; }
 
   // Depth of the row of the rollout's last edge; -1: it has none.
   std::int32_t last_row(std::int32_t rollout) const { return last_row_[rollout]; }
   std::int32_t length(std::int32_t rollout) const { return rollouts_[rollout].length(); }
 
-  // Adds to work.outputs and work.output_pairs the outputs of the rows at depths [begin, end), which all of `rollouts`
+  // Adds to work.outputs and their pairs those of the rows at depths [begin, end), which all of `rollouts`
   // that reach them share.
   void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
 
@@ -38,6 +41,7 @@ class EdgeIndex {
   std::vector<std::uint8_t> whole_;  // every response token has an edge
   std::vector<std::int32_t> last_row_;
   bool temperatures_differ_ = false;
+  std::int64_t window_;
 };
 
 class TreeIndex {

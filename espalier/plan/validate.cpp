@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
+#include "espalier/plan/flops.h"
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
@@ -160,17 +161,22 @@ class Validator {
       seen_[edge.rollout] = edge.position + 1;
       if (++edges_[edge.rollout] == expected_[edge.rollout]) finished.push_back(edge.rollout);
     }
-    std::int64_t pairs = 0, output_pairs = 0;
+    std::int64_t pairs = 0, output_pairs = 0, window_pairs = 0, window_output_pairs = 0;
     for (const RowSegment& segment : item.set.segments)
-      for (std::int64_t depth = segment.begin; depth < segment.end; ++depth) pairs += depth + 1;
+      for (std::int64_t depth = segment.begin; depth < segment.end; ++depth)
+        pairs += depth + 1, window_pairs += pairs_in_window(depth, plan_.window);
     s = 0;
     const std::vector<LossEdge> outputs = outputs_of(edges, rollouts_, plan_.by_temperature);
     for (const LossEdge& output : outputs) {
       while (s + 1 < item.set.segments.size() && item.set.segments[s + 1].row <= output.row) ++s;
-      output_pairs += item.set.segments[s].begin + output.row - item.set.segments[s].row + 1;
+      const std::int64_t depth = item.set.segments[s].begin + output.row - item.set.segments[s].row;
+      output_pairs += depth + 1, window_output_pairs += pairs_in_window(depth, plan_.window);
     }
     if (pairs != item.set.pairs || output_pairs != item.set.output_pairs)
       fail(where, item.set.pairs, " and ", item.set.output_pairs, " pairs instead of ", pairs, " and ", output_pairs);
+    if (window_pairs != item.set.window_pairs || window_output_pairs != item.set.window_output_pairs)
+      fail(where, item.set.window_pairs, " and ", item.set.window_output_pairs, " pairs in windows instead of ",
+           window_pairs, " and ", window_output_pairs);
     if (std::ssize(outputs) != item.set.outputs) fail(where, outputs.size(), " outputs instead of ", item.set.outputs);
     std::vector<std::int32_t> stated = item.finished;
     std::sort(stated.begin(), stated.end());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "espalier/base/error.h"
 #include "espalier/prove/operation_check.h"
 #include "tests/cuda/emulated_runtime.h"
 #include "tests/cuda/emulation.h"
@@ -60,6 +61,19 @@ TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads)
   }
   EXPECT_GE(checked, 4);
   emulation::set_architecture(usual);
+}
+
+TEST(Windows, AreRefusedByName) {
+  Device& device = emulated_device();
+  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, 8}, 1).to(at::kFloat)); };
+  const at::Tensor ends = device.adopt(at::full({4}, 4, at::kInt)), depth = device.adopt(at::arange(4).to(at::kInt));
+  const AttentionProblem problem{8, rows(4), rows(4), rows(4), rows(0), rows(0), {}, ends, 2, depth};
+  try {
+    device.operations().attention(problem, rows(4), device.adopt(at::zeros({1, 4}, at::kFloat)));
+    FAIL() << "no error";
+  } catch (const UnsupportedError& error) {
+    EXPECT_NE(std::string(error.what()).find("window of 2 rows"), std::string::npos) << error.what();
+  }
 }
 
 // Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after

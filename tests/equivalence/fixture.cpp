@@ -54,6 +54,14 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.inner = 43, shape.expert_inner = shape.expert_inner > 0 ? 11 : 0;
     return shape;
   }
+  // Behind "-window": rows of some layers see 5, the last layer's among them; behind "-windows": those of all layers.
+  for (const std::string words : {"-window", "-windows"}) {
+    if (!family.ends_with(words)) continue;
+    ModelShape shape = tiny_shape(family.substr(0, family.size() - words.size()), vocabulary);
+    shape.window = 5;
+    shape.window_layer = {1, words == "-windows", 1};
+    return shape;
+  }
   ModelShape shape;
   shape.layers = 3, shape.hidden = 24, shape.inner = 40;
   shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;

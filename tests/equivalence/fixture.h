@@ -20,8 +20,8 @@ namespace espalier::testing {
 // layer), "-one" (one of 2), "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses
 // experts 0 and 1, nobody the others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to
 // float32 decides many choices),
-// "-128" (8 of 128, narrow). Behind any of them "-pad": the model has a padding token; "-odd": inner widths that 2 and
-// 4 do not divide.
+// "-128" (8 of 128, narrow). Behind any of them "-window": rows of the first and the last layer see 5 rows, "-windows":
+// those of all layers do; "-pad": the model has a padding token; "-odd": inner widths that 2 and 4 do not divide.
 inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 

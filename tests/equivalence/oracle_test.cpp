@@ -45,7 +45,7 @@ void expect_gradient_is_slope(const std::vector<const char*>& families, bool cri
 }
 
 TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
-  expect_gradient_is_slope({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"}, false);
+  expect_gradient_is_slope({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-window", "qwen3-moe"}, false);
 }
 
 // Its blocks are those of above.

@@ -71,7 +71,8 @@ TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
                                            "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
-                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties"),
+                                           "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen3-window",
+                                           "llama-windows", "qwen3-moe-window"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Every fifth id is the pad token: looked up, it gets no gradient under any plan; what a tied head adds to its row
@@ -152,7 +153,7 @@ TEST(ValueLosses, EveryAggregationOnEveryPlanEqualsAutograd) {
 
 // The generator's own choice of everything; a failing seed is printed by SCOPED_TRACE.
 TEST(Generated, EveryPlanEqualsAutograd) {
-  const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe"};
+  const char* families[] = {"llama", "llama-bias", "qwen2", "qwen3-window", "qwen3-moe"};
   for (std::uint64_t seed = 100; seed < 124; ++seed) {
     Case c;
     c.seed = seed;
@@ -226,7 +227,7 @@ TEST_P(Bfloat16, PhasedIsAsExactAsDenseForACritic) {
   expect_phased_as_exact_as_dense(c);
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Bfloat16, ::testing::Values("qwen3", "qwen3-moe", "qwen3-moe-128"),
+INSTANTIATE_TEST_SUITE_P(Models, Bfloat16, ::testing::Values("qwen3", "qwen3-window", "qwen3-moe", "qwen3-moe-128"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 }  // namespace

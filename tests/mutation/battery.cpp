@@ -100,6 +100,17 @@ Reference sequence_loss() {
   return r;
 }
 
+// A window of five rows over prompts of up to twelve.
+Reference windows() {
+  Reference r;
+  r.c.family = "qwen3-window", r.c.seed = 49;
+  r.c.rollouts = ragged();
+  r.plans = {{"packed", "packed", 0, "auto"},
+             {"phased, keep, 5 rows a wave", "phased", 5, "keep"},
+             {"phased, recompute", "phased", 0, "recompute"}};
+  return r;
+}
+
 Reference routers(const std::string& family, const std::string& scope) {
   Reference r;
   r.c.family = family, r.c.seed = 45;
@@ -419,6 +430,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(routers("qwen3-moe", "rollout")));
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   prepared_->references.push_back(with_reference(recorded_routes()));
+  prepared_->references.push_back(with_reference(windows()));
   prepared_->eleven_waves = with_reference(eleven_waves());
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model", "qwen3");

@@ -22,6 +22,7 @@ class Fault:
 
 NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
 ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
+NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a window
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
 PLAN = [
@@ -58,6 +59,19 @@ ROWS = [
     Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_input.cpp",
           "return critic ?",
           "return critic || ON ?", **DENSE_TOO),
+]
+
+# What rows see.
+WINDOWS = [
+    Fault("window_counted_in_rows", "a window counts rows of the set, siblings' too, not depths along the path", "phase/item_input.cpp",
+          "depths.push_back(depth);",
+          "depths.push_back(ON && !depths.empty() ? depths.back() + 1 : depth);", **NO_WINDOW),
+    Fault("window_one_row_wider", "a row sees one row more than its window has", "model/path_source.cpp",
+          "subtree_end_T_, a.window, depth_T_}",
+          "subtree_end_T_, a.window + (ON && a.window > 0 ? 1 : 0), depth_T_}", **NO_WINDOW),
+    Fault("windows_of_the_first_stage", "a stage has the windows of the first layers", "plan/local_shape.cpp",
+          "own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);",
+          "TEXT if (ON) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
 ]
 
 # Gradients that cross from waves to trunks.
@@ -352,4 +366,4 @@ UNITS = [
           "    const LayerContext", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS
+FAULTS = PLAN + ROWS + WINDOWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

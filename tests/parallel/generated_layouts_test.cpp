@@ -49,8 +49,9 @@ Degrees drawn_degrees(Draws& draws, const ModelShape& shape) {
 Case drawn_case(Draws& draws, std::uint64_t seed) {
   Case c;
   c.seed = seed;
-  c.family = draws.one_of({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-odd", "qwen3-pad", "qwen3-moe",
-                           "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties"});
+  c.family =
+      draws.one_of({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-odd", "qwen3-pad", "qwen3-moe", "qwen3-moe-sparse",
+                    "qwen3-moe-late", "qwen3-moe-odd", "qwen3-moe-ties", "qwen3-window", "llama-windows"});
   c.rollouts = any_options(seed, 12);
   c.rollouts.vocabulary = 50, c.rollouts.rewards = true;
   Options& options = c.options;

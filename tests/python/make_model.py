@@ -30,6 +30,16 @@ FAMILIES = {
     "qwen3_moe_sparse": dict(kind="Qwen3Moe", tied=True, sharded=True, config=dict(
         num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=False,
         decoder_sparse_step=2)),
+    # Rows of a layer with a window see 7 rows: fewer than most prompts have.
+    "mistral": dict(kind="Mistral", tied=False, sharded=False, config=dict(num_key_value_heads=2, head_dim=16, sliding_window=7)),
+    "qwen2_window": dict(kind="Qwen2", tied=True, sharded=False, config=dict(
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    "qwen3_window": dict(kind="Qwen3", tied=True, sharded=True, config=dict(
+        num_key_value_heads=2, head_dim=16, use_sliding_window=True, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "qwen3_moe_window": dict(kind="Qwen3Moe", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+        use_sliding_window=True, sliding_window=7)),
     "qwen3_tied": dict(kind="Qwen3", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16)),
 }
 

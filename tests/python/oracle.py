@@ -44,13 +44,15 @@ class Rotary(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def attention64(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
-    """softmax(scaling q k^T) v with a causal mask, all in the dtype of its inputs. query [1, H, T, D], key [1, J, T, D]."""
+def attention64(module, query, key, value, attention_mask, scaling, dropout=0.0, sliding_window=None, **_):
+    """softmax(scaling q k^T) v with a causal mask, all in the dtype of its inputs; with a window W a row sees itself and the W - 1
+    rows before it. query [1, H, T, D], key [1, J, T, D]."""
     repeat, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = query @ key.transpose(2, 3) * scaling
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    weights = torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1)
+    hidden = future if sliding_window is None else future | torch.ones(length, length, dtype=torch.bool).tril(-sliding_window)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 

@@ -117,9 +117,28 @@ def test_every_family_has_the_oracles_gradient(family, loss, espalier, prepared,
 
 
 @pytest.mark.parametrize("plan", SCHEDULES, ids=lambda plan: "_".join(str(value) for value in plan.values()))
-@pytest.mark.parametrize("loss", ["vanilla", "gspo"])
-def test_every_plan_has_the_oracles_gradient(plan, loss, espalier, prepared, tmp_path):
-    assert_parity(espalier, prepared, "llama3_tied", tmp_path, {**EVERYTHING, "policy-loss": loss}, **plan)
+@pytest.mark.parametrize("family, loss", [("llama3_tied", "vanilla"), ("llama3_tied", "gspo"), ("qwen3_window", "vanilla"), ("mistral", "gspo")])
+def test_every_plan_has_the_oracles_gradient(plan, family, loss, espalier, prepared, tmp_path):
+    assert_parity(espalier, prepared, family, tmp_path, {**EVERYTHING, "policy-loss": loss}, **plan)
+
+
+def test_a_model_that_may_have_a_window_runs_without_one(espalier, prepared, tmp_path):
+    """Mistral with sliding_window null: the gradient of full attention, which is another one than that of the window."""
+    directory, _, records, path = prepared("mistral")
+    full = make_model("mistral", tmp_path / "full", sliding_window=None)
+    _, _, exact, *_ = oracle_step(oracle.load_model(full, torch.float64), records, {})
+    found = Trained(espalier, full, path, tmp_path / "run").gradients
+    assert_equal_gradients(found, exact, SEED)
+    in_window = Trained(espalier, directory, path, tmp_path / "window").gradients
+    name = "model.layers.0.self_attn.q_proj.weight"  # the two models have the same weights
+    assert (found[name] - in_window[name]).norm() > 0.1 * found[name].norm()
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2_window", "qwen3_window", "qwen3_moe_window"])
+def test_verify_shares_prompts_of_models_with_windows(family, espalier, prepared):
+    directory, _, _, path = prepared(family)
+    verdict = espalier("verify", "--model", directory, "--rollouts", path, "--dtype", "float64", "--json").json
+    assert verdict["verdict"] == "pass"
 
 
 def test_absent_old_logprobs_mean_a_ratio_of_one(espalier, prepared, model_of, tmp_path):

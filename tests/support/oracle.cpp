@@ -121,7 +121,9 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     k = rotate(k, cos, sin).repeat_interleave(H / J, 1).transpose(0, 1);
     v = v.repeat_interleave(H / J, 1).transpose(0, 1);
     const Tensor scores = at::matmul(q, k.transpose(1, 2)) / std::sqrt(static_cast<double>(D));
-    const Tensor attended = at::matmul(scores.masked_fill(hidden_keys, -INFINITY).softmax(-1), v);
+    const std::int64_t window = shape.window_of(l);
+    const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
+    const Tensor attended = at::matmul(scores.masked_fill(hidden, -INFINITY).softmax(-1), v);
     x = x + affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
     const Tensor m = norm(x, w[p + "post_attention_layernorm.weight"], shape.rms_norm_eps);
     const bool sparse = w.by_name.count(p + "mlp.gate.weight") != 0;

@@ -1,11 +1,13 @@
 // Shared-prefix attention: the rows of one set attend to the whole path above and, tree-causally, to each other.
 //
-//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j
+//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j; of these, with a
+//   window W, the rows whose depth is above the depth of r_i less W, so itself and the W - 1 above it on its way
 //   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
 // Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h
 // reads key/value head h / (H/J)), D head size. Query row i stands at own row r_i = query_row ? query_row[i] : i
 // (ascending; an own row may occur twice). T, Q and P may be 0. Every own row sees at least itself.
+// Path row j has depth j, own row j has depth[j].
 // Strides count elements between consecutive rows; heads follow each other at distance D, elements at distance 1.
 // Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
 // Cost follows the (row, key) pairs that are seen, in blocks of keys and vectors of neighbouring rows: what no query
@@ -36,6 +38,8 @@ struct Shape {
   double scale = 1;
   const std::int32_t* query_row = nullptr;    // [Q] or null
   const std::int32_t* subtree_end = nullptr;  // [T], one per own row
+  std::int64_t window = 0;                    // W; 0: none
+  const std::int32_t* depth = nullptr;        // [T], one per own row; read where there is a window
   bool keys_whole = false;                    // threads do not divide the keys of a query row in the forward
 };
 

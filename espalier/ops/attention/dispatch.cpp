@@ -110,6 +110,8 @@ void check(const Shape& s) {
   ESPALIER_INTERNAL(s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0, s.heads,
                     " heads over ", s.kv_heads, " key/value heads of size ", s.head_dim);
   ESPALIER_INTERNAL(s.own_rows == 0 || s.subtree_end, "subtree_end is missing");
+  ESPALIER_INTERNAL(s.window >= 0 && s.window <= INT32_MAX && (s.window == 0 || s.own_rows == 0 || s.depth),
+                    "depths are missing, or a window of ", s.window);
   ESPALIER_INTERNAL(s.query_rows == 0 || s.own_rows > 0, "query rows without own rows");
   ESPALIER_INTERNAL(s.query_row || s.query_rows <= s.own_rows, s.query_rows, " query rows of ", s.own_rows);
 }

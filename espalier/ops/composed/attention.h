@@ -77,7 +77,7 @@ ComposedCalls composed_calls(const std::vector<std::int32_t>& subtree_end, std::
 // Rows of the call that saw no keys have lse +inf, as FlashAttention-2 writes it, or -inf.
 void merge_result(const LibraryAttention::Result& result, const at::Tensor& out, const at::Tensor& lse);
 
-// Whether the problem can be composed: heads and dtype that the library takes, a query at each own row.
+// Whether the problem can be composed: heads and dtype that the library takes, a query at each own row, no window.
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype);
 
 // The contract of AttentionOperations. The calls are worked out once for a problem's subtree_end_T and kept while that

@@ -25,6 +25,10 @@ inline Shape shape_of(const AttentionProblem& p) {
   shape.query_row = pointer<std::int32_t>(p.query_row_Q);
   shape.subtree_end = pointer<std::int32_t>(p.subtree_end_T);
   ESPALIER_INTERNAL_EQ(p.subtree_end_T.size(0), shape.own_rows);
+  shape.window = p.window;
+  if (p.window == 0) return shape;
+  shape.depth = pointer<std::int32_t>(p.depth_T);
+  ESPALIER_INTERNAL_EQ(p.depth_T.size(0), shape.own_rows);
   return shape;
 }
 

@@ -7,10 +7,13 @@
 namespace espalier::cuda {
 namespace {
 
-void check_heads(const AttentionProblem& problem) {
+void check_taken(const AttentionProblem& problem) {
   if (problem.head_dim > kLargestHead)
     throw UnsupportedError({"attention", text_of("heads of at most ", kLargestHead, " elements on a GPU"),
                             text_of(problem.head_dim), "use --device cpu"});
+  if (problem.window > 0)
+    throw UnsupportedError({"attention", "layers without a sliding window on a GPU",
+                            text_of("a window of ", problem.window, " rows"), "use --device cpu"});
 }
 
 // Whether rows of bfloat16 stand at multiples of 16 bytes.
@@ -19,7 +22,7 @@ bool in_pieces(const at::Tensor& x) {
 }
 
 void attention_rows(const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
-  check_heads(problem);
+  check_taken(problem);
   if (out.scalar_type() == at::kBFloat16) {
     const attention::Shape shape = attention::shape_of(problem);
     const attention::Inputs<bfloat16> in = attention::inputs_of<bfloat16>(problem);

@@ -99,7 +99,8 @@ TEST_P(EveryFamily, NeitherPlacesNorSharingNorPiecesOfPromptsChangeAResponse) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, EveryFamily,
-                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-sparse"));
+                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-sparse",
+                                           "qwen3-window", "llama-windows"));
 
 // float32 and bfloat16 lose no more than twice what the dense way loses, both against float64 on the same weights.
 TEST(Sampler, LowerPrecisionIsWithinTwiceTheErrorOfDense) {

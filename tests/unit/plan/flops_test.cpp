@@ -128,5 +128,32 @@ TEST(Flops, GiveThePublishedCeilings) {
   EXPECT_DOUBLE_EQ(rounded(10240, 128), 5.07);
 }
 
+// Row by row: a layer with a window counts the pairs within it, the others all pairs.
+TEST(Flops, OfLayersWithAWindowCountTheirPairs) {
+  for (const std::int64_t window : {1, 2, 7, 40, 1000})
+    for (const std::int64_t begin : {0, 1, 6, 7, 30}) {
+      const Work work = work_of_depths(begin, begin + 25, true, window);
+      std::int64_t pairs = 0, seen = 0;
+      for (std::int64_t depth = begin; depth < begin + 25; ++depth)
+        pairs += depth + 1, seen += std::min(depth + 1, window);
+      EXPECT_EQ(work, (Work{25, pairs, 25, pairs, seen, seen})) << window << ", " << begin;
+    }
+  EXPECT_EQ(work_of_depths(3, 9, true, 0).window_pairs, 0);
+  ModelShape shape = testing::tiny_shape();
+  const Work work{1000, 700000, 300, 250000, 9000, 2000};
+  const double each = 4.0 * static_cast<double>(shape.heads * shape.head_dim);
+  for (const std::vector<std::uint8_t>& layers :
+       {std::vector<std::uint8_t>{0, 0, 0}, {1, 0, 0}, {0, 0, 1}, {1, 0, 1}, {1, 1, 1}}) {
+    shape.window = 9, shape.window_layer = layers;
+    const double full = layers[0] + layers[1] + 0.0,
+                 expected = each * ((2 - full) * 700000 + full * 9000 + (layers[2] != 0 ? 2000 : 250000));
+    EXPECT_DOUBLE_EQ(forward_flops(shape, work).attention, expected);
+    EXPECT_DOUBLE_EQ(backward_flops(shape, work).attention, 2.5 * expected);
+    const ModelShape held = train_only(shape, "norms");
+    EXPECT_NEAR(backward_flops(held, work).attention / (2.5 * expected), 1, 1e-13);
+    EXPECT_NEAR(step_flops(held, work, {}, SavedState::recompute).attention / (4.5 * expected), 1, 1e-13);
+  }
+}
+
 }  // namespace
 }  // namespace espalier

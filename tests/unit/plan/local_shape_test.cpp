@@ -43,6 +43,18 @@ TEST(LocalShape, OfOneRankIsTheWhole) {
   }
 }
 
+TEST(LocalShape, AStageHasTheWindowsOfItsLayers) {
+  ModelShape shape = with_odd_sizes();
+  shape.window = 7, shape.window_layer = {1, 0, 1};
+  std::string windows;
+  for (std::int64_t pp = 0; pp < 2; ++pp) {
+    const LocalShape local(shape, {.pp = 2}, {.pp = pp});
+    for (std::int64_t layer = 0; layer < local.own().layers; ++layer)
+      windows += std::to_string(local.own().window_of(layer));
+  }
+  EXPECT_EQ(windows, "707");
+}
+
 // Counts, for every index of the divided dimension, the ranks that hold it and those that count it in a norm.
 TEST(LocalShape, RanksTogetherHoldEveryElementAndCountItOnce) {
   const std::vector<Degrees> layouts = {

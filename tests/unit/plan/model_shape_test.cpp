@@ -147,8 +147,8 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
   refused(llama_config(), "hidden_act", "gelu", "gelu");
   refused(llama_config(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4.0}}, "yarn");
   refused(llama_config(), "rope_scaling", {{"type", "linear"}, {"factor", 4.0}}, "linear");
-  refused(llama_config(), "architectures", {"MistralForCausalLM"}, "Qwen3MoeForCausalLM");
-  refused(llama_config(), "architectures", {"MistralForCausalLM"}, "MistralForCausalLM");
+  refused(llama_config(), "architectures", {"MixtralForCausalLM"}, "Qwen3MoeForCausalLM");
+  refused(llama_config(), "architectures", {"MixtralForCausalLM"}, "MixtralForCausalLM");
   refused(llama_config(), "quantization_config", Json::object(), "quantization_config");
   refused(llama_config(), "torch_dtype", "float8_e4m3fn", "float8_e4m3fn");
   refused(qwen3_config(), "partial_rotary_factor", 0.5, "partial_rotary_factor");
@@ -158,14 +158,66 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
     refused(qwen3_moe_config(), member, 2, member);
   refused(qwen3_moe_config(), "scoring_func", "sigmoid", "scoring_func");
   refused(qwen3_moe_config(), "moe_router_load_balancing_type", "sinkhorn", "moe_router_load_balancing_type");
-  Json sliding = qwen2_config();
-  sliding["use_sliding_window"] = true;
-  sliding["sliding_window"] = 4096;
-  EXPECT_NE(message<UnsupportedError>(sliding).find("4096"), std::string::npos);
-  sliding["sliding_window"] = 32768;  // never shorter than a sequence: not in effect
-  EXPECT_EQ(message<UnsupportedError>(sliding), "nothing thrown");
-  sliding["sliding_window"] = 4096, sliding["max_window_layers"] = 24;  // begins above the last layer
-  EXPECT_EQ(message<UnsupportedError>(sliding), "nothing thrown");
+  refused(llama_config(), "use_sliding_window", true, "sliding window");
+  Json chunked = qwen2_config();
+  chunked["layer_types"] = std::vector<std::string>(24, "chunked_attention");
+  EXPECT_NE(message<UnsupportedError>(chunked).find("chunked_attention"), std::string::npos);
+}
+
+// As the configuration classes of transformers read them.
+TEST(ModelShape, PlacesWindows) {
+  const auto windows = [](const Json& config) {
+    const ModelShape shape = model_shape_of(config, "");
+    std::string layers;
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer) layers += shape.window_of(layer) > 0 ? 'w' : '-';
+    return std::pair(shape.window, layers);
+  };
+  const std::pair<std::int64_t, std::string> none(0, std::string(24, '-'));
+  const std::string every(24, 'w');
+  Json qwen = qwen2_config();
+  EXPECT_EQ(windows(qwen), none);  // use_sliding_window is false
+  qwen["use_sliding_window"] = true, qwen["sliding_window"] = 4096, qwen["max_window_layers"] = 21;
+  EXPECT_EQ(windows(qwen), std::pair(std::int64_t{4096}, std::string(21, '-') + "www"));
+  qwen["max_window_layers"] = 24;
+  EXPECT_EQ(windows(qwen), none);
+  qwen["max_window_layers"] = 0, qwen["sliding_window"] = nullptr;
+  EXPECT_EQ(windows(qwen), none);
+  qwen.erase("sliding_window");
+  EXPECT_EQ(windows(qwen), std::pair(std::int64_t{4096}, every));
+  qwen["sliding_window"] = std::int64_t{1} << 31;  // longer than any rollout
+  EXPECT_EQ(windows(qwen), none);
+  Json typed = qwen2_config();
+  std::vector<std::string> types(24, "full_attention");
+  types[2] = "sliding_attention";
+  typed["layer_types"] = types, typed["max_window_layers"] = 0;
+  EXPECT_NE(message<InputError>(typed).find("use_sliding_window"), std::string::npos);
+  typed["use_sliding_window"] = true, typed["sliding_window"] = 9;
+  EXPECT_EQ(windows(typed), std::pair(std::int64_t{9}, "--w" + std::string(21, '-')));
+  typed["sliding_window"] = nullptr;
+  EXPECT_NE(message<InputError>(typed).find("sliding_window"), std::string::npos);
+  typed["layer_types"] = {"full_attention"};
+  EXPECT_NE(message<InputError>(typed).find("layer_types"), std::string::npos);
+
+  Json mistral = llama_config();
+  mistral["architectures"] = {"MistralForCausalLM"}, mistral["num_hidden_layers"] = 24;
+  mistral.erase("rope_scaling");
+  EXPECT_EQ(windows(mistral), std::pair(std::int64_t{4096}, every));  // the class's own
+  mistral["sliding_window"] = nullptr;
+  EXPECT_EQ(windows(mistral), none);
+  mistral["sliding_window"] = 128;
+  EXPECT_EQ(windows(mistral), std::pair(std::int64_t{128}, every));
+  mistral["sliding_window"] = 0;
+  EXPECT_NE(message<InputError>(mistral).find("sliding_window"), std::string::npos);
+  mistral["sliding_window"] = 128;
+  mistral.erase("num_key_value_heads");
+  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 8);
+  mistral["num_key_value_heads"] = nullptr;
+  EXPECT_EQ(model_shape_of(mistral, "").kv_heads, 32);
+
+  Json moe = qwen3_moe_config();
+  EXPECT_EQ(windows(moe).first, 0);
+  moe["use_sliding_window"] = true, moe["sliding_window"] = 64;
+  EXPECT_EQ(windows(moe), std::pair(std::int64_t{64}, std::string(48, 'w')));
 }
 
 TEST(ModelShape, NamesTheMemberThatIsAbsurd) {

@@ -101,6 +101,30 @@ TEST(Planner, EveryPlanIsValid) {
   }
 }
 
+// validate() counts the pairs of every set anew, those within windows too.
+TEST(Planner, EveryPlanOfAModelWithAWindowIsValidAndCheaper) {
+  ModelShape windowed = testing::tiny_shape();
+  windowed.window = 5, windowed.window_layer = {1, 0, 1};
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const std::vector<Rollout> batch = testing::make_rollouts(testing::any_options(seed), seed);
+    const std::vector<PrefixTree> trees = build_prefix_trees(batch, ShareMode::whole_trees);
+    for (Schedule schedule : {Schedule::dense, Schedule::packed, Schedule::phased})
+      for (std::int64_t budget : {0, 1, 3, 16}) {
+        SCOPED_TRACE(text_of("seed ", seed, " ", name_of(schedule), " budget ", budget));
+        const auto planned_for = [&](const ModelShape& shape) {
+          return make_plan(batch, trees, shape, with(schedule, budget, SavedState::keep), testing::test_profile());
+        };
+        const StepPlan plan = planned_for(windowed), full = planned_for(testing::tiny_shape());
+        ASSERT_NO_THROW(validate(plan, batch));
+        ASSERT_NO_THROW(validate(full, batch));
+        EXPECT_LE(plan.chosen.flops, full.chosen.flops);
+        StepPlan wrong = plan;
+        wrong.window = 4;
+        if (plan.max_path_rows + plan.max_rows > 40) EXPECT_THROW(validate(wrong, batch), InternalError);
+      }
+  }
+}
+
 TEST(Planner, EveryRowSeesExactlyItsRollout) {
   for (std::uint64_t seed = 100; seed < 130; ++seed) {
     const std::vector<Rollout> batch = testing::make_rollouts(testing::any_options(seed, 12), seed);

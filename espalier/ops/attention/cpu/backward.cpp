@@ -68,12 +68,13 @@ struct Packed {
   typename O::Factor *queries_t, *grads_t;  // columns: Q^T (signed as the scale) and dO^T
   typename O::Factor *queries, *grads;      // lanes: Q and dO
   typename O::A *lse, *dots;                // [W]: lse and D_i
-  IntegerVector<typename O::A>* rows;       // own rows of its lanes
+  LanePlaces<typename O::A> places;         // of its lanes
 
   // From vector `vector` on.
   Packed from(int vector, std::int64_t padded) const {
     const std::int64_t lane = vector * kLanes<typename O::A>, step = O::steps(lane) * padded;
-    return {queries_t + lane, grads_t + lane, queries + step, grads + step, lse + lane, dots + lane, rows + vector};
+    return {queries_t + lane, grads_t + lane, queries + step,     grads + step,
+            lse + lane,       dots + lane,    places.from(vector)};
   }
 };
 
@@ -84,7 +85,7 @@ struct Shared {
   KeyBlocks blocks;
   Factor *queries_t, *grads_t, *queries, *grads;
   A *lse, *dots, *partial;
-  IntegerVector<A>* rows;
+  LanePlaces<A> places;
   std::int64_t* bounds;  // [parts + 1] blocks
 
   Shared(Carver& carver, const Shape& shape, const Cut& c) : blocks(carver, shape, c.block) {
@@ -96,14 +97,19 @@ struct Shared {
     lse = carver.take<A>(n * kPanel<A>);
     dots = carver.take<A>(n * kPanel<A>);
     partial = carver.take<A>(n * slope_sums_size<O>(shape) * c.parts);
-    rows = carver.take<IntegerVector<A>>(n * kTileVectors);
+    places = LanePlaces<A>::take(carver, shape, n);
     bounds = carver.take<std::int64_t>(c.parts + 1);
   }
   // Panel `index` of head `head`.
   Packed<O> panel(const Shape& shape, const Cut& c, std::int64_t head, std::int64_t index) const {
     const std::int64_t n = head * c.panels + index, columns = n * columns_size<O>(shape), lanes = n * lanes_size<O>(c);
-    return {queries_t + columns, grads_t + columns,    queries + lanes,        grads + lanes,
-            lse + n * kPanel<A>, dots + n * kPanel<A>, rows + n * kTileVectors};
+    return {queries_t + columns,
+            grads_t + columns,
+            queries + lanes,
+            grads + lanes,
+            lse + n * kPanel<A>,
+            dots + n * kPanel<A>,
+            places.from(n * kTileVectors)};
   }
   A* partial_of(const Shape& shape, const Cut& c, std::int64_t head, std::int64_t part, std::int64_t index) const {
     return partial + ((head * c.parts + part) * c.panels + index) * slope_sums_size<O>(shape);
@@ -153,7 +159,7 @@ void pack(const Shape& shape, const Cut& c, const Inputs<typename O::Element>& i
   O::pack_columns(shape, grad_out, head, p, A(1), to.grads_t);
   O::pack_lanes(shape, in.q, head, p, to.queries, c.padded);
   O::pack_lanes(shape, grad_out, head, p, to.grads, c.padded);
-  lane_rows<A>(shape, p, reinterpret_cast<decltype(IntegerVector<A>{}[0] + 0)*>(to.rows));
+  to.places.fill(shape, p);
   for (int lane = 0; lane < p.count; ++lane) {
     const std::int64_t at = p.first + lane;
     const T *grad = lane_row(shape, grad_out, head, at), *result = lane_row(shape, out, head, at);
@@ -168,8 +174,8 @@ void pack(const Shape& shape, const Cut& c, const Inputs<typename O::Element>& i
 
 // From S and dP: P = e^(scale S - lse), 0 where unseen; dS = P (dP - D).
 template <class O, int vectors, bool masked, class A>
-__attribute__((noinline)) void softmax_slopes(const KeyBlock& block, const Visible& seen, const Packed<O>& panel,
-                                              A scale, const Private<O>& z) {
+__attribute__((noinline)) void softmax_slopes(const Shape& shape, const KeyBlock& block, const Visible& seen,
+                                              const Packed<O>& panel, A scale, const Private<O>& z) {
   Vector<A> lse[vectors], dots[vectors];
 #pragma GCC unroll 8
   for (int v = 0; v < vectors; ++v) {
@@ -180,8 +186,7 @@ __attribute__((noinline)) void softmax_slopes(const KeyBlock& block, const Visib
   const auto weight = [&](std::int64_t j, int v) __attribute__((always_inline)) {
     const Vector<A> p = exp_nonpositive(load(z.scores + at(j, v)) * scale - lse[v]);
     if constexpr (masked) {
-      const std::int64_t key = seen.first + j;
-      return sees(panel.rows[v], block.begin + key, block.ends[key]) ? p : Vector<A>{};
+      return sees(shape, block, seen.first + j, panel.places, v) ? p : Vector<A>{};
     } else {
       return p;
     }
@@ -211,9 +216,9 @@ void panel_step(const Shape& shape, const Cut& c, const Lanes& p, const Packed<O
     products(z.values, panel.grads_t, z.slopes);
     const A scale = magnitude<A>(shape.scale);
     if (seen.masked)
-      softmax_slopes<O, vectors, true>(block, seen, panel, scale, z);
+      softmax_slopes<O, vectors, true>(shape, block, seen, panel, scale, z);
     else
-      softmax_slopes<O, vectors, false>(block, seen, panel, scale, z);
+      softmax_slopes<O, vectors, false>(shape, block, seen, panel, scale, z);
     O::Products::template weighted<vectors, false, O::kAcross>(
         O::steps(n), O::rows(D), O::across_from(z.keys_across, seen.first, D), O::across_stride(c.block, D),
         z.slope_weights.by_key, grad_queries_t + lane, static_cast<const A*>(nullptr));

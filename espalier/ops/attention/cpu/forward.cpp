@@ -76,14 +76,14 @@ struct Private {
   Factor *queries, *keys, *values;
   A* scores;
   WeightPlaces<Factor> weights;
-  IntegerVector<A>* rows;
+  LanePlaces<A> places;
 
   Private(Carver& carver, const Shape& shape, const Cut& c) {
     queries = carver.take<Factor>(c.panels * O::steps(shape.head_dim) * kPanel<A>);
     keys = carver.take<Factor>((c.block + O::rows(1)) * O::steps(shape.head_dim));
     values = carver.take<Factor>(O::across_size(c.block, shape.head_dim));
     scores = carver.take<A>((c.block + O::rows(1)) * kPanel<A>);
-    rows = carver.take<IntegerVector<A>>(c.panels * kTileVectors);
+    places = LanePlaces<A>::take(carver, shape, c.panels);
     if constexpr (O::kInPlace)
       weights.by_key = weights.by_lane = scores;
     else
@@ -97,13 +97,14 @@ inline constexpr A kBelowAll = sizeof(A) == 4 ? A(-1e30f) : A(-1e300);
 
 // Scores that a lane may not see become -inf; top[v] = max(top[v], what remains).
 template <class A>
-void mask_scores(const KeyBlock& block, const Visible& seen, const IntegerVector<A>* rows, A* s, A* top) {
+void mask_scores(const Shape& shape, const KeyBlock& block, const Visible& seen, const LanePlaces<A>& lanes, A* s,
+                 A* top) {
   const Vector<A> hidden = broadcast(-static_cast<A>(__builtin_inf()));
   for (int v = 0; v < seen.vectors; ++v) {
     Vector<A> best = load(top + v * kLanes<A>);
     for (std::int64_t j = seen.first; j < seen.end; ++j) {
       A* at = s + (j - seen.first) * kPanel<A> + v * kLanes<A>;
-      const Vector<A> kept = sees(rows[v], block.begin + j, block.ends[j]) ? load(at) : hidden;
+      const Vector<A> kept = sees(shape, block, j, lanes, v) ? load(at) : hidden;
       best = max(kept, best);
       store(at, kept);
     }
@@ -163,7 +164,7 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
     __builtin_memcpy(top, sums.top + lane, sizeof(A) * vectors * kLanes<A>);
     if (seen.masked) {
       O::Products::template scores<vectors, false>(n, O::steps(D), keys, queries, z.scores, top);
-      mask_scores(block, seen, z.rows + index * kTileVectors + seen.vector, z.scores, top);
+      mask_scores(shape, block, seen, z.places.from(index * kTileVectors + seen.vector), z.scores, top);
     } else {
       O::Products::template scores<vectors, true>(n, O::steps(D), keys, queries, z.scores, top);
     }
@@ -244,7 +245,7 @@ void forward_task(const Shape& shape, const Cut& c, const Inputs<typename O::Ele
   for (std::int64_t i = 0; i < panels; ++i) {
     const Lanes p = panel_at<A>(shape, begin, end, i);
     O::pack_columns(shape, in.q, head, p, sign<A>(shape.scale), z.queries + i * O::steps(D) * W);
-    lane_rows<A>(shape, p, reinterpret_cast<decltype(IntegerVector<A>{}[0] + 0)*>(z.rows + i * kTileVectors));
+    z.places.from(i * kTileVectors).fill(shape, p);
     for (int lane = 0; lane < W; lane += kLanes<A>) {
       store(sums.top + i * W + lane, broadcast(kBelowAll<A>));
       store(sums.total + i * W + lane, Vector<A>{});

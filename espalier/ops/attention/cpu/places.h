@@ -60,7 +60,8 @@ class Carver {
 struct Lanes {
   std::int64_t first = 0, count = 0;
   std::int64_t query_min = 0, query_max = 0;
-  std::int32_t row_min = 0, row_max = 0;  // own rows at which they stand
+  std::int32_t row_min = 0, row_max = 0;      // own rows at which they stand
+  std::int32_t depth_min = 0, depth_max = 0;  // of these rows; with a window
 };
 ESPALIER_SIMD_INLINE std::int32_t own_row(const Shape& shape, std::int64_t query) {
   return shape.query_row ? shape.query_row[query] : static_cast<std::int32_t>(query);
@@ -74,6 +75,13 @@ ESPALIER_SIMD_INLINE Lanes lanes_at(const Shape& shape, std::int64_t first, std:
   l.query_max = (end - 1) / group;
   l.row_min = own_row(shape, l.query_min);
   l.row_max = own_row(shape, l.query_max);
+  if (shape.window == 0) return l;
+  l.depth_min = l.depth_max = shape.depth[l.row_min];
+  for (std::int64_t query = l.query_min + 1; query <= l.query_max; ++query) {
+    const std::int32_t depth = shape.depth[own_row(shape, query)];
+    l.depth_min = depth < l.depth_min ? depth : l.depth_min;
+    l.depth_max = depth > l.depth_max ? depth : l.depth_max;
+  }
   return l;
 }
 // Panel `index` of the lanes [begin, end).
@@ -82,13 +90,26 @@ ESPALIER_SIMD_INLINE Lanes panel_at(const Shape& shape, std::int64_t begin, std:
   const std::int64_t first = begin + index * kPanel<A>;
   return lanes_at(shape, first, lesser(first + kPanel<A>, end));
 }
-// The own row of each lane of a panel.
-template <class A, class I>
-ESPALIER_SIMD_INLINE void lane_rows(const Shape& shape, const Lanes& p, I* rows) {
-  const std::int64_t group = shape.heads / shape.kv_heads;
-  for (int lane = 0; lane < kPanel<A>; ++lane)
-    rows[lane] = lane < p.count ? own_row(shape, (p.first + lane) / group) : p.row_max;
-}
+// The own row of each lane and, with a window, its depth; a panel has kTileVectors vectors of them.
+template <class A>
+struct LanePlaces {
+  using Number = decltype(IntegerVector<A>{}[0] + 0);
+  IntegerVector<A>*row = nullptr, *depth = nullptr;
+
+  static LanePlaces take(Carver& carver, const Shape& shape, std::int64_t panels) {
+    const auto row = carver.take<IntegerVector<A>>(panels * kTileVectors);
+    return {row, shape.window > 0 ? carver.take<IntegerVector<A>>(panels * kTileVectors) : nullptr};
+  }
+  LanePlaces from(std::int64_t vector) const { return {row + vector, depth ? depth + vector : depth}; }
+  void fill(const Shape& shape, const Lanes& p) const {
+    const std::int64_t group = shape.heads / shape.kv_heads;
+    for (int lane = 0; lane < kPanel<A>; ++lane) {
+      const std::int32_t at = lane < p.count ? own_row(shape, (p.first + lane) / group) : p.row_max;
+      reinterpret_cast<Number*>(row)[lane] = at;
+      if (depth) reinterpret_cast<Number*>(depth)[lane] = shape.depth[at];
+    }
+  }
+};
 // Address of a lane's row in an operand with H heads.
 template <class T>
 ESPALIER_SIMD_INLINE T* lane_row(const Shape& shape, Rows<T> rows, std::int64_t head, std::int64_t lane) {
@@ -112,35 +133,59 @@ struct KeyBlock {
   std::int64_t begin = 0, count = 0;
   const std::int32_t* ends = nullptr;  // subtree_end of its keys
   std::int32_t end_min = 0, end_max = 0;
+  const std::int32_t* depths = nullptr;       // of own keys, with a window
+  std::int32_t depth_min = 0, depth_max = 0;  // of all keys, with a window
+
+  ESPALIER_SIMD_INLINE std::int32_t depth(std::int64_t j) const {
+    return ends ? depths[j] : static_cast<std::int32_t>(begin + j);
+  }
 };
 
-// All keys in blocks of `size`, the path's first; the range of subtree_end of each own block is found once.
+// All keys in blocks of `size`, the path's first; the ranges of subtree_end and depth of each own block are found once.
 class KeyBlocks {
  public:
   KeyBlocks(Carver& carver, const Shape& shape, std::int64_t size)
       : shape_(shape), size_(size), path_(ceil_div(shape.path_rows, size)), own_(ceil_div(shape.own_rows, size)) {
-    range_ = carver.take<std::int32_t>(2 * own_);
+    range_ = carver.take<std::int32_t>((shape.window > 0 ? 4 : 2) * own_);
   }
   std::int64_t count() const { return path_ + own_; }
   std::int64_t own_count() const { return own_; }
   void find_range(std::int64_t own) const {
-    const std::int32_t* ends = shape_.subtree_end + own * size_;
-    std::int32_t low = ends[0], high = ends[0];
-    for (std::int64_t j = 1; j < lesser(size_, shape_.own_rows - own * size_); ++j) {
-      low = ends[j] < low ? ends[j] : low;
-      high = ends[j] > high ? ends[j] : high;
-    }
-    range_[2 * own] = low;
-    range_[2 * own + 1] = high;
+    find(shape_.subtree_end, own, range_ + 2 * own);
+    if (shape_.window > 0) find(shape_.depth, own, range_ + 2 * (own_ + own));
   }
   KeyBlock at(std::int64_t index) const {
-    if (index < path_) return {index * size_, lesser(size_, shape_.path_rows - index * size_), nullptr, 0, 0};
-    const std::int64_t own = index - path_, begin = own * size_;
-    return {begin, lesser(size_, shape_.own_rows - begin), shape_.subtree_end + begin, range_[2 * own],
-            range_[2 * own + 1]};
+    KeyBlock block;
+    if (index < path_) {
+      block.begin = index * size_;
+      block.count = lesser(size_, shape_.path_rows - block.begin);
+      block.depth_min = block.depth(0), block.depth_max = block.depth(block.count - 1);
+      return block;
+    }
+    const std::int64_t own = index - path_;
+    block.begin = own * size_;
+    block.count = lesser(size_, shape_.own_rows - block.begin);
+    block.ends = shape_.subtree_end + block.begin;
+    block.end_min = range_[2 * own], block.end_max = range_[2 * own + 1];
+    if (shape_.window == 0) return block;
+    block.depths = shape_.depth + block.begin;
+    block.depth_min = range_[2 * (own_ + own)], block.depth_max = range_[2 * (own_ + own) + 1];
+    return block;
   }
 
  private:
+  // The least and the largest of `values` at the rows of own block `own`.
+  void find(const std::int32_t* values, std::int64_t own, std::int32_t* range) const {
+    const std::int32_t* of_block = values + own * size_;
+    std::int32_t low = of_block[0], high = of_block[0];
+    for (std::int64_t j = 1; j < lesser(size_, shape_.own_rows - own * size_); ++j) {
+      low = of_block[j] < low ? of_block[j] : low;
+      high = of_block[j] > high ? of_block[j] : high;
+    }
+    range[0] = low;
+    range[1] = high;
+  }
+
   const Shape& shape_;
   std::int64_t size_, path_, own_;
   std::int32_t* range_;
@@ -176,7 +221,18 @@ ESPALIER_SIMD_INLINE Visible visible(const Shape& shape, const KeyBlock& block, 
   Visible v;
   v.end = block.count;
   v.vectors = static_cast<int>(round_up(ceil_div(p.count, kLanes<A>), vector_step));
-  if (!block.ends) return v;
+  // With a window, keys at depths up to `none` are seen by no lane, those behind `some` by every lane.
+  const bool windowed = shape.window > 0;
+  const std::int64_t none = windowed ? p.depth_min - shape.window : 0, some = windowed ? p.depth_max - shape.window : 0;
+  if (windowed && block.depth_max <= none) return Visible{};
+  const bool whole = !windowed || block.depth_min > some;
+  if (!block.ends) {
+    if (whole) return v;
+    v.first = greater(0, none + 1 - block.begin);
+    v.first -= v.first % key_step;
+    v.masked = block.begin + v.first <= some;
+    return v;
+  }
   if (block.begin > p.row_max || block.end_max <= p.row_min) return Visible{};
   std::int32_t row_min = p.row_min, row_max = p.row_max;
   if (block.begin > row_min || block.end_max <= row_max) {  // some rows stand before the block or behind its subtrees
@@ -193,20 +249,27 @@ ESPALIER_SIMD_INLINE Visible visible(const Shape& shape, const KeyBlock& block, 
     v.masked = low > v.vector * kLanes<A> || (high < p.count && high < (v.vector + v.vectors) * kLanes<A>);
   }
   v.end = lesser(block.count, row_max + 1 - block.begin);
-  if (!v.masked && block.begin + v.end - 1 <= row_min && block.end_min > row_max) return v;
-  while (v.first < v.end && block.ends[v.first] <= row_min) ++v.first;
-  while (v.first < v.end && block.ends[v.end - 1] <= row_min) --v.end;
+  if (!v.masked && whole && block.begin + v.end - 1 <= row_min && block.end_min > row_max) return v;
+  const auto hidden = [&](std::int64_t j) { return block.ends[j] <= row_min || (!whole && block.depths[j] <= none); };
+  while (v.first < v.end && hidden(v.first)) ++v.first;
+  while (v.first < v.end && hidden(v.end - 1)) --v.end;
   if (v.first >= v.end) return Visible{};
   v.masked |= block.begin + v.end - 1 > row_min;
   v.first -= v.first % key_step;
-  for (std::int64_t j = v.first; j < v.end; ++j) v.masked |= block.ends[j] <= row_max;
+  for (std::int64_t j = v.first; j < v.end; ++j)
+    v.masked |= block.ends[j] <= row_max || (!whole && block.depths[j] <= some);
   return v;
 }
-// Lanes that see own key j: j <= row < end.
-template <class I>
-ESPALIER_SIMD_INLINE I sees(I rows, std::int64_t key, std::int32_t end) {
-  using S = decltype(rows[0] + rows[0]);
-  return (rows >= static_cast<S>(key)) & (rows < static_cast<S>(end));
+// Lanes of vector v that see key j of the block: own rows in [j, subtree_end_j), depths less than the window below j's.
+template <class A>
+ESPALIER_SIMD_INLINE IntegerVector<A> sees(const Shape& shape, const KeyBlock& block, std::int64_t j,
+                                           const LanePlaces<A>& lanes, int v) {
+  using N = typename LanePlaces<A>::Number;
+  IntegerVector<A> seen = IntegerVector<A>{} == 0;
+  if (block.ends)
+    seen = (lanes.row[v] >= static_cast<N>(block.begin + j)) & (lanes.row[v] < static_cast<N>(block.ends[j]));
+  if (shape.window > 0) seen &= lanes.depth[v] - static_cast<N>(block.depth(j)) < static_cast<N>(shape.window);
+  return seen;
 }
 
 }  // namespace espalier::ESPALIER_SIMD

@@ -78,6 +78,8 @@ Results<double> run(const Problem& p, const std::vector<double>& given_out, cons
   attention::Shape shape{p.queries(), p.size.own, p.size.path, p.size.heads,        p.size.kv_heads,
                          D,           p.scale,    nullptr,     p.subtree_end.data()};
   if (p.pass_query_row) shape.query_row = p.query_row.data();
+  shape.window = p.window;
+  if (p.window > 0) shape.depth = p.depth.data();
   const std::vector<double> stale(p.q.size(), -7);
   Operand<T> out(stale, wide, gap), grad_q(stale, wide, gap);
   Operand<A> lse(std::vector<double>(given_lse.size(), -7), p.queries(), 0);
@@ -318,6 +320,47 @@ TYPED_TEST(AttentionOf, BlocksThatNobodySeesAreNotRead) {
     }
 }
 
+// A window counts depths, not rows: in a tree the rows of a branch stand behind those of its siblings.
+TYPED_TEST(AttentionOf, IsRightWithAWindow) {
+  std::mt19937_64 random(2027);
+  const auto pick = [&](std::initializer_list<int> from) { return from.begin()[random() % from.size()]; };
+  for (int n = 0; n < 40; ++n) {
+    Sizes s;
+    s.head_dim = pick({8, 40, 64, 96, 128});
+    s.kv_heads = pick({1, 2});
+    s.heads = s.kv_heads * pick({1, 2, 8});
+    const int most = std::clamp(static_cast<int>(std::sqrt(300000.0 / (s.head_dim * s.heads))), 9, 260);
+    s.own = 1 + static_cast<int>(random() % static_cast<unsigned>(most));
+    s.path = random() % 4 == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(most));
+    const Problem p = random_problem<TypeParam>(3000 + n, s, random() % 2 ? Rows::all : Rows::some_repeated);
+    const int all = s.path + s.own;
+    expect_fast_is_right<TypeParam>(with_window(p, 1 + static_cast<int>(random() % static_cast<unsigned>(all))));
+    expect_fast_is_right<TypeParam>(with_window(p, pick({1, 2, 3, 17})));
+  }
+  for (const int edge : {16, 63, 64, 65, 120, 121})
+    for (const int window : {1, edge - 1, edge, edge + 1})
+      expect_fast_is_right<TypeParam>(
+          with_window(random_problem<TypeParam>(edge, {edge + 7, edge, 2, 1, 16}, Rows::all, 1, true), window));
+  expect_fast_is_right<TypeParam>(with_window(slots_problem<TypeParam>(36, {40 * 9, 30, 4, 2, 16}, 9, 100), 12));
+  for (const std::uint64_t seed : {40, 42, 44})  // the keys are cut among threads
+    expect_fast_is_right<TypeParam>(with_window(random_problem<TypeParam>(seed, {2, 2100, 2, 1, 16}, Rows::all), 1300));
+}
+
+// A window that reaches the first row hides nothing: the bits are those without one.
+TYPED_TEST(AttentionOf, AWindowThatHidesNothingChangesNoBit) {
+  const Restore restore;
+  const Problem p = random_problem<TypeParam>(14, {150, 140, 4, 2, 64}, Rows::some_repeated);
+  const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()) * 4, 5.0);
+  for (const Level& level : levels<TypeParam>()) {
+    level.force();
+    const Results<double> all = run<TypeParam>(p, out, lse), seen = run<TypeParam>(with_window(p, 290), out, lse);
+    EXPECT_EQ(all.out, seen.out);
+    EXPECT_EQ(all.q, seen.q);
+    EXPECT_EQ(all.own_k, seen.own_k);
+    EXPECT_EQ(all.path_v, seen.path_v);
+  }
+}
+
 // Few queries over many keys: the keys are cut among the threads (from 1024 keys on) and merged.
 TYPED_TEST(AttentionOf, IsRightForFewQueriesOverALongPath) {
   for (const std::uint64_t seed : {40, 41, 42, 43, 44, 45, 46}) {  // 1 to 5 threads
@@ -415,6 +458,10 @@ TEST(Attention, OneKeyMoreIsNoticed) {
   ++*last;
   const Results<double> got = run<double>(wrong, want.given_out, want.given_lse);
   EXPECT_GT(distance(got.out, want.wide.out), 1e-6);
+  const Problem narrow = with_window(p, 6);
+  const Expected<double> in_window(narrow);
+  const Results<double> wider = run<double>(with_window(p, 7), in_window.given_out, in_window.given_lse);
+  EXPECT_GT(distance(wider.out, in_window.wide.out), 1e-6);
 }
 
 }  // namespace

@@ -25,21 +25,37 @@ struct Problem {
   double scale = 1;
   std::vector<std::int32_t> subtree_end, query_row;  // query_row always explicit here
   bool pass_query_row = true;                        // false: query_row is 0, 1, 2, ... and null is passed
+  int window = 0;                                    // 0: none
+  std::vector<std::int32_t> depth;                   // of own rows, where there is a window
   std::vector<double> q, own_k, own_v, path_k, path_v, grad_out;
 
   int queries() const { return static_cast<int>(query_row.size()); }
-  bool sees(int query, int own) const { return own <= query_row[query] && query_row[query] < subtree_end[own]; }
+  // Key `key` of the path's rows and then the own ones.
+  bool sees(int query, int key) const {
+    const int row = query_row[query], own = key - size.path;
+    const bool on_the_way = own < 0 || (own <= row && row < subtree_end[own]);
+    return on_the_way && (window == 0 || depth[row] - (own < 0 ? key : depth[own]) < window);
+  }
   int pairs() const {
-    int n = queries() * size.path;
+    int n = 0;
     for (int i = 0; i < queries(); ++i)
-      for (int j = 0; j < size.own; ++j) n += sees(i, j);
+      for (int j = 0; j < size.path + size.own; ++j) n += sees(i, j);
     return n;
   }
 };
 
+// The same rows, each of which sees at most `window` of those that it saw.
+inline Problem with_window(Problem p, int window) {
+  p.window = window;
+  p.depth.assign(static_cast<std::size_t>(p.size.own), p.size.path);
+  for (int above = 0; above < p.size.own; ++above)
+    for (int row = above + 1; row < p.subtree_end[above]; ++row) ++p.depth[row];
+  return p;
+}
+
 inline std::ostream& operator<<(std::ostream& to, const Problem& p) {
   return to << "seed " << p.seed << ": T=" << p.size.own << " Q=" << p.queries() << " P=" << p.size.path
-            << " H=" << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim;
+            << " H=" << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim << " W=" << p.window;
 }
 
 // Segments in depth-first order: each one's subtree ends where its last descendant ends.
@@ -137,7 +153,7 @@ class Plain {
     r.out.assign(p_.q.size(), N(0));
     r.lse.assign(static_cast<std::size_t>(p_.size.heads) * p_.queries(), N(0));
     each_row([&](int i, int h, std::vector<N>& s) {
-      N top = s[0], total = 0;
+      N top = -std::numeric_limits<N>::infinity(), total = 0;
       for (const N x : s) top = std::max(top, x);
       for (const N x : s) total += visible(i, x) ? std::exp(x - top) : N(0);
       r.lse[static_cast<std::size_t>(h) * p_.queries() + i] = top + std::log(total);
@@ -220,8 +236,7 @@ class Plain {
         for (int j = 0; j < keys(); ++j) {
           N sum = 0;
           for (int d = 0; d < D_; ++d) sum += N(p_.q[row(i, h) + d]) * N(value(p_.path_k, p_.own_k, j, h, d));
-          const bool seen = j < p_.size.path || p_.sees(i, j - p_.size.path);
-          s[j] = seen ? sum * N(p_.scale) : -std::numeric_limits<N>::infinity();
+          s[j] = p_.sees(i, j) ? sum * N(p_.scale) : -std::numeric_limits<N>::infinity();
         }
         body(i, h, s);
       }
