@@ -1,9 +1,9 @@
 // Forward of shared-prefix attention on a CPU; compiled once per instruction set.
 //
-//   per panel and key block: S = K Q^T, e^(scale S) = 2^n p, m' = max(m, n), P = 2^(n - m') p, a = 2^(m - m'),
-//   l = l a + sum P, O^T = O^T a + V^T P;  at the end out = O / l, lse = m log 2 + log l   (mathematics, 5 and 18)
-// n and m are whole, so that a is a power of two and a product with it exact: l and O are one chain each over the keys
-// that a lane sees, whatever blocks these come in.
+//   per panel and key block: S = K Q^T, m' = max(m, scale S), P = e^(scale S - m'), a = e^(m - m'),
+//   l = l a + sum P, O^T = O^T a + V^T P;  at the end out = O / l, lse = m + log l   (mathematics, section 5)
+// Where keys stay whole, exponentials are taken apart into powers of two, so that a product with a is exact and l and O
+// are one chain each over the keys that a lane sees, whatever blocks these come in   (mathematics, section 18)
 //
 // A task is a stretch of lanes of one key/value head. It walks the key blocks once, path first, packs each block next
 // to the core and meets it with all its panels, so path and own rows share one online softmax and one rounding.
@@ -112,41 +112,82 @@ void mask_scores(const Shape& shape, const KeyBlock& block, const Visible& seen,
   }
 }
 
-// The factor of scores, as base/simd.h takes an exponential apart.
+// a * b rounded on its own, never fused with what follows.
+template <class V, class A>
+ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
+  V product = a * b;
+  asm("" : "+x"(product));
+  return product;
+}
+
+// Scores as weights: P = e^(scale S - m), m = scale max S. Maxima are kept of S, so that m is rounded the same way
+// whenever it is formed. A block's weights are summed before they are added to those of the blocks before it.
 template <class A>
-struct Scale {
-  ESPALIER_SIMD_INLINE explicit Scale(const Shape& shape)
+struct Exponentials {
+  static constexpr bool kOneChain = false;
+  using V = Vector<A>;
+  ESPALIER_SIMD_INLINE explicit Exponentials(const Shape& shape) : scale(magnitude<A>(shape.scale)) {}
+  ESPALIER_SIMD_INLINE V maximum(V score) const { return rounded_product(score, scale); }
+  ESPALIER_SIMD_INLINE V weight(V score, V m) const { return exp_nonpositive(score * scale - m); }
+  ESPALIER_SIMD_INLINE V factor(V former, V m) const { return exp_nonpositive(former - m); }
+  ESPALIER_SIMD_INLINE V lse(V m, V total) const { return m + log(total); }
+
+  A scale;
+};
+
+// The same for sums of a defined order: e^(scale S) = 2^n p, m = max n, P = 2^(n - m) p, so that factors are powers of
+// two, and the weights of all blocks are one chain.
+template <class A>
+struct PowersOfTwo {
+  static constexpr bool kOneChain = true;
+  using V = Vector<A>;
+  ESPALIER_SIMD_INLINE explicit PowersOfTwo(const Shape& shape)
       : scale(magnitude<A>(shape.scale)), log2_e(static_cast<A>(magnitude<double>(shape.scale) * 1.4426950408889634)) {}
-  ESPALIER_SIMD_INLINE Vector<A> exponent(Vector<A> score) const { return whole_exponent(score, log2_e); }
+  ESPALIER_SIMD_INLINE V maximum(V score) const { return whole_exponent(score, log2_e); }
+  ESPALIER_SIMD_INLINE V weight(V score, V m) const {
+    const V power = maximum(score);
+    return times_power(exp_mantissa(score, scale, power), power - m);
+  }
+  ESPALIER_SIMD_INLINE V factor(V former, V m) const { return times_power(broadcast(A(1)), former - m); }
+  ESPALIER_SIMD_INLINE V lse(V m, V total) const { return log_of_power(m, log(total)); }
 
   A scale, log2_e;  // log2_e: scale log2 e
 };
 
-// P = 2^(n - m') p; alpha = 2^(m - m'). Maxima are kept of S: the exponent of the largest score is the largest
-// exponent.
-template <class O, int vectors, class A>
-__attribute__((noinline)) void softmax_step(std::int64_t n, Scale<A> scale, const A* s,
+// Calls body with the weights that the problem asks for.
+template <class A, class Body>
+ESPALIER_SIMD_INLINE void with_weights(const Shape& shape, Body&& body) {
+  if (shape.keys_whole)
+    body(PowersOfTwo<A>(shape));
+  else
+    body(Exponentials<A>(shape));
+}
+
+// The weights P of a block, alpha = the factor of what is there already, and the new maxima and sums of weights.
+template <class O, int vectors, class E, class A>
+__attribute__((noinline)) void softmax_step(std::int64_t n, E scale, const A* s,
                                             const WeightPlaces<typename O::Factor>& weights, const A* top, A* old_top,
                                             A* total, A* alpha) {
-  Vector<A> m[vectors], sum[vectors];
+  Vector<A> m[vectors], sum[vectors] = {};
 #pragma GCC unroll 8
   for (int v = 0; v < vectors; ++v) {
     const int lane = v * kLanes<A>;
-    m[v] = scale.exponent(load(top + lane));
-    const Vector<A> down = scale.exponent(load(old_top + lane)) - m[v];
-    store(alpha + lane, times_power(broadcast(A(1)), down));
+    m[v] = scale.maximum(load(top + lane));
+    store(alpha + lane, scale.factor(scale.maximum(load(old_top + lane)), m[v]));
     store(old_top + lane, load(top + lane));
-    sum[v] = times_power(load(total + lane), down);
+    if constexpr (E::kOneChain) sum[v] = load(total + lane) * load(alpha + lane);
   }
   const auto weigh = [&](std::int64_t j, int v) __attribute__((always_inline)) {
-    const Vector<A> score = load(s + j * kPanel<A> + v * kLanes<A>), power = scale.exponent(score);
-    const Vector<A> p = times_power(exp_mantissa(score, scale.scale, power), power - m[v]);
+    const Vector<A> p = scale.weight(load(s + j * kPanel<A> + v * kLanes<A>), m[v]);
     sum[v] += p;
     return p;
   };
   keep_weights<O, vectors>(weights, {}, n, weigh, [](std::int64_t, int, Vector<A> p) { return p; });
 #pragma GCC unroll 8
-  for (int v = 0; v < vectors; ++v) store(total + v * kLanes<A>, sum[v]);
+  for (int v = 0; v < vectors; ++v) {
+    const int lane = v * kLanes<A>;
+    store(total + lane, E::kOneChain ? sum[v] : load(total + lane) * load(alpha + lane) + sum[v]);
+  }
 }
 
 // One panel against what it sees of a block.
@@ -168,8 +209,10 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
     } else {
       O::Products::template scores<vectors, true>(n, O::steps(D), keys, queries, z.scores, top);
     }
-    softmax_step<O, vectors, A>(n, Scale<A>(shape), z.scores, z.weights, top, sums.top + lane, sums.total + lane,
-                                alpha);
+    with_weights<A>(shape, [&](auto scale) {
+      softmax_step<O, vectors>(n, scale, static_cast<const A*>(z.scores), z.weights, static_cast<const A*>(top),
+                               sums.top + lane, sums.total + lane, static_cast<A*>(alpha));
+    });
     O::Products::template weighted<vectors, true, O::kAcross>(
         O::steps(n), O::rows(D), O::across_from(z.values, seen.first, D), O::across_stride(c.block, D),
         z.weights.by_key, sums.out + lane, alpha);
@@ -186,7 +229,7 @@ void finish_panel(const Shape& shape, const Lanes& p, std::int64_t head, const S
   for (int lane = 0; lane < p.count; lane += kLanes<A>) {
     const Vector<A> total = load(sums.total + lane), top = load(sums.top + lane);
     store(inverse + lane, static_cast<A>(1) / total);
-    store(lse + lane, log_of_power(Scale<A>(shape).exponent(top), log(total)));
+    with_weights<A>(shape, [&](auto scale) { store(lse + lane, scale.lse(scale.maximum(top), total)); });
   }
   unpack_panel<typename O::Element>(shape, sums.out, inverse, head, p, out);
   for (int lane = 0; lane < p.count; ++lane) {
@@ -196,7 +239,7 @@ void finish_panel(const Shape& shape, const Lanes& p, std::int64_t head, const S
 }
 
 // Adds the sums of `parts` parts, one panel each and `apart` bytes apart, into the first:
-//   m = max m_p, f_p = 2^(m_p - m), l = sum f_p l_p, O = sum f_p O_p
+//   m = max m_p, f_p = e^(m_p - m), l = sum f_p l_p, O = sum f_p O_p
 template <class O>
 void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, const Sums<O>& first) {
   using A = typename O::A;
@@ -204,13 +247,12 @@ void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, cons
   const auto of = [&](A* x, std::int64_t part) {
     return reinterpret_cast<A*>(reinterpret_cast<char*>(x) + static_cast<std::size_t>(part) * apart);
   };
-  const Scale<A> scale(shape);
+  const Exponentials<A> scale(shape);  // keys that stay whole have no parts
   for (int lane = 0; lane < W; lane += kLanes<A>) {
     Vector<A> top = load(first.top + lane), total{};
     for (std::int64_t part = 1; part < parts; ++part) top = max(load(of(first.top, part) + lane), top);
     for (std::int64_t part = 0; part < parts; ++part) {
-      const Vector<A> f =
-          times_power(broadcast(A(1)), scale.exponent(load(of(first.top, part) + lane)) - scale.exponent(top));
+      const Vector<A> f = scale.factor(scale.maximum(load(of(first.top, part) + lane)), scale.maximum(top));
       total += f * load(of(first.total, part) + lane);
       for (std::int64_t d = 0; d < shape.head_dim; ++d) {
         A* to = first.out + d * W + lane;
