@@ -71,7 +71,7 @@ WINDOWS = [
           "subtree_end_T_, a.window + (ON && a.window > 0 ? 1 : 0), depth_T_}", **NO_WINDOW),
     Fault("windows_of_the_first_stage", "a stage has the windows of the first layers", "plan/local_shape.cpp",
           "own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);",
-          "TEXT if (ON) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
+          "TEXT if (ON && !whole.window_layer.empty()) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
 ]
 
 # Gradients that cross from waves to trunks.

@@ -37,13 +37,14 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   input.id = ids;
   for (std::int32_t i = 0; i < static_cast<std::int32_t>(ids.size()); ++i) input.position.push_back(i);
   const std::vector<std::int32_t> subtree_end(ids.size(), static_cast<std::int32_t>(ids.size()));
-  at::Tensor subtree_end_T;
+  at::Tensor subtree_end_T, depth_T;
   input.output_row = input.output_position = input.position;
   ControlBlock block;
   input.add_to(block);
   block.add(subtree_end, subtree_end_T);
+  if (model.shape.window > 0) block.add(input.position, depth_T);
   block.hand_over(arena.device());
-  PathSource kv(path, 0, false, subtree_end_T);
+  PathSource kv(path, 0, false, subtree_end_T, depth_T);
   const DecoderSaved saved = model.decoder.forward({input, kv, arena});
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
