@@ -1,8 +1,7 @@
 // espalier merge ADAPTER: a base model and a LoRA adapter as one model directory.
-#include "cli/merge.h"
-
-#include "espalier/base/units.h"
 #include "espalier/train/merge.h"
+#include "cli/verbs.h"
+#include "espalier/base/units.h"
 
 namespace espalier::cli {
 

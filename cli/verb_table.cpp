@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "cli/merge.h"
+#include "cli/verbs.h"
 
 namespace espalier::cli {
 

@@ -37,6 +37,7 @@ int run_bench(Context& context);
 int run_generate(Context& context);
 int run_replay(Context& context);
 int run_report(Context& context);
+int run_merge(Context& context);
 int run_selftest(Context& context);
 int run_completion(Context& context);
 

@@ -47,6 +47,7 @@ def test_episodes_without_tokens_are_refused_by_place(tmp_path):
     path.write_text(json.dumps([episode("q:0", ("solver", 1.0, [{"model_response": "text"}]))]))
     with pytest.raises(UnsupportedRecords, match="text only"):
         list(records.read(path))
-    path.write_text(json.dumps([{**EPISODES[0], "id": None}]))
-    with pytest.raises(RecordError, match="id"):
-        list(records.read(path))
+    for broken, word in [({"id": None}, "id"), ({"trajectories": ["text"]}, "steps"), ({"trajectories": [{"steps": [7]}]}, "steps")]:
+        path.write_text(json.dumps([{**EPISODES[0], **broken}]))
+        with pytest.raises(RecordError, match=word):
+            list(records.read(path))

@@ -47,7 +47,6 @@ struct Range {
 template <class T, class Out>
 struct Kernel {
   std::int64_t panel;
-  std::size_t scratch_bytes;
   void (*part)(const Product<T, Out>& product, Range rows, Range columns, void* scratch);
 };
 

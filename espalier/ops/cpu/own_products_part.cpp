@@ -114,7 +114,7 @@ void part(const Product<T, Out>& p, Range rows, Range columns, void* scratch) {
 
 template <class T, class Out>
 own_products::Kernel<T, Out> own_product_kernel() {
-  return {kPanelColumns<T>, Room<T, Out>::kBytes, part<T, Out>};
+  return {kPanelColumns<T>, part<T, Out>};
 }
 #ifndef ESPALIER_BFLOAT16_DOT
 template own_products::Kernel<float, float> own_product_kernel();

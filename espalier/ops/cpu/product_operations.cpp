@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include "espalier/base/defined_sums.h"
-
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cpu/operations.h"

@@ -24,15 +24,15 @@ def load(file, path):
     try:
         content = json.loads(text)
     except ValueError:
-        content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        content = [_line(path, at, line) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
     return content if isinstance(content, list) else [content]
 
 
-def _line(path, number, line):
+def _line(path, at, line):
     try:
         return json.loads(line)
     except ValueError as error:
-        raise RecordError(f"{path}:{number}", "one JSON object", str(error)) from None
+        raise RecordError(f"{path}:{at}", "one JSON object", str(error)) from None
 
 
 def matches(content):
@@ -53,10 +53,13 @@ def _records(place, episode, step, notes):
         raise place.wrong("id", "the episode's name, task:rollout", repr(name)[:40])
     step = episode.get("training_step", step)
     for at, trajectory in enumerate(episode["trajectories"]):
-        steps, role = trajectory.get("steps") or [], trajectory.get("name") or ""
+        steps = trajectory.get("steps") if isinstance(trajectory, dict) else None
+        if not isinstance(steps, list) or not all(isinstance(one, dict) for one in steps):
+            raise place.wrong(f"trajectories[{at}].steps", "a list of objects, as Trajectory.to_dict() has it", type(steps).__name__)
+        role = trajectory.get("name") or ""
         for turn, one in enumerate(steps):
             yield _turn(place, name, f"{name}:{role}:{at}", role, turn, one, step, _reward(place, trajectory, one, turn == len(steps) - 1))
-    if any(len(t.get("steps") or []) == 0 for t in episode["trajectories"]):
+    if any(not trajectory["steps"] for trajectory in episode["trajectories"]):
         notes.append("trajectories without steps are left out")
 
 
@@ -67,7 +70,7 @@ def _reward(place, trajectory, one, last):
 
 
 def _turn(place, episode, trajectory, role, turn, one, step, reward):
-    if not one.get("prompt_ids") or "response_ids" not in one:
+    if not isinstance(one.get("prompt_ids"), list) or not one["prompt_ids"] or not isinstance(one.get("response_ids"), list):
         raise UnsupportedRecords(f"{place.path}: episode {place.index}, trajectory {trajectory}, step {turn}", "prompt_ids and response_ids",
                                  "text only", "EpisodeLogger leaves token ids out: write Episode.to_dict()")
     mask = [1] * len(one["response_ids"])
