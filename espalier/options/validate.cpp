@@ -38,6 +38,17 @@ void check_ratios(const Options& options) {
                        name_of(policy_aggregation(options)), "leave --token-mean-divisor out"});
 }
 
+// Options whose implementation is not complete.
+void refuse_incomplete(const Options& options) {
+  const auto refuse = [](bool given, const char* name) {
+    if (given) throw UnsupportedError({name, "an option that this version runs", "the option", ""});
+  };
+  refuse(options.objective != ObjectiveKind::grpo, "--objective");
+  refuse(options.lora_rank > 0, "--lora-rank");
+  refuse(options.weights != HeldWeights::source, "--weights");
+  refuse(!options.env.empty(), "--env");
+}
+
 }  // namespace
 
 Aggregation policy_aggregation(const Options& options) {
@@ -53,6 +64,7 @@ Aggregation policy_aggregation(const Options& options) {
 void validate(const Options& options) {
   check_objective(options);
   check_ratios(options);
+  refuse_incomplete(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();
   if (betas != 2)
     throw OptionError({"--betas", "two numbers, for the first and the second moment", text_of(betas), ""});
