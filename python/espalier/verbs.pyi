@@ -21,6 +21,9 @@ class Run(TypedDict, total=False):
 class RunButInspectReport(TypedDict, total=False):
     dtype: Literal["float64", "float32", "bfloat16"] | None
 
+class RunButInspectPlanReport(TypedDict, total=False):
+    products: Literal["auto", "own", "library"] | None
+
 class InputAndOutputButReport(TypedDict, total=False):
     model: _Path | None
 
@@ -78,6 +81,17 @@ class SchedulePlan(TypedDict, total=False):
     machine: str | None
     explain: bool | None
     frontier: bool | None
+
+class ObjectivePlanTrainVerifyReplayBench(TypedDict, total=False):
+    objective: Literal["grpo", "dpo", "reward", "sft"] | None
+
+class ObjectiveTrainVerifyReplayBench(TypedDict, total=False):
+    dpo_loss: Literal["sigmoid", "hinge", "ipo", "robust"] | None
+    dpo_beta: float | None
+    label_smoothing: float | None
+    reference_free: bool | None
+    ref_model: _Path | None
+    center_rewards_coefficient: float | None
 
 class Objective(TypedDict, total=False):
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None
@@ -144,6 +158,17 @@ class Optimizer(TypedDict, total=False):
     lr_min_ratio: float | None
     lr_total_steps: int | None
 
+class Adapters(TypedDict, total=False):
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_target: str | None
+    lora_dropout: float | None
+    use_rslora: bool | None
+
+class AdaptersButInspectReport(TypedDict, total=False):
+    adapter: _Path | None
+    weights: Literal["source", "nf4"] | None
+
 class ParallelDegrees(TypedDict, total=False):
     tp: int | None
     ep: int | None
@@ -167,6 +192,8 @@ class Sampling(TypedDict, total=False):
     prompts: _Path | _Records | None
     reward: _Path | Callable[..., Any] | None
     reward_timeout: float | None
+    env: _Path | None
+    turns: int | None
     top_k: int | None
     top_p: float | None
     stop: _Path | Sequence[_Path] | None
@@ -258,59 +285,66 @@ class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReport, Cl
 
 class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, SchedulePlan, ObjectiveButInspectScoreGenerateReport, TrlsFormulasButInspectScoreGenerateReport,
-    CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesPlan,
-    SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    ScheduleButGenerateReport, SchedulePlan, ObjectivePlanTrainVerifyReplayBench, ObjectiveButInspectScoreGenerateReport,
+    TrlsFormulasButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, Adapters,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
+    ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
 
-class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
-    InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+class TrainOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
+    InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain, InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo,
+    Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
+    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
     TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
-    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
-
-class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
-    ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo, ParallelDegrees,
+    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
-    SamplingButInspectPlanReport, EveryVerb): ...
+    SamplingButInspectPlanReport, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrlButInspectScoreGenerateReport,
+    NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+class ScoreOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo,
+    InputAndOutputScore, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb): ...
+
+class VerifyOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective,
     ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
     TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
-    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
-
-class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
-    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
-    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
-
-class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
-    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
-    OptimizerButInspectScoreGenerateReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb,
+    Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
     EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
-    InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, ParallelDegrees, ParallelDegreesButInspectPlanReport,
-    Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, EveryVerb,
-    NamesOfTrlButInspectScoreReport): ...
+class ReplayOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport,
+    ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport,
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
+    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
-    InputAndOutputTrainScoreGenerateGrpo, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReport, Optimizer, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+class BenchOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputTrainBench, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective,
+    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
+    OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
+    SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class GenerateOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport,
+    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
+    SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport): ...
+
+class GrpoOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo,
+    MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
+    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
+    Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
     SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
