@@ -25,21 +25,28 @@ struct Projection {
 
 struct LayerViews {
   at::Tensor attention_norm_M;
-  Projection query;      // [H*D, M]
-  Projection key_value;  // [2*J*D, M], keys then values
-  at::Tensor q_norm_D, k_norm_D;
+  Projection query;               // [H*D, M]
+  Projection key_value;           // [2*J*D, M], keys then values
+  at::Tensor q_norm_D, k_norm_D;  // or over all heads [H*D], [J*D]
+  at::Tensor sinks_H;
   Projection output;  // [M, H*D]
   at::Tensor mlp_norm_M;
-  Projection gate_up;                              // [2*F, M], gate then up
-  Projection down;                                 // [M, F]
-  Projection router;                               // [E, M], all experts
-  at::Tensor expert_gate_up_EWM, expert_down_EMF;  // [E, 2*F, M], [E, M, F], F of one expert
+  at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
+  at::Tensor attention_post_norm_M, mlp_post_norm_M;  // of what each half adds to the stream
+  Projection gate_up;                                 // [2*F, M], gate then up
+  Projection down;                                    // [M, F]
+  Projection router;                                  // [E, M], all experts
+  at::Tensor expert_gate_up_EWM, expert_down_EMF;     // [E, 2*F, M], [E, M, F], F of one expert
+  at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
+  at::Tensor correction_bias_E;            // of the router's choice; has no gradient
+  Projection shared_gate_up, shared_down;  // beside the experts
+  Projection shared_expert_gate;           // [1, M]
 };
 
 struct ModelViews {
   at::Tensor embedding_VM;         // without padding, as head_VM
   std::vector<LayerViews> layers;  // of this rank
-  at::Tensor final_norm_M;
+  at::Tensor final_norm_M, final_norm_bias_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
   UnitKeeper* keeper = nullptr;      // of what ranks divide, or sum; null: all views hold what they are at any time

@@ -12,10 +12,97 @@
 
 namespace espalier {
 
-// Llama 3.x frequency scaling ("rope_type": "llama3").
+// How the frequencies of rotary positions are rescaled ("rope_type"; model/rotary.h has the equations).
+enum class RopeType : std::uint8_t { llama3, linear, yarn, longrope };
 struct RopeScaling {
   double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
   std::int64_t original_max_position_embeddings = 8192;
+  RopeType type = RopeType::llama3;
+  double attention_factor = 1;                              // cos and sin are multiplied by it (yarn, longrope)
+  double beta_fast = 32, beta_slow = 1;                     // yarn
+  bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
+  std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
+};
+
+// The rotation of some layers.
+struct Rope {
+  double theta = 10000;
+  bool has_scaling = false;
+  RopeScaling scaling;
+};
+
+// y = weight x / rms(x), and its kin. They differ in bfloat16 too: `rms` rounds x / rms(x) before the product.
+enum class NormKind : std::uint8_t {
+  rms,           // Llama, Qwen
+  rms_once,      // rounded once (OLMo 2)
+  rms_plus_one,  // (1 + weight) x / rms(x), rounded once (Gemma, Qwen3-Next)
+  layer,         // weight (x - mean) / std + bias, rounded once (StarCoder2)
+};
+
+// Where the two norms of a block stand: x + f(norm(x)), x + norm(f(norm(x))), x + norm(f(x)).
+enum class NormPlace : std::uint8_t { before, both, after };
+
+// What multiplies `up`: silu(g); gelu(g) by the error function, or by tanh; or, clamped, g sigmoid(1.702 g) (up + 1)
+// with g <= limit and |up| <= limit (gpt-oss).
+enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, clamped };
+
+// What attention has beside q, k and v. 0 or false: not there.
+struct AttentionShape {
+  double scale = 0;          // of q k; 0: 1/sqrt(head_dim)
+  double soft_cap = 0;       // scores become cap tanh(score / cap)
+  std::int64_t rotary = 0;   // the first channels of a head, which rotate; 0: all of them
+  bool interleaved = false;  // channels 2i and 2i + 1 rotate together, not i and i + rotary/2
+  bool wide_norm = false;    // qk_norm is over all heads of a row, not over each head
+  bool sinks = false;        // a trained logit per head joins each row's softmax; it has no value
+  bool output_gate = false;  // q_proj gives query and gate [2 D] per head; attended values times sigmoid(gate)
+};
+
+// Factors and caps of the whole model.
+struct Scales {
+  double embedding = 1, residual = 1;  // of looked-up rows; of what each half of a block adds
+  double logits = 1;                   // logits are multiplied by it
+  double logit_cap = 0;                // then become cap tanh(logit / cap); 0: not
+};
+
+// How a router scores and chooses (ops/experts.h). The defaults are a softmax and its k largest.
+struct RouterKind {
+  bool sigmoid = false;                     // scores are sigmoids of the logits
+  bool correction_bias = false;             // is added to the scores for the choice alone; held, never trained
+  bool after_choice = false;                // the softmax is over the chosen logits alone
+  bool bias = false;                        // of the router's projection
+  std::int64_t groups = 1, top_groups = 1;  // experts are chosen from the best groups
+  double scaling = 1;                       // of the weights
+};
+
+// An MLP beside the experts, for every row; inner = 0: none.
+struct SharedExpert {
+  std::int64_t inner = 0;
+  bool gate = false;  // times sigmoid(row . gate weight)
+};
+
+// What mixes the rows of a layer.
+enum class Mixer : std::uint8_t { attention, delta_rule };
+
+// Gated delta rule with a short convolution (Qwen3-Next, Qwen3.5).
+struct DeltaRuleShape {
+  std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
+  std::int64_t kernel = 0;                                                  // rows of the convolution
+};
+
+// How a family calls its parameters; null or "": as Llama, or not there. Fused names are those of files alone
+// (checkpoint/): each parameter has a name of its own here.
+struct ParameterNames {
+  const char* attention_norm = "input_layernorm";
+  const char* attention_post_norm = "";
+  const char* mlp_norm = "post_attention_layernorm";
+  const char* mlp_post_norm = "";
+  const char* mlp = "mlp";  // module of the dense MLP
+  const char *gate = "gate_proj", *up = "up_proj", *down = "down_proj";
+  const char* expert_mlp = "mlp";  // module of router and experts
+  const char *expert_gate = "gate_proj", *expert_up = "up_proj", *expert_down = "down_proj";
+  const char* router = "gate";
+  const char* shared_expert = "";                   // module in expert_mlp
+  const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
 };
 
 // The products of a layer whose weights or biases have gradients.
@@ -61,7 +148,25 @@ struct ModelShape {
   // Rows of some layers see themselves and the window - 1 rows above them on their way, those of the others all rows.
   std::int64_t window = 0;                 // 0: no layer has a window
   std::vector<std::uint8_t> window_layer;  // one per layer, 1: it has
-  DType stored_dtype = DType::float32;     // of the config, or once weights are read theirs
+  // Layers with a window may rotate otherwise (Gemma 3, OLMo 3); others, one per layer and 1, not at all (SmolLM3).
+  bool has_window_rope = false;
+  Rope window_rope;
+  std::vector<std::uint8_t> unrotated_layer;
+  // Empty: attention in all layers.
+  std::vector<Mixer> mixer_of_layer;
+  DeltaRuleShape delta_rule;
+  AttentionShape attention;
+  NormKind norm = NormKind::rms;
+  NormPlace norm_place = NormPlace::before;
+  Activation activation = Activation::silu;
+  double activation_limit = 0;  // of Activation::clamped
+  bool gated_mlp = true;        // down(act(gate x) up x); false: down(act(up x))
+  Scales scales;
+  RouterKind router;
+  SharedExpert shared_expert;
+  bool expert_bias = false;  // of gate, up and down of experts (gpt-oss)
+  ParameterNames names;
+  DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
   TrainedParameters trained;
 
   bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
@@ -72,6 +177,13 @@ struct ModelShape {
   std::int64_t window_of(std::int64_t layer) const {
     return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0 ? window : 0;
   }
+  Mixer mixer_of(std::int64_t layer) const {
+    return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
+  }
+  bool rotates(std::int64_t layer) const {
+    return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;
+  }
+  std::int64_t rotary_dim() const { return attention.rotary > 0 ? attention.rotary : head_dim; }
   std::int64_t parameters() const;  // tied weights once (plan/parameter_shapes.h)
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head

@@ -34,17 +34,24 @@ struct ProjectionShape {
 struct NormShape {
   const char* name = "";
   std::int64_t width = 0;  // 0: there is none
+  bool bias = false;
+
+  std::int64_t parameters() const { return bias ? 2 * width : width; }
 };
 
 // Parameters of one layer. Names follow layer_prefix, names of experts expert_prefix.
 struct LayerParameters {
   NormShape attention_norm;
   ProjectionShape query, key, value, output;
-  NormShape query_norm, key_norm;  // over the channels of each head
-  NormShape mlp_norm;
-  std::int64_t experts = 0;        // E; 0: the MLP is dense
-  ProjectionShape router;          // where there are experts
-  ProjectionShape gate, up, down;  // of the MLP, or of every expert
+  NormShape query_norm, key_norm;  // over the channels of each head, or of all heads
+  NormShape sinks;                 // a number per head
+  NormShape attention_post_norm;   // of what attention adds to the stream
+  NormShape mlp_norm, mlp_post_norm;
+  std::int64_t experts = 0;                                                 // E; 0: the MLP is dense
+  ProjectionShape router;                                                   // where there are experts
+  NormShape correction_bias;                                                // of the router's choice, [E]
+  ProjectionShape gate, up, down;                                           // of the MLP, or of every expert
+  ProjectionShape shared_gate, shared_up, shared_down, shared_expert_gate;  // beside the experts
 
   // Matrix elements of the MLP or of one expert.
   std::int64_t mlp_weights() const { return gate.weights() + up.weights() + down.weights(); }
