@@ -40,7 +40,7 @@ struct Operands {
 
   // Products of about 20 milliseconds.
   double rate(int form, bool own) const {
-    force_defined_sums(own);
+    set_defined_sums(own);
     const Operations& ops = cpu_device().operations();
     const int times = std::max(1, static_cast<int>(2e9 / flops));
     const double begin = bench::now();

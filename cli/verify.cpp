@@ -35,7 +35,8 @@ Json verdict_json(const Verdict& verdict) {
                                  {"allowed", p.distance.allowed},
                                  {"cosine", p.cosine}});
   out["logprob"] = {
-      {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed}};
+      {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed},
+      {"other_bits", verdict.other_bits}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
   if (verdict.router) out["router"] = choices_json(*verdict.router);
   if (verdict.critic) {
@@ -97,6 +98,11 @@ void print(std::ostream& out, const Verdict& verdict) {
   for (const ParameterCheck& p : sorted) print_row(out, p.name, p.distance);
   print_row(out, "log-probs (absolute)", verdict.logprob);
   print_row(out, "loss (absolute)", verdict.loss);
+  if (verdict.other_bits == 0)
+    out << "  log-probs are bitwise equal to dense in every schedule\n";
+  else
+    out << "  log-probs of " << format_count(verdict.other_bits)
+        << " response tokens have other bits than dense in some schedule\n";
   if (verdict.critic) {
     print_row(out, "critic: values (absolute)", verdict.critic->values);
     print_row(out, "critic: loss (absolute)", verdict.critic->loss);

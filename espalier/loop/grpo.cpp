@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/atomic_output.h"
@@ -79,6 +80,7 @@ class Loop {
   bool run_batch();
   SampledBatch sample();
   [[noreturn]] void interrupt(int signal);
+  bool sampler_has_bits_of_training() const;
   void add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std::int64_t& tokens_saved);
   void run_steps(const TrainingData& data, const Json& batch);
   void evaluate();
@@ -112,6 +114,7 @@ class Loop {
   std::vector<Answer> last_answers_;    // of the last batch, one to each prompt
   Json last_picture_;                   // of the last step's plan
   std::int64_t evaluated_at_ = -1, saved_at_ = -1;
+  bool told_of_bits_ = false;
 };
 
 void Loop::open_metrics(std::int64_t bytes, std::int64_t first_step, const MetricLine& on_line) {
@@ -287,6 +290,11 @@ bool Loop::run_batch() {
   return true;
 }
 
+// Log-probs of the sampler are then those that a pass over the rollouts would give (docs/mathematics.md, section 18).
+bool Loop::sampler_has_bits_of_training() const {
+  return defined_sums() && options_.device == DeviceType::cpu && mesh_.tp.size() == 1;
+}
+
 // Old log-probs where the weights will have moved before they are needed, or importance weights compare them with the
 // sampler's; reference log-probs where there is a KL term. The pass over old log-probs also counts the routers' choices
 // for the first step, whose weights are the same, where its loss needs them first.
@@ -301,7 +309,12 @@ void Loop::add_logprobs(std::vector<Rollout>& rollouts, std::int64_t steps, std:
   // Ranks of dp count their own rollouts alone: they count again.
   const bool count = mesh_.dp.size() == 1 && model_->shape.experts > 0 && options_.router_aux_loss_coef != 0 &&
                      options_.router_aux_loss_scope == AuxScope::minibatch;
-  if (steps > 1 || options_.rollout_is != RolloutCorrection::none) {
+  const bool needed = steps > 1 || options_.rollout_is != RolloutCorrection::none;
+  if (needed && !count && sampler_has_bits_of_training()) {
+    if (!std::exchange(told_of_bits_, true))
+      progress_.note("the sampler's log-probs have the bits of training's: old_logprobs need no pass of their own");
+    for (Rollout& rollout : rollouts) rollout.old_logprobs = rollout.rollout_logprobs;
+  } else if (needed) {
     if (count) scored_choices_.emplace(*model_, rollouts);
     score(model_->decoder, &Rollout::old_logprobs, count ? &scored_choices_->counts : nullptr);
   }

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -56,6 +57,16 @@ double largest_difference(const TokenSeries& a, const TokenSeries& b) {
       if (!(difference <= largest)) largest = std::isnan(difference) ? HUGE_VAL : difference;
     }
   return largest;
+}
+
+// Marks the tokens whose numbers do not have the same bits.
+void mark_other_bits(const TokenSeries& a, const TokenSeries& b, std::vector<std::vector<bool>>& marked) {
+  marked.resize(a.size());
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    marked[i].resize(a[i].size());
+    for (std::size_t t = 0; t < a[i].size(); ++t)
+      if (std::bit_cast<std::uint64_t>(a[i][t]) != std::bit_cast<std::uint64_t>(b[i][t])) marked[i][t] = true;
+  }
 }
 
 // The loss is one sum over tokens, whose errors cancel more in one run than in the next: the difference of two dense
@@ -188,6 +199,7 @@ class Verification {
       if (norms > 0) parameters[p].cosine = std::min(parameters[p].cosine, products[p] / norms);
     }
     take(series, largest_difference(shared.series[0], dense_.series[0]), schedule);
+    mark_other_bits(shared.series[0], dense_.series[0], other_bits_);
     const double loss_error = std::abs(shared.loss - dense_.loss);
     if (!(loss_error <= loss.error)) loss_shared = shared.loss;
     take(loss, loss_error, schedule);
@@ -204,6 +216,13 @@ class Verification {
   Distance series, loss, optimizer;
   double loss_dense = 0, loss_shared = 0;
   std::optional<moe::ChoiceDifference> router;
+
+  // Tokens whose number has other bits than that of the dense run in some schedule.
+  std::int64_t other_bits() const {
+    std::int64_t count = 0;
+    for (const std::vector<bool>& rollout : other_bits_) count += std::ranges::count(rollout, true);
+    return count;
+  }
 
  private:
   void raise(Distance& distance, double floor, double float64_allowed) const {
@@ -269,6 +288,7 @@ class Verification {
   StepOutcome dense_;
   std::vector<double> dense_squares_;  // of every parameter
   std::vector<TokenSeries> slopes_;
+  std::vector<std::vector<bool>> other_bits_;
   double smallest_norm_ = 0;
 };
 
@@ -428,6 +448,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   verdict.schedules = std::move(of_actor.schedules);
   verdict.logprob = of_actor.series, verdict.loss = of_actor.loss, verdict.optimizer = of_actor.optimizer;
   verdict.router = of_actor.router;
+  verdict.other_bits = of_actor.other_bits();
   verdict.loss_dense = of_actor.loss_dense, verdict.loss_shared = of_actor.loss_shared;
   if (critic) {
     CriticStep critic_step(*critic);

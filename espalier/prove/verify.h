@@ -44,6 +44,7 @@ struct Verdict {
   std::vector<ParameterCheck> parameters;
   std::vector<ScheduleCheck> schedules;
   Distance logprob;                        // largest absolute difference over response tokens
+  std::int64_t other_bits = 0;             // response tokens whose log-prob has other bits than dense in some schedule
   Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
   Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "espalier/base/defined_sums.h"
+#include "espalier/base/instruction_set.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {
@@ -14,9 +15,9 @@ namespace {
 
 class SameBits : public ::testing::TestWithParam<const char*> {
  protected:
-  void SetUp() override { force_defined_sums(true); }
+  void SetUp() override { set_defined_sums(true); }
   void TearDown() override {
-    force_defined_sums(before_);
+    set_defined_sums(before_);
     omp_set_num_threads(threads_);
   }
 
@@ -84,6 +85,22 @@ TEST_P(SameBits, InEveryOrderOfRecords) {
       ASSERT_EQ(alone.report.series.size(), 1u);
       EXPECT_EQ(differing(alone.report.series[0].logprob, all.report.series[i].logprob), 0) << "rollout " << i;
     }
+  }
+}
+
+// Sets with fused products: all but the baseline.
+TEST_P(SameBits, UnderEveryInstructionSet) {
+  const InstructionSet before = instruction_set();
+  if (!processor_has(InstructionSet::avx512)) GTEST_SKIP() << "one set with fused products on this processor";
+  for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+    SCOPED_TRACE(name_of(dtype));
+    Case c = ragged(GetParam());
+    c.rollouts.policy = PolicyAge::none;
+    force_instruction_set(InstructionSet::avx512);
+    const Outcome wide = run_case(c, dtype);
+    force_instruction_set(InstructionSet::avx2);
+    expect_the_bits(run_case(c, dtype), wide);
+    force_instruction_set(before);
   }
 }
 

@@ -179,6 +179,23 @@ def test_a_recorded_run_replays_to_the_same_weights(espalier, tmp_path):
     assert all(torch.equal(recorded[name], tensor) for name, tensor in model.items())
 
 
+def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(espalier, tmp_path):
+    """With --products own the loop takes them as old_logprobs; score gives the same from the weights that sampled them."""
+    run = tmp_path / "run"
+    done = espalier("grpo", "--out", run, "--record", tmp_path / "trace", *tiny("--steps", 4, "--save-freq", 0, "--test-freq", 0))
+    assert "old_logprobs need no pass of their own" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "trace/rollouts.jsonl").read_text().splitlines()]
+    first = [record for record in records if record["step"] == records[0]["step"]]
+    assert first and all(record["old_logprobs"] == record["rollout_logprobs"] for record in first)
+    for record in first:
+        record.pop("old_logprobs")
+    (tmp_path / "first.jsonl").write_text("".join(json.dumps(record) + "\n" for record in first))
+    espalier("score", "--model", tmp_path / "trace/model", "--rollouts", tmp_path / "first.jsonl", "--out", tmp_path / "scored.jsonl",
+             "--threads", 2)
+    scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert [record["logprobs"] for record in scored] == [record["rollout_logprobs"] for record in first]
+
+
 def test_shared_and_dense_learn_alike(espalier, tmp_path):
     """In float64 the schedules differ by 1e-15 or so: the curves agree far closer than any token choice could hang on."""
     curves = {}

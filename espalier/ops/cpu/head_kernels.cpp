@@ -1,7 +1,7 @@
 // One row of logits, for one instruction set. Contract: head_kernels.h.
 #include "espalier/ops/cpu/head_kernels.h"
 
-#include "espalier/base/simd.h"
+#include "espalier/ops/cpu/row_vectors.h"
 
 namespace espalier::ESPALIER_SIMD {
 
@@ -33,25 +33,22 @@ HeadRowParts row_parts(const T* raw, std::int64_t n, double inverse_temperature)
       maximum = top;
     }
     const Vector<T> offset = broadcast(static_cast<T>(maximum));
-    Vector<T> run_exp{}, run_weighted{};
-    std::int64_t v = begin;
-    for (; v + kLanes<T> <= begin + count; v += kLanes<T>) {
-      const Vector<T> y = (load(raw + v) - offset) * inverse, e = exp(y);
-      run_exp += e;
-      run_weighted += e * y;
-    }
-    if (v < begin + count) {
-      T tail[kLanes<T>];
-      for (int lane = 0; lane < kLanes<T>; ++lane)
-        tail[lane] = v + lane < begin + count ? (raw[v + lane] - static_cast<T>(maximum)) : static_cast<T>(0);
-      const Vector<T> y = load(tail) * inverse;
-      const IntegerVector<T> inside = lane_numbers(T{}) < broadcast(static_cast<T>(begin + count - v));
-      const Vector<T> e = inside ? exp(y) : Vector<T>{};
-      run_exp += e;
-      run_weighted += e * y;
-    }
-    sum_exp += static_cast<double>(sum(run_exp));
-    sum_weighted += static_cast<double>(sum(run_weighted));
+    RowSum<T> run_exp, run_weighted;
+    const auto add = [&](int part, std::int64_t v, int lanes) {
+      Vector<T> y = (load_some(raw + v, lanes) - offset) * inverse, e;
+      if (lanes == kLanes<T>) {
+        e = exp(y);
+      } else {
+        const IntegerVector<T> inside = lane_numbers(T{}) < broadcast(static_cast<T>(lanes));
+        y = inside ? y : Vector<T>{};
+        e = inside ? exp(y) : Vector<T>{};
+      }
+      run_exp.part[part] += e;
+      run_weighted.part[part] += e * y;
+    };
+    for_row_parts<T>(begin, begin + count, add);
+    sum_exp += static_cast<double>(run_exp.total());
+    sum_weighted += static_cast<double>(run_weighted.total());
   }
   return {maximum, sum_exp, sum_weighted};
 }

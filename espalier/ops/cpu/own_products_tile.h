@@ -136,13 +136,8 @@ ESPALIER_SIMD_INLINE VectorOf<T> load_across(const T* from, std::int64_t stride,
   const int count = static_cast<int>(lines < 0 ? 0 : smaller(lines, kElementLanes<T>));
 #ifdef ESPALIER_BFLOAT16_DOT
   const auto halves = [&](std::int64_t step) __attribute__((always_inline)) {
-    detail::HalfBits v{};
-    if (step >= steps) return v;
-    if (count == kElementLanes<T>)
-      __builtin_memcpy(&v, from + step * stride, sizeof(v));
-    else
-      __builtin_memcpy(&v, from + step * stride, static_cast<std::size_t>(count) * sizeof(T));
-    return v;
+    const __mmask16 there = step < steps ? static_cast<__mmask16>((1u << count) - 1u) : __mmask16{0};
+    return reinterpret<detail::HalfBits>(_mm256_maskz_loadu_epi16(there, from + step * stride));
   };
   return __builtin_convertvector(halves(2 * k + 1), StepPairs) << 16 |
          __builtin_convertvector(halves(2 * k), StepPairs);

@@ -18,22 +18,64 @@ ESPALIER_SIMD_INLINE Vector<T> rounded(Vector<T> v) {
   }
 }
 
+// Partial sums of a row in lanes whose number no instruction set changes: 16 of float, 8 of double, in as many vectors
+// as that takes. The halves of the lanes are added until one is left. Every instruction set with fused products gives
+// the same bits.
+template <class T>
+struct RowSum {
+  static constexpr int kParts = 64 / ESPALIER_SIMD_BYTES, kStep = kParts * kLanes<T>;
+  Vector<T> part[kParts] = {};
+
+  ESPALIER_SIMD_INLINE RowSum operator+(const RowSum& other) const {
+    RowSum out;
+    for (int p = 0; p < kParts; ++p) out.part[p] = part[p] + other.part[p];
+    return out;
+  }
+  ESPALIER_SIMD_INLINE accumulator_t<T> total() const {
+    if constexpr (kParts == 4)
+      return sum((part[0] + part[2]) + (part[1] + part[3]));
+    else if constexpr (kParts == 2)
+      return sum(part[0] + part[1]);
+    else
+      return sum(part[0]);
+  }
+};
+
+// Calls body(part, index, count) for one step of a RowSum from `begin` on, of at most `count` values.
+template <class T, class Body>
+ESPALIER_SIMD_INLINE void for_parts(std::int64_t begin, std::int64_t count, Body body) {
+#pragma GCC unroll 4
+  for (int p = 0; p < RowSum<T>::kParts; ++p) {
+    const std::int64_t rest = count - p * kLanes<T>;
+    if (rest > 0) body(p, begin + p * kLanes<T>, rest < kLanes<T> ? static_cast<int>(rest) : kLanes<T>);
+  }
+}
+// The same for [begin, end).
+template <class T, class Body>
+ESPALIER_SIMD_INLINE void for_row_parts(std::int64_t begin, std::int64_t end, Body body) {
+  for (; begin + RowSum<T>::kStep <= end; begin += RowSum<T>::kStep) for_parts<T>(begin, RowSum<T>::kStep, body);
+  if (begin < end) for_parts<T>(begin, end - begin, body);
+}
+
 // sum_i term(i, count) over [0, width) in steps of kLanes<T>, where term gives 0 in lanes at and above count. Four
-// vectors of partial sums: short dependency chains, and an error that grows with width/(4 lanes) instead of width.
+// sets of lanes: short dependency chains, and an error that grows with width/64 instead of width.
 template <class T, class Term>
 ESPALIER_SIMD_INLINE accumulator_t<T> sum_over(std::int64_t width, Term term) {
-  constexpr int kStep = kLanes<T>;
-  Vector<T> sum0{}, sum1{}, sum2{}, sum3{};
+  constexpr int kStep = RowSum<T>::kStep;
+  RowSum<T> sums[4];
+  const auto add = [&](RowSum<T>& to, std::int64_t begin, std::int64_t count) {
+    for_parts<T>(begin, count, [&](int part, std::int64_t i, int lanes) { to.part[part] += term(i, lanes); });
+  };
   std::int64_t i = 0;
   for (; i + 4 * kStep <= width; i += 4 * kStep) {
-    sum0 += term(i, kStep);
-    sum1 += term(i + kStep, kStep);
-    sum2 += term(i + 2 * kStep, kStep);
-    sum3 += term(i + 3 * kStep, kStep);
+    add(sums[0], i, kStep);
+    add(sums[1], i + kStep, kStep);
+    add(sums[2], i + 2 * kStep, kStep);
+    add(sums[3], i + 3 * kStep, kStep);
   }
-  for (; i + kStep <= width; i += kStep) sum0 += term(i, kStep);
-  if (i < width) sum1 += term(i, static_cast<int>(width - i));
-  return sum((sum0 + sum1) + (sum2 + sum3));
+  for (; i + kStep <= width; i += kStep) add(sums[0], i, kStep);
+  if (i < width) add(sums[1], i, width - i);
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])).total();
 }
 
 inline float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }

@@ -258,7 +258,7 @@ std::vector<double> rows_of_chain(int keys, int path, int first, int from, int t
 TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivided) {
   const Restore restore;
   const bool before = defined_sums();
-  force_defined_sums(true);
+  set_defined_sums(true);
   for (const Level& level : levels<TypeParam>()) {
     level.force();
     for (const int keys : {65, 300, 1200}) {
@@ -272,7 +272,7 @@ TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivid
                 << threads << " threads";
     }
   }
-  force_defined_sums(before);
+  set_defined_sums(before);
 }
 
 TYPED_TEST(AttentionOf, IsRightAtBlockEdges) {
