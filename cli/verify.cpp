@@ -34,9 +34,10 @@ Json verdict_json(const Verdict& verdict) {
                                  {"floor", p.distance.floor},
                                  {"allowed", p.distance.allowed},
                                  {"cosine", p.cosine}});
-  out["logprob"] = {
-      {"max", verdict.logprob.error}, {"floor", verdict.logprob.floor}, {"allowed", verdict.logprob.allowed},
-      {"other_bits", verdict.other_bits}};
+  out["logprob"] = {{"max", verdict.logprob.error},
+                    {"floor", verdict.logprob.floor},
+                    {"allowed", verdict.logprob.allowed},
+                    {"other_bits", verdict.other_bits}};
   out["loss"] = {{"dense", verdict.loss_dense}, {"shared", verdict.loss_shared}, {"allowed", verdict.loss.allowed}};
   if (verdict.router) out["router"] = choices_json(*verdict.router);
   if (verdict.critic) {

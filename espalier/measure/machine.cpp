@@ -12,6 +12,7 @@
 #include <limits>
 #include <sstream>
 
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/device/cuda_library.h"
@@ -99,11 +100,12 @@ double copy_rate() {
 double call_seconds(at::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype);
   const at::Tensor x = at::ones({1, 8}, options);
-  at::Tensor out = at::empty({1, 8}, options);
+  const at::Tensor out = at::empty({1, 8}, options);
   const at::Tensor weight = at::ones({8, 8}, options);
   constexpr int kCalls = 200;
+  const Operations& ops = cpu_device().operations();
   return best_seconds([&] {
-           for (int i = 0; i < kCalls; ++i) at::mm_out(out, x, weight);
+           for (int i = 0; i < kCalls; ++i) ops.linear(out, x, weight, at::Tensor());
          }) /
          kCalls;
 }
@@ -118,8 +120,8 @@ std::string cpu_name() {
 }
 
 std::filesystem::path file_of_cpu(DType dtype) {
-  return cache_file(
-      text_of("machine-", kProfileVersion, "-", cpu_name(), "-", name_of(dtype), "-", at::get_num_threads()));
+  return cache_file(text_of("machine-", kProfileVersion, "-", cpu_name(), "-", name_of(dtype), "-",
+                            at::get_num_threads(), defined_sums() ? "-own" : "-library"));
 }
 
 // Of the file system that --spill-dir lies on: empty where nothing can be stored away there, or nothing kept.

@@ -19,7 +19,7 @@ constexpr std::array<std::string_view, 10> kTrlFormulas = {
     "token-count-epsilon", "entropy-agg-mode", "off-policy-threshold", "rollout-is-floor",   "decay-matrices-only"};
 
 // A command of each section of docs/options.md.
-constexpr std::array<std::pair<std::string_view, const char*>, 12> kExamples = {{
+constexpr std::array<std::pair<std::string_view, const char*>, 13> kExamples = {{
     {"Run", "espalier train --dtype bfloat16 --threads 16 --seed 1 --model M --rollouts r.jsonl --out OUT"},
     {"Input and output",
      "espalier train --model M --rollouts day1/ day2.jsonl.zst --out OUT --save-freq 10 --record TRACE"},
@@ -32,6 +32,7 @@ constexpr std::array<std::pair<std::string_view, const char*>, 12> kExamples = {
      "espalier train --adv-estimator gae --critic CRITIC --critic-lr 1e-5 --model M --rollouts r.jsonl --out OUT"},
     {"Optimizer",
      "espalier train --lr 1e-6 --warmup-steps 10 --lr-scheduler-type cosine --model M --rollouts r.jsonl --out OUT"},
+    {"Adapters", "espalier train --lora-rank 16 --lora-alpha 32 --model M --rollouts r.jsonl --out ADAPTER"},
     {"Parallel degrees", "espalier plan --layout auto --ranks 64 --machine h100 --model M --rollouts r.jsonl"},
     {"Sampling", "espalier generate --n 8 --temperature 0.8 --top-p 0.95 --model M --prompts p.jsonl --out r.jsonl"},
     {"Closed loop",

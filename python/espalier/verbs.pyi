@@ -20,8 +20,6 @@ class Run(TypedDict, total=False):
 
 class RunButInspectReport(TypedDict, total=False):
     dtype: Literal["float64", "float32", "bfloat16"] | None
-
-class RunButInspectPlanReport(TypedDict, total=False):
     products: Literal["auto", "own", "library"] | None
 
 class InputAndOutputButReport(TypedDict, total=False):
@@ -291,62 +289,59 @@ class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
     ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
 
-class TrainOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
-    InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain, InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo,
-    Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
-    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
-    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
-    SamplingButInspectPlanReport, ClosedLoopTrainGrpo, EveryVerb, NamesOfTrlButInspectScoreGenerateReport,
-    NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
-
-class ScoreOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo,
-    InputAndOutputScore, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo,
-    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb): ...
-
-class VerifyOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputPlanTrainScoreVerifyBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
+class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
+    InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
     ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective,
     ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
     TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
     Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
+    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class ReplayOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport,
+class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
+    ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo, AdaptersButInspectReport,
+    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb): ...
+
+class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport,
     ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
-    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo,
+    Critic, OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
+    SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport,
+    NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class BenchOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputPlanTrainScoreVerifyBench, InputAndOutputTrainBench, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective,
-    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
-    OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
-    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
+class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
+    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
+    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, OptimizerButInspectScoreGenerateReport,
+    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+
+class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
+    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
+    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport,
+    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
     SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
-class GenerateOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport,
-    AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
-    SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport): ...
-
-class GrpoOptions(Run, RunButInspectReport, RunButInspectPlanReport, InputAndOutputButReport,
-    InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo,
-    MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
-    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
-    TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
-    Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
+class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
+    InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
-    SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
+    SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport): ...
+
+class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
+    InputAndOutputTrainScoreGenerateGrpo, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
+    ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
+    SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
 class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBench, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...

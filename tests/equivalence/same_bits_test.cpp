@@ -6,23 +6,19 @@
 #include <algorithm>
 #include <cstring>
 
-#include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "tests/equivalence/fixture.h"
+#include "tests/with_products.h"
 
 namespace espalier::testing {
 namespace {
 
 class SameBits : public ::testing::TestWithParam<const char*> {
  protected:
-  void SetUp() override { set_defined_sums(true); }
-  void TearDown() override {
-    set_defined_sums(before_);
-    omp_set_num_threads(threads_);
-  }
+  void TearDown() override { omp_set_num_threads(threads_); }
 
  private:
-  bool before_ = defined_sums();
+  const WithProducts own_{true};
   int threads_ = omp_get_max_threads();
 };
 

@@ -8,6 +8,7 @@
 #include "espalier/plan/draft.h"
 #include "espalier/plan/memory_model.h"
 #include "tests/unit/plan/shapes.h"
+#include "tests/with_products.h"
 
 namespace espalier {
 namespace {
@@ -63,6 +64,7 @@ TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
 // an element of a query of attention up to 3 MiB, under a path 4.25 MiB. The numbers of the rows come to it: 96 bytes
 // each, 24 of a trunk's, and 14 KiB for the sums of the head.
 TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
+  const WithProducts library(false);
   const ModelShape tiny = testing::tiny_shape();
   const std::int64_t widest = std::max({tiny.vocabulary, 2 * tiny.inner, tiny.heads * tiny.head_dim});
   const std::int64_t row = 12 * 4 * tiny.heads * tiny.head_dim, ten = 10 * (row + 96) + (14 << 10),
@@ -100,7 +102,16 @@ TEST(MemoryModel, OfAGpuHoldsItsContext) {
   EXPECT_LE(gpu.backward_peak(work, SavedState::keep, true), cpu.backward_peak(work, SavedState::keep, true));
 }
 
+TEST(MemoryModel, OwnProductsTakeTheSameRoomOfEveryThread) {
+  const WithProducts own(true);
+  for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+    const ActivationBytes bytes(testing::llama_3_8b(), dtype);
+    EXPECT_EQ(bytes.scratch(0, 0, 2) - bytes.scratch(0, 0, 1), kOwnProductBytes) << name_of(dtype);
+  }
+}
+
 TEST(MemoryModel, HoldsTheCodeOfBfloat16Products) {
+  const WithProducts library(false);
   const auto beside_the_model = [](DType dtype) {
     const ActivationBytes bytes(testing::tiny_shape(), dtype);
     return bytes.constant() - bytes.model();

@@ -13,9 +13,9 @@
 
 #include <gtest/gtest.h>
 
-#include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "tests/unit/ops/attention/plain_attention.h"
+#include "tests/with_products.h"
 
 namespace espalier::attention_test {
 namespace {
@@ -257,8 +257,7 @@ std::vector<double> rows_of_chain(int keys, int path, int first, int from, int t
 // Where sums have a defined order: 1,200 keys are enough for threads to divide them otherwise.
 TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivided) {
   const Restore restore;
-  const bool before = defined_sums();
-  set_defined_sums(true);
+  const WithProducts own(true);
   for (const Level& level : levels<TypeParam>()) {
     level.force();
     for (const int keys : {65, 300, 1200}) {
@@ -272,7 +271,6 @@ TYPED_TEST(AttentionOf, OfDefinedSumsHasTheSameBitsHoweverKeysAndQueriesAreDivid
                 << threads << " threads";
     }
   }
-  set_defined_sums(before);
 }
 
 TYPED_TEST(AttentionOf, IsRightAtBlockEdges) {
@@ -408,6 +406,7 @@ TYPED_TEST(AttentionOf, GivesTheSameBitsTwice) {
 // Two queries over 1502 keys, which five threads would cut into two parts and add up in another order.
 TEST(Attention, SmallProblemsAreTheCallingThreadsAlone) {
   const Restore restore;
+  const WithProducts library(false);
   const Problem p = random_problem<double>(13, {2, 1500, 1, 1, 16}, Rows::all);
   const std::vector<double> out(p.q.size(), 0.25), lse(static_cast<std::size_t>(p.queries()), 5.0);
   omp_set_num_threads(1);

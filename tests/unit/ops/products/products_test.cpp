@@ -1,4 +1,4 @@
-// Matrix products in bfloat16, as the processor makes them and widened, against float64.
+// The library's matrix products in bfloat16, as the processor makes them and widened, against float64.
 #include "espalier/ops/operations.h"
 
 #include <ATen/ATen.h>
@@ -11,6 +11,7 @@
 #include "espalier/observe/memory.h"
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/widened_products.h"
+#include "tests/with_products.h"
 
 namespace espalier {
 namespace {
@@ -59,6 +60,7 @@ class ProductsOf : public ::testing::TestWithParam<Bfloat16Products> {
     if (processor_has(GetParam())) force_bfloat16_products(before_);
   }
 
+  const WithProducts library_{false};
   Bfloat16Products before_ = Bfloat16Products::converted;
 };
 
