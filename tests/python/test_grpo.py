@@ -1,5 +1,6 @@
 """`grpo`, the closed loop: the same bits twice, the same bits after kill -9, a trace that replays, honest endings."""
 
+import gzip
 import json
 import os
 import random
@@ -184,7 +185,8 @@ def test_the_samplers_log_probs_are_those_of_a_pass_bit_for_bit(espalier, tmp_pa
     run = tmp_path / "run"
     done = espalier("grpo", "--out", run, "--record", tmp_path / "trace", *tiny("--steps", 4, "--save-freq", 0, "--test-freq", 0))
     assert "old_logprobs need no pass of their own" in done.stderr
-    records = [json.loads(line) for line in (tmp_path / "trace/rollouts.jsonl").read_text().splitlines()]
+    with gzip.open(tmp_path / "trace/rollouts.jsonl.gz", "rt") as lines:
+        records = [json.loads(line) for line in lines]
     first = [record for record in records if record["step"] == records[0]["step"]]
     assert first and all(record["old_logprobs"] == record["rollout_logprobs"] for record in first)
     for record in first:
