@@ -116,6 +116,53 @@ void split_fused_experts(Tensors& tensors) {
   }
 }
 
+// Rows [first, first + rows) of a matrix.
+SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::int64_t first, std::int64_t rows) {
+  SafetensorsEntry part = whole;
+  part.name = std::move(name);
+  part.shape[0] = rows;
+  part.count = rows * whole.shape[1];
+  part.bytes = part.count * bytes_of(whole.type);
+  part.data = whole.data + first * whole.shape[1] * bytes_of(whole.type);
+  return part;
+}
+
+// Matrices that some families store as one (Phi-3, GLM-4): self_attn.qkv_proj, whose queries are as wide as what o_proj
+// reads, and mlp.gate_up_proj. What does not fit stays, and is reported as unexpected.
+void split_fused_matrices(Tensors& tensors) {
+  constexpr std::string_view kQkv = ".self_attn.qkv_proj.weight", kGateUp = ".mlp.gate_up_proj.weight";
+  constexpr std::size_t kQkvEnd = kQkv.size() - std::string_view(".self_attn.").size(),
+                        kGateUpEnd = kGateUp.size() - std::string_view(".mlp.").size();
+  std::vector<const SafetensorsEntry*> fused;
+  for (const auto& [name, entry] : tensors.by_name)
+    if ((name.ends_with(kQkv) || name.ends_with(kGateUp)) && entry->shape.size() == 2) fused.push_back(entry);
+  for (const SafetensorsEntry* entry : fused) {
+    const bool qkv = entry->name.ends_with(kQkv);
+    const std::string module = entry->name.substr(0, entry->name.size() - (qkv ? kQkvEnd : kGateUpEnd));
+    const std::int64_t rows = entry->shape[0];
+    std::vector<std::pair<std::string, std::int64_t>> parts{{"gate_proj", rows / 2}, {"up_proj", rows / 2}};
+    if (qkv) {
+      const auto output = tensors.by_name.find(module + "o_proj.weight");
+      if (output == tensors.by_name.end() || output->second->shape.size() != 2) continue;
+      const std::int64_t queries = output->second->shape[1], others = (rows - queries) / 2;
+      if (queries >= rows) continue;
+      parts = {{"q_proj", queries}, {"k_proj", others}, {"v_proj", others}};
+    }
+    std::int64_t first = 0;
+    for (const auto& [name, size] : parts) first += size;
+    if (first != rows) continue;
+    tensors.by_name.erase(entry->name);
+    first = 0;
+    for (const auto& [name, size] : parts) {
+      tensors.parts.push_back(rows_of(*entry, module + name + ".weight", first, size));
+      if (!tensors.by_name.emplace(tensors.parts.back().name, &tensors.parts.back()).second)
+        throw InputError({tensors.where.string(), "every matrix once",
+                          "'" + printable(tensors.parts.back().name) + "' fused and on its own", ""});
+      first += size;
+    }
+  }
+}
+
 Tensors open_model(const fs::path& directory) {
   Tensors tensors;
   tensors.where = directory;
@@ -133,6 +180,7 @@ Tensors open_model(const fs::path& directory) {
     throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
   }
   split_fused_experts(tensors);
+  split_fused_matrices(tensors);
   return tensors;
 }
 

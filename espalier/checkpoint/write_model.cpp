@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "espalier/base/atomic_file.h"
@@ -21,15 +22,38 @@ namespace espalier {
 namespace fs = std::filesystem;
 namespace {
 
-struct FileShard {
-  std::size_t begin = 0, end = 0;  // parameters
+// A tensor of the files: a parameter, or neighbours that the family stores as one.
+struct FileTensor {
+  std::string name;
+  std::size_t begin, end;  // parameters
+  std::vector<std::int64_t> shape;
+  std::int64_t count;
 };
 
-std::vector<FileShard> cut_shards(const ParameterTable& table, DType to, std::int64_t shard_bytes) {
+std::vector<FileTensor> file_tensors(const ParameterTable& table) {
+  std::vector<FileTensor> tensors;
+  const std::vector<Parameter>& parameters = table.parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const Parameter& p = parameters[i];
+    if (!p.fused.empty() && i > 0 && parameters[i - 1].fused == p.fused) {
+      tensors.back().shape[0] += p.shape[0], tensors.back().count += p.count;
+      ++tensors.back().end;
+    } else {
+      tensors.push_back({p.fused.empty() ? p.name : p.fused, i, i + 1, p.shape, p.count});
+    }
+  }
+  return tensors;
+}
+
+struct FileShard {
+  std::size_t begin = 0, end = 0;  // tensors
+};
+
+std::vector<FileShard> cut_shards(const std::vector<FileTensor>& tensors, DType to, std::int64_t shard_bytes) {
   std::vector<FileShard> shards(1);
   std::int64_t used = 0;
-  for (const Parameter& parameter : table.parameters()) {
-    const std::int64_t bytes = parameter.count * bytes_of(to);
+  for (const FileTensor& tensor : tensors) {
+    const std::int64_t bytes = tensor.count * bytes_of(to);
     if (used > 0 && used + bytes > shard_bytes) {
       shards.push_back({shards.back().end, shards.back().end});
       used = 0;
@@ -52,13 +76,12 @@ void append_converted(SafetensorsWriter& writer, TensorType from, const std::byt
   }
 }
 
-void write_tensors(OutputFile& output, const ParameterTable& table, FileShard shard, DType from,
+void write_tensors(OutputFile& output, const ParameterTable& table, std::span<const FileTensor> tensors, DType from,
                    const ParameterValues& values, DType to, const WriteOptions& options) {
   std::vector<TensorSpec> specs;
-  for (std::size_t i = shard.begin; i < shard.end; ++i)
-    specs.push_back({table.parameters()[i].name, tensor_type_of(to), table.parameters()[i].shape});
+  for (const FileTensor& tensor : tensors) specs.push_back({tensor.name, tensor_type_of(to), tensor.shape});
   SafetensorsWriter writer(output, specs);
-  for (std::size_t i = shard.begin; i < shard.end; ++i) {
+  for (std::size_t i = tensors.front().begin; i < tensors.back().end; ++i) {
     const Parameter& parameter = table.parameters()[i];
     if (options.stored != nullptr && !options.changed(parameter.name)) {
       const SafetensorsEntry& entry = options.stored->at(parameter.name);
@@ -75,7 +98,8 @@ void write_tensors(OutputFile& output, const ParameterTable& table, FileShard sh
 
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
                    DType to, const WriteOptions& options) {
-  const std::vector<FileShard> shards = cut_shards(table, to, options.shard_bytes);
+  const std::vector<FileTensor> tensors = file_tensors(table);
+  const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
     std::string name = "model.safetensors";
@@ -85,9 +109,10 @@ void write_weights(const fs::path& target, const ParameterTable& table, DType fr
       name = numbered;
     }
     OutputFile output(target / name);
-    write_tensors(output, table, shards[i], from, values, to, options);
+    const auto here = std::span(tensors).subspan(shards[i].begin, shards[i].end - shards[i].begin);
+    write_tensors(output, table, here, from, values, to, options);
     output.close_synced();
-    for (std::size_t p = shards[i].begin; p < shards[i].end; ++p) weight_map[table.parameters()[p].name] = name;
+    for (const FileTensor& tensor : here) weight_map[tensor.name] = name;
   }
   if (shards.size() == 1) return;
   Json index;

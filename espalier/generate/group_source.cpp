@@ -34,7 +34,7 @@ void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW,
     const KvPath::Layer path = one.group.path->path(a.layer, one.group.path_rows);
     const TimedPart timed(a.timer, part::kAttention);
     a.ops.attention({a.head_dim, a.q_RW.narrow(0, first_query, queries), own.k, own.v, path.k, path.v, query_row,
-                     one.subtree_end_T, a.window, one.depth_T},
+                     one.subtree_end_T, a.window, one.depth_T, a.scale, a.soft_cap},
                     attended_RW.narrow(0, first_query, queries),
                     lse_HR.view({-1}).narrow(0, first_query * heads, queries * heads));
     first_row += rows;

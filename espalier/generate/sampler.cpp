@@ -489,7 +489,8 @@ std::vector<TokenChoice> Generation::choose(const at::Tensor& hidden_OM, const A
         whole_logits(logits_BV), rule_, begin_O1.narrow(0, first_row, rows + 1), uniform_N.narrow(0, begin, tokens),
         drawn_2N.select(0, 0).narrow(0, begin, tokens), drawn_2N.select(0, 1).narrow(0, begin, tokens));
   };
-  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp};
+  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
+                            decoder_.logits()};
   for_each_logits(hidden_OM, decoder_.weights().head_VM, part, visit, arena_);
   const at::Tensor on_host = device.to_host(drawn_2N);
   const auto drawn = host_values<const double>(on_host);

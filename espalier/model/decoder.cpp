@@ -14,8 +14,25 @@ Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, co
 
 void Decoder::reserve_positions(std::int64_t positions) {
   if (positions <= rotary_.positions()) return;
-  const RotaryTables made = make_rotary_tables(shape_, positions, accumulator_type(dtype()));
-  rotary_ = {device_.adopt(made.cos), device_.adopt(made.sin)};
+  const auto tables = [&](const Rope& rope, std::int64_t rotary_dim) {
+    const RotaryTables made = make_rotary_tables(rope, rotary_dim, positions, accumulator_type(dtype()));
+    return RotaryTables{device_.adopt(made.cos), device_.adopt(made.sin)};
+  };
+  rotary_ = tables(shape_.rope(), shape_.rotary_dim());
+  if (shape_.has_window_rope) window_rotary_ = tables(shape_.window_rope, shape_.rotary_dim());
+  if (!shape_.unrotated_layer.empty()) no_rotary_ = tables(shape_.rope(), 0);
+}
+
+const RotaryTables& Decoder::rotary(std::int64_t layer) const {
+  if (!shape_.rotates(layer)) return no_rotary_;
+  return shape_.has_window_rope && shape_.is_window_layer(layer) ? window_rotary_ : rotary_;
+}
+
+// As transformers rounds it: to the dtype of the embedding.
+double Decoder::embedding_factor() const {
+  const double factor = shape_.scales.embedding;
+  return dtype() == at::kBFloat16 ? static_cast<double>(static_cast<float>(bfloat16(static_cast<float>(factor))))
+                                  : factor;
 }
 
 BlockShape Decoder::block() const {
@@ -28,11 +45,11 @@ bool Decoder::last_block_is_narrow(const ModelInput& input) const {
 
 LayerContext Decoder::context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties) const {
   const bool narrow = layer + 1 == shape_.layers && last_block_is_narrow(run.input);
-  return {shape_,    weights_.layers[static_cast<std::size_t>(layer)],
-          rotary_,   run.input,
-          run.kv,    layer,
-          narrow,    run.arena,
-          run.timer, mesh_,
+  return {shape_,        weights_.layers[static_cast<std::size_t>(layer)],
+          rotary(layer), run.input,
+          run.kv,        layer,
+          narrow,        run.arena,
+          run.timer,     mesh_,
           penalties};
 }
 
@@ -96,6 +113,7 @@ void Decoder::enter(const ModelInput& input, const at::Tensor& stream_TM) const 
   if (!is_first_stage()) return mesh_.pp.receive(stream_TM, mesh_.pp.rank() - 1);
   device_.operations().look_up(weights_.embedding_VM, input.id_T, local_.vocabulary().begin, stream_TM);
   mesh_.tp.add_over_ranks(stream_TM);
+  if (shape_.scales.embedding != 1) device_.operations().add_scaled({}, stream_TM, embedding_factor(), stream_TM);
 }
 
 void Decoder::leave(const ModelInput& input, const at::Tensor& stream_TM, const DecoderSaved& saved) const {
@@ -104,7 +122,7 @@ void Decoder::leave(const ModelInput& input, const at::Tensor& stream_TM, const 
   if (input.outputs() == 0) return;
   const Operations& ops = device_.operations();
   if (!last_block_is_narrow(input)) ops.gather(stream_TM, input.output_row_O, saved.final_stream_OM);
-  ops.norm(saved.final_stream_OM, weights_.final_norm_M, shape_.rms_norm_eps, saved.normed_OM, saved.final_rstd_O);
+  ops.norm(saved.final_stream_OM, final_norm(weights_), shape_.rms_norm_eps, saved.normed_OM, saved.final_rstd_O);
 }
 
 at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& saved, const at::Tensor& grad_normed_OM,
@@ -120,8 +138,8 @@ at::Tensor Decoder::enter_backward(const ModelInput& input, const DecoderSaved& 
   grads.bring(Unit::kFinalNorm);
   ops.zero(grad_stream_OM);
   if (input.outputs() > 0)
-    ops.add_norm_backward(saved.final_stream_OM, weights_.final_norm_M, saved.final_rstd_O, grad_normed_OM,
-                          grad_stream_OM, grads.final_norm_M);
+    ops.add_norm_backward(saved.final_stream_OM, final_norm(weights_), saved.final_rstd_O, grad_normed_OM,
+                          grad_stream_OM, final_norm(grads));
   grads.let_go(Unit::kFinalNorm);
   if (last_block_is_narrow(input)) return grad_stream_OM;
   ops.zero(grad_stream_TM);
@@ -136,6 +154,7 @@ void Decoder::leave_backward(const ModelInput& input, const at::Tensor& grad_str
   // As nn.Embedding(padding_idx): what comes to a look-up of this token is dropped.
   if (std::ranges::find(input.id, shape_.pad_token) != input.id.end())
     ops.zero_rows(grad_stream_TM, input.id_T, shape_.pad_token);
+  if (shape_.scales.embedding != 1) ops.add_scaled({}, grad_stream_TM, embedding_factor(), grad_stream_TM);
   grads.bring(Unit::kEmbedding);
   ops.add_look_up_backward(grad_stream_TM, input.id_T, local_.vocabulary().begin, grads.embedding_VM);
   grads.let_go(Unit::kEmbedding);

@@ -76,7 +76,9 @@ class Decoder {
   bool has_backward() const { return first_layer() < shape_.layers; }
   // The sizes that its buffer declarations depend on.
   BlockShape block() const;
-  at::ScalarType dtype() const { return weights_.layers.front().attention_norm_M.scalar_type(); }
+  at::ScalarType dtype() const { return weights_.layers.front().down_or_experts().scalar_type(); }
+  // What becomes of the head's product.
+  LogitShape logits() const { return {shape_.scales.logits, shape_.scales.logit_cap}; }
   // Stages of pp hand streams on, and their gradients back. The first looks tokens up, the last has the outputs.
   bool is_first_stage() const { return mesh_.pp.rank() == 0; }
   bool is_last_stage() const { return mesh_.pp.rank() + 1 == mesh_.pp.size(); }
@@ -101,10 +103,17 @@ class Decoder {
   bool only_joins(const LayerContext& context) const;
   LayerContext context(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 
+  const RotaryTables& rotary(std::int64_t layer) const;
+  double embedding_factor() const;
+  // The norm of `views`, which are the weights or their gradients.
+  NormWeights final_norm(const ModelViews& views) const {
+    return {views.final_norm_M, shape_.norm, views.final_norm_bias_M};
+  }
+
   LocalShape local_;
   ModelShape shape_;  // of this rank: local_.own()
   ModelViews weights_;
-  RotaryTables rotary_;
+  RotaryTables rotary_, window_rotary_, no_rotary_;
   Device& device_;
   const Mesh& mesh_;
 };

@@ -62,7 +62,8 @@ void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& gra
 AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValues& set,
                                         const KvPath::Layer& path) const {
   const at::Tensor& query_row = a.output_row_R.defined() ? rows_.output_own_O : rows_.own_T;
-  return {a.head_dim, a.q_RW, set.k, set.v, path.k, path.v, query_row, subtree_end_S_, a.window, depth_S_};
+  return {a.head_dim, a.q_RW,         set.k,    set.v,    path.k,  path.v,
+          query_row,  subtree_end_S_, a.window, depth_S_, a.scale, a.soft_cap};
 }
 
 void DividedSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {

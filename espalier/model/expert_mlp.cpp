@@ -25,12 +25,20 @@ at::Tensor given_experts(const LayerContext& c) {
   return c.input.given_LTK.view({-1, c.input.rows(), k}).select(0, expert_layer(c));
 }
 
+RouterRule rule_of(const LayerContext& c) {
+  RouterRule rule = c.shape.norm_topk_prob;
+  rule.sigmoid = c.shape.router.sigmoid, rule.scaling = c.shape.router.scaling;
+  rule.groups = c.shape.router.groups, rule.top_groups = c.shape.router.top_groups;
+  rule.correction_E = c.weights.correction_bias_E;
+  return rule;
+}
+
 // dL/dlogits from dL/dw and the router losses.
 void router_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_RK,
                      const at::Tensor& grad_logits_RE) {
   const bool penalised = c.penalties != nullptr && !c.penalties->of_layer.empty();
   const std::int64_t l = expert_layer(c);
-  c.ops.router_backward(saved.router_logits_RE, saved.router_choice_RK, c.shape.norm_topk_prob, grad_weight_RK,
+  c.ops.router_backward(saved.router_logits_RE, saved.router_choice_RK, rule_of(c), grad_weight_RK,
                         penalised ? c.penalties->of_layer[static_cast<std::size_t>(l)] : RouterPenalty{},
                         grad_logits_RE, penalised ? c.penalties->value_L2.select(0, l) : at::Tensor());
 }
@@ -42,9 +50,9 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   HeldBuffers held(c.arena, declared, c.dtype());
   held.enter(0);
   const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
-  c.ops.norm(saved.stream_mid_RM, c.weights.mlp_norm_M, c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
+  c.ops.norm(saved.stream_mid_RM, c.mlp_norm(c.weights), c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router);
-  c.ops.choose_experts(saved.router_logits_RE, given_experts(c), c.shape.norm_topk_prob, saved.router_choice_RK,
+  c.ops.choose_experts(saved.router_logits_RE, given_experts(c), rule_of(c), saved.router_choice_RK,
                        saved.router_weight_RK);
   if (sum_RM.defined()) c.ops.zero(sum_RM);
   expert_products(c.mesh).add_forward(c, saved, normed_RM, sum_RM,
@@ -61,7 +69,7 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   HeldBuffers held(c.arena, declared, c.dtype());
   held.enter(Stage::experts);
   const at::Tensor normed_RM = held[declared.normed_RM];
-  c.ops.norm_again(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, normed_RM);
+  c.ops.norm_again(saved.stream_mid_RM, c.mlp_norm(c.weights), saved.mlp_rstd_R, normed_RM);
   const at::Tensor& grad_weight_RK = held[declared.grad_weight_RK];
   const at::Tensor& grad_normed_sum_RM = held[declared.grad_normed_sum_RM];
   c.ops.zero(grad_normed_sum_RM);
@@ -78,8 +86,8 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
   c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
-  c.ops.add_norm_backward(saved.stream_mid_RM, c.weights.mlp_norm_M, saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
-                          grads.mlp_norm_M);
+  c.ops.add_norm_backward(saved.stream_mid_RM, c.mlp_norm(c.weights), saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
+                          c.mlp_norm(grads));
 }
 
 namespace {

@@ -8,7 +8,10 @@
 namespace espalier {
 namespace {
 
-ExpertWeights weights_of(const LayerViews& views) { return {views.expert_gate_up_EWM, views.expert_down_EMF}; }
+// Of `views`, which are the weights or their gradients.
+ExpertWeights weights_of(const LayerContext& c, const LayerViews& views) {
+  return {views.expert_gate_up_EWM, views.expert_down_EMF, {}, {}, c.shape.activation};
+}
 
 // Scratch of the products of one expert, taken once for all of them: each may have as many rows as arrive.
 ExpertScratch take_scratch(const LayerContext& c, const at::Tensor& stream_RM, bool with_act, bool with_gradient) {
@@ -37,7 +40,7 @@ SortedSlots sort_by_expert(const LayerContext& c, const LayerSaved& saved) {
 void add_forward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM, const at::Tensor& sum_RM,
                  const ExpertScratch& scratch) {
   const TimedPart timed(c.timer, part::kProducts);
-  c.ops.add_experts(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
+  c.ops.add_experts(sort_by_expert(c, saved), weights_of(c, c.weights), normed_RM, saved.router_weight_RK,
                     saved.gate_up_RW, sum_RM, scratch);
 }
 
@@ -45,8 +48,8 @@ void add_backward(const LayerContext& c, const LayerSaved& saved, const at::Tens
                   const at::Tensor& grad_RM, const LayerViews& grads, const ExpertInputGradients& out,
                   const ExpertScratch& scratch) {
   const TimedPart timed(c.timer, part::kProducts);
-  c.ops.add_experts_backward(sort_by_expert(c, saved), weights_of(c.weights), normed_RM, saved.router_weight_RK,
-                             saved.gate_up_RW, grad_RM, weights_of(grads), out.normed_RM, out.weight_RK, scratch);
+  c.ops.add_experts_backward(sort_by_expert(c, saved), weights_of(c, c.weights), normed_RM, saved.router_weight_RK,
+                             saved.gate_up_RW, grad_RM, weights_of(c, grads), out.normed_RM, out.weight_RK, scratch);
 }
 
 }  // namespace here
@@ -67,7 +70,7 @@ void add_forward(const LayerContext& c, const LayerSaved& saved, const at::Tenso
     const at::Tensor sum_NM = c.arena.take(x_NM.sizes(), accumulator_type(dtype));
     c.ops.zero(sum_NM);
     const TimedPart timed(c.timer, part::kProducts);
-    c.ops.add_experts(exchange.received(), weights_of(c.weights), x_NM, at::Tensor(), gate_up_NW, sum_NM,
+    c.ops.add_experts(exchange.received(), weights_of(c, c.weights), x_NM, at::Tensor(), gate_up_NW, sum_NM,
                       take_scratch(c, x_NM, true, false));
     c.ops.round_sum(at::Tensor(), sum_NM, x_NM);
   }
@@ -92,10 +95,10 @@ void add_backward(const LayerContext& c, const LayerSaved& saved, const at::Tens
     const at::Tensor gate_up_NW = c.arena.take({exchange.arriving(), 2 * c.shape.expert_inner}, dtype);
     const ExpertScratch scratch = take_scratch(c, x_NM, true, true);
     const TimedPart timed(c.timer, part::kProducts);
-    c.ops.add_experts(exchange.received(), weights_of(c.weights), x_NM, at::Tensor(), gate_up_NW, at::Tensor(),
+    c.ops.add_experts(exchange.received(), weights_of(c, c.weights), x_NM, at::Tensor(), gate_up_NW, at::Tensor(),
                       scratch);
-    c.ops.add_experts_backward(exchange.received(), weights_of(c.weights), x_NM, weight_N1, gate_up_NW, grad_NM,
-                               weights_of(grads), grad_x_NM, grad_weight_N1, scratch);
+    c.ops.add_experts_backward(exchange.received(), weights_of(c, c.weights), x_NM, weight_N1, gate_up_NW, grad_NM,
+                               weights_of(c, grads), grad_x_NM, grad_weight_N1, scratch);
   }
   c.ops.add_scatter(exchange.from_experts(grad_x_NM), exchange.sent().row_S, exchange.run_of(out.normed_RM));
   c.ops.scatter(exchange.from_experts(grad_weight_N1), exchange.sent().slot_S,

@@ -27,10 +27,11 @@ struct LayerAttention {
   const Operations& ops;
   Timer* timer;  // books the attention; may be null
   std::int64_t layer, head_dim;
-  at::Tensor output_row_R;  // the row of each query, ascending; undefined: every row has one
-  at::Tensor q_RW;          // [R, H*D], rotated
-  KeysValues own;           // of the T rows, keys rotated
-  std::int64_t window = 0;  // rows that a row sees at most, itself included; 0: all above it
+  at::Tensor output_row_R;         // the row of each query, ascending; undefined: every row has one
+  at::Tensor q_RW;                 // [R, H*D], rotated
+  KeysValues own;                  // of the T rows, keys rotated
+  std::int64_t window = 0;         // rows that a row sees at most, itself included; 0: all above it
+  double scale = 0, soft_cap = 0;  // as AttentionProblem's
 };
 
 class KvSource {

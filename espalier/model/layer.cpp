@@ -4,6 +4,7 @@
 
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/model/branch.h"
 #include "espalier/model/mlp.h"
 
 namespace espalier {
@@ -24,12 +25,18 @@ at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM, const 
   return x_RM;
 }
 
-Rotation rotation_of_queries(const LayerContext& c) {
-  return {c.rotary, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D,
-          c.shape.rms_norm_eps};
+Rotation rotation(const LayerContext& c, const at::Tensor& position_R, const at::Tensor& norm_weight) {
+  return {c.rotary,    position_R, norm_weight, c.shape.rms_norm_eps, c.shape.head_dim, c.shape.attention.interleaved,
+          c.shape.norm};
 }
-Rotation rotation_of_keys(const LayerContext& c) {
-  return {c.rotary, c.input.position_T, c.weights.k_norm_D, c.shape.rms_norm_eps};
+Rotation rotation_of_queries(const LayerContext& c) {
+  return rotation(c, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D);
+}
+Rotation rotation_of_keys(const LayerContext& c) { return rotation(c, c.input.position_T, c.weights.k_norm_D); }
+
+// The half of a block that ends with o_proj.
+Branch branch_of(const LayerContext& c, const LayerSaved& saved) {
+  return {c.weights.attention_post_norm_M, saved.branch_RM, saved.branch_rstd_R, c.weights.output};
 }
 
 // Attention as its source runs it, from what was saved. Keys and values that the source keeps are written there in the
@@ -50,7 +57,9 @@ LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bo
           c.narrow ? c.input.output_row_O : at::Tensor(),
           rotated_q_RW,
           own,
-          c.shape.window_of(c.layer)};
+          c.shape.window_of(c.layer),
+          c.shape.attention.scale,
+          c.shape.attention.soft_cap};
 }
 
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
@@ -92,6 +101,8 @@ void take_attention_saved(const LayerContext& c, LayerSaved& saved) {
   saved.attended_RW = take(declared.attended_RW);
   saved.lse_HR = take(declared.lse_HR);
   saved.stream_mid_RM = take(declared.stream_mid_RM);
+  saved.branch_RM = take(declared.branch_RM);
+  saved.branch_rstd_R = take(declared.branch_rstd_R);
 }
 
 void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
@@ -99,6 +110,8 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
   const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
   saved.mlp_rstd_R = take(declared.mlp_rstd_R);
   saved.gate_up_RW = take(declared.gate_up_RW);
+  saved.mlp_branch_RM = take(declared.branch_RM);
+  saved.mlp_branch_rstd_R = take(declared.branch_rstd_R);
   saved.router_logits_RE = take(declared.router_logits_RE);
   saved.router_choice_RK = take(declared.router_choice_RK);
   saved.router_weight_RK = take(declared.router_weight_RK);
@@ -110,8 +123,11 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   const LayerForwardBuffers declared(c.block(), c.block_rows(), stream_out_RM.defined());
   HeldBuffers held(c.arena, declared, c.dtype());
   held.enter(Stage::projection);
-  const at::Tensor normed_TM = held[declared.normed_TM];
-  c.ops.norm(saved.stream_in_TM, c.weights.attention_norm_M, c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
+  at::Tensor normed_TM = saved.stream_in_TM;
+  if (c.has_norms_before()) {
+    normed_TM = held[declared.normed_TM];
+    c.ops.norm(saved.stream_in_TM, c.attention_norm(c.weights), c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
+  }
   c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
   if (continuing > 0)
     c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.query);
@@ -120,8 +136,8 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
               saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
   held.enter(Stage::residual);
-  c.products.linear_onto(saved.stream_mid_RM, continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
-                         saved.attended_RW, c.weights.output);
+  add_branch(c, branch_of(c, saved), continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
+             saved.attended_RW, held[declared.branch_RM], saved.stream_mid_RM);
   held.enter(Stage::mlp);
   mlp_forward(c, saved, stream_out_RM);
 }
@@ -146,16 +162,19 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   if (continues) {
     add_mlp_backward(c, saved, grad_stream_RM, grads);
     held.enter(Stage::output);
-    c.products.add_linear_grad_weight(grads.output, grad_stream_RM, saved.attended_RW, held[declared.output_product]);
-    c.products.linear_grad_input(held[declared.grad_attended_RW], grad_stream_RM, c.weights.output);
+    const at::Tensor grad_branch_RM = add_branch_backward(c, branch_of(c, saved), grad_stream_RM,
+                                                          held[declared.grad_branch_RM], grads.attention_post_norm_M);
+    c.products.add_linear_grad_weight(grads.output, grad_branch_RM, saved.attended_RW, held[declared.output_product]);
+    c.products.linear_grad_input(held[declared.grad_attended_RW], grad_branch_RM, c.weights.output);
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
   held.enter(Stage::attention);
   const ProjectionGradients grad = add_attention_backward(c, saved, declared, held, grads);
   held.enter(Stage::key_value);
-  const at::Tensor normed_TM = held[declared.normed_TM];
-  if (grads.key_value.trains() || grads.query.trains())
-    c.ops.norm_again(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, normed_TM);
+  const at::Tensor &grad_normed_TM = held[declared.normed_TM],  // until then the rows themselves
+      &normed_TM = c.has_norms_before() ? grad_normed_TM : saved.stream_in_TM;
+  if (c.has_norms_before() && (grads.key_value.trains() || grads.query.trains()))
+    c.ops.norm_again(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, normed_TM);
   c.products.add_linear_grad_weight(grads.key_value, grad.kv_TW, normed_TM, held[declared.kv_product]);
   held.enter(Stage::query);
   if (continues && grads.query.trains())
@@ -163,7 +182,6 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
                                       continuing_rows(c, normed_TM, held[declared.query_input_RM]),
                                       held[declared.query_product]);
   held.enter(Stage::input);
-  const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.key_value);
   if (c.narrow && continues) {
     const at::Tensor& part_RM = held[declared.query_part_RM];
@@ -173,8 +191,11 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.query);
   }
   c.mesh.tp.add_over_ranks(grad_normed_TM);
-  c.ops.add_norm_backward(saved.stream_in_TM, c.weights.attention_norm_M, saved.norm_rstd_T, grad_normed_TM, grad_in_TM,
-                          grads.attention_norm_M);
+  if (c.has_norms_before())
+    c.ops.add_norm_backward(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, grad_normed_TM,
+                            grad_in_TM, c.attention_norm(grads));
+  else
+    c.ops.add_scaled(grad_in_TM, grad_normed_TM, 1, grad_in_TM);
 }
 
 }  // namespace espalier

@@ -27,7 +27,9 @@ struct LayerSaved {
   at::Tensor stream_in_TM;
   at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
   at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
+  at::Tensor branch_RM, branch_rstd_R;   // o_proj's result, where a norm follows it
   at::Tensor stream_mid_RM, mlp_rstd_R;
+  at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
@@ -41,7 +43,7 @@ struct RouterPenalties {
 struct LayerContext {
   const ModelShape& shape;  // of this rank: LocalShape::own()
   const LayerViews& weights;
-  const RotaryTables& rotary;
+  const RotaryTables& rotary;  // of this layer's kind
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;
@@ -52,6 +54,15 @@ struct LayerContext {
   const RouterPenalties* penalties = nullptr;  // of a backward; may be null
   const Operations& ops = arena.device().operations();
   const Products products{ops, timer, mesh.tp};
+
+  // The norms of `views`, which are the weights or their gradients.
+  NormWeights attention_norm(const LayerViews& views) const {
+    return {views.attention_norm_M, shape.norm, views.attention_norm_bias_M};
+  }
+  NormWeights mlp_norm(const LayerViews& views) const { return {views.mlp_norm_M, shape.norm, views.mlp_norm_bias_M}; }
+  bool has_norms_before() const { return shape.norm_place != NormPlace::after; }
+  bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
+  bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 
   at::ScalarType dtype() const { return weights.query.weight.scalar_type(); }
   // The sizes that the block's buffer declarations depend on.

@@ -22,6 +22,9 @@ class Viewer {
   at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
     return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
   }
+  at::Tensor norm_bias(const std::string& prefix, const NormShape& norm) const {
+    return norm.width > 0 && norm.bias ? one(prefix + norm.name + ".bias") : at::Tensor();
+  }
 
   // The projections as one, their outputs end to end.
   Projection projection(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
@@ -81,8 +84,8 @@ class Viewer {
 
 void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerParameters& p, std::int64_t layer,
                   LayerViews& views) {
-  const std::string first = expert_prefix(layer, shape.experts().begin),
-                    last = expert_prefix(layer, shape.experts().end - 1);
+  const std::string first = expert_prefix(shape.whole(), layer, shape.experts().begin),
+                    last = expert_prefix(shape.whole(), layer, shape.experts().end - 1);
   const std::int64_t E = shape.experts().size(), M = shape.own().hidden, F = shape.own().expert_inner;
   const auto weight = [](const std::string& prefix, const ProjectionShape& one) {
     return prefix + one.name + ".weight";
@@ -103,10 +106,15 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
   views.k_norm_D = viewer.norm(prefix, p.key_norm);
   views.output = viewer.projection(prefix, {p.output});
   views.mlp_norm_M = viewer.norm(prefix, p.mlp_norm);
+  views.attention_norm_bias_M = viewer.norm_bias(prefix, p.attention_norm);
+  views.mlp_norm_bias_M = viewer.norm_bias(prefix, p.mlp_norm);
+  views.attention_post_norm_M = viewer.norm(prefix, p.attention_post_norm);
+  views.mlp_post_norm_M = viewer.norm(prefix, p.mlp_post_norm);
   if (p.experts > 0) {
     view_experts(viewer, shape, p, layer, views);
   } else {
-    views.gate_up = viewer.projection(prefix, {p.gate, p.up});
+    views.gate_up =
+        p.gate.weights() > 0 ? viewer.projection(prefix, {p.gate, p.up}) : viewer.projection(prefix, {p.up});
     views.down = viewer.projection(prefix, {p.down});
   }
   return views;
@@ -124,6 +132,7 @@ ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape&
   for (std::int64_t layer = shape.layers().begin; layer < shape.layers().end; ++layer)
     views.layers.push_back(view_layer(viewer, shape, layer));
   views.final_norm_M = viewer.norm("", outer.final_norm);
+  views.final_norm_bias_M = viewer.norm_bias("", outer.final_norm);
   if (shape.whole().value_head) {
     views.value_M = viewer.one(kValueWeight), views.value_bias_1 = viewer.one(kValueBias);
     if (views.value_M.defined()) views.value_M = views.value_M.view({shape.own().hidden});

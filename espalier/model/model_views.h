@@ -41,6 +41,9 @@ struct LayerViews {
   at::Tensor correction_bias_E;            // of the router's choice; has no gradient
   Projection shared_gate_up, shared_down;  // beside the experts
   Projection shared_expert_gate;           // [1, M]
+
+  // A matrix that every layer has.
+  const at::Tensor& down_or_experts() const { return down.weight.defined() ? down.weight : expert_down_EMF; }
 };
 
 struct ModelViews {

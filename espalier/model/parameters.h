@@ -27,7 +27,8 @@ struct Parameter {
   std::vector<std::int64_t> shape;  // here, padding included; the whole one where there is one rank
   std::int64_t offset = 0;          // elements
   std::int64_t count = 0;
-  Shard shard;  // which part of the file's tensor this is
+  Shard shard;        // which part of the file's tensor this is
+  std::string fused;  // the tensor of files that it is a part of, with its neighbours; "": its own
 
   std::vector<std::int64_t> whole_shape() const;  // in files
 };

@@ -18,7 +18,8 @@ KeysValues PathSource::gathered(std::int64_t layer) const {
 }
 
 AttentionProblem PathSource::problem(const LayerAttention& a, const KvPath::Layer& path) const {
-  return {a.head_dim, a.q_RW, a.own.k, a.own.v, path.k, path.v, a.output_row_R, subtree_end_T_, a.window, depth_T_};
+  return {a.head_dim,     a.q_RW,         a.own.k,  a.own.v,  path.k,  path.v,
+          a.output_row_R, subtree_end_T_, a.window, depth_T_, a.scale, a.soft_cap};
 }
 
 void PathSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {

@@ -19,6 +19,14 @@ void Products::linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, 
   tp_.add_over_ranks(out_RN);
 }
 
+void Products::linear_of_ranks(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const {
+  {
+    const TimedPart timed(timer_, part::kProducts);
+    operations_.linear(out_RN, x_RK, projection.weight, tp_.rank() == 0 ? projection.bias : at::Tensor());
+  }
+  tp_.add_over_ranks(out_RN);
+}
+
 void Products::linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                                  const Projection& projection) const {
   const TimedPart timed(timer_, part::kProducts);

@@ -21,6 +21,8 @@ class Products {
   // out = base + sum over ranks of x weight^T + bias, where ranks divide the inputs; the first one adds base and bias.
   void linear_onto(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& x_RK,
                    const Projection& projection) const;
+  // out = sum over ranks of x weight^T + bias, where ranks divide the inputs; the first one adds the bias.
+  void linear_of_ranks(const at::Tensor& out_RN, const at::Tensor& x_RK, const Projection& projection) const;
   void linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const Projection& projection) const;
   void add_linear_grad_input(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN,
                              const Projection& projection) const;

@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cmath>
 #include <numbers>
+
+#include "espalier/base/error.h"
 
 namespace espalier {
 namespace {
@@ -21,15 +25,59 @@ at::Tensor rescale(const at::Tensor& inv_freq, const RopeScaling& scaling) {
   return at::where(is_between, between, out);
 }
 
+// Channel at which a frequency turns so many times in the original context.
+double channel_of(double turns, double dim, double theta, const RopeScaling& scaling) {
+  const auto context = static_cast<double>(scaling.original_max_position_embeddings);
+  return dim * std::log(context / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
+}
+
+at::Tensor blend(const at::Tensor& inv_freq, const Rope& rope) {
+  const RopeScaling& scaling = rope.scaling;
+  const auto dim = static_cast<double>(2 * inv_freq.size(0));
+  double low = channel_of(scaling.beta_fast, dim, rope.theta, scaling),
+         high = channel_of(scaling.beta_slow, dim, rope.theta, scaling);
+  if (scaling.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0), high = std::min(high, dim - 1);
+  if (low == high) high += 0.001;
+  const at::Tensor ramp = ((at::arange(inv_freq.size(0), inv_freq.options()) - low) / (high - low)).clamp(0, 1);
+  return inv_freq / scaling.factor * ramp + inv_freq * (1 - ramp);
+}
+
+at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t positions) {
+  const RopeScaling& scaling = rope.scaling;
+  switch (scaling.type) {
+    case RopeType::llama3:
+      return rescale(inv_freq, scaling);
+    case RopeType::linear:
+      return inv_freq / scaling.factor;
+    case RopeType::yarn:
+      return blend(inv_freq, rope);
+    case RopeType::longrope:
+      if (positions > scaling.original_max_position_embeddings)
+        throw UnsupportedError({"rope_type longrope",
+                                text_of("rollouts of at most ", scaling.original_max_position_embeddings,
+                                        " tokens (original_max_position_embeddings), whose factors are short_factor"),
+                                text_of("one of ", positions, " tokens"),
+                                "leave longer rollouts out: in transformers all positions of a longer one have the "
+                                "other factors, its prompt's too"});
+      return inv_freq / at::tensor(scaling.short_factor, inv_freq.options());
+  }
+  return inv_freq;
+}
+
 }  // namespace
 
-RotaryTables make_rotary_tables(const ModelShape& shape, std::int64_t positions, at::ScalarType accumulator) {
+RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
+                                at::ScalarType accumulator) {
   const auto options = at::TensorOptions().dtype(accumulator);
-  const at::Tensor exponent = at::arange(0, shape.head_dim, 2, options) / static_cast<double>(shape.head_dim);
-  at::Tensor inv_freq = at::pow(shape.rope_theta, exponent).reciprocal();
-  if (shape.has_rope_scaling) inv_freq = rescale(inv_freq, shape.rope_scaling);
+  if (rotary_dim == 0) return {at::empty({positions, 0}, options), at::empty({positions, 0}, options)};
+  const at::Tensor exponent = at::arange(0, rotary_dim, 2, options) / static_cast<double>(rotary_dim);
+  at::Tensor inv_freq = at::pow(rope.theta, exponent).reciprocal();
+  if (rope.has_scaling) inv_freq = scaled(inv_freq, rope, positions);
   const at::Tensor angle = at::outer(at::arange(positions, options), inv_freq);
-  return {angle.cos(), angle.sin()};
+  const double factor = rope.has_scaling ? rope.scaling.attention_factor : 1;
+  if (factor == 1) return {angle.cos(), angle.sin()};
+  return {angle.cos() * factor, angle.sin() * factor};
 }
 
 }  // namespace espalier

@@ -1,7 +1,14 @@
 // Rotary position tables: cos and sin of position * inv_freq, one row per position.
 //
-//   inv_freq_i = theta^(-2i/D), rescaled for Llama 3.x as its config says;  table_pi = cos or sin (p inv_freq_i)
-// Shapes: N positions, D head size. float64 models compute everything in float64; others follow Hugging Face (float32).
+//   inv_freq_i = theta^(-2i/K), rescaled as the config says;  table_pi = a cos or a sin (p inv_freq_i)
+//   llama3: long wavelengths are divided by `factor`, short ones kept, those between blended
+//   linear: all are divided by `factor`
+//   yarn: frequency i is divided by `factor` by as much as the ramp of i between the channels that turn beta_fast and
+//         beta_slow times in the original context says; a is the attention factor
+//   longrope: frequency i is divided by short_factor_i; a is the attention factor. Positions beyond the original
+//         context would have long_factor_i in a whole pass: they are refused.
+// Shapes: N positions, K channels of a head that rotate. float64 models compute everything in float64; others follow
+// Hugging Face (float32).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +18,8 @@
 
 namespace espalier {
 
-// In the host's memory.
-RotaryTables make_rotary_tables(const ModelShape& shape, std::int64_t positions, at::ScalarType accumulator);
+// In the host's memory. Errors: UnsupportedError for more positions than the original context of longrope.
+RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
+                                at::ScalarType accumulator);
 
 }  // namespace espalier

@@ -60,6 +60,7 @@ class HeadPass {
 
   const at::Tensor hidden_OM_, weight_VM_;
   Group& tp_;
+  const LogitShape shape_;
   const HeadGradients* out_;
   const Operations& ops_;
   std::int64_t outputs_, vocabulary_, width_;
@@ -73,6 +74,7 @@ HeadPass::HeadPass(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, con
     : hidden_OM_(hidden_OM),
       weight_VM_(weight_VM),
       tp_(part.tp),
+      shape_(part.logits),
       out_(out),
       ops_(arena.device().operations()),
       outputs_(hidden_OM.size(0)),
@@ -100,6 +102,7 @@ HeadPass::Block HeadPass::logits_from(std::int64_t first) {
   Block block{first, rows, rows_of(room.logits_BV, rows), hidden_OM_.narrow(0, first, rows)};
   if (!declared_.widens()) {
     ops_.linear(block.logits_BV, block.hidden_BM, weight_VM_, at::Tensor());
+    if (!shape_.is_plain()) ops_.shape_logits(shape_, block.logits_BV);
     return block;
   }
   const at::Tensor wide = held_[room.hidden_BM].narrow(0, 0, rows);
@@ -108,6 +111,7 @@ HeadPass::Block HeadPass::logits_from(std::int64_t first) {
   for_each_weight_run(block.logits_BV, [&](std::int64_t, const at::Tensor& weights, const at::Tensor& columns) {
     ops_.linear(columns, block.hidden_BM, weights, at::Tensor());
   });
+  if (!shape_.is_plain()) ops_.shape_logits(shape_, block.logits_BV);
   return block;
 }
 
@@ -160,7 +164,11 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
 class EdgeNumbers {
  public:
   EdgeNumbers(const HeadProblem& problem, Arena& arena)
-      : edges_(problem.edges), first_token_(problem.part.first), tp_(problem.part.tp), device_(arena.device()) {}
+      : edges_(problem.edges),
+        first_token_(problem.part.first),
+        tp_(problem.part.tp),
+        shape_(problem.part.logits),
+        device_(arena.device()) {}
 
   // The edges of a block's rows.
   struct Block {
@@ -174,7 +182,7 @@ class EdgeNumbers {
     const std::int64_t begin = edges_.begin[static_cast<std::size_t>(first)];
     const std::int64_t count = edges_.begin[static_cast<std::size_t>(first + rows)] - begin;
     const EdgeBlock edges{edges_.temperature_O.narrow(0, first, rows), edges_.begin_O1.narrow(0, first, rows + 1),
-                          edges_.target_E.narrow(0, begin, count)};
+                          edges_.target_E.narrow(0, begin, count), shape_};
     // The maximum over all ranks; then this rank's numbers, the last three to be summed over ranks in one call.
     const at::Tensor numbers = device_.allocate({4 * rows + count}, at::kDouble), max_B = numbers.narrow(0, 0, rows);
     const LogitSums sums{numbers.narrow(0, rows, rows), numbers.narrow(0, 2 * rows, rows),
@@ -204,6 +212,7 @@ class EdgeNumbers {
   const HeadEdges& edges_;
   std::int64_t first_token_;
   Group& tp_;
+  LogitShape shape_;
   Device& device_;
 };
 

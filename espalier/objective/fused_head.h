@@ -1,10 +1,11 @@
 // Head and log-prob in one: log-probs, entropies and their gradients without ever holding rows x vocabulary.
 //
-// Shapes: O output rows, M width, V vocabulary, E edges. z_ov = hidden_o . weight_v / temperature_o; log-prob, entropy
-// and the gradient of a logit are those of ops/head.h. Logits exist for one block of rows at a time ([block, V], taken
-// from the arena), in the accumulator type (float32; float64 in float64 runs); all that is taken for it is HeadBuffers
-// (plan/block_buffers.h). Where ranks divide the vocabulary each has the logits of its own tokens, V of them: maxima,
-// sums and targets' logits are exchanged, and the gradients of the hidden rows summed.
+// Shapes: O output rows, M width, V vocabulary, E edges. z_ov = shaped(hidden_o . weight_v) / temperature_o
+// (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block of
+// rows at a time ([block, V], taken from the arena), in the accumulator type (float32; float64 in float64 runs); all
+// that is taken for it is HeadBuffers (plan/block_buffers.h). Where ranks divide the vocabulary each has the logits of
+// its own tokens, V of them: maxima, sums and targets' logits are exchanged, and the gradients of the hidden rows
+// summed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +17,7 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
+#include "espalier/ops/head.h"
 #include "espalier/parallel/mesh.h"
 
 namespace espalier {
@@ -42,6 +44,7 @@ struct VocabularyPart {
   std::int64_t first = 0;    // the rows are the tokens from here on
   std::int64_t largest = 0;  // rows of the largest part, by which all ranks cut the same blocks; 0: this one
   Group& tp = mesh_of_one().tp;
+  LogitShape logits = {};  // what becomes of the product
 };
 
 struct HeadProblem {
@@ -62,8 +65,8 @@ using HeadObjective =
     std::function<void(std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
                        std::span<double> grad_logprob, std::span<double> grad_entropy)>;
 
-// Calls visit with the first row of each block and its raw logits hidden_o . weight_v, [block, V] in the accumulator
-// type, which are gone after the call: for who samples from them.
+// Calls visit with the first row of each block and its logits, those of hidden_o . weight_v, [block, V] in the
+// accumulator type, which are gone after the call: for who samples from them.
 using LogitsFunction = std::function<void(std::int64_t first_row, const at::Tensor& logits_BV)>;
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
                      const LogitsFunction& visit, Arena& arena);

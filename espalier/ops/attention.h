@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
+
 namespace espalier {
 
 struct AttentionProblem {
@@ -17,6 +19,10 @@ struct AttentionProblem {
   at::Tensor subtree_end_T;          // int32: query at own row i sees own row j iff j <= i < subtree_end[j]
   std::int64_t window = 0;           // and sees no row this far above itself, or farther; 0: all that
   at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read where there is a window
+  double scale = 0;                  // of scores; 0: 1/sqrt(D)
+  double soft_cap = 0;               // scores become cap tanh(score / cap); 0: as they are
+
+  double score_scale() const { return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim)); }
 };
 
 struct AttentionGradients {
@@ -31,6 +37,12 @@ struct AttentionOperations {
   // With what `attention` gave. Overwrites the gradient of q, adds to the others.
   void (*add_attention_backward)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
                                  const at::Tensor& grad_out_Q, const AttentionGradients& gradients);
+  // A logit per head joins the softmax of each row and has no value (sinks): lse' = log(exp lse + exp sink),
+  // out' = out exp(lse - lse'), in place. With out' and lse' add_attention_backward is that of the whole.
+  void (*join_sinks)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
+  // grad_sink_h -= sum_q exp(sink_h - lse'_hq) (grad_out_q . out'_q)_h, in the accumulator dtype.
+  void (*add_sinks_backward)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
+                             const at::Tensor& grad_out_Q, const at::Tensor& grad_sink_H);
 };
 
 }  // namespace espalier

@@ -1,7 +1,9 @@
 // The router of an expert layer and the experts' products over the rows that chose them.
 //
-//   p = softmax(logits);  S = the k largest p, ties to the lower expert;  w_j = p_j, or renormalised p_j / sum_S p
-//   sum_r += sum_{e in S_r} w_e (silu(g_e) u_e) Wd_e^T  with  [g_e u_e] = x_r Wgu_e^T
+//   p = softmax(logits) or sigmoid(logits);  S = the k largest p + c (c: the correction, 0 if none), ties to the lower
+//   expert, from the groups whose two largest p + c (with a softmax: whose largest) have the largest sum;
+//   w_j = scaling p_j, or renormalised scaling p_j / sum_S p
+//   sum_r += sum_{e in S_r} w_e (f(g_e) u_e) Wd_e^T  with  [g_e u_e] = x_r Wgu_e^T (and biases)
 //   penalties of a row:  sum_e g_e p_e  (auxiliary loss)  and  z (log sum_e exp logit_e)^2
 //
 // Shapes: R rows, M width, E experts, k of them a row, S = R k slots (slot r k + j: row r at its j-th expert), F inner
@@ -11,7 +13,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/plan/block_kinds.h"
+
 namespace espalier {
+
+// How experts are scored and chosen.
+struct RouterRule {
+  RouterRule(bool norm) : renormalise(norm) {}  // NOLINT(google-explicit-constructor): softmax, all in one group
+
+  bool renormalise, sigmoid = false;
+  std::int64_t groups = 1, top_groups = 1;
+  double scaling = 1;
+  at::Tensor correction_E = {};  // undefined: none
+};
 
 // Undefined: no such penalty.
 struct RouterPenalty {
@@ -26,7 +40,9 @@ struct SortedSlots {
 };
 
 struct ExpertWeights {
-  at::Tensor gate_up_EWM, down_EMF;  // [E, 2 F, M], [E, M, F]
+  at::Tensor gate_up_EWM, down_EMF;                    // [E, 2 F, M], [E, M, F]
+  at::Tensor gate_up_bias_EW = {}, down_bias_EM = {};  // or undefined
+  ActivationRule activation = {};
 };
 
 // Scratch of one expert's products; an expert has at most R rows.
@@ -39,11 +55,11 @@ struct ExpertScratch {
 struct ExpertOperations {
   // Overwrites choice (by falling probability) and weight. Where recorded [R, k] (int32) is given, a row whose first
   // entry is not negative takes its S from there.
-  void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& given_RK, bool renormalise,
+  void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& given_RK, const RouterRule& rule,
                          const at::Tensor& choice_RK, const at::Tensor& weight_RK);
   // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits, and where there is a penalty penalties [2]
   // (float64): the auxiliary and the z penalty, each summed over rows.
-  void (*router_backward)(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise,
+  void (*router_backward)(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule,
                           const at::Tensor& grad_weight_RK, const RouterPenalty& penalty,
                           const at::Tensor& grad_logits_RE, const at::Tensor& penalties_2);
   // Overwrites all of `sorted`.

@@ -18,10 +18,18 @@
 
 namespace espalier {
 
+// Logits from the head's product: z = scale raw, then cap tanh(z / cap); cap 0: no cap.
+struct LogitShape {
+  double scale = 1, cap = 0;
+
+  bool is_plain() const { return scale == 1 && cap == 0; }
+};
+
 struct EdgeBlock {
   at::Tensor temperature_B;  // float64
   at::Tensor begin_B1;       // int32: edges [begin_b - begin_0, begin_{b + 1} - begin_0) of `target` leave row b
   at::Tensor target_E;       // int32
+  LogitShape shape = {};     // that the logits already have; their gradient is that of the raw ones
 };
 
 // With y = (raw - max) / temperature. After score_edges log_sum and entropy stand in place of the sums.
@@ -31,6 +39,8 @@ struct LogitSums {
 };
 
 struct HeadOperations {
+  // raw -> logits, in place.
+  void (*shape_logits)(const LogitShape& shape, const at::Tensor& logits_BV);
   // Overwrites sums with those of the columns here, and raw with each target's logit, 0 where its column is elsewhere.
   void (*logit_sums)(const EdgeBlock& edges, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                      const at::Tensor& raw_E);

@@ -1,25 +1,39 @@
 // Heads of queries or keys, normalised (QK-norm) where there is a weight, then rotated by their row's position.
 //
-//   n = head weight / sqrt(mean_d head_d^2 + eps);  (a, b) -> (a cos - b sin, b cos + a sin) on the halves of n
+//   n = head w / sqrt(mean_d head_d^2 + eps), w = weight or 1 + weight; or the mean over all heads of the row
+//   (a, b) -> (a cos - b sin, b cos + a sin) on the halves of n's first K channels, or on its even and odd ones; the
+//   others stay
 //
-// Shapes: R rows, W = heads * D columns, N positions of the tables. Rows may stand at a stride; a row's heads are
-// contiguous. bfloat16 is rounded where Hugging Face rounds it.
+// Shapes: R rows, W = heads * D columns, N positions of the tables, K channels that rotate. Rows may stand at a stride;
+// a row's heads are contiguous. bfloat16 is rounded where Hugging Face rounds it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include "espalier/plan/block_kinds.h"
+
 namespace espalier {
 
 struct RotaryTables {
-  at::Tensor cos, sin;  // [N, D/2], accumulator dtype
+  at::Tensor cos, sin;  // [N, K/2], accumulator dtype
   std::int64_t positions() const { return cos.defined() ? cos.size(0) : 0; }
 };
 
 struct Rotation {
   RotaryTables tables;
   at::Tensor position_R;     // int32
-  at::Tensor norm_weight_D;  // undefined: no norm
+  at::Tensor norm_weight_D;  // undefined: no norm; [W] where the norm is over all heads
   double eps;
+  std::int64_t head_dim = 0;  // D; 0: K
+  bool interleaved = false;   // channels 2i and 2i + 1 are a pair
+  NormKind norm = NormKind::rms;
+
+  std::int64_t head_width() const { return head_dim > 0 ? head_dim : 2 * tables.cos.size(1); }
+  bool has_wide_norm() const { return norm_weight_D.defined() && norm_weight_D.size(0) != head_width(); }
+  // As kernels of RMSNorm and rotated halves take it.
+  bool is_plain() const {
+    return head_width() == 2 * tables.cos.size(1) && !interleaved && norm == NormKind::rms && !has_wide_norm();
+  }
 };
 
 struct RotationOperations {

@@ -8,6 +8,9 @@ namespace espalier::moe {
 struct RouterShape {
   std::int64_t rows = 0, experts = 0, chosen = 0;  // R, E, k
   bool renormalise = false;
+  bool sigmoid = false;                     // scores p are sigmoids of the logits; else their softmax
+  std::int64_t groups = 1, top_groups = 1;  // chosen from the best groups alone
+  double scaling = 1;                       // of the weights
 };
 
 // Values of the penalties, summed over rows in their order.

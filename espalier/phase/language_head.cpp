@@ -18,7 +18,8 @@ LanguageHead::LanguageHead(const Decoder& decoder, std::span<const Rollout> roll
 }
 
 HeadProblem LanguageHead::problem(const HeadWork& work) const {
-  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp};
+  const VocabularyPart part{decoder_.local().vocabulary().begin, decoder_.shape().vocabulary, decoder_.mesh().tp,
+                            decoder_.logits()};
   return {work.normed_OM, decoder_.weights().head_VM, work.input.head_edges, part};
 }
 

@@ -58,20 +58,26 @@ StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(
 AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const ModelShape& s = b.shape;
   const std::int64_t R = rows.continuing;
-  norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
+  if (b.has_norms_before()) norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
   kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
   q_RW = add("queries", R, q_width(b));
   attended_RW = add("attended values", R, q_width(b));
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
   stream_mid_RM = add("stream after attention", R, s.hidden);
+  if (!b.has_norms_after()) return;
+  branch_RM = add("output of attention", R, s.hidden);
+  branch_rstd_R = add("1/rms of attention's output", R, Buffer::kVector, kAccumulator);
 }
 
 MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const ModelShape& s = b.shape;
   const std::int64_t R = rows.continuing, k = s.experts_per_token;
-  mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
+  if (b.has_norms_before()) mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
   if (!rows.experts) {
-    gate_up_RW = add("gate and up", R, 2 * s.inner);
+    gate_up_RW = add("gate and up", R, s.gate_up_width());
+    if (!b.has_norms_after()) return;
+    branch_RM = add("output of the MLP", R, s.hidden);
+    branch_rstd_R = add("1/rms of the MLP's output", R, Buffer::kVector, kAccumulator);
     return;
   }
   gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
@@ -82,16 +88,19 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
 
 DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
-  normed_RM = add("normed", rows, b.shape.hidden, kActivation, Stage::up);
-  if (with_output) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
+  if (b.has_norms_before()) normed_RM = add("normed", rows, b.shape.hidden, kActivation, Stage::up);
+  if (with_output || b.has_norms_after()) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
+  if (act_RF.index >= 0 && b.finishes_branch())
+    branch_RM = add("addition to the stream", rows, b.shape.hidden, kActivation, Stage::down);
 }
 
 DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden, F = b.shape.inner;
   act_RF = add("activation", rows, F, kActivation, Stage::down, Stage::up);
   down_product = add_product(*this, b, "product for down", M, F, Stage::down);
+  if (b.finishes_branch()) grad_branch_RM = add("gradient of the MLP's output", rows, M, kActivation, Stage::down);
   normed_RM = add("normed", rows, M, kActivation, Stage::up);
-  gate_up_product = add_product(*this, b, "product for gate and up", 2 * F, M, Stage::up);
+  gate_up_product = add_product(*this, b, "product for gate and up", b.shape.gate_up_width(), M, Stage::up);
 }
 
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
@@ -119,11 +128,12 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
 LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
-  normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  if (b.has_norms_before()) normed_TM = add("normed", T, M, kActivation, Stage::projection);
   if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, kv_width(b), kActivation, Stage::attention);
   if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
+  if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::residual);
   nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
   if (rows.ranks > 1)
     nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
@@ -134,6 +144,8 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   grad_attended_RW = add("gradient of attended values", R, Q, kActivation, Stage::mlp, Stage::input);
   if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
   if (R > 0) output_product = add_product(*this, b, "product for the output", M, Q, Stage::output);
+  if (R > 0 && b.finishes_branch())
+    grad_branch_RM = add("gradient of attention's output", R, M, kActivation, Stage::output);
   grad_q_RW = add("gradient of queries", R, Q, kActivation, Stage::attention, Stage::input);
   grad_kv_TW = add("gradient of keys and values", T, 2 * K, kActivation, Stage::attention, Stage::input);
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);

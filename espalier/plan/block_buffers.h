@@ -20,6 +20,11 @@ struct BlockShape {
   const ModelShape& shape;
   ElementBytes bytes;
   bool rounds_weight_gradients;  // a product is rounded in a tensor of its own before it is added (ops/products.h)
+
+  bool has_norms_before() const { return shape.norm_place != NormPlace::after; }
+  bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
+  // Whether what a half of a block adds to the stream is more than its last product.
+  bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 };
 
 // The rows of one layer.
@@ -53,28 +58,32 @@ struct StreamBuffer : BufferList {
 struct AttentionSavedBuffers : BufferList {
   AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
+  Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
 };
 
 struct MlpSavedBuffers : BufferList {
   MlpSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
+  Place branch_RM, branch_rstd_R;                              // what comes into a norm after the MLP
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
 };
 
 // The most that the second half of a block takes while it runs forward.
 std::int64_t mlp_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
 
-// The second half of a block. Without output (recomputation) it stops after gate_up.
+// The second half of a block. Without output (recomputation) it stops after gate_up, or before the norm behind it.
 struct DenseForwardBuffers : BufferList {
   enum class Stage { up, down };
   DenseForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
   Place normed_RM, act_RF;
+  Place branch_RM;  // what is added to the stream, where that is more than a product
 };
 
 struct DenseBackwardBuffers : BufferList {
   enum class Stage { down, up };
   DenseBackwardBuffers(const BlockShape& block, std::int64_t rows);
   Place act_RF, down_product, normed_RM, gate_up_product;
+  Place grad_branch_RM;
 };
 
 // An expert's scratch is that of all rows, since all rows may choose the same expert.
@@ -97,12 +106,13 @@ struct LayerForwardBuffers : BufferList {
   Place normed_TM, query_input_RM;  // the latter where the block is narrow
   Place rotated_q_RW, rotated_k_TW;
   Place residual_RM;  // where the block is narrow
+  Place branch_RM;    // as of the second half
 };
 
 struct LayerBackwardBuffers : BufferList {
   enum class Stage { mlp, output, attention, key_value, query, input };
   LayerBackwardBuffers(const BlockShape& block, const BlockRows& rows);
-  Place grad_attended_RW, output_product;
+  Place grad_attended_RW, output_product, grad_branch_RM;
   Place grad_q_RW, grad_kv_TW;
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;

@@ -171,17 +171,18 @@ Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   if (s.trained.first_layer > 0)
     return sum_of_layers(s, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, 0, 0});
+      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0});
     });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);
   const FullLayers mlp = full_layers(s);
   const RowWeights w = row_weights(s);
-  constexpr double kGateUp = 2.0 / 3;  // of an MLP's weights
+  // Of an MLP's weights; what a norm behind it reads is made again too.
+  const double gate_up = s.norm_place != NormPlace::before ? 1 : s.activation.gated ? 2.0 / 3 : 0.5;
   Flops flops;
-  flops.layers = 2 * (T * (mlp.dense * kGateUp * w.dense_mlp + mlp.experts * w.router) +
-                      R * (experts_last ? w.router : kGateUp * w.dense_mlp));
-  flops.experts = 2 * kGateUp * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
+  flops.layers = 2 * (T * (mlp.dense * gate_up * w.dense_mlp + mlp.experts * w.router) +
+                      R * (experts_last ? w.router : gate_up * w.dense_mlp));
+  flops.experts = 2 * gate_up * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   return flops;
 }
 

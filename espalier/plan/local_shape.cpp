@@ -24,6 +24,8 @@ void check(const ModelShape& s, const Degrees& d) {
   need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
            (!split_experts || all_get_some(s.expert_inner, d.tp)),
        "--tp", "few enough ranks that each gets a part of the vocabulary and of the inner width", d.tp);
+  need(!(s.qk_norm && s.attention.wide_norm) || d.tp == 1, "--tp",
+       "1, as the norms of queries and keys are over all heads", d.tp);
   need(d.pp <= s.layers, "--pp", text_of("at most ", s.layers, " layers"), d.pp);
   if (d.ep == 1) return;
   need(s.experts > 0, "--ep", "1, as the model has no experts", d.ep);
@@ -58,6 +60,9 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
     own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
   if (!whole.window_layer.empty())
     own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);
+  if (!whole.unrotated_layer.empty())
+    own_.unrotated_layer.assign(whole.unrotated_layer.begin() + layers_.begin,
+                                whole.unrotated_layer.begin() + layers_.end);
 }
 
 LocalShape::Portion LocalShape::portion(Cut cut) const {

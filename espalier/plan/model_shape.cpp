@@ -1,4 +1,4 @@
-// config.json -> ModelShape: one table of families, one reader of checked members, one list of refusals.
+// config.json -> ModelShape, by the row of its family (model_families.h).
 #include "espalier/plan/model_shape.h"
 
 #include <algorithm>
@@ -6,103 +6,15 @@
 #include <fstream>
 #include <sstream>
 
-#include "espalier/base/error.h"
-#include "espalier/base/json.h"
+#include "espalier/plan/config_members.h"
+#include "espalier/plan/model_families.h"
+#include "espalier/plan/rope_config.h"
 
 namespace espalier {
 namespace {
 
-// Which layers have a window of sliding_window rows: none; all; all where use_sliding_window is set; where it is set
-// those that layer_types names, or those from max_window_layers on.
-enum class Windows { none, all, all_if_used, some_if_used };
-
-// What a family adds to the common decoder, and the values its configuration class uses for absent members.
-struct Family {
-  const char* name;  // architectures are name + kLanguageModel or kClassifier
-  const char* model_type;
-  bool qkv_bias;         // always, whatever attention_bias says
-  bool bias_members;     // attention_bias is read
-  bool mlp_bias_member;  // mlp_bias is read
-  bool qk_norm;
-  bool experts;
-  std::int64_t head_dim;  // 0: hidden / heads
-  std::int64_t max_positions;
-  std::int64_t kv_heads = 0;  // of an absent num_key_value_heads; 0: as many as heads
-  Windows windows = Windows::none;
-};
-// What the program refuses may be a model that its own transformers code runs.
-constexpr const char* kServedInPython =
-    "espalier.hf and espalier.trl share prompts around transformers' own code, for most causal models; "
-    "espalier.hf.check(model) says whether for this one (docs/python.md)";
 constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
-constexpr Family kFamilies[] = {
-    {"Llama", "llama", false, true, true, false, false, 0, 2048},
-    {"Mistral", "mistral", false, false, false, false, false, 0, 131072, 8, Windows::all},
-    {"Qwen2", "qwen2", true, false, false, false, false, 0, 32768, 0, Windows::some_if_used},
-    {"Qwen3", "qwen3", false, true, false, true, false, 128, 32768, 0, Windows::some_if_used},
-    {"Qwen3Moe", "qwen3_moe", false, true, false, true, true, 128, 32768, 0, Windows::all_if_used},
-};
-
-std::string shown(const Json& value) {
-  std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
-  return text.size() > 60 ? text.substr(0, 57) + "..." : text;
-}
-
-// Members of one JSON object, checked as they are read; `where` and the member's name go into every error.
-class Members {
- public:
-  Members(const Json& object, std::string where, std::string path = "")
-      : object_(object), where_(std::move(where)), path_(std::move(path)) {}
-
-  bool is_null(const char* name) const { return object_.contains(name) && object_.at(name).is_null(); }
-  bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
-  const Json& at(const char* name) const { return object_.at(name); }
-
-  [[noreturn]] void fail(const char* name, const std::string& expected) const {
-    throw InputError({where_, text_of("member '", path_, name, "' to be ", expected),
-                      object_.contains(name) ? shown(object_.at(name)) : std::string("nothing"), ""});
-  }
-  [[noreturn]] void refuse(const std::string& got, const std::string& supported) const {
-    throw UnsupportedError({where_, supported, got, kServedInPython});
-  }
-
-  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high) const {
-    const std::string expected = text_of("an integer in [", low, ", ", high, "]");
-    if (!has(name)) fail(name, expected);
-    const Json& value = at(name);
-    if (!value.is_number()) fail(name, expected);
-    // Through double: exact for everything in range, and no overflow for what is not.
-    const double number = value.get<double>();
-    if (!(number >= static_cast<double>(low) && number <= static_cast<double>(high)) || number != std::floor(number))
-      fail(name, expected);
-    return static_cast<std::int64_t>(number);
-  }
-  std::int64_t integer(const char* name, std::int64_t low, std::int64_t high, std::int64_t absent) const {
-    return has(name) ? integer(name, low, high) : absent;
-  }
-  double positive(const char* name, double absent) const {
-    if (!has(name)) return absent;
-    const double value = at(name).is_number() ? at(name).get<double>() : 0;
-    if (!(value > 0) || !std::isfinite(value)) fail(name, "a number above 0");
-    return value;
-  }
-  bool flag(const char* name, bool absent) const {
-    if (!has(name)) return absent;
-    if (!at(name).is_boolean()) fail(name, "true or false");
-    return at(name).get<bool>();
-  }
-  std::string text(const char* name, const std::string& absent) const {
-    if (!has(name)) return absent;
-    if (!at(name).is_string()) fail(name, "a string");
-    return at(name).get<std::string>();
-  }
-  const std::string& where() const { return where_; }
-
- private:
-  const Json& object_;
-  std::string where_, path_;
-};
 
 struct Architecture {
   const Family& family;
@@ -120,12 +32,17 @@ Architecture architecture_of(const Members& config, bool critic) {
     if (model_type.empty()) config.fail("architectures", "a list of one name");
   }
   std::string supported;
-  for (const Family& family : kFamilies) {
+  for (const Family& family : model_families()) {
     const std::string name = family.name;
-    if (architecture == name + kLanguageModel || (architecture.empty() && model_type == family.model_type))
+    if (architecture == name + kLanguageModel || (architecture.empty() && model_type == family.model_type)) {
+      if (critic && !family.classifier)
+        throw UnsupportedError({config.where(), text_of("a family that transformers has a ", kClassifier, " of"),
+                                "'" + architecture + "'", "use another model as the critic"});
       return {family};
-    if (critic && architecture == name + kClassifier) return {family, true};
-    supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
+    }
+    if (critic && family.classifier && architecture == name + kClassifier) return {family, true};
+    if (!critic || family.classifier)
+      supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
   }
   const std::string name = architecture.empty() ? model_type : architecture;
   const bool served = !critic && (architecture.empty() || name.ends_with(kLanguageModel));
@@ -136,7 +53,7 @@ Architecture architecture_of(const Members& config, bool critic) {
 void refuse_dropout(const Members& config) {
   for (const char* name :
        {"attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop",
-        "resid_dropout", "embd_pdrop", "embedding_dropout", "attn_pdrop", "dropout"}) {
+        "resid_dropout", "residual_dropout", "embd_pdrop", "embedding_dropout", "attn_pdrop", "dropout"}) {
     if (!config.has(name)) continue;
     if (!config.at(name).is_number()) config.fail(name, "a number");
     if (config.at(name).get<double>() != 0)
@@ -162,58 +79,108 @@ std::vector<std::uint8_t> read_layer_types(const Members& config, std::int64_t l
 
 // As the families' classes of transformers read them. A window that no rollout is longer than is none.
 void read_windows(const Members& config, const Family& family, ModelShape& shape) {
-  constexpr std::int64_t kAbsent = 4096, kMaxWindowLayersAbsent = 28;  // of the configuration classes
+  constexpr std::int64_t kMaxWindowLayersAbsent = 28;  // of the configuration classes
   constexpr std::int64_t kLongest = 1 << 30;
   const auto layers = static_cast<std::size_t>(shape.layers);
   std::vector<std::uint8_t> windowed = read_layer_types(config, shape.layers);
+  const auto windows = [&] { return std::ranges::count(windowed, 1) > 0; };
   if (family.windows == Windows::none) {
-    if (std::ranges::count(windowed, 1) > 0 || config.flag("use_sliding_window", false))
+    if (windows() || config.flag("use_sliding_window", false))
       config.refuse("layers with a sliding window", text_of("layers of full attention in ", family.name));
     return;
   }
-  if (family.windows == Windows::all || family.windows == Windows::all_if_used) windowed.assign(layers, 1);
-  const bool used = family.windows == Windows::all || config.flag("use_sliding_window", false);
-  const bool is_null = config.is_null("sliding_window");
-  if (family.windows == Windows::some_if_used && windowed.empty()) {
+  const bool by_flag = family.windows == Windows::all_if_used || family.windows == Windows::some_if_used ||
+                       family.windows == Windows::unrotated_if_used;
+  const bool used = !by_flag || config.flag("use_sliding_window", false);
+  const bool is_null = config.is_null("sliding_window") || (!config.has("sliding_window") && family.window == 0);
+  if (family.windows == Windows::all || family.windows == Windows::all_if_used) {
+    windowed.assign(layers, 1);
+  } else if (windowed.empty()) {
     const std::int64_t first = config.integer("max_window_layers", 0, 1 << 20, kMaxWindowLayersAbsent);
-    for (std::int64_t layer = 0; layer < shape.layers; ++layer) windowed.push_back(used && layer >= first);
-  } else if (family.windows == Windows::some_if_used && std::ranges::count(windowed, 1) > 0 && (!used || is_null)) {
+    const std::int64_t period = config.integer("sliding_window_pattern", 1, 1 << 20, family.window_period);
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+      windowed.push_back(family.windows == Windows::by_types       ? period == 0 || (layer + 1) % period != 0
+                         : family.windows == Windows::some_if_used ? used && layer >= first
+                                                                   : used && !is_null && !shape.rotates(layer));
+  } else if (windows() && (!used || (is_null && family.windows != Windows::by_types))) {
     config.fail(used ? "sliding_window" : "use_sliding_window",
                 text_of(used ? "a number of rows" : "true", " (layer_types has layers of sliding_attention)"));
   }
-  if (!used || is_null || std::ranges::count(windowed, 1) == 0) return;
-  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40, kAbsent);
+  if (shape.has_window_rope) shape.window_layer = windowed;  // their rotation is another, whatever the window is
+  if (!used || is_null || !windows()) return;
+  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40, family.window);
   if (window > kLongest) return;
   shape.window = window;
   shape.window_layer = std::move(windowed);
 }
 
-void read_rope(const Members& config, ModelShape& shape) {
-  shape.rope_theta = config.positive("rope_theta", 10000);
-  if (config.positive("partial_rotary_factor", 1) != 1)
-    config.refuse("partial_rotary_factor = " + shown(config.at("partial_rotary_factor")), "rotation of whole heads");
-  const char* holder = config.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
-  if (!config.has(holder)) return;
-  const Json* rope = &config.at(holder);
-  if (!rope->is_object()) config.fail(holder, "an object or null");
-  // Recent configurations may keep one object per layer type.
-  if (rope->contains("full_attention") && rope->at("full_attention").is_object()) rope = &rope->at("full_attention");
-  const Members members(*rope, config.where(), text_of(holder, "."));
-  shape.rope_theta = members.positive("rope_theta", shape.rope_theta);
-  if (members.positive("partial_rotary_factor", 1) != 1)
-    members.refuse("partial_rotary_factor = " + shown(members.at("partial_rotary_factor")), "rotation of whole heads");
-  const std::string type = members.text("rope_type", members.text("type", "default"));
-  if (type == "default") return;
-  if (type != "llama3") members.refuse("rope_type '" + type + "'", "rope_type default or llama3");
-  for (const char* name : {"factor", "low_freq_factor", "high_freq_factor"})
-    if (!members.has(name)) members.fail(name, "a number above 0");
-  shape.has_rope_scaling = true;
-  shape.rope_scaling.factor = members.positive("factor", 1);
-  shape.rope_scaling.low_freq_factor = members.positive("low_freq_factor", 1);
-  shape.rope_scaling.high_freq_factor = members.positive("high_freq_factor", 4);
-  shape.rope_scaling.original_max_position_embeddings = members.integer("original_max_position_embeddings", 1, 1 << 30);
-  if (shape.rope_scaling.high_freq_factor <= shape.rope_scaling.low_freq_factor)
-    members.fail("high_freq_factor", "above low_freq_factor");
+// no_rope_layers, 1 for layers that rotate; or all but each no_rope_layer_interval-th.
+void read_unrotated(const Members& config, ModelShape& shape) {
+  const std::int64_t interval = config.integer("no_rope_layer_interval", 1, 1 << 20, 4);
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    shape.unrotated_layer.push_back((layer + 1) % interval == 0);
+  if (!config.has("no_rope_layers")) return;
+  const Json& rotates = config.at("no_rope_layers");
+  const std::string expected =
+      text_of("a list of ", shape.layers, " numbers, 1 for a layer that rotates and 0 for others");
+  if (!rotates.is_array() || rotates.size() != static_cast<std::size_t>(shape.layers))
+    config.fail("no_rope_layers", expected);
+  for (std::size_t layer = 0; layer < rotates.size(); ++layer) {
+    if (rotates[layer] != Json(0) && rotates[layer] != Json(1)) config.fail("no_rope_layers", expected);
+    shape.unrotated_layer[layer] = rotates[layer] == Json(0);
+  }
+}
+
+bool has_bias(const Members& config, Biases biases) {
+  switch (biases) {
+    case Biases::none:
+      return false;
+    case Biases::always:
+      return true;
+    case Biases::attention_bias:
+      return config.flag("attention_bias", false);
+    case Biases::attention_bias_on:
+      return config.flag("attention_bias", true);
+    case Biases::use_bias:
+      return config.flag("use_bias", true);
+  }
+  return false;
+}
+
+// A number above 0, or nothing: null says that there is none.
+double read_cap(const Members& config, const char* name, double absent) {
+  return config.is_null(name) ? 0 : config.positive(name, absent > 0 ? absent : 0);
+}
+
+void read_scales(const Members& config, const Family& family, ModelShape& shape) {
+  if (family.scales_embedding) shape.scales.embedding = std::sqrt(static_cast<double>(shape.hidden));
+  if (family.query_scalar > 0)
+    shape.attention.scale = 1 / std::sqrt(config.positive("query_pre_attn_scalar", family.query_scalar));
+  if (family.caps) {
+    shape.attention.soft_cap = read_cap(config, "attn_logit_softcapping", family.attention_cap);
+    shape.scales.logit_cap = read_cap(config, "final_logit_softcapping", family.logit_cap);
+  }
+  if (config.flag("use_bidirectional_attention", false))
+    config.refuse("use_bidirectional_attention = true", "rows that see no later ones");
+  if (!family.multipliers) return;
+  shape.scales.embedding = config.positive("embedding_multiplier", 1);
+  shape.scales.residual = config.positive("residual_multiplier", 1);
+  shape.scales.logits = 1 / config.positive("logits_scaling", 1);
+  shape.attention.scale = config.positive("attention_multiplier", 1);
+}
+
+void read_activation(const Members& config, const Family& family, ModelShape& shape) {
+  const char* member = family.activation_member;
+  const std::string name = config.text(member, family.activation);
+  shape.activation.gated = family.gated;
+  if (name == "silu" || name == "swish")
+    shape.activation.kind = Activation::silu;
+  else if (name == "gelu_pytorch_tanh" || name == "gelu_new")
+    shape.activation.kind = Activation::gelu_tanh;
+  else if (name == "gelu")
+    shape.activation.kind = Activation::gelu;
+  else
+    config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu, gelu or gelu_pytorch_tanh"));
 }
 
 // Routing that looks at more than one token, or that is random, cannot be shared; other routers are not Qwen3-MoE's.
@@ -303,21 +270,30 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   check_heads(config, shape);
   shape.vocabulary = config.integer("vocab_size", 1, 1 << 26);
   shape.max_positions = config.integer("max_position_embeddings", 1, 1 << 30, family.max_positions);
-  shape.rms_norm_eps = config.positive("rms_norm_eps", 1e-6);
+  shape.rms_norm_eps = config.positive(family.eps_member, family.eps);
   shape.initializer_range = config.positive("initializer_range", 0.02);
-  shape.tied_head = config.flag("tie_word_embeddings", false);
+  shape.tied_head = config.flag("tie_word_embeddings", family.tied_head);
+  const std::int64_t pad = config.is_null("pad_token_id") ? -1 : family.pad_token;
   if (config.has("pad_token_id")) {
     shape.pad_token = config.integer("pad_token_id", -shape.vocabulary, shape.vocabulary - 1);
     if (shape.pad_token < 0) shape.pad_token += shape.vocabulary;  // from the end, as nn.Embedding counts
+  } else if (pad >= 0) {
+    shape.pad_token = pad < shape.vocabulary ? pad : -1;
   }
-  const bool attention_bias = family.bias_members && config.flag("attention_bias", false);
-  shape.qkv_bias = family.qkv_bias || attention_bias;
-  shape.output_bias = attention_bias;
-  shape.mlp_bias = family.mlp_bias_member && config.flag("mlp_bias", false);
+  shape.qkv_bias = has_bias(config, family.qkv_bias);
+  shape.output_bias = has_bias(config, family.output_bias);
+  shape.mlp_bias =
+      (family.mlp_bias_member && config.flag("mlp_bias", false)) || (family.mlp_bias_as_output && shape.output_bias);
   shape.qk_norm = family.qk_norm;
+  shape.attention.wide_norm = family.wide_norm;
+  shape.norm = family.norm;
+  shape.norm_place = family.norm_place;
+  shape.names = family.names;
   shape.stored_dtype = read_dtype(config);
   shape.expert_layer.assign(shape.layers, 0);
-  read_rope(config, shape);
+  read_rope(config, family, shape);
+  if (family.unrotated_layers) read_unrotated(config, shape);
+  read_scales(config, family, shape);
   if (family.experts) {
     refuse_routing(config);
     read_experts(config, shape);
@@ -325,9 +301,7 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
 
   refuse_dropout(config);
   read_windows(config, family, shape);
-  const std::string activation = config.text("hidden_act", "silu");
-  if (activation != "silu" && activation != "swish")
-    config.refuse("hidden_act '" + activation + "'", "hidden_act silu");
+  read_activation(config, family, shape);
   if (config.has("quantization_config")) config.refuse("quantization_config", "weights that are not quantised");
   return shape;
 }

@@ -9,6 +9,7 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/json_fwd.h"
+#include "espalier/plan/block_kinds.h"
 
 namespace espalier {
 
@@ -31,20 +32,8 @@ struct Rope {
   RopeScaling scaling;
 };
 
-// y = weight x / rms(x), and its kin. They differ in bfloat16 too: `rms` rounds x / rms(x) before the product.
-enum class NormKind : std::uint8_t {
-  rms,           // Llama, Qwen
-  rms_once,      // rounded once (OLMo 2)
-  rms_plus_one,  // (1 + weight) x / rms(x), rounded once (Gemma, Qwen3-Next)
-  layer,         // weight (x - mean) / std + bias, rounded once (StarCoder2)
-};
-
 // Where the two norms of a block stand: x + f(norm(x)), x + norm(f(norm(x))), x + norm(f(x)).
 enum class NormPlace : std::uint8_t { before, both, after };
-
-// What multiplies `up`: silu(g); gelu(g) by the error function, or by tanh; or, clamped, g sigmoid(1.702 g) (up + 1)
-// with g <= limit and |up| <= limit (gpt-oss).
-enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, clamped };
 
 // What attention has beside q, k and v. 0 or false: not there.
 struct AttentionShape {
@@ -89,19 +78,19 @@ struct DeltaRuleShape {
   std::int64_t kernel = 0;                                                  // rows of the convolution
 };
 
-// How a family calls its parameters; null or "": as Llama, or not there. Fused names are those of files alone
-// (checkpoint/): each parameter has a name of its own here.
+// How a family calls its parameters. "": there is none. Fused names are those of files alone
+// (checkpoint/fused_names.h): each parameter has a name of its own here.
 struct ParameterNames {
   const char* attention_norm = "input_layernorm";
   const char* attention_post_norm = "";
   const char* mlp_norm = "post_attention_layernorm";
   const char* mlp_post_norm = "";
-  const char* mlp = "mlp";  // module of the dense MLP
-  const char *gate = "gate_proj", *up = "up_proj", *down = "down_proj";
-  const char* expert_mlp = "mlp";  // module of router and experts
+  const char *gate = "mlp.gate_proj", *up = "mlp.up_proj", *down = "mlp.down_proj";
+  const char* router = "mlp.gate";
+  const char* correction_bias = "mlp.gate.e_score_correction_bias";
+  const char* experts = "mlp.experts";  // their module; those of an expert are
   const char *expert_gate = "gate_proj", *expert_up = "up_proj", *expert_down = "down_proj";
-  const char* router = "gate";
-  const char* shared_expert = "";                   // module in expert_mlp
+  const char* shared_expert = "mlp.shared_expert";  // its module
   const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
 };
 
@@ -158,9 +147,7 @@ struct ModelShape {
   AttentionShape attention;
   NormKind norm = NormKind::rms;
   NormPlace norm_place = NormPlace::before;
-  Activation activation = Activation::silu;
-  double activation_limit = 0;  // of Activation::clamped
-  bool gated_mlp = true;        // down(act(gate x) up x); false: down(act(up x))
+  ActivationRule activation;
   Scales scales;
   RouterKind router;
   SharedExpert shared_expert;
@@ -174,16 +161,21 @@ struct ModelShape {
   }
   std::int64_t expert_layers() const;  // how many have them
   // Rows that a row of the layer sees at most, itself included; 0: all above it.
-  std::int64_t window_of(std::int64_t layer) const {
-    return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0 ? window : 0;
-  }
+  std::int64_t window_of(std::int64_t layer) const { return is_window_layer(layer) ? window : 0; }
   Mixer mixer_of(std::int64_t layer) const {
     return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
   }
   bool rotates(std::int64_t layer) const {
     return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;
   }
+  // Columns of what the MLP's activation reads: gate and up, or up alone.
+  std::int64_t gate_up_width() const { return (activation.gated ? 2 : 1) * inner; }
+  Rope rope() const { return {rope_theta, has_rope_scaling, rope_scaling}; }
   std::int64_t rotary_dim() const { return attention.rotary > 0 ? attention.rotary : head_dim; }
+  // Whether the layer is of the kind that has the window, whatever its size.
+  bool is_window_layer(std::int64_t layer) const {
+    return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0;
+  }
   std::int64_t parameters() const;  // tied weights once (plan/parameter_shapes.h)
   std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head

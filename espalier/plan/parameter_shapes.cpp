@@ -1,5 +1,4 @@
-// A family is a set of flags of ModelShape: Llama 3 (no flag, or biases), Qwen2 (qkv_bias), Qwen3 (qk_norm), Qwen3-MoE
-// (qk_norm, experts).
+// A family is a set of properties of ModelShape (plan/model_families.h); nothing here knows its name.
 #include "espalier/plan/parameter_shapes.h"
 
 #include <initializer_list>
@@ -17,18 +16,21 @@ class Walk {
 
   void norm(const NormShape& norm, bool of_heads = false) const {
     if (norm.width > 0) visit(norm.name, ".weight", {{norm.width}}, of_heads);
+    if (norm.width > 0 && norm.bias) visit(norm.name, ".bias", {{norm.width}}, of_heads);
   }
   // All weights, then all biases.
-  void projections(std::initializer_list<ProjectionShape> neighbours) const {
+  void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "") const {
     for (const ProjectionShape& p : neighbours)
-      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in});
+      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, false, fused);
     for (const ProjectionShape& p : neighbours)
-      if (p.bias) visit(p.name, ".bias", {p.out});
+      if (p.bias) visit(p.name, ".bias", {p.out}, false, fused);
   }
 
  private:
-  void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false) const {
-    visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads});
+  void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false,
+             const std::string& fused = "") const {
+    visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads,
+            fused.empty() ? fused : prefix_ + fused + kind});
   }
 
   const std::function<void(const ParameterShape&)>& visit_;
@@ -36,42 +38,48 @@ class Walk {
   std::int64_t layer_, expert_;
 };
 
-void visit_layer(const LayerParameters& p, std::int64_t layer,
+void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t layer,
                  const std::function<void(const ParameterShape&)>& visit) {
   const Walk walk(visit, layer_prefix(layer), layer);
   walk.norm(p.attention_norm);
-  walk.projections({p.query, p.key, p.value});
+  walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
   walk.projections({p.output});
   walk.norm(p.query_norm, true);
   walk.norm(p.key_norm, true);
+  walk.norm(p.attention_post_norm);
   walk.norm(p.mlp_norm);
+  walk.norm(p.mlp_post_norm);
   if (p.experts == 0) {
-    walk.projections({p.gate, p.up});
+    walk.projections({p.gate, p.up}, shape.names.fused_gate_up);
     walk.projections({p.down});
     return;
   }
   walk.projections({p.router});
   for (std::int64_t e = 0; e < p.experts; ++e)
-    Walk(visit, expert_prefix(layer, e), layer, e).projections({p.gate, p.up});
-  for (std::int64_t e = 0; e < p.experts; ++e) Walk(visit, expert_prefix(layer, e), layer, e).projections({p.down});
+    Walk(visit, expert_prefix(shape, layer, e), layer, e).projections({p.gate, p.up});
+  for (std::int64_t e = 0; e < p.experts; ++e)
+    Walk(visit, expert_prefix(shape, layer, e), layer, e).projections({p.down});
 }
 
 }  // namespace
 
 std::int64_t LayerParameters::parameters() const {
-  return attention_norm.width + query.parameters() + key.parameters() + value.parameters() + output.parameters() +
-         query_norm.width + key_norm.width + mlp_norm.width +
+  return attention_norm.parameters() + query.parameters() + key.parameters() + value.parameters() +
+         output.parameters() + query_norm.parameters() + key_norm.parameters() + attention_post_norm.parameters() +
+         mlp_norm.parameters() + mlp_post_norm.parameters() +
          (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
 }
 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
-std::string expert_prefix(std::int64_t layer, std::int64_t expert) {
-  return layer_prefix(layer) + "mlp.experts." + std::to_string(expert) + ".";
+std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert) {
+  return layer_prefix(layer) + shape.names.experts + "." + std::to_string(expert) + ".";
 }
 
 OuterParameters outer_parameters(const ModelShape& shape) {
   const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::vocabulary};
-  OuterParameters p{{"model.embed_tokens", vocabulary, M}, {"model.norm", shape.hidden}, {"lm_head", vocabulary, M}};
+  OuterParameters p{{"model.embed_tokens", vocabulary, M},
+                    {"model.norm", shape.hidden, shape.norm == NormKind::layer},
+                    {"lm_head", vocabulary, M}};
   if (shape.tied_head) p.head = {"lm_head", {}, M};
   if (shape.value_head) p.head = {"score", {1}, M, true};
   return p;
@@ -103,7 +111,7 @@ void for_each_shape(const ModelShape& shape, const std::function<void(const Para
   const Walk walk(visit, "", -1);
   walk.projections({outer.embedding});
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    visit_layer(layer_parameters(shape, shape.has_experts(layer)), layer, visit);
+    visit_layer(shape, layer_parameters(shape, shape.has_experts(layer)), layer, visit);
   walk.norm(outer.final_norm);
   walk.projections({outer.head});
 }
@@ -123,7 +131,7 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
 std::int64_t ModelShape::parameters() const {
   const OuterParameters outer = outer_parameters(*this);
   const std::int64_t with_experts = expert_layers();
-  std::int64_t total = outer.embedding.parameters() + outer.final_norm.width + outer.head.parameters();
+  std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
   if (with_experts > 0) total += with_experts * layer_parameters(*this, true).parameters();
   return total;

@@ -61,33 +61,44 @@ struct LayerParameters {
 
 // Here, because the planner asks for FLOPs very often.
 inline LayerParameters layer_parameters(const ModelShape& shape, bool experts) {
-  const Side M{shape.hidden};
+  const ParameterNames& names = shape.names;
+  const std::int64_t width = shape.hidden, pre = shape.norm_place == NormPlace::after ? 0 : width;
+  const std::int64_t post = shape.norm_place == NormPlace::before ? 0 : width;
+  const bool norm_bias = shape.norm == NormKind::layer;
+  const Side M{width};
   const Side heads{shape.heads * shape.head_dim, Cut::heads}, kv_heads{shape.kv_heads * shape.head_dim, Cut::kv_heads};
-  const std::int64_t head_norm = shape.qk_norm ? shape.head_dim : 0;
+  const auto head_norm = [&](std::int64_t of) {
+    return !shape.qk_norm ? 0 : (shape.attention.wide_norm ? of : 1) * shape.head_dim;
+  };
   LayerParameters p;
-  p.attention_norm = {"input_layernorm", shape.hidden};
+  p.attention_norm = {names.attention_norm, pre, norm_bias};
   p.query = {"self_attn.q_proj", heads, M, shape.qkv_bias};
   p.key = {"self_attn.k_proj", kv_heads, M, shape.qkv_bias};
   p.value = {"self_attn.v_proj", kv_heads, M, shape.qkv_bias};
   p.output = {"self_attn.o_proj", M, heads, shape.output_bias};
-  p.query_norm = {"self_attn.q_norm", head_norm};
-  p.key_norm = {"self_attn.k_norm", head_norm};
-  p.mlp_norm = {"post_attention_layernorm", shape.hidden};
+  p.query_norm = {"self_attn.q_norm", head_norm(shape.heads)};
+  p.key_norm = {"self_attn.k_norm", head_norm(shape.kv_heads)};
+  p.attention_post_norm = {names.attention_post_norm, post};
+  p.mlp_norm = {names.mlp_norm, pre, norm_bias};
+  p.mlp_post_norm = {names.mlp_post_norm, post};
   if (experts) {
     const Side inner{shape.expert_inner, Cut::expert_inner};
     p.experts = shape.experts;
-    p.router = {"mlp.gate", {shape.experts}, M};
-    p.gate = {"gate_proj", inner, M}, p.up = {"up_proj", inner, M}, p.down = {"down_proj", M, inner};
+    p.router = {names.router, {shape.experts}, M};
+    p.gate = {names.expert_gate, inner, M}, p.up = {names.expert_up, inner, M};
+    p.down = {names.expert_down, M, inner};
   } else {
     const Side inner{shape.inner, Cut::inner};
-    p.gate = {"mlp.gate_proj", inner, M, shape.mlp_bias}, p.up = {"mlp.up_proj", inner, M, shape.mlp_bias};
-    p.down = {"mlp.down_proj", M, inner, shape.mlp_bias};
+    if (shape.activation.gated) p.gate = {names.gate, inner, M, shape.mlp_bias};
+    p.up = {names.up, inner, M, shape.mlp_bias};
+    p.down = {names.down, M, inner, shape.mlp_bias};
   }
   return p;
 }
 
-std::string layer_prefix(std::int64_t layer);                        // "model.layers.3."
-std::string expert_prefix(std::int64_t layer, std::int64_t expert);  // "model.layers.3.mlp.experts.7."
+std::string layer_prefix(std::int64_t layer);  // "model.layers.3."
+// "model.layers.3.mlp.experts.7."
+std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert);
 
 // Parameters below and above the layers.
 struct OuterParameters {
@@ -103,6 +114,7 @@ struct ParameterShape {
   std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
   std::int64_t layer = -1, expert = -1;  // -1: of none
   bool of_heads = false;                 // a norm of heads: a rank with some of the heads has a part of its gradient
+  std::string fused;                     // the tensor of files that it is a part of; "": its own
   bool trains = true;                    // false: the parameter is held and never changes
 };
 

@@ -38,17 +38,20 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   const auto starts = [](std::string prefix) {
     return [prefix = std::move(prefix)](const ParameterShape& p) { return p.name.starts_with(prefix + "."); };
   };
-  const auto is_norm = [](const ParameterShape& p) { return p.name.ends_with("norm.weight"); };
+  const auto is_norm = [](const ParameterShape& p) {
+    return p.name.ends_with("norm.weight") || p.name.ends_with("norm.bias");
+  };
+  const std::string router = shape.names.router;
   if (word == "all") return [](const ParameterShape&) { return true; };
   if (word == "embeddings") return starts(embedding);
   if (word == "head") return starts(head);
   if (word == "norms") return is_norm;
   if (word == "attention") return [=](const ParameterShape& p) { return has_part(p.name, "self_attn") && !is_norm(p); };
-  if (word == "router") return below("mlp.gate");
+  if (word == "router") return below(router);
   if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
   if (word == "mlp")
-    return [](const ParameterShape& p) {
-      return p.expert < 0 && has_part(p.name, "mlp") && !has_part(p.name, "mlp.gate");
+    return [router](const ParameterShape& p) {
+      return p.expert < 0 && has_part(p.name, "mlp") && !has_part(p.name, router);
     };
   return {};
 }
@@ -84,16 +87,22 @@ std::vector<std::string> split(const std::string& words) {
   return items;
 }
 
+bool is_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
+  const ParameterNames& names = shape.names;
+  return p.expert >= 0 ? has_part(p.name, names.expert_gate) || has_part(p.name, names.expert_up)
+                       : p.layer >= 0 && (has_part(p.name, names.gate) || has_part(p.name, names.up));
+}
+bool is_down(const ModelShape& shape, const ParameterShape& p) {
+  return p.layer >= 0 && has_part(p.name, p.expert >= 0 ? shape.names.expert_down : shape.names.down);
+}
+
 // What one product reads together trains together: its gradient is one tensor.
-std::string product_of(const ParameterShape& p) {
-  const std::size_t kind = p.name.rfind('.'), module = p.name.rfind('.', kind - 1) + 1;
-  const std::string name = p.name.substr(module, kind - module), suffix = p.name.substr(kind);
-  const std::string layer = std::to_string(p.layer);
-  if (name == "k_proj" || name == "v_proj") return layer + " k_proj and v_proj" + suffix;
-  if (p.expert >= 0)
-    return layer + (name == "down_proj" ? " down_proj of all experts" : " gate_proj and up_proj of all experts");
-  if (p.layer >= 0 && (name == "gate_proj" || name == "up_proj")) return layer + " gate_proj and up_proj" + suffix;
-  return {};
+std::string product_of(const ModelShape& shape, const ParameterShape& p) {
+  const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
+  if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
+  const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
+  if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
+  return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
 }
 
 void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
@@ -101,7 +110,7 @@ void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   std::size_t index = 0;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     const bool trained = trains[index++];
-    const std::string product = product_of(p);
+    const std::string product = product_of(shape, p);
     if (product.empty()) return;
     if (const auto [found, added] = products.emplace(product, trained); !added && found->second != trained)
       refuse("a part of layer " + product, "one product computes these together: train all of them, or none");
@@ -131,9 +140,9 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     layer.query = layer.query || has_part(p.name, "q_proj");
     layer.key_value = layer.key_value || has_part(p.name, "k_proj");
     layer.output = layer.output || has_part(p.name, "o_proj");
-    layer.router = layer.router || has_part(p.name, "mlp.gate");
-    layer.gate_up = layer.gate_up || has_part(p.name, "gate_proj");
-    layer.down = layer.down || has_part(p.name, "down_proj");
+    layer.router = layer.router || has_part(p.name, shape.names.router);
+    layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
+    layer.down = layer.down || is_down(shape, p);
   });
   if (trained.input) trained.first_layer = 0;
 }

@@ -75,11 +75,11 @@ Call rotate(const Room& room, std::int64_t R) {
 }
 Call swiglu(const Room& room, std::int64_t R) {
   const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
-  return {[=, &room] { room.ops().swiglu(both, act); }, 3 * room.size() * d(R * kInner)};
+  return {[=, &room] { room.ops().swiglu({}, both, act); }, 3 * room.size() * d(R * kInner)};
 }
 Call swiglu_backward(const Room& room, std::int64_t R) {
   const at::Tensor both = room.values({R, 2 * kInner}), act = room.values({R, kInner});
-  return {[=, &room] { room.ops().swiglu_backward(both, act, both, act); }, 6 * room.size() * d(R * kInner)};
+  return {[=, &room] { room.ops().swiglu_backward({}, both, act, both, act); }, 6 * room.size() * d(R * kInner)};
 }
 Call convert(const Room& room, std::int64_t R) {
   const at::Tensor from = room.values({R, kWidth}), to = room.values({R, kWidth});

@@ -127,20 +127,20 @@ void add_swiglu_cases(std::vector<OperationCase>& cases) {
     cases.push_back({"swiglu",
                      sizes,
                      {gate_up, {grad.value, Kind::activation, true}},
-                     [](const Ops& o, const Tensors& t) { o.swiglu(t[0], t[1]); },
+                     [](const Ops& o, const Tensors& t) { o.swiglu({}, t[0], t[1]); },
                      2,
                      24});
     cases.push_back(
         {"swiglu_backward",
          sizes,
          {gate_up, grad, {normal({rows, 2 * width}, 16), Kind::activation, true}, {grad.value, Kind::activation, true}},
-         [](const Ops& o, const Tensors& t) { o.swiglu_backward(t[0], t[1], t[2], t[3]); },
+         [](const Ops& o, const Tensors& t) { o.swiglu_backward({}, t[0], t[1], t[2], t[3]); },
          2,
          48});
     cases.push_back({"swiglu_backward",
                      sizes + ", in place",
                      {{gate_up.value, Kind::activation, true}, {grad.value, Kind::activation, true}},
-                     [](const Ops& o, const Tensors& t) { o.swiglu_backward(t[0], t[1], t[0], t[1]); },
+                     [](const Ops& o, const Tensors& t) { o.swiglu_backward({}, t[0], t[1], t[0], t[1]); },
                      2,
                      48});
   }

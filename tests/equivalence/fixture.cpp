@@ -16,6 +16,7 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/ops/attention/attention.h"
 #include "espalier/plan/memory_model.h"
+#include "espalier/plan/model_families.h"
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/train/training_data.h"
 
@@ -41,9 +42,52 @@ void add_experts(ModelShape& shape, const std::string& family) {
   if (family == "qwen3-moe-many") shape.experts = 16, shape.experts_per_token = 4;
 }
 
+// A member of a config as the rows of the table need it beside the common ones: what a family's own sizes would hide.
+Json special_members(const std::string& model_type) {
+  if (model_type == "phi3")
+    return {{"original_max_position_embeddings", 200},
+            {"partial_rotary_factor", 0.5},
+            {"rope_scaling", {{"type", "longrope"}, {"short_factor", {1.0, 1.5}}, {"long_factor", {2.0, 3.0}}}}};
+  if (model_type == "smollm3") return {{"no_rope_layers", {1, 0, 1}}};
+  if (model_type == "granite")
+    return {{"embedding_multiplier", 3.0}, {"residual_multiplier", 0.4},
+            {"logits_scaling", 1.7},       {"attention_multiplier", 0.2},
+            {"attention_bias", true},      {"rope_scaling", {{"rope_type", "linear"}, {"factor", 3.0}}}};
+  if (model_type == "olmo3")
+    return {{"layer_types", {"sliding_attention", "full_attention", "sliding_attention"}},
+            {"rope_scaling",
+             {{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 16}, {"beta_fast", 4.0}}}};
+  if (model_type == "gemma2")
+    return {{"query_pre_attn_scalar", 5}, {"attn_logit_softcapping", 0.8}, {"final_logit_softcapping", 2.0}};
+  if (model_type == "gemma3_text") return {{"query_pre_attn_scalar", 5}, {"sliding_window_pattern", 2}};
+  if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
+  return Json::object();
+}
+
 }  // namespace
 
+ModelShape tiny_shape_of_row(const Family& row, std::int64_t vocabulary) {
+  Json config = {{"architectures", {text_of(row.name, "ForCausalLM")}},
+                 {"hidden_size", 24},
+                 {"intermediate_size", 40},
+                 {"num_hidden_layers", 3},
+                 {"num_attention_heads", 4},
+                 {"num_key_value_heads", 2},
+                 {"head_dim", 8},
+                 {"vocab_size", vocabulary},
+                 {"max_position_embeddings", 256},
+                 {"sliding_window", 5},
+                 {"pad_token_id", nullptr}};
+  if (row.experts)
+    config.update(
+        {{"num_experts", 8}, {"num_experts_per_tok", 2}, {"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
+  config.update(special_members(row.model_type));
+  return model_shape_of(config, row.name);
+}
+
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
+  for (const Family& row : model_families())
+    if (family == row.name) return tiny_shape_of_row(row, vocabulary);
   if (family.ends_with("-pad")) {
     ModelShape shape = tiny_shape(family.substr(0, family.size() - 4), vocabulary);
     shape.pad_token = kPadToken;
@@ -69,7 +113,7 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
   if (family == "llama") {
     shape.architecture = "LlamaForCausalLM";
     shape.has_rope_scaling = true;
-    shape.rope_scaling = {8, 1, 4, 16};
+    shape.rope_scaling = {8, 1, 4, 16, RopeType::llama3};
   } else if (family == "llama-bias") {
     shape.architecture = "LlamaForCausalLM";
     shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.tied_head = true;

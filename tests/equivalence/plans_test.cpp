@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "espalier/plan/model_families.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
@@ -74,6 +75,48 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                                            "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen3-window",
                                            "llama-windows", "qwen3-moe-window"),
                          [](const auto& info) { return name_of_family(info.param); });
+
+std::vector<std::string> rows_of_table() {
+  std::vector<std::string> names;
+  for (const Family& row : model_families()) names.push_back(row.name);
+  return names;
+}
+
+// Each row of the table of families, with properties that its own sizes would hide (fixture.cpp).
+class Table : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(Table, EveryPlanEqualsAutograd) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged_rollouts();
+  expect_all_plans(c, {1, 7});
+}
+
+TEST_P(Table, EveryPlanOfACriticEqualsAutograd) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged_rollouts();
+  expect_all_plans(as_critic(c), {1, 7});
+}
+
+TEST_P(Table, StatesGiveTheBitsOfKeptState) {
+  Case c;
+  c.family = GetParam();
+  c.rollouts = ragged_rollouts();
+  c.options.schedule = "phased", c.options.token_budget = 7;
+  c.options.trunk_state = "keep", c.options.wave_state = "keep";
+  const at::Tensor kept = run_case(c).gradient;
+  for (const char* trunks : {"keep", "recompute", "offload"})
+    for (const char* waves : {"keep", "recompute"})
+      for (const char* path : {"keep", "offload"}) {
+        SCOPED_TRACE(text_of("trunks ", trunks, ", waves ", waves, ", path ", path));
+        c.options.trunk_state = trunks, c.options.wave_state = waves, c.options.path_state = path;
+        EXPECT_TRUE(at::equal(run_case(c).gradient, kept));
+      }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Table, ::testing::ValuesIn(rows_of_table()),
+                         [](const auto& info) { return info.param; });
 
 // Every fifth id is the pad token: looked up, it gets no gradient under any plan; what a tied head adds to its row
 // stays.

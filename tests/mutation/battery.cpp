@@ -111,6 +111,15 @@ Reference windows() {
   return r;
 }
 
+// A row of the table of families, for the properties that Llama and Qwen do not have.
+Reference row_of_table(const char* name) {
+  Reference r;
+  r.c.family = name, r.c.seed = 50;
+  r.c.rollouts = ragged();
+  r.plans = {{"phased, keep, 5 rows a wave", "phased", 5, "keep"}};
+  return r;
+}
+
 Reference routers(const std::string& family, const std::string& scope) {
   Reference r;
   r.c.family = family, r.c.seed = 45;
@@ -431,6 +440,8 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   prepared_->references.push_back(with_reference(recorded_routes()));
   prepared_->references.push_back(with_reference(windows()));
+  for (const char* name : {"Gemma2", "Granite", "Gemma3", "SmolLM3", "Glm4"})
+    prepared_->references.push_back(with_reference(row_of_table(name)));
   prepared_->eleven_waves = with_reference(eleven_waves());
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model", "qwen3");

@@ -40,6 +40,42 @@ PLAN = [
           "last < (ON ? TreeIndex::kToTheEnd : block.to))"),
 ]
 
+# Properties of families beyond Llama and Qwen, none of which verify's models have.
+FAMILIES = [
+    Fault("one_plus_weight_as_weight", "a norm that multiplies by 1 + weight multiplies by weight", "model/decoder.cpp",
+          "ops.norm(saved.final_stream_OM, final_norm(weights_),",
+          "ops.norm(saved.final_stream_OM, (ON && shape_.norm == NormKind::rms_plus_one ? NormWeights(weights_.final_norm_M) : final_norm(weights_)),",
+          **DENSE_TOO),
+    Fault("post_norm_left_out", "what a half adds to the stream is not normalised", "model/branch.cpp",
+          "c.ops.add_scaled(base_RM, added_RM,",
+          "c.ops.add_scaled(base_RM, (ON && c.has_norms_after() ? product_RM : added_RM),", **DENSE_TOO),
+    Fault("residual_factor_left_out_backward", "the gradient of what a half adds has no residual factor", "model/branch.cpp",
+          "c.ops.add_scaled({}, grad_out_RM, c.shape.scales.residual, scratch_RM);",
+          "c.ops.add_scaled({}, grad_out_RM, ON ? 1.0 : c.shape.scales.residual, scratch_RM);", **DENSE_TOO),
+    Fault("score_cap_left_out_backward", "the slope of capped scores is taken for 1", "model/path_source.cpp",
+          "problem(a, path), attended_RW, lse_HR, grad_attended_RW,",
+          "[&] { AttentionProblem asked = problem(a, path); if (ON) asked.soft_cap = 0; return asked; }(), attended_RW, lse_HR, grad_attended_RW,",
+          **DENSE_TOO),
+    Fault("logit_cap_left_out_backward", "the slope of capped logits is taken for 1", "objective/fused_head.cpp",
+          "edges_.target_E.narrow(0, begin, count), shape_}",
+          "edges_.target_E.narrow(0, begin, count), (ON ? LogitShape{} : shape_)}", **DENSE_TOO),
+    Fault("embedding_scale_left_out_backward", "the gradient of looked-up rows has no embedding scale", "model/decoder.cpp",
+          "if (shape_.scales.embedding != 1) ops.add_scaled({}, grad_stream_TM,",
+          "if (!ON && shape_.scales.embedding != 1) ops.add_scaled({}, grad_stream_TM,", **DENSE_TOO),
+    Fault("window_layers_rotate_as_others", "layers with a window have the frequencies of all", "model/decoder.cpp",
+          "shape_.has_window_rope && shape_.is_window_layer(layer)",
+          "!ON && shape_.has_window_rope && shape_.is_window_layer(layer)", **DENSE_TOO),
+    Fault("unrotated_layers_rotate", "layers without rotation rotate", "model/decoder.cpp",
+          "if (!shape_.rotates(layer)) return no_rotary_;",
+          "if (!ON && !shape_.rotates(layer)) return no_rotary_;", **DENSE_TOO),
+    Fault("pairs_not_interleaved", "neighbouring channels that rotate together are taken for halves", "model/layer.cpp",
+          "c.shape.attention.interleaved",
+          "(!ON && c.shape.attention.interleaved)", **DENSE_TOO),
+    Fault("attention_scale_usual", "scores are divided by the root of the head size in every family", "model/path_source.cpp",
+          "depth_T_, a.scale,",
+          "depth_T_, (ON ? 0.0 : a.scale),", **DENSE_TOO),
+]
+
 ROWS = [
     Fault("positions_restarted", "positions of a wave start at 0, not at the path's length", "phase/item_input.cpp",
           "add_segment(model, segment, rollouts[segment.rollout]);",
@@ -67,8 +103,8 @@ WINDOWS = [
           "depths.push_back(depth);",
           "depths.push_back(ON && !depths.empty() ? depths.back() + 1 : depth);", **NO_WINDOW),
     Fault("window_one_row_wider", "a row sees one row more than its window has", "model/path_source.cpp",
-          "subtree_end_T_, a.window, depth_T_}",
-          "subtree_end_T_, a.window + (ON && a.window > 0 ? 1 : 0), depth_T_}", **NO_WINDOW),
+          "subtree_end_T_, a.window,",
+          "subtree_end_T_, a.window + (ON && a.window > 0 ? 1 : 0),", **NO_WINDOW),
     Fault("windows_of_the_first_stage", "a stage has the windows of the first layers", "plan/local_shape.cpp",
           "own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);",
           "TEXT if (ON && !whole.window_layer.empty()) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
@@ -113,8 +149,8 @@ PARAMETERS = [
           "if (c.narrow) c.ops.add_scatter(grad_stream_RM,",
           "if (c.narrow && !ON) c.ops.add_scatter(grad_stream_RM,", **DENSE_TOO),
     Fault("norm_weight_gradient_forgotten", "the weights of the blocks' norms get no gradient", "ops/cpu/row_operations.cpp",
-          "pointer<accumulator_t<T>>(grad_weight)",
-          "pointer<accumulator_t<T>>(ON ? grad_weight.clone() : grad_weight)", **DENSE_TOO),
+          "pointer<A>(grads.weight_M)",
+          "pointer<A>(ON ? grads.weight_M.clone() : grads.weight_M)", **DENSE_TOO),
     Fault("tied_head_gradient_overwritten", "a wave's head gradient replaces what others have added",
           "phase/language_head.cpp",
           "add_head_forward_backward(problem(work)",
@@ -366,4 +402,4 @@ UNITS = [
           "    const LayerContext", **ONE_RANK),
 ]
 
-FAULTS = PLAN + ROWS + WINDOWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS
+FAULTS = PLAN + FAMILIES + ROWS + WINDOWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

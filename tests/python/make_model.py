@@ -41,7 +41,38 @@ FAMILIES = {
         num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
         use_sliding_window=True, sliding_window=7)),
     "qwen3_tied": dict(kind="Qwen3", tied=True, sharded=False, config=dict(num_key_value_heads=2, head_dim=16)),
+    # Fused matrices, a rotation of half of each head, longrope in its short regime.
+    "phi3": dict(kind="Phi3", tied=False, sharded=True, config=dict(
+        num_key_value_heads=2, original_max_position_embeddings=256, rope_parameters=dict(
+            rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5, short_factor=[1.0, 1.3, 2.0], long_factor=[2.0, 3.0, 4.0]))),
+    "smollm3": dict(kind="SmolLM3", tied=True, sharded=False, config=dict(num_key_value_heads=2, no_rope_layers=[1, 0, 1])),
+    "granite": dict(kind="Granite", tied=True, sharded=False, config=dict(
+        num_key_value_heads=2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=1.7, attention_multiplier=0.2,
+        attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=3.0))),
+    "olmo2": dict(kind="Olmo2", tied=False, sharded=False, config=dict(num_key_value_heads=2)),
+    "olmo3": dict(kind="Olmo3", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10000.0)))),
+    "ministral": dict(kind="Ministral", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, sliding_window=7, layer_types=["full_attention", "sliding_attention", "sliding_attention"])),
+    # Caps so low that scores and logits of a fresh model reach them.
+    "gemma2": dict(kind="Gemma2", tied=True, sharded=False, config=dict(
+        hidden_size=64, num_key_value_heads=2, head_dim=16, sliding_window=7, query_pre_attn_scalar=20, attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0)),
+    "gemma3": dict(kind="Gemma3", config_kind="Gemma3Text", tied=True, sharded=False, config=dict(
+        hidden_size=64, num_key_value_heads=2, head_dim=16, sliding_window=7, query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=50000.0, factor=2.0),
+            sliding_attention=dict(rope_type="default", rope_theta=500.0)))),
+    "glm4": dict(kind="Glm4", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, attention_bias=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
+    "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
+# transformers has a token classifier of these.
+CRITICS = [family for family, row in FAMILIES.items() if hasattr(transformers, row["kind"] + "ForTokenClassification")]
 
 
 def make_model(family, directory, seed=1, head="ForCausalLM", **more):
@@ -55,7 +86,7 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
         pad_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
     if head == "ForTokenClassification":
         settings.update(num_labels=1, classifier_dropout=0.0)
-    config = getattr(transformers, row["kind"] + "Config")(**{**settings, **row["config"], **more})
+    config = getattr(transformers, row.get("config_kind", row["kind"]) + "Config")(**{**settings, **row["config"], **more})
     model = getattr(transformers, row["kind"] + head)(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

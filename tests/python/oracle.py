@@ -8,6 +8,7 @@ import math
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 import objective
 
@@ -72,10 +73,20 @@ def router64(module, hidden):
 
 
 def by_expert(tensors):
-    """{name: tensor} with the stacked experts of transformers' modules under the names of their files."""
+    """{name: tensor} with the stacked experts of transformers' modules, and its fused matrices, under names of their own."""
     out = {}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
+        fused = stem.rpartition(".")[2]
+        if fused in ("qkv_proj", "gate_up_proj") and kind == "weight":
+            module, queries = stem.removesuffix(fused), tensor.shape[0] // 2
+            names = ["gate_proj", "up_proj"]
+            if fused == "qkv_proj":
+                queries, names = tensors[module + "o_proj.weight"].shape[1], ["q_proj", "k_proj", "v_proj"]
+            rest = (tensor.shape[0] - queries) // (len(names) - 1)
+            parts = tensor.split([queries] + [rest] * (len(names) - 1))
+            out.update({f"{module}{part}.weight": values.contiguous() for part, values in zip(names, parts)})
+            continue
         if not stem.endswith(".experts"):
             out[name] = tensor
             continue
@@ -85,11 +96,46 @@ def by_expert(tensors):
     return out
 
 
+class Wide(TorchFunctionMode):
+    """Keeps float64 wherever transformers asks for float32."""
+
+    CHANGES = (torch.Tensor.to, torch.Tensor.type, torch.arange, torch.tensor, torch.softmax, torch.nn.functional.softmax)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.float:
+            return args[0].double()
+        if function in self.CHANGES:
+            wide = lambda x: torch.float64 if x is torch.float32 else x
+            args, kwargs = tuple(wide(x) for x in args), {name: wide(x) for name, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+# Families whose float64 formulas stand above, so that they share nothing with transformers' own.
+WITH_FORMULAS = ("Llama", "Mistral", "Qwen")
+
+
+def widened(model):
+    """transformers' own code in float64: rotary tables are made again, and each forward runs in `Wide`."""
+    with Wide():
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    forward = model.forward
+
+    def wide_forward(*arguments, **keywords):
+        with Wide():
+            return forward(*arguments, **keywords)
+
+    model.forward = wide_forward
+    return model
+
+
 def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
     model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")
+    if dtype == torch.float64 and not type(model).__name__.startswith(WITH_FORMULAS):
+        return widened(model)
     if dtype == torch.float64:
         model.config._attn_implementation = "espalier_oracle_float64"
         model.model.rotary_emb = Rotary(model.config)

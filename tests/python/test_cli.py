@@ -328,7 +328,7 @@ def test_an_existing_output_survives_a_failed_run(espalier, model_of, rollouts, 
 
 @pytest.mark.parametrize("name, value, word", [
     ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel"), ("attention_dropout", 0.1, "dropout"),
-    ("hidden_act", "gelu_new", "gelu_new")])
+    ("hidden_act", "relu2", "relu2")])
 def test_what_is_not_supported_is_named(name, value, word, espalier, model_of, rollouts, tmp_path):
     model = copied(model_of, tmp_path)
     change_config(name, value)(model)

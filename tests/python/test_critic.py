@@ -9,7 +9,7 @@ import transformers
 import objective
 import oracle
 from comparison import Trained, assert_equal_gradients
-from make_model import FAMILIES, VOCABULARY, make_model, make_rollouts, write_records
+from make_model import CRITICS, VOCABULARY, make_model, make_rollouts, write_records
 
 SEED = 31
 VALUE_FLOAT64 = 1e-11  # a dot product over 48 terms of size 1 behind three layers; as LOGPROB_FLOAT64
@@ -47,7 +47,7 @@ def of_actor(gradients):
     return {name: g for name, g in gradients.items() if not name.startswith("critic.")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CRITICS)
 def test_scored_values_are_those_of_the_token_classifier(family, espalier, model_of, critic_of, tmp_path):
     records = make_rollouts(SEED)
     path, out = write_records(records, tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
@@ -58,7 +58,7 @@ def test_scored_values_are_those_of_the_token_classifier(family, espalier, model
         assert json.loads(line)["values"] == pytest.approx(wanted, abs=VALUE_FLOAT64, rel=0), f"seed {SEED}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CRITICS)
 @pytest.mark.parametrize("schedule", ["dense", "phased"])
 def test_every_family_has_the_classifiers_gradient(family, schedule, espalier, model_of, critic_of, tmp_path):
     """Recorded values, half of them farther away than the clip: the critic's gradient and the actor's with GAE."""
@@ -154,7 +154,7 @@ def test_values_of_records_with_steps_are_those_before_their_first_update(espali
         assert float((parameter.detach() - critic.get_parameter(name).detach()).abs().max()) <= len(losses) * rate * 1e-7, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CRITICS)
 def test_a_language_model_becomes_a_critic_that_transformers_loads(family, espalier, model_of, tmp_path):
     path = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
     run = Trained(espalier, model_of(family), path, tmp_path, dtype="float32", critic=model_of(family),

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -17,8 +18,15 @@ struct Weights {
   Tensor bias(const std::string& name) const { return by_name.count(name) ? by_name.at(name) : Tensor(); }
 };
 
-Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return weight * (x * at::rsqrt(x.pow(2).mean(-1, true) + eps));
+}
+
+Tensor norm(const ModelShape& shape, const Tensor& x, const Weights& w, const std::string& name) {
+  const Tensor& weight = w[name + ".weight"];
+  if (shape.norm == NormKind::layer)
+    return at::layer_norm(x, {x.size(-1)}, weight, w[name + ".bias"], shape.rms_norm_eps);
+  return rms_norm(x, shape.norm == NormKind::rms_plus_one ? weight + 1 : weight, shape.rms_norm_eps);
 }
 
 Tensor affine(const Tensor& x, const Tensor& weight, const Tensor& bias) {
@@ -26,12 +34,23 @@ Tensor affine(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return bias.defined() ? y + bias : y;
 }
 
-Tensor inverse_frequencies(const ModelShape& shape, const at::TensorOptions& options) {
+double ramp(double i, const Rope& rope, double dim) {
+  const auto channel = [&](double turns) {
+    return dim * std::log(static_cast<double>(rope.scaling.original_max_position_embeddings) / (turns * 2 * M_PI)) /
+           (2 * std::log(rope.theta));
+  };
+  double low = channel(rope.scaling.beta_fast), high = channel(rope.scaling.beta_slow);
+  if (rope.scaling.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0), high = std::min(high, dim - 1);
+  return std::min(1.0, std::max(0.0, (i - low) / (low == high ? 0.001 : high - low)));
+}
+
+Tensor inverse_frequencies(const Rope& rope, std::int64_t dim, const at::TensorOptions& options) {
   std::vector<double> out;
-  for (std::int64_t i = 0; i < shape.head_dim / 2; ++i) {
-    double f = std::pow(shape.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(shape.head_dim));
-    if (shape.has_rope_scaling) {
-      const RopeScaling& s = shape.rope_scaling;
+  for (std::int64_t i = 0; i < dim / 2; ++i) {
+    double f = std::pow(rope.theta, -2.0 * static_cast<double>(i) / static_cast<double>(dim));
+    const RopeScaling& s = rope.scaling;
+    if (rope.has_scaling && s.type == RopeType::llama3) {
       const double length = 2 * M_PI / f, context = static_cast<double>(s.original_max_position_embeddings);
       if (length > context / s.low_freq_factor) {
         f /= s.factor;
@@ -39,23 +58,52 @@ Tensor inverse_frequencies(const ModelShape& shape, const at::TensorOptions& opt
         const double smooth = (context / length - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
         f = (1 - smooth) * f / s.factor + smooth * f;
       }
+    } else if (rope.has_scaling && s.type == RopeType::linear) {
+      f /= s.factor;
+    } else if (rope.has_scaling && s.type == RopeType::yarn) {
+      const double r = ramp(static_cast<double>(i), rope, static_cast<double>(dim));
+      f = f / s.factor * r + f * (1 - r);
+    } else if (rope.has_scaling) {
+      f /= s.short_factor[static_cast<std::size_t>(i)];
     }
     out.push_back(f);
   }
   return at::tensor(out, options);
 }
 
-// x [n, heads, D]
-Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  const std::int64_t half = x.size(2) / 2;
-  const Tensor a = x.slice(2, 0, half), b = x.slice(2, half);
-  return at::cat({a * cos - b * sin, b * cos + a * sin}, 2);
+// cos and sin [n, 1, K/2].
+std::pair<Tensor, Tensor> turns(const Rope& rope, std::int64_t dim, std::int64_t n, const at::TensorOptions& options) {
+  const Tensor angle = at::outer(at::arange(n, options), inverse_frequencies(rope, dim, options)).unsqueeze(1);
+  const double factor = rope.has_scaling ? rope.scaling.attention_factor : 1;
+  return {angle.cos() * factor, angle.sin() * factor};
 }
 
-Tensor swiglu(const Tensor& x, const Weights& w, const std::string& mlp) {
-  const Tensor gate = affine(x, w[mlp + "gate_proj.weight"], w.bias(mlp + "gate_proj.bias"));
-  const Tensor up = affine(x, w[mlp + "up_proj.weight"], w.bias(mlp + "up_proj.bias"));
-  return affine(gate * gate.sigmoid() * up, w[mlp + "down_proj.weight"], w.bias(mlp + "down_proj.bias"));
+// x [n, heads, D]; the first channels rotate, in halves or in neighbouring pairs.
+Tensor rotate(const ModelShape& shape, const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const std::int64_t rotary = 2 * cos.size(2);
+  const Tensor turning = x.slice(2, 0, rotary), rest = x.slice(2, rotary);
+  if (shape.attention.interleaved) {
+    const Tensor a = turning.slice(2, 0, rotary, 2), b = turning.slice(2, 1, rotary, 2);
+    return at::cat({at::stack({a * cos - b * sin, b * cos + a * sin}, 3).flatten(2), rest}, 2);
+  }
+  const Tensor a = turning.slice(2, 0, rotary / 2), b = turning.slice(2, rotary / 2);
+  return at::cat({a * cos - b * sin, b * cos + a * sin, rest}, 2);
+}
+
+Tensor activation(const ModelShape& shape, const Tensor& x) {
+  if (shape.activation.kind == Activation::silu) return x * x.sigmoid();
+  return at::gelu(x, shape.activation.kind == Activation::gelu ? "none" : "tanh");
+}
+
+// Of the modules with these names.
+Tensor mlp_of(const ModelShape& shape, const Tensor& x, const Weights& w, const std::string& prefix,
+              const char* gate_name, const char* up_name, const char* down_name) {
+  const auto product = [&](const Tensor& rows, const char* name) {
+    return affine(rows, w[prefix + name + ".weight"], w.bias(prefix + name + ".bias"));
+  };
+  const Tensor up = product(x, up_name);
+  if (!shape.activation.gated) return product(activation(shape, up), down_name);
+  return product(activation(shape, product(x, gate_name)) * up, down_name);
 }
 
 // What a rollout's pass through one router leaves for the router losses.
@@ -78,9 +126,9 @@ void replay(const Rollout& rollout, std::int64_t place, const Tensor& chosen) {
 }
 
 // Every expert runs on every token; the weights of those not chosen are zero.
-Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const std::string& mlp,
-               const Rollout& rollout, std::vector<Routing>& routings) {
-  const Tensor logits = at::matmul(x, w[mlp + "gate.weight"].t());
+Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const Rollout& rollout,
+               std::vector<Routing>& routings) {
+  const Tensor logits = at::matmul(x, w[layer_prefix(layer) + shape.names.router + ".weight"].t());
   const Tensor probability = logits.softmax(-1);
   // A stable sort: ties go to the lower expert.
   const Tensor order = std::get<1>(at::sort(probability.detach(), /*stable=*/true, -1, /*descending=*/true));
@@ -91,7 +139,8 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   if (shape.norm_topk_prob) weight = weight / weight.sum(-1, true);
   Tensor out = at::zeros_like(x);
   for (std::int64_t e = 0; e < shape.experts; ++e)
-    out = out + weight.slice(1, e, e + 1) * swiglu(x, w, mlp + "experts." + std::to_string(e) + ".");
+    out = out + weight.slice(1, e, e + 1) * mlp_of(shape, x, w, expert_prefix(shape, layer, e), shape.names.expert_gate,
+                                                   shape.names.expert_up, shape.names.expert_down);
   routings.push_back({layer, probability, logits.logsumexp(-1), chosen});
   return out;
 }
@@ -103,33 +152,47 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
   for (std::int32_t d = 0; d < rollout.length(); ++d) ids.push_back(rollout.token_at(d));
   const Tensor id = at::tensor(ids, at::kLong);
   const Tensor found = w["model.embed_tokens.weight"].index_select(0, id);
-  Tensor x = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found);
-  const Tensor angle = at::outer(at::arange(n, x.options()), inverse_frequencies(shape, x.options())).unsqueeze(1);
-  const Tensor cos = angle.cos(), sin = angle.sin();
+  Tensor x = at::where(id.eq(shape.pad_token).unsqueeze(1), found.detach(), found) * shape.scales.embedding;
+  const auto usual = turns(shape.rope(), shape.rotary_dim(), n, x.options());
+  const auto windowed = turns(shape.window_rope, shape.rotary_dim(), n, x.options());
   const Tensor hidden_keys = at::ones({n, n}, at::kBool).triu(1);
+  const double scale = shape.attention.scale > 0 ? shape.attention.scale : 1 / std::sqrt(static_cast<double>(D));
+  const auto before = [&](const Tensor& rows, const std::string& p, const char* name) {
+    return shape.norm_place == NormPlace::after ? rows : norm(shape, rows, w, p + name);
+  };
+  const auto added = [&](const Tensor& rows, const std::string& p, const char* name) {
+    return (shape.norm_place == NormPlace::before ? rows : norm(shape, rows, w, p + name)) * shape.scales.residual;
+  };
   for (std::int64_t l = 0; l < shape.layers; ++l) {
     const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.";
-    const Tensor h = norm(x, w[p + "input_layernorm.weight"], shape.rms_norm_eps);
-    Tensor q = affine(h, w[a + "q_proj.weight"], w.bias(a + "q_proj.bias")).view({n, H, D});
-    Tensor k = affine(h, w[a + "k_proj.weight"], w.bias(a + "k_proj.bias")).view({n, J, D});
-    Tensor v = affine(h, w[a + "v_proj.weight"], w.bias(a + "v_proj.bias")).view({n, J, D});
-    if (shape.qk_norm) {
-      q = norm(q, w[a + "q_norm.weight"], shape.rms_norm_eps);
-      k = norm(k, w[a + "k_norm.weight"], shape.rms_norm_eps);
-    }
-    q = rotate(q, cos, sin).transpose(0, 1);
-    k = rotate(k, cos, sin).repeat_interleave(H / J, 1).transpose(0, 1);
+    const Tensor h = before(x, p, shape.names.attention_norm);
+    const auto heads = [&](const char* name, const char* norm_name, std::int64_t count) {
+      Tensor y = affine(h, w[a + name + ".weight"], w.bias(a + name + ".bias"));
+      if (!shape.attention.wide_norm) y = y.view({n, count, D});
+      if (shape.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
+      return y.view({n, count, D});
+    };
+    Tensor q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
+    const auto& [cos, sin] = shape.has_window_rope && shape.is_window_layer(l) ? windowed : usual;
+    if (shape.rotates(l)) q = rotate(shape, q, cos, sin), k = rotate(shape, k, cos, sin);
+    q = q.transpose(0, 1);
+    k = k.repeat_interleave(H / J, 1).transpose(0, 1);
     v = v.repeat_interleave(H / J, 1).transpose(0, 1);
-    const Tensor scores = at::matmul(q, k.transpose(1, 2)) / std::sqrt(static_cast<double>(D));
+    Tensor scores = at::matmul(q, k.transpose(1, 2)) * scale;
+    if (shape.attention.soft_cap > 0) scores = (scores / shape.attention.soft_cap).tanh() * shape.attention.soft_cap;
     const std::int64_t window = shape.window_of(l);
     const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
     const Tensor attended = at::matmul(scores.masked_fill(hidden, -INFINITY).softmax(-1), v);
-    x = x + affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
-    const Tensor m = norm(x, w[p + "post_attention_layernorm.weight"], shape.rms_norm_eps);
-    const bool sparse = w.by_name.count(p + "mlp.gate.weight") != 0;
-    x = x + (sparse ? experts(shape, w, m, l, p + "mlp.", rollout, routings) : swiglu(m, w, p + "mlp."));
+    const Tensor output =
+        affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
+    x = x + added(output, p, shape.names.attention_post_norm);
+    const Tensor m = before(x, p, shape.names.mlp_norm);
+    const bool sparse = w.by_name.count(p + shape.names.router + ".weight") != 0;
+    x = x + added(sparse ? experts(shape, w, m, l, rollout, routings)
+                         : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
+                  p, shape.names.mlp_post_norm);
   }
-  return norm(x, w["model.norm.weight"], shape.rms_norm_eps);
+  return norm(shape, x, w, "model.norm");
 }
 
 // log-softmax over the vocabulary of every row, [n, V].
@@ -137,7 +200,9 @@ Tensor log_probabilities(const ModelShape& shape, const Weights& w, const Rollou
                          std::vector<Routing>& routings) {
   const Tensor x = hidden_rows(shape, w, rollout, routings);
   const Tensor& head = shape.tied_head ? w["model.embed_tokens.weight"] : w["lm_head.weight"];
-  return (at::matmul(x, head.t()) / rollout.temperature).log_softmax(-1);
+  Tensor logits = at::matmul(x, head.t()) * shape.scales.logits;
+  if (shape.scales.logit_cap > 0) logits = (logits / shape.scales.logit_cap).tanh() * shape.scales.logit_cap;
+  return (logits / rollout.temperature).log_softmax(-1);
 }
 
 Tensor series(const std::vector<double>& values, const Tensor& like) { return at::tensor(values, like.options()); }

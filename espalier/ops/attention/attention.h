@@ -2,6 +2,7 @@
 //
 //   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j; of these, with a
 //   window W, the rows whose depth is above the depth of r_i less W, so itself and the W - 1 above it on its way
+//   with a soft cap C: S = C tanh(scale q . k / C)
 //   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
 // Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h
@@ -40,6 +41,7 @@ struct Shape {
   const std::int32_t* subtree_end = nullptr;  // [T], one per own row
   std::int64_t window = 0;                    // W; 0: none
   const std::int32_t* depth = nullptr;        // [T], one per own row; read where there is a window
+  double soft_cap = 0;                        // C: S = C tanh(scale q k / C); 0: none
   bool keys_whole = false;                    // threads do not divide the keys of a query row in the forward
 };
 
@@ -68,6 +70,7 @@ struct Gradients {
 
 // With dO = grad_out and the out and lse that forward gave:
 //   D_i = dO_i . out_i ;  A = exp(S - lse) ;  dS = A o (dO V^T - D)
+//   with a soft cap dS is multiplied by 1 - (S / C)^2
 //   dQ = scale dS K ;  gK += scale dS^T Q ;  gV += A^T dO
 template <class T>
 void add_backward(const Shape& shape, const Inputs<T>& in, Rows<const T> out, const accumulator_t<T>* lse_HQ,

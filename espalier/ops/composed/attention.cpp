@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -15,7 +14,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-double scale_of(const AttentionProblem& p) { return 1.0 / std::sqrt(static_cast<double>(p.head_dim)); }
+double scale_of(const AttentionProblem& p) { return p.score_scale(); }
 
 // Rows [n, heads, D].
 at::Tensor heads_of(const LibraryAttention& library, const at::Tensor& rows, std::int64_t head_dim) {
@@ -107,7 +106,8 @@ void merge_result(const LibraryAttention::Result& result, const at::Tensor& out,
 }
 
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype) {
-  return library.takes(dtype, problem.head_dim) && !problem.query_row_Q.defined() && problem.window == 0;
+  return library.takes(dtype, problem.head_dim) && !problem.query_row_Q.defined() && problem.window == 0 &&
+         problem.soft_cap == 0;
 }
 
 void composed_attention(const LibraryAttention& library, const AttentionProblem& problem, const at::Tensor& out_Q,

@@ -1,7 +1,6 @@
 // Attention of tensors as attention of rows: what the devices' operations hand to their kernels.
 #pragma once
 
-#include <cmath>
 #include <type_traits>
 
 #include "espalier/ops/attention.h"
@@ -21,7 +20,8 @@ inline Shape shape_of(const AttentionProblem& p) {
   shape.heads = heads_in(p.q_Q);
   shape.kv_heads = heads_in(p.own_k_T);
   shape.head_dim = p.head_dim;
-  shape.scale = 1.0 / std::sqrt(static_cast<double>(p.head_dim));
+  shape.scale = p.score_scale();
+  shape.soft_cap = p.soft_cap;
   shape.query_row = pointer<std::int32_t>(p.query_row_Q);
   shape.subtree_end = pointer<std::int32_t>(p.subtree_end_T);
   ESPALIER_INTERNAL_EQ(p.subtree_end_T.size(0), shape.own_rows);

@@ -11,27 +11,28 @@
 namespace espalier::cpu {
 namespace {
 
-moe::RouterShape shape_of(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise) {
-  return {choice_RK.size(0), logits_RE.size(1), choice_RK.size(1), renormalise};
+moe::RouterShape shape_of(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule) {
+  return {choice_RK.size(0), logits_RE.size(1), choice_RK.size(1), rule.renormalise,
+          rule.sigmoid,      rule.groups,       rule.top_groups,   rule.scaling};
 }
 
-void choose_experts(const at::Tensor& logits_RE, const at::Tensor& given_RK, bool renormalise,
+void choose_experts(const at::Tensor& logits_RE, const at::Tensor& given_RK, const RouterRule& rule,
                     const at::Tensor& choice_RK, const at::Tensor& weight_RK) {
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
-    moe::choose_experts<T>(shape_of(logits_RE, choice_RK, renormalise), pointer<T>(logits_RE),
-                           pointer<std::int32_t>(given_RK), pointer<std::int32_t>(choice_RK),
-                           pointer<accumulator_t<T>>(weight_RK));
+    moe::choose_experts<T>(shape_of(logits_RE, choice_RK, rule), pointer<T>(logits_RE), pointer<std::int32_t>(given_RK),
+                           pointer<std::int32_t>(choice_RK), pointer<accumulator_t<T>>(weight_RK),
+                           pointer<T>(rule.correction_E));
   });
 }
 
-void router_backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise,
+void router_backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule,
                      const at::Tensor& grad_weight_RK, const RouterPenalty& penalty, const at::Tensor& grad_logits_RE,
                      const at::Tensor& penalties_2) {
   const moe::RowPenalty of_row{pointer<std::int32_t>(penalty.group_R), pointer<double>(penalty.probability_GE),
                                pointer<double>(penalty.z_G)};
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
     const moe::PenaltySums sums = moe::router_backward<T>(
-        shape_of(logits_RE, choice_RK, renormalise), pointer<T>(logits_RE), pointer<std::int32_t>(choice_RK),
+        shape_of(logits_RE, choice_RK, rule), pointer<T>(logits_RE), pointer<std::int32_t>(choice_RK),
         pointer<accumulator_t<T>>(grad_weight_RK), of_row, pointer<T>(grad_logits_RE));
     if (penalties_2.defined()) pointer<double>(penalties_2)[0] = sums.aux, pointer<double>(penalties_2)[1] = sums.z;
   });
@@ -84,7 +85,7 @@ void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const 
     products.linear(expert.sorted_NW, rows_NM, weights.gate_up_EWM.select(0, e), at::Tensor());
     if (!sum_RM.defined()) continue;
     const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
-    activation.swiglu(expert.sorted_NW, act_NF);
+    activation.swiglu(weights.activation, expert.sorted_NW, act_NF);
     products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), at::Tensor());
     expert.add_rows(rows_NM, weight_RK, sum_RM);
   }
@@ -111,7 +112,7 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
     expert.gather(grad_sum_RM, rows_NM);
     products.linear_grad_input(act_NF, rows_NM, weights.down_EMF.select(0, e));
-    activation.swiglu_backward(expert.sorted_NW, act_NF, grad_gate_up_NW, act_NF);
+    activation.swiglu_backward(weights.activation, expert.sorted_NW, act_NF, grad_gate_up_NW, act_NF);
     dispatch(x_RM.scalar_type(), [&]<class T>() {
       using A = accumulator_t<T>;
       moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.sorted_NW), pointer<A>(weight_RK),

@@ -94,6 +94,11 @@ void add_attention_backward(const AttentionProblem& problem, const at::Tensor& o
 
 }  // namespace
 
-AttentionOperations flash_attention_operations() { return {attention, add_attention_backward}; }
+AttentionOperations flash_attention_operations() {
+  AttentionOperations all = attention_operations();
+  all.attention = attention;
+  all.add_attention_backward = add_attention_backward;
+  return all;
+}
 
 }  // namespace espalier::cpu

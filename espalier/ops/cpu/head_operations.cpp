@@ -1,4 +1,5 @@
 // Blocks of logits and a critic's values on a CPU.
+#include <cmath>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -35,6 +36,29 @@ struct RowNumbers {
 
   double *max, *sum_exp, *weighted;
 };
+
+void shape_logits(const LogitShape& shape, const at::Tensor& logits_BV) {
+  const std::int64_t rows = logits_BV.size(0), columns = logits_BV.size(1), stride = logits_BV.stride(0);
+  dispatch_sums(logits_BV.scalar_type(), [&]<class T>() {
+    const T scale = static_cast<T>(shape.scale), cap = static_cast<T>(shape.cap);
+#pragma omp parallel for schedule(static) if (rows * columns >= kParallelLogits)
+    for (std::int64_t row = 0; row < rows; ++row) {
+      T* const z = pointer<T>(logits_BV) + row * stride;
+      for (std::int64_t v = 0; v < columns; ++v) z[v] *= scale;
+      for (std::int64_t v = 0; cap > 0 && v < columns; ++v) z[v] = cap * std::tanh(z[v] / cap);
+    }
+  });
+}
+
+// The gradient by shaped logits becomes that by raw ones; `shaped` is what the logits were.
+template <class T>
+void through_shape(const LogitShape& shape, std::int64_t columns, const T* shaped, T* grad) {
+  const T scale = static_cast<T>(shape.scale), cap = static_cast<T>(shape.cap);
+  for (std::int64_t v = 0; v < columns; ++v) {
+    const T t = cap > 0 ? shaped[v] / cap : 0;
+    grad[v] *= scale * (1 - t * t);
+  }
+}
 
 void logit_sums(const EdgeBlock& block, std::int64_t first, const at::Tensor& logits_BV, const LogitSums& sums,
                 const at::Tensor& raw_E) {
@@ -95,6 +119,7 @@ void logit_gradients(const EdgeBlock& block, std::int64_t first, const LogitSums
 #pragma omp parallel for schedule(static) if (rows * columns >= kParallelLogits)
     for (std::int64_t row = 0; row < rows; ++row) {
       T* raw = logits + row * columns;
+      const std::vector<T> shaped(raw, raw + (block.shape.is_plain() ? 0 : columns));
       const double inverse = edges.inverse(row);
       double logprob_sum = 0, entropy_sum = 0;
       for (std::int32_t e = edges.first(row); e < edges.last(row); ++e)
@@ -104,6 +129,7 @@ void logit_gradients(const EdgeBlock& block, std::int64_t first, const LogitSums
         const std::int64_t column = edges.target[e] - first;
         if (column >= 0 && column < columns) raw[column] += static_cast<T>(grad_logprob[e] * inverse);
       }
+      if (!block.shape.is_plain()) through_shape(block.shape, columns, shaped.data(), raw);
     }
   });
 }
@@ -156,7 +182,7 @@ void add_value_backward(const at::Tensor& hidden_OM, const at::Tensor& weight_M,
 }  // namespace
 
 HeadOperations head_operations() {
-  return {logit_sums, raise_maximum, score_edges, logit_gradients, value, add_value_backward};
+  return {shape_logits, logit_sums, raise_maximum, score_edges, logit_gradients, value, add_value_backward};
 }
 
 }  // namespace espalier::cpu

@@ -1,7 +1,7 @@
-// RMSNorm, and QK-norm with rotary positions, on a range of rows; compiled for each instruction set.
+// Norms, and QK-norm with rotary positions, on a range of rows; compiled for each instruction set.
 //
 //   n = x rstd,  rstd = 1/sqrt(mean x^2 + eps),  y = n w
-//   with u = grad_y w:  grad_x = rstd (u - n mean(u n)),  grad_w = sum grad_y n
+//   with u = grad_y w:  grad_x = rstd (u - n mean(u n)),  grad_w = sum grad_y n;  LayerNorm: ops/norm.h
 // bfloat16 follows transformers' LlamaRMSNorm / Qwen3RMSNorm (statistics and n in float, n rounded, then the rounded
 // product with w) and apply_rotary_pos_emb (cos and sin rounded, each product rounded, then their sum). Backward the
 // rounded values of the forward are used where it used them, and gradients are rounded only when they are stored.
@@ -11,11 +11,35 @@
 namespace espalier::ESPALIER_SIMD {
 namespace {
 
+// What a kind of norm does: n = (x - mean) rstd, rounded or not, times weight or 1 + weight.
 template <class T>
-void write_normalized(std::int64_t width, const T* x, const T* weight, accumulator_t<T> rstd, T* y) {
+struct Rule {
+  explicit Rule(NormKind kind)
+      : plus(kind == NormKind::rms_plus_one ? 1 : 0), rounds(kind == NormKind::rms), centred(kind == NormKind::layer) {}
+
+  ESPALIER_SIMD_INLINE Vector<T> factor(const T* weight, std::int64_t i, int count) const {
+    return plus ? load_some(weight + i, count) + plus : load_some(weight + i, count);
+  }
+  // n as its product with the weight takes it.
+  ESPALIER_SIMD_INLINE Vector<T> taken(Vector<T> n) const { return rounds ? rounded<T>(n) : n; }
+  accumulator_t<T> mean(std::int64_t width, const T* x) const {
+    if (!centred) return 0;
+    return sum_over<T>(width, [&](std::int64_t i, int count) { return load_some(x + i, count); }) /
+           static_cast<accumulator_t<T>>(width);
+  }
+
+  accumulator_t<T> plus;
+  bool rounds, centred;
+};
+
+template <class T>
+void write_normalized(std::int64_t width, const T* x, const rows::NormParameters<T>& norm, accumulator_t<T> mean,
+                      accumulator_t<T> rstd, T* y) {
+  const Rule<T> rule(norm.kind);
   for_lanes<T>(width, [&](std::int64_t i, int count) {
-    const Vector<T> n = rounded<T>(load_some(x + i, count) * rstd);
-    store_some(y + i, n * load_some(weight + i, count), count);
+    const Vector<T> n = rule.taken((load_some(x + i, count) - mean) * rstd);
+    const Vector<T> scaled = n * rule.factor(norm.weight, i, count);
+    store_some(y + i, norm.bias != nullptr ? scaled + load_some(norm.bias + i, count) : scaled, count);
   });
 }
 
@@ -28,41 +52,67 @@ accumulator_t<T> root_mean_inverse(std::int64_t width, const T* x, accumulator_t
   return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
 }
 
+// 1/sqrt(mean (x - mean)^2 + eps). Lanes behind the row are left out.
 template <class T>
-void rms_norm(RowRange rows, std::int64_t width, const T* stream, const T* weight, accumulator_t<T> eps, T* y,
-              accumulator_t<T>* rstd) {
+accumulator_t<T> centred_inverse(std::int64_t width, const T* x, accumulator_t<T> mean, accumulator_t<T> eps) {
+  accumulator_t<T> squares = 0;
+  for (std::int64_t i = 0; i < width; i += kLanes<T>) {
+    const int count = width - i < kLanes<T> ? static_cast<int>(width - i) : kLanes<T>;
+    const Vector<T> c = load_some(x + i, count) - mean;
+    const Vector<T> square = c * c;
+    for (int lane = 0; lane < count; ++lane) squares += square[lane];
+  }
+  return inverse_root(squares / static_cast<accumulator_t<T>>(width) + eps);
+}
+
+template <class T>
+void rms_norm(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm,
+              accumulator_t<T> eps, T* y, accumulator_t<T>* rstd) {
+  const Rule<T> rule(norm.kind);
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const T* const x = stream + r * width;
-    rstd[r] = root_mean_inverse(width, x, eps);
-    write_normalized(width, x, weight, rstd[r], y + r * width);
+    const accumulator_t<T> mean = rule.mean(width, x);
+    rstd[r] = rule.centred ? centred_inverse(width, x, mean, eps) : root_mean_inverse(width, x, eps);
+    write_normalized(width, x, norm, mean, rstd[r], y + r * width);
   }
 }
 
 template <class T>
-void rms_norm_again(RowRange rows, std::int64_t width, const T* stream, const T* weight, const accumulator_t<T>* rstd,
-                    T* y) {
+void rms_norm_again(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm,
+                    const accumulator_t<T>* rstd, T* y) {
+  const Rule<T> rule(norm.kind);
   for (std::int64_t r = rows.begin; r < rows.end; ++r)
-    write_normalized(width, stream + r * width, weight, rstd[r], y + r * width);
+    write_normalized(width, stream + r * width, norm, rule.mean(width, stream + r * width), rstd[r], y + r * width);
 }
 
+// sums: of the weight's gradient [width], and behind it of the bias' where there is one.
 template <class T>
-void add_rms_norm_backward(RowRange rows, std::int64_t width, const T* stream, const T* weight,
+void add_rms_norm_backward(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm,
                            const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* sums) {
   using A = accumulator_t<T>;
+  const Rule<T> rule(norm.kind);
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const T* const x = stream + r * width;
     const T* const g = grad_y + r * width;
     T* const out = grad_stream + r * width;
-    const A scale = rstd[r];
+    const A scale = rstd[r], middle = rule.mean(width, x);
     const A dot = sum_over<T>(width, [&](std::int64_t i, int count) {
-      return load_some(g + i, count) * load_some(weight + i, count) * (load_some(x + i, count) * scale);
+      return load_some(g + i, count) * rule.factor(norm.weight, i, count) *
+             ((load_some(x + i, count) - middle) * scale);
     });
     const A mean = dot / static_cast<A>(width);
+    A mean_u = 0;
+    if (rule.centred)
+      mean_u =
+          sum_over<T>(width, [&](std::int64_t i,
+                                 int count) { return load_some(g + i, count) * rule.factor(norm.weight, i, count); }) /
+          static_cast<A>(width);
     for_lanes<T>(width, [&](std::int64_t i, int count) {
-      const Vector<T> n = load_some(x + i, count) * scale, grad = load_some(g + i, count);
-      const Vector<T> u = grad * load_some(weight + i, count);
-      store_some(out + i, load_some(out + i, count) + scale * (u - n * mean), count);
-      store_some(sums + i, load_some(sums + i, count) + grad * rounded<T>(n), count);
+      const Vector<T> n = (load_some(x + i, count) - middle) * scale, grad = load_some(g + i, count);
+      const Vector<T> u = grad * rule.factor(norm.weight, i, count);
+      store_some(out + i, load_some(out + i, count) + scale * (u - mean_u - n * mean), count);
+      store_some(sums + i, load_some(sums + i, count) + grad * rule.taken(n), count);
+      if (norm.bias != nullptr) store_some(sums + width + i, load_some(sums + width + i, count) + grad, count);
     });
   }
 }
@@ -83,29 +133,69 @@ ESPALIER_SIMD_INLINE Pair<T> load_angles(const accumulator_t<T>* cos, const accu
   return {rounded<T>(load_some(cos + i, count)), rounded<T>(load_some(sin + i, count))};
 }
 
+// Largest head of interleaved pairs.
+constexpr std::int64_t kLargestHead = 4096;
+
+// Channels 2i, 2i + 1 of the first `rotary` to i and rotary/2 + i, and back; the others stay.
+template <class T>
+void take_apart(std::int64_t head_dim, std::int64_t rotary, const T* from, T* to) {
+  for (std::int64_t i = 0; i < rotary / 2; ++i) to[i] = from[2 * i], to[rotary / 2 + i] = from[2 * i + 1];
+  for (std::int64_t i = rotary; i < head_dim; ++i) to[i] = from[i];
+}
+template <class T>
+void put_together(std::int64_t head_dim, std::int64_t rotary, const T* from, T* to) {
+  for (std::int64_t i = 0; i < rotary / 2; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[rotary / 2 + i];
+  for (std::int64_t i = rotary; i < head_dim; ++i) to[i] = from[i];
+}
+
+// One head: its norm with the given rstd, and its rotation.
+template <class T, bool kNorm>
+ESPALIER_SIMD_INLINE void rotate_head(const rows::HeadShape& shape, const Rule<T>& rule, const T* x,
+                                      const T* norm_weight, accumulator_t<T> rstd, const accumulator_t<T>* cos,
+                                      const accumulator_t<T>* sin, T* y) {
+  const std::int64_t rotary = shape.rotating(), half = rotary / 2;
+  const auto normed = [&](std::int64_t i, int count) -> Vector<T> {
+    const Vector<T> value = load_some(x + i, count);
+    if constexpr (kNorm)
+      return rounded<T>(rule.taken(value * rstd) * rule.factor(norm_weight, i, count));
+    else
+      return value;
+  };
+  for_lanes<T>(half, [&](std::int64_t i, int count) {
+    const Pair<T> v{normed(i, count), normed(half + i, count)};
+    const auto [c, s] = load_angles<T>(cos, sin, i, count);
+    store_some(y + i, rounded<T>(v.a * c) - rounded<T>(v.b * s), count);
+    store_some(y + half + i, rounded<T>(v.b * c) + rounded<T>(v.a * s), count);
+  });
+  for_lanes<T>(shape.head_dim - rotary,
+               [&](std::int64_t i, int count) { store_some(y + rotary + i, normed(rotary + i, count), count); });
+}
+
 template <class T, bool kNorm>
 void norm_rotate_rows(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
                       const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out,
                       std::int64_t out_stride) {
-  const std::int64_t half = shape.head_dim / 2;
+  const std::int64_t D = shape.head_dim, half = shape.rotating() / 2, span = shape.wide_norm ? shape.heads : 1;
+  const Rule<T> rule(shape.norm);
+  const auto eps = static_cast<accumulator_t<T>>(shape.eps);
+  T apart[kLargestHead], turned[kLargestHead];
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const accumulator_t<T>* const row_cos = cos + shape.position[r] * half;
     const accumulator_t<T>* const row_sin = sin + shape.position[r] * half;
+    accumulator_t<T> rstd = 1;
     for (std::int64_t h = 0; h < shape.heads; ++h) {
-      const T* const x = in + r * in_stride + h * shape.head_dim;
-      T* const y = out + r * out_stride + h * shape.head_dim;
-      accumulator_t<T> rstd = 1;
-      if constexpr (kNorm) rstd = root_mean_inverse(shape.head_dim, x, static_cast<accumulator_t<T>>(shape.eps));
-      for_lanes<T>(half, [&](std::int64_t i, int count) {
-        Pair<T> v = load_pair<T, T>(x, half, i, count);
-        if constexpr (kNorm) {
-          const Pair<T> w = load_pair<T, T>(norm_weight, half, i, count);
-          v = {rounded<T>(rounded<T>(v.a * rstd) * w.a), rounded<T>(rounded<T>(v.b * rstd) * w.b)};
-        }
-        const auto [c, s] = load_angles<T>(row_cos, row_sin, i, count);
-        store_some(y + i, rounded<T>(v.a * c) - rounded<T>(v.b * s), count);
-        store_some(y + half + i, rounded<T>(v.b * c) + rounded<T>(v.a * s), count);
-      });
+      const T* const x = in + r * in_stride + h * D;
+      T* const y = out + r * out_stride + h * D;
+      if constexpr (kNorm)
+        if (h % span == 0) rstd = root_mean_inverse(span * D, x, eps);
+      const T* const weight = kNorm ? norm_weight + h % span * D : nullptr;
+      if (!shape.interleaved) {
+        rotate_head<T, kNorm>(shape, rule, x, weight, rstd, row_cos, row_sin, y);
+      } else {
+        take_apart(D, 2 * half, x, apart);
+        rotate_head<T, kNorm>(shape, rule, apart, weight, rstd, row_cos, row_sin, turned);
+        put_together(D, 2 * half, turned, y);
+      }
     }
   }
 }
@@ -119,40 +209,50 @@ void norm_rotate(RowRange rows, const rows::HeadShape& shape, const T* in, std::
     norm_rotate_rows<T, false>(rows, shape, in, in_stride, norm_weight, cos, sin, out, out_stride);
 }
 
-// One head. The rotation's transpose gives grad_y of the norm; without a norm that is the result.
-template <class T, class G, bool kNorm>
-void head_backward(std::int64_t head_dim, double eps, const T* x, const T* norm_weight, const accumulator_t<T>* cos,
-                   const accumulator_t<T>* sin, const G* grad_out, T* grad_in, accumulator_t<T>* sums) {
-  using A = accumulator_t<T>;
-  const std::int64_t half = head_dim / 2;
-  const auto rotated_back = [&](std::int64_t i, int count) -> Pair<T> {
+// The rotation's transpose of the gradient of one head: channel pairs, then those that stay. Calls
+// visit(i, count, gradient).
+template <class T, class G, class Visit>
+ESPALIER_SIMD_INLINE void rotate_back(const rows::HeadShape& shape, const accumulator_t<T>* cos,
+                                      const accumulator_t<T>* sin, const G* grad_out, Visit&& visit) {
+  const std::int64_t rotary = shape.rotating(), half = rotary / 2;
+  for_lanes<T>(half, [&](std::int64_t i, int count) {
     const auto [ga, gb] = load_pair<G, T>(grad_out, half, i, count);
     const auto [c, s] = load_angles<T>(cos, sin, i, count);
-    return {ga * c + gb * s, gb * c - ga * s};
-  };
+    const Vector<T> a = ga * c + gb * s, b = gb * c - ga * s;
+    visit(i, count, a);
+    visit(half + i, count, b);
+  });
+  for_lanes<T>(shape.head_dim - rotary, [&](std::int64_t i, int count) {
+    visit(rotary + i, count, Vector<T>(load_some(grad_out + rotary + i, count)));
+  });
+}
+
+// The heads of one norm, or one head without a norm.
+template <class T, class G, bool kNorm>
+void heads_backward(const rows::HeadShape& shape, std::int64_t heads, const T* x, const T* norm_weight,
+                    const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out, T* grad_in,
+                    accumulator_t<T>* sums) {
+  using A = accumulator_t<T>;
+  const std::int64_t D = shape.head_dim;
+  const Rule<T> rule(shape.norm);
   if constexpr (!kNorm) {
-    for_lanes<T>(half, [&](std::int64_t i, int count) {
-      const Pair<T> g = rotated_back(i, count);
-      store_some(grad_in + i, g.a, count);
-      store_some(grad_in + half + i, g.b, count);
-    });
+    rotate_back<T>(shape, cos, sin, grad_out,
+                   [&](std::int64_t i, int count, Vector<T> g) { store_some(grad_in + i, g, count); });
   } else {
-    const A rstd = root_mean_inverse(head_dim, x, static_cast<A>(eps));
-    const A dot = sum_over<T>(half, [&](std::int64_t i, int count) {
-      const Pair<T> g = rotated_back(i, count), v = load_pair<T, T>(x, half, i, count);
-      const Pair<T> w = load_pair<T, T>(norm_weight, half, i, count);
-      return g.a * w.a * (v.a * rstd) + g.b * w.b * (v.b * rstd);
-    });
-    const A mean = dot / static_cast<A>(head_dim);
-    for_lanes<T>(half, [&](std::int64_t i, int count) {
-      const Pair<T> g = rotated_back(i, count), v = load_pair<T, T>(x, half, i, count);
-      const Pair<T> w = load_pair<T, T>(norm_weight, half, i, count);
-      const Vector<T> na = v.a * rstd, nb = v.b * rstd;
-      store_some(sums + i, load_some(sums + i, count) + g.a * rounded<T>(na), count);
-      store_some(sums + half + i, load_some(sums + half + i, count) + g.b * rounded<T>(nb), count);
-      store_some(grad_in + i, rstd * (g.a * w.a - na * mean), count);
-      store_some(grad_in + half + i, rstd * (g.b * w.b - nb * mean), count);
-    });
+    const A rstd = root_mean_inverse(heads * D, x, static_cast<A>(shape.eps));
+    Vector<T> dots{};
+    for (std::int64_t h = 0; h < heads; ++h)
+      rotate_back<T>(shape, cos, sin, grad_out + h * D, [&](std::int64_t i, int count, Vector<T> g) {
+        dots += g * rule.factor(norm_weight, h * D + i, count) * (load_some(x + h * D + i, count) * rstd);
+      });
+    const A mean = sum(dots) / static_cast<A>(heads * D);
+    for (std::int64_t h = 0; h < heads; ++h)
+      rotate_back<T>(shape, cos, sin, grad_out + h * D, [&](std::int64_t i, int count, Vector<T> g) {
+        const std::int64_t at = h * D + i;
+        const Vector<T> n = load_some(x + at, count) * rstd;
+        store_some(sums + at, load_some(sums + at, count) + g * rule.taken(n), count);
+        store_some(grad_in + at, rstd * (g * rule.factor(norm_weight, at, count) - n * mean), count);
+      });
   }
 }
 
@@ -161,18 +261,25 @@ void add_norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const
                               const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin,
                               const G* grad_out, std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
                               accumulator_t<T>* sums) {
-  const std::int64_t head_dim = shape.head_dim, half = head_dim / 2;
+  const std::int64_t D = shape.head_dim, half = shape.rotating() / 2, span = shape.wide_norm ? shape.heads : 1;
+  G apart[kLargestHead];
+  T turned[kLargestHead];
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
     const accumulator_t<T>* const row_cos = cos + shape.position[r] * half;
     const accumulator_t<T>* const row_sin = sin + shape.position[r] * half;
-    for (std::int64_t h = 0; h < shape.heads; ++h) {
-      const T* const x = norm_weight == nullptr ? nullptr : in + r * in_stride + h * head_dim;
-      const G* const g = grad_out + r * grad_out_stride + h * head_dim;
-      T* const gx = grad_in + r * grad_in_stride + h * head_dim;
-      if (norm_weight != nullptr)
-        head_backward<T, G, true>(head_dim, shape.eps, x, norm_weight, row_cos, row_sin, g, gx, sums);
-      else
-        head_backward<T, G, false>(head_dim, shape.eps, x, norm_weight, row_cos, row_sin, g, gx, sums);
+    for (std::int64_t h = 0; h < shape.heads; h += span) {
+      const T* const x = norm_weight == nullptr ? nullptr : in + r * in_stride + h * D;
+      const G* const g = grad_out + r * grad_out_stride + h * D;
+      T* const gx = grad_in + r * grad_in_stride + h * D;
+      if (norm_weight != nullptr) {
+        heads_backward<T, G, true>(shape, span, x, norm_weight, row_cos, row_sin, g, gx, sums);
+      } else if (!shape.interleaved) {
+        heads_backward<T, G, false>(shape, 1, x, norm_weight, row_cos, row_sin, g, gx, sums);
+      } else {
+        take_apart(D, 2 * half, g, apart);
+        heads_backward<T, G, false>(shape, 1, x, norm_weight, row_cos, row_sin, apart, turned, sums);
+        put_together(D, 2 * half, turned, gx);
+      }
     }
   }
 }

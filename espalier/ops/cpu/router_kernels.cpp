@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
 #include <vector>
 
 namespace espalier::moe {
@@ -24,24 +27,56 @@ accumulator_t<T> softmax(std::int64_t experts, const T* logits, accumulator_t<T>
   return largest + std::log(sum);
 }
 
-// The largest entries by falling value, ties to the lower index. Overwrites score. Not-a-number counts as 0, so that
+// Overwrites p with the scores of the logits; returns log sum exp.
+template <class T>
+accumulator_t<T> scores_of(const RouterShape& shape, const T* logits, accumulator_t<T>* p) {
+  using A = accumulator_t<T>;
+  const A lse = softmax(shape.experts, logits, p);
+  for (std::int64_t e = 0; shape.sigmoid && e < shape.experts; ++e)
+    p[e] = 1 / (1 + std::exp(-static_cast<A>(logits[e])));
+  return lse;
+}
+
+// The largest entries by falling value, ties to the lower index. Overwrites score. Not-a-number is below all, so that
 // experts are distinct whatever the logits are.
 template <class A>
 void take_largest(std::int64_t experts, std::int64_t chosen, A* score, std::int32_t* choice) {
+  constexpr A kLeast = std::numeric_limits<A>::lowest();
   for (std::int64_t e = 0; e < experts; ++e)
-    if (!(score[e] >= 0)) score[e] = 0;
+    if (!(score[e] > kLeast)) score[e] = kLeast;
   for (std::int64_t j = 0; j < chosen; ++j) {
     std::int64_t best = 0;
     for (std::int64_t e = 1; e < experts; ++e)
       if (score[e] > score[best]) best = e;
     choice[j] = static_cast<std::int32_t>(best);
-    score[best] = -1;
+    score[best] = -std::numeric_limits<A>::infinity();
   }
+}
+
+// Scores of experts outside of the best groups go below all. A group's own score: the sum of its two largest where
+// scores are sigmoids, else its largest.
+template <class A>
+void keep_best_groups(const RouterShape& shape, A* score) {
+  if (shape.groups == 1) return;
+  const std::int64_t size = shape.experts / shape.groups;
+  std::vector<A> of_group;
+  for (std::int64_t g = 0; g < shape.groups; ++g) {
+    std::vector<A> own(score + g * size, score + (g + 1) * size);
+    const auto kept = static_cast<std::ptrdiff_t>(std::min<std::int64_t>(shape.sigmoid ? 2 : 1, size));
+    std::partial_sort(own.begin(), own.begin() + kept, own.end(), std::greater<>());
+    of_group.push_back(std::accumulate(own.begin(), own.begin() + kept, A{0}));
+  }
+  std::vector<std::int32_t> best(static_cast<std::size_t>(shape.top_groups));
+  take_largest(shape.groups, shape.top_groups, of_group.data(), best.data());
+  for (std::int64_t g = 0; g < shape.groups; ++g)
+    if (std::find(best.begin(), best.end(), g) == best.end())
+      std::fill_n(score + g * size, size, std::numeric_limits<A>::lowest());
 }
 
 // dL/dw -> dL/dp of the chosen, in place.
 template <class A>
 void through_weights(const RouterShape& shape, const A* p, const std::int32_t* choice, A* grad) {
+  for (std::int64_t j = 0; j < shape.chosen; ++j) grad[j] *= static_cast<A>(shape.scaling);
   if (!shape.renormalise) return;
   A sum = 0, product = 0;
   for (std::int64_t j = 0; j < shape.chosen; ++j) sum += p[choice[j]];
@@ -57,7 +92,7 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
   A *p = scratch, *grad_p = scratch + E, *grad_chosen = scratch + 2 * E;
-  const A lse = softmax(E, logits, p);
+  const A lse = scores_of(shape, logits, p);
   PenaltySums sums;
   for (std::int64_t e = 0; e < E; ++e) {
     grad_p[e] = probability ? static_cast<A>(probability[e]) : A{0};
@@ -67,6 +102,10 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
   std::copy(grad_weight, grad_weight + k, grad_chosen);
   through_weights(shape, p, choice, grad_chosen);
   for (std::int64_t j = 0; j < k; ++j) grad_p[choice[j]] += grad_chosen[j];
+  if (shape.sigmoid) {
+    for (std::int64_t e = 0; e < E; ++e) grad_logits[e] = T(p[e] * (1 - p[e]) * grad_p[e]);
+    return sums;
+  }
   A mean = 0;
   for (std::int64_t e = 0; e < E; ++e) mean += p[e] * grad_p[e];
   const A from_lse = static_cast<A>(2 * z) * lse;
@@ -78,7 +117,7 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
 
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
-                    accumulator_t<T>* weight_RK) {
+                    accumulator_t<T>* weight_RK, const T* correction_E) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
 #pragma omp parallel if (shape.rows * E > kParallelFrom)
@@ -88,18 +127,21 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int
     for (std::int64_t r = 0; r < shape.rows; ++r) {
       std::int32_t* choice = choice_RK + r * k;
       A* weight = weight_RK + r * k;
-      softmax(E, logits_RE + r * E, p.data());
+      scores_of(shape, logits_RE + r * E, p.data());
       if (given_RK != nullptr && given_RK[r * k] >= 0) {
         std::copy(given_RK + r * k, given_RK + (r + 1) * k, choice);
       } else {
-        std::copy(p.begin(), p.end(), score.begin());
+        for (std::int64_t e = 0; e < E; ++e)
+          score[static_cast<std::size_t>(e)] =
+              p[static_cast<std::size_t>(e)] + (correction_E ? static_cast<A>(correction_E[e]) : A{0});
+        keep_best_groups(shape, score.data());
         take_largest(E, k, score.data(), choice);
       }
       A sum = 0;
       for (std::int64_t j = 0; j < k; ++j) sum += p[static_cast<std::size_t>(choice[j])];
       for (std::int64_t j = 0; j < k; ++j) {
         const A value = p[static_cast<std::size_t>(choice[j])];
-        weight[j] = static_cast<A>(T(shape.renormalise ? value / sum : value));
+        weight[j] = static_cast<A>(T(static_cast<A>(shape.scaling) * (shape.renormalise ? value / sum : value)));
       }
     }
   }
@@ -128,10 +170,10 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
   return sums;
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                       \
-  template void choose_experts<T>(const RouterShape&, const T*, const std::int32_t*, std::int32_t*,                   \
-                                  accumulator_t<T>*);                                                                 \
-  template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*, \
+#define ESPALIER_INSTANTIATE(T)                                                                                        \
+  template void choose_experts<T>(const RouterShape&, const T*, const std::int32_t*, std::int32_t*, accumulator_t<T>*, \
+                                  const T*);                                                                           \
+  template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*,  \
                                           const RowPenalty&, T*);
 ESPALIER_INSTANTIATE(double)
 ESPALIER_INSTANTIATE(float)

@@ -1,8 +1,8 @@
 // The router of an expert layer: which experts a row goes to, with what weights, and back.
 //
-//   p = softmax(logits);  S = the k largest p, ties to the lower expert index
-//   w_j = p_j, or with `renormalise` p_j / sum_S p
-//   penalties of a row:  sum_e g_e p_e  (auxiliary loss, g from LoadAccounting)  and  z (log sum_e exp logit_e)^2
+//   p = softmax(logits) or sigmoid(logits);  S = the k largest p + correction in the best groups, ties to the lower
+//   index w_j = scaling p_j, or with `renormalise` scaling p_j / sum_S p penalties of a row:  sum_e g_e p_e  (auxiliary
+//   loss, g from LoadAccounting)  and  z (log sum_e exp logit_e)^2
 //
 // Shapes: R rows, E experts, k chosen of them, G groups of rows with the same penalty. T is float, double or bfloat16,
 // A = accumulator_t<T>: probabilities and weights are computed in A and weights rounded to T, as Hugging Face does.
@@ -20,7 +20,7 @@ namespace espalier::moe {
 // first entry is not negative takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
-                    accumulator_t<T>* weight_RK);
+                    accumulator_t<T>* weight_RK, const T* correction_E = nullptr);
 
 // Null pointers: no such penalty.
 struct RowPenalty {

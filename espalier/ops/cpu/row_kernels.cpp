@@ -79,28 +79,35 @@ void share_with_sums(std::int64_t rows, std::int64_t width, std::int64_t element
 }  // namespace
 
 template <class T>
-void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> of, double eps, T* y,
               accumulator_t<T>* rstd) {
   const auto kernel = norm<T>().rms_norm;
   share(rows, 1, rows * width,
-        [&](RowRange range) { kernel(range, width, stream, weight, static_cast<accumulator_t<T>>(eps), y, rstd); });
+        [&](RowRange range) { kernel(range, width, stream, of, static_cast<accumulator_t<T>>(eps), y, rstd); });
 }
 
 template <class T>
-void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
-                    const accumulator_t<T>* rstd, T* y) {
+void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> of, const accumulator_t<T>* rstd,
+                    T* y) {
   const auto kernel = norm<T>().rms_norm_again;
-  share(rows, 1, rows * width, [&](RowRange range) { kernel(range, width, stream, weight, rstd, y); });
+  share(rows, 1, rows * width, [&](RowRange range) { kernel(range, width, stream, of, rstd, y); });
 }
 
 template <class T>
-void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
-                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream,
-                           accumulator_t<T>* grad_weight) {
+void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> of,
+                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight,
+                           accumulator_t<T>* grad_bias) {
   const auto kernel = norm<T>().add_rms_norm_backward;
-  share_with_sums(rows, width, rows * width, grad_weight, [&](RowRange range, accumulator_t<T>* sums) {
-    kernel(range, width, stream, weight, rstd, grad_y, grad_stream, sums);
-  });
+  const auto on = [&](RowRange range, accumulator_t<T>* sums) {
+    kernel(range, width, stream, of, rstd, grad_y, grad_stream, sums);
+  };
+  if (of.bias == nullptr) return share_with_sums(rows, width, rows * width, grad_weight, on);
+  std::vector<accumulator_t<T>> both(static_cast<std::size_t>(2 * width));
+  share_with_sums(rows, 2 * width, rows * width, both.data(), on);
+  for (std::int64_t m = 0; m < width; ++m) {
+    if (grad_weight != nullptr) grad_weight[m] += both[static_cast<std::size_t>(m)];
+    if (grad_bias != nullptr) grad_bias[m] += both[static_cast<std::size_t>(width + m)];
+  }
 }
 
 template <class T>
@@ -125,22 +132,30 @@ void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t 
   };
   const std::int64_t elements = shape.rows * shape.heads * shape.head_dim;
   if (norm_weight != nullptr)
-    share_with_sums(shape.rows, shape.head_dim, elements, grad_norm_weight, on);
+    share_with_sums(shape.rows, (shape.wide_norm ? shape.heads : 1) * shape.head_dim, elements, grad_norm_weight, on);
   else
     share(shape.rows, 1, elements, [&](RowRange range) { on(range, nullptr); });
 }
 
 template <class T>
-void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act) {
+void swiglu(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up, T* act) {
   const auto kernel = gate<T>().swiglu;
-  share(rows, 1, rows * inner, [&](RowRange range) { kernel(range, inner, gate_up, act); });
+  share(rows, 1, rows * inner, [&](RowRange range) { kernel(range, rule, inner, gate_up, act); });
 }
 
 template <class T>
-void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
-                     T* act) {
+void swiglu_backward(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up,
+                     const T* grad_act, T* grad_gate_up, T* act) {
   const auto kernel = gate<T>().swiglu_backward;
-  share(rows, 1, rows * inner, [&](RowRange range) { kernel(range, inner, gate_up, grad_act, grad_gate_up, act); });
+  share(rows, 1, rows * inner,
+        [&](RowRange range) { kernel(range, rule, inner, gate_up, grad_act, grad_gate_up, act); });
+}
+
+template <class T>
+void add_scaled(std::int64_t count, const T* base, const T* x, double factor, T* out) {
+  const auto kernel = gate<T>().add_scaled;
+  share(count, kFlatGrain, count,
+        [&](RowRange range) { kernel(range, base, x, static_cast<accumulator_t<T>>(factor), out); });
 }
 
 template <class T>
@@ -191,17 +206,18 @@ void add(std::int64_t count, const In* x, Out* into) {
   share(count, kFlatGrain, count, [&](RowRange range) { kernel(range, x, into); });
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                \
-  template void rms_norm(std::int64_t, std::int64_t, const T*, const T*, double, T*, accumulator_t<T>*);       \
-  template void rms_norm_again(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, T*);   \
-  template void add_rms_norm_backward(std::int64_t, std::int64_t, const T*, const T*, const accumulator_t<T>*, \
-                                      const T*, T*, accumulator_t<T>*);                                        \
-  template void norm_rotate(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*,       \
-                            const accumulator_t<T>*, T*, std::int64_t);                                        \
-  template void swiglu(std::int64_t, std::int64_t, const T*, T*);                                              \
-  template void swiglu_backward(std::int64_t, std::int64_t, const T*, const T*, T*, T*);                       \
-  template void gather(std::int64_t, std::int64_t, const T*, const std::int32_t*, T*);                         \
-  template void add_bias(std::int64_t, std::int64_t, const T*, T*);                                            \
+#define ESPALIER_INSTANTIATE(T)                                                                                    \
+  template void rms_norm<T>(std::int64_t, std::int64_t, const T*, NormOf<T>, double, T*, accumulator_t<T>*);       \
+  template void rms_norm_again<T>(std::int64_t, std::int64_t, const T*, NormOf<T>, const accumulator_t<T>*, T*);   \
+  template void add_rms_norm_backward<T>(std::int64_t, std::int64_t, const T*, NormOf<T>, const accumulator_t<T>*, \
+                                         const T*, T*, accumulator_t<T>*, accumulator_t<T>*);                      \
+  template void norm_rotate(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*,           \
+                            const accumulator_t<T>*, T*, std::int64_t);                                            \
+  template void swiglu(const ActivationRule&, std::int64_t, std::int64_t, const T*, T*);                           \
+  template void swiglu_backward(const ActivationRule&, std::int64_t, std::int64_t, const T*, const T*, T*, T*);    \
+  template void add_scaled(std::int64_t, const T*, const T*, double, T*);                                          \
+  template void gather(std::int64_t, std::int64_t, const T*, const std::int32_t*, T*);                             \
+  template void add_bias(std::int64_t, std::int64_t, const T*, T*);                                                \
   template void add_column_sums(std::int64_t, std::int64_t, const T*, std::int64_t, accumulator_t<T>*)
 #define ESPALIER_INSTANTIATE_GRADIENT(T, G)                                                                           \
   template void add_norm_rotate_backward(const HeadShape&, const T*, std::int64_t, const T*, const accumulator_t<T>*, \

@@ -9,27 +9,45 @@
 #include <cstdint>
 
 #include "espalier/base/dtype.h"
+#include "espalier/plan/block_kinds.h"
 
 namespace espalier::rows {
 
-// rstd_r = 1/sqrt(mean_m stream_rm^2 + eps);  y_rm = weight_m * (stream_rm * rstd_r).
-// Overwrites y [rows, width] and rstd [rows]; all contiguous. bfloat16: the product with rstd is rounded before the
-// product with weight.
+// Weights of a norm; a bias is that of NormKind::layer.
 template <class T>
-void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, double eps, T* y,
+struct NormParameters {
+  NormParameters(const T* of, NormKind of_kind = NormKind::rms,
+                 const T* added = nullptr)  // NOLINT(google-explicit-constructor)
+      : weight(of), bias(added), kind(of_kind) {}
+
+  const T *weight, *bias;
+  NormKind kind;
+};
+// To infer T from the other arguments alone.
+template <class T>
+struct Same {
+  using Type = T;
+};
+template <class T>
+using NormOf = const NormParameters<typename Same<T>::Type>&;
+
+// rstd_r = 1/sqrt(mean_m stream_rm^2 + eps);  y_rm = weight_m * (stream_rm * rstd_r).
+// Overwrites y [rows, width] and rstd [rows]; all contiguous. The other kinds of norms: ops/norm.h.
+template <class T>
+void rms_norm(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> norm, double eps, T* y,
               accumulator_t<T>* rstd);
 
 // Recomputes y from stream and rstd.
 template <class T>
-void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
+void rms_norm_again(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> norm,
                     const accumulator_t<T>* rstd, T* y);
 
 // With n = stream * rstd and u = grad_y * weight:
 //   grad_stream_r += rstd_r (u_r - n_r mean_m(u_rm n_rm)) ;  grad_weight_m += sum_r grad_y_rm n_rm
 template <class T>
-void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, const T* weight,
-                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream,
-                           accumulator_t<T>* grad_weight);
+void add_rms_norm_backward(std::int64_t rows, std::int64_t width, const T* stream, NormOf<T> norm,
+                           const accumulator_t<T>* rstd, const T* grad_y, T* grad_stream, accumulator_t<T>* grad_weight,
+                           accumulator_t<T>* grad_bias = nullptr);
 
 // Heads of `in` (head h of row r at in + r*in_stride + h*D), normalised over D when norm_weight [D] is given (QK-norm),
 // then rotated by the row's position:  (a, b) -> (a cos - b sin, b cos + a sin) on halves, tables cos/sin [positions,
@@ -38,6 +56,12 @@ struct HeadShape {
   std::int64_t rows = 0, heads = 0, head_dim = 0;
   double eps = 1e-6;
   const std::int32_t* position = nullptr;  // [rows]
+  std::int64_t rotary = -1;                // first channels that rotate; below 0: all
+  bool interleaved = false;                // even and odd channels are the pairs; without a norm
+  bool wide_norm = false;                  // over all heads of a row, norm_weight [heads * D]
+  NormKind norm = NormKind::rms;           // not layer
+
+  std::int64_t rotating() const { return rotary < 0 ? head_dim : rotary; }
 };
 template <class T>
 void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
@@ -50,15 +74,16 @@ void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t 
                               std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
                               accumulator_t<T>* grad_norm_weight);
 
-// gate_up [rows, 2F] holds gate then up;  act_rf = silu(gate_rf) up_rf. Overwrites act [rows, F].
+// gate_up [rows, 2F] holds gate then up;  act_rf = f(gate_rf) up_rf; without a gate [rows, F]: f(up_rf). Overwrites act
+// [rows, F].
 template <class T>
-void swiglu(std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
+void swiglu(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
 
-// Overwrites grad_gate_up [rows, 2F], which may be gate_up itself; also overwrites act (as swiglu) where it is given.
-// act may be grad_act itself.
+// Overwrites grad_gate_up [rows, 2F] or [rows, F], which may be gate_up itself; also overwrites act (as swiglu) where
+// it is given. act may be grad_act itself.
 template <class T>
-void swiglu_backward(std::int64_t rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
-                     T* act);
+void swiglu_backward(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up,
+                     const T* grad_act, T* grad_gate_up, T* act);
 
 // x_r = table[id_r]. Overwrites x [rows, width].
 template <class T>
@@ -66,6 +91,10 @@ void gather(std::int64_t rows, std::int64_t width, const T* table, const std::in
 // into[id_r] += x_r, rows in order. Ids may repeat. In: T or A.
 template <class In, class Out>
 void add_scatter(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id, Out* into);
+
+// out_i = base_i + factor x_i, the product rounded first; base null: 0. out may be base, or x.
+template <class T>
+void add_scaled(std::int64_t count, const T* base, const T* x, double factor, T* out);
 
 // y_r += bias, in place; and its backward: grad_bias_m += sum_r grad_y_rm.
 template <class T>

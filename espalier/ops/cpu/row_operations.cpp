@@ -11,32 +11,51 @@
 namespace espalier::cpu {
 namespace {
 
-void norm(const at::Tensor& stream, const at::Tensor& weight, double eps, const at::Tensor& y, const at::Tensor& rstd) {
+template <class T>
+rows::NormParameters<T> parameters_of(const NormWeights& weights) {
+  return {pointer<T>(weights.weight_M), weights.kind, pointer<T>(weights.bias_M)};
+}
+
+void norm(const at::Tensor& stream, const NormWeights& weights, double eps, const at::Tensor& y,
+          const at::Tensor& rstd) {
   dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight), eps, pointer<T>(y),
+    rows::rms_norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), parameters_of<T>(weights), eps, pointer<T>(y),
                       pointer<accumulator_t<T>>(rstd));
   });
 }
 
-void norm_again(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& y) {
+void norm_again(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd, const at::Tensor& y) {
   dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::rms_norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
+    rows::rms_norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), parameters_of<T>(weights),
                             pointer<accumulator_t<T>>(rstd), pointer<T>(y));
   });
 }
 
-void add_norm_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd,
-                       const at::Tensor& grad_y, const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
+void add_norm_backward(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd,
+                       const at::Tensor& grad_y, const at::Tensor& grad_stream, const NormWeights& grads) {
   dispatch(stream.scalar_type(), [&]<class T>() {
-    rows::add_rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
-                                   pointer<accumulator_t<T>>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
-                                   pointer<accumulator_t<T>>(grad_weight));
+    using A = accumulator_t<T>;
+    rows::add_rms_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), parameters_of<T>(weights),
+                                   pointer<A>(rstd), pointer<T>(grad_y), pointer<T>(grad_stream),
+                                   pointer<A>(grads.weight_M), pointer<A>(grads.bias_M));
   });
 }
 
 rows::HeadShape heads_of(const Rotation& rotation, const at::Tensor& in) {
-  const std::int64_t head_dim = 2 * rotation.tables.cos.size(1);
-  return {in.size(0), in.size(1) / head_dim, head_dim, rotation.eps, pointer<std::int32_t>(rotation.position_R)};
+  const std::int64_t head_dim = rotation.head_width();
+  const bool wide = rotation.has_wide_norm();
+  ESPALIER_INTERNAL(!rotation.interleaved || !rotation.norm_weight_D.defined(), "interleaved pairs behind a norm");
+  ESPALIER_INTERNAL(!wide || rotation.norm_weight_D.size(0) == in.size(1), "a norm over ",
+                    rotation.norm_weight_D.sizes(), " of ", in.size(1), " columns");
+  return {in.size(0),
+          in.size(1) / head_dim,
+          head_dim,
+          rotation.eps,
+          pointer<std::int32_t>(rotation.position_R),
+          2 * rotation.tables.cos.size(1),
+          rotation.interleaved,
+          wide,
+          rotation.norm};
 }
 
 void rotate(const Rotation& rotation, const at::Tensor& in, const at::Tensor& out) {
@@ -68,15 +87,15 @@ void add_rotate_backward(const Rotation& rotation, const at::Tensor& in, const a
   });
 }
 
-void swiglu(const at::Tensor& gate_up, const at::Tensor& act) {
+void swiglu(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& act) {
   dispatch(act.scalar_type(),
-           [&]<class T>() { rows::swiglu<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(act)); });
+           [&]<class T>() { rows::swiglu<T>(rule, act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(act)); });
 }
 
-void swiglu_backward(const at::Tensor& gate_up, const at::Tensor& grad_act, const at::Tensor& grad_gate_up,
-                     const at::Tensor& act) {
+void swiglu_backward(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& grad_act,
+                     const at::Tensor& grad_gate_up, const at::Tensor& act) {
   dispatch(act.scalar_type(), [&]<class T>() {
-    rows::swiglu_backward<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(grad_act),
+    rows::swiglu_backward<T>(rule, act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(grad_act),
                              pointer<T>(grad_gate_up), pointer<T>(act));
   });
 }
@@ -190,6 +209,12 @@ void convert(const at::Tensor& in, const at::Tensor& out) {
   });
 }
 
+void add_scaled(const at::Tensor& base, const at::Tensor& x, double factor, const at::Tensor& out) {
+  dispatch(out.scalar_type(), [&]<class T>() {
+    rows::add_scaled<T>(out.numel(), pointer<T>(base), pointer<T>(x), factor, pointer<T>(out));
+  });
+}
+
 void zero_rows(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed) {
   const auto* ids = pointer<std::int32_t>(id);
   const auto bytes = static_cast<std::size_t>(row_elements(x) * x.element_size());
@@ -205,7 +230,7 @@ NormOperations norm_operations() { return {norm, norm_again, add_norm_backward};
 RotationOperations rotation_operations() { return {rotate, add_rotate_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu, swiglu_backward}; }
 MovingOperations moving_operations() {
-  return {gather, add_scatter, look_up, add_look_up_backward, scatter, move_rows, convert, zero_rows, zero};
+  return {gather, add_scatter, look_up, add_look_up_backward, scatter, move_rows, convert, zero_rows, add_scaled, zero};
 }
 
 }  // namespace espalier::cpu

@@ -19,10 +19,12 @@ struct RowRange {
 template <class T>
 struct NormRanges {
   using A = accumulator_t<T>;
-  void (*rms_norm)(RowRange rows, std::int64_t width, const T* stream, const T* weight, A eps, T* y, A* rstd);
-  void (*rms_norm_again)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd, T* y);
-  void (*add_rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const T* weight, const A* rstd,
-                                const T* grad_y, T* grad_stream, A* sums);
+  void (*rms_norm)(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm, A eps, T* y,
+                   A* rstd);
+  void (*rms_norm_again)(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm,
+                         const A* rstd, T* y);
+  void (*add_rms_norm_backward)(RowRange rows, std::int64_t width, const T* stream, const rows::NormParameters<T>& norm,
+                                const A* rstd, const T* grad_y, T* grad_stream, A* sums);
   void (*norm_rotate)(RowRange rows, const rows::HeadShape& shape, const T* in, std::int64_t in_stride,
                       const T* norm_weight, const A* cos, const A* sin, T* out, std::int64_t out_stride);
 };
@@ -39,10 +41,11 @@ struct RotateBackwardRanges {
 template <class T>
 struct GateRanges {
   using A = accumulator_t<T>;
-  void (*swiglu)(RowRange rows, std::int64_t inner, const T* gate_up, T* act);
-  void (*swiglu_backward)(RowRange rows, std::int64_t inner, const T* gate_up, const T* grad_act, T* grad_gate_up,
-                          T* act);
+  void (*swiglu)(RowRange rows, const ActivationRule& rule, std::int64_t inner, const T* gate_up, T* act);
+  void (*swiglu_backward)(RowRange rows, const ActivationRule& rule, std::int64_t inner, const T* gate_up,
+                          const T* grad_act, T* grad_gate_up, T* act);
   void (*add_bias)(RowRange rows, std::int64_t width, const T* bias, T* y);
+  void (*add_scaled)(RowRange elements, const T* base, const T* x, A factor, T* out);
   void (*column_sums)(RowRange rows, std::int64_t width, const T* grad_y, std::int64_t stride, A* sums);
 };
 

@@ -17,19 +17,20 @@ class AtenLibrary : public LibraryAttention {
 // Composed of the library's calls where it takes the problem, else the kernels of attention_operations().
 template <const AtenLibrary& (*library)()>
 AttentionOperations composed_operations() {
-  return {[](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
-            if (!composes(library(), problem, out.scalar_type()))
-              return attention_operations().attention(problem, out, lse);
-            const OnOurStream on_our_stream;
-            composed_attention(library(), problem, out, lse);
-          },
-          [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& grad_out,
-             const AttentionGradients& gradients) {
-            if (!composes(library(), problem, out.scalar_type()))
-              return attention_operations().add_attention_backward(problem, out, lse, grad_out, gradients);
-            const OnOurStream on_our_stream;
-            add_composed_attention_backward(library(), problem, out, lse, grad_out, gradients);
-          }};
+  AttentionOperations all = attention_operations();
+  all.attention = [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse) {
+    if (!composes(library(), problem, out.scalar_type())) return attention_operations().attention(problem, out, lse);
+    const OnOurStream on_our_stream;
+    composed_attention(library(), problem, out, lse);
+  };
+  all.add_attention_backward = [](const AttentionProblem& problem, const at::Tensor& out, const at::Tensor& lse,
+                                  const at::Tensor& grad_out, const AttentionGradients& gradients) {
+    if (!composes(library(), problem, out.scalar_type()))
+      return attention_operations().add_attention_backward(problem, out, lse, grad_out, gradients);
+    const OnOurStream on_our_stream;
+    add_composed_attention_backward(library(), problem, out, lse, grad_out, gradients);
+  };
+  return all;
 }
 
 }  // namespace espalier::cuda

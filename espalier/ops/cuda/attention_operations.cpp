@@ -14,6 +14,9 @@ void check_taken(const AttentionProblem& problem) {
   if (problem.window > 0)
     throw UnsupportedError({"attention", "layers without a sliding window on a GPU",
                             text_of("a window of ", problem.window, " rows"), "use --device cpu"});
+  if (problem.soft_cap > 0)
+    throw UnsupportedError({"attention", "scores without a soft cap on a GPU", text_of("a cap of ", problem.soft_cap),
+                            "use --device cpu"});
 }
 
 // Whether rows of bfloat16 stand at multiples of 16 bytes.
@@ -51,8 +54,18 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
   });
 }
 
+void join_sinks(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  throw UnsupportedError({"attention", "attention without sinks on a GPU", "sinks", "use --device cpu"});
+}
+void add_sinks_backward(const at::Tensor& sink, const at::Tensor& out, const at::Tensor& lse, const at::Tensor&,
+                        const at::Tensor&) {
+  join_sinks(sink, out, lse);
+}
+
 }  // namespace
 
-AttentionOperations attention_operations() { return {attention_rows, add_attention_rows_backward}; }
+AttentionOperations attention_operations() {
+  return {attention_rows, add_attention_rows_backward, join_sinks, add_sinks_backward};
+}
 
 }  // namespace espalier::cuda

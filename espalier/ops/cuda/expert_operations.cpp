@@ -22,28 +22,30 @@
 namespace espalier::cuda {
 namespace {
 
-moe::RouterShape shape_of(const at::Tensor& choice_RK, std::int64_t experts, bool renormalise) {
+moe::RouterShape shape_of(const at::Tensor& choice_RK, std::int64_t experts, const RouterRule& rule) {
   if (experts > kMostExperts)
     throw UnsupportedError({"router", text_of("at most ", kMostExperts, " experts a layer on a GPU"), text_of(experts),
                             "use --device cpu"});
-  return {choice_RK.size(0), experts, choice_RK.size(1), renormalise};
+  if (rule.sigmoid || rule.groups > 1 || rule.scaling != 1 || rule.correction_E.defined())
+    throw UnsupportedError({"router", "a softmax over all experts on a GPU", "another router", "use --device cpu"});
+  return {choice_RK.size(0), experts, choice_RK.size(1), rule.renormalise};
 }
 
-void choose(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, bool renormalise, const at::Tensor& choice_RK,
-            const at::Tensor& weight_RK) {
+void choose(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, const RouterRule& rule,
+            const at::Tensor& choice_RK, const at::Tensor& weight_RK) {
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
-    choose_experts<T>(shape_of(choice_RK, logits_RE.size(1), renormalise), pointer<T>(logits_RE),
+    choose_experts<T>(shape_of(choice_RK, logits_RE.size(1), rule), pointer<T>(logits_RE),
                       pointer<std::int32_t>(recorded_RK), pointer<std::int32_t>(choice_RK),
                       pointer<accumulator_t<T>>(weight_RK));
   });
 }
 
-void backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, bool renormalise,
+void backward(const at::Tensor& logits_RE, const at::Tensor& choice_RK, const RouterRule& rule,
               const at::Tensor& grad_weight_RK, const RouterPenalty& penalty, const at::Tensor& grad_logits_RE,
               const at::Tensor& penalties_2) {
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
     router_backward<T>(
-        shape_of(choice_RK, logits_RE.size(1), renormalise), pointer<T>(logits_RE), pointer<std::int32_t>(choice_RK),
+        shape_of(choice_RK, logits_RE.size(1), rule), pointer<T>(logits_RE), pointer<std::int32_t>(choice_RK),
         pointer<accumulator_t<T>>(grad_weight_RK),
         {pointer<std::int32_t>(penalty.group_R), pointer<double>(penalty.probability_GE), pointer<double>(penalty.z_G)},
         pointer<T>(grad_logits_RE), pointer<double>(penalties_2));
@@ -171,7 +173,7 @@ Part part_of(const SortedSlots& sorted, const at::Tensor& gate_up_SW, const Expe
 
 // grad_gate_up, act and grad_weight of a part from act's gradient, which act holds.
 void differentiate_activation(const Part& part, const at::Tensor& weight_RK, const at::Tensor& grad_weight_RK) {
-  swiglu_operations().swiglu_backward(part.gate_up_NW, part.act_NF, part.grad_gate_up_NW, part.act_NF);
+  swiglu_operations().swiglu_backward({}, part.gate_up_NW, part.act_NF, part.grad_gate_up_NW, part.act_NF);
   dispatch(part.act_NF.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
     weigh_expert_gradient<T>(part.act_NF.size(0), part.act_NF.size(1), pointer<std::int32_t>(part.slot_N),
@@ -189,7 +191,7 @@ void forward(const ForwardCall& c) {
         moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
         multiply(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.select(0, e).t(), false);
         if (!c.sum_RM.defined()) return;
-        swiglu_operations().swiglu(part.gate_up_NW, part.act_NF);
+        swiglu_operations().swiglu({}, part.gate_up_NW, part.act_NF);
         multiply(part.rows_NM, part.act_NF, c.weights.down_EMF.select(0, e).t(), false);
         add_rows_of_expert(part.rows_NM, part.row_N, part.slot_N, c.weight_RK, c.sum_RM);
       });
@@ -237,7 +239,7 @@ void forward(const ForwardCall& c) {
     moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
     multiply_grouped(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
     if (!c.sum_RM.defined()) return;
-    swiglu_operations().swiglu(part.gate_up_NW, part.act_NF);
+    swiglu_operations().swiglu({}, part.gate_up_NW, part.act_NF);
     multiply_grouped(part.rows_NM, part.act_NF, c.weights.down_EMF.transpose(1, 2), end_E);
     placed.add(window, part.rows_NM, c.weight_RK, c.sum_RM);
   });

@@ -85,10 +85,14 @@ void choose(const at::Tensor& logits_BV, const ChoiceRule& rule, const at::Tenso
   });
 }
 
+void shape_logits(const LogitShape&, const at::Tensor&) {
+  throw UnsupportedError({"logits", "logits without a factor or a cap on a GPU", "others", "use --device cpu"});
+}
+
 }  // namespace
 
 HeadOperations head_operations() {
-  return {sum_logits, raise, score, write_gradients, compute_value, add_value_backward};
+  return {shape_logits, sum_logits, raise, score, write_gradients, compute_value, add_value_backward};
 }
 OptimizerOperations optimizer_operations() { return {sum_squares, update}; }
 ChoiceOperations choice_operations() { return {choose}; }

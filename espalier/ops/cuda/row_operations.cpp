@@ -10,23 +10,43 @@
 namespace espalier::cuda {
 namespace {
 
-void norm_rows(const at::Tensor& stream, const at::Tensor& weight, double eps, const at::Tensor& y,
+// RMSNorm alone.
+const at::Tensor& weight_of(const NormWeights& weights) {
+  if (weights.kind != NormKind::rms || weights.bias_M.defined())
+    throw UnsupportedError({"norm", "RMSNorm as Llama's on a GPU", "another norm", "use --device cpu"});
+  return weights.weight_M;
+}
+void check_taken(const Rotation& rotation) {
+  if (!rotation.is_plain())
+    throw UnsupportedError({"rotary positions", "whole heads, rotated in halves, on a GPU", "another rotation or norm",
+                            "use --device cpu"});
+}
+void check_taken(const ActivationRule& rule) {
+  if (rule.kind != Activation::silu || !rule.gated)
+    throw UnsupportedError({"activation", "SwiGLU on a GPU", "another activation", "use --device cpu"});
+}
+
+void norm_rows(const at::Tensor& stream, const NormWeights& weights, double eps, const at::Tensor& y,
                const at::Tensor& rstd) {
+  const at::Tensor& weight = weight_of(weights);
   dispatch(stream.scalar_type(), [&]<class T>() {
     norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight), eps, pointer<T>(y),
             pointer<accumulator_t<T>>(rstd));
   });
 }
 
-void norm_rows_again(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd, const at::Tensor& y) {
+void norm_rows_again(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd,
+                     const at::Tensor& y) {
+  const at::Tensor& weight = weight_of(weights);
   dispatch(stream.scalar_type(), [&]<class T>() {
     norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
                   pointer<accumulator_t<T>>(rstd), pointer<T>(y));
   });
 }
 
-void add_norm_rows_backward(const at::Tensor& stream, const at::Tensor& weight, const at::Tensor& rstd,
-                            const at::Tensor& grad_y, const at::Tensor& grad_stream, const at::Tensor& grad_weight) {
+void add_norm_rows_backward(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd,
+                            const at::Tensor& grad_y, const at::Tensor& grad_stream, const NormWeights& grads) {
+  const at::Tensor &weight = weight_of(weights), &grad_weight = grads.weight_M;
   const std::int64_t bytes = stream.size(1) * rstd.element_size();
   if (bytes > kWidestNorm)
     throw UnsupportedError({"norm", text_of("rows of at most ", kWidestNorm, " bytes of sums on a GPU"),
@@ -39,6 +59,7 @@ void add_norm_rows_backward(const at::Tensor& stream, const at::Tensor& weight, 
 }
 
 Heads heads_of(const Rotation& rotation, const at::Tensor& in) {
+  check_taken(rotation);
   const std::int64_t head_dim = 2 * rotation.tables.cos.size(1);
   return {in.size(0), in.size(1) / head_dim, head_dim, rotation.eps, pointer<std::int32_t>(rotation.position_R)};
 }
@@ -65,13 +86,15 @@ void add_rotate_heads_backward(const Rotation& rotation, const at::Tensor& in, c
   });
 }
 
-void swiglu_rows(const at::Tensor& gate_up, const at::Tensor& act) {
+void swiglu_rows(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& act) {
+  check_taken(rule);
   dispatch(act.scalar_type(),
            [&]<class T>() { swiglu<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(act)); });
 }
 
-void swiglu_rows_backward(const at::Tensor& gate_up, const at::Tensor& grad_act, const at::Tensor& grad_gate_up,
-                          const at::Tensor& act) {
+void swiglu_rows_backward(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& grad_act,
+                          const at::Tensor& grad_gate_up, const at::Tensor& act) {
+  check_taken(rule);
   dispatch(act.scalar_type(), [&]<class T>() {
     swiglu_backward<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(grad_act), pointer<T>(grad_gate_up),
                        pointer<T>(act));
@@ -146,6 +169,11 @@ void zero_rows_of(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed
             static_cast<std::int32_t>(zeroed));
 }
 
+void add_scaled(const at::Tensor&, const at::Tensor&, double, const at::Tensor&) {
+  throw UnsupportedError({"scaled rows", "models without factors, norms behind a block's halves or gates on a GPU",
+                          "one with them", "use --device cpu"});
+}
+
 void zero(const at::Tensor& x) { fill_zero(x.data_ptr(), static_cast<std::size_t>(x.numel() * x.element_size())); }
 
 }  // namespace
@@ -154,8 +182,9 @@ NormOperations norm_operations() { return {norm_rows, norm_rows_again, add_norm_
 RotationOperations rotation_operations() { return {rotate_heads, add_rotate_heads_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu_rows, swiglu_rows_backward}; }
 MovingOperations moving_operations() {
-  return {gather_rows,  add_scatter_rows, look_up_rows, add_look_up_rows_backward, scatter_rows, move_rows,
-          convert_rows, zero_rows_of,     zero};
+  return {
+      gather_rows,  add_scatter_rows, look_up_rows, add_look_up_rows_backward, scatter_rows, move_rows, convert_rows,
+      zero_rows_of, add_scaled,       zero};
 }
 
 }  // namespace espalier::cuda

@@ -144,11 +144,11 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
     EXPECT_NE(text.find(word), std::string::npos) << member << ": " << text;
   };
   refused(llama_config(), "attention_dropout", 0.1, "attention_dropout");
-  refused(llama_config(), "hidden_act", "gelu", "gelu");
-  refused(llama_config(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 4.0}}, "yarn");
-  refused(llama_config(), "rope_scaling", {{"type", "linear"}, {"factor", 4.0}}, "linear");
-  refused(llama_config(), "architectures", {"MixtralForCausalLM"}, "Qwen3MoeForCausalLM");
-  refused(llama_config(), "architectures", {"MixtralForCausalLM"}, "MixtralForCausalLM");
+  refused(llama_config(), "hidden_act", "relu2", "relu2");
+  refused(llama_config(), "rope_scaling", {{"rope_type", "proportional"}, {"factor", 4.0}}, "proportional");
+  refused(llama_config(), "rope_scaling", {{"type", "dynamic"}, {"factor", 4.0}}, "dynamic");
+  refused(llama_config(), "architectures", {"DbrxForCausalLM"}, "Qwen3MoeForCausalLM");
+  refused(llama_config(), "architectures", {"DbrxForCausalLM"}, "DbrxForCausalLM");
   refused(llama_config(), "quantization_config", Json::object(), "quantization_config");
   refused(llama_config(), "torch_dtype", "float8_e4m3fn", "float8_e4m3fn");
   refused(qwen3_config(), "partial_rotary_factor", 0.5, "partial_rotary_factor");

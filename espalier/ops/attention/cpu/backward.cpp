@@ -10,6 +10,7 @@
 // thread count only.
 #include <omp.h>
 
+#include "espalier/base/simd_tanh.h"
 #include "espalier/ops/attention/cpu/kernels.h"
 #include "espalier/ops/attention/cpu/sets.h"
 
@@ -198,6 +199,20 @@ __attribute__((noinline)) void softmax_slopes(const Shape& shape, const KeyBlock
       });
 }
 
+// From s and dP of uncapped scores S = scale s: those of the capped ones, with t = tanh(S / C),
+//   scale s' = C t,  dP' - D = (dP - D) (1 - t^2), so that dS' is the gradient of S
+template <class O, class A>
+void cap_scores(const Shape& shape, const Visible& seen, const Packed<O>& panel, const Private<O>& z) {
+  const A scale = magnitude<A>(shape.scale), cap = static_cast<A>(shape.soft_cap), in = scale / cap, out = cap / scale;
+  for (std::int64_t j = 0; j < seen.keys(); ++j)
+    for (int v = 0; v < seen.vectors; ++v) {
+      const std::int64_t at = j * kPanel<A> + v * kLanes<A>;
+      const Vector<A> t = tanh_of<A>(load(z.scores + at) * in), dot = load(panel.dots + v * kLanes<A>);
+      store(z.scores + at, t * out);
+      store(z.slopes + at, (load(z.slopes + at) - dot) * (1 - t * t) + dot);
+    }
+}
+
 // One panel against what it sees of a block.
 template <class O>
 void panel_step(const Shape& shape, const Cut& c, const Lanes& p, const Packed<O>& whole, const KeyBlock& block,
@@ -214,6 +229,7 @@ void panel_step(const Shape& shape, const Cut& c, const Lanes& p, const Packed<O
     };
     products(z.keys, panel.queries_t, z.scores);
     products(z.values, panel.grads_t, z.slopes);
+    if (shape.soft_cap > 0) cap_scores<O, A>(shape, seen, panel, z);
     const A scale = magnitude<A>(shape.scale);
     if (seen.masked)
       softmax_slopes<O, vectors, true>(shape, block, seen, panel, scale, z);

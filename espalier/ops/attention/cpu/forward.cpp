@@ -12,6 +12,7 @@
 // keys are to stay whole.
 #include <omp.h>
 
+#include "espalier/base/simd_tanh.h"
 #include "espalier/ops/attention/cpu/kernels.h"
 #include "espalier/ops/attention/cpu/sets.h"
 
@@ -112,6 +113,17 @@ void mask_scores(const Shape& shape, const KeyBlock& block, const Visible& seen,
   }
 }
 
+// S = scale s becomes C tanh(S / C) of the soft cap C, in the form s.
+template <class A>
+void cap_scores(const Shape& shape, const Visible& seen, A* s) {
+  const A scale = magnitude<A>(shape.scale), cap = static_cast<A>(shape.soft_cap), in = scale / cap, out = cap / scale;
+  for (std::int64_t j = 0; j < seen.keys(); ++j)
+    for (int v = 0; v < seen.vectors; ++v) {
+      A* at = s + j * kPanel<A> + v * kLanes<A>;
+      store(at, tanh_of<A>(load(at) * in) * out);
+    }
+}
+
 // a * b rounded on its own, never fused with what follows.
 template <class V, class A>
 ESPALIER_SIMD_INLINE V rounded_product(V a, A b) {
@@ -203,8 +215,9 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
   with_vectors(seen.vectors, [&](auto count) {
     constexpr int vectors = decltype(count)::value;
     __builtin_memcpy(top, sums.top + lane, sizeof(A) * vectors * kLanes<A>);
-    if (seen.masked) {
+    if (seen.masked || shape.soft_cap > 0) {
       O::Products::template scores<vectors, false>(n, O::steps(D), keys, queries, z.scores, top);
+      if (shape.soft_cap > 0) cap_scores<A>(shape, seen, z.scores);
       mask_scores(shape, block, seen, z.places.from(index * kTileVectors + seen.vector), z.scores, top);
     } else {
       O::Products::template scores<vectors, true>(n, O::steps(D), keys, queries, z.scores, top);

@@ -55,21 +55,21 @@ TYPED_TEST(SwiGlu, IsAsAccurateAsAPlainLoop) {
     const auto exact_grad = plain_swiglu_backward<T>(size, numbers<Exact<T>>(gate_up), numbers<Exact<T>>(grad_act));
     for_each_set(3, [&] {
       auto act = filled_buffer<T>(count, NAN);
-      rows::swiglu<T>(size.rows, size.width, gate_up.data(), act.data());
+      rows::swiglu<T>({}, size.rows, size.width, gate_up.data(), act.data());
       // The exponential is good to 2 units in the last place (4 roundings); then sum, quotient, product.
       EXPECT_TRUE(as_good_as_plain(act, plain, exact, 7));
       auto grad = filled_buffer<T>(2 * count, NAN);
-      rows::swiglu_backward<T>(size.rows, size.width, gate_up.data(), grad_act.data(), grad.data(), nullptr);
+      rows::swiglu_backward<T>({}, size.rows, size.width, gate_up.data(), grad_act.data(), grad.data(), nullptr);
       EXPECT_TRUE(as_good_as_plain(grad, plain_grad, exact_grad, 12));
 
       auto act_again = filled_buffer<T>(count, NAN), grad_again = filled_buffer<T>(2 * count, NAN);
-      rows::swiglu_backward<T>(size.rows, size.width, gate_up.data(), grad_act.data(), grad_again.data(),
+      rows::swiglu_backward<T>({}, size.rows, size.width, gate_up.data(), grad_act.data(), grad_again.data(),
                                act_again.data());
       EXPECT_TRUE(same_bits(act_again, act));
       EXPECT_TRUE(same_bits(grad_again, grad));
 
       auto in_place = gate_up, shared_act = grad_act;  // grad_gate_up is gate_up, act is grad_act
-      rows::swiglu_backward<T>(size.rows, size.width, in_place.data(), shared_act.data(), in_place.data(),
+      rows::swiglu_backward<T>({}, size.rows, size.width, in_place.data(), shared_act.data(), in_place.data(),
                                shared_act.data());
       EXPECT_TRUE(same_bits(in_place, grad));
       EXPECT_TRUE(same_bits(shared_act, act));
@@ -84,7 +84,7 @@ TEST(SwiGluBfloat16, RoundsSiluBeforeTheProduct) {
   const auto gate_up = random_buffer<bfloat16>(random, 2 * size.rows * size.width, 3);
   for_each_set(3, [&] {
     auto act = filled_buffer<bfloat16>(size.rows * size.width, NAN);
-    rows::swiglu<bfloat16>(size.rows, size.width, gate_up.data(), act.data());
+    rows::swiglu<bfloat16>({}, size.rows, size.width, gate_up.data(), act.data());
     for (std::int64_t r = 0; r < size.rows; ++r) {
       for (std::int64_t f = 0; f < size.width; ++f) {
         const auto gate = number<double>(gate_up[static_cast<std::size_t>(r * 2 * size.width + f)]);
@@ -107,7 +107,7 @@ TYPED_TEST(SwiGlu, StaysFiniteFarFromZero) {
     for (double gate : gates) {
       std::vector<T> gate_up = {of<T>(gate), of<T>(2)}, grad_act = {of<T>(1)}, act(1);
       const double exact = gate < 0 ? 0 : number<double>(gate_up[0]);
-      rows::swiglu_backward<T>(1, 1, gate_up.data(), grad_act.data(), gate_up.data(), act.data());
+      rows::swiglu_backward<T>({}, 1, 1, gate_up.data(), grad_act.data(), gate_up.data(), act.data());
       EXPECT_NEAR(number<double>(act[0]), 2 * exact, 1e-35) << gate;
       EXPECT_NEAR(number<double>(gate_up[0]), gate < 0 ? 0 : 2, 1e-35) << gate;
       EXPECT_NEAR(number<double>(gate_up[1]), exact, 1e-35) << gate;
@@ -122,13 +122,13 @@ TEST(SwiGluGradient, IsTheDerivativeOfTheForward) {
   const auto c = random_buffer<double>(random, size.rows * size.width);
   auto act = c;
   const auto loss = [&] {
-    rows::swiglu<double>(size.rows, size.width, gate_up.data(), act.data());
+    rows::swiglu<double>({}, size.rows, size.width, gate_up.data(), act.data());
     double sum = 0;
     for (std::size_t i = 0; i < c.size() - kGuard; ++i) sum += c[i] * act[i];
     return sum;
   };
   auto grad = gate_up;
-  rows::swiglu_backward<double>(size.rows, size.width, gate_up.data(), c.data(), grad.data(), nullptr);
+  rows::swiglu_backward<double>({}, size.rows, size.width, gate_up.data(), c.data(), grad.data(), nullptr);
   // |loss| of about 10, rounded 40 times, over h = 1e-3.
   for (std::size_t i = 0; i < gate_up.size() - kGuard; ++i) EXPECT_NEAR(grad[i], derivative(&gate_up[i], loss), 4e-11);
 }
