@@ -20,7 +20,7 @@ void Decoder::reserve_positions(std::int64_t positions) {
   };
   rotary_ = tables(shape_.rope(), shape_.rotary_dim());
   if (shape_.has_window_rope) window_rotary_ = tables(shape_.window_rope, shape_.rotary_dim());
-  if (!shape_.unrotated_layer.empty()) no_rotary_ = tables(shape_.rope(), 0);
+  if (!shape_.unrotated_layer.empty()) no_rotary_ = tables(Rope{}, 0);
 }
 
 const RotaryTables& Decoder::rotary(std::int64_t layer) const {

@@ -70,7 +70,6 @@ at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t pos
 RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
                                 at::ScalarType accumulator) {
   const auto options = at::TensorOptions().dtype(accumulator);
-  if (rotary_dim == 0) return {at::empty({positions, 0}, options), at::empty({positions, 0}, options)};
   const at::Tensor exponent = at::arange(0, rotary_dim, 2, options) / static_cast<double>(rotary_dim);
   at::Tensor inv_freq = at::pow(rope.theta, exponent).reciprocal();
   if (rope.has_scaling) inv_freq = scaled(inv_freq, rope, positions);
