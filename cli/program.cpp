@@ -28,6 +28,7 @@
 #include "espalier/observe/progress_text.h"
 #include "espalier/observe/timer.h"
 #include "espalier/options/config_file.h"
+#include "espalier/options/objective_options.h"
 #include "espalier/options/option_help.h"
 #include "espalier/options/options_json.h"
 
@@ -119,6 +120,7 @@ void resolve_options(Run& run, Progress& progress) {
   }
   for (const std::string& note : notes) progress.note("note: " + note);
   validate(run.options);
+  settle_objective(run.options);
   if (run.options.threads == 0) run.options.threads = usable_threads(run.ranks.local());
 }
 

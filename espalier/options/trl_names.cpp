@@ -59,6 +59,13 @@ class Translation {
     for (const OptionSetting& setting : settings)
       if (is_alias(setting.name)) given_[underscored(setting.name)] = &setting;
     if (given_.empty()) return;
+    const bool pairs = std::ranges::any_of(settings, [](const OptionSetting& each) {
+      return underscored(each.name) == "objective" && each.value == "dpo";
+    });
+    if (pairs) {
+      of_pairs();
+      return;
+    }
     refuse();
     defaults();
     loss_type();
@@ -106,6 +113,15 @@ class Translation {
     out_.push_back({name, value, from.where});
     notes_.push_back(from.where + "TRL's " + underscored(from.name) + " " + from.value + " read as --" + name + " " +
                      value);
+  }
+  // Names that DPOConfig shares with GRPOConfig.
+  void of_pairs() {
+    pass("beta", "dpo-beta");
+    pass("loss_type", "dpo-loss");
+    for (const auto& [name, setting] : given_)
+      if (name != "beta" && name != "loss_type")
+        throw OptionError({setting->where + "--" + setting->name, "no such option with --objective dpo", setting->value,
+                           "leave it out"});
   }
   void pass(const std::string& trl, const std::string& own) {
     if (const OptionSetting* given = take(trl)) replace(*given, own, given->value);

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "espalier/base/error.h"
+#include "espalier/options/objective_options.h"
 #include "espalier/options/options.h"
 
 namespace espalier {
@@ -43,7 +44,6 @@ void refuse_incomplete(const Options& options) {
   const auto refuse = [](bool given, const char* name) {
     if (given) throw UnsupportedError({name, "an option that this version runs", "the option", ""});
   };
-  refuse(options.objective != ObjectiveKind::grpo, "--objective");
   refuse(options.lora_rank > 0, "--lora-rank");
   refuse(options.weights != HeldWeights::source, "--weights");
   refuse(!options.env.empty(), "--env");
@@ -63,6 +63,7 @@ Aggregation policy_aggregation(const Options& options) {
 
 void validate(const Options& options) {
   check_objective(options);
+  check_objective_kind(options);
   check_ratios(options);
   refuse_incomplete(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();

@@ -23,6 +23,8 @@
 #include "espalier/prove/verified_step.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
+#include "espalier/train/pair_training.h"
+#include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -430,7 +432,22 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
     critic->model().decoder.reserve_positions(longest);
     data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });
   }
-  const MiniBatch mini_batch = data.mini_batch(0);
+  MiniBatch mini_batch = data.mini_batch(0);
+  std::optional<LinearPairs> linear;
+  if (options.objective == ObjectiveKind::dpo) {  // the reference without records is the model as it is
+    const LogprobFunction logprobs_of = [&](std::span<const Rollout> rollouts) {
+      NoProgress silent;
+      TokenSeries series;
+      for (RolloutSeries& each :
+           score_rollouts(model->decoder, rollouts, options, machine, actor.workspace, silent, nullptr, mesh).series)
+        series.push_back(std::move(each.logprob));
+      return series;
+    };
+    PairTraining pairs(options);
+    pairs.take_reference(data.rollouts(), logprobs_of);
+    linear = pairs.linear(mini_batch, logprobs_of);
+    mini_batch.advantages = linear->advantages;
+  }
   require_same(mesh.world, split_paths(options.rollouts).front(), data.fingerprint(), "give every rank the same files");
 
   const auto variants = static_cast<std::int64_t>(variants_of(options, longest).size());

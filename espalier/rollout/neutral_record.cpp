@@ -25,6 +25,10 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "num_items_in_batch",
                                         "token_divisor",
                                         "step",
+                                        "chosen_ids",
+                                        "rejected_ids",
+                                        "ref_chosen_logps",
+                                        "ref_rejected_logps",
                                         "trajectory",
                                         "turn",
                                         "id",
@@ -56,6 +60,20 @@ constexpr std::pair<std::string_view, Series> kSeries[] = {
     {"values", &Rollout::values},
     {"returns", &Rollout::returns},
 };
+
+// The answers of a pair and their log-probs under the reference: the chosen one, then the rejected.
+struct Answers {
+  std::vector<std::int32_t> ids[2];
+  std::optional<double> ref_logprob[2];
+  bool seen[2] = {};
+};
+constexpr std::string_view kAnswerIds[2] = {"chosen_ids", "rejected_ids"},
+                           kAnswerReferences[2] = {"ref_chosen_logps", "ref_rejected_logps"};
+
+// The place of a name among the two; -1: it is none of them.
+int place_of(std::string_view name, const std::string_view (&names)[2]) {
+  return name == names[0] ? 0 : name == names[1] ? 1 : -1;
+}
 
 struct Seen {
   bool prompt = false, text = false, response = false, mask = false;  // text: of the prompt
@@ -97,12 +115,45 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
 }
 
+// `common` holds the other fields of the record.
+void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, RecordReader& reader,
+              const RecordPlace& place, std::vector<Rollout>& out) {
+  const auto refuse = [&](bool given, std::string_view field) {
+    if (given) throw place.wrong(field, "no such field beside chosen_ids and rejected_ids", "one", "");
+  };
+  refuse(seen.response, "response_ids");
+  refuse(seen.mask, "loss_mask");
+  refuse(common.reward.has_value(), "reward");
+  refuse(seen.scalar_advantage || seen.token_advantages, "advantage");
+  refuse(common.recorded_experts.tokens > 0, "routed_experts");
+  if (!seen.series.empty()) refuse(true, seen.series.front());
+  for (int side = 0; side < 2; ++side) {
+    if (!answers.seen[side]) throw place.wrong(kAnswerIds[side], "this field in every record of a pair", "none");
+    if (answers.ids[side].empty()) throw place.wrong(kAnswerIds[side], "at least one token", "an empty list");
+  }
+  if (answers.ref_logprob[0].has_value() != answers.ref_logprob[1].has_value())
+    throw place.wrong(kAnswerReferences[answers.ref_logprob[0] ? 1 : 0], "this field beside the other answer's",
+                      "none");
+  for (int side = 0; side < 2; ++side) {
+    Rollout answer = common;
+    answer.response_ids = std::move(answers.ids[side]);
+    answer.pair = {reader.pairs, side == 0, answers.ref_logprob[side]};
+    Seen of_answer = seen;
+    of_answer.response = true;
+    check_record(answer, of_answer, place);
+    out.push_back(std::move(answer));
+  }
+  ++reader.pairs;
+}
+
 }  // namespace
 
 std::span<const std::string_view> neutral_fields() { return kFields; }
 
-Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+void read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
+                         std::vector<Rollout>& out) {
   Rollout rollout;
+  Answers answers;
   rollout.temperature = reader.temperature;
   Seen seen;
   constexpr ListShape kFlat = ListShape::flat;
@@ -130,6 +181,11 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
     if (series != std::end(kSeries)) {
       read_numbers(value, place, key, kFlat, rollout.*series->second);
       seen.series.push_back(series->first);
+    } else if (const int side = place_of(key, kAnswerIds); side >= 0) {
+      read_token_ids(value, place, key, reader.vocabulary, kFlat, answers.ids[side]);
+      answers.seen[side] = true;
+    } else if (const int reference = place_of(key, kAnswerReferences); reference >= 0) {
+      answers.ref_logprob[reference] = read_number(value, place, key);
     } else if (key == "group") {
       rollout.group = read_scalar_text(value, place, key);
     } else if (key == "loss_mask") {
@@ -163,8 +219,11 @@ Rollout read_neutral_record(RecordReader& reader, std::string_view line, const R
       seen.scalar_advantage = read_number(value, place, key);
     }
   });
+  if (answers.seen[0] || answers.seen[1]) return add_pair(rollout, seen, std::move(answers), reader, place, out);
+  if (answers.ref_logprob[0] || answers.ref_logprob[1])
+    throw place.wrong("chosen_ids", "this field beside ref_chosen_logps and ref_rejected_logps", "none");
   check_record(rollout, seen, place);
-  return rollout;
+  out.push_back(std::move(rollout));
 }
 
 }  // namespace espalier

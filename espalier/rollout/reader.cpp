@@ -83,11 +83,15 @@ class FileSetReader {
         if (*format == RecordFormat::nemo_rl && !nemo_noted_) out_.notes.push_back(kNemoNote);
         nemo_noted_ = nemo_noted_ || *format == RecordFormat::nemo_rl;
       }
-      Rollout rollout = *format == RecordFormat::neutral ? read_neutral_record(reader_, line.text, place)
-                                                         : read_nemo_rl_record(reader_, line.text, place, step);
-      rollout.index = static_cast<std::int64_t>(out_.rollouts.size());
-      rollout.where = place.where();
-      out_.rollouts.push_back(std::move(rollout));
+      const std::size_t before = out_.rollouts.size();
+      if (*format == RecordFormat::neutral)
+        read_neutral_record(reader_, line.text, place, out_.rollouts);
+      else
+        out_.rollouts.push_back(read_nemo_rl_record(reader_, line.text, place, step));
+      for (std::size_t i = before; i < out_.rollouts.size(); ++i) {
+        out_.rollouts[i].index = static_cast<std::int64_t>(i);
+        out_.rollouts[i].where = place.where();
+      }
     }
     if (out_.rollouts.size() == rollouts_before)
       throw InputError({name, "at least one rollout", out_.bytes == bytes_before ? "an empty file" : "blank lines only",

@@ -13,7 +13,8 @@ struct TextDump {
   std::string_view writer;
 };
 
-constexpr std::array<TextDump, 8> kTextDumps = {{
+constexpr std::array<TextDump, 9> kTextDumps = {{
+    {{"chosen", "rejected"}, "a table of preference pairs; the fields here are prompt_ids, chosen_ids, rejected_ids"},
     {{"input", "output"}, "verl's rollout dump (trainer.rollout_data_dir)"},
     {{"prompt", "completion"}, "a table of completions as TRL and AReaL write it"},
     {{"prompt", "completions"}, "a table of completions as TRL writes it"},

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "espalier/rollout/record_fields.h"
 #include "espalier/rollout/rollout.h"
@@ -21,6 +22,7 @@ struct RecordReader {
   std::int64_t vocabulary = 0;                        // 0: not checked
   double temperature = 1;                             // of records that do not say theirs
   std::map<std::string, std::string> unknown_fields;  // name -> where it first stood
+  std::int64_t pairs = 0;                             // read so far
 };
 
 // From the fields of a file's first record. UnsupportedError for text-only dumps, by the name of their writer.
@@ -28,8 +30,10 @@ RecordFormat detect_format(RecordReader& reader, std::string_view line, const Re
 
 // The names of the fields that a neutral record may have (docs/rollout_format.md).
 std::span<const std::string_view> neutral_fields();
-// One record of the neutral format; `index` and `where` are left to the caller.
-Rollout read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place);
+// One record of the neutral format, a rollout or the two of a pair, which are appended; `index` and `where` are left to
+// the caller.
+void read_neutral_record(RecordReader& reader, std::string_view line, const RecordPlace& place,
+                         std::vector<Rollout>& out);
 
 // One record of NeMo-RL's train_data_step*.jsonl, see nemo_rl_record.cpp. `step`: from the file's name.
 Rollout read_nemo_rl_record(RecordReader& reader, std::string_view line, const RecordPlace& place,

@@ -23,6 +23,13 @@ struct RecordedExperts {
   std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
 };
 
+// The pair of answers that a rollout is one of (--objective dpo).
+struct PairPlace {
+  std::int64_t pair = -1;             // counted over all files, from 0; -1: of none
+  bool chosen = false;                // else rejected
+  std::optional<double> ref_logprob;  // of the answer under the reference, summed over its tokens with loss
+};
+
 struct Rollout {
   std::vector<std::int32_t> prompt_ids;    // at least one
   std::vector<std::int32_t> response_ids;  // may be empty
@@ -38,9 +45,10 @@ struct Rollout {
   std::string group;       // JSON text of the record's group; empty: none given
   std::string trajectory;  // JSON text of the run of an agent that it is a turn of; empty: it is a run of its own
   std::optional<std::int64_t> turn;  // its place in the trajectory
-  std::string carried;               // JSON object text of id, meta and unknown fields; empty: none
-  std::int64_t index = 0;            // place in the input, over all files, from 0
-  std::string where;                 // "rollouts.jsonl:17"
+  PairPlace pair;
+  std::string carried;     // JSON object text of id, meta and unknown fields; empty: none
+  std::int64_t index = 0;  // place in the input, over all files, from 0
+  std::string where;       // "rollouts.jsonl:17"
 
   std::int32_t prompt_length() const { return static_cast<std::int32_t>(prompt_ids.size()); }
   std::int32_t response_length() const { return static_cast<std::int32_t>(response_ids.size()); }

@@ -86,6 +86,9 @@ bool all_equal(const std::vector<double>& values) {
 }  // namespace
 
 std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {
+  if (rollout.pair.pair >= 0)
+    throw UnsupportedError({rollout.where, "a record of one response where records are written", "a pair of answers",
+                            "train, verify, plan and inspect read pairs"});
   RecordText record(extras);
   if (!rollout.carried.empty()) {
     JsonMembers members(rollout.carried);

@@ -3,6 +3,8 @@
 
 #include <functional>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/objective/objective.h"
@@ -37,8 +39,9 @@ struct StepReport {
   std::int64_t step = 0;  // from 1
   GradientReport gradient;
   AdamW::Update update;
-  std::optional<double> reward;        // mean over the rollouts that have one
-  std::optional<CriticReport> critic;  // of its update, before the actor's
+  std::optional<double> reward;                       // mean over the rollouts that have one
+  std::optional<CriticReport> critic;                 // of its update, before the actor's
+  std::vector<std::pair<std::string, double>> means;  // of an objective over pairs, by TRL's names
 };
 
 // Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.

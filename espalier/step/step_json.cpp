@@ -103,6 +103,7 @@ Json step_json(const StepReport& step) {
   out["clip_fraction"] = g.loss.clip_fraction;
   out["loss_tokens"] = g.loss.loss_tokens;
   if (step.reward) out["reward"] = *step.reward;
+  for (const auto& [name, value] : step.means) out[name] = value;
   out["grad_norm"] = step.update.grad_norm;
   out["lr"] = step.update.lr;
   out["schedule"] = schedule_name(g);

@@ -20,7 +20,9 @@
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
+#include "espalier/train/pair_training.h"
 #include "espalier/train/rollout_metrics.h"
+#include "espalier/train/score.h"
 #include "espalier/train/series_file.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/train_record.h"
@@ -108,6 +110,7 @@ class Training {
     for (const std::string& note : data_.notes()) progress.note("note: " + note);
     if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic);
     if (!options.resume.empty()) resume();
+    if (options.objective == ObjectiveKind::dpo) take_reference();
     require_same_start();
   }
 
@@ -142,12 +145,18 @@ class Training {
       const bool all_logprobs = last && !options_.logprobs.empty();
       NoProgress silent;  // a part of the task that is shown
       prepare(index, silent);
-      const MiniBatch mini_batch = data_.mini_batch(index);
+      MiniBatch mini_batch = data_.mini_batch(index);
+      std::optional<LinearPairs> linear;
+      if (pairs_) {
+        linear = pairs_->linear(mini_batch, logprobs_of(model_->decoder));
+        mini_batch.advantages = linear->advantages;
+      }
       const std::int64_t tokens = tokens_of(mini_batch);
       StepReport report = run_step(actor_, mini_batch, all_logprobs, critic_ ? &*critic_ : nullptr, [&](double share) {
         progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
       });
       progress_.advance_to(tokens_done += tokens);
+      if (linear) add_means(report, linear->means);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
       on_step(report, record_->add(report, mini_batch, steps_total, machine_));
       ++position_;
@@ -174,6 +183,47 @@ class Training {
   }
 
  private:
+  // Forward alone, prompts shared, on all ranks together.
+  LogprobFunction logprobs_of(const Decoder& decoder) {
+    return [this, &decoder](std::span<const Rollout> rollouts) {
+      NoProgress silent;  // a part of the task that is shown
+      ScoredRollouts scored =
+          score_rollouts(decoder, rollouts, options_, machine_, actor_.workspace, silent, nullptr, mesh_);
+      TokenSeries series;
+      for (RolloutSeries& each : scored.series) series.push_back(std::move(each.logprob));
+      return series;
+    };
+  }
+
+  // Records, --ref-model, or the weights that the run begins with.
+  void take_reference() {
+    pairs_.emplace(options_);
+    if (!pairs_->needs_reference(data_.rollouts())) return pairs_->take_reference(data_.rollouts(), {});
+    if (options_.ref_model.empty() && !options_.resume.empty())
+      throw OptionError({"--ref-model",
+                         text_of("the model that ", options_.resume, " began from, the reference of --objective dpo"),
+                         "nothing", "give --ref-model DIR, or records with ref_chosen_logps and ref_rejected_logps"});
+    progress_.note(options_.ref_model.empty() ? "the reference is the model before the first step"
+                                              : "the reference is " + options_.ref_model);
+    if (options_.ref_model.empty()) return pairs_->take_reference(data_.rollouts(), logprobs_of(model_->decoder));
+    const auto reference = load_model(options_.ref_model, options_.dtype, progress_, mesh_);
+    if (reference->shape.vocabulary < model_->shape.vocabulary)
+      throw InputError({options_.ref_model, text_of("a vocabulary of at least ", model_->shape.vocabulary),
+                        text_of(reference->shape.vocabulary), "give the reference of this model"});
+    reference->decoder.reserve_positions(data_.longest());
+    pairs_->take_reference(data_.rollouts(), logprobs_of(reference->decoder));
+  }
+
+  // TRL's names. The loss that the pass gives is its linear form; the reported one is that of the pairs.
+  static void add_means(StepReport& report, const PairMeans& means) {
+    LossParts& loss = report.gradient.loss;
+    loss.loss += means.loss - loss.pg_loss;
+    loss.pg_loss = means.loss;
+    report.means = {{"rewards/chosen", means.reward.chosen}, {"rewards/rejected", means.reward.rejected},
+                    {"rewards/accuracies", means.accuracy},  {"rewards/margins", means.margin},
+                    {"logps/chosen", means.logprob.chosen},  {"logps/rejected", means.logprob.rejected}};
+  }
+
   // What there is after the steps done so far: the run continues from it.
   void save() {
     progress_.begin("saving", 0, "bytes");
@@ -353,6 +403,7 @@ class Training {
   AdamW optimizer_;
   Actor actor_;
   std::optional<Critic> critic_;
+  std::optional<PairTraining> pairs_;  // with --objective dpo
   std::optional<TraceRecorder> recorder_;
   std::optional<TrainRecord> record_;
   std::optional<RolloutMetrics> rollout_metrics_;

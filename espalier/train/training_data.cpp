@@ -46,6 +46,10 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
   for (const Rollout& rollout : rollouts) {
     fields["reward"].add(rollout.reward ? std::vector{*rollout.reward} : std::vector<double>());
     fields["advantage"].add(rollout.advantages);
+    if (rollout.pair.pair >= 0) {
+      fields["pair"].add(std::uint32_t{rollout.pair.chosen});
+      if (rollout.pair.ref_logprob) fields["ref_logps"].add(*rollout.pair.ref_logprob);
+    }
     for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
     fields["temperature"].add(rollout.temperature);
     if (rollout.token_divisor) fields["token_divisor"].add(*rollout.token_divisor);
@@ -64,6 +68,11 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
 // Advantages of rollouts that stand together, in the unit they are computed over: one `step`, or everything.
 std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
                                                const std::vector<std::size_t>& begins, const Options& options) {
+  if (options.objective == ObjectiveKind::sft || options.objective == ObjectiveKind::dpo) {
+    std::vector<std::vector<double>> ones;  // those of pairs come with each step
+    for (const Rollout& rollout : rollouts) ones.emplace_back(rollout.response_ids.size(), 1.0);
+    return ones;
+  }
   const bool by_step = !rollouts.empty() && rollouts.front().step.has_value();
   if (!by_step) return compute_advantages(rollouts, options);
   std::vector<std::vector<double>> out;
@@ -72,6 +81,16 @@ std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollo
     std::ranges::move(compute_advantages(records, options), std::back_inserter(out));
   }
   return out;
+}
+
+void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
+  const bool wanted = options.objective == ObjectiveKind::dpo;
+  for (const Rollout& rollout : rollouts)
+    if (wanted != (rollout.pair.pair >= 0))
+      throw InputError({rollout.where,
+                        wanted ? "chosen_ids and rejected_ids with --objective dpo" : "response_ids in every record",
+                        wanted ? "a record of one response" : "a pair of answers",
+                        wanted ? "" : "give --objective dpo to train on pairs"});
 }
 
 // As in transformers such positions run, but nothing was ever learned there.
@@ -90,6 +109,7 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
   for (std::string note : {settle_turn_rewards(rollouts, options.turn_rewards),
                            mini_batch_note(rollouts, batches, options.mini_batch_size)})
     if (!note.empty()) notes_.push_back(std::move(note));
+  check_pairs(rollouts, options);
   rollouts_.reserve(rollouts.size());
   begins_.push_back(0);
   for (const auto& batch : batches) {

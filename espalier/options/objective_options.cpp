@@ -1,0 +1,38 @@
+#include "espalier/options/objective_options.h"
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+
+void check_objective_kind(const Options& options) {
+  if (options.objective == ObjectiveKind::grpo) return;
+  const std::string with = text_of(" with --objective ", options.objective);
+  const auto refuse = [&](bool given, const char* name, const std::string& got) {
+    if (given) throw OptionError({name, text_of("no such option", with), got, text_of("leave ", name, " out")});
+  };
+  refuse(options.policy_loss != PolicyLoss::vanilla && options.policy_loss != PolicyLoss::reinforce, "--policy-loss",
+         name_of(options.policy_loss));
+  refuse(options.rollout_is != RolloutCorrection::none, "--rollout-is", name_of(options.rollout_is));
+  refuse(options.kl_loss_coef != 0, "--kl-loss-coef", text_of(options.kl_loss_coef));
+  refuse(!options.critic.empty(), "--critic", options.critic);
+  if (options.objective == ObjectiveKind::sft) return;
+  refuse(options.entropy_coeff != 0, "--entropy-coeff", text_of(options.entropy_coeff));
+  refuse(options.loss_agg_mode != Aggregation::of_the_loss && options.loss_agg_mode != Aggregation::token_sum,
+         "--loss-agg-mode", name_of(options.loss_agg_mode));
+  refuse(!options.record.empty(), "--record", options.record);
+  refuse(!options.rollout_metrics.empty(), "--rollout-metrics", options.rollout_metrics);
+  const bool smooth = options.dpo_loss == DpoLoss::sigmoid || options.dpo_loss == DpoLoss::robust;
+  if (options.label_smoothing > 0 && !smooth)
+    throw OptionError({"--label-smoothing", "--dpo-loss sigmoid or robust with it", name_of(options.dpo_loss),
+                       "leave --label-smoothing out"});
+  if (options.reference_free && !options.ref_model.empty())
+    throw OptionError({"--ref-model", "no --reference-free beside it", options.ref_model, "leave one of them out"});
+}
+
+void settle_objective(Options& options) {
+  if (options.objective == ObjectiveKind::grpo) return;
+  options.policy_loss = name_of(PolicyLoss::reinforce);
+  if (options.objective == ObjectiveKind::dpo) options.loss_agg_mode = name_of(Aggregation::token_sum);
+}
+
+}  // namespace espalier

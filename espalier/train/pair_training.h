@@ -1,0 +1,35 @@
+// --objective dpo over recorded pairs. The derivative of a pair needs the log-probs of both answers whole, so that
+// every mini-batch is run forward once before its update; prompts are shared in that pass, too. The pass makes the loss
+// linear (objective/pair_loss.h), and the update is an ordinary one: pairs may be cut over waves as the plan likes.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "espalier/objective/pair_loss.h"
+#include "espalier/step/mini_batch.h"
+
+namespace espalier {
+
+// Log-probs of all response tokens under some weights, one series per rollout.
+using LogprobFunction = std::function<TokenSeries(std::span<const Rollout>)>;
+
+class PairTraining {
+ public:
+  explicit PairTraining(const Options& options) : options_(options) {}
+
+  // Records without ref_..._logps, of which some call for a reference model.
+  bool needs_reference(std::span<const Rollout> rollouts) const;
+  // The reference of all rollouts: as recorded, else from `logprobs_of`, which may be empty where nothing is needed.
+  void take_reference(std::span<const Rollout> rollouts, const LogprobFunction& logprobs_of);
+
+  // The loss of the mini-batch around the weights of `logprobs_of`. Errors: as linear_pairs.
+  LinearPairs linear(const MiniBatch& mini_batch, const LogprobFunction& logprobs_of) const;
+
+ private:
+  const Options& options_;
+  std::vector<double> reference_;  // by Rollout::index
+};
+
+}  // namespace espalier
