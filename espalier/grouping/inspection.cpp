@@ -109,7 +109,8 @@ class Finder {
       look_for_positive(rollout, "old_logprobs", rollout.old_logprobs);
       look_for_positive(rollout, "ref_logprobs", rollout.ref_logprobs);
       look_for_positive(rollout, "rollout_logprobs", rollout.rollout_logprobs);
-      if (!rollout.response_ids.empty() && !reward_of(&rollout - rollouts_.data()) && rollout.advantages.empty())
+      if (!rollout.response_ids.empty() && !reward_of(&rollout - rollouts_.data()) && rollout.advantages.empty() &&
+          rollout.pair.pair < 0)
         add(rollout, "nothing_to_learn", "neither reward nor advantage");
     }
     if (with_step != nullptr && without_step != nullptr)

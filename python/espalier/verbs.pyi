@@ -80,16 +80,17 @@ class SchedulePlan(TypedDict, total=False):
     explain: bool | None
     frontier: bool | None
 
-class ObjectivePlanTrainVerifyReplayBench(TypedDict, total=False):
-    objective: Literal["grpo", "dpo", "reward", "sft"] | None
+class ObjectivePlanTrainVerify(TypedDict, total=False):
+    objective: Literal["grpo", "dpo", "sft"] | None
 
-class ObjectiveTrainVerifyReplayBench(TypedDict, total=False):
+class ObjectiveTrainVerify(TypedDict, total=False):
     dpo_loss: Literal["sigmoid", "hinge", "ipo", "robust"] | None
     dpo_beta: float | None
     label_smoothing: float | None
     reference_free: bool | None
+
+class ObjectiveTrain(TypedDict, total=False):
     ref_model: _Path | None
-    center_rewards_coefficient: float | None
 
 class Objective(TypedDict, total=False):
     adv_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "given"] | None
@@ -283,7 +284,7 @@ class InspectOptions(Run, InputAndOutputButReport, ScheduleButGenerateReport, Cl
 
 class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, SchedulePlan, ObjectivePlanTrainVerifyReplayBench, ObjectiveButInspectScoreGenerateReport,
+    ScheduleButGenerateReport, SchedulePlan, ObjectivePlanTrainVerify, ObjectiveButInspectScoreGenerateReport,
     TrlsFormulasButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
     ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
@@ -292,7 +293,7 @@ class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
 class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
     InputAndOutputTrainBench, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
-    ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective,
+    ScheduleButGenerateReport, ObjectivePlanTrainVerify, ObjectiveTrainVerify, ObjectiveTrain, Objective,
     ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
     TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
     Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
@@ -306,27 +307,26 @@ class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOu
     ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb): ...
 
 class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport,
-    ObjectivePlanTrainVerifyReplayBench, ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport,
-    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo,
-    Critic, OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerify,
+    ObjectiveTrainVerify, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
+    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic,
+    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
     SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport,
     NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
 class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
-    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
-    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo, OptimizerButInspectScoreGenerateReport,
-    Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
+    TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
+    OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 
 class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
-    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerifyReplayBench,
-    ObjectiveTrainVerifyReplayBench, Objective, ObjectiveButInspectScoreGenerateReport, TrlsFormulas,
-    TrlsFormulasButInspectScoreGenerateReport, OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport,
-    ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
+    InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
+    ObjectiveButInspectScoreGenerateReport, TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport,
+    OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
+    ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
     SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
     NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
 

@@ -184,4 +184,4 @@ def test_verify_and_plan_take_pairs(espalier, model_of, tmp_path):
         verdict = espalier("verify", "--model", model_of("llama3_tied"), "--rollouts", pairs, "--objective", "dpo", "--dtype", dtype, "--json").json
         assert verdict["verdict"] == "pass" and verdict["gradient_norm"] > 0 and verdict["logprob"]["other_bits"] == 0
     planned = espalier("plan", "--model", model_of("llama3_tied"), "--rollouts", pairs, "--objective", "dpo", "--json").json
-    assert planned["rollouts"] == 8
+    assert planned["rows"]["logical"] == 129
