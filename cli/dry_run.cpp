@@ -11,6 +11,7 @@
 #include "espalier/objective/objective.h"
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
+#include "espalier/text/environment.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/train/training_data.h"
 
@@ -76,6 +77,8 @@ void dry_generate(Context& context) {
   const ModelShape shape = read_model_shape(options.model);
   const SamplingSettings settings = sampling_settings(options);
   require_room(std::array{HeldModel{shape}}, options);
+  check_environment(options);
+  if (!options.env.empty()) Environment(options.env, options.reward_timeout);
   LazyTokenizer tokenizer(options.model, options.chat_template_kwargs);
   stop_ids(options, shape.vocabulary, nullptr);
   if (!options.reward.empty()) RewardFunction(options.reward, options.reward_timeout);

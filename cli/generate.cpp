@@ -39,6 +39,11 @@ int run_generate(Context& context) {
   context.result["kv_bytes"] = r.kv_bytes;
   context.result["kv_bytes_unshared"] = r.kv_bytes_unshared;
   if (records.reward) context.result["reward"] = *records.reward;
+  const bool has_turns = r.turns > 0;
+  if (has_turns) {
+    context.result["turns"] = rate(r.turns, static_cast<double>(r.responses));
+    context.result["tokens"]["observation"] = r.observation_tokens;
+  }
   context.text << format_count(r.prompts) << " prompts, " << format_count(r.responses) << " responses, mean length "
                << fixed(mean) << "\n"
                << "prompts:   " << format_count(r.prompt_rows_physical)
@@ -50,6 +55,9 @@ int run_generate(Context& context) {
                << rate_text(r.response_tokens, r.seconds_decode) << "\n"
                << "keys and values: " << format_bytes(r.kv_bytes)
                << " held (with a prompt for each response: " << format_bytes(r.kv_bytes_unshared) << ")\n";
+  if (has_turns)
+    context.text << "turns:     mean " << fixed(rate(r.turns, static_cast<double>(r.responses))) << ", "
+                 << format_count(r.observation_tokens) << " tokens of observations\n";
   if (records.reward) context.text << "rewards:   mean " << text_of(*records.reward) << "\n";
   context.text << "written: " << context.options.out << "\n";
   return 0;

@@ -72,6 +72,7 @@ class RunText {
     if (line["steps_left"].get<std::int64_t>() > 0) return;
     ++batches_;
     for (const char* field : {"reward", "accuracy"}) batch_sums_[field] += line[field].get<double>();
+    if (line.contains("turns")) batch_sums_["turns"] += line["turns"].get<double>();
     batch_sums_["length"] += line["length"]["mean"].get<double>();
     dropped_ += line["groups_dropped"].get<std::int64_t>();
     const std::int64_t batch = line["batch"];
@@ -88,6 +89,7 @@ class RunText {
          << of_batch("reward") << "  right " << std::setw(6) << format_percent(of_batch("accuracy")) << "  kl "
          << of_step("kl_loss") << "  entropy " << of_step("entropy") << "  clipped "
          << format_percent(of_step("clip_fraction")) << std::setprecision(1) << "  length " << of_batch("length");
+    if (batch_sums_.contains("turns")) out_ << "  turns " << of_batch("turns");
     if (dropped_ > 0) out_ << "  dropped " << dropped_;
     out_ << std::setprecision(2) << "  generate " << of_batch("generate") << " score " << of_batch("score")
          << " update " << of_batch("update") << " s  tokens computed " << format_count(rows_["physical"]) << " of "

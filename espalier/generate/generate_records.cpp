@@ -11,6 +11,7 @@
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
 #include "espalier/checkpoint/json_file.h"
+#include "espalier/generate/environment_turns.h"
 #include "espalier/generate/prompts_file.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
@@ -38,6 +39,12 @@ bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out)
   return true;
 }
 
+double mean_reward(std::span<const Rollout> rollouts) {
+  double sum = 0;
+  for (const Rollout& rollout : rollouts) sum += *rollout.reward;
+  return sum / static_cast<double>(rollouts.size());
+}
+
 // What ranks must have the same of.
 std::string text_of_prompts(std::span<const Prompt> prompts) {
   std::string text;
@@ -62,8 +69,22 @@ SamplingSettings sampling_settings(const Options& options) {
   settings.max_response_length = options.max_response_length;
   settings.max_num_seqs = options.max_num_seqs;
   settings.token_budget = options.token_budget;
+  settings.most_turns = options.turns;
   settings.seed = static_cast<std::uint64_t>(options.seed);
   return settings;
+}
+
+void check_environment(const Options& options, const Mesh& mesh) {
+  if (options.env.empty() && options.turns > 1)
+    throw OptionError({"--turns", "--env with it, a Python file with class Environment", "none",
+                       "give --env FILE.py (docs/agents.md), or leave --turns out"});
+  if (options.env.empty()) return;
+  if (!options.reward.empty())
+    throw OptionError(
+        {"--reward", "nothing with --env, whose step gives the rewards", options.reward, "leave one of the two out"});
+  if (mesh.world.size() > 1)
+    throw UnsupportedError(
+        {"--env", "one process", text_of(mesh.world.size(), " ranks"), "leave --tp, --ep and --dp out"});
 }
 
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer) {
@@ -107,14 +128,17 @@ void plan_memory(const LocalShape& shape, const Options& options, SamplingSettin
 GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
+  check_environment(options, mesh);
   const ModelShape shape = read_model_shape(options.model);
   require_room(std::array{HeldModel{local_shape(shape, mesh)}}, options);
   std::optional<RewardFunction> reward;
   if (mesh.writes() && !options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
+  std::optional<Environment> environment;
+  if (!options.env.empty()) environment.emplace(options.env, options.reward_timeout);
   LazyTokenizer tokenizers(options.model, options.chat_template_kwargs);
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
-  Tokenizer* const tokenizer = !options.reward.empty() || !options.stop.empty() || file.has_text
+  Tokenizer* const tokenizer = environment || !options.reward.empty() || !options.stop.empty() || file.has_text
                                    ? &tokenizers.get()
                                    : tokenizers.at_hand(progress);
   require_same(mesh.world, options.prompts, text_of_prompts(file.prompts), "give every rank the same files");
@@ -131,12 +155,16 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
 
   Arena arena(arena_limit(options));
   GeneratedRecords out;
-  Generated generated = generate(model->decoder, file.prompts, settings, arena, progress);
+  std::optional<TokenizerTexts> texts;
+  if (environment) texts.emplace(*tokenizer);
+  Generated generated =
+      environment ? generate_trajectories(model->decoder, file.prompts, settings, *environment, *texts, arena, progress)
+                  : generate(model->decoder, file.prompts, settings, arena, progress);
   std::vector<Rollout>& rollouts = generated.rollouts;
   out.report = generated.report;
   if (!writer) return out;
   if (tokenizer) add_texts(rollouts, *tokenizer, settings.stops);
-  std::optional<ErrorText> unrewarded;  // what was sampled is written whatever the reward function does
+  std::optional<ErrorText> unrewarded;  // what was sampled is written whatever the user's Python does
   if (reward) {
     try {
       const std::vector<Score> scores = reward->of(rollouts, progress);
@@ -146,12 +174,19 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
       unrewarded = error.text();
     }
   }
+  if (environment && !generated.failure) out.reward = mean_reward(rollouts);
   for (const Rollout& rollout : rollouts) writer->write(rollout);
   writer->finish();
   if (unrewarded) {
     unrewarded->remedy +=
         text_of(unrewarded->remedy.empty() ? "" : "; ", "the responses are kept in ", options.out, ", without rewards");
     throw InputError(*unrewarded);
+  }
+  if (generated.failure) {
+    ErrorText failure = *generated.failure;
+    failure.remedy += text_of(failure.remedy.empty() ? "" : "; ", "what was sampled is kept in ", options.out,
+                              ", unfinished trajectories with finish_reason \"abort\" and without a reward");
+    throw InputError(failure);
   }
   return out;
 }

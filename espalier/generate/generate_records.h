@@ -19,6 +19,9 @@ SamplingSettings sampling_settings(const Options& options);
 // OptionError for ids beyond the vocabulary, InputError for an eos_token_id of another kind.
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer);
 
+// Errors: OptionError for --turns without --env and --env beside --reward; UnsupportedError for --env on several ranks.
+void check_environment(const Options& options, const Mesh& mesh = mesh_of_one());
+
 // Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
 // `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.
 // For one rank; all ranks of the mesh use the settings of the rank with least memory.
@@ -27,7 +30,7 @@ void plan_memory(const LocalShape& shape, const Options& options, SamplingSettin
 
 struct GeneratedRecords {
   GenerateReport report;
-  std::optional<double> reward;  // mean over the responses, with --reward
+  std::optional<double> reward;  // mean over the responses, with --reward or --env
 };
 
 // Loads --model, reads --prompts, writes the responses to --out in prompt order: with their text where the model has a

@@ -57,7 +57,8 @@ RowGroup PromptGroup::append_step() {
   }
   packing_.grow();
   RowGroup group;
-  for (const RowPacking::Run& run : packing_.runs()) group.own_row.push_back(run.begin + run.count - 1);
+  for (const RowPacking::Run& run : packing_.runs())
+    for (std::int32_t row = run.count - run.more; row < run.count; ++row) group.own_row.push_back(run.begin + row);
   group.subtree_end = packing_.subtree_end();
   if (has_window_) {
     // Rows between runs are nobody's: a run that has ended leaves them.

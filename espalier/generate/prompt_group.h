@@ -33,7 +33,9 @@ class PromptGroup {
   void remove(std::int64_t response) { packing_.remove(response); }
   // Responses that have rows, in the order of those rows.
   std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
-  // One more row of every response; valid until the next change.
+  // What append_step adds to the response of run `run` from now on: 1 row unless it is said; 0: the response waits.
+  void set_more(std::size_t run, std::int64_t rows) { packing_.set_more(run, rows); }
+  // The next rows of every response, several of one in order; valid until the next change.
   RowGroup append_step();
 
  private:

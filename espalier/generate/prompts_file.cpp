@@ -18,9 +18,10 @@ namespace espalier {
 namespace {
 
 constexpr std::string_view kResponseFields[] = {
-    "response_ids",     "response",     "loss_mask",    "reward",       "advantage", "logprobs",          "values",
-    "returns",          "entropies",    "old_logprobs", "ref_logprobs", "step",      "reward_extra_info", "temperature",
-    "rollout_logprobs", "finish_reason"};
+    "response_ids",  "response", "loss_mask",         "reward",      "advantage",
+    "logprobs",      "values",   "returns",           "entropies",   "old_logprobs",
+    "ref_logprobs",  "step",     "reward_extra_info", "temperature", "rollout_logprobs",
+    "finish_reason", "turns",    "turn_rewards"};
 constexpr std::string_view kCarriedFields[] = {"id",         "meta",         "data_source", "ground_truth",
                                                "extra_info", "reward_model", "ability"};
 

@@ -9,7 +9,7 @@ namespace espalier {
 void RowPacking::add(std::int64_t owner) {
   ESPALIER_INTERNAL(static_cast<std::int64_t>(runs_.size()) < runs_at_most_, "more than ", runs_at_most_, " runs");
   const std::int32_t end = runs_.empty() ? 0 : runs_.back().end;
-  runs_.push_back({owner, end, 0, end});
+  runs_.push_back({owner, end, 0, end, 1});
 }
 
 void RowPacking::remove(std::int64_t owner) {
@@ -21,12 +21,13 @@ void RowPacking::remove(std::int64_t owner) {
 
 void RowPacking::make_room(std::vector<Move>& moves) {
   moves.clear();
-  if (std::ranges::none_of(runs_, [](const Run& run) { return run.begin + run.count == run.end; })) return;
+  if (std::ranges::none_of(runs_, [](const Run& run) { return run.begin + run.count + run.more > run.end; })) return;
   constexpr std::int64_t kLeastRoom = 16, kShare = 16;  // room for 16 rows, or for a sixteenth of what there is
   std::vector<std::int32_t> begin(1, 0);
   for (const Run& run : runs_) {
-    ESPALIER_INTERNAL(run.count < longest_, run.count, " rows of ", longest_);
-    const std::int64_t rows = std::min(longest_, run.count + std::max(kLeastRoom, run.count / kShare));
+    ESPALIER_INTERNAL(run.count + run.more <= longest_, run.count, " rows of ", longest_);
+    const std::int64_t room = std::max<std::int64_t>({kLeastRoom, run.count / kShare, run.more});
+    const std::int64_t rows = std::min(longest_, run.count + room);
     begin.push_back(begin.back() + static_cast<std::int32_t>(rows));
   }
   const auto move = [&](Run& run, std::int32_t to) {
@@ -52,7 +53,7 @@ void RowPacking::make_room(std::vector<Move>& moves) {
 }
 
 void RowPacking::grow() {
-  for (Run& run : runs_) ++run.count;
+  for (Run& run : runs_) run.count += run.more;
 }
 
 }  // namespace espalier

@@ -1,7 +1,7 @@
 // Where the rows of growing sequences lie in one buffer: each a run of rows with some room behind it.
 //
 // Rows without use cost attention as much as rows with, so runs stand close together. Room is made for several rows at
-// once, and only then are runs moved: every sequence grows by a row a step, so a step moves little on average.
+// once, and only then are runs moved: a sequence mostly grows by a row a step, so a step moves little on average.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@ class RowPacking {
   struct Run {
     std::int64_t owner = 0;
     std::int32_t begin = 0, count = 0, end = 0;  // rows [begin, begin + count) are used, those up to `end` are room
+    std::int32_t more = 1;                       // rows that grow() adds
   };
   struct Move {
     std::int64_t from, to, count;
@@ -32,9 +33,11 @@ class RowPacking {
   void add(std::int64_t owner);  // an empty run behind the others, without room
   void remove(std::int64_t owner);
 
-  // Room for one more row in every run. Overwrites `moves` with copies to be made in order (ranges may overlap).
+  // What grow() adds to run i from now on; 0: it waits.
+  void set_more(std::size_t run, std::int64_t more) { runs_[run].more = static_cast<std::int32_t>(more); }
+  // Room for `more` rows in every run. Overwrites `moves` with copies to be made in order (ranges may overlap).
   void make_room(std::vector<Move>& moves);
-  // One more row in every run: afterwards run i's newest row is runs()[i].begin + runs()[i].count - 1.
+  // `more` rows in every run: afterwards run i's newest row is runs()[i].begin + runs()[i].count - 1.
   void grow();
 
  private:

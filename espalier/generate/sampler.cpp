@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/error.h"
@@ -39,7 +40,8 @@ std::int64_t least_of_all(const Mesh& mesh, std::int64_t bytes) {
 
 // Tokens that a response to this prompt may have.
 std::int64_t longest_response(const ModelShape& shape, const Prompt& prompt, const SamplingSettings& settings) {
-  return std::min(settings.max_response_length, shape.max_positions - static_cast<std::int64_t>(prompt.ids.size()));
+  return std::min(settings.max_response_length - prompt.observed,
+                  shape.max_positions - static_cast<std::int64_t>(prompt.ids.size()));
 }
 
 void check_settings(const SamplingSettings& s) {
@@ -53,12 +55,16 @@ void check_settings(const SamplingSettings& s) {
           static_cast<double>(s.max_response_length));
 }
 
-void check_prompt(const ModelShape& shape, const Prompt& prompt) {
+void check_prompt(const ModelShape& shape, const Prompt& prompt, const SamplingSettings& settings) {
   if (prompt.ids.empty()) throw InputError({prompt.where + ": prompt_ids", "at least one token", "an empty list", ""});
   if (static_cast<std::int64_t>(prompt.ids.size()) >= shape.max_positions)
     throw InputError({prompt.where + ": prompt_ids",
                       text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
                       text_of(prompt.ids.size()), "shorten the prompt"});
+  if (prompt.observed >= settings.max_response_length)
+    throw InputError({prompt.where,
+                      text_of("a first observation of fewer than ", settings.max_response_length, " tokens"),
+                      text_of(prompt.observed), "raise --max-response-length, or let reset return less"});
   for (const std::int32_t id : prompt.ids)
     if (id < 0 || id >= shape.vocabulary)
       throw InputError({prompt.where + ": prompt_ids", text_of("token ids in [0, ", shape.vocabulary, ")"), text_of(id),
@@ -93,14 +99,20 @@ struct AppendedRows {
 struct Response {
   PromptState* state;
   Random random;
+  std::int64_t pending = 0;     // its newest tokens, whose rows have not been run
+  std::int64_t turn_begin = 0;  // the first token of the turn
+  std::int64_t turns = 0;       // that have ended
+  bool has_run = false;         // of rows in the prompt's group
+  bool waits = false;           // for an observation
+  bool finished = false;
 };
 
-// A response ends with a stop token, with a stop string, or for its length.
-void end_response(Rollout& rollout, const SamplingSettings& settings, bool stopped_by_text) {
-  const bool stopped =
-      stopped_by_text || std::ranges::find(settings.stop_ids, rollout.response_ids.back()) != settings.stop_ids.end();
-  rollout.loss_mask.assign(rollout.response_ids.size(), 1);
-  add_carried(rollout.carried, "finish_reason", stopped ? "\"stop\"" : "\"length\"");
+bool ends_with_stop_id(const Rollout& rollout, const SamplingSettings& settings) {
+  return std::ranges::find(settings.stop_ids, rollout.response_ids.back()) != settings.stop_ids.end();
+}
+
+const char* reason_to_end(const Rollout& rollout, const SamplingSettings& settings, bool stopped_by_text) {
+  return stopped_by_text || ends_with_stop_id(rollout, settings) ? "\"stop\"" : "\"length\"";
 }
 
 class Generation {
@@ -133,7 +145,15 @@ class Generation {
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void append(std::int64_t response, const TokenChoice& choice);
   void settle(std::int64_t response, bool stopped_by_text);
-  void finish(std::int64_t response, bool stopped_by_text);
+  void end_turn(std::int64_t response, bool stopped);
+  void finish(std::int64_t response, const char* reason);
+  void keep_rows(std::int64_t response);
+  bool anything_runs() const;
+  void exchange_turns();
+  void take_up(std::int64_t response, const NextTurn& next);
+  void cut_unfinished();
+  Response& response(std::int64_t index) { return responses_[static_cast<std::size_t>(index)]; }
+  Rollout& result(std::int64_t index) { return results_[static_cast<std::size_t>(index)]; }
   std::vector<std::uint8_t> stopped_by_text(std::span<const std::int64_t> responses);
   void count_held();
   std::int64_t promised_bytes(const PromptState& state, std::int64_t live) const;
@@ -153,10 +173,14 @@ class Generation {
   std::vector<PromptState*> open_;
   std::vector<std::int64_t> fresh_;  // admitted, without a token yet, prompt by prompt
   std::size_t next_prompt_ = 0;
-  std::int64_t live_ = 0;
+  std::vector<EndedTurn> ended_;     // turns to ask about
+  std::vector<std::int64_t> asked_;  // responses whose turns are being asked about
+  std::int64_t asked_at_ = 0;        // decode steps before
+  std::int64_t live_ = 0, waiting_ = 0;
   std::int64_t prompt_rows_ = 0;  // of all prompts, each once
   std::int64_t done_ = 0;         // of the progress: rows of prompts and tokens of responses, each at its longest
   GenerateReport report_;
+  std::optional<ErrorText> failure_;
 };
 
 Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, const SamplingSettings& settings,
@@ -171,7 +195,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
           decoder.mesh(), settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2)),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
   check_settings(settings);
-  for (const Prompt& prompt : prompts) check_prompt(decoder.local().whole(), prompt);
+  for (const Prompt& prompt : prompts) check_prompt(decoder.local().whole(), prompt, settings);
   ESPALIER_INTERNAL(positions_needed(decoder.shape(), prompts, settings) <= decoder.positions(), "rotary tables of ",
                     decoder.positions(), " positions");
   make_results(prompts);
@@ -229,8 +253,11 @@ void Generation::gather_results() {
   for (std::size_t i = 0; i < results_.size(); ++i)
     if (!own_[i]) others.push_back(static_cast<std::int64_t>(i));
   const std::vector<std::uint8_t> stopped = stopped_by_text(others);
-  for (std::size_t i = 0; i < others.size(); ++i)
-    end_response(results_[static_cast<std::size_t>(others[i])], settings_, stopped[i] != 0);
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    Rollout& rollout = result(others[i]);
+    rollout.loss_mask.assign(rollout.response_ids.size(), 1);
+    add_carried(rollout.carried, "finish_reason", reason_to_end(rollout, settings_, stopped[i] != 0));
+  }
   std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens};
   add_over_ranks(dp, counts);
   report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
@@ -278,7 +305,7 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
       PromptState*& state = known[prompts[p].ids];
       if (!state || !settings_.share_prompts) state = add(prompts[p]);
       state->responses.push_back(static_cast<std::int64_t>(responses_.size()));
-      responses_.push_back({state, random.fork(p).fork(static_cast<std::uint64_t>(r))});
+      responses_.push_back({.state = state, .random = random.fork(p).fork(static_cast<std::uint64_t>(r))});
     }
   }
   for (const auto& state : prompts_) {
@@ -298,10 +325,12 @@ Generated Generation::run() {
   }
   progress_.begin("generating", prompt_rows_ + responses, "tokens");
   const Timer timer;
-  while (next_prompt_ < prompts_.size() || live_ > 0) {
+  while (!failure_ && (next_prompt_ < prompts_.size() || live_ > 0)) {
     admit();
-    step();
+    if (anything_runs()) step();
+    if (settings_.turns) exchange_turns();
   }
+  if (failure_) cut_unfinished();
   NoRows nothing;
   while (somebody_runs(false)) decoder_.join_forward(arena_, nothing);
   progress_.end();
@@ -310,7 +339,7 @@ Generated Generation::run() {
   report_.responses = static_cast<std::int64_t>(results_.size());
   report_.prompts = report_.responses / settings_.n;
   for (const Rollout& rollout : results_) report_.prompt_rows_logical += rollout.prompt_length();
-  return {std::move(results_), report_};
+  return {std::move(results_), report_, std::move(failure_)};
 }
 
 // Keys and values that a prompt with so many live responses may come to hold. Rows of finished responses are used
@@ -414,7 +443,8 @@ void Generation::step() {
   Asked asked;
   AppendedRows rows;
   add_rows_of_step(rows, asked);
-  const std::vector<TokenChoice> choices = choose(hidden_of_step(rows, asked), asked);
+  const at::Tensor hidden_OM = hidden_of_step(rows, asked);
+  const std::vector<TokenChoice> choices = hidden_OM.defined() ? choose(hidden_OM, asked) : std::vector<TokenChoice>();
   count_held();
   for (std::size_t i = 0; i < choices.size(); ++i) append(asked.response[i], choices[i]);
   const std::vector<std::uint8_t> stopped = stopped_by_text(asked.response);
@@ -424,28 +454,48 @@ void Generation::step() {
   progress_.advance_to(done_);
 }
 
-// The newest token of every response that has one.
+// The newest token of every response that has one, and tokens of observations: no more rows at once than of a prompt,
+// where there are not more responses.
 void Generation::add_rows_of_step(AppendedRows& rows, Asked& asked) {
   ModelInput& input = rows.input;
+  const std::int64_t budget = settings_.token_budget > 0 ? settings_.token_budget : kMostPromptRows;
+  std::int64_t spare = std::max<std::int64_t>(0, budget - (live_ - waiting_));
   for (PromptState* state : open_) {
-    if (state->group->responses().empty()) continue;
+    std::int64_t rows_of_group = 0;
+    const std::span<const RowPacking::Run> runs = state->group->responses();
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const Response& one = response(runs[i].owner);
+      const std::int64_t more = one.waits ? 0 : std::min(one.pending, 1 + spare);
+      spare -= std::max<std::int64_t>(0, more - 1);
+      state->group->set_more(i, more);
+      rows_of_group += more;
+    }
+    if (rows_of_group == 0) continue;
     rows.kv.add(state->group->append_step());
-    for (const RowPacking::Run& run : state->group->responses()) {
-      input.id.push_back(results_[static_cast<std::size_t>(run.owner)].response_ids.back());
-      input.position.push_back(static_cast<std::int32_t>(state->prompt_rows() + run.count - 1));
+    for (const RowPacking::Run& run : runs) {
+      for (std::int32_t row = run.count - run.more; row < run.count; ++row) {
+        input.id.push_back(result(run.owner).response_ids[static_cast<std::size_t>(row)]);
+        input.position.push_back(static_cast<std::int32_t>(state->prompt_rows() + row));
+      }
+      std::int64_t& pending = response(run.owner).pending;
+      pending -= run.more;
+      if (run.more == 0 || pending > 0) continue;
+      input.output_row.push_back(static_cast<std::int32_t>(input.rows() - 1));
+      input.output_position.push_back(input.position.back());
       asked.response.push_back(run.owner);
       asked.begin.push_back(static_cast<std::int32_t>(asked.response.size()));
     }
   }
-  input.output_row.resize(input.id.size());
-  std::iota(input.output_row.begin(), input.output_row.end(), 0);
-  input.output_position = input.position;
 }
 
-// Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token.
+// Hidden rows of the step, and behind them one of each prompt whose responses wait for their first token; undefined
+// where the step only ran rows of observations.
 at::Tensor Generation::hidden_of_step(AppendedRows& rows, Asked& asked) {
   std::vector<at::Tensor> parts;
-  if (rows.input.rows() > 0) parts.push_back(forward(rows));
+  if (rows.input.rows() > 0) {
+    const at::Tensor normed_OM = forward(rows);
+    if (rows.input.outputs() > 0) parts.push_back(normed_OM);
+  }
   const PromptState* last = nullptr;
   for (const std::int64_t response : fresh_) {
     PromptState* state = responses_[static_cast<std::size_t>(response)].state;
@@ -458,6 +508,7 @@ at::Tensor Generation::hidden_of_step(AppendedRows& rows, Asked& asked) {
     last = state;
   }
   fresh_.clear();
+  if (parts.empty()) return {};
   if (parts.size() == 1) return parts.front();
   const at::Tensor hidden_OM =
       arena_.take({static_cast<std::int64_t>(asked.begin.size()) - 1, decoder_.shape().hidden}, decoder_.dtype());
@@ -527,36 +578,101 @@ void Generation::append(std::int64_t index, const TokenChoice& choice) {
                       "are the weights damaged, or too large for --dtype?"});
   rollout.response_ids.push_back(choice.token);
   rollout.rollout_logprobs.push_back(choice.logprob);
+  rollout.loss_mask.push_back(1);
+  ++response(index).pending;
   ++report_.response_tokens;
   ++done_;
 }
 
-// 1 for each response whose newest tokens complete a stop string.
+// 1 for each response whose newest tokens, those of its turn, complete a stop string.
 std::vector<std::uint8_t> Generation::stopped_by_text(std::span<const std::int64_t> responses) {
   if (settings_.stops == nullptr || responses.empty()) return std::vector<std::uint8_t>(responses.size());
   std::vector<std::span<const std::int32_t>> tokens;
   for (const std::int64_t index : responses)
-    tokens.emplace_back(results_[static_cast<std::size_t>(index)].response_ids);
+    tokens.push_back(std::span<const std::int32_t>(result(index).response_ids)
+                         .subspan(static_cast<std::size_t>(response(index).turn_begin)));
   return settings_.stops->completed(tokens);
 }
 
 void Generation::settle(std::int64_t index, bool stopped_by_text) {
-  const Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
-  const bool stops =
-      stopped_by_text || std::ranges::find(settings_.stop_ids, rollout.response_ids.back()) != settings_.stop_ids.end();
-  if (stops || rollout.response_length() == state.longest) return finish(index, stopped_by_text);
-  if (rollout.response_length() == 1) state.group->add(index);
+  const Rollout& rollout = result(index);
+  const bool full = rollout.response_length() == response(index).state->longest;
+  const bool stopped = stopped_by_text || ends_with_stop_id(rollout, settings_);
+  if (!stopped && !full) return keep_rows(index);
+  if (settings_.turns) return end_turn(index, stopped);
+  finish(index, reason_to_end(rollout, settings_, stopped_by_text));
 }
 
-void Generation::finish(std::int64_t index, bool stopped_by_text) {
-  Rollout& rollout = results_[static_cast<std::size_t>(index)];
-  PromptState& state = *responses_[static_cast<std::size_t>(index)].state;
-  end_response(rollout, settings_, stopped_by_text);
-  done_ += state.longest - rollout.response_length();
-  if (rollout.response_length() > 1) state.group->remove(index);
+// From now on the response has rows behind the prompt's.
+void Generation::keep_rows(std::int64_t index) {
+  Response& one = response(index);
+  if (!one.has_run) one.state->group->add(index);
+  one.has_run = true;
+}
+
+void Generation::end_turn(std::int64_t index, bool stopped) {
+  Response& one = response(index);
+  const std::vector<std::int32_t>& ids = result(index).response_ids;
+  ++one.turns, ++report_.turns;
+  const bool last = one.turns == settings_.most_turns || result(index).response_length() == one.state->longest;
+  ended_.push_back({index, {ids.begin() + one.turn_begin, ids.end()}, stopped, last});
+  one.waits = true;
+  ++waiting_;
+}
+
+void Generation::finish(std::int64_t index, const char* reason) {
+  Response& one = response(index);
+  add_carried(result(index).carried, "finish_reason", reason);
+  done_ += one.state->longest - result(index).response_length();
+  if (one.has_run) one.state->group->remove(index);
+  one.finished = true;
   --live_;
-  if (++state.finished == state.responses.size()) state.group.reset();
+  if (++one.state->finished == one.state->responses.size()) one.state->group.reset();
+}
+
+bool Generation::anything_runs() const { return live_ > waiting_; }
+
+// Asks about ended turns, and takes up what was asked about kStepsAhead steps ago, or now where nothing else can run.
+void Generation::exchange_turns() {
+  if (!asked_.empty() && (report_.decode_steps - asked_at_ >= kStepsAhead || !anything_runs())) {
+    std::vector<NextTurn> answers;
+    try {
+      answers = settings_.turns->answers();
+    } catch (const InputError& error) {
+      failure_ = error.text();
+      return;
+    }
+    const std::vector<std::int64_t> asked = std::exchange(asked_, {});
+    for (std::size_t i = 0; i < asked.size(); ++i) take_up(asked[i], answers[i]);
+    std::erase_if(open_, [](const PromptState* state) { return state->group == nullptr; });
+  }
+  if (!asked_.empty() || ended_.empty()) return;
+  for (const EndedTurn& turn : ended_) asked_.push_back(turn.response);
+  settings_.turns->ask(std::exchange(ended_, {}));
+  asked_at_ = report_.decode_steps;
+}
+
+void Generation::take_up(std::int64_t index, const NextTurn& next) {
+  Response& one = response(index);
+  Rollout& rollout = result(index);
+  const auto count = static_cast<std::int64_t>(next.observation_ids.size());
+  one.waits = false;
+  --waiting_;
+  if (next.done) return finish(index, "\"done\"");
+  if (rollout.response_length() == one.state->longest) return finish(index, "\"length\"");
+  if (one.turns == settings_.most_turns) return finish(index, "\"turns\"");
+  if (rollout.response_length() + count >= one.state->longest) return finish(index, "\"length\"");
+  rollout.response_ids.insert(rollout.response_ids.end(), next.observation_ids.begin(), next.observation_ids.end());
+  rollout.rollout_logprobs.resize(rollout.response_ids.size(), 0.0);
+  rollout.loss_mask.resize(rollout.response_ids.size(), 0);
+  one.pending += count, one.turn_begin = rollout.response_length();
+  report_.observation_tokens += count, done_ += count;
+  keep_rows(index);
+}
+
+void Generation::cut_unfinished() {
+  for (std::size_t i = 0; i < results_.size(); ++i)
+    if (own_[i] && !responses_[i].finished) add_carried(results_[i].carried, "finish_reason", "\"abort\"");
 }
 
 void Generation::count_held() {

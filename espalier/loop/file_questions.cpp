@@ -14,9 +14,8 @@ namespace espalier {
 
 FileQuestions::FileQuestions(const Options& options, const std::filesystem::path& source, const ModelShape& shape,
                              Progress& progress)
-    : seed_(options.seed),
-      tokenizer_(source.string(), options.chat_template_kwargs),
-      reward_(options.reward, options.reward_timeout) {
+    : seed_(options.seed), tokenizer_(source.string(), options.chat_template_kwargs) {
+  if (!options.reward.empty()) reward_.emplace(options.reward, options.reward_timeout);
   prompts_ = read(options.prompts, shape, progress);
   if (!options.val_prompts.empty()) held_out_ = read(options.val_prompts, shape, progress);
   if (static_cast<std::int64_t>(held_out_.size()) > options.val_size)
@@ -24,6 +23,7 @@ FileQuestions::FileQuestions(const Options& options, const std::filesystem::path
   Options own = options;
   own.model = source.string();
   stop_ids_ = espalier::stop_ids(own, shape.vocabulary, &tokenizer_.get());
+  turn_texts_.emplace(tokenizer_.get());
   if (!options.stop.empty()) stops_.emplace(split_paths(options.stop), tokenizer_.get());
   if (stop_ids_.empty() && !stops_)
     progress.note("no stop ids: neither model nor tokenizer names an eos token, so every response has the full length");
@@ -65,7 +65,7 @@ std::vector<Prompt> FileQuestions::train(const Draw& draw, std::int64_t count) {
 
 std::vector<Judgement> FileQuestions::judge(std::vector<Rollout>& rollouts, Progress& progress) {
   add_texts(rollouts, tokenizer_.get(), stops());
-  const std::vector<Score> scores = reward_.of(rollouts, progress);
+  const std::vector<Score> scores = reward_->of(rollouts, progress);
   add_scores(rollouts, scores);
   std::vector<Judgement> out;
   for (const Score& score : scores) out.push_back({score.score, score.accuracy.value_or(score.score == 1 ? 1.0 : 0.0)});

@@ -1,4 +1,4 @@
-// One's own prompts as questions of the closed loop: --prompts, --val-prompts and --reward.
+// One's own prompts as questions of the closed loop: --prompts, --val-prompts, and --reward or --env.
 #pragma once
 
 #include <optional>
@@ -21,6 +21,7 @@ class FileQuestions final : public Questions {
   std::int64_t longest_prompt() const override { return longest_; }
   const std::vector<std::int32_t>& stop_ids() const override { return stop_ids_; }
   StopStrings* stops() override { return stops_ ? &*stops_ : nullptr; }
+  TurnTexts& turn_texts() override { return *turn_texts_; }
   std::string fingerprint() const override;
 
  private:
@@ -29,13 +30,14 @@ class FileQuestions final : public Questions {
 
   std::int64_t seed_;
   LazyTokenizer tokenizer_;
-  RewardFunction reward_;
+  std::optional<RewardFunction> reward_;  // none with --env
   std::vector<Prompt> prompts_, held_out_;
   std::vector<std::size_t> order_;
   std::int64_t pass_ = -1;  // that order_ is of
   std::int64_t longest_ = 0;
   std::vector<std::int32_t> stop_ids_;
   std::optional<StopStrings> stops_;
+  std::optional<TokenizerTexts> turn_texts_;
 };
 
 }  // namespace espalier

@@ -35,6 +35,13 @@ namespace {
 
 constexpr std::int64_t kSamplesOfEvaluation = 3;  // recorded at least, whatever --show says
 
+// A step has no log-probs of tokens without a loss; the record then has 0, as the sampler's.
+void keep_old_logprobs(std::span<const double> logprobs, Rollout& rollout) {
+  rollout.old_logprobs.assign(logprobs.begin(), logprobs.end());
+  for (std::size_t t = 0; t < logprobs.size(); ++t)
+    if (rollout.loss_mask[t] == 0) rollout.old_logprobs[t] = 0;
+}
+
 class Loop {
  public:
   Loop(RunStart start, Progress& progress, const MetricLine& on_line, const Mesh& mesh)
@@ -278,6 +285,7 @@ bool Loop::run_batch() {
   batch["reward"] = sampled.reward;
   batch["accuracy"] = sampled.accuracy;
   batch["length"] = {{"mean", sampled.mean_length}, {"max", sampled.longest}};
+  if (sampled.mean_turns) batch["turns"] = *sampled.mean_turns;
   batch["groups_dropped"] = sampled.groups_dropped;
   batch["samplings"] = sampled.samplings;
   batch["tokens_saved"] = sampled.tokens_saved;
@@ -335,7 +343,7 @@ void Loop::run_steps(const TrainingData& data, const Json& batch) {
     if (recorder_) recorder_->add(report, mini_batch, last_of_batch && report.step >= last_step_);
     const GradientReport& gradient = report.gradient;
     if (data.rollouts().front().old_logprobs.empty())  // then there is one step, with these weights
-      for (const RolloutSeries& series : gradient.series) last_rollouts_[at++].old_logprobs = series.logprob;
+      for (const RolloutSeries& series : gradient.series) keep_old_logprobs(series.logprob, last_rollouts_[at++]);
     last_picture_ = plan_picture(gradient.plan, mini_batch.rollouts);
 
     Json line{{"kind", "step"}};
@@ -363,11 +371,13 @@ void Loop::evaluate() {
   evaluated_at_ = state_.step;
   if (const std::optional<Evaluation> found = sampling_->evaluate()) {
     state_.accuracy = found->accuracy;
-    write_line({{"kind", "evaluation"},
-                {"step", state_.step},
-                {"accuracy", found->accuracy},
-                {"reward", found->reward},
-                {"length", found->mean_length}});
+    Json line{{"kind", "evaluation"},
+              {"step", state_.step},
+              {"accuracy", found->accuracy},
+              {"reward", found->reward},
+              {"length", found->mean_length}};
+    if (found->mean_turns) line["turns"] = *found->mean_turns;
+    write_line(line);
     write_samples(found->answers);
   } else {
     write_samples(last_answers_);

@@ -2,7 +2,8 @@
 // log-probs, advantages, optimizer steps; evaluations on held-out problems, checkpoints, the trained model.
 //
 //   batch b = 0, 1, ...:  --train-batch-size prompts of --task or --prompts x --n responses by the current weights
-//     rewards        the task's own or --reward, plus overlong shaping; with --filter-groups, unequal groups alone
+//     rewards        the task's own, or those of --reward or --env (responses are then trajectories of turns), plus
+//                    overlong shaping; with --filter-groups, unequal groups alone
 //     old log-probs  by the shared score pass, where a batch takes several steps or --rollout-is compares them with
 //                    the sampler's; otherwise the policy's own in the step (ratio 1)
 //     ref log-probs  by the weights the loop started from, where --kl-loss-coef is not 0

@@ -3,14 +3,17 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/generate/generate_records.h"
 #include "espalier/loop/file_questions.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/task_questions.h"
 
 namespace espalier {
 
-std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
-                                          const ModelShape& shape, Progress& progress) {
+namespace {
+
+std::unique_ptr<Questions> questions_of(const Options& options, const std::filesystem::path& source,
+                                        const ModelShape& shape, Progress& progress) {
   if (options.prompts.empty()) {
     if (!options.stop_ids.empty())
       throw OptionError({"--stop-ids", "nothing for a built-in task, whose answers end with <end>", options.stop_ids,
@@ -28,12 +31,22 @@ std::unique_ptr<Questions> make_questions(const Options& options, const std::fil
   if (!has_weights(source))
     throw InputError({source.string(), "a model with weights, for --prompts", "none (only tasks have a warm start)",
                       "give a trained --model"});
-  if (options.reward.empty())
+  if (options.reward.empty() && options.env.empty())
     throw OptionError({"--reward", "a Python file with compute_score, which judges the answers to --prompts", "nothing",
-                       "give --reward FILE.py (docs/rewards.md)"});
+                       "give --reward FILE.py (docs/rewards.md), or --env FILE.py (docs/agents.md)"});
   if (options.val_prompts.empty() && options.expect_accuracy > 0)
     throw OptionError({"--expect-accuracy", "--val-prompts to evaluate", "none", "give --val-prompts FILE"});
   return std::make_unique<FileQuestions>(options, source, shape, progress);
+}
+
+}  // namespace
+
+std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
+                                          const ModelShape& shape, Progress& progress) {
+  check_environment(options);
+  std::unique_ptr<Questions> out = questions_of(options, source, shape, progress);
+  if (!options.env.empty()) out->set_environment(std::make_unique<Environment>(options.env, options.reward_timeout));
+  return out;
 }
 
 }  // namespace espalier

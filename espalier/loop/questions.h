@@ -5,12 +5,15 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/generate/sampler.h"
+#include "espalier/generate/turn_texts.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/model_shape.h"
+#include "espalier/text/environment.h"
 
 namespace espalier {
 
@@ -41,8 +44,16 @@ class Questions {
   virtual std::int64_t longest_prompt() const = 0;                // tokens
   virtual const std::vector<std::int32_t>& stop_ids() const = 0;  // what ends a response
   virtual StopStrings* stops() { return nullptr; }                // texts that end a response
+  virtual TurnTexts& turn_texts() = 0;                            // for an environment
   // Tells one set of prompts from another, for a run that continues; empty where the options say it all.
   virtual std::string fingerprint() const = 0;
+
+  // Of --env, which then judges in place of judge(); null: responses are judged.
+  Environment* environment() const { return environment_.get(); }
+  void set_environment(std::unique_ptr<Environment> environment) { environment_ = std::move(environment); }
+
+ private:
+  std::unique_ptr<Environment> environment_;
 };
 
 // `source`: the directory that the model's tokenizer is read from. Everything that can be wrong with prompts, tokenizer

@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/generate/environment_turns.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
@@ -19,6 +20,7 @@ namespace {
 void add(GenerateReport& sum, const GenerateReport& more) {
   sum.prompts += more.prompts, sum.responses += more.responses;
   sum.prompt_rows_logical += more.prompt_rows_logical, sum.prompt_rows_physical += more.prompt_rows_physical;
+  sum.turns += more.turns, sum.observation_tokens += more.observation_tokens;
   sum.response_tokens += more.response_tokens, sum.decode_steps += more.decode_steps;
   sum.seconds_prompt += more.seconds_prompt, sum.seconds_decode += more.seconds_decode;
   sum.kv_bytes = std::max(sum.kv_bytes, more.kv_bytes);
@@ -89,17 +91,32 @@ Sampling::Scored Sampling::answer(std::vector<Prompt> prompts, const std::string
   // What an update touched of the arena would be held beside the keys and values.
   if (held_bytes_ + arena_.touched() + most_kv_bytes() > budget_) arena_.trim();
   Scored out;
-  Generated generated = generate(decoder_, prompts, settings, arena_, progress_);
+  Generated generated = sampled(prompts, settings);
   out.rollouts = std::move(generated.rollouts), out.report = generated.report;
   ESPALIER_INTERNAL_EQ(out.rollouts.size(), prompts.size() * static_cast<std::size_t>(settings.n));
   out.judgements = judge(out.rollouts);
   return out;
 }
 
+Generated Sampling::sampled(const std::vector<Prompt>& prompts, const SamplingSettings& settings) {
+  Environment* const environment = questions_.environment();
+  if (environment == nullptr) return generate(decoder_, prompts, settings, arena_, progress_);
+  Generated out =
+      generate_trajectories(decoder_, prompts, settings, *environment, questions_.turn_texts(), arena_, progress_);
+  if (out.failure) throw InputError(*out.failure);
+  return out;
+}
+
+// An environment has rewarded them, and a reward of 1 is right.
 // Rank 0 asks the reward function, which nobody says gives the same answer twice.
 std::vector<Judgement> Sampling::judge(std::vector<Rollout>& rollouts) {
   const Mesh& mesh = decoder_.mesh();
   std::vector<Judgement> judgements(rollouts.size());
+  if (questions_.environment()) {
+    for (std::size_t i = 0; i < rollouts.size(); ++i)
+      judgements[i] = {*rollouts[i].reward, *rollouts[i].reward == 1 ? 1.0 : 0.0};
+    return judgements;
+  }
   if (mesh.writes()) judgements = questions_.judge(rollouts, progress_);
   std::vector<double> numbers;
   for (const Judgement& one : judgements) numbers.push_back(one.reward), numbers.push_back(one.right);
@@ -143,6 +160,7 @@ SampledBatch Sampling::batch(std::int64_t index, std::int64_t drawn) {
   }
   out.reward /= responses, out.accuracy /= responses, out.mean_length /= responses;
   for (std::size_t i = 0; i < out.rollouts.size(); ++i) out.rollouts[i].index = static_cast<std::int64_t>(i);
+  if (questions_.environment()) out.mean_turns = static_cast<double>(generated.turns) / responses;
   out.generated = report_json(generated);
   out.tokens_saved = generated.prompt_rows_logical - generated.prompt_rows_physical;
   out.seconds = timer.total();
@@ -155,6 +173,8 @@ std::optional<Evaluation> Sampling::evaluate() {
   greedy.n = 1, greedy.temperature = 0, greedy.seed = 0;
   const Scored scored = answer(held_out_, "held out", greedy);
   Evaluation out;
+  if (questions_.environment())
+    out.mean_turns = static_cast<double>(scored.report.turns) / static_cast<double>(scored.rollouts.size());
   for (std::size_t i = 0; i < scored.rollouts.size(); ++i) {
     out.accuracy += scored.judgements[i].right;
     out.reward += scored.judgements[i].reward;

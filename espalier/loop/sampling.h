@@ -29,6 +29,7 @@ struct SampledBatch {
   std::vector<Answer> answers;                       // the first one to each prompt
   double reward = 0, accuracy = 0, mean_length = 0;  // of everything that was sampled, dropped groups included
   std::int64_t longest = 0;                          // tokens of the longest response
+  std::optional<double> mean_turns;                  // with --env
   std::int64_t groups_dropped = 0;                   // of equal rewards; 0 without --filter-groups
   std::int64_t samplings = 0;
   std::int64_t prompts_drawn = 0;  // for this batch
@@ -39,6 +40,7 @@ struct SampledBatch {
 
 struct Evaluation {
   double accuracy = 0, reward = 0, mean_length = 0;
+  std::optional<double> mean_turns;  // with --env
   std::vector<Answer> answers;
 };
 
@@ -68,6 +70,7 @@ class Sampling {
     std::vector<Judgement> judgements;
   };
   std::int64_t most_kv_bytes() const;
+  Generated sampled(const std::vector<Prompt>& prompts, const SamplingSettings& settings);
   std::vector<Judgement> judge(std::vector<Rollout>& rollouts);
   Scored answer(std::vector<Prompt> prompts, const std::string& group, const SamplingSettings& settings);
 

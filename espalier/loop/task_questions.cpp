@@ -3,12 +3,41 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
+#include "espalier/base/json.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/text/rollout_text.h"
 
 namespace espalier {
 
 Task task_of(const Options& options) { return {options.task, options.prompt_length}; }
+
+std::vector<std::string> TaskTexts::read(std::span<const std::span<const std::int32_t>> turns) {
+  const Vocabulary& words = Vocabulary::built_in();
+  std::vector<std::string> out;
+  for (const auto& turn : turns) {
+    TokenIds said(turn.begin(), turn.end());
+    std::erase(said, words.end());
+    out.push_back(words.text(said));
+  }
+  return out;
+}
+
+std::vector<std::vector<std::int32_t>> TaskTexts::observations(std::span<const Observation> observations,
+                                                               const Where& where) {
+  std::vector<std::vector<std::int32_t>> out;
+  for (std::size_t i = 0; i < observations.size(); ++i) {
+    const Json content = Json::parse(observations[i].content);
+    if (!content.is_string())
+      throw InputError({where(i) + ", observation", "a text of the words of the task", content.dump(), ""});
+    out.push_back(Vocabulary::built_in().ids(content.get<std::string>(), where(i) + ", observation"));
+  }
+  return out;
+}
+
+std::vector<EncodedPrompt> TaskTexts::prompts(std::span<const std::string> messages, const Where&) {
+  ESPALIER_INTERNAL(messages.empty(), "prompts of a task are words");
+  return {};
+}
 
 TaskQuestions::TaskQuestions(const Options& options)
     : task_(task_of(options)), seed_(options.seed), val_size_(options.val_size) {

@@ -46,7 +46,6 @@ void refuse_incomplete(const Options& options) {
   };
   refuse(options.lora_rank > 0, "--lora-rank");
   refuse(options.weights != HeldWeights::source, "--weights");
-  refuse(!options.env.empty(), "--env");
 }
 
 }  // namespace

@@ -10,8 +10,9 @@ constexpr int kLeastStart = 60'000;  // milliseconds for the imports of a reward
 
 }  // namespace
 
-PythonService::PythonService(const std::string& service, const std::string& path, int patience, OnError on_error)
-    : service_(service), path_(path), patience_(patience), on_error_(std::move(on_error)) {
+PythonService::PythonService(const std::string& service, const std::string& path, int patience, OnError on_error,
+                             bool has_state)
+    : service_(service), path_(path), patience_(patience), has_state_(has_state), on_error_(std::move(on_error)) {
   start();
 }
 
@@ -49,7 +50,7 @@ void PythonService::ask_each(std::size_t count, const std::function<std::string(
       for (; item < count; ++item) on_answer(item, receive(patience_, item));
     } catch (const PythonEnded&) {
       process_.reset();
-      if (std::exchange(died_at, item) == item) throw;
+      if (std::exchange(died_at, item) == item || has_state_) throw;
     } catch (...) {
       process_.reset();  // what it still has to say belongs to a question that nobody asks any more
       throw;

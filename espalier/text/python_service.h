@@ -19,8 +19,10 @@ class PythonService {
   static constexpr std::size_t kNoPlace = static_cast<std::size_t>(-1);
 
   // Starts `python -m espalier.texts SERVICE PATH`. An answer may take `patience` milliseconds, the start at least a
-  // minute. Errors: those of PythonProcess and `on_error`.
-  PythonService(const std::string& service, const std::string& path, int patience, OnError on_error);
+  // minute. `has_state`: a process that dies takes with it what later requests need, so none takes its place. Errors:
+  // those of PythonProcess and `on_error`.
+  PythonService(const std::string& service, const std::string& path, int patience, OnError on_error,
+                bool has_state = false);
 
   const Json& ready() const { return ready_; }  // what it told of itself
 
@@ -39,6 +41,7 @@ class PythonService {
 
   std::string service_, path_;
   int patience_;
+  bool has_state_;
   OnError on_error_;
   Json ready_;
   std::unique_ptr<PythonProcess> process_;

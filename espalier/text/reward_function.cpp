@@ -5,23 +5,14 @@
 #include <filesystem>
 
 #include "espalier/base/json.h"
-#include "espalier/rollout/python_interpreter.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/text/rollout_text.h"
+#include "espalier/text/user_file.h"
 
 namespace espalier {
 namespace {
 
 constexpr const char* kSignature = "compute_score(data_source, solution_str, ground_truth, extra_info)";
-
-const std::string& checked(const std::string& file) {
-  std::error_code unreadable;
-  if (!std::filesystem::is_regular_file(file, unreadable))
-    throw InputError({file, "a Python file with compute_score", "no such file", "correct --reward"});
-  return file;
-}
-
-int milliseconds(double seconds) { return static_cast<int>(std::min(std::ceil(seconds * 1000), 2e9)); }
 
 // What the service is told of one response.
 Json item_of(const Rollout& rollout, bool with_ids) {
@@ -58,39 +49,28 @@ Score score_of(const Json& answer) {
 }  // namespace
 
 RewardFunction::RewardFunction(const std::string& file, double timeout)
-    : file_(checked(file)),
+    : file_(existing_user_file(file, "compute_score", "--reward")),
       service_("reward", file, milliseconds(timeout),
                [this](const Json& error, std::size_t place) { fail(error, place); }) {}
 
 // "for the response of prompts.jsonl:3: 'teal ...'"
 std::string RewardFunction::about(std::size_t place) const {
-  constexpr std::size_t kMost = 200;
   if (place == PythonService::kNoPlace) return "";
   if (service_.ready()["form"] != "single") return text_of("for ", asked_.size() - place, " responses at once");
   const Rollout& rollout = asked_[place];
   const std::string text = carried_fields(rollout).value("response", "");
-  std::size_t kept = std::min(kMost, text.size());
-  while (kept < text.size() && (text[kept] & 0xc0) == 0x80) --kept;  // never inside a character
-  return "for a response to " + rollout.where + ": '" + text.substr(0, kept) + (kept < text.size() ? "...'" : "'");
+  return "for a response to " + rollout.where + ": " + quoted_start(text);
 }
 
 void RewardFunction::fail(const Json& error, std::size_t place) const {
   const std::string kind = error["kind"], message = error["message"];
-  const std::string where =
-      error.contains("line") && error["line"].is_number() ? text_of(file_, ":", error["line"].get<int>()) : file_;
   if (kind == "missing")
     throw InputError({file_, std::string("a function ") + kSignature, message, "name it compute_score"});
-  if (error.contains("package"))
-    throw InputError({where, "packages that the reward function imports", message,
-                      python_interpreter() + " -m pip install " + error["package"].get<std::string>() +
-                          ", or set ESPALIER_PYTHON to a Python that has it"});
-  if (kind == "syntax") throw InputError({where, "Python that can be read", message, ""});
-  if (kind == "import")
-    throw InputError({where, "a file that Python can import", message, "it is run by " + python_interpreter()});
+  fail_if_unusable(error, file_, "the reward function");
   if (kind == "number")
     throw InputError(
         {file_, "compute_score to return a number, or a dict with a number under 'score'", message, about(place)});
-  throw InputError({where, "compute_score to return a number", message, about(place)});
+  throw InputError({line_of(error, file_), "compute_score to return a number", message, about(place)});
 }
 
 std::vector<Score> RewardFunction::of(std::span<const Rollout> rollouts, Progress& progress) {

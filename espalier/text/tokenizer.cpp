@@ -72,7 +72,8 @@ void Tokenizer::fail(const Json& error) const {
                       "save the tokenizer there (tokenizer.save_pretrained), or give prompt_ids"});
   if (kind == "tokenizer") throw InputError({directory_, "a tokenizer that can be read", message, ""});
   if (kind == "template") throw InputError({directory_, "a chat template that jinja2 can read", message, ""});
-  const std::string where = where_(first_ + error["place"].get<std::size_t>()) + ": prompt";
+  std::string where = where_(first_ + error["place"].get<std::size_t>());
+  if (!where.ends_with("observation")) where += ": prompt";
   if (kind == "no_template")
     throw InputError({where, "a text, for the model has no chat template", "a list of messages",
                       "give prompts as texts, or a chat_template in " + directory_ + "/tokenizer_config.json"});
@@ -96,6 +97,22 @@ std::vector<EncodedPrompt> Tokenizer::encode(std::span<const std::string> prompt
     for (const Json& encoded : answer["encoded"])
       out.push_back({encoded["ids"].get<std::vector<std::int32_t>>(), encoded["text"].get<std::string>()});
     if (on_progress) on_progress(out.size());
+  }
+  return out;
+}
+
+std::vector<std::vector<std::int32_t>> Tokenizer::encode_observations(
+    std::span<const Observation> observations, const std::function<std::string(std::size_t)>& where) {
+  where_ = [&](std::size_t i) { return where(i) + ", observation"; };
+  std::vector<std::vector<std::int32_t>> out;
+  for (first_ = 0; first_ < observations.size(); first_ += kAtOnce) {
+    std::string request = "{\"template\": " + template_arguments_ + ", \"observe\": [";
+    const auto part = observations.subspan(first_, std::min(kAtOnce, observations.size() - first_));
+    for (const Observation& one : part)
+      request += text_of(&one == part.data() ? "" : ", ", "{\"content\": ", one.content,
+                         ", \"chat\": ", one.is_chat ? "true" : "false", ", \"last\": ", one.last, "}");
+    const Json answer = service_.ask(request + "]}");
+    for (const Json& ids : answer["observed"]) out.push_back(ids.get<std::vector<std::int32_t>>());
   }
   return out;
 }

@@ -19,6 +19,13 @@ struct EncodedPrompt {
   std::string text;  // of messages: as the chat template renders them
 };
 
+// What an environment answers to a turn, as it gets into the model's tokens.
+struct Observation {
+  std::string content;    // JSON text: a text, or with a chat template also a message or a list of messages
+  bool is_chat = false;   // the prompt was a list of messages, so the chat template is around this one, too
+  std::int32_t last = 0;  // the token before it, which may be what the template ends an answer with
+};
+
 class Tokenizer {
  public:
   // Whether `directory` holds a tokenizer's files.
@@ -45,6 +52,12 @@ class Tokenizer {
   std::vector<EncodedPrompt> encode(std::span<const std::string> prompts,
                                     const std::function<std::string(std::size_t)>& where,
                                     const std::function<void(std::size_t done)>& on_progress = {});
+
+  // The tokens of observations. A text is taken as it is, without special tokens around it. In a chat it is a message
+  // of the user: the tokens are what the chat template has behind an assistant's answer, up to where the assistant
+  // answers again, without the end of the answer where `last` is that. Errors: as of encode.
+  std::vector<std::vector<std::int32_t>> encode_observations(std::span<const Observation> observations,
+                                                             const std::function<std::string(std::size_t)>& where);
 
   // Bytes that are no UTF-8 become U+FFFD, as in Hugging Face's decode.
   std::vector<std::string> decode(std::span<const std::span<const std::int32_t>> ids, bool skip_special_tokens);

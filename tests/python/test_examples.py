@@ -40,6 +40,17 @@ def test_own_data(program, tmp_path):
     assert text.count("mean reward") == 2 and (out / "model.safetensors").is_file()
 
 
+def test_an_agent_with_a_tool(program, tmp_path):
+    """look_up_tool.py, as docs/agents.md runs it, but shorter."""
+    done = subprocess.run([str(program), "grpo", "--task", "retrieval", "--env", str(ROOT / "examples/look_up_tool.py"), "--turns", "2",
+                           "--prompt-length", "64", "--max-response-length", "16", "--train-batch-size", "4", "--n", "8", "--lr", "5e-4",
+                           "--steps", "2", "--val-size", "8", "--warm-start-steps", "30", "--json", "--out", str(tmp_path / "run")],
+                          capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = json.loads(done.stdout)["steps"]
+    assert len(steps) == 2 and all(1 <= step["turns"] <= 2 and 0 <= step["reward"] <= 1 for step in steps)
+
+
 def test_processes():
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     text = run("processes.py", launcher=torchrun)

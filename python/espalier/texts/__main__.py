@@ -1,4 +1,4 @@
-"""python -m espalier.texts tokenizer DIR | reward FILE | prompts FILE | retokenize DIR FILE | tracker SETTINGS"""
+"""python -m espalier.texts tokenizer DIR | reward FILE | environment FILE | prompts FILE | retokenize DIR FILE | tracker SETTINGS"""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def main(arguments):
         from . import retokenize
         notes = []
         return print_lines(retokenize.lines(*arguments[1:], notes), lambda: {"format": retokenize.NAME, "notes": notes})
-    if len(arguments) != 2 or arguments[0] not in ("tokenizer", "reward", "prompts", "tracker"):
+    if len(arguments) != 2 or arguments[0] not in ("tokenizer", "reward", "environment", "prompts", "tracker"):
         print(__doc__, file=sys.stderr)
         return _USAGE
     kind, path = arguments
@@ -39,6 +39,9 @@ def main(arguments):
     if kind == "tracker":
         from . import tracker
         return _serve(tracker.serve, path)
+    if kind == "environment":
+        from . import environment
+        return _serve(environment.serve, path)
     from . import reward
     return _serve(reward.serve, path)
 

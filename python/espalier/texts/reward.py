@@ -8,33 +8,15 @@ It may be a coroutine function.
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import math
 import os
-import sys
-import traceback
 
 from .channel import ServiceError
+from .user_file import described, finite_number, imported
 
 NAME = "compute_score"
-
-
-def _described(error, path, kind="exception"):
-    """Python's message, and the line of the user's file where it was raised or passed through."""
-    message, line = f"{type(error).__name__}: {error}", None
-    if isinstance(error, SyntaxError):
-        message = f"{type(error).__name__}: {error.msg}" + (f": {error.text.strip()}" if error.text else "")
-        line = error.lineno if error.filename == path else None
-    else:
-        places = traceback.extract_tb(error.__traceback__)
-        own = [place for place in places if place.filename == path]
-        line = own[-1].lineno if own else None
-        if places and own and places[-1].filename != path:
-            message += f" (raised in {os.path.basename(places[-1].filename)}:{places[-1].lineno})"
-    missing = error.name.split(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else None
-    return ServiceError(kind, message, line=line, **({"package": missing} if missing else {}))
 
 
 def _storable(value):
@@ -53,14 +35,7 @@ def _number(value):
             raise ServiceError("number", f"a dict without 'score': {value!r}"[:300])
         extra = {str(name): member for name, member in value.items() if name != "score"}
         value = value["score"]
-    try:
-        if value is None or isinstance(value, (str, bytes)):
-            raise TypeError
-        score = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ServiceError("number", f"{type(value).__name__}: {value!r}"[:300]) from error
-    if not math.isfinite(score):
-        raise ServiceError("number", f"{score}, which is no finite number")
+    score = finite_number(value)
     accuracy = extra.get("acc") if extra else None
     try:
         accuracy = None if accuracy is None or not math.isfinite(float(accuracy)) else float(accuracy)
@@ -77,16 +52,7 @@ def form_of(parameters):
 class RewardFunction:
     def __init__(self, path):
         self._path = path
-        try:
-            sys.path.insert(0, os.path.dirname(path))
-            spec = importlib.util.spec_from_file_location("espalier_reward", path)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules["espalier_reward"] = module  # dataclasses and pickles look a class's module up
-            spec.loader.exec_module(module)
-        except SyntaxError as error:
-            raise _described(error, path, "syntax") from error
-        except BaseException as error:
-            raise _described(error, path, "import") from error
+        module = imported(path, "espalier_reward")
         self._function = getattr(module, NAME, None)
         if not callable(self._function):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == "espalier_reward"]
@@ -101,7 +67,7 @@ class RewardFunction:
             value = self._function(**arguments)
             return asyncio.run(value) if inspect.iscoroutine(value) else value
         except BaseException as error:  # an exit, too, is the function's failure
-            raise _described(error, self._path) from error
+            raise described(error, self._path) from error
 
     def _batch_arguments(self, items):
         def column(name):

@@ -12,6 +12,7 @@ from pathlib import Path
 from .channel import ServiceError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ANSWER = "espalier answers here"  # stands for what the assistant said
 _SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -147,10 +148,28 @@ class ModelTokenizer:
                 out[place] = {"text": texts[place], "ids": encoding.ids}
         return out
 
-    def ids_as_written(self, text):
+    def ids_as_written(self, text, place=0):
         """No special tokens are put around the text; those that it shows are read as such."""
-        _check_whole(text, 0)
+        _check_whole(text, place)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def observed(self, items, arguments=None):
+        """The ids of each observation {"content", "chat", "last"}: a text as it stands, or in a chat the messages as the template has them
+        between an assistant's answer, which ends with the token `last`, and the next."""
+        return [self.ids_as_written(self._observed_text(item, place, arguments or {}), place) for place, item in enumerate(items)]
+
+    def _observed_text(self, item, place, arguments):
+        content = item["content"]
+        if not item["chat"]:
+            if not isinstance(content, str):
+                raise ServiceError("message", "messages, where the prompt is no list of messages: give a text", place=place)
+            return content
+        said = [{"role": "user", "content": content}] if isinstance(content, str) else [content] if isinstance(content, dict) else content
+        history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        _, answered, text = self._rendered([*history, *said], place, arguments).partition(_ANSWER)
+        if not answered:
+            raise ServiceError("render", "the template does not show what an assistant said", place=place)
+        return text.removeprefix(self._tokenizer.decode([item["last"]], skip_special_tokens=False))
 
     def _rendered(self, messages, place, arguments):
         if self._template is None:
@@ -173,7 +192,9 @@ def serve(directory, channel):
     channel.answer(ready=tokenizer.about())
     for request in channel.requests():
         try:
-            if "encode" in request:
+            if "observe" in request:
+                channel.answer(observed=tokenizer.observed(request["observe"], request.get("template", {})))
+            elif "encode" in request:
                 channel.answer(encoded=tokenizer.encode(request["encode"], request.get("template", {})))
             else:
                 channel.answer(decoded=tokenizer.decode(request["decode"], request["skip_special_tokens"]))

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "espalier/base/random.h"
@@ -34,6 +35,11 @@ TEST(RowPacking, RowsFollowTheirRunsWhateverHappens) {
         packing.add(step * 100 + static_cast<std::int64_t>(truth.size()));
         truth[step * 100 + static_cast<std::int64_t>(truth.size())] = {};
       }
+      std::vector<std::int64_t> more;  // some wait, some get several rows
+      for (std::size_t i = 0; i < packing.runs().size(); ++i) {
+        more.push_back(std::min(longest - packing.runs()[i].count, random.chance(0.8) ? 1 : random.integer(0, 40)));
+        packing.set_more(i, more.back());
+      }
       packing.make_room(moves);
       for (const auto& move : moves) buffer.apply(move);
       packing.grow();
@@ -44,8 +50,10 @@ TEST(RowPacking, RowsFollowTheirRunsWhateverHappens) {
         end = run.end;
         ASSERT_LE(end, packing.capacity());
         auto& rows = truth.at(run.owner);
-        rows.push_back(step * 1000 + run.owner);
-        buffer.row[static_cast<std::size_t>(run.begin + run.count - 1)] = rows.back();
+        for (std::int32_t i = run.count - run.more; i < run.count; ++i) {
+          rows.push_back(step * 100'000 + run.owner * 100 + i);
+          buffer.row[static_cast<std::size_t>(run.begin + i)] = rows.back();
+        }
         ASSERT_EQ(run.count, static_cast<std::int64_t>(rows.size()));
         for (std::int32_t i = 0; i < run.count; ++i) {
           ASSERT_EQ(buffer.row[static_cast<std::size_t>(run.begin + i)], rows[static_cast<std::size_t>(i)])

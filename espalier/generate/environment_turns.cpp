@@ -1,0 +1,166 @@
+#include "espalier/generate/environment_turns.h"
+
+#include <numeric>
+#include <utility>
+
+#include "espalier/rollout/record_format.h"
+#include "espalier/text/rollout_text.h"
+#include "espalier/text/user_file.h"
+
+namespace espalier {
+namespace {
+
+Json carried_of(const Prompt& prompt) { return prompt.carried.empty() ? Json::object() : Json::parse(prompt.carried); }
+
+// The messages with an observation behind what the user said last.
+Json joined(Json messages, const Json& observation) {
+  if (!observation.is_string()) {
+    for (const Json& one : observation.is_array() ? observation : Json::array({observation})) messages.push_back(one);
+    return messages;
+  }
+  const bool has_user = messages.back().value("role", "") == "user";
+  if (!has_user) {
+    messages.push_back({{"role", "user"}, {"content", observation}});
+    return messages;
+  }
+  Json& content = messages.back()["content"];
+  if (content.is_array())
+    content.push_back({{"type", "text"}, {"text", observation}});
+  else
+    content = content.get<std::string>() + "\n" + observation.get<std::string>();
+  return messages;
+}
+
+}  // namespace
+
+EnvironmentTurns::EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
+                                   std::span<const Prompt> prompts, std::int64_t n)
+    : environment_(environment), texts_(texts), stops_(stops) {
+  begin(prompts, n);
+}
+
+void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n) {
+  std::vector<Json> items;
+  std::vector<std::span<const std::int32_t>> ids;
+  for (const Prompt& prompt : prompts) ids.emplace_back(prompt.ids);
+  const std::vector<std::string> read = texts_.read(ids);
+  for (std::size_t p = 0; p < prompts.size(); ++p) {
+    Json fields = carried_of(prompts[p]);
+    const bool is_chat = fields.contains("messages");
+    Json prompt = is_chat ? fields["messages"] : fields.value("prompt", Json(read[p]));
+    fields.erase("prompt"), fields.erase("self");
+    for (std::int64_t i = 0; i < n; ++i) {
+      prompts_.push_back(prompts[p]);
+      if (prompts_.back().group.empty()) prompts_.back().group = std::to_string(p);
+      const std::string place = prompts[p].where.empty() ? text_of("prompt ", p + 1) : prompts[p].where;
+      states_.push_back({text_of("trajectory ", i + 1, " of ", place), is_chat, {}});
+      items.push_back({{"trajectory", items.size()}, {"prompt", prompt}, {"fields", fields}});
+    }
+  }
+  add_first(environment_.reset(items, [&](std::size_t i) { return "for " + states_[i].where; }));
+}
+
+// What reset returned joins the prompts.
+void EnvironmentTurns::add_first(const std::vector<Json>& answers) {
+  std::vector<std::size_t> plain, chat;
+  std::vector<Observation> observations;
+  std::vector<std::string> messages;
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    const Json& observation = answers[i]["observation"];
+    if (observation.is_null()) continue;
+    if (states_[i].is_chat) {
+      chat.push_back(i);
+      messages.push_back(joined(carried_of(prompts_[i])["messages"], observation).dump());
+    } else {
+      plain.push_back(i);
+      observations.push_back({observation.dump(), false, prompts_[i].ids.back()});
+    }
+  }
+  const auto ids = texts_.observations(observations, [&](std::size_t i) { return states_[plain[i]].where; });
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    Prompt& prompt = prompts_[plain[i]];
+    Json carried = carried_of(prompt);
+    if (carried.contains("prompt") && carried["prompt"].is_string())
+      carried["prompt"] = carried["prompt"].get<std::string>() + answers[plain[i]]["observation"].get<std::string>();
+    prompt.carried = carried.dump();
+    prompt.ids.insert(prompt.ids.end(), ids[i].begin(), ids[i].end());
+    prompt.observed = static_cast<std::int64_t>(ids[i].size());
+  }
+  const auto encoded = texts_.prompts(messages, [&](std::size_t i) { return states_[chat[i]].where; });
+  for (std::size_t i = 0; i < chat.size(); ++i) {
+    Prompt& prompt = prompts_[chat[i]];
+    Json carried = carried_of(prompt);
+    carried["messages"] = Json::parse(messages[i]), carried["prompt"] = encoded[i].text;
+    prompt.carried = carried.dump();
+    prompt.observed = std::max<std::int64_t>(
+        0, static_cast<std::int64_t>(encoded[i].ids.size()) - static_cast<std::int64_t>(prompt.ids.size()));
+    prompt.ids = encoded[i].ids;
+  }
+}
+
+void EnvironmentTurns::ask(std::vector<EndedTurn> turns) {
+  asked_ = std::move(turns);
+  std::vector<std::span<const std::int32_t>> ids;
+  for (const EndedTurn& turn : asked_) ids.emplace_back(turn.ids);
+  said_ = texts_.read(ids);
+  std::vector<Json> items;
+  for (std::size_t i = 0; i < asked_.size(); ++i) {
+    if (stops_) said_[i] = stops_->before(said_[i]);
+    items.push_back({{"trajectory", asked_[i].response}, {"text", said_[i]}, {"last", asked_[i].last}});
+  }
+  answers_ = std::async(std::launch::async, [this, items = std::move(items)] {
+    return environment_.step(items, [&](std::size_t i) {
+      const State& state = states_[static_cast<std::size_t>(asked_[i].response)];
+      return text_of("for turn ", state.rewards.size() + 1, " of ", state.where, ": ", quoted_start(said_[i]));
+    });
+  });
+}
+
+std::vector<NextTurn> EnvironmentTurns::answers() {
+  const std::vector<Json> answers = answers_.get();
+  std::vector<NextTurn> out(answers.size());
+  std::vector<std::size_t> observed;
+  std::vector<Observation> observations;
+  for (std::size_t i = 0; i < answers.size(); ++i) {
+    State& state = states_[static_cast<std::size_t>(asked_[i].response)];
+    state.rewards.push_back(answers[i]["reward"].get<double>());
+    out[i].done = answers[i]["done"].get<bool>();
+    const Json& observation = answers[i]["observation"];
+    if (out[i].done || asked_[i].last || observation.is_null()) continue;
+    observed.push_back(i);
+    observations.push_back({observation.dump(), state.is_chat, asked_[i].ids.back()});
+  }
+  auto ids = texts_.observations(observations, [&](std::size_t i) {
+    return states_[static_cast<std::size_t>(asked_[observed[i]].response)].where;
+  });
+  for (std::size_t i = 0; i < observed.size(); ++i) out[observed[i]].observation_ids = std::move(ids[i]);
+  return out;
+}
+
+void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) const {
+  ESPALIER_INTERNAL_EQ(rollouts.size(), states_.size());
+  std::vector<std::span<const std::int32_t>> ids;
+  for (const Rollout& rollout : rollouts) ids.emplace_back(rollout.response_ids);
+  const std::vector<std::string> texts = texts_.read(ids);
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    const std::vector<double>& rewards = states_[i].rewards;
+    std::string& carried = rollouts[i].carried;
+    if (carried_fields(rollouts[i]).value("finish_reason", "") != "abort")
+      rollouts[i].reward = std::accumulate(rewards.begin(), rewards.end(), 0.0);
+    add_carried(carried, "turns", std::to_string(rewards.size()));
+    add_carried(carried, "turn_rewards", Json(rewards).dump());
+    carry_text(carried, "response", texts[i]);
+  }
+}
+
+Generated generate_trajectories(const Decoder& decoder, std::span<const Prompt> prompts, SamplingSettings settings,
+                                Environment& environment, TurnTexts& texts, Arena& arena, Progress& progress) {
+  EnvironmentTurns trajectories(environment, texts, settings.stops, prompts, std::exchange(settings.n, 1));
+  settings.turns = &trajectories;
+  Generated out = generate(decoder, trajectories.prompts(), settings, arena, progress);
+  trajectories.add_to(out.rollouts);
+  out.report.prompts = static_cast<std::int64_t>(prompts.size());
+  return out;
+}
+
+}  // namespace espalier

@@ -1,0 +1,58 @@
+// The trajectories of one sampling: prompts begun by an environment, turns answered by it, rewards added up.
+#pragma once
+
+#include <future>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/generate/sampler.h"
+#include "espalier/generate/turn_texts.h"
+#include "espalier/text/environment.h"
+
+namespace espalier {
+
+class EnvironmentTurns final : public Turns {
+ public:
+  // n trajectories of each prompt begin. Every one is a prompt of its own in prompts(), to be sampled with n = 1: what
+  // reset returned stands at its end, in the last message of the user where the prompt is a list of messages. `stops`
+  // may be null. Errors: those of Environment and TurnTexts.
+  EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
+                   std::span<const Prompt> prompts, std::int64_t n);
+
+  const std::vector<Prompt>& prompts() const { return prompts_; }
+
+  // The environment is asked in a thread of its own. Errors: those of Environment and TurnTexts.
+  void ask(std::vector<EndedTurn> turns) override;
+  std::vector<NextTurn> answers() override;
+
+  // Adds to the result of prompts()[i]: `reward`, the sum of its turns' rewards, where it came to its end; and what it
+  // carries: `turns`, `turn_rewards`, `response`.
+  void add_to(std::vector<Rollout>& rollouts) const;
+
+ private:
+  struct State {
+    std::string where;     // "trajectory 2 of prompts.jsonl:3"
+    bool is_chat = false;  // the prompt is a list of messages
+    std::vector<double> rewards;
+  };
+
+  void begin(std::span<const Prompt> prompts, std::int64_t n);
+  void add_first(const std::vector<Json>& answers);
+
+  Environment& environment_;
+  TurnTexts& texts_;
+  const StopStrings* stops_;
+  std::vector<Prompt> prompts_;
+  std::vector<State> states_;  // of prompts_
+  std::vector<EndedTurn> asked_;
+  std::vector<std::string> said_;  // the texts of asked_
+  std::future<std::vector<Json>> answers_;
+};
+
+// Samples n = settings.n trajectories of each prompt, of settings.most_turns turns at most. The report counts prompts
+// as they were given. The decoder's tables must cover positions_needed() of the prompts.
+Generated generate_trajectories(const Decoder& decoder, std::span<const Prompt> prompts, SamplingSettings settings,
+                                Environment& environment, TurnTexts& texts, Arena& arena, Progress& progress);
+
+}  // namespace espalier

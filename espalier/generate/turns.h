@@ -1,0 +1,32 @@
+// What happens between the turns of a trajectory, as the sampler sees it: a turn's tokens go out, the tokens of an
+// observation or the trajectory's end come back.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace espalier {
+
+struct EndedTurn {
+  std::int64_t response = 0;      // index into the results
+  std::vector<std::int32_t> ids;  // of this turn, the stop token included; at least one
+  bool stopped = false;           // by a stop token or a stop string
+  bool last = false;              // no turn can follow it
+};
+
+struct NextTurn {
+  bool done = false;  // the trajectory has ended; observation_ids are not used
+  std::vector<std::int32_t> observation_ids;
+};
+
+class Turns {
+ public:
+  virtual ~Turns() = default;
+
+  // Begins to ask what follows some turns, and returns at once.
+  virtual void ask(std::vector<EndedTurn> turns) = 0;
+  // The answers to what was asked last, in order; waits for them. Errors: InputError.
+  virtual std::vector<NextTurn> answers() = 0;
+};
+
+}  // namespace espalier
