@@ -145,7 +145,7 @@ class Generation {
   std::vector<TokenChoice> choose(const at::Tensor& hidden_OM, const Asked& asked);
   void append(std::int64_t response, const TokenChoice& choice);
   void settle(std::int64_t response, bool stopped_by_text);
-  void end_turn(std::int64_t response, bool stopped);
+  void end_turn(std::int64_t response);
   void finish(std::int64_t response, const char* reason);
   void keep_rows(std::int64_t response);
   bool anything_runs() const;
@@ -599,7 +599,7 @@ void Generation::settle(std::int64_t index, bool stopped_by_text) {
   const bool full = rollout.response_length() == response(index).state->longest;
   const bool stopped = stopped_by_text || ends_with_stop_id(rollout, settings_);
   if (!stopped && !full) return keep_rows(index);
-  if (settings_.turns) return end_turn(index, stopped);
+  if (settings_.turns) return end_turn(index);
   finish(index, reason_to_end(rollout, settings_, stopped_by_text));
 }
 
@@ -610,12 +610,12 @@ void Generation::keep_rows(std::int64_t index) {
   one.has_run = true;
 }
 
-void Generation::end_turn(std::int64_t index, bool stopped) {
+void Generation::end_turn(std::int64_t index) {
   Response& one = response(index);
   const std::vector<std::int32_t>& ids = result(index).response_ids;
   ++one.turns, ++report_.turns;
   const bool last = one.turns == settings_.most_turns || result(index).response_length() == one.state->longest;
-  ended_.push_back({index, {ids.begin() + one.turn_begin, ids.end()}, stopped, last});
+  ended_.push_back({index, {ids.begin() + one.turn_begin, ids.end()}, last});
   one.waits = true;
   ++waiting_;
 }

@@ -10,7 +10,6 @@ namespace espalier {
 struct EndedTurn {
   std::int64_t response = 0;      // index into the results
   std::vector<std::int32_t> ids;  // of this turn, the stop token included; at least one
-  bool stopped = false;           // by a stop token or a stop string
   bool last = false;              // no turn can follow it
 };
 

@@ -5,6 +5,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/device/device.h"
+#include "espalier/generate/generate_records.h"
 #include "espalier/loop/fresh_model.h"
 #include "espalier/loop/model_words.h"
 #include "espalier/loop/sampling.h"
@@ -158,6 +159,7 @@ RunStart start_as_told(const Json& told, Progress& progress) {
 }  // namespace
 
 RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh) {
+  check_environment(given, mesh);
   if (mesh.world.size() == 1) return start_on_disk(given, progress, mesh);
   RunStart out;
   if (mesh.writes()) out = start_on_disk(given, progress, mesh);
