@@ -91,6 +91,8 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
     return prefix + one.name + ".weight";
   };
   views.router = viewer.projection(layer_prefix(layer), {p.router});
+  if (shape.whole().router.correction_bias)
+    views.correction_bias_E = viewer.one(layer_prefix(layer) + shape.whole().names.correction_bias);
   views.expert_gate_up_EWM = viewer.range(weight(first, p.gate), weight(last, p.up), {E, 2 * F, M});
   views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
 }

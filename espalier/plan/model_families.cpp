@@ -11,6 +11,13 @@ constexpr ParameterNames kOlmoNames{.attention_norm = "",
                                     .mlp_norm = "",
                                     .mlp_post_norm = "post_feedforward_layernorm"};
 
+constexpr ParameterNames kMixtralNames{.router = "block_sparse_moe.gate",
+                                       .correction_bias = "block_sparse_moe.e_score_correction_bias",
+                                       .experts = "block_sparse_moe.experts",
+                                       .expert_gate = "w1",
+                                       .expert_up = "w3",
+                                       .expert_down = "w2"};
+
 constexpr Family kFamilies[] = {
     {.name = "Llama",
      .model_type = "llama",
@@ -177,6 +184,18 @@ constexpr Family kFamilies[] = {
      .activation = "gelu_pytorch_tanh",
      .gated = false,
      .names = {.up = "mlp.c_fc", .down = "mlp.c_proj"}},
+    {.name = "Mixtral",
+     .model_type = "mixtral",
+     .experts = true,
+     .expert_inner_member = "intermediate_size",
+     .renormalises = true,
+     .max_positions = 131072,
+     .kv_heads = 8,
+     .eps = 1e-5,
+     .windows = Windows::all,
+     .window = 0,
+     .rope_theta = 1e6,
+     .names = kMixtralNames},
 };
 
 }  // namespace

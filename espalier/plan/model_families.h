@@ -40,6 +40,9 @@ struct Family {
   bool mlp_bias_as_output = false;
   bool qk_norm = false, wide_norm = false;
   bool experts = false;
+  const char* expert_inner_member = "moe_intermediate_size";
+  bool renormalises = false;  // the weights of a row's experts, without a member norm_topk_prob
+  bool sigmoid_router = false, correction_bias = false;
 
   std::int64_t head_dim = 0;  // 0: hidden / heads
   std::int64_t max_positions = 2048;

@@ -184,7 +184,7 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
 }
 
 // Routing that looks at more than one token, or that is random, cannot be shared; other routers are not Qwen3-MoE's.
-void refuse_routing(const Members& config) {
+void refuse_routing(const Members& config, const Family& family) {
   const auto refuse = [&](const char* name, const char* supported) {
     config.refuse(text_of(name, " = ", shown(config.at(name))), supported);
   };
@@ -204,19 +204,22 @@ void refuse_routing(const Members& config) {
     refuse("moe_router_load_balancing_type", "tokens that choose experts, each on its own");
   for (const char* name : {"shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"})
     if (set(name)) refuse(name, "layers without shared experts");
+  const char* const scores = family.sigmoid_router ? "sigmoid" : "softmax";
   for (const char* name : {"scoring_func", "moe_router_score_function"})
-    if (config.has(name) && config.at(name) != Json("softmax")) refuse(name, "softmax over all experts");
+    if (config.has(name) && config.at(name) != Json(scores)) refuse(name, text_of("scores by ", scores).c_str());
   for (const char* name : {"n_group", "topk_group", "routed_scaling_factor"})
     if (config.has(name) && config.at(name) != Json(1) && config.at(name) != Json(1.0))
       refuse(name, "the top-k over all experts, without groups or scaling");
 }
 
-void read_experts(const Members& config, ModelShape& shape) {
+void read_experts(const Members& config, const Family& family, ModelShape& shape) {
   // Recent transformers save num_experts under the other name.
   shape.experts = config.integer(config.has("num_experts") ? "num_experts" : "num_local_experts", 1, 65536);
   shape.experts_per_token = config.integer("num_experts_per_tok", 1, shape.experts);
-  shape.expert_inner = config.integer("moe_intermediate_size", 1, 1 << 24);
-  shape.norm_topk_prob = config.flag("norm_topk_prob", false);
+  shape.expert_inner = config.integer(family.expert_inner_member, 1, 1 << 24);
+  shape.norm_topk_prob = family.renormalises || config.flag("norm_topk_prob", false);
+  shape.router.sigmoid = family.sigmoid_router;
+  shape.router.correction_bias = family.correction_bias;
   const std::int64_t step = config.integer("decoder_sparse_step", 1, 1 << 20, 1);
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
     shape.expert_layer[layer] = static_cast<std::uint8_t>((layer + 1) % step == 0);
@@ -295,8 +298,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   if (family.unrotated_layers) read_unrotated(config, shape);
   read_scales(config, family, shape);
   if (family.experts) {
-    refuse_routing(config);
-    read_experts(config, shape);
+    refuse_routing(config, family);
+    read_experts(config, family, shape);
   }
 
   refuse_dropout(config);

@@ -18,6 +18,12 @@ class Walk {
     if (norm.width > 0) visit(norm.name, ".weight", {{norm.width}}, of_heads);
     if (norm.width > 0 && norm.bias) visit(norm.name, ".bias", {{norm.width}}, of_heads);
   }
+  // A tensor that never trains.
+  void held(const char* name, const Side& side) const {
+    ParameterShape parameter{prefix_ + name, {side}, layer_, expert_};
+    parameter.trains = false;
+    visit_(parameter);
+  }
   // All weights, then all biases.
   void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "") const {
     for (const ProjectionShape& p : neighbours)
@@ -55,6 +61,7 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
     return;
   }
   walk.projections({p.router});
+  if (shape.router.correction_bias) walk.held(shape.names.correction_bias, {p.experts});
   for (std::int64_t e = 0; e < p.experts; ++e)
     Walk(visit, expert_prefix(shape, layer, e), layer, e).projections({p.gate, p.up});
   for (std::int64_t e = 0; e < p.experts; ++e)
@@ -133,7 +140,8 @@ std::int64_t ModelShape::parameters() const {
   const std::int64_t with_experts = expert_layers();
   std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
-  if (with_experts > 0) total += with_experts * layer_parameters(*this, true).parameters();
+  if (with_experts > 0)
+    total += with_experts * (layer_parameters(*this, true).parameters() + (router.correction_bias ? experts : 0));
   return total;
 }
 

@@ -104,7 +104,9 @@ Holder part_of(const Members& config, const Holder& whole, const char* kind) {
 }
 
 void read_rotary_dim(const Members& config, const Members& rope, const Family& family, ModelShape& shape) {
-  const double factor = rope.positive("partial_rotary_factor", config.positive("partial_rotary_factor", family.rotary));
+  double factor = rope.positive("partial_rotary_factor", config.positive("partial_rotary_factor", family.rotary));
+  if (family.partial_rotary && config.has("rotary_dim") && !rope.has("partial_rotary_factor"))
+    factor = static_cast<double>(config.integer("rotary_dim", 2, shape.head_dim)) / static_cast<double>(shape.head_dim);
   if (factor != 1 && !family.partial_rotary)
     config.refuse(text_of("partial_rotary_factor = ", factor), text_of("rotation of whole heads in ", family.name));
   const auto rotary = static_cast<std::int64_t>(static_cast<double>(shape.head_dim) * factor);

@@ -167,6 +167,7 @@ ModelShape train_only(ModelShape shape, const std::string& words) {
   if (shape.value_head)
     for (std::size_t i = 0; i < parameters.size(); ++i)
       trains[i] = trains[i] || parameters[i].name.starts_with(outer_parameters(shape).head.name);
+  for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = trains[i] && parameters[i].trains;
   if (std::ranges::find(trains, false) == trains.end()) return shape;
   check_products(shape, trains);
   derive(shape, trains);

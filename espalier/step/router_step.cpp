@@ -52,6 +52,11 @@ RouterStep::RouterStep(const ModelState& model, std::span<const Rollout> rollout
     throw OptionError({losses.aux_coef != 0 ? "--router-aux-loss-coef" : "--router-z-loss-coef", "a model with routers",
                        shape.architecture, "leave the option out for dense models"});
   }
+  if (losses.any() && shape.router.sigmoid)
+    throw OptionError({losses.aux_coef != 0 ? "--router-aux-loss-coef" : "--router-z-loss-coef",
+                       "a router whose scores are a softmax",
+                       text_of(shape.architecture, ", whose scores are sigmoids"),
+                       "leave the option out: its correction bias balances the experts"});
   accounting_.emplace(shape.layers, router_shape_of(shape), lengths_of(rollouts), losses);
   if (model.mesh.cp.size() > 1) accounting_->count_apart();
   if (!accounting_->needs_counts_first() || scored == nullptr || scored->updates != model.updates) return;

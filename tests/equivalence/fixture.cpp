@@ -60,6 +60,9 @@ Json special_members(const std::string& model_type) {
   if (model_type == "gemma2")
     return {{"query_pre_attn_scalar", 5}, {"attn_logit_softcapping", 0.8}, {"final_logit_softcapping", 2.0}};
   if (model_type == "gemma3_text") return {{"query_pre_attn_scalar", 5}, {"sliding_window_pattern", 2}};
+  if (model_type == "mixtral") return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}};
+  if (model_type == "minimax_m2")
+    return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}, {"rotary_dim", 4}};
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
   return Json::object();
 }

@@ -166,6 +166,7 @@ Reference critic() {
 
 Reference with_reference(Reference r) {
   r.expected = run_oracle(r.c);
+  if (!shape_of(r.c).trained.all()) r.expected.gradient = trained_part(r.c, r.expected.gradient);
   const TrainingData data(make_rollouts(r.c.rollouts, r.c.seed), r.c.options);
   const auto batch = data.mini_batch(0).rollouts;
   r.rollouts.assign(batch.begin(), batch.end());

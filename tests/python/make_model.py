@@ -69,6 +69,8 @@ FAMILIES = {
     "glm4": dict(kind="Glm4", tied=False, sharded=False, config=dict(
         num_key_value_heads=2, head_dim=16, attention_bias=True,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
+    "mixtral_moe": dict(kind="Mixtral", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2)),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
 # transformers has a token classifier of these.
@@ -100,6 +102,9 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
                 parameter.copy_(0.4 * noise)
             else:
                 parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     shards = dict(max_shard_size="40KB") if row["sharded"] else {}
     model.save_pretrained(directory, safe_serialization=True, **shards)
     if row["sharded"] and not (Path(directory) / "model.safetensors.index.json").exists():

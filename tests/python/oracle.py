@@ -72,6 +72,21 @@ def router64(module, hidden):
     return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, chosen
 
 
+# Modules of transformers and what files call them, for families whose names differ.
+FILE_NAMES = {kind: {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+              for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MiniMaxM2ForCausalLM")}
+
+
+def of_files(tensors, model):
+    """`by_expert` under the names of the model's files."""
+    out = {}
+    for name, tensor in by_expert(tensors).items():
+        for own, other in FILE_NAMES.get(type(model).__name__, {}).items():
+            name = name.replace(own, other)
+        out[name] = tensor
+    return out
+
+
 def by_expert(tensors):
     """{name: tensor} with the stacked experts of transformers' modules, and its fused matrices, under names of their own."""
     out = {}
@@ -175,7 +190,7 @@ def gradients(model, records, advantage_series, options, more=0):
     loss, parts = objective.loss(records, logprobs, entropies, advantage_series, options)
     if loss.requires_grad:
         loss.backward()
-    found = by_expert({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+    found = of_files({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, model)
     series = [x.detach().tolist() for x in logprobs], [x.detach().tolist() for x in entropies]
     return float(loss.detach()), {k: float(v.detach()) for k, v in parts.items()}, found, *series
 
@@ -198,7 +213,7 @@ def value_gradients(model, records, returns, options):
     model.zero_grad(set_to_none=True)
     loss = objective.value_loss(records, [response_values(model, record) for record in records], returns, options)
     loss.backward()
-    return float(loss.detach()), by_expert({name: p.grad.clone() for name, p in model.named_parameters()})
+    return float(loss.detach()), of_files({name: p.grad.clone() for name, p in model.named_parameters()}, model)
 
 
 def mini_batches(records, size):

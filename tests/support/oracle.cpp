@@ -129,9 +129,11 @@ void replay(const Rollout& rollout, std::int64_t place, const Tensor& chosen) {
 Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const Rollout& rollout,
                std::vector<Routing>& routings) {
   const Tensor logits = at::matmul(x, w[layer_prefix(layer) + shape.names.router + ".weight"].t());
-  const Tensor probability = logits.softmax(-1);
+  const Tensor probability = shape.router.sigmoid ? logits.sigmoid() : logits.softmax(-1);
+  Tensor score = probability.detach();
+  if (shape.router.correction_bias) score = score + w[layer_prefix(layer) + shape.names.correction_bias].detach();
   // A stable sort: ties go to the lower expert.
-  const Tensor order = std::get<1>(at::sort(probability.detach(), /*stable=*/true, -1, /*descending=*/true));
+  const Tensor order = std::get<1>(at::sort(score, /*stable=*/true, -1, /*descending=*/true));
   const Tensor best = order.slice(1, 0, shape.experts_per_token);
   const Tensor chosen = at::zeros_like(probability.detach()).scatter_(1, best, 1.0);
   replay(rollout, static_cast<std::int64_t>(routings.size()), chosen);
