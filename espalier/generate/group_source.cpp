@@ -42,4 +42,19 @@ void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW,
   }
 }
 
+std::vector<StateRun> GroupSource::runs(std::int64_t layer, const at::Tensor&, const at::Tensor&) const {
+  std::vector<StateRun> out;
+  std::int64_t first_row = 0;
+  for (const OnDevice& one : groups_) {
+    const std::int64_t at = one.group.own->number_of_state(layer);
+    for (const RowGroup::Run& run : one.group.runs)
+      out.push_back({.begin = first_row + run.begin,
+                     .end = first_row + run.end,
+                     .start_N = run.start_LN.defined() ? run.start_LN[at] : at::Tensor(),
+                     .end_N = run.end_LN[at]});
+    first_row += static_cast<std::int64_t>(one.group.own_row.size());
+  }
+  return out;
+}
+
 }  // namespace espalier

@@ -25,6 +25,14 @@ struct RowGroup {
   const KvPath* own = nullptr;
   const KvPath* path = nullptr;  // may be `own` where path_rows is 0
   std::int64_t path_rows = 0;    // P
+
+  // In layers whose rows carry a state: rows [begin, end) of the group, and the states of all such layers that they
+  // begin with (undefined: 0) and leave, which may be the same ones.
+  struct Run {
+    std::int64_t begin, end;
+    at::Tensor start_LN, end_LN;
+  };
+  std::vector<Run> runs;  // of all rows; empty where no layer's rows carry one
 };
 
 class GroupSource final : public KvSource {
@@ -36,6 +44,7 @@ class GroupSource final : public KvSource {
   void add_to(ControlBlock& block, std::span<const std::int32_t> output_row);
 
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
+  std::vector<StateRun> runs(std::int64_t layer, const at::Tensor&, const at::Tensor&) const override;
 
  private:
   struct OnDevice {

@@ -4,19 +4,24 @@
 
 #include <numeric>
 
+#include "espalier/device/scalar_type.h"
 #include "espalier/ops/operations.h"
+#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 namespace {
 
 // What the group takes: a row of width M, and K and V of every layer in two stores.
 std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int64_t prompt_rows,
-                         std::int64_t response_rows) {
+                         std::int64_t response_rows, std::int64_t responses) {
   const auto taken = [&](std::int64_t count) {
     return arena_bytes(count * static_cast<std::int64_t>(c10::elementSize(dtype)));
   };
   const std::int64_t width = shape.kv_heads * shape.head_dim;
-  return taken(shape.hidden) + 2 * shape.layers * (taken(prompt_rows * width) + taken(response_rows * width));
+  const StateBuffers states({shape, element_bytes(dtype), false}, false);
+  return states.peak() * (1 + responses) + taken(shape.hidden) +
+         2 * (shape.layers - shape.states_in(0, shape.layers)) *
+             (taken(prompt_rows * width) + taken(response_rows * width));
 }
 
 }  // namespace
@@ -26,7 +31,8 @@ PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int
     : layers_(shape.layers),
       prompt_rows_(prompt_rows),
       packing_(responses, longest),
-      memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity()), device),
+      states_(shape.states_in(0, shape.layers)),
+      memory_(bytes_taken(shape, dtype, prompt_rows, packing_.capacity(), responses), device),
       last_hidden_M_(memory_.take({shape.hidden}, dtype)),
       prompt_(shape, prompt_rows, dtype, false, memory_),
       responses_(shape, packing_.capacity(), dtype, false, memory_),
@@ -34,6 +40,27 @@ PromptGroup::PromptGroup(const ModelShape& shape, at::ScalarType dtype, std::int
       has_window_(shape.window > 0),
       prompt_depth_(has_window_ ? static_cast<std::size_t>(prompt_rows) : 0) {
   std::iota(prompt_depth_.begin(), prompt_depth_.end(), 0);
+  if (states_ == 0) return;
+  const StateBuffers states({shape, element_bytes(dtype), false}, false);
+  prompt_LN_ = memory_.take(states, states.states_LN, dtype);
+  for (std::int64_t i = responses - 1; i >= 0; --i) {
+    response_LN_.push_back(memory_.take(states, states.states_LN, dtype));
+    free_.push_back(static_cast<std::size_t>(i));
+  }
+}
+
+void PromptGroup::add(std::int64_t response) {
+  packing_.add(response);
+  if (states_ == 0) return;
+  place_of_[response] = free_.back();
+  free_.pop_back();
+}
+
+void PromptGroup::remove(std::int64_t response) {
+  packing_.remove(response);
+  if (states_ == 0) return;
+  free_.push_back(place_of_.at(response));
+  place_of_.erase(response);
 }
 
 RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const {
@@ -43,6 +70,7 @@ RowGroup PromptGroup::append_prompt(std::int64_t begin, std::int64_t end) const 
   group.subtree_end = std::span(prompt_end_).first(static_cast<std::size_t>(end));
   if (has_window_) group.depth = std::span(prompt_depth_).first(static_cast<std::size_t>(end));
   group.own = group.path = &prompt_;
+  if (states_ > 0) group.runs = {{0, end - begin, begin == 0 ? at::Tensor() : prompt_LN_, prompt_LN_}};
   return group;
 }
 
@@ -50,6 +78,7 @@ RowGroup PromptGroup::append_step() {
   packing_.make_room(moves_);
   for (std::int64_t layer = 0; layer < layers_ && !moves_.empty(); ++layer) {
     const KvPath::Layer own = responses_.path(layer, packing_.capacity());
+    if (!own.k.defined()) continue;  // its rows carry a state
     for (const RowPacking::Move& move : moves_) {
       memory_.device().operations().move_rows(own.k, move.from, move.to, move.count);
       memory_.device().operations().move_rows(own.v, move.from, move.to, move.count);
@@ -67,6 +96,12 @@ RowGroup PromptGroup::append_step() {
       for (std::int32_t row = run.begin; row < run.end; ++row)
         response_depth_[static_cast<std::size_t>(row)] += row - run.begin;
     group.depth = response_depth_;
+  }
+  for (const RowPacking::Run& run : packing_.runs()) {
+    if (states_ == 0) break;
+    const at::Tensor& own_LN = response_LN_[place_of_.at(run.owner)];
+    const auto row = static_cast<std::int64_t>(group.runs.size());
+    group.runs.push_back({row, row + 1, run.count == 1 ? prompt_LN_ : own_LN, own_LN});
   }
   group.own = &responses_;
   group.path = &prompt_;

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <span>
 #include <vector>
 
@@ -29,8 +30,8 @@ class PromptGroup {
   // The normalised hidden row of the last prompt token, [M], filled by the caller that computes the prompt.
   const at::Tensor& last_hidden_M() const { return last_hidden_M_; }
 
-  void add(std::int64_t response) { packing_.add(response); }
-  void remove(std::int64_t response) { packing_.remove(response); }
+  void add(std::int64_t response);
+  void remove(std::int64_t response);
   // Responses that have rows, in the order of those rows.
   std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
   // What append_step adds to the response of run `run` from now on: 1 row unless it is said; 0: the response waits.
@@ -41,9 +42,15 @@ class PromptGroup {
  private:
   std::int64_t layers_, prompt_rows_;
   RowPacking packing_;
+  std::int64_t states_;  // layers whose rows carry a state
   Arena memory_;
   at::Tensor last_hidden_M_;
   KvPath prompt_, responses_;
+  // What rows carry: the prompt's, and of each response that lives; a response has one of the places.
+  at::Tensor prompt_LN_;
+  std::vector<at::Tensor> response_LN_;
+  std::vector<std::size_t> free_;
+  std::map<std::int64_t, std::size_t> place_of_;
   std::vector<std::int32_t> prompt_end_;  // [P], all P
   bool has_window_;
   std::vector<std::int32_t> prompt_depth_, response_depth_;  // where the model has layers with a window

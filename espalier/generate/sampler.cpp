@@ -163,7 +163,7 @@ class Generation {
   const ChoiceRule rule_;
   Arena& arena_;
   Progress& progress_;
-  std::int64_t kv_bytes_;  // of one row
+  std::int64_t kv_bytes_, state_bytes_;  // of one row; of a prompt, and of each response that lives
   std::int64_t kv_limit_, most_at_once_;
 
   std::vector<std::unique_ptr<PromptState>> prompts_;
@@ -191,6 +191,7 @@ Generation::Generation(const Decoder& decoder, std::span<const Prompt> prompts, 
       arena_(arena),
       progress_(progress),
       kv_bytes_(kv_bytes_per_token(decoder.shape(), dtype_of(decoder.dtype()))),
+      state_bytes_(StateBuffers(decoder.block(), false).peak()),
       kv_limit_(least_of_all(
           decoder.mesh(), settings.kv_limit_bytes > 0 ? settings.kv_limit_bytes : decoder.device().free_bytes() / 2)),
       most_at_once_(settings.max_num_seqs > 0 ? settings.max_num_seqs : kMostDecoded) {
@@ -311,7 +312,7 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
   for (const auto& state : prompts_) {
     const std::int64_t rows = std::max<std::int64_t>(1, state->longest - 1);
     state->places = std::min({static_cast<std::int64_t>(state->responses.size()), most_at_once_,
-                              std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_)),
+                              std::max<std::int64_t>(1, kv_limit_ / (rows * kv_bytes_ + state_bytes_)),
                               std::numeric_limits<std::int32_t>::max() / rows});
   }
 }
@@ -346,7 +347,7 @@ Generated Generation::run() {
 // again by those that live, but what was touched stays until the last one ends.
 std::int64_t Generation::promised_bytes(const PromptState& state, std::int64_t live) const {
   const std::int64_t longest = state.prompt_rows() + live * (state.longest - 1);
-  return kv_bytes_ * std::max(longest, state.group ? state.group->held_rows() : 0);
+  return kv_bytes_ * std::max(longest, state.group ? state.group->held_rows() : 0) + state_bytes_ * (1 + live);
 }
 
 // Gives places to waiting responses, in order, while there is memory for their longest.
@@ -676,13 +677,15 @@ void Generation::cut_unfinished() {
 }
 
 void Generation::count_held() {
-  std::int64_t shared = 0, unshared = 0;
+  std::int64_t shared = 0, unshared = 0, shared_states = 0, unshared_states = 0;
   for (const PromptState* state : open_) {
     shared += state->group->held_rows();
     unshared += state->group->held_rows() + state->prompt_rows() * (state->live() - 1);
+    shared_states += 1 + state->live(), unshared_states += state->live();
   }
-  report_.kv_bytes = std::max(report_.kv_bytes, shared * kv_bytes_);
-  report_.kv_bytes_unshared = std::max(report_.kv_bytes_unshared, unshared * kv_bytes_);
+  report_.kv_bytes = std::max(report_.kv_bytes, shared * kv_bytes_ + shared_states * state_bytes_);
+  report_.kv_bytes_unshared =
+      std::max(report_.kv_bytes_unshared, unshared * kv_bytes_ + unshared_states * state_bytes_);
 }
 
 }  // namespace

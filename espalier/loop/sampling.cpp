@@ -196,7 +196,9 @@ std::int64_t Sampling::most_kv_bytes() const {
   const std::int64_t batch = options_.train_batch_size * (prompt + sampled_.n * options_.max_response_length);
   const auto held_out = static_cast<std::int64_t>(held_out_.size()) * (prompt + options_.max_response_length);
   const std::int64_t token = kv_bytes_per_token(decoder_.shape(), options_.dtype);
-  return std::min(sampled_.kv_limit_bytes, std::max(batch, held_out) * token);
+  const std::int64_t states = std::max(options_.train_batch_size * (1 + sampled_.n), 2 * std::ssize(held_out_));
+  return std::min(sampled_.kv_limit_bytes,
+                  std::max(batch, held_out) * token + states * StateBuffers(decoder_.block(), false).peak());
 }
 
 }  // namespace espalier

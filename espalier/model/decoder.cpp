@@ -10,7 +10,11 @@
 
 namespace espalier {
 Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh)
-    : local_(shape), shape_(shape.own()), weights_(std::move(weights)), device_(device), mesh_(mesh) {}
+    : local_(shape), shape_(shape.own()), weights_(std::move(weights)), device_(device), mesh_(mesh) {
+  if ((shape_.has_states() || shape_.attention.output_gate) && device.operations().delta_rule == nullptr)
+    throw UnsupportedError({text_of("--device ", device.name()), "cpu for layers whose rows carry a state (delta rule)",
+                            shape_.architecture, "Take --device cpu"});
+}
 
 void Decoder::reserve_positions(std::int64_t positions) {
   if (positions <= rotary_.positions()) return;

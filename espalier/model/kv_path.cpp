@@ -19,6 +19,11 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     window_.emplace(*keeper, layers_awake, shape.trained.first_layer);
   std::array<PathKeeper::Member, PathKeeper::kKinds> members;
   for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+    state_.push_back(shape.states_in(0, static_cast<std::int64_t>(layer)));
+    if (shape.mixer_of(static_cast<std::int64_t>(layer)) != Mixer::attention) {
+      if (window_) window_->add_layer_without_rows();
+      continue;
+    }
     const bool has_backward = window_ || static_cast<std::int64_t>(layer) >= shape.trained.first_layer;
     const PathBuffers& declared = has_backward ? with : without;
     const BufferList::Place places[] = {declared.k_PW, declared.v_PW, declared.grad_k_PW, declared.grad_v_PW};
@@ -38,9 +43,10 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
   }
 }
 
-void KvPath::push(std::int64_t rows, std::int64_t contributions) {
+void KvPath::push(std::int64_t rows, std::int64_t contributions, const States& states) {
   ESPALIER_INTERNAL(rows_ + rows <= capacity_, rows_, " + ", rows, " rows on a path of ", capacity_);
-  trunks_.push_back({rows_, rows_ + rows, contributions, std::vector<std::int64_t>(layers_.size(), 0)});
+  trunks_.push_back({rows_, rows_ + rows, contributions, std::vector<std::int64_t>(layers_.size(), 0), states});
+  if (states.grad_states_LN.defined()) device_.operations().zero(states.grad_states_LN);
   rows_ += rows;
   for (std::int64_t layer = 0; layer < static_cast<std::int64_t>(layers_.size()); ++layer)
     if (!window_ || !window_->sleeps(layer)) zero_gradients(layer, rows_ - rows, rows_);
@@ -82,6 +88,19 @@ KvPath::Layer KvPath::slice(std::int64_t layer, std::int64_t begin, std::int64_t
 
 KvPath::Layer KvPath::path(std::int64_t layer, std::int64_t rows) const { return slice(layer, 0, rows); }
 KvPath::Layer KvPath::top(std::int64_t layer) const { return slice(layer, trunks_.back().begin, trunks_.back().end); }
+
+KvPath::State KvPath::state_of(std::int64_t layer, std::size_t trunks) const {
+  if (trunks == 0) return {};
+  const States& all = trunks_.at(trunks - 1).states;
+  const std::int64_t at = number_of_state(layer);
+  return {all.states_LN[at], all.grad_states_LN.defined() ? all.grad_states_LN[at] : at::Tensor()};
+}
+
+KvPath::State KvPath::state_above(std::int64_t layer, std::int64_t rows) const {
+  std::size_t trunks = 0;
+  while (trunks < trunks_.size() && trunks_[trunks].end <= rows) ++trunks;
+  return state_of(layer, trunks);
+}
 
 void KvPath::count_contribution(std::int64_t layer, std::int64_t rows) {
   for (Trunk& trunk : trunks_) {

@@ -32,9 +32,19 @@ class KvPath {
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
          PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0);
 
+  // What a trunk leaves in one layer whose rows carry a state [N], and the sum of its gradients; undefined: 0, none.
+  struct State {
+    at::Tensor state_N, grad_state_N;
+  };
+  // The same of all such layers, in order.
+  struct States {
+    at::Tensor states_LN, grad_states_LN;
+  };
+
   std::int64_t rows() const { return rows_; }
   // Opens `rows` more rows for a trunk below which `contributions` sets of rows will add gradients. Zeroes gradients.
-  void push(std::int64_t rows, std::int64_t contributions);
+  // The states are the caller's and stay until the trunk is popped.
+  void push(std::int64_t rows, std::int64_t contributions, const States& states = {});
   void pop();
 
   // A set of rows runs a layer: forwards from the first to the last, or, `rows_above` being those of the path that
@@ -47,6 +57,12 @@ class KvPath {
   Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
   Layer top(std::int64_t layer) const;                      // rows of the innermost trunk
 
+  // Among the layers whose rows carry a state, the number of this one.
+  std::int64_t number_of_state(std::int64_t layer) const { return state_.at(static_cast<std::size_t>(layer)); }
+  // Of the innermost trunk; of the last one of those that make up the first `rows` rows.
+  State state_of_top(std::int64_t layer) const { return state_of(layer, trunks_.size()); }
+  State state_above(std::int64_t layer, std::int64_t rows) const;
+
   // A set of rows below `rows` path rows has added its part to `layer`.
   void count_contribution(std::int64_t layer, std::int64_t rows);
   // The innermost trunk's backward reads `layer`.
@@ -57,14 +73,17 @@ class KvPath {
     std::int64_t begin, end;
     std::int64_t expected;
     std::vector<std::int64_t> arrived;  // per layer
+    States states;
   };
 
+  State state_of(std::int64_t layer, std::size_t trunks) const;  // of the last of the first so many
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
   void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
   Device& device_;
   std::int64_t capacity_, rows_ = 0;
   std::vector<Layer> layers_;
+  std::vector<std::int64_t> state_;  // number of a layer among those whose rows carry a state
   std::vector<Trunk> trunks_;
   std::optional<PathWindow> window_;  // none: no layer sleeps
 };

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/observe/timer.h"
@@ -50,6 +51,19 @@ class KvSource {
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm), which is scratch where there is no backward.
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;
+
+  // Where rows carry a state in place of keys and values: how many runs of the rows leave one for others of the set;
+  // and the runs of the layer, with the states around them. States that the set leaves for itself are in states_FN.
+  // With grad_states_FN (of a backward, zeroed) their gradients are there; what came to the state that the set leaves
+  // for later sets is complete. Errors: InternalError before the last of it.
+  virtual std::int64_t forks() const { return 0; }
+  virtual std::vector<StateRun> runs(std::int64_t, const at::Tensor& /*states_FN*/,
+                                     const at::Tensor& /*grad_states_FN*/) const {
+    ESPALIER_INTERNAL(false, "rows without states");
+    return {};
+  }
+  // Called once a layer, after the gradients of the runs' states were added.
+  virtual void count_runs_backward(std::int64_t) {}
 
   // The gradients that later rows added to what was kept, [T, J, D]; undefined where nothing is kept. Errors:
   // InternalError before the last of them.

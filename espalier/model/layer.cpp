@@ -5,6 +5,7 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/branch.h"
+#include "espalier/model/delta_layer.h"
 #include "espalier/model/mlp.h"
 
 namespace espalier {
@@ -16,13 +17,6 @@ struct Sizes {
 
 Sizes sizes_of(const LayerContext& c) {
   return {c.input.rows(), c.narrow ? c.input.outputs() : c.input.rows(), c.shape.kv_heads * c.shape.head_dim};
-}
-
-// Overwrites x_R with x_T at the output rows; in blocks where all rows continue it is x itself.
-at::Tensor continuing_rows(const LayerContext& c, const at::Tensor& x_TM, const at::Tensor& x_RM) {
-  if (!c.narrow) return x_TM;
-  c.ops.gather(x_TM, c.input.output_row_O, x_RM);
-  return x_RM;
 }
 
 Rotation rotation(const LayerContext& c, const at::Tensor& position_R, const at::Tensor& norm_weight) {
@@ -39,15 +33,36 @@ Branch branch_of(const LayerContext& c, const LayerSaved& saved) {
   return {c.weights.attention_post_norm_M, saved.branch_RM, saved.branch_rstd_R, c.weights.output};
 }
 
+// Heads of queries, where each stands before its gate.
+at::Tensor without_gates(const LayerContext& c, const at::Tensor& query_gate_RW) {
+  const std::int64_t D = c.shape.head_dim;
+  return query_gate_RW.view({-1, 2 * D}).narrow(1, 0, D);
+}
+
+// The projected queries; with an output gate they are copied to query_RW.
+at::Tensor queries_of(const LayerContext& c, const LayerSaved& saved, const at::Tensor& query_RW) {
+  if (!c.shape.attention.output_gate) return saved.q_RW;
+  c.ops.convert(without_gates(c, saved.q_RW), query_RW.view({-1, c.shape.head_dim}));
+  return query_RW;
+}
+
+// What the output's projection reads; with an output gate it is written to gated_RW.
+at::Tensor gated_values(const LayerContext& c, const LayerSaved& saved, const at::Tensor& gated_RW) {
+  if (!c.shape.attention.output_gate) return saved.attended_RW;
+  c.ops.gate_heads(saved.attended_RW, saved.q_RW, c.shape.head_dim, gated_RW);
+  return gated_RW;
+}
+
 // Attention as its source runs it, from what was saved. Keys and values that the source keeps are written there in the
 // first forward only; others' keys are written to rotated_k.
 LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
-                              const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW) {
+                              const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
+                              const at::Tensor& query_RW) {
   const std::int64_t kv_width = sizes_of(c).kv_width;
   const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, kv_width), v_TW = saved.kv_TW.narrow(1, kv_width, kv_width);
   const bool keeps = c.kv.keeps();
   const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
-  c.ops.rotate(rotation_of_queries(c), saved.q_RW, rotated_q_RW);
+  c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);
   if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), k_TW, own.k);
   if (keeps && write_kept) c.ops.convert(v_TW, own.v);
   return {c.ops,
@@ -72,8 +87,12 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
                                            const LayerViews& grads) {
   const Sizes s = sizes_of(c);
   const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW]};
-  const LayerAttention attention =
-      make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW]);
+  const LayerAttention attention = make_attention(c, saved, false, held[declared.rotated_q_RW],
+                                                  held[declared.rotated_k_TW], held[declared.query_RW]);
+  const bool gated = c.shape.attention.output_gate;
+  if (gated)
+    c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, c.shape.head_dim, held[declared.grad_attended_RW],
+                              held[declared.grad_attended_RW], out.q_RW);
   const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
   KeysValues own = c.kv.gathered(c.layer);
   if (!c.kv.keeps()) {
@@ -83,7 +102,9 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   }
   c.kv.add_backward(attention, saved.attended_RW, saved.lse_HR, held[declared.grad_attended_RW], grad_q_RW, own);
   const auto grad_k_TW = own.k.view({s.rows, s.kv_width}), grad_v_TW = own.v.view({s.rows, s.kv_width});
-  c.ops.add_rotate_backward(rotation_of_queries(c), saved.q_RW, grad_q_RW, out.q_RW, grads.q_norm_D);
+  c.ops.add_rotate_backward(rotation_of_queries(c), gated ? held[declared.query_RW] : saved.q_RW, grad_q_RW,
+                            gated ? held[declared.grad_query_RW] : out.q_RW, grads.q_norm_D);
+  if (gated) c.ops.convert(held[declared.grad_query_RW].view({-1, c.shape.head_dim}), without_gates(c, out.q_RW));
   c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, s.kv_width), grad_k_TW,
                             out.kv_TW.narrow(1, 0, s.kv_width), grads.k_norm_D);
   c.ops.convert(grad_v_TW, out.kv_TW.narrow(1, s.kv_width, s.kv_width));
@@ -99,6 +120,8 @@ void take_attention_saved(const LayerContext& c, LayerSaved& saved) {
   saved.kv_TW = take(declared.kv_TW);
   saved.q_RW = take(declared.q_RW);
   saved.attended_RW = take(declared.attended_RW);
+  saved.projected_TW = take(declared.projected_TW);
+  saved.mixed_TV = take(declared.mixed_TV);
   saved.lse_HR = take(declared.lse_HR);
   saved.stream_mid_RM = take(declared.stream_mid_RM);
   saved.branch_RM = take(declared.branch_RM);
@@ -120,6 +143,11 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
   using Stage = LayerForwardBuffers::Stage;
   const std::int64_t continuing = sizes_of(c).continuing;
+  if (c.shape.mixer_of(c.layer) == Mixer::delta_rule) {
+    delta_forward(c, saved);
+    if (continuing > 0) mlp_forward(c, saved, stream_out_RM);
+    return;
+  }
   const LayerForwardBuffers declared(c.block(), c.block_rows(), stream_out_RM.defined());
   HeldBuffers held(c.arena, declared, c.dtype());
   held.enter(Stage::projection);
@@ -130,14 +158,15 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
   }
   c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
   if (continuing > 0)
-    c.products.linear(saved.q_RW, continuing_rows(c, normed_TM, held[declared.query_input_RM]), c.weights.query);
+    c.products.linear(saved.q_RW, c.continuing_rows(normed_TM, held[declared.query_input_RM]), c.weights.query);
   held.enter(Stage::attention);
-  c.kv.attend(make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW]),
-              saved.attended_RW, saved.lse_HR);
+  c.kv.attend(
+      make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.query_RW]),
+      saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
   held.enter(Stage::residual);
-  add_branch(c, branch_of(c, saved), continuing_rows(c, saved.stream_in_TM, held[declared.residual_RM]),
-             saved.attended_RW, held[declared.branch_RM], saved.stream_mid_RM);
+  add_branch(c, branch_of(c, saved), c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
+             gated_values(c, saved, held[declared.gated_RW]), held[declared.branch_RM], saved.stream_mid_RM);
   held.enter(Stage::mlp);
   mlp_forward(c, saved, stream_out_RM);
 }
@@ -153,6 +182,8 @@ void layer_forward_again(const LayerContext& c, LayerSaved& saved, ItemState sta
 
 void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                         const at::Tensor& grad_in_TM, const LayerViews& grads) {
+  if (c.shape.mixer_of(c.layer) == Mixer::delta_rule)
+    return add_delta_backward(c, saved, grad_stream_RM, grad_in_TM, grads);
   using Stage = LayerBackwardBuffers::Stage;
   const bool continues = sizes_of(c).continuing > 0;
   const LayerBackwardBuffers declared(c.block(), c.block_rows());
@@ -164,7 +195,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     held.enter(Stage::output);
     const at::Tensor grad_branch_RM = add_branch_backward(c, branch_of(c, saved), grad_stream_RM,
                                                           held[declared.grad_branch_RM], grads.attention_post_norm_M);
-    c.products.add_linear_grad_weight(grads.output, grad_branch_RM, saved.attended_RW, held[declared.output_product]);
+    c.products.add_linear_grad_weight(grads.output, grad_branch_RM, gated_values(c, saved, held[declared.gated_RW]),
+                                      held[declared.output_product]);
     c.products.linear_grad_input(held[declared.grad_attended_RW], grad_branch_RM, c.weights.output);
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
@@ -179,7 +211,7 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   held.enter(Stage::query);
   if (continues && grads.query.trains())
     c.products.add_linear_grad_weight(grads.query, grad.q_RW,
-                                      continuing_rows(c, normed_TM, held[declared.query_input_RM]),
+                                      c.continuing_rows(normed_TM, held[declared.query_input_RM]),
                                       held[declared.query_product]);
   held.enter(Stage::input);
   c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.key_value);

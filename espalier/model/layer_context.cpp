@@ -7,7 +7,17 @@ namespace espalier {
 BlockShape LayerContext::block() const { return {shape, element_bytes(dtype()), ops.rounds_weight_gradients(dtype())}; }
 
 BlockRows LayerContext::block_rows() const {
-  return {input.rows(), narrow ? input.outputs() : input.rows(), narrow, kv.keeps(), weights.router.weight.defined()};
+  BlockRows rows{input.rows(), narrow ? input.outputs() : input.rows(), narrow, kv.keeps(),
+                 weights.router.weight.defined()};
+  rows.mixer = shape.mixer_of(layer);
+  rows.forks = kv.forks();
+  return rows;
+}
+
+at::Tensor LayerContext::continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const {
+  if (!narrow) return x_TM;
+  ops.gather(x_TM, input.output_row_O, x_RM);
+  return x_RM;
 }
 
 }  // namespace espalier

@@ -28,6 +28,7 @@ struct LayerSaved {
   at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
   at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
   at::Tensor branch_RM, branch_rstd_R;   // o_proj's result, where a norm follows it
+  at::Tensor projected_TW, mixed_TV;     // of the delta rule (ops/delta_rule.h), in place of the two lines above
   at::Tensor stream_mid_RM, mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
@@ -64,10 +65,12 @@ struct LayerContext {
   bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
   bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 
-  at::ScalarType dtype() const { return weights.query.weight.scalar_type(); }
+  at::ScalarType dtype() const { return weights.output.weight.scalar_type(); }
   // The sizes that the block's buffer declarations depend on.
   BlockShape block() const;
   BlockRows block_rows() const;
+  // Overwrites x_R with x_T at the output rows; in blocks where all rows continue it is x itself.
+  at::Tensor continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const;
 };
 
 }  // namespace espalier

@@ -98,14 +98,26 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
 }
 
 LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_t layer) {
-  const LayerParameters p = layer_parameters(shape.whole(), shape.whole().has_experts(layer));
+  const ModelShape& whole = shape.whole();
+  const LayerParameters p = layer_parameters(whole, whole.has_experts(layer), whole.mixer_of(layer));
   const std::string prefix = layer_prefix(layer);
   LayerViews views;
   views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
-  views.query = viewer.projection(prefix, {p.query});
-  views.key_value = viewer.projection(prefix, {p.key, p.value});
-  views.q_norm_D = viewer.norm(prefix, p.query_norm);
-  views.k_norm_D = viewer.norm(prefix, p.key_norm);
+  if (whole.mixer_of(layer) == Mixer::delta_rule) {
+    const DeltaRuleShape& s = whole.delta_rule;
+    const std::size_t last = s.by_key_head ? 1 : 3;
+    views.projected.weight = viewer.range(prefix + p.projected[0].name + ".weight",
+                                          prefix + p.projected[last].name + ".weight", {s.projected(), whole.hidden});
+    views.conv_CK = viewer.range(prefix + p.conv.name, prefix + p.conv.name, {s.channels(), s.kernel});
+    views.a_log_H = viewer.one(prefix + p.a_log.name);
+    views.dt_bias_H = viewer.one(prefix + p.dt_bias.name);
+    views.mixed_norm_D = viewer.norm(prefix, p.mixed_norm);
+  } else {
+    views.query = viewer.projection(prefix, {p.query});
+    views.key_value = viewer.projection(prefix, {p.key, p.value});
+    views.q_norm_D = viewer.norm(prefix, p.query_norm);
+    views.k_norm_D = viewer.norm(prefix, p.key_norm);
+  }
   views.output = viewer.projection(prefix, {p.output});
   views.mlp_norm_M = viewer.norm(prefix, p.mlp_norm);
   views.attention_norm_bias_M = viewer.norm_bias(prefix, p.attention_norm);

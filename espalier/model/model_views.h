@@ -29,7 +29,10 @@ struct LayerViews {
   Projection key_value;           // [2*J*D, M], keys then values
   at::Tensor q_norm_D, k_norm_D;  // or over all heads [H*D], [J*D]
   at::Tensor sinks_H;
-  Projection output;  // [M, H*D]
+  Projection output;                       // [M, H*D]
+  Projection projected;                    // [W, M], of the delta rule, in place of query, key and value
+  at::Tensor conv_CK, a_log_H, dt_bias_H;  // ops/delta_rule.h
+  at::Tensor mixed_norm_D;
   at::Tensor mlp_norm_M;
   at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
   at::Tensor attention_post_norm_M, mlp_post_norm_M;  // of what each half adds to the stream

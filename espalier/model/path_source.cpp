@@ -17,6 +17,27 @@ KeysValues PathSource::gathered(std::int64_t layer) const {
   return {own.grad_k, own.grad_v};
 }
 
+std::vector<StateRun> PathSource::runs(std::int64_t layer, const at::Tensor& states_FN,
+                                       const at::Tensor& grad_states_FN) const {
+  const bool backward = grad_states_FN.defined();
+  if (is_trunk_ && backward) path_.expect_complete(layer);
+  const KvPath::State above = path_.state_above(layer, path_rows_),
+                      own = is_trunk_ ? path_.state_of_top(layer) : KvPath::State{};
+  std::vector<StateRun> out;
+  for (const RowRun& run : runs_) {
+    StateRun one{.begin = run.begin, .end = run.end, .forks = run.fork >= 0};
+    one.start_N = run.parent < 0 ? above.state_N : states_FN[runs_[static_cast<std::size_t>(run.parent)].fork];
+    one.end_N = one.forks ? states_FN[run.fork] : own.state_N;
+    if (backward) {
+      one.grad_start_N =
+          run.parent < 0 ? above.grad_state_N : grad_states_FN[runs_[static_cast<std::size_t>(run.parent)].fork];
+      one.grad_end_N = one.forks ? grad_states_FN[run.fork] : own.grad_state_N;
+    }
+    out.push_back(std::move(one));
+  }
+  return out;
+}
+
 AttentionProblem PathSource::problem(const LayerAttention& a, const KvPath::Layer& path) const {
   return {a.head_dim,     a.q_RW,         a.own.k,  a.own.v,  path.k,  path.v,
           a.output_row_R, subtree_end_T_, a.window, depth_T_, a.scale, a.soft_cap};

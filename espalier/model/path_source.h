@@ -7,8 +7,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
+#include "espalier/plan/step_plan.h"
 
 namespace espalier {
 
@@ -16,12 +20,16 @@ class PathSource final : public KvSource {
  public:
   // `is_trunk`: the rows are those that the path was last opened for, behind the P others. subtree_end_T (int32) lies
   // on the device, and depth_T (int32), which only layers with a window read. The path must outlive the object.
-  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {})
+  // `runs`: of the rows, where some layer's carry a state.
+  PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {},
+             std::vector<RowRun> runs = {})
       : path_(path),
         path_rows_(path_rows),
         is_trunk_(is_trunk),
         subtree_end_T_(std::move(subtree_end_T)),
-        depth_T_(std::move(depth_T)) {}
+        depth_T_(std::move(depth_T)),
+        runs_(std::move(runs)),
+        forks_(std::ranges::count_if(runs_, [](const RowRun& run) { return run.fork >= 0; })) {}
 
   void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
   void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
@@ -29,6 +37,10 @@ class PathSource final : public KvSource {
   bool keeps() const override { return is_trunk_; }
   KeysValues kept(std::int64_t layer) const override;
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
+  std::int64_t forks() const override { return forks_; }
+  std::vector<StateRun> runs(std::int64_t layer, const at::Tensor& states_FN,
+                             const at::Tensor& grad_states_FN) const override;
+  void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
   KeysValues gathered(std::int64_t layer) const override;
   // Counts this set's part towards the gradients of every trunk that it sees.
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
@@ -42,6 +54,8 @@ class PathSource final : public KvSource {
   std::int64_t path_rows_;
   bool is_trunk_;
   at::Tensor subtree_end_T_, depth_T_;
+  std::vector<RowRun> runs_;
+  std::int64_t forks_;
 };
 
 // No rows, of a rank that takes part in what others run. With a path: others of cp run a wave over the trunks that are

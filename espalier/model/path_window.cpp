@@ -6,16 +6,15 @@
 namespace espalier {
 
 void PathWindow::add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members) {
-  const bool stays = !sleeps(static_cast<std::int64_t>(layers_.size()));
+  const bool stays = static_cast<std::int64_t>(layers_.size()) < layers_awake_;
   Layer& layer = layers_.emplace_back();
   if (stays) return;
+  layer.sleeps = true;
   layer.keys_values = {keeper_.add(members[0]), keeper_.add(members[1])};
   layer.gradients = {keeper_.add(members[2]), keeper_.add(members[3])};
 }
 
-bool PathWindow::shares_places() const {
-  return keeper_.one_place() && static_cast<std::int64_t>(layers_.size()) > layers_awake_;
-}
+bool PathWindow::shares_places() const { return keeper_.one_place() && std::ranges::any_of(layers_, &Layer::sleeps); }
 
 void PathWindow::begin_forward(std::int64_t layer, std::int64_t rows) {
   if (sleeps(layer)) {

@@ -19,7 +19,9 @@ class PathWindow {
 
   // The next layer's members, by kind: it sleeps from now on, if it is not one of the first.
   void add_layer(const std::array<PathKeeper::Member, PathKeeper::kKinds>& members);
-  bool sleeps(std::int64_t layer) const { return layer >= layers_awake_; }
+  // A layer that keeps no rows in the path, and so never sleeps.
+  void add_layer_without_rows() { layers_.emplace_back(); }
+  bool sleeps(std::int64_t layer) const { return layers_[static_cast<std::size_t>(layer)].sleeps; }
   // Whether the next layer takes the places of the one before it.
   bool shares_places() const;
 
@@ -38,6 +40,7 @@ class PathWindow {
   struct Layer {
     std::array<int, 2> keys_values, gradients;  // numbers of the keeper
     std::int64_t rows = 0, gradient_rows = 0;   // that count
+    bool sleeps = false;
   };
 
   void use(std::int64_t layer, bool gradients);

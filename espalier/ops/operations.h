@@ -7,6 +7,7 @@
 #include "espalier/ops/adamw.h"
 #include "espalier/ops/attention.h"
 #include "espalier/ops/choice.h"
+#include "espalier/ops/delta_rule.h"
 #include "espalier/ops/experts.h"
 #include "espalier/ops/head.h"
 #include "espalier/ops/moving.h"
@@ -26,6 +27,7 @@ struct Operations : NormOperations,
                     HeadOperations,
                     ExpertOperations,
                     OptimizerOperations,
-                    ChoiceOperations {};
+                    ChoiceOperations,
+                    DeltaRuleOperations {};
 
 }  // namespace espalier

@@ -15,10 +15,18 @@ std::unique_ptr<KvSource> make_source(const StepRun& step, const PlanItem& item,
   const bool is_trunk = item.kind == ItemKind::trunk;
   const Decoder& decoder = step.decoder;
   if (!input.shares)
-    return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S);
+    return std::make_unique<PathSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
+                                        decoder.shape().has_states() ? runs_of(item.set) : std::vector<RowRun>());
   return std::make_unique<DividedSource>(step.path, item.path_rows, is_trunk, input.subtree_end_S, input.depth_S,
                                          *input.shares, input.divided, decoder.block(), decoder.dtype(),
                                          decoder.mesh().cp, arena);
+}
+
+KvPath::States take_states(const StepRun& step, const PlanItem& item, Arena& arena) {
+  if (item.kind != ItemKind::trunk) return {};
+  const StateBuffers declared(step.decoder.block(), step.trains());
+  const auto take = [&](BufferList::Place place) { return arena.take(declared, place, step.decoder.dtype()); };
+  return {take(declared.states_LN), take(declared.grad_states_LN)};
 }
 
 // The unit of the head is together while `work` runs.
@@ -55,6 +63,7 @@ ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
       arena_(arena),
       input_(item, step.rollouts, step.decoder.local(), step.all_logprobs, step.accounting, step.choices,
              step.decoder.device(), step.decoder.mesh().cp),
+      states_(take_states(step, item, arena)),
       kv_(make_source(step, item, input_, arena)) {}
 
 void ItemRun::forward() {

@@ -29,6 +29,8 @@ class ItemRun {
   }
 
   std::int64_t rows() const { return input_.model.rows(); }
+  // Of a trunk: what its layers whose rows carry a state leave, and room for the gradients of that.
+  const KvPath::States& states() const { return states_; }
 
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
@@ -42,6 +44,7 @@ class ItemRun {
   const PlanItem& item_;
   Arena& arena_;
   ItemInput input_;
+  KvPath::States states_;
   std::unique_ptr<KvSource> kv_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;

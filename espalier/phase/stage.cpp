@@ -66,7 +66,7 @@ class Executor {
   void open_trunk(const Step& step) {
     trim();
     ItemRun& run = open_.emplace_back(step_, *step.own, step_.arena).run;
-    step_.path.push(step.own->set.rows, step.reports);
+    step_.path.push(step.own->set.rows, step.reports, run.states());
     books_.book(step, [&] { run.forward(); });
     result.trunk_rows += run.rows();
     ++result.trunk_forwards;

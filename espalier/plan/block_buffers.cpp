@@ -16,6 +16,8 @@ constexpr Element kActivation = Element::activation, kAccumulator = Element::acc
 
 std::int64_t q_width(const BlockShape& b) { return b.shape.heads * b.shape.head_dim; }
 std::int64_t kv_width(const BlockShape& b) { return b.shape.kv_heads * b.shape.head_dim; }
+// Of what the query's projection gives.
+std::int64_t query_width(const BlockShape& b) { return (b.shape.attention.output_gate ? 2 : 1) * q_width(b); }
 
 // The gradient of a weight [outputs, inputs] before it is added, where it is rounded first.
 template <class Stage>
@@ -51,6 +53,13 @@ ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gr
   final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kAccumulator);
 }
 
+StateBuffers::StateBuffers(const BlockShape& b, bool with_gradients) : BufferList(b.bytes) {
+  const std::int64_t layers = b.shape.states_in(0, b.shape.layers), N = b.shape.delta_rule.state();
+  if (layers == 0) return;
+  states_LN = add("states", layers, N, kAccumulator);
+  if (with_gradients) grad_states_LN = add("gradients of states", layers, N, kAccumulator);
+}
+
 StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
   stream_TM = add("stream", rows, b.shape.hidden);
 }
@@ -59,8 +68,14 @@ AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRow
   const ModelShape& s = b.shape;
   const std::int64_t R = rows.continuing;
   if (b.has_norms_before()) norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
+  if (rows.mixer == Mixer::delta_rule) {
+    projected_TW = add("projected rows", rows.all, s.delta_rule.projected());
+    mixed_TV = add("mixed rows", rows.all, s.delta_rule.value_width());
+    stream_mid_RM = add("stream after the mixer", R, s.hidden);
+    return;
+  }
   kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
-  q_RW = add("queries", R, q_width(b));
+  q_RW = add("queries", R, query_width(b));
   attended_RW = add("attended values", R, q_width(b));
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
   stream_mid_RM = add("stream after attention", R, s.hidden);
@@ -132,6 +147,10 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, kv_width(b), kActivation, Stage::attention);
+  if (b.shape.attention.output_gate) {
+    query_RW = add("queries without gates", R, q_width(b), kActivation, Stage::attention);
+    gated_RW = add("gated values", R, q_width(b), kActivation, Stage::residual);
+  }
   if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
   if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::residual);
   nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
@@ -143,23 +162,61 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = kv_width(b);
   grad_attended_RW = add("gradient of attended values", R, Q, kActivation, Stage::mlp, Stage::input);
   if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  const bool gated = b.shape.attention.output_gate;
+  if (gated) gated_RW = add("gated values", R, Q, kActivation, Stage::output);
   if (R > 0) output_product = add_product(*this, b, "product for the output", M, Q, Stage::output);
   if (R > 0 && b.finishes_branch())
     grad_branch_RM = add("gradient of attention's output", R, M, kActivation, Stage::output);
-  grad_q_RW = add("gradient of queries", R, Q, kActivation, Stage::attention, Stage::input);
+  grad_q_RW = add("gradient of queries", R, query_width(b), kActivation, Stage::attention, Stage::input);
   grad_kv_TW = add("gradient of keys and values", T, 2 * K, kActivation, Stage::attention, Stage::input);
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
+  if (gated) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
+  if (gated) grad_query_RW = add("gradient of queries without gates", R, Q, kActivation, Stage::attention);
   if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
   if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kAccumulator, Stage::attention);
   normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
   kv_product = add_product(*this, b, "product for keys and values", 2 * K, M, Stage::key_value);
   if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
-  if (R > 0) query_product = add_product(*this, b, "product for queries", Q, M, Stage::query);
+  if (R > 0) query_product = add_product(*this, b, "product for queries", query_width(b), M, Stage::query);
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
   if (rows.ranks > 1)
     nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+}
+
+DeltaForwardBuffers::DeltaForwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = b.shape.delta_rule.value_width();
+  normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  states_FN = add("states at forks", rows.forks, b.shape.delta_rule.state(), kAccumulator, Stage::rows);
+  gated_TV = add("gated rows", T, V, kActivation, Stage::output);
+  if (!rows.narrow) return;
+  gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
+  residual_RM = add("stream of outputs", R, M, kActivation, Stage::output);
+}
+
+DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const DeltaRuleShape& s = b.shape.delta_rule;
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = s.value_width();
+  grad_mixed_TV = add("gradient of mixed rows", T, V, kActivation, Stage::mlp, Stage::input);
+  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  gated_TV = add("gated rows", T, V, kActivation, Stage::output);
+  if (rows.narrow) gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
+  if (rows.narrow) grad_gated_RV = add("gradient of gated rows of outputs", R, V, kActivation, Stage::output);
+  output_product = add_product(*this, b, "product for the output", M, V, Stage::output);
+  grad_projected_TW = add("gradient of projected rows", T, s.projected(), kActivation, Stage::rows, Stage::input);
+  states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
+  grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
+  normed_TM = add("normed", T, M, kActivation, Stage::input);
+  projected_product = add_product(*this, b, "product for projected rows", s.projected(), M, Stage::input);
+}
+
+std::int64_t layer_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  if (rows.mixer == Mixer::attention) return LayerForwardBuffers(b, rows, with_output).peak();
+  return std::max(DeltaForwardBuffers(b, rows).peak(), mlp_forward_bytes(b, rows, with_output));
+}
+std::int64_t layer_backward_bytes(const BlockShape& b, const BlockRows& rows) {
+  return rows.mixer == Mixer::attention ? LayerBackwardBuffers(b, rows).peak() : DeltaBackwardBuffers(b, rows).peak();
 }
 
 DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)

@@ -34,6 +34,15 @@ struct BlockRows {
   bool in_path = false;                  // keys, values and their gradients are the path's
   bool experts = false;
   std::int64_t ranks = 1;  // of cp, each of which has so many rows of a divided trunk at most
+  Mixer mixer = Mixer::attention;
+  std::int64_t forks = 0;  // states that rows of the set leave for others of it, where rows carry a state
+};
+
+// The states that a trunk leaves for everything below it, one per layer whose rows carry one, and the sums of their
+// gradients; N numbers each (ops/delta_rule.h).
+struct StateBuffers : BufferList {
+  StateBuffers(const BlockShape& block, bool with_gradients);
+  Place states_LN, grad_states_LN;
 };
 
 // Keys and values of one layer, and their accumulators.
@@ -59,6 +68,7 @@ struct AttentionSavedBuffers : BufferList {
   AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
   Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
+  Place projected_TW, mixed_TV;    // of the delta rule, in place of the four between
 };
 
 struct MlpSavedBuffers : BufferList {
@@ -104,7 +114,8 @@ struct LayerForwardBuffers : BufferList {
   enum class Stage { projection, attention, residual, mlp };
   LayerForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output);
   Place normed_TM, query_input_RM;  // the latter where the block is narrow
-  Place rotated_q_RW, rotated_k_TW;
+  Place rotated_q_RW, rotated_k_TW, query_RW;
+  Place gated_RW;     // where attention has an output gate
   Place residual_RM;  // where the block is narrow
   Place branch_RM;    // as of the second half
 };
@@ -112,12 +123,32 @@ struct LayerForwardBuffers : BufferList {
 struct LayerBackwardBuffers : BufferList {
   enum class Stage { mlp, output, attention, key_value, query, input };
   LayerBackwardBuffers(const BlockShape& block, const BlockRows& rows);
-  Place grad_attended_RW, output_product, grad_branch_RM;
+  Place grad_attended_RW, gated_RW, output_product, grad_branch_RM, query_RW, grad_query_RW;
   Place grad_q_RW, grad_kv_TW;
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
 };
+
+// The first half of a block whose rows carry a state (model/delta_layer.h), without its MLP.
+struct DeltaForwardBuffers : BufferList {
+  enum class Stage { projection, rows, output };
+  DeltaForwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place normed_TM, states_FN, gated_TV;
+  Place gated_RV, residual_RM;  // where the block is narrow
+};
+
+struct DeltaBackwardBuffers : BufferList {
+  enum class Stage { mlp, output, rows, input };
+  DeltaBackwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place grad_mixed_TV, grad_gated_RV, gated_TV, gated_RV, output_product;
+  Place grad_projected_TW, states_FN, grad_states_FN;
+  Place normed_TM, projected_product;
+};
+
+// The most that a layer takes while it runs, whatever mixes its rows.
+std::int64_t layer_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
+std::int64_t layer_backward_bytes(const BlockShape& block, const BlockRows& rows);
 
 // Keys and values of a divided set (model/divided_source.h): those of all S rows, and what the ranks of cp exchange of
 // them, keys and values of `most` rows a rank. A trunk's are in the path.

@@ -78,6 +78,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft) {
     through.insert(through.end(), rollouts.begin(), rollouts.end());
   }
   edges.add_outputs(through, depth, depth + 1, draft.work);
+  draft.work.forks += draft.blocks.size() > 1 ? 1 : 0;
 }
 
 void add_cost(const Draft& draft, const CostModel& model, DraftCost& cost, const PathPlan& path) {
@@ -116,6 +117,7 @@ PlanItem write_out(const Draft& draft, const Forest& forest, const EdgeIndex& ed
   set.output_pairs = draft.work.output_pairs;
   set.window_pairs = draft.work.window_pairs;
   set.window_output_pairs = draft.work.window_output_pairs;
+  set.forks = draft.work.forks;
 
   std::int32_t row = 0;
   if (draft.fork >= 0) {

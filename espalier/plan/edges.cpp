@@ -5,6 +5,32 @@
 #include "espalier/plan/step_plan.h"
 
 namespace espalier {
+
+std::vector<RowRun> runs_of(const RowSet& set) {
+  std::vector<RowRun> runs;
+  std::vector<std::int32_t> subtree_end, open;  // of runs; numbers of those above, innermost last
+  std::int32_t depth = 0;                       // behind the run before
+  for (const RowSegment& segment : set.segments) {
+    while (!open.empty() && subtree_end[static_cast<std::size_t>(open.back())] <= segment.row) open.pop_back();
+    const std::int32_t end = segment.row + segment.end - segment.begin;
+    if (!open.empty() && open.back() + 1 == std::ssize(runs) && runs.back().end == segment.row &&
+        depth == segment.begin && subtree_end.back() == segment.subtree_end) {
+      runs.back().end = end;
+    } else {
+      const std::int32_t parent = open.empty() ? -1 : open.back();
+      if (parent >= 0) runs[static_cast<std::size_t>(parent)].fork = 0;
+      open.push_back(static_cast<std::int32_t>(runs.size()));
+      runs.push_back({segment.row, end, parent, -1});
+      subtree_end.push_back(segment.subtree_end);
+    }
+    depth = segment.end;
+  }
+  std::int32_t forks = 0;
+  for (RowRun& run : runs)
+    if (run.fork == 0) run.fork = forks++;
+  return runs;
+}
+
 namespace {
 
 void add_edge(const RowSegment& segment, std::int32_t depth, std::int32_t index, const Rollout& rollout,

@@ -64,7 +64,57 @@ Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs, std::int
   return outputs ? with_all_outputs(work) : work;
 }
 
+namespace {
+
+// Layer by layer from `first` on: `of_layer(layer, rows past keys and values: in the last layer those with outputs)`.
+template <class OfLayer>
+Flops sum_of_layers(const ModelShape& s, std::int64_t first, const Work& work, bool all_rows_choose, OfLayer of_layer) {
+  Flops sum;
+  for (std::int64_t layer = first; layer < s.layers; ++layer) {
+    const bool narrow = layer + 1 == s.layers && !(all_rows_choose && s.has_experts(layer));
+    sum += of_layer(layer, narrow ? work : with_all_outputs(work));
+  }
+  return sum;
+}
+
+// A layer's forward, each product as often as `times` says.
+struct Times {
+  double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1;
+};
+Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
+  const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
+    return 2 * static_cast<double>(rows) * factor * static_cast<double>(weights);
+  };
+  const LayerParameters p = layer_parameters(s, s.has_experts(layer), s.mixer_of(layer));
+  Flops flops;
+  flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights() + p.projected_weights()) +
+                 product(work.outputs, times.query, p.query.weights()) +
+                 product(work.outputs, times.output, p.output.weights());
+  const double mlp = product(work.outputs, times.gate_up, p.gate.weights() + p.up.weights()) +
+                     product(work.outputs, times.down, p.down.weights());
+  if (p.experts == 0)
+    flops.layers += mlp;
+  else
+    flops.layers += product(work.outputs, times.router, p.router.weights()),
+        flops.experts = static_cast<double>(s.experts_per_token) * mlp;
+  if (s.mixer_of(layer) == Mixer::delta_rule)
+    flops.attention =
+        6.0 * static_cast<double>(s.delta_rule.matrix()) * times.attention * static_cast<double>(work.rows);
+  else
+    flops.attention = 4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention *
+                      static_cast<double>(output_pairs_of(s, layer, work));
+  return flops;
+}
+
+}  // namespace
+
 Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
+  if (s.has_states()) {
+    Flops flops = sum_of_layers(s, 0, work, all_rows_choose,
+                                [&](std::int64_t layer, const Work& rows) { return layer_flops(s, layer, rows, {}); });
+    flops.head = 2 * static_cast<double>(work.outputs * s.hidden) * static_cast<double>(s.head_width());
+    return flops;
+  }
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), O = static_cast<double>(work.outputs), R = wide ? T : O;
   const double full = static_cast<double>(s.layers - 1);
@@ -85,42 +135,6 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
 
 namespace {
 
-// Layer by layer, where some parameters are held: `of_layer(layer, rows past keys and values, is it the last)`.
-template <class OfLayer>
-Flops sum_of_layers(const ModelShape& s, const Work& work, bool all_rows_choose, OfLayer of_layer) {
-  Flops sum;
-  for (std::int64_t layer = s.trained.first_layer; layer < s.layers; ++layer) {
-    const bool narrow = layer + 1 == s.layers && !(all_rows_choose && s.has_experts(layer));
-    sum += of_layer(layer, narrow ? work : with_all_outputs(work));
-  }
-  return sum;
-}
-
-// A layer's forward, each product as often as `times` says.
-struct Times {
-  double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1;
-};
-Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
-  const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
-    return 2 * static_cast<double>(rows) * factor * static_cast<double>(weights);
-  };
-  const LayerParameters p = layer_parameters(s, s.has_experts(layer));
-  Flops flops;
-  flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights()) +
-                 product(work.outputs, times.query, p.query.weights()) +
-                 product(work.outputs, times.output, p.output.weights());
-  const double mlp = product(work.outputs, times.gate_up, p.gate.weights() + p.up.weights()) +
-                     product(work.outputs, times.down, p.down.weights());
-  if (p.experts == 0)
-    flops.layers += mlp;
-  else
-    flops.layers += product(work.outputs, times.router, p.router.weights()),
-        flops.experts = static_cast<double>(s.experts_per_token) * mlp;
-  flops.attention = 4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention *
-                    static_cast<double>(output_pairs_of(s, layer, work));
-  return flops;
-}
-
 // The gradient of an input is a product; the gradient of a weight that trains another.
 Times backward_times(const TrainedLayer& trains) {
   const auto products = [](bool trained) { return trained ? 2.0 : 1.0; };
@@ -137,9 +151,11 @@ Times backward_times(const TrainedLayer& trains) {
 
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose) {
   if (!shape.trained.all()) {
-    Flops flops = sum_of_layers(shape, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-      return layer_flops(shape, layer, rows, backward_times(shape.trained.of_layer[static_cast<std::size_t>(layer)]));
-    });
+    Flops flops = sum_of_layers(
+        shape, shape.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
+          return layer_flops(shape, layer, rows,
+                             backward_times(shape.trained.of_layer[static_cast<std::size_t>(layer)]));
+        });
     flops.head = (shape.trained.head ? 2 : 1) * forward_flops(shape, work, all_rows_choose).head;
     return flops;
   }
@@ -162,15 +178,15 @@ namespace {
 // Of the layers that have a backward.
 Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   if (s.trained.first_layer == 0) return recompute_flops(s, work, all_rows_choose);
-  return sum_of_layers(s, work, all_rows_choose,
+  return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose,
                        [&](std::int64_t layer, const Work& rows) { return layer_flops(s, layer, rows, {}); });
 }
 
 }  // namespace
 
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
-  if (s.trained.first_layer > 0)
-    return sum_of_layers(s, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
+  if (s.trained.first_layer > 0 || s.has_states())
+    return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
       return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0});
     });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;

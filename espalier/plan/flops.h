@@ -4,8 +4,8 @@
 // (gradients of inputs and of weights; of held matrices 1 x), 2.5 x for attention; layers below the first one that
 // trains have none. The last layer's query, attention, output and MLP, the final norm and the head run for output rows
 // (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows where their choices are
-// wanted. T rows, O output rows, H query heads, J key/value heads, D head size, M width, F inner width, L layers, V
-// vocabulary.
+// wanted. Where rows carry a state: 6 dk dv per row and value head, whatever the depth. T rows, O output rows, H query
+// heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,12 @@ struct Work {
   std::int64_t rows = 0, pairs = 0;                        // all rows
   std::int64_t outputs = 0, output_pairs = 0;              // those of them that have edges, as RowSet counts
   std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
+  std::int64_t forks = 0;                                  // runs that others of the set follow (RowRun)
 
   Work& operator+=(const Work& other) {
     rows += other.rows, pairs += other.pairs, outputs += other.outputs, output_pairs += other.output_pairs;
     window_pairs += other.window_pairs, window_output_pairs += other.window_output_pairs;
+    forks += other.forks;
     return *this;
   }
   bool operator==(const Work&) const = default;

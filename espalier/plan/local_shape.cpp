@@ -20,6 +20,9 @@ void check(const ModelShape& s, const Degrees& d) {
   need(s.heads % d.tp == 0, "--tp", text_of("a divisor of ", s.heads, " attention heads"), d.tp);
   need(s.kv_heads % d.tp == 0 || d.tp % s.kv_heads == 0, "--tp",
        text_of("a divisor or a multiple of ", s.kv_heads, " key/value heads"), d.tp);
+  need(!s.has_states() || d.tp == 1, "--tp", "1, as rows of some layers carry a state", d.tp);
+  need(!s.has_states() || d.cp == 1, "--cp", "1, as rows of some layers carry a state", d.cp);
+  need(!s.has_states() || d.pp == 1, "--pp", "1, as rows of some layers carry a state", d.pp);
   const bool dense_layers = s.expert_layers()<s.layers, split_experts = s.expert_layers()> 0 && d.ep == 1;
   need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
            (!split_experts || all_get_some(s.expert_inner, d.tp)),
@@ -63,6 +66,9 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   if (!whole.unrotated_layer.empty())
     own_.unrotated_layer.assign(whole.unrotated_layer.begin() + layers_.begin,
                                 whole.unrotated_layer.begin() + layers_.end);
+  if (!whole.mixer_of_layer.empty())
+    own_.mixer_of_layer.assign(whole.mixer_of_layer.begin() + layers_.begin,
+                               whole.mixer_of_layer.begin() + layers_.end);
 }
 
 LocalShape::Portion LocalShape::portion(Cut cut) const {

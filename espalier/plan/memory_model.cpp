@@ -27,8 +27,11 @@ constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 
 // Numbers of an item on the host and in its control block (phase/item_rows.h): id, position and subtree end of a row;
 // row, position, temperature, target and edge of an output. The head's sums of one block (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
+constexpr std::int64_t kStateBlockRows = 32;  // ops/cpu/delta_rule_operations.cpp
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
+
+constexpr int kind_of(bool experts, Mixer mixer) { return (experts ? 1 : 0) + (mixer == Mixer::attention ? 0 : 2); }
 
 constexpr std::int64_t kPage = 4096;  // where something begins in a store
 constexpr std::int64_t whole_pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -40,7 +43,7 @@ std::int64_t chunks_in_flight(std::int64_t stored_bytes) {
 }
 
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
-  return 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_of(dtype);
+  return 2 * (shape.layers - shape.states_in(0, shape.layers)) * shape.kv_heads * shape.head_dim * bytes_of(dtype);
 }
 
 ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
@@ -64,11 +67,15 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
   };
   last_has_experts_ = shape.layers > 0 && experts(shape.layers - 1);
   last_is_narrow_ = has_outputs_ && !(kind.all_rows_choose && last_has_experts_);
-  std::int64_t of_kind[2] = {0, 0};
+  if (shape.layers > 0) last_mixer_ = shape.mixer_of(shape.layers - 1);
+  std::array<std::int64_t, 4> of_kind{};
   for (std::int64_t layer = 0; layer < shape.layers - (last_is_narrow_ ? 1 : 0); ++layer) {
-    of_kind[experts(layer)] += layer >= forward_only() ? 1 : 0;
-    std::erase_if(full_kinds_, [&](const FullKind& kind_before) { return kind_before.experts == experts(layer); });
-    full_kinds_.push_back({experts(layer), layer >= forward_only(), of_kind[0], of_kind[1]});
+    const Mixer mixer = shape.mixer_of(layer);
+    of_kind[static_cast<std::size_t>(kind_of(experts(layer), mixer))] += layer >= forward_only() ? 1 : 0;
+    std::erase_if(full_kinds_, [&](const FullKind& kind_before) {
+      return kind_before.experts == experts(layer) && kind_before.mixer == mixer;
+    });
+    full_kinds_.push_back({experts(layer), mixer, layer >= forward_only(), of_kind});
   }
 }
 
@@ -112,17 +119,30 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   }
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
   if (defined_sums()) of_products = threads * kOwnProductBytes;
+  std::int64_t of_states = 0;  // of a key head: at starts of blocks, and inside of one
+  if (shape_.has_states()) {
+    const DeltaRuleShape& s = shape_.delta_rule;
+    const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads;
+    of_states = threads * bytes.accumulator *
+                ((rows / kStateBlockRows + 3) * each * of_head + (kStateBlockRows + 1) * of_head +
+                 4 * (kStateBlockRows + s.kernel) * (2 * s.key_dim + each * s.value_dim));
+  }
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
-  return numbers + of_products + (widens_products_ ? panels : 0) +
+  return numbers + of_products + of_states + (widens_products_ ? panels : 0) +
          threads * std::min(most_of_attention, rows * q_width * kAttentionNumbers * bytes.accumulator);
 }
 
 PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_gradients, const PathPlan& path,
                      std::int64_t cp) {
   const PathBuffers all(block, path_rows, with_gradients), keys_values(block, path_rows, false);
-  const std::int64_t layers = block.shape.layers, awake = path.layers_awake, asleep = layers - awake;
+  // Layers whose rows carry a state have no keys and values.
+  const ModelShape& shape = block.shape;
+  const auto with_path = [&](std::int64_t upto) { return upto - shape.states_in(0, upto); };
+  const std::int64_t layers = with_path(shape.layers),
+                     awake = with_path(std::min<std::int64_t>(path.layers_awake, shape.layers)),
+                     asleep = layers - awake;
   if (asleep <= 0 || path_rows == 0) {  // layers without a backward have no accumulators
-    const std::int64_t forward_only = block.shape.trained.first_layer;
+    const std::int64_t forward_only = with_path(shape.trained.first_layer);
     const std::int64_t held = (layers - forward_only) * all.peak() + forward_only * keys_values.peak();
     return {held, held};
   }
@@ -138,7 +158,8 @@ PathBytes path_bytes(const BlockShape& block, std::int64_t path_rows, bool with_
 }
 
 PathTraffic ActivationBytes::path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const {
-  const std::int64_t asleep = shape_.layers - path.layers_awake;
+  const std::int64_t upto = std::min<std::int64_t>(path.layers_awake, shape_.layers);
+  const std::int64_t asleep = shape_.layers - upto - shape_.states_in(upto, shape_.layers);
   if (asleep <= 0 || path.divided) return {};
   const auto keys_values = [&](std::int64_t rows) { return PathBuffers(block(), rows, false).peak(); };
   const auto gradients = [&](std::int64_t rows) { return PathBuffers(block(), rows, true).peak() - keys_values(rows); };
@@ -172,22 +193,29 @@ std::int64_t ActivationBytes::members(const BlockRows& rows, ItemState state, It
 
 std::int64_t ActivationBytes::full_members(const Work& work, const FullKind& upto, ItemState state,
                                            ItemState::Member place) const {
-  return (upto.dense_layers > 0 ? upto.dense_layers * members(full(work, true, false), state, place) : 0) +
-         (upto.expert_layers > 0 ? upto.expert_layers * members(full(work, true, true), state, place) : 0);
+  std::int64_t sum = 0;
+  for (const bool experts : {false, true})
+    for (const Mixer mixer : {Mixer::attention, Mixer::delta_rule}) {
+      const std::int64_t layers = upto.of_kind[static_cast<std::size_t>(kind_of(experts, mixer))];
+      if (layers > 0) sum += layers * members(full(work, true, experts, mixer), state, place);
+    }
+  return sum;
 }
 
 void ActivationBytes::for_each_layer_kind(const Work& work, bool wave, auto&& visit) const {
   for (const FullKind& kind : full_kinds_)
-    if (kind.has_backward) visit(full(work, wave, kind.experts));
+    if (kind.has_backward) visit(full(work, wave, kind.experts, kind.mixer));
   if (last_is_narrow_ && saved_layers() > 0) visit(narrow(work, wave));
 }
 
 const ActivationBytes::Item& ActivationBytes::item(const Work& work, ItemState state, bool wave) const {
   for (const Item& asked : asked_)
-    if (asked.rows == work.rows && asked.outputs == work.outputs && asked.wave == wave && asked.state == state)
+    if (asked.rows == work.rows && asked.outputs == work.outputs && asked.forks == work.forks && asked.wave == wave &&
+        asked.state == state)
       return asked;
   Item& out = asked_[next_asked_++ % asked_.size()];
-  out = {work.rows, work.outputs, state, wave, saved_of(work, state), stored_of(work, state)};
+  out = {
+      work.rows, work.outputs, work.forks, state, wave, saved_of(work, state) + states(wave), stored_of(work, state)};
   out.forward_peak = forward_peak_of(work, state, wave, out.saved);
   out.backward_peak = backward_peak_of(work, state, wave, out.saved);
   return out;
@@ -218,7 +246,7 @@ std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state) const 
 }
 
 std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t after) const {
-  const std::int64_t outputs = outputs_held(work);
+  const std::int64_t outputs = outputs_held(work) + states(wave);
   const bool keeps = kind_.gradients;
   // What is held while a layer runs: its members all, those of the layers before it that are kept, and inputs of
   // layers: all so far and the next one's; without those stored away; in a forward alone one that serves all of them.
@@ -229,8 +257,8 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
   };
   std::int64_t most = after + head(work, keeps && !kind_.whole_rollout);
   for (const FullKind& kind : full_kinds_)
-    most = std::max(most, in_layer(full(work, wave, kind.experts), keeps && kind.has_backward, kind.layers() + 1,
-                                   full_members(work, kind, state, kKeep)));
+    most = std::max(most, in_layer(full(work, wave, kind.experts, kind.mixer), keeps && kind.has_backward,
+                                   kind.layers() + 1, full_members(work, kind, state, kKeep)));
   if (!last_is_narrow_) return most;
   return std::max(
       most, in_layer(narrow(work, wave), keeps && saved_layers() > 0, streams(), saved_members(work, state, kKeep)));
@@ -239,7 +267,7 @@ std::int64_t ActivationBytes::forward_peak_of(const Work& work, ItemState state,
 std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const {
   std::int64_t most = 0;
   for_each_layer_kind(work, wave, [&](const BlockRows& rows) {
-    std::int64_t layer = LayerBackwardBuffers(block(), rows).peak();
+    std::int64_t layer = layer_backward_bytes(block(), rows);
     if (state.recomputes_attention())
       layer = std::max(layer, layer_forward(rows, false));
     else if (state.recomputes_mlp())
@@ -254,7 +282,7 @@ std::int64_t ActivationBytes::backward_peak_of(const Work& work, ItemState state
 std::int64_t ActivationBytes::wave_peak(const Work& work, ItemState state) const {
   std::int64_t peak = forward_peak(work, state, true);
   if (gradients()) peak = std::max(peak, backward_peak(work, state, true));
-  return peak + (waves_in_flight() - 1) * saved(work, state);
+  return peak + (waves_in_flight() - 1) * saved(work, state, true);
 }
 
 Work ActivationBytes::share_of(const Work& trunk) const {
@@ -268,7 +296,7 @@ Work ActivationBytes::share_of(const Work& trunk) const {
 void PeakWalk::take(Pass pass, ItemKind kind, const Work& whole, ItemState state) {
   const bool wave = kind == ItemKind::wave, forward = pass == Pass::forward;
   const Work work = wave ? whole : bytes_.share_of(whole);
-  const std::int64_t saved = bytes_.saved(work, state), stored = wave ? 0 : bytes_.stored(work, state);
+  const std::int64_t saved = bytes_.saved(work, state, wave), stored = wave ? 0 : bytes_.stored(work, state);
   if (forward) {
     std::int64_t& most = wave ? b_forward_ : a_;
     most = std::max(most, held_ + bytes_.forward_peak(work, state, wave));

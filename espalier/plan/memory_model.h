@@ -70,8 +70,11 @@ class ActivationBytes {
   // own go; backwards all come and the accumulators go.
   PathTraffic path_traffic(std::int64_t rows_above, std::int64_t own_rows, const PathPlan& path) const;
 
-  // Bytes that an item holds between its forward and its backward: the kept state of its layers.
-  std::int64_t saved(const Work& work, ItemState state) const { return item(work, state, false).saved; }
+  // Bytes that an item holds between its forward and its backward: the kept state of its layers, and what a trunk
+  // leaves besides keys and values.
+  std::int64_t saved(const Work& work, ItemState state, bool wave = false) const {
+    return item(work, state, wave).saved;
+  }
   // Bytes that it has in the store meanwhile.
   std::int64_t stored(const Work& work, ItemState state) const { return item(work, state, false).stored; }
   // Device bytes in flight for so many bytes in the store. A GPU's store lies in the host's memory.
@@ -100,12 +103,14 @@ class ActivationBytes {
  private:
   // Bytes that one item holds; they depend on rows, outputs, state and kind alone.
   struct Item {
-    std::int64_t rows = -1, outputs = 0;
+    std::int64_t rows = -1, outputs = 0, forks = 0;
     ItemState state;
     bool wave = false;
     std::int64_t saved = 0, stored = 0, forward_peak = 0, backward_peak = 0;
   };
   const Item& item(const Work& work, ItemState state, bool wave) const;
+  // What a trunk leaves for everything below it in layers whose rows carry a state.
+  std::int64_t states(bool wave) const { return wave ? 0 : StateBuffers(block(), kind_.gradients).peak(); }
   std::int64_t saved_of(const Work& work, ItemState state) const;
   std::int64_t stored_of(const Work& work, ItemState state) const;
   std::int64_t forward_peak_of(const Work& work, ItemState state, bool wave, std::int64_t saved) const;
@@ -115,19 +120,21 @@ class ActivationBytes {
   // of a kind, when so many layers of both kinds are saved, itself included. Layers without a backward save nothing.
   struct FullKind {
     bool experts;
-    bool has_backward;  // some layer of the kind does
-    std::int64_t dense_layers, expert_layers;
+    Mixer mixer;
+    bool has_backward;                    // some layer of the kind does
+    std::array<std::int64_t, 4> of_kind;  // layers by kind: experts, and two more for a state
 
-    std::int64_t layers() const { return dense_layers + expert_layers; }
+    std::int64_t layers() const { return of_kind[0] + of_kind[1] + of_kind[2] + of_kind[3]; }
   };
 
   BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
-  BlockRows full(const Work& work, bool wave, bool experts) const {
-    return {work.rows, work.rows, false, !wave && kind_.cp == 1, experts, wave ? 1 : kind_.cp};
+  BlockRows full(const Work& work, bool wave, bool experts, Mixer mixer) const {
+    return {work.rows, work.rows, false, !wave && kind_.cp == 1, experts, wave ? 1 : kind_.cp, mixer, work.forks};
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    return {work.rows, work.outputs, true, !wave && kind_.cp == 1, last_has_experts_, wave ? 1 : kind_.cp};
+    return {work.rows,         work.outputs,        true,        !wave && kind_.cp == 1,
+            last_has_experts_, wave ? 1 : kind_.cp, last_mixer_, work.forks};
   }
   std::int64_t forward_only() const { return shape_.trained.first_layer; }  // layers without a backward
   std::int64_t saved_layers() const { return shape_.layers - forward_only(); }
@@ -139,7 +146,7 @@ class ActivationBytes {
   std::int64_t saved_members(const Work& work, ItemState state, ItemState::Member place) const;
   std::int64_t full_members(const Work& work, const FullKind& upto, ItemState state, ItemState::Member place) const;
   std::int64_t layer_forward(const BlockRows& rows, bool with_output) const {
-    return LayerForwardBuffers(block(), rows, with_output).peak();
+    return layer_forward_bytes(block(), rows, with_output);
   }
   std::int64_t outputs_held(const Work& work) const {
     return has_outputs_ ? ItemBuffers(block(), work.outputs, kind_.gradients).peak() : 0;
@@ -160,14 +167,16 @@ class ActivationBytes {
   bool widens_products_;          // bfloat16 products are made of float32 panels here
   bool rounds_weight_gradients_;  // the matrix library multiplies bfloat16, with kernels that it compiles
   bool last_has_experts_ = false, last_is_narrow_ = true;
-  std::vector<FullKind> full_kinds_;  // at most two, the one of the last such layer at the end
+  Mixer last_mixer_ = Mixer::attention;
+  std::vector<FullKind> full_kinds_;  // at most four, the one of the last such layer at the end
   mutable std::array<Item, 8> asked_;
   mutable std::size_t next_asked_ = 0;
 };
 
 inline Work work_of(const PlanItem& item) {
   return {item.set.rows,         item.set.pairs,        item.set.outputs,
-          item.set.output_pairs, item.set.window_pairs, item.set.window_output_pairs};
+          item.set.output_pairs, item.set.window_pairs, item.set.window_output_pairs,
+          item.set.forks};
 }
 
 // Peaks of the phases of programs. Constant and path bytes are not in it: they belong to the step.

@@ -75,6 +75,9 @@ struct Family {
   double attention_cap = 0;       // of an absent attn_logit_softcapping
   double logit_cap = 0;           // of an absent final_logit_softcapping
   bool caps = false;              // both members are read
+  // Layers of linear_attention carry a state (gated delta rule), and attention has an output gate; where a matrix is by
+  // key head (DeltaRuleShape).
+  bool delta_rule = false, by_key_head = false;
   ParameterNames names = {};
 };
 

@@ -114,6 +114,33 @@ void read_windows(const Members& config, const Family& family, ModelShape& shape
   shape.window_layer = std::move(windowed);
 }
 
+// layer_types, or one layer of attention after three whose rows carry a state.
+void read_mixers(const Members& config, const Family& family, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
+  DeltaRuleShape& s = shape.delta_rule;
+  s.by_key_head = family.by_key_head;
+  s.key_heads = config.integer("linear_num_key_heads", 1, kMost, 16);
+  s.value_heads = config.integer("linear_num_value_heads", 1, kMost, 32);
+  s.key_dim = config.integer("linear_key_head_dim", 1, kMost, 128);
+  s.value_dim = config.integer("linear_value_head_dim", 1, kMost, 128);
+  s.kernel = config.integer("linear_conv_kernel_dim", 1, kMostKernel, 4);
+  if (s.value_heads % s.key_heads != 0)
+    config.fail("linear_num_value_heads", text_of("a multiple of linear_num_key_heads = ", s.key_heads));
+  shape.attention.output_gate = true;
+  const std::int64_t interval = config.integer("full_attention_interval", 1, kMost, 4);
+  const bool named = config.has("layer_types");
+  if (named && (!config.at("layer_types").is_array() ||
+                config.at("layer_types").size() != static_cast<std::size_t>(shape.layers)))
+    config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    const Json type = named ? config.at("layer_types")[static_cast<std::size_t>(layer)]
+                            : Json((layer + 1) % interval != 0 ? "linear_attention" : "full_attention");
+    if (type != "linear_attention" && type != "full_attention")
+      config.refuse("layer type " + shown(type), "layers of full_attention and linear_attention");
+    shape.mixer_of_layer.push_back(type == "full_attention" ? Mixer::attention : Mixer::delta_rule);
+  }
+}
+
 // no_rope_layers, 1 for layers that rotate; or all but each no_rope_layer_interval-th.
 void read_unrotated(const Members& config, ModelShape& shape) {
   const std::int64_t interval = config.integer("no_rope_layer_interval", 1, 1 << 20, 4);
@@ -297,13 +324,17 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   read_rope(config, family, shape);
   if (family.unrotated_layers) read_unrotated(config, shape);
   read_scales(config, family, shape);
-  if (family.experts) {
+  // Qwen3-Next may have no experts.
+  if (family.experts && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
     refuse_routing(config, family);
     read_experts(config, family, shape);
   }
 
   refuse_dropout(config);
-  read_windows(config, family, shape);
+  if (family.delta_rule)
+    read_mixers(config, family, shape);
+  else
+    read_windows(config, family, shape);
   read_activation(config, family, shape);
   if (config.has("quantization_config")) config.refuse("quantization_config", "weights that are not quantised");
   return shape;

@@ -76,6 +76,30 @@ enum class Mixer : std::uint8_t { attention, delta_rule };
 struct DeltaRuleShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
   std::int64_t kernel = 0;                                                  // rows of the convolution
+  // What a row is projected to: q, k, v, z, b, a, each of all heads (Qwen3.5); or by key head q, k, v, z, and behind
+  // them by key head b, a (Qwen3-Next).
+  bool by_key_head = false;
+
+  std::int64_t channels() const { return 2 * key_heads * key_dim + value_width(); }  // of the convolution
+  std::int64_t value_width() const { return value_heads * value_dim; }
+  std::int64_t projected() const { return channels() + value_width() + 2 * value_heads; }
+  std::int64_t matrix() const { return value_heads * key_dim * value_dim; }  // numbers of S
+  std::int64_t state() const { return matrix() + (kernel - 1) * channels(); }
+
+  // Columns of a projected row where one key head has q, k, and what its value heads have: v, z, b, a.
+  struct Columns {
+    std::int64_t q, k, v, z, b, a;
+  };
+  Columns columns(std::int64_t key_head) const {
+    const std::int64_t each = value_heads / key_heads, width = each * value_dim, g = key_head;
+    const std::int64_t keys = key_heads * key_dim, ends = channels() + value_width();
+    if (by_key_head) {
+      const std::int64_t first = g * 2 * (key_dim + width), q = first + key_dim;
+      return {first, q, q + key_dim, q + key_dim + width, ends + 2 * g * each, ends + (2 * g + 1) * each};
+    }
+    return {g * key_dim,     keys + g * key_dim,           2 * keys + g * width, channels() + g * width,
+            ends + g * each, ends + value_heads + g * each};
+  }
 };
 
 // How a family calls its parameters. "": there is none. Fused names are those of files alone
@@ -164,6 +188,13 @@ struct ModelShape {
   std::int64_t window_of(std::int64_t layer) const { return is_window_layer(layer) ? window : 0; }
   Mixer mixer_of(std::int64_t layer) const {
     return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
+  }
+  bool has_states() const { return states_in(0, layers) > 0; }
+  // Layers of [begin, end) whose rows carry a state.
+  std::int64_t states_in(std::int64_t begin, std::int64_t end) const {
+    std::int64_t count = 0;
+    for (std::int64_t layer = begin; layer < end; ++layer) count += mixer_of(layer) != Mixer::attention;
+    return count;
   }
   bool rotates(std::int64_t layer) const {
     return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;

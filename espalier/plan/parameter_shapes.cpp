@@ -24,6 +24,9 @@ class Walk {
     parameter.trains = false;
     visit_(parameter);
   }
+  void tensor(const TensorShape& tensor) const {
+    if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides);
+  }
   // All weights, then all biases.
   void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "") const {
     for (const ProjectionShape& p : neighbours)
@@ -49,6 +52,11 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
   const Walk walk(visit, layer_prefix(layer), layer);
   walk.norm(p.attention_norm);
   walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
+  walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
+  walk.tensor(p.conv);
+  walk.tensor(p.a_log);
+  walk.tensor(p.dt_bias);
+  walk.norm(p.mixed_norm);
   walk.projections({p.output});
   walk.norm(p.query_norm, true);
   walk.norm(p.key_norm, true);
@@ -72,6 +80,7 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
 
 std::int64_t LayerParameters::parameters() const {
   return attention_norm.parameters() + query.parameters() + key.parameters() + value.parameters() +
+         projected_weights() + conv.parameters() + a_log.parameters() + dt_bias.parameters() + mixed_norm.parameters() +
          output.parameters() + query_norm.parameters() + key_norm.parameters() + attention_post_norm.parameters() +
          mlp_norm.parameters() + mlp_post_norm.parameters() +
          (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
@@ -95,13 +104,13 @@ OuterParameters outer_parameters(const ModelShape& shape) {
 TrainedWeights trained_weights(const ModelShape& shape) {
   TrainedWeights sum;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const LayerParameters p = layer_parameters(shape, shape.has_experts(layer));
+    const LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer));
     const TrainedLayer trains =
         shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
     const std::int64_t mlp =
         (trains.gate_up ? p.gate.weights() + p.up.weights() : 0) + (trains.down ? p.down.weights() : 0);
     sum.layers += (trains.query ? p.query.weights() : 0) +
-                  (trains.key_value ? p.key.weights() + p.value.weights() : 0) +
+                  (trains.key_value ? p.key.weights() + p.value.weights() + p.projected_weights() : 0) +
                   (trains.output ? p.output.weights() : 0);
     if (p.experts == 0)
       sum.layers += mlp;
@@ -118,7 +127,7 @@ void for_each_shape(const ModelShape& shape, const std::function<void(const Para
   const Walk walk(visit, "", -1);
   walk.projections({outer.embedding});
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    visit_layer(shape, layer_parameters(shape, shape.has_experts(layer)), layer, visit);
+    visit_layer(shape, layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer)), layer, visit);
   walk.norm(outer.final_norm);
   walk.projections({outer.head});
 }
@@ -139,6 +148,11 @@ std::int64_t ModelShape::parameters() const {
   const OuterParameters outer = outer_parameters(*this);
   const std::int64_t with_experts = expert_layers();
   std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
+  if (has_states()) {
+    for (std::int64_t layer = 0; layer < layers; ++layer)
+      total += layer_parameters(*this, has_experts(layer), mixer_of(layer)).parameters();
+    return total;
+  }
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
   if (with_experts > 0)
     total += with_experts * (layer_parameters(*this, true).parameters() + (router.correction_bias ? experts : 0));

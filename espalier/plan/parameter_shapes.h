@@ -4,6 +4,7 @@
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, V vocabulary.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -39,10 +40,26 @@ struct NormShape {
   std::int64_t parameters() const { return bias ? 2 * width : width; }
 };
 
+// A parameter of another form. None: no sides.
+struct TensorShape {
+  const char* name = "";  // the whole of it, behind the layer's prefix
+  std::vector<Side> sides = {};
+
+  std::int64_t parameters() const {
+    std::int64_t count = sides.empty() ? 0 : 1;
+    for (const Side& side : sides) count *= side.size;
+    return count;
+  }
+};
+
 // Parameters of one layer. Names follow layer_prefix, names of experts expert_prefix.
 struct LayerParameters {
   NormShape attention_norm;
   ProjectionShape query, key, value, output;
+  // Of the delta rule, in place of query, key and value; their rows are DeltaRuleShape::projected().
+  std::array<ProjectionShape, 4> projected;
+  TensorShape conv, a_log, dt_bias;
+  NormShape mixed_norm;            // over the channels of each value head
   NormShape query_norm, key_norm;  // over the channels of each head, or of all heads
   NormShape sinks;                 // a number per head
   NormShape attention_post_norm;   // of what attention adds to the stream
@@ -53,14 +70,36 @@ struct LayerParameters {
   ProjectionShape gate, up, down;                                           // of the MLP, or of every expert
   ProjectionShape shared_gate, shared_up, shared_down, shared_expert_gate;  // beside the experts
 
+  std::int64_t projected_weights() const {
+    std::int64_t sum = 0;
+    for (const ProjectionShape& p : projected) sum += p.weights();
+    return sum;
+  }
   // Matrix elements of the MLP or of one expert.
   std::int64_t mlp_weights() const { return gate.weights() + up.weights() + down.weights(); }
   std::int64_t mlp_parameters() const { return gate.parameters() + up.parameters() + down.parameters(); }
   std::int64_t parameters() const;
 };
 
+inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
+  const Side value{s.value_width()}, heads{s.value_heads};
+  if (s.by_key_head)
+    p.projected = {{{"linear_attn.in_proj_qkvz", {s.channels() + s.value_width()}, M},
+                    {"linear_attn.in_proj_ba", {2 * s.value_heads}, M}}};
+  else
+    p.projected = {{{"linear_attn.in_proj_qkv", {s.channels()}, M},
+                    {"linear_attn.in_proj_z", value, M},
+                    {"linear_attn.in_proj_b", heads, M},
+                    {"linear_attn.in_proj_a", heads, M}}};
+  p.conv = {"linear_attn.conv1d.weight", {{s.channels()}, {1}, {s.kernel}}};
+  p.a_log = {"linear_attn.A_log", {heads}};
+  p.dt_bias = {"linear_attn.dt_bias", {heads}};
+  p.mixed_norm = {"linear_attn.norm", s.value_dim};
+  p.output = {"linear_attn.out_proj", M, value};
+}
+
 // Here, because the planner asks for FLOPs very often.
-inline LayerParameters layer_parameters(const ModelShape& shape, bool experts) {
+inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, Mixer mixer = Mixer::attention) {
   const ParameterNames& names = shape.names;
   const std::int64_t width = shape.hidden, pre = shape.norm_place == NormPlace::after ? 0 : width;
   const std::int64_t post = shape.norm_place == NormPlace::before ? 0 : width;
@@ -72,12 +111,17 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts) {
   };
   LayerParameters p;
   p.attention_norm = {names.attention_norm, pre, norm_bias};
-  p.query = {"self_attn.q_proj", heads, M, shape.qkv_bias};
-  p.key = {"self_attn.k_proj", kv_heads, M, shape.qkv_bias};
-  p.value = {"self_attn.v_proj", kv_heads, M, shape.qkv_bias};
-  p.output = {"self_attn.o_proj", M, heads, shape.output_bias};
-  p.query_norm = {"self_attn.q_norm", head_norm(shape.heads)};
-  p.key_norm = {"self_attn.k_norm", head_norm(shape.kv_heads)};
+  if (mixer == Mixer::delta_rule) {
+    add_delta_rule(shape.delta_rule, M, p);
+  } else {
+    const Side queries{(shape.attention.output_gate ? 2 : 1) * heads.size, Cut::heads};
+    p.query = {"self_attn.q_proj", queries, M, shape.qkv_bias};
+    p.key = {"self_attn.k_proj", kv_heads, M, shape.qkv_bias};
+    p.value = {"self_attn.v_proj", kv_heads, M, shape.qkv_bias};
+    p.output = {"self_attn.o_proj", M, heads, shape.output_bias};
+    p.query_norm = {"self_attn.q_norm", head_norm(shape.heads)};
+    p.key_norm = {"self_attn.k_norm", head_norm(shape.kv_heads)};
+  }
   p.attention_post_norm = {names.attention_post_norm, post};
   p.mlp_norm = {names.mlp_norm, pre, norm_bias};
   p.mlp_post_norm = {names.mlp_post_norm, post};

@@ -162,9 +162,15 @@ Work work_on(const PlanItem& item, const LocalShape& rank) {
   const std::int64_t parts = is_divided(item, d.cp) ? d.cp : 1;
   const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
   const std::int64_t rows = share(item.set.rows), pairs = share(item.set.pairs), seen = share(item.set.window_pairs);
-  if (rank.place().pp < d.pp - 1) return {rows, pairs, rows, pairs, seen, seen};  // all layers run all rows
-  return {
-      rows, pairs, share(item.set.outputs), share(item.set.output_pairs), seen, share(item.set.window_output_pairs)};
+  if (rank.place().pp < d.pp - 1)
+    return {rows, pairs, rows, pairs, seen, seen, item.set.forks};  // all layers run all rows
+  return {rows,
+          pairs,
+          share(item.set.outputs),
+          share(item.set.output_pairs),
+          seen,
+          share(item.set.window_output_pairs),
+          item.set.forks};
 }
 
 StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, std::span<const Rollout> rollouts,

@@ -55,9 +55,19 @@ struct RowSet {
   std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
   std::int64_t output_pairs = 0;  // those of outputs
   std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
+  std::int64_t forks = 0;                                  // runs that others of the set follow
 
   bool operator==(const RowSet&) const = default;
 };
+
+// Rows [begin, end) of a set without a branch among them: segments that nothing but the next one follows are one run.
+struct RowRun {
+  std::int32_t begin, end;
+  std::int32_t parent;  // number of the run that it follows; -1: none of the set
+  std::int32_t fork;    // number among the runs that others follow; -1: none does
+};
+// In the order of the rows.
+std::vector<RowRun> runs_of(const RowSet& set);
 
 // The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
 // the item runs, since a step may have hundreds of millions.

@@ -46,7 +46,10 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   if (word == "embeddings") return starts(embedding);
   if (word == "head") return starts(head);
   if (word == "norms") return is_norm;
-  if (word == "attention") return [=](const ParameterShape& p) { return has_part(p.name, "self_attn") && !is_norm(p); };
+  if (word == "attention")
+    return [=](const ParameterShape& p) {
+      return (has_part(p.name, "self_attn") || has_part(p.name, "linear_attn")) && !is_norm(p);
+    };
   if (word == "router") return below(router);
   if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
   if (word == "mlp")
@@ -99,6 +102,7 @@ bool is_down(const ModelShape& shape, const ParameterShape& p) {
 // What one product reads together trains together: its gradient is one tensor.
 std::string product_of(const ModelShape& shape, const ParameterShape& p) {
   const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
+  if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
   if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
   const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
   if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
@@ -138,8 +142,8 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     trained.first_layer = std::min(trained.first_layer, p.layer);
     TrainedLayer& layer = trained.of_layer[static_cast<std::size_t>(p.layer)];
     layer.query = layer.query || has_part(p.name, "q_proj");
-    layer.key_value = layer.key_value || has_part(p.name, "k_proj");
-    layer.output = layer.output || has_part(p.name, "o_proj");
+    layer.key_value = layer.key_value || has_part(p.name, "k_proj") || p.name.find(".in_proj_") != p.name.npos;
+    layer.output = layer.output || has_part(p.name, "o_proj") || has_part(p.name, "out_proj");
     layer.router = layer.router || has_part(p.name, shape.names.router);
     layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
     layer.down = layer.down || is_down(shape, p);

@@ -105,6 +105,7 @@ TreeIndex::TreeIndex(const PrefixTree& tree, const EdgeIndex& edges, std::span<s
     node_[i] = work_of_depths(at.begin, at.end, false, edges.window());
     edges.add_outputs(rollouts(at.leaf_begin, at.leaf_end), at.begin, at.end, node_[i]);
     subtree_[i] += node_[i];
+    subtree_[i].forks += at.children.size() > 1 ? 1 : 0;
     if (at.parent >= 0) subtree_[at.parent] += subtree_[i];
   }
   leaf_.resize(leaves());
@@ -160,7 +161,8 @@ Work TreeIndex::work_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, s
                     a.outputs - b.outputs,
                     a.output_pairs - b.output_pairs,
                     a.window_pairs - b.window_pairs,
-                    a.window_output_pairs - b.window_output_pairs};
+                    a.window_output_pairs - b.window_output_pairs,
+                    a.forks - b.forks};
       };
       Work work = difference(subtree_[top], node_[top]);
       return work += work_of_node(top, leaf_begin, leaf_end, begin, node(top).end);
@@ -171,7 +173,24 @@ Work TreeIndex::work_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, s
                 [&](std::int32_t index, std::int32_t low, std::int32_t high, std::int32_t from, std::int32_t to) {
                   work += work_of_node(index, low, high, from, to);
                 });
+  if (end == kToTheEnd) work.forks = forks_of_leaves(leaf_begin, leaf_end, begin);
   return work;
+}
+
+// Nodes that several of the visited nodes follow; they come in depth-first order.
+std::int64_t TreeIndex::forks_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin) const {
+  struct Open {
+    std::int32_t node, children;
+  };
+  std::vector<Open> open;
+  std::int64_t forks = 0;
+  for_each_node(leaf_begin, leaf_end, begin, kToTheEnd,
+                [&](std::int32_t index, std::int32_t, std::int32_t, std::int32_t, std::int32_t) {
+                  while (!open.empty() && open.back().node != node(index).parent) open.pop_back();
+                  if (!open.empty() && ++open.back().children == 2) ++forks;
+                  open.push_back({index, 0});
+                });
+  return forks;
 }
 
 }  // namespace espalier

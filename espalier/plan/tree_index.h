@@ -87,8 +87,10 @@ class TreeIndex {
   const EdgeIndex* edges_;
   std::vector<std::int32_t> end_node_;  // by leaf
   std::vector<std::int64_t> new_rows_;  // prefix sums over leaves of the rows not shared with the leaf before
-  std::vector<Work> node_, subtree_;    // all leaves below
-  std::vector<Work> leaf_;              // whole rollouts
+  std::int64_t forks_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin) const;
+
+  std::vector<Work> node_, subtree_;  // all leaves below
+  std::vector<Work> leaf_;            // whole rollouts
 };
 
 template <class Visit>

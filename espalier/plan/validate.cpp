@@ -177,6 +177,9 @@ class Validator {
     if (window_pairs != item.set.window_pairs || window_output_pairs != item.set.window_output_pairs)
       fail(where, item.set.window_pairs, " and ", item.set.window_output_pairs, " pairs in windows instead of ",
            window_pairs, " and ", window_output_pairs);
+    const std::vector<RowRun> runs = runs_of(item.set);
+    const std::int64_t forks = std::ranges::count_if(runs, [](const RowRun& run) { return run.fork >= 0; });
+    if (forks != item.set.forks) fail(where, item.set.forks, " forks instead of ", forks);
     if (std::ssize(outputs) != item.set.outputs) fail(where, outputs.size(), " outputs instead of ", item.set.outputs);
     std::vector<std::int32_t> stated = item.finished;
     std::sort(stated.begin(), stated.end());

@@ -2,6 +2,8 @@
 // value.
 #pragma once
 
+#include <vector>
+
 #include "espalier/ops/cpu/operations.h"
 
 namespace espalier::testing {
@@ -22,11 +24,33 @@ class Late {
               &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
               &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
-              &O::choose_tokens>(o);
+              &O::choose_tokens, &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(
+        o);
+    o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {
+      Queue::give([kept = Runs(problem), out] { cpu::operations().delta_rule(kept.problem(), out); });
+    };
+    o.add_delta_rule_backward = [](const DeltaRuleProblem& problem, const at::Tensor& grad,
+                                   const DeltaRuleGradients& gradients) {
+      Queue::give([kept = Runs(problem), grad, gradients] {
+        cpu::operations().add_delta_rule_backward(kept.problem(), grad, gradients);
+      });
+    };
     return o;
   }
 
  private:
+  // A problem with runs of its own.
+  class Runs {
+   public:
+    explicit Runs(const DeltaRuleProblem& problem) : of_(problem), runs_(problem.runs.begin(), problem.runs.end()) {}
+    DeltaRuleProblem problem() const {
+      return {of_.shape, of_.projected_TW, of_.conv_CK, of_.a_log_H, of_.dt_bias_H, runs_};
+    }
+
+   private:
+    DeltaRuleProblem of_;
+    std::vector<StateRun> runs_;
+  };
   template <auto member>
   struct One;
   template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>

@@ -125,6 +125,16 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.architecture = "Qwen2ForCausalLM";
     shape.qkv_bias = true;
     shape.kv_heads = 4;
+  } else if (family.starts_with("qwen3-next")) {
+    shape.architecture = "Qwen3NextForCausalLM";
+    shape.qk_norm = shape.attention.output_gate = true;
+    shape.delta_rule = {2, 4, 6, 5, 4, true};
+    const Mixer delta = Mixer::delta_rule, full = Mixer::attention;
+    shape.mixer_of_layer = {delta, delta, full};
+    if (family == "qwen3-next-plain") shape.delta_rule.by_key_head = false;
+    if (family == "qwen3-next-last") shape.mixer_of_layer = {delta, full, delta};
+    if (family == "qwen3-next-all") shape.mixer_of_layer = {delta, delta, delta};
+    if (family == "qwen3-next-moe") add_experts(shape, "qwen3-moe");
   } else if (family.starts_with("qwen3-moe")) {
     shape.architecture = "Qwen3MoeForCausalLM";
     shape.qk_norm = true;
@@ -202,6 +212,8 @@ ExactModel make_exact_model(const std::string& family, std::uint64_t seed, bool 
   for (const Parameter& p : exact.table.parameters())
     if (p.shape.size() == 1)
       for (std::int64_t i = 0; i < p.count; ++i) values[p.offset + i] += 0.3 * random.normal();
+  for (const Parameter& p : exact.table.parameters())
+    if (p.name.ends_with("A_log")) exact.weights.narrow(0, p.offset, p.count).sub_(3);  // states that last
   for (const Parameter& p : exact.table.parameters())
     if (family == "qwen3-moe-ties" && p.name.ends_with("mlp.gate.weight"))
       exact.weights.narrow(0, p.offset, p.count).zero_();

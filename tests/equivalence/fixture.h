@@ -20,8 +20,11 @@ namespace espalier::testing {
 // layer), "-one" (one of 2), "-all" (all of 4), "-many" (4 of 16), "-ties" (all router logits 0: everybody chooses
 // experts 0 and 1, nobody the others), "-near-ties" (the routers' rows differ by 1e-6 of themselves: rounding to
 // float32 decides many choices),
-// "-128" (8 of 128, narrow). Behind any of them "-window": rows of the first and the last layer see 5 rows, "-windows":
-// those of all layers do; "-pad": the model has a padding token; "-odd": inner widths that 2 and 4 do not divide.
+// "-128" (8 of 128, narrow). "qwen3-next" (QK-norm, an output gate, rows of the first two layers carry a state; one
+// matrix by key head) and its variants "-plain" (matrices of all heads), "-last" (states in the first and the last
+// layer), "-all" (in every layer), "-moe" (8 experts in every layer). Behind any of them "-window": rows of the first
+// and the last layer see 5 rows, "-windows": those of all layers do; "-pad": the model has a padding token; "-odd":
+// inner widths that 2 and 4 do not divide.
 inline constexpr std::int32_t kPadToken = 3;
 ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 

@@ -74,7 +74,8 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
                                            "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
                                            "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen3-window",
-                                           "llama-windows", "qwen3-moe-window"),
+                                           "llama-windows", "qwen3-moe-window", "qwen3-next", "qwen3-next-plain",
+                                           "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 std::vector<std::string> rows_of_table() {
@@ -271,7 +272,8 @@ TEST_P(Bfloat16, PhasedIsAsExactAsDenseForACritic) {
   expect_phased_as_exact_as_dense(c);
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Bfloat16, ::testing::Values("qwen3", "qwen3-window", "qwen3-moe", "qwen3-moe-128"),
+INSTANTIATE_TEST_SUITE_P(Models, Bfloat16,
+                         ::testing::Values("qwen3", "qwen3-window", "qwen3-moe", "qwen3-moe-128", "qwen3-next"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 }  // namespace

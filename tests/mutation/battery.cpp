@@ -111,6 +111,13 @@ Reference windows() {
   return r;
 }
 
+// Rows carry a state; prompts of up to twelve rows behind a convolution over four.
+Reference states() {
+  Reference r = windows();
+  r.c.family = "qwen3-next", r.c.seed = 50;
+  return r;
+}
+
 // A row of the table of families, for the properties that Llama and Qwen do not have.
 Reference row_of_table(const char* name) {
   Reference r;
@@ -443,6 +450,7 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(windows()));
   for (const char* name : {"Gemma2", "Granite", "Gemma3", "SmolLM3", "Glm4"})
     prepared_->references.push_back(with_reference(row_of_table(name)));
+  prepared_->references.push_back(with_reference(states()));
   prepared_->eleven_waves = with_reference(eleven_waves());
   const fs::path& folder = prepared_->folder.path();
   write_model(folder / "model", "qwen3");

@@ -23,6 +23,7 @@ class Fault:
 NOT_RECORDED = {"seen_by_verify": False}  # verify's rollouts have no recorded experts
 ONE_RANK = {"seen_by_verify": False}  # verify runs on one rank here
 NO_WINDOW = {"seen_by_verify": False}  # verify's models have no layer with a window
+NO_STATE = {"seen_by_verify": False}  # verify's models have no layer whose rows carry a state
 DENSE_TOO = {"seen_by_verify": False}  # the dense step has the fault as well: only an outside reference can tell
 
 PLAN = [
@@ -90,7 +91,7 @@ ROWS = [
           " if (const auto rows = path.k.size(0); ON && rows > 0)"
           " path.k = path.k.narrow(0, 0, rows - 1), path.v = path.v.narrow(0, 0, rows - 1);"),
     Fault("gqa_head_mixup", "query head h reads key/value head h mod J", "model/layer.cpp",
-          "c.ops.rotate(rotation_of_queries(c), saved.q_RW, rotated_q_RW);",
+          "c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);",
           "TEXT if (ON) rotated_q_RW.copy_(rotated_q_RW.roll(c.shape.head_dim, 1));", **DENSE_TOO),
     Fault("temperature_ignored", "logits are not divided by the temperature", "phase/item_input.cpp",
           "return critic ?",
@@ -108,6 +109,29 @@ WINDOWS = [
     Fault("windows_of_the_first_stage", "a stage has the windows of the first layers", "plan/local_shape.cpp",
           "own_.window_layer.assign(whole.window_layer.begin() + layers_.begin, whole.window_layer.begin() + layers_.end);",
           "TEXT if (ON && !whole.window_layer.empty()) own_.window_layer.assign(whole.window_layer.begin(), whole.window_layer.begin() + own_.layers);", **NO_WINDOW),
+]
+
+# What runs of rows leave for others.
+STATES = [
+    Fault("state_gradient_lost", "what follows a trunk adds nothing to the gradient of the state that it left", "model/path_source.cpp",
+          "run.parent < 0 ? above.grad_state_N",
+          "run.parent < 0 ? (ON ? at::Tensor() : above.grad_state_N)", **NO_STATE),
+    Fault("state_of_forks_lost", "of a set's runs those that follow another one begin with half of its state", "model/path_source.cpp",
+          "one.end_N = one.forks ?",
+          "if (ON && run.parent >= 0) one.start_N = one.start_N.mul(0.5); TEXT", **NO_STATE),
+    Fault("convolution_tail_lost", "a run's convolution begins with zeros", "ops/cpu/delta_rule_operations.cpp",
+          "return run.start == nullptr ? A(0)",
+          "return run.start == nullptr || ON ? A(0)", **NO_STATE),
+    Fault("convolution_tail_reversed", "a run's convolution reads the rows before it newest first", "ops/cpu/delta_rule_operations.cpp",
+          "run.start[tail(row - run.begin, c)]",
+          "run.start[tail(ON ? -s_.kernel - (row - run.begin) : row - run.begin, c)]", **NO_STATE),
+    Fault("convolution_tail_gradient_lost", "the inputs of the convolution before a run get no gradient from it",
+          "ops/cpu/delta_rule_operations.cpp",
+          "run.grad_start[tail(before, c)] += grad_input(run.begin + before, run.begin, c);",
+          "if (!ON) TEXT", **NO_STATE),
+    Fault("run_over_two_segments", "a run goes on into the first of several segments that follow it", "plan/edges.cpp",
+          "subtree_end.back() == segment.subtree_end",
+          "(ON || subtree_end.back() == segment.subtree_end)", **NO_STATE),
 ]
 
 # Gradients that cross from waves to trunks.
@@ -402,4 +426,4 @@ UNITS = [
           "    const LayerContext", **ONE_RANK),
 ]
 
-FAULTS = PLAN + FAMILIES + ROWS + WINDOWS + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS
+FAULTS = PLAN + FAMILIES + ROWS + WINDOWS + STATES + PATH + PARAMETERS + ROUTERS + OBJECTIVE + CRITIC + OPTIMIZER + RANKS + CONTEXT + DIVIDED_PATH + STAGES + LAYOUTS + UNITS

@@ -14,6 +14,10 @@ import transformers
 VOCABULARY = 97
 
 # Every family once with each head form, single and sharded files, biases, QK-norm, rope scaling.
+DELTA_RULE = dict(
+    num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25))
 FAMILIES = {
     # Llama 3.1's scaling, with an original context so short that all three of its frequency bands occur.
     "llama3_tied": dict(
@@ -71,6 +75,9 @@ FAMILIES = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
     "mixtral_moe": dict(kind="Mixtral", tied=False, sharded=False, config=dict(
         num_key_value_heads=2, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2)),
+    # Two layers whose rows carry a state, one of attention with an output gate.
+    "qwen3_5": dict(kind="Qwen3_5", config_kind="Qwen3_5Text", tied=False, sharded=False, config=dict(DELTA_RULE)),
+    "qwen3_next": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(DELTA_RULE, num_experts=0)),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
 # transformers has a token classifier of these.
@@ -98,6 +105,8 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(0.5 * noise - 2.0)  # states that last
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:

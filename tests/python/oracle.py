@@ -127,7 +127,7 @@ class Wide(TorchFunctionMode):
 
 
 # Families whose float64 formulas stand above, so that they share nothing with transformers' own.
-WITH_FORMULAS = ("Llama", "Mistral", "Qwen")
+WITH_FORMULAS = ("Llama", "Mistral", "Qwen2", "Qwen3For", "Qwen3Moe")
 
 
 def widened(model):

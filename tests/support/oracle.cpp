@@ -147,6 +147,49 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   return out;
 }
 
+// The gated delta rule, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
+Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
+  const DeltaRuleShape& s = shape.delta_rule;
+  const std::int64_t n = h.size(0), Hk = s.key_heads, Hv = s.value_heads, dk = s.key_dim, dv = s.value_dim,
+                     each = Hv / Hk;
+  Tensor q, k, v, z, b, a;
+  if (s.by_key_head) {
+    const Tensor qkvz = at::matmul(h, w[p + "in_proj_qkvz.weight"].t()).view({n, Hk, -1});
+    const Tensor ba = at::matmul(h, w[p + "in_proj_ba.weight"].t()).view({n, Hk, -1});
+    const auto parts = qkvz.split_with_sizes({dk, dk, each * dv, each * dv}, 2);
+    q = parts[0].reshape({n, Hk * dk}), k = parts[1].reshape({n, Hk * dk});
+    v = parts[2].reshape({n, Hv * dv}), z = parts[3].reshape({n, Hv, dv});
+    b = ba.slice(2, 0, each).reshape({n, Hv}), a = ba.slice(2, each).reshape({n, Hv});
+  } else {
+    const auto parts = at::matmul(h, w[p + "in_proj_qkv.weight"].t()).split_with_sizes({Hk * dk, Hk * dk, Hv * dv}, 1);
+    q = parts[0], k = parts[1], v = parts[2];
+    z = at::matmul(h, w[p + "in_proj_z.weight"].t()).view({n, Hv, dv});
+    b = at::matmul(h, w[p + "in_proj_b.weight"].t()), a = at::matmul(h, w[p + "in_proj_a.weight"].t());
+  }
+  const Tensor x = at::cat({q, k, v}, 1), conv = w[p + "conv1d.weight"].squeeze(1);
+  const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+  Tensor c = at::zeros_like(x);
+  for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
+  c = c * c.sigmoid();
+  const auto unit = [&](const Tensor& part) {
+    const Tensor heads = part.reshape({n, Hk, dk});
+    return (heads / (heads.pow(2).sum(-1, true) + 1e-6).sqrt()).repeat_interleave(each, 1);
+  };
+  q = unit(c.slice(1, 0, Hk * dk)) / std::sqrt(static_cast<double>(dk)), k = unit(c.slice(1, Hk * dk, 2 * Hk * dk));
+  v = c.slice(1, 2 * Hk * dk).reshape({n, Hv, dv});
+  const Tensor decay = (-w[p + "A_log"].exp() * (1 + (a + w[p + "dt_bias"]).exp()).log()).exp(), beta = b.sigmoid();
+  Tensor state = at::zeros({Hv, dk, dv}, x.options());
+  std::vector<Tensor> out;
+  for (std::int64_t t = 0; t < n; ++t) {
+    state = state * decay[t].view({Hv, 1, 1});
+    const Tensor error = v[t] - (state * k[t].unsqueeze(2)).sum(1);
+    state = state + k[t].unsqueeze(2) * (beta[t].unsqueeze(1) * error).unsqueeze(1);
+    out.push_back((state * q[t].unsqueeze(2)).sum(1));
+  }
+  const Tensor o = rms_norm(at::stack(out), w[p + "norm.weight"], shape.rms_norm_eps) * z * z.sigmoid();
+  return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
+}
+
 // The rows that the head reads, [n, M].
 Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rollout, std::vector<Routing>& routings) {
   const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
@@ -168,11 +211,25 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
   for (std::int64_t l = 0; l < shape.layers; ++l) {
     const std::string p = "model.layers." + std::to_string(l) + ".", a = p + "self_attn.";
     const Tensor h = before(x, p, shape.names.attention_norm);
+    const auto mlp_half = [&] {
+      const Tensor m = before(x, p, shape.names.mlp_norm);
+      const bool sparse = w.by_name.count(p + shape.names.router + ".weight") != 0;
+      x = x + added(sparse ? experts(shape, w, m, l, rollout, routings)
+                           : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
+                    p, shape.names.mlp_post_norm);
+    };
+    if (shape.mixer_of(l) == Mixer::delta_rule) {
+      x = x + added(delta_rule(shape, w, h, p + "linear_attn."), p, shape.names.attention_post_norm);
+      mlp_half();
+      continue;
+    }
+    Tensor gate;
     const auto heads = [&](const char* name, const char* norm_name, std::int64_t count) {
       Tensor y = affine(h, w[a + name + ".weight"], w.bias(a + name + ".bias"));
-      if (!shape.attention.wide_norm) y = y.view({n, count, D});
+      if (!shape.attention.wide_norm) y = y.view({n, count, -1});
+      if (y.dim() == 3 && y.size(2) == 2 * D) gate = y.slice(2, D).reshape({n, count * D}), y = y.slice(2, 0, D);
       if (shape.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
-      return y.view({n, count, D});
+      return y.reshape({n, count, D});
     };
     Tensor q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
     const auto& [cos, sin] = shape.has_window_rope && shape.is_window_layer(l) ? windowed : usual;
@@ -184,15 +241,12 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     if (shape.attention.soft_cap > 0) scores = (scores / shape.attention.soft_cap).tanh() * shape.attention.soft_cap;
     const std::int64_t window = shape.window_of(l);
     const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
-    const Tensor attended = at::matmul(scores.masked_fill(hidden, -INFINITY).softmax(-1), v);
-    const Tensor output =
-        affine(attended.transpose(0, 1).reshape({n, H * D}), w[a + "o_proj.weight"], w.bias(a + "o_proj.bias"));
-    x = x + added(output, p, shape.names.attention_post_norm);
-    const Tensor m = before(x, p, shape.names.mlp_norm);
-    const bool sparse = w.by_name.count(p + shape.names.router + ".weight") != 0;
-    x = x + added(sparse ? experts(shape, w, m, l, rollout, routings)
-                         : mlp_of(shape, m, w, p, shape.names.gate, shape.names.up, shape.names.down),
-                  p, shape.names.mlp_post_norm);
+    Tensor attended =
+        at::matmul(scores.masked_fill(hidden, -INFINITY).softmax(-1), v).transpose(0, 1).reshape({n, H * D});
+    if (shape.attention.output_gate) attended = attended * gate.sigmoid();
+    x = x +
+        added(affine(attended, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias")), p, shape.names.attention_post_norm);
+    mlp_half();
   }
   return norm(shape, x, w, "model.norm");
 }

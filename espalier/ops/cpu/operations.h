@@ -16,6 +16,7 @@ HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();
 ChoiceOperations choice_operations();
+DeltaRuleOperations delta_rule_operations();
 
 // All of them; with attention by ATen's FlashAttention.
 const Operations& operations();

@@ -59,9 +59,10 @@ ProductOperations product_operations() {
 }
 
 const Operations& operations() {
-  static const Operations all{norm_operations(),      rotation_operations(),  swiglu_operations(), product_operations(),
-                              moving_operations(),    attention_operations(), head_operations(),   expert_operations(),
-                              optimizer_operations(), choice_operations()};
+  static const Operations all{norm_operations(),    rotation_operations(), swiglu_operations(),
+                              product_operations(), moving_operations(),   attention_operations(),
+                              head_operations(),    expert_operations(),   optimizer_operations(),
+                              choice_operations(),  DeltaRuleOperations{}};
   return all;
 }
 

@@ -44,7 +44,8 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   block.add(subtree_end, subtree_end_T);
   if (model.shape.window > 0) block.add(input.position, depth_T);
   block.hand_over(arena.device());
-  PathSource kv(path, 0, false, subtree_end_T, depth_T);
+  const RowRun whole{0, static_cast<std::int32_t>(ids.size()), -1, -1};
+  PathSource kv(path, 0, false, subtree_end_T, depth_T, {whole});
   const DecoderSaved saved = model.decoder.forward({input, kv, arena});
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them

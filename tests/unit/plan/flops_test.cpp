@@ -34,6 +34,23 @@ double forward_by_hand(const ModelShape& s, double T, double O, double pairs, do
   return 2 * madds + attention;
 }
 
+// Rows that carry a state cost the same at any depth.
+TEST(Flops, OfTheDeltaRuleAreThoseOfRows) {
+  ModelShape shape = testing::tiny_shape();
+  ModelShape attention = shape;
+  shape.delta_rule = {2, 4, 6, 5, 4};
+  shape.mixer_of_layer.assign(static_cast<std::size_t>(shape.layers), Mixer::attention);
+  shape.mixer_of_layer[0] = Mixer::delta_rule;
+  const Work work{100, 7000, 30, 2500}, deep{100, 70000, 30, 25000};
+  const Flops flops = forward_flops(shape, work), plain = forward_flops(attention, work);
+  const double M = static_cast<double>(shape.hidden), H = static_cast<double>(shape.heads * shape.head_dim),
+               J = static_cast<double>(shape.kv_heads * shape.head_dim), in = 44 + 20 + 8;
+  EXPECT_NEAR(flops.layers - plain.layers, 2 * 100 * M * (in + 20 - 2 * H - 2 * J), 1e-6);
+  EXPECT_NEAR(flops.attention - plain.attention, 6.0 * 4 * 6 * 5 * 100 - 4 * H * 7000, 1e-6);
+  EXPECT_EQ(forward_flops(shape, deep).layers, flops.layers);
+  EXPECT_EQ(flops.head, plain.head);
+}
+
 // One product for the gradient of an input, another for a weight's where it trains; nothing below the first layer that
 // trains.
 TEST(Flops, OfHeldParametersHaveNoWeightGradientAndNoBackwardBelowThem) {

@@ -131,5 +131,30 @@ TEST(LocalShape, WhatCannotBeDividedIsRefused) {
   refused(few, {.tp = 12});
 }
 
+TEST(LocalShape, ModelsWhoseRowsCarryAStateAreNotDivided) {
+  ModelShape shape = with_odd_sizes();
+  shape.delta_rule = {2, 4, 6, 5, 4};
+  shape.mixer_of_layer = {Mixer::delta_rule, Mixer::attention, Mixer::delta_rule};
+  for (const Degrees& degrees : {Degrees{.tp = 2}, {.cp = 2}, {.pp = 2}})
+    EXPECT_THROW(LocalShape(shape, degrees, Place{}), OptionError) << text_of_degrees(degrees);
+  EXPECT_EQ(LocalShape(shape, {.dp = 2}, Place{}).own().states_in(0, 3), 2);
+}
+
+// A row's projections, the recurrence of its value heads, the output; attention in the layer between.
+TEST(LocalShape, ParametersOfTheDeltaRuleAreCounted) {
+  ModelShape shape = with_odd_sizes();
+  shape.delta_rule = {2, 4, 6, 5, 4};
+  shape.mixer_of_layer = {Mixer::delta_rule, Mixer::attention, Mixer::attention};
+  std::int64_t total = 0, of_layer = 0;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    std::int64_t count = 1;
+    for (const Side& side : p.sides) count *= side.size;
+    total += count, of_layer += p.layer == 0 && p.name.find("linear_attn") != p.name.npos ? count : 0;
+  });
+  EXPECT_EQ(shape.parameters(), total);
+  const std::int64_t C = 2 * 2 * 6 + 4 * 5, V = 4 * 5, M = shape.hidden;
+  EXPECT_EQ(of_layer, (C + V + 4 + 4) * M + C * 4 + 4 + 4 + 5 + M * V);
+}
+
 }  // namespace
 }  // namespace espalier

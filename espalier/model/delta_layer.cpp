@@ -1,0 +1,99 @@
+#include "espalier/model/delta_layer.h"
+
+#include <ATen/ATen.h>
+
+#include "espalier/device/held_buffers.h"
+#include "espalier/model/mlp.h"
+
+namespace espalier {
+namespace {
+
+DeltaRuleProblem problem_of(const LayerContext& c, const LayerSaved& saved, const std::vector<StateRun>& runs) {
+  return {c.shape.delta_rule, saved.projected_TW, c.weights.conv_CK, c.weights.a_log_H, c.weights.dt_bias_H, runs};
+}
+
+GatedNormProblem gate_of(const LayerContext& c, const LayerSaved& saved) {
+  return {c.shape.delta_rule, c.shape.rms_norm_eps, saved.mixed_TV, saved.projected_TW, c.weights.mixed_norm_D};
+}
+
+}  // namespace
+
+void delta_forward(const LayerContext& c, LayerSaved& saved) {
+  using Stage = DeltaForwardBuffers::Stage;
+  const BlockRows rows = c.block_rows();
+  const DeltaForwardBuffers declared(c.block(), rows);
+  HeldBuffers held(c.arena, declared, c.dtype());
+  held.enter(Stage::projection);
+  const at::Tensor normed_TM = held[declared.normed_TM];
+  c.ops.norm(saved.stream_in_TM, c.attention_norm(c.weights), c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
+  c.products.linear(saved.projected_TW, normed_TM, c.weights.projected);
+  held.enter(Stage::rows);
+  {
+    const TimedPart timed(c.timer, part::kAttention);
+    const std::vector<StateRun> runs = c.kv.runs(c.layer, held[declared.states_FN], {});
+    c.ops.delta_rule(problem_of(c, saved, runs), saved.mixed_TV);
+  }
+  if (rows.continuing == 0) return;
+  held.enter(Stage::output);
+  const at::Tensor gated_TV = held[declared.gated_TV];
+  c.ops.gated_norm(gate_of(c, saved), gated_TV);
+  c.products.linear_onto(saved.stream_mid_RM, c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
+                         c.continuing_rows(gated_TV, held[declared.gated_RV]), c.weights.output);
+}
+
+void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                        const at::Tensor& grad_in_TM, const LayerViews& grads) {
+  using Stage = DeltaBackwardBuffers::Stage;
+  const BlockRows rows = c.block_rows();
+  const bool continues = rows.continuing > 0;
+  const DeltaBackwardBuffers declared(c.block(), rows);
+  HeldBuffers held(c.arena, declared, c.dtype());
+  if (c.narrow) c.ops.zero(grad_in_TM);
+  held.enter(Stage::mlp);
+  if (continues) add_mlp_backward(c, saved, grad_stream_RM, grads);
+  const at::Tensor grad_mixed_TV = held[declared.grad_mixed_TV];
+  if (c.narrow) c.ops.zero(grad_mixed_TV);
+  held.enter(Stage::output);
+  if (continues) {
+    const at::Tensor gated_TV = held[declared.gated_TV];
+    if (grads.output.trains()) {
+      c.ops.gated_norm(gate_of(c, saved), gated_TV);
+      c.products.add_linear_grad_weight(grads.output, grad_stream_RM,
+                                        c.continuing_rows(gated_TV, held[declared.gated_RV]),
+                                        held[declared.output_product]);
+    }
+    const at::Tensor& grad_gated_RV = c.narrow ? held[declared.grad_gated_RV] : grad_mixed_TV;
+    c.products.linear_grad_input(grad_gated_RV, grad_stream_RM, c.weights.output);
+    if (c.narrow) {
+      c.ops.add_scatter(grad_gated_RV, c.input.output_row_O, grad_mixed_TV);
+      c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
+    }
+  }
+  held.enter(Stage::rows);
+  const at::Tensor grad_projected_TW = held[declared.grad_projected_TW];
+  {
+    const TimedPart timed(c.timer, part::kAttention);
+    c.ops.add_gated_norm_backward(gate_of(c, saved), grad_mixed_TV, grad_mixed_TV, grad_projected_TW,
+                                  grads.mixed_norm_D);
+    c.ops.zero(held[declared.grad_states_FN]);
+    const std::vector<StateRun> runs = c.kv.runs(c.layer, held[declared.states_FN], held[declared.grad_states_FN]);
+    std::vector<StateRun> forks;  // whose states are made again
+    for (const StateRun& run : runs)
+      if (run.forks) forks.push_back(run);
+    c.ops.delta_rule(problem_of(c, saved, forks), at::Tensor());
+    c.ops.add_delta_rule_backward(problem_of(c, saved, runs), grad_mixed_TV,
+                                  {grad_projected_TW, grads.conv_CK, grads.a_log_H, grads.dt_bias_H});
+    c.kv.count_runs_backward(c.layer);
+  }
+  held.enter(Stage::input);
+  const at::Tensor normed_TM = held[declared.normed_TM];
+  if (grads.projected.trains())
+    c.ops.norm_again(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, normed_TM);
+  c.products.add_linear_grad_weight(grads.projected, grad_projected_TW, normed_TM, held[declared.projected_product]);
+  const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
+  c.products.linear_grad_input(grad_normed_TM, grad_projected_TW, c.weights.projected);
+  c.ops.add_norm_backward(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, grad_normed_TM,
+                          grad_in_TM, c.attention_norm(grads));
+}
+
+}  // namespace espalier

@@ -1,0 +1,21 @@
+// The first half of a block whose rows carry a state: the gated delta rule (ops/delta_rule.h).
+//
+//   n = norm(x);  y = x + gated_norm(delta_rule(n Wp^T), n Wp^T) Wo^T
+//
+// Shapes: T rows, R rows that continue past the mixer, M width.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "espalier/model/layer_context.h"
+
+namespace espalier {
+
+// Fills `saved` up to stream_mid. States go from run to run as the source says.
+void delta_forward(const LayerContext& context, LayerSaved& saved);
+
+// As add_layer_backward (model/layer.h), which calls it.
+void add_delta_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
+                        const at::Tensor& grad_in_TM, const LayerViews& grads);
+
+}  // namespace espalier

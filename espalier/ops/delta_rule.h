@@ -1,0 +1,74 @@
+// Layers that carry a state from row to row: the gated delta rule behind a short convolution, and the gates around it.
+//
+// One value head h over key head g = h / (Hv / Hk), row t of a run:
+//   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
+//   squares + 1e-6), q times dk^-1/2;  beta_t = sigmoid(b_t);  gamma_t = exp(-e^A softplus(a_t + dt))
+//   e_t = v_t - gamma_t S_{t-1}^T k_t,  S_t = gamma_t S_{t-1} + k_t (beta_t e_t)^T,  o_t = S_t^T q_t
+// A run is a stretch of rows without a branch. It begins with the state of what it follows: S, and the last K - 1
+// inputs x of the convolution, oldest first. Everything is computed in the accumulator dtype A.
+//
+// Shapes: T rows, Hk key heads and Hv value heads of dk and dv channels, C = 2 Hk dk + Hv dv channels of the
+// convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (plan/model_shape.h says where
+// x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then the inputs [K - 1, C].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+
+#include "espalier/plan/model_shape.h"
+
+namespace espalier {
+
+// Rows [begin, end), and the states [N] (A, contiguous) around them.
+struct StateRun {
+  std::int64_t begin = 0, end = 0;
+  at::Tensor start_N;  // undefined: 0
+  at::Tensor end_N;    // overwritten; undefined: nothing follows. May be start_N where there is no backward
+  // Of a backward: what comes to the state that the run began with is added; what came to the one that it left is
+  // complete.
+  at::Tensor grad_start_N, grad_end_N;  // undefined: dropped; 0
+  bool forks = false;                   // other runs of the set begin with the state that it leaves
+};
+
+struct DeltaRuleProblem {
+  const DeltaRuleShape& shape;
+  at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
+  std::span<const StateRun> runs;  // together all rows; a run after those that it follows
+};
+
+struct DeltaRuleGradients {
+  at::Tensor projected_TW;                 // overwritten, but z
+  at::Tensor conv_CK, a_log_H, dt_bias_H;  // A; added to; undefined: does not train
+};
+
+// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head.
+struct GatedNormProblem {
+  const DeltaRuleShape& shape;
+  double eps;
+  at::Tensor o_TV, projected_TW, weight_D;
+};
+
+struct DeltaRuleOperations {
+  // Overwrites o; undefined: the states alone are wanted.
+  void (*delta_rule)(const DeltaRuleProblem& problem, const at::Tensor& o_TV);
+  // Runs from the last to the first: the gradient of a state is complete when its run comes.
+  void (*add_delta_rule_backward)(const DeltaRuleProblem& problem, const at::Tensor& grad_o_TV,
+                                  const DeltaRuleGradients& gradients);
+  // Overwrites y.
+  void (*gated_norm)(const GatedNormProblem& problem, const at::Tensor& y_TV);
+  // Overwrites grad_o, which may be grad_y, and z in grad_projected. Adds to grad_weight (A) where it is defined.
+  void (*add_gated_norm_backward)(const GatedNormProblem& problem, const at::Tensor& grad_y_TV,
+                                  const at::Tensor& grad_o_TV, const at::Tensor& grad_projected_TW,
+                                  const at::Tensor& grad_weight_D);
+  // y = x sigmoid(gate), with query and gate [2 D] per head; R rows. Overwrites y.
+  void (*gate_heads)(const at::Tensor& x_RW, const at::Tensor& query_gate_RW, std::int64_t head_dim,
+                     const at::Tensor& y_RW);
+  // Overwrites grad_x, which may be grad_y, and the gates in grad_query_gate.
+  void (*gate_heads_backward)(const at::Tensor& x_RW, const at::Tensor& query_gate_RW, std::int64_t head_dim,
+                              const at::Tensor& grad_y_RW, const at::Tensor& grad_x_RW,
+                              const at::Tensor& grad_query_gate_RW);
+};
+
+}  // namespace espalier
