@@ -11,6 +11,7 @@
 #include "espalier/objective/objective.h"
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/text/environment.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/train/training_data.h"
@@ -43,7 +44,7 @@ void check_update(const ModelShape& shape, Context& context, std::int64_t epochs
 
 void dry_verify(Context& context) {
   const Options& options = context.options;
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   std::vector<HeldModel> held{{shape, {}}};
   if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
   require_room(held, options);
@@ -53,9 +54,9 @@ void dry_verify(Context& context) {
 // The exit code of its plan, which is shown even where it does not fit.
 int dry_train(Context& context) {
   Options options = context.options;
-  if (options.model.empty()) options.model = options.resume;
+  if (options.model.empty()) options.model = model_source(options);
   options.out.clear();  // a plan's is a picture
-  check_update(read_trained_shape(options.model, options.train), context, options.epochs);
+  check_update(read_trained_shape(options.model, trained_choice(options)), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
   Context planned{options, context.arguments, silent, context.text, context.mesh};
   const int code = run_plan(planned);
@@ -65,7 +66,7 @@ int dry_train(Context& context) {
 
 void dry_score(Context& context) {
   const Options& options = context.options;
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
   require_room(std::array{HeldModel{shape}}, options);
   const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress, options.temperature).size();
   context.result["rollouts"] = rollouts;

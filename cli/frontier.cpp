@@ -10,6 +10,7 @@
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/report/frontier_picture.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 
 namespace espalier::cli {
 namespace {
@@ -30,7 +31,7 @@ int run_frontier(Context& context) {
   if (!options.rollouts.empty())
     throw OptionError({"--frontier", "no --rollouts with it: its groups are made of --n and --max-response-length",
                        "--rollouts", "leave one of the two out"});
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   const std::vector<std::int64_t> sizes = sizes_of(options);
   PlanOptions plan_options = plan_options_of(options);
   const MachineProfile profile = machine_of(context, plan_options);

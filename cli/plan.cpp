@@ -22,6 +22,7 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/saved/spill_file.h"
 #include "espalier/step/held_models.h"
+#include "espalier/step/trained_choice.h"
 
 namespace espalier::cli {
 namespace {
@@ -323,7 +324,7 @@ int run_plan(Context& context) {
   if (options.frontier) return run_frontier(context);
   if (!options.out.empty())
     throw OptionError({"--out", "--frontier with it, whose picture it is", '"' + options.out + '"', "leave it out"});
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
   std::vector<HeldModel> held{{shape, {}}};

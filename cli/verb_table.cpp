@@ -21,7 +21,7 @@ const std::vector<Verb>& verbs() {
       {'g', "generate", "", 0, 0, {"model", "prompts", "out"}, "responses to prompts, each prompt computed once", run_generate},
       {'l', "grpo", "", 0, 0, {"out|resume"}, "the closed loop: generate, reward, update, evaluate", run_grpo},
       {'o', "report", "RUN_DIR", 1, 1, {}, "a run as one HTML file: curves, time, memory, schedule, samples", run_report},
-      {'a', "merge", "ADAPTER", 1, 1, {"model", "out"}, "a model and a LoRA adapter as one model", run_merge},
+      {'a', "merge", "[ADAPTER]", 0, 1, {"model", "out"}, "a model and a LoRA adapter as one model", run_merge},
       {'b', "bench", "", 0, 0, {}, "dense, packed, phased and auto against each other", run_bench},
       {'d', "selftest", "", 0, 0, {}, "every operation of --device against the CPU's answer", run_selftest},
       {'m', "completion", "bash|zsh|fish", 1, 1, {}, "a script that completes this command line in a shell", run_completion},

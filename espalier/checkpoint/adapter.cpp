@@ -80,6 +80,17 @@ std::vector<double> doubles_of(const SafetensorsEntry& entry) {
 
 }  // namespace
 
+bool is_adapter(const fs::path& directory) {
+  std::error_code ignored;
+  return fs::is_regular_file(directory / kConfig, ignored);
+}
+
+std::string base_named_in(const fs::path& directory) {
+  const Json config = read_json_object(file_in(directory, kConfig));
+  const Json base = config.value("base_model_name_or_path", Json());
+  return base.is_string() ? base.get<std::string>() : "";
+}
+
 Adapter::Adapter(const fs::path& directory, const ParameterTable& base)
     : file_(file_in(directory, "adapter_model.safetensors")) {
   const fs::path file = file_in(directory, kConfig);
@@ -111,7 +122,10 @@ void Adapter::read_config(const Json& config, const std::string& where) {
   if (rank != std::floor(rank) || rank < 1 || rank > 1e6)
     throw InputError({where + ": r", "a whole number from 1 to 1000000", config["r"].dump(), ""});
   rank_ = static_cast<std::int64_t>(rank);
-  scale_ = alpha / (config.value("use_rslora", Json(false)) == true ? std::sqrt(rank) : rank);
+  alpha_ = alpha;
+  if (const Json dropout = config.value("lora_dropout", Json(0)); dropout.is_number()) dropout_ = dropout.get<double>();
+  root_of_rank_ = config.value("use_rslora", Json(false)) == true;
+  scale_ = alpha / (root_of_rank_ ? std::sqrt(rank) : rank);
 }
 
 void Adapter::place(const SafetensorsEntry& entry, const ParameterTable& base) {
@@ -173,6 +187,29 @@ void Adapter::check_targets(const Json& config, const std::string& where, const 
         throw InputError({file_.path().string(), "lora_A and lora_B of '" + module + "', a target of " + where,
                           "neither", kBelongs});
   }
+}
+
+std::set<std::string> Adapter::modules() const {
+  std::set<std::string> out;
+  for (const auto& [parameter, change] : changes_)
+    if (change.a != nullptr) out.insert(parameter.substr(0, parameter.size() - kWeight.size()));
+  return out;
+}
+
+std::vector<std::string> Adapter::whole() const {
+  std::vector<std::string> out;
+  for (const auto& [parameter, change] : changes_)
+    if (change.whole != nullptr && change.a == nullptr) out.push_back(parameter);
+  return out;
+}
+
+const SafetensorsEntry* Adapter::find(const std::string& parameter) const {
+  const bool a = parameter.ends_with(kLowA), b = parameter.ends_with(kLowB);
+  std::string of = parameter;
+  if (a || b) of.replace(of.size() - kLowA.size(), kLowA.size(), kWeight);
+  const auto found = changes_.find(of);
+  if (found == changes_.end()) return nullptr;
+  return a ? found->second.a : b ? found->second.b : found->second.whole;
 }
 
 void Adapter::apply(const std::string& parameter, std::vector<double>& values) const {

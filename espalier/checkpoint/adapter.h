@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -31,7 +32,15 @@ class Adapter {
   bool changes(const std::string& parameter) const { return changes_.contains(parameter); }
   std::int64_t changed() const { return static_cast<std::int64_t>(changes_.size()); }  // parameters
   std::int64_t rank() const { return rank_; }
+  double alpha() const { return alpha_; }
+  bool root_of_rank() const { return root_of_rank_; }
+  double dropout() const { return dropout_; }
   double scale() const { return scale_; }
+  // Modules with lora_A and lora_B, and parameters that are stored whole.
+  std::set<std::string> modules() const;
+  std::vector<std::string> whole() const;
+  // The tensor of <module>.lora_A.weight, <module>.lora_B.weight, or of a parameter that is stored whole; null: none.
+  const SafetensorsEntry* find(const std::string& parameter) const;
 
   // Turns the base model's values of a parameter that the adapter changes into those with the adapter.
   void apply(const std::string& parameter, std::vector<double>& values) const;
@@ -50,8 +59,22 @@ class Adapter {
 
   SafetensorsFile file_;
   std::int64_t rank_ = 0;
-  double scale_ = 0;
+  double alpha_ = 0, scale_ = 0, dropout_ = 0;
+  bool root_of_rank_ = false;
   std::map<std::string, Change> changes_;  // by the base model's parameter
 };
+
+// Whether the directory holds an adapter; the model that its config names, empty where it names none.
+bool is_adapter(const std::filesystem::path& directory);
+std::string base_named_in(const std::filesystem::path& directory);
+
+// "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
+std::string peft_name(const std::string& parameter);
+
+// Fills the directory `target`, created when absent, with the two files of an adapter: the table's parameters, those
+// that are no part of an adapter as modules_to_save. `base`: the model's directory, which the config names. Errors:
+// OptionError for a failing output.
+void write_adapter_directory(const std::filesystem::path& target, const ModelShape& shape, const std::string& base,
+                             const ParameterTable& table, DType from, const ParameterValues& values, DType to);
 
 }  // namespace espalier

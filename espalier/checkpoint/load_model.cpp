@@ -256,7 +256,8 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
   std::vector<std::string> missing, unexpected;
   for (const Parameter& parameter : table.parameters()) {
     const auto found = names.find(parameter.name);
-    if (found == names.end() && !may_be_absent(parameter.name, head)) missing.push_back(parameter.name);
+    if (found == names.end() && !parameter.low_rank && !may_be_absent(parameter.name, head))
+      missing.push_back(parameter.name);
     out.push_back(found == names.end() ? nullptr : found->second);
   }
   for (const auto& [name, entry] : names)

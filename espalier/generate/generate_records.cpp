@@ -18,6 +18,7 @@
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/text/rollout_text.h"
 
@@ -129,7 +130,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
   check_environment(options, mesh);
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
   require_room(std::array{HeldModel{local_shape(shape, mesh)}}, options);
   std::optional<RewardFunction> reward;
   if (mesh.writes() && !options.reward.empty()) reward.emplace(options.reward, options.reward_timeout);
@@ -142,7 +143,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
                                    ? &tokenizers.get()
                                    : tokenizers.at_hand(progress);
   require_same(mesh.world, options.prompts, text_of_prompts(file.prompts), "give every rank the same files");
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, scored_choice(options));
   settings.stop_ids = stop_ids(options, shape.vocabulary, tokenizer);
   std::optional<StopStrings> stops;
   if (!options.stop.empty()) settings.stops = &stops.emplace(split_paths(options.stop), *tokenizer);

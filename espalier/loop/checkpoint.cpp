@@ -7,6 +7,7 @@
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/run_state.h"
 #include "espalier/options/options_json.h"
+#include "espalier/step/trained_choice.h"
 
 namespace espalier {
 namespace {
@@ -37,9 +38,12 @@ void save_checkpoint(const std::filesystem::path& directory, const LoopState& st
 
 Restored load_checkpoint(const std::filesystem::path& directory, const Options& options, const Mesh& mesh) {
   Restored out;
-  if (options.train != "all") {
+  if (const TrainedChoice choice = trained_choice(options); choice.adapter.rank > 0) {
+    NoProgress silent;
+    out.model = load_model(options.model, options.dtype, silent, mesh, choice);
+  } else if (options.train != "all") {
     NoProgress silent;  // a part of what is shown
-    out.model = load_model(directory, options.dtype, silent, mesh, options.train);
+    out.model = load_model(directory, options.dtype, silent, mesh, trained_choice(options));
   } else {
     out.model = std::make_unique<ModelState>(local_shape(read_model_shape(directory), mesh), options.dtype,
                                              bound_device(), mesh);

@@ -12,6 +12,7 @@
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
 #include "espalier/plan/trained_parameters.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"
 
@@ -27,13 +28,24 @@ std::filesystem::path root_of(const Options& options) {
   return options.resume;
 }
 
+bool has_adapters(const Options& options) { return options.lora_rank > 0 || !options.adapter.empty(); }
+
+// The directory with config and tokenizer: the newest checkpoint's, or that of the run's first model.
+std::filesystem::path source_of(const RunFolder& folder, const Options& options) {
+  const auto step = folder.newest_checkpoint();
+  return step && !has_adapters(options) ? folder.checkpoint(*step) : std::filesystem::path(options.model);
+}
+
 ModelShape shape_of(const Options& options) {
+  if (options.model.empty() && has_adapters(options))
+    throw OptionError({"--lora-rank", "0 without --model: a fresh model trains everything", text_of(options.lora_rank),
+                       "give --model, or leave --lora-rank out"});
   if (options.model.empty() && options.train != "all")
     throw OptionError({"--train", "all without --model: a fresh model trains everything", "'" + options.train + "'",
                        "give --model, or leave --train out"});
   if (options.model.empty())
     return model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh");
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   if (options.prompts.empty()) check_words(options.model, shape);
   return shape;
 }
@@ -51,9 +63,8 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
     progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
   run["options"] = options_to_json(out.options, 'l');
   // Its own copy of the tokenizer, which the model directory may have lost.
-  const auto step = out.folder->newest_checkpoint();
-  const std::filesystem::path source = step ? out.folder->checkpoint(*step) : std::filesystem::path(out.options.model);
-  const ModelShape shape = step ? read_model_shape(source) : shape_of(out.options);
+  const std::filesystem::path source = source_of(*out.folder, out.options);
+  const ModelShape shape = source != out.options.model ? read_model_shape(source) : shape_of(out.options);
   out.questions = make_questions(out.options, source, shape, progress);
   const bool launched_anew = run.value("launch", "") != mesh.run;
   run["launch"] = mesh.run;
@@ -101,7 +112,7 @@ RunStart new_run(const std::filesystem::path& root, const Options& given, Progre
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options, const Mesh& mesh) {
   const LocalShape local = local_shape(shape, mesh);
   std::vector<HeldModel> held{{local, {}}};
-  if (options.kl_loss_coef > 0) held.push_back({local});
+  if (options.kl_loss_coef > 0 && !trains_adapters_alone(shape)) held.push_back({local});
   if (!options.critic.empty())
     held.push_back({local_shape(read_trained_critic_shape(options.critic, options.train), mesh), {}});
   return held;
@@ -149,10 +160,9 @@ RunStart start_as_told(const Json& told, Progress& progress) {
   out.options = options_from_json(told["options"], "rank 0: ");
   out.machine = profile_of(told["machine"], "the machine profile of rank 0");
   out.folder = RunFolder::seen_by_rank(told["root"].get<std::string>());
-  const auto step = out.folder->newest_checkpoint();
-  const std::filesystem::path source = step ? out.folder->checkpoint(*step) : std::filesystem::path(out.options.model);
-  out.questions =
-      make_questions(out.options, source, step ? read_model_shape(source) : shape_of(out.options), progress);
+  const std::filesystem::path source = source_of(*out.folder, out.options);
+  out.questions = make_questions(
+      out.options, source, source != out.options.model ? read_model_shape(source) : shape_of(out.options), progress);
   return out;
 }
 

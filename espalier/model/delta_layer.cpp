@@ -58,7 +58,7 @@ void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     const at::Tensor gated_TV = held[declared.gated_TV];
     if (grads.output.trains()) {
       c.ops.gated_norm(gate_of(c, saved), gated_TV);
-      c.products.add_linear_grad_weight(grads.output, grad_stream_RM,
+      c.products.add_linear_grad_weight(grads.output, c.weights.output, grad_stream_RM,
                                         c.continuing_rows(gated_TV, held[declared.gated_RV]),
                                         held[declared.output_product]);
     }
@@ -89,7 +89,8 @@ void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const at::Tensor normed_TM = held[declared.normed_TM];
   if (grads.projected.trains())
     c.ops.norm_again(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, normed_TM);
-  c.products.add_linear_grad_weight(grads.projected, grad_projected_TW, normed_TM, held[declared.projected_product]);
+  c.products.add_linear_grad_weight(grads.projected, c.weights.projected, grad_projected_TW, normed_TM,
+                                    held[declared.projected_product]);
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_TM, grad_projected_TW, c.weights.projected);
   c.ops.add_norm_backward(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, grad_normed_TM,

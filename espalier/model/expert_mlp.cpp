@@ -82,7 +82,8 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   held.enter(Stage::router);
   const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);
-  c.products.add_linear_grad_weight(grads.router, grad_logits_RE, normed_RM, held[declared.router_product]);
+  c.products.add_linear_grad_weight(grads.router, c.weights.router, grad_logits_RE, normed_RM,
+                                    held[declared.router_product]);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
   c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);

@@ -195,8 +195,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
     held.enter(Stage::output);
     const at::Tensor grad_branch_RM = add_branch_backward(c, branch_of(c, saved), grad_stream_RM,
                                                           held[declared.grad_branch_RM], grads.attention_post_norm_M);
-    c.products.add_linear_grad_weight(grads.output, grad_branch_RM, gated_values(c, saved, held[declared.gated_RW]),
-                                      held[declared.output_product]);
+    c.products.add_linear_grad_weight(grads.output, c.weights.output, grad_branch_RM,
+                                      gated_values(c, saved, held[declared.gated_RW]), held[declared.output_product]);
     c.products.linear_grad_input(held[declared.grad_attended_RW], grad_branch_RM, c.weights.output);
     if (c.narrow) c.ops.add_scatter(grad_stream_RM, c.input.output_row_O, grad_in_TM);
   }
@@ -207,10 +207,11 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
       &normed_TM = c.has_norms_before() ? grad_normed_TM : saved.stream_in_TM;
   if (c.has_norms_before() && (grads.key_value.trains() || grads.query.trains()))
     c.ops.norm_again(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, normed_TM);
-  c.products.add_linear_grad_weight(grads.key_value, grad.kv_TW, normed_TM, held[declared.kv_product]);
+  c.products.add_linear_grad_weight(grads.key_value, c.weights.key_value, grad.kv_TW, normed_TM,
+                                    held[declared.kv_product]);
   held.enter(Stage::query);
   if (continues && grads.query.trains())
-    c.products.add_linear_grad_weight(grads.query, grad.q_RW,
+    c.products.add_linear_grad_weight(grads.query, c.weights.query, grad.q_RW,
                                       c.continuing_rows(normed_TM, held[declared.query_input_RM]),
                                       held[declared.query_product]);
   held.enter(Stage::input);

@@ -54,7 +54,7 @@ struct LayerContext {
   const Mesh& mesh;
   const RouterPenalties* penalties = nullptr;  // of a backward; may be null
   const Operations& ops = arena.device().operations();
-  const Products products{ops, timer, mesh.tp};
+  const Products products{ops, timer, mesh.tp, arena};
 
   // The norms of `views`, which are the weights or their gradients.
   NormWeights attention_norm(const LayerViews& views) const {

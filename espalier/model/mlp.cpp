@@ -47,13 +47,14 @@ void add_dense_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const at::Tensor act_RF = held[declared.act_RF];  // first holds its own gradient
   c.products.linear_grad_input(act_RF, grad_branch_RM, c.weights.down);
   c.ops.swiglu_backward(c.shape.activation, saved.gate_up_RW, act_RF, saved.gate_up_RW, act_RF);
-  c.products.add_linear_grad_weight(grads.down, grad_branch_RM, act_RF, held[declared.down_product]);
+  c.products.add_linear_grad_weight(grads.down, c.weights.down, grad_branch_RM, act_RF, held[declared.down_product]);
   held.enter(Stage::up);
   const at::Tensor &grad_normed_RM = held[declared.normed_RM],  // until then the rows themselves
       &normed_RM = c.has_norms_before() ? grad_normed_RM : saved.stream_mid_RM;
   if (c.has_norms_before() && grads.gate_up.trains())
     c.ops.norm_again(saved.stream_mid_RM, c.mlp_norm(c.weights), saved.mlp_rstd_R, normed_RM);
-  c.products.add_linear_grad_weight(grads.gate_up, saved.gate_up_RW, normed_RM, held[declared.gate_up_product]);
+  c.products.add_linear_grad_weight(grads.gate_up, c.weights.gate_up, saved.gate_up_RW, normed_RM,
+                                    held[declared.gate_up_product]);
   c.products.linear_grad_input(grad_normed_RM, saved.gate_up_RW, c.weights.gate_up);
   c.mesh.tp.add_over_ranks(grad_normed_RM);
   if (c.has_norms_before())

@@ -11,7 +11,8 @@ namespace {
 // and so is what no buffer has.
 class Viewer {
  public:
-  explicit Viewer(std::span<const FlatParameters> buffers) : buffers_(buffers) {}
+  Viewer(std::span<const FlatParameters> buffers, double scale_of_adapters)
+      : buffers_(buffers), scale_(scale_of_adapters) {}
 
   at::Tensor one(const std::string& name) const {
     const FlatParameters* const buffer = holder_of(name);
@@ -29,7 +30,14 @@ class Viewer {
   // The projections as one, their outputs end to end.
   Projection projection(const std::string& prefix, std::initializer_list<ProjectionShape> joined) const {
     const bool bias = joined.begin()->bias;
-    return {ends(prefix, joined, ".weight"), bias ? ends(prefix, joined, ".bias") : at::Tensor()};
+    Projection out{ends(prefix, joined, ".weight"), bias ? ends(prefix, joined, ".bias") : at::Tensor(), {}};
+    std::int64_t part = 0;  // all parts that one of several is of have as many outputs
+    for (const ProjectionShape& p : joined) {
+      const LowRank pair = adapter(prefix, p);
+      if (pair.b_Nr.defined()) out.low_rank.push_back({pair.a_rK, pair.b_Nr, part * pair.b_Nr.size(0), scale_});
+      ++part;
+    }
+    return out;
   }
 
   // Gapless parameters from the first to the last named, seen as one tensor.
@@ -51,6 +59,11 @@ class Viewer {
   }
 
  private:
+  LowRank adapter(const std::string& prefix, const ProjectionShape& p) const {
+    if (p.rank == 0) return {};
+    return {one(prefix + p.name + ".lora_A.weight"), one(prefix + p.name + ".lora_B.weight")};
+  }
+
   const FlatParameters* holder_of(const std::string& name) const {
     bool known = false;
     for (const FlatParameters& buffer : buffers_) {
@@ -80,6 +93,7 @@ class Viewer {
   }
 
   std::span<const FlatParameters> buffers_;
+  double scale_;
 };
 
 void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerParameters& p, std::int64_t layer,
@@ -99,7 +113,7 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
 
 LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_t layer) {
   const ModelShape& whole = shape.whole();
-  const LayerParameters p = layer_parameters(whole, whole.has_experts(layer), whole.mixer_of(layer));
+  const LayerParameters p = adapted_parameters(whole, layer);
   const std::string prefix = layer_prefix(layer);
   LayerViews views;
   views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
@@ -138,7 +152,7 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
 
 ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape) {
   for (const FlatParameters& buffer : buffers) ESPALIER_INTERNAL_EQ(buffer.flat.numel(), buffer.table.kept_size());
-  const Viewer viewer(buffers);
+  const Viewer viewer(buffers, shape.whole().trained.adapter.scale());
   const OuterParameters outer = outer_parameters(shape.whole());
   const std::string embedding = std::string(outer.embedding.name) + ".weight";
   ModelViews views;

@@ -16,11 +16,19 @@
 
 namespace espalier {
 
-// y = x weight^T + bias.
+// Outputs [first, first + B's rows) += scale (x A^T) B^T.
+struct LowRank {
+  at::Tensor a_rK, b_Nr;
+  std::int64_t first = 0;
+  double scale = 1;
+};
+
+// y = x weight^T + bias, and the adapters of its parts.
 struct Projection {
   at::Tensor weight, bias;  // [out, in], [out]
+  std::vector<LowRank> low_rank;
 
-  bool trains() const { return weight.defined() || bias.defined(); }  // of gradients
+  bool trains() const { return weight.defined() || bias.defined() || !low_rank.empty(); }  // of gradients
 };
 
 struct LayerViews {

@@ -74,7 +74,7 @@ const Parameter& ParameterTable::at(const std::string& name) const {
 }
 
 void ParameterTable::add(const ParameterShape& whole, const Shard& shard) {
-  Parameter parameter{whole.name, {}, size_, 1, shard, whole.fused};
+  Parameter parameter{whole.name, {}, size_, 1, shard, whole.fused, whole.low_rank};
   for (const Side& side : whole.sides) parameter.shape.push_back(side.size);
   if (shard.dim >= 0) parameter.shape[static_cast<std::size_t>(shard.dim)] = shard.local;
   for (const std::int64_t size : parameter.shape) {

@@ -27,8 +27,9 @@ struct Parameter {
   std::vector<std::int64_t> shape;  // here, padding included; the whole one where there is one rank
   std::int64_t offset = 0;          // elements
   std::int64_t count = 0;
-  Shard shard;        // which part of the file's tensor this is
-  std::string fused;  // the tensor of files that it is a part of, with its neighbours; "": its own
+  Shard shard;            // which part of the file's tensor this is
+  std::string fused;      // the tensor of files that it is a part of, with its neighbours; "": its own
+  bool low_rank = false;  // of an adapter, which no model directory has
 
   std::vector<std::int64_t> whole_shape() const;  // in files
 };

@@ -29,6 +29,8 @@ struct MovingOperations {
   void (*add_scaled)(const at::Tensor& base_RM, const at::Tensor& x_RM, double factor, const at::Tensor& out_RM);
   // x = 0; contiguous.
   void (*zero)(const at::Tensor& x);
+  // x = factor x, rounded once; contiguous.
+  void (*scale)(const at::Tensor& x, double factor);
 };
 
 }  // namespace espalier

@@ -39,12 +39,23 @@ void check_ratios(const Options& options) {
                        name_of(policy_aggregation(options)), "leave --token-mean-divisor out"});
 }
 
+void check_adapters(const Options& options) {
+  if (options.lora_dropout > 0)
+    throw UnsupportedError({"--lora-dropout", "0, because a shared row must be the same in every rollout",
+                            text_of(options.lora_dropout), "leave --lora-dropout out"});
+  const bool adapted = options.lora_rank > 0 || !options.adapter.empty();
+  if (adapted && !options.critic.empty())
+    throw UnsupportedError({"--critic", "a run without adapters: a critic has none of its own", options.critic,
+                            "train all weights, or choose an --adv-estimator without a critic"});
+  if (adapted && !options.record.empty())
+    throw UnsupportedError({"--record", "a run without adapters", options.record, "leave --record out"});
+}
+
 // Options whose implementation is not complete.
 void refuse_incomplete(const Options& options) {
   const auto refuse = [](bool given, const char* name) {
     if (given) throw UnsupportedError({name, "an option that this version runs", "the option", ""});
   };
-  refuse(options.lora_rank > 0, "--lora-rank");
   refuse(options.weights != HeldWeights::source, "--weights");
 }
 
@@ -64,6 +75,7 @@ void validate(const Options& options) {
   check_objective(options);
   check_objective_kind(options);
   check_ratios(options);
+  check_adapters(options);
   refuse_incomplete(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();
   if (betas != 2)

@@ -26,6 +26,12 @@ BufferList::Place add_product(BufferList& list, const BlockShape& b, std::string
   return b.rounds_weight_gradients ? list.add(name, outputs, inputs, kActivation, stage) : BufferList::Place{};
 }
 
+// x A^T, or the gradient of it: one at a time (model/products.h).
+std::int64_t low_rank_bytes(const BlockShape& b, std::int64_t rows) {
+  return arena_bytes(rows * b.shape.trained.adapter.rank * b.bytes.activation);
+}
+const AdaptedLayer& adapted(const BlockShape& b) { return b.shape.trained.adapter.somewhere; }
+
 std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
   return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
                       : DenseBackwardBuffers(b, rows.continuing).peak();
@@ -107,6 +113,8 @@ DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows,
   if (with_output || b.has_norms_after()) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
   if (act_RF.index >= 0 && b.finishes_branch())
     branch_RM = add("addition to the stream", rows, b.shape.hidden, kActivation, Stage::down);
+  if (adapted(b).gate || adapted(b).up) nest(Stage::up, low_rank_bytes(b, rows));
+  if (adapted(b).down && act_RF.index >= 0) nest(Stage::down, low_rank_bytes(b, rows));
 }
 
 DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
@@ -116,6 +124,8 @@ DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t row
   if (b.finishes_branch()) grad_branch_RM = add("gradient of the MLP's output", rows, M, kActivation, Stage::down);
   normed_RM = add("normed", rows, M, kActivation, Stage::up);
   gate_up_product = add_product(*this, b, "product for gate and up", b.shape.gate_up_width(), M, Stage::up);
+  if (adapted(b).gate || adapted(b).up) nest(Stage::up, low_rank_bytes(b, rows));
+  if (adapted(b).down) nest(Stage::down, low_rank_bytes(b, rows));
 }
 
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
@@ -153,6 +163,9 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   }
   if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
   if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::residual);
+  if (adapted(b).key || adapted(b).value) nest(Stage::projection, low_rank_bytes(b, T));
+  if (adapted(b).query) nest(Stage::projection, low_rank_bytes(b, R));
+  if (adapted(b).output) nest(Stage::residual, low_rank_bytes(b, R));
   nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
   if (rows.ranks > 1)
     nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
@@ -181,6 +194,11 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
   if (R > 0) query_product = add_product(*this, b, "product for queries", query_width(b), M, Stage::query);
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
+  for (const Stage stage : {Stage::key_value, Stage::input})
+    if (adapted(b).key || adapted(b).value) nest(stage, low_rank_bytes(b, T));
+  for (const Stage stage : {Stage::query, Stage::input})
+    if (adapted(b).query) nest(stage, low_rank_bytes(b, R));
+  if (adapted(b).output) nest(Stage::output, low_rank_bytes(b, R));
   if (rows.ranks > 1)
     nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
 }

@@ -47,6 +47,15 @@ Work with_all_outputs(Work work) {
   return work;
 }
 
+// Elements of a layer's adapters, by the rows that they are computed for.
+struct LowRank {
+  std::int64_t all_rows, continuing_rows;
+};
+LowRank low_rank_of(const LayerParameters& p) {
+  const std::int64_t key_value = p.key.low_rank() + p.value.low_rank();
+  return {key_value, p.low_rank() - key_value};
+}
+
 }  // namespace
 
 Work work_of_depths(std::int64_t begin, std::int64_t end, bool outputs, std::int64_t window) {
@@ -79,17 +88,20 @@ Flops sum_of_layers(const ModelShape& s, std::int64_t first, const Work& work, b
 
 // A layer's forward, each product as often as `times` says.
 struct Times {
-  double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1;
+  double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1, low_rank = 1;
 };
 Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
   const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
     return 2 * static_cast<double>(rows) * factor * static_cast<double>(weights);
   };
-  const LayerParameters p = layer_parameters(s, s.has_experts(layer), s.mixer_of(layer));
+  const LayerParameters p = adapted_parameters(s, layer);
+  const LowRank adapters = low_rank_of(p);
   Flops flops;
   flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights() + p.projected_weights()) +
                  product(work.outputs, times.query, p.query.weights()) +
-                 product(work.outputs, times.output, p.output.weights());
+                 product(work.outputs, times.output, p.output.weights()) +
+                 product(work.rows, times.low_rank, adapters.all_rows) +
+                 product(work.outputs, times.low_rank, adapters.continuing_rows);
   const double mlp = product(work.outputs, times.gate_up, p.gate.weights() + p.up.weights()) +
                      product(work.outputs, times.down, p.down.weights());
   if (p.experts == 0)
@@ -130,12 +142,18 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
   flops.attention = 4.0 * s.heads * s.head_dim *
                     (pairs_of_full_layers(s, work) +
                      static_cast<double>(output_pairs_of(s, s.layers - 1, wide ? with_all_outputs(work) : work)));
+  for (std::int64_t layer = 0; s.trained.adapter.rank > 0 && layer < s.layers; ++layer) {
+    const LowRank adapters = low_rank_of(adapted_parameters(s, layer));
+    flops.layers += 2 * (T * static_cast<double>(adapters.all_rows) +
+                         (layer + 1 < s.layers ? T : R) * static_cast<double>(adapters.continuing_rows));
+  }
   return flops;
 }
 
 namespace {
 
-// The gradient of an input is a product; the gradient of a weight that trains another.
+// The gradient of an input is a product; the gradient of a weight that trains another. An adapter's: x A^T again, the
+// gradient of it for A and once more for x, and dA, dB, dx.
 Times backward_times(const TrainedLayer& trains) {
   const auto products = [](bool trained) { return trained ? 2.0 : 1.0; };
   return {products(trains.query),
@@ -144,7 +162,8 @@ Times backward_times(const TrainedLayer& trains) {
           products(trains.router),
           products(trains.gate_up),
           products(trains.down),
-          2.5};
+          2.5,
+          3};
 }
 
 }  // namespace
@@ -187,7 +206,7 @@ Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   if (s.trained.first_layer > 0 || s.has_states())
     return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0});
+      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0, 0});
     });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);

@@ -59,6 +59,8 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   trained.first_layer = std::clamp<std::int64_t>(trained.first_layer - layers_.begin, 0, own_.layers);
   if (!trained.of_layer.empty())
     trained.of_layer = {trained.of_layer.begin() + layers_.begin, trained.of_layer.begin() + layers_.end};
+  if (std::vector<AdaptedLayer>& adapted = trained.adapter.of_layer; !adapted.empty())
+    adapted = {adapted.begin() + layers_.begin, adapted.begin() + layers_.end};
   if (!whole.expert_layer.empty())
     own_.expert_layer.assign(whole.expert_layer.begin() + layers_.begin, whole.expert_layer.begin() + layers_.end);
   if (!whole.window_layer.empty())
@@ -134,7 +136,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
   }
   const bool whole_expert = shard.of_expert && degrees_.ep > 1;
   if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
-  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads);
+  shard.partial_gradient = shard.copies > 1 && (cut == Cut::kv_heads || parameter.of_heads || parameter.low_rank);
   const std::int64_t replica = place_.dp * degrees_.cp + place_.cp;
   const bool first_replica = (whole_expert ? (replica * degrees_.tp + place_.tp) / degrees_.ep : replica) == 0;
   const bool here = (whole_expert || place_.tp % shard.copies == 0) && (!embedding || first_stage);

@@ -123,6 +123,25 @@ struct TrainedLayer {
   bool query = true, key_value = true, output = true, router = true, gate_up = true, down = true;
 };
 
+// The projections of a layer that have a LoRA adapter.
+struct AdaptedLayer {
+  bool query = false, key = false, value = false, output = false, gate = false, up = false, down = false;
+
+  bool any() const { return query || key || value || output || gate || up || down; }
+  bool operator==(const AdaptedLayer&) const = default;
+};
+
+// y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r]; s = alpha / r, or alpha / sqrt(r).
+struct AdapterShape {
+  std::int64_t rank = 0;  // r; 0: there are no adapters
+  double alpha = 16;
+  bool root_of_rank = false;           // rslora
+  std::vector<AdaptedLayer> of_layer;  // one per layer
+  AdaptedLayer somewhere;              // in any layer
+
+  double scale() const;
+};
+
 // Which parameters train (--train, plan/trained_parameters.h); all by default. The others are held: they have no
 // gradient, master or moment. A backward runs from the last layer to `first_layer`.
 struct TrainedParameters {
@@ -132,6 +151,7 @@ struct TrainedParameters {
   bool head = true;                                       // the matrix of the head
   std::int64_t first_layer = 0;                           // layers before it have no backward
   bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
+  AdapterShape adapter;
 
   bool all() const { return of_parameter == nullptr; }
 };

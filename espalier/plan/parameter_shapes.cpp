@@ -1,6 +1,7 @@
 // A family is a set of properties of ModelShape (plan/model_families.h); nothing here knows its name.
 #include "espalier/plan/parameter_shapes.h"
 
+#include <cmath>
 #include <initializer_list>
 #include <utility>
 
@@ -33,9 +34,16 @@ class Walk {
       if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, false, fused);
     for (const ProjectionShape& p : neighbours)
       if (p.bias) visit(p.name, ".bias", {p.out}, false, fused);
+    for (const ProjectionShape& p : neighbours)
+      if (p.rank > 0) adapter(p);
   }
 
  private:
+  void adapter(const ProjectionShape& p) const {
+    const Side rank{p.rank};
+    visit_({prefix_ + p.name + ".lora_A.weight", {rank, p.in}, layer_, expert_, false, "", true, true});
+    visit_({prefix_ + p.name + ".lora_B.weight", {p.out, rank}, layer_, expert_, false, "", true, true});
+  }
   void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false,
              const std::string& fused = "") const {
     visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads,
@@ -86,6 +94,11 @@ std::int64_t LayerParameters::parameters() const {
          (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
 }
 
+std::int64_t LayerParameters::low_rank() const {
+  return query.low_rank() + key.low_rank() + value.low_rank() + output.low_rank() + gate.low_rank() + up.low_rank() +
+         down.low_rank();
+}
+
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
 std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert) {
   return layer_prefix(layer) + shape.names.experts + "." + std::to_string(expert) + ".";
@@ -101,10 +114,22 @@ OuterParameters outer_parameters(const ModelShape& shape) {
   return p;
 }
 
+LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer) {
+  LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer));
+  const AdapterShape& adapter = shape.trained.adapter;
+  if (adapter.rank == 0) return p;
+  const AdaptedLayer& has = adapter.of_layer[static_cast<std::size_t>(layer)];
+  const auto set = [&](ProjectionShape& projection, bool adapted) { projection.rank = adapted ? adapter.rank : 0; };
+  set(p.query, has.query), set(p.key, has.key), set(p.value, has.value), set(p.output, has.output);
+  set(p.gate, has.gate), set(p.up, has.up), set(p.down, has.down);
+  return p;
+}
+
 TrainedWeights trained_weights(const ModelShape& shape) {
   TrainedWeights sum;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
-    const LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer));
+    const LayerParameters p = adapted_parameters(shape, layer);
+    sum.layers += p.low_rank();
     const TrainedLayer trains =
         shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
     const std::int64_t mlp =
@@ -127,7 +152,7 @@ void for_each_shape(const ModelShape& shape, const std::function<void(const Para
   const Walk walk(visit, "", -1);
   walk.projections({outer.embedding});
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    visit_layer(shape, layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer)), layer, visit);
+    visit_layer(shape, adapted_parameters(shape, layer), layer, visit);
   walk.norm(outer.final_norm);
   walk.projections({outer.head});
 }
@@ -144,6 +169,11 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
   });
 }
 
+double AdapterShape::scale() const {
+  const auto r = static_cast<double>(rank);
+  return rank == 0 ? 0 : alpha / (root_of_rank ? std::sqrt(r) : r);
+}
+
 std::int64_t ModelShape::parameters() const {
   const OuterParameters outer = outer_parameters(*this);
   const std::int64_t with_experts = expert_layers();
@@ -156,6 +186,8 @@ std::int64_t ModelShape::parameters() const {
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
   if (with_experts > 0)
     total += with_experts * (layer_parameters(*this, true).parameters() + (router.correction_bias ? experts : 0));
+  if (trained.adapter.rank > 0)
+    for (std::int64_t layer = 0; layer < layers; ++layer) total += adapted_parameters(*this, layer).low_rank();
   return total;
 }
 

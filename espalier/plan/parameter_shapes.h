@@ -27,7 +27,9 @@ struct ProjectionShape {
   const char* name = "";
   Side out, in;
   bool bias = false;
+  std::int64_t rank = 0;  // of its adapter (AdapterShape): <name>.lora_A.weight, <name>.lora_B.weight; 0: none
 
+  std::int64_t low_rank() const { return rank * (out.size + in.size); }  // elements of the adapter
   std::int64_t weights() const { return out.size * in.size; }
   std::int64_t parameters() const { return weights() + (bias ? out.size : 0); }
 };
@@ -78,7 +80,8 @@ struct LayerParameters {
   // Matrix elements of the MLP or of one expert.
   std::int64_t mlp_weights() const { return gate.weights() + up.weights() + down.weights(); }
   std::int64_t mlp_parameters() const { return gate.parameters() + up.parameters() + down.parameters(); }
-  std::int64_t parameters() const;
+  std::int64_t parameters() const;  // without adapters
+  std::int64_t low_rank() const;    // elements of adapters
 };
 
 inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParameters& p) {
@@ -140,6 +143,9 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
   return p;
 }
 
+// The same with the ranks of the layer's adapters.
+LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer);
+
 std::string layer_prefix(std::int64_t layer);  // "model.layers.3."
 // "model.layers.3.mlp.experts.7."
 std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert);
@@ -160,6 +166,7 @@ struct ParameterShape {
   bool of_heads = false;                 // a norm of heads: a rank with some of the heads has a part of its gradient
   std::string fused;                     // the tensor of files that it is a part of; "": its own
   bool trains = true;                    // false: the parameter is held and never changes
+  bool low_rank = false;                 // of an adapter: where it is whole a rank of tp has a part of its gradient
 };
 
 // Which parameters a table, or a list of units, has.

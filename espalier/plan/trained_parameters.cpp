@@ -4,6 +4,8 @@
 #include <functional>
 #include <map>
 #include <regex>
+#include <set>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -121,6 +123,132 @@ void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   });
 }
 
+constexpr const char* kLowA = ".lora_A.weight";
+
+constexpr const char* kTargets =
+    "all-linear, or a list of names of modules (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a "
+    "regular expression over whole names of modules";
+
+[[noreturn]] void refuse_target(const std::string& got, const std::string& remedy) {
+  throw OptionError({"--lora-target", kTargets, got, remedy});
+}
+
+// The projections of a layer that may have an adapter, and where AdaptedLayer notes it.
+struct Slot {
+  ProjectionShape LayerParameters::*projection;
+  bool AdaptedLayer::*adapted;
+};
+constexpr Slot kSlots[] = {
+    {&LayerParameters::query, &AdaptedLayer::query}, {&LayerParameters::key, &AdaptedLayer::key},
+    {&LayerParameters::value, &AdaptedLayer::value}, {&LayerParameters::output, &AdaptedLayer::output},
+    {&LayerParameters::gate, &AdaptedLayer::gate},   {&LayerParameters::up, &AdaptedLayer::up},
+    {&LayerParameters::down, &AdaptedLayer::down}};
+
+// Calls visit(slot, projection, name of the module) for those of the layer.
+void for_each_slot(const ModelShape& shape, std::int64_t layer, auto&& visit) {
+  const LayerParameters p = layer_parameters(shape, shape.has_experts(layer));
+  for (const Slot& slot : kSlots) {
+    const ProjectionShape& projection = p.*slot.projection;
+    const bool of_expert = p.experts > 0 && (slot.adapted == &AdaptedLayer::gate || slot.adapted == &AdaptedLayer::up ||
+                                             slot.adapted == &AdaptedLayer::down);
+    if (!of_expert && projection.weights() > 0) visit(slot, projection, layer_prefix(layer) + projection.name);
+  }
+}
+
+// Whether the item of --lora-target names a module, as peft reads it.
+std::function<bool(const std::string&)> target_of(const std::string& item) {
+  if (item == "all-linear") return [](const std::string&) { return true; };
+  if (is_plain(item))
+    return [item](const std::string& module) { return module == item || module.ends_with("." + item); };
+  try {
+    return [expression = std::regex(item)](const std::string& module) { return std::regex_match(module, expression); };
+  } catch (const std::regex_error& error) {
+    refuse_target("'" + item + "', a damaged expression: " + error.what(), "");
+  }
+}
+
+// A matrix of the model that the item names and that cannot have an adapter here; empty: there is none. Names do not
+// reach experts, as in peft, where a layer's experts are one parameter.
+std::string named_beside(const ModelShape& shape, const std::string& item, const std::set<std::string>& modules) {
+  if (item == "all-linear") return {};
+  const auto matches = target_of(item);
+  std::string found;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    constexpr std::string_view kWeight = ".weight";
+    if (p.sides.size() != 2 || !p.name.ends_with(kWeight) || (p.expert >= 0 && is_plain(item))) return;
+    const std::string module = p.name.substr(0, p.name.size() - kWeight.size());
+    if (found.empty() && !modules.contains(module) && matches(module)) found = module;
+  });
+  return found;
+}
+
+AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
+  if (shape.names.fused_qkv[0] != '\0' || shape.names.fused_gate_up[0] != '\0')
+    throw UnsupportedError({"--lora-rank", "a model whose files hold q, k, v, gate and up as matrices of their own",
+                            shape.architecture + ", which holds some as one", "train its weights (--train)"});
+  if (shape.has_states())
+    throw UnsupportedError({"--lora-rank", "a model whose layers are all attention",
+                            shape.architecture + ", which has layers of the delta rule",
+                            "train its weights (--train)"});
+  AdapterShape out{choice.rank, choice.alpha, choice.root_of_rank, {}, {}};
+  out.of_layer.resize(static_cast<std::size_t>(shape.layers));
+  const std::vector<std::string> all = adaptable_modules(shape);
+  const std::set<std::string> adaptable(all.begin(), all.end());
+  std::set<std::string> chosen;
+  if (choice.modules) chosen = *choice.modules;
+  for (const std::string& item : choice.modules ? std::vector<std::string>{} : split(choice.target)) {
+    if (const std::string other = named_beside(shape, item, adaptable); !other.empty())
+      refuse_target("'" + item + "', which names " + other,
+                    "adapters stand beside q, k, v, o projections and dense gate, up and down projections");
+    const auto matches = target_of(item);
+    const std::size_t before = chosen.size();
+    for (const std::string& module : all)
+      if (matches(module)) chosen.insert(module);
+    if (item.empty() || (chosen.size() == before && std::ranges::none_of(all, matches)))
+      refuse_target("'" + item + "', which names nothing of " + shape.architecture, "");
+  }
+  for (const std::string& module : chosen)
+    if (!adaptable.contains(module))
+      throw UnsupportedError({"--adapter: '" + module + "'",
+                              "adapters of q, k, v, o projections and of dense gate, up and down projections",
+                              "one of another module", "merge it into the model (espalier merge)"});
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    AdaptedLayer& here = out.of_layer[static_cast<std::size_t>(layer)];
+    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string& module) {
+      if (!chosen.contains(module)) return;
+      here.*slot.adapted = out.somewhere.*slot.adapted = true;
+      if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most)
+        throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
+                           text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
+    });
+  }
+  return out;
+}
+
+void check_beside_adapters(const std::vector<ParameterShape>& parameters, const std::vector<bool>& trains) {
+  std::set<std::string> adapted;
+  for (const ParameterShape& p : parameters)
+    if (p.low_rank && p.name.ends_with(kLowA))
+      adapted.insert(p.name.substr(0, p.name.size() - std::string_view(kLowA).size()) + ".weight");
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (trains[i] && adapted.contains(parameters[i].name))
+      refuse("'" + parameters[i].name + "', which has an adapter", "leave it out of --train or of --lora-target");
+}
+
+// "norms lora(r=8, alpha=16): q_proj, v_proj": what a checkpoint is compared by.
+std::string words_with_adapters(const ModelShape& shape, const std::string& words) {
+  const AdapterShape& adapter = shape.trained.adapter;
+  std::map<std::string, std::string> layers_of;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string&) {
+      if (adapter.of_layer[static_cast<std::size_t>(layer)].*slot.adapted) layers_of[p.name] += text_of(" ", layer);
+    });
+  std::string out = text_of(words == "all" ? "" : words + " ", "lora(r=", adapter.rank, ", alpha=", adapter.alpha,
+                            adapter.root_of_rank ? ", rslora)" : ")");
+  for (const auto& [name, layers] : layers_of) out += " " + name + layers;
+  return out;
+}
+
 // Sets what follows from `of_parameter`.
 void derive(ModelShape& shape, const std::vector<bool>& trains) {
   TrainedParameters& trained = shape.trained;
@@ -133,6 +261,10 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
   std::size_t index = 0;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     if (!trains[index++]) return;
+    if (p.low_rank) {  // the weights that it stands beside do not train
+      trained.first_layer = std::min(trained.first_layer, p.layer);
+      return;
+    }
     if (p.layer < 0) {
       const bool embedding = p.name.starts_with(outer.embedding.name);
       trained.input = trained.input || embedding;
@@ -153,17 +285,35 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
 
 }  // namespace
 
-ModelShape train_only(ModelShape shape, const std::string& words) {
+std::vector<std::string> adaptable_modules(const ModelShape& shape) {
+  std::vector<std::string> out;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    for_each_slot(shape, layer,
+                  [&](const Slot&, const ProjectionShape&, const std::string& module) { out.push_back(module); });
+  return out;
+}
+
+bool trains_adapters_alone(const ModelShape& shape) {
+  bool alone = shape.trained.adapter.rank > 0;
+  for_each_parameter(shape, [&](const ParameterShape& p) { alone = alone && (p.low_rank || !p.trains); });
+  return alone;
+}
+
+ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   shape.trained = {};
+  const bool adapted = choice.adapter.rank > 0;
+  if (adapted) shape.trained.adapter = adapters_of(shape, choice.adapter);
   std::vector<ParameterShape> parameters;
   for_each_parameter(shape, [&](const ParameterShape& p) { parameters.push_back(p); });
   std::vector<bool> trains(parameters.size(), false);
-  for (const std::string& item : split(words)) {
-    if (item.empty()) refuse("'" + words + "'", "");
+  for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = parameters[i].low_rank;
+  const bool all_held = adapted && choice.words == "all";
+  for (const std::string& item : all_held ? std::vector<std::string>() : split(choice.words)) {
+    if (item.empty()) refuse("'" + choice.words + "'", "");
     const Matcher matches = matcher_of(item, shape);
     bool any = false;
     for (std::size_t i = 0; i < parameters.size(); ++i)
-      if (matches(parameters[i])) any = trains[i] = true;
+      if (!parameters[i].low_rank && matches(parameters[i])) any = trains[i] = true;
     if (!any && !shape.value_head)
       refuse("'" + item + "', which names nothing of " + shape.architecture,
              "names are those of the tensors in model.safetensors");
@@ -172,20 +322,21 @@ ModelShape train_only(ModelShape shape, const std::string& words) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       trains[i] = trains[i] || parameters[i].name.starts_with(outer_parameters(shape).head.name);
   for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = trains[i] && parameters[i].trains;
-  if (std::ranges::find(trains, false) == trains.end()) return shape;
+  if (!adapted && std::ranges::find(trains, false) == trains.end()) return shape;
+  if (adapted) check_beside_adapters(parameters, trains);
   check_products(shape, trains);
   derive(shape, trains);
-  shape.trained.words = words;
+  shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
   return shape;
 }
 
-ModelShape read_trained_shape(const std::filesystem::path& directory, const std::string& words) {
-  return train_only(read_model_shape(directory), words);
+ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
+  return train_only(read_model_shape(directory), choice);
 }
 
-ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const std::string& words) {
-  return train_only(read_critic_shape(directory).shape, words);
+ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
+  return train_only(read_critic_shape(directory).shape, choice);
 }
 
 }  // namespace espalier

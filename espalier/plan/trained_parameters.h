@@ -12,21 +12,62 @@
 // A module's name ("o_proj") stands for all parameters of such modules. Anything with other characters than letters,
 // digits and "_" is a regular expression (ECMAScript) that matches a whole tensor name: "model.layers.3[01]\\..*".
 // The value head of a critic always trains.
+//
+// With adapters (--lora-rank, --adapter) these train, and of the model's own parameters what the words name: nothing
+// where they are "all".
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
+#include <memory>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
 
+// The adapters of a run.
+struct AdapterChoice {
+  std::int64_t rank = 0;  // 0: none
+  double alpha = 16;
+  bool root_of_rank = false;
+  std::string target = "all-linear";                     // --lora-target
+  std::shared_ptr<const std::set<std::string>> modules;  // not null: these have adapters, whatever `target` says
+  std::filesystem::path directory;                       // their values; empty: B is 0, and A drawn from `seed`
+  std::uint64_t seed = 0;
+  bool draws_b = false;  // B is drawn like A: a check that a B of 0 would hide from
+
+  bool operator==(const AdapterChoice&) const = default;
+};
+
+// What trains: the words of --train, and adapters.
+struct TrainedChoice {
+  TrainedChoice() = default;
+  TrainedChoice(std::string of_words) : words(std::move(of_words)) {}  // NOLINT(google-explicit-constructor)
+  TrainedChoice(const char* of_words) : words(of_words) {}             // NOLINT(google-explicit-constructor)
+  TrainedChoice(std::string of_words, AdapterChoice adapters)
+      : words(std::move(of_words)), adapter(std::move(adapters)) {}
+
+  std::string words = "all";
+  AdapterChoice adapter;
+};
+
+// Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
+std::vector<std::string> adaptable_modules(const ModelShape& shape);
+
+// True where nothing of the model itself trains: without its adapters it is what it was.
+bool trains_adapters_alone(const ModelShape& shape);
+
 // The shape with its `trained` set. Errors: OptionError for an unknown word, a damaged expression, an item that
-// matches nothing (a critic may lack what an item names), and for parts of what one product computes: keys and values;
-// gate and up; a matrix of all experts of a layer.
-ModelShape train_only(ModelShape shape, const std::string& words);
+// matches nothing (a critic may lack what an item names), for parts of what one product computes: keys and values;
+// gate and up; a matrix of all experts of a layer; for targets of adapters that match nothing, or a module that cannot
+// have one, or one whose weights train besides; and for a rank above the smaller side of a target.
+ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
 // The same of a model directory or its config.json; of a critic's.
-ModelShape read_trained_shape(const std::filesystem::path& directory, const std::string& words);
-ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const std::string& words);
+ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
+ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 
 }  // namespace espalier

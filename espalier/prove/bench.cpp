@@ -19,6 +19,7 @@
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -40,7 +41,7 @@ std::unique_ptr<ModelState> bench_model(const Options& options, const ModelShape
   const std::filesystem::path path = options.model;
   if (std::filesystem::exists(path / "model.safetensors") ||
       std::filesystem::exists(path / "model.safetensors.index.json"))
-    return load_model(path, options.dtype, progress, mesh, options.train);
+    return load_model(path, options.dtype, progress, mesh, trained_choice(options));
   if (!path.empty()) progress.note("no weights beside config.json: random ones");
   return random_model(shape, options.dtype, static_cast<std::uint64_t>(options.seed), mesh);
 }
@@ -246,7 +247,7 @@ void finish(const CostFit& fit, MachineProfile machine, Progress& progress) {
 std::vector<BenchCell> bench(const Options& options, Progress& progress,
                              const std::function<void(const BenchCell&)>& on_cell, const Mesh& mesh) {
   const ModelShape shape =
-      train_only(options.model.empty() ? built_in_shape() : read_model_shape(options.model), options.train);
+      train_only(options.model.empty() ? built_in_shape() : read_model_shape(options.model), trained_choice(options));
   const std::array held{HeldModel{local_shape(shape, mesh), {.optimizer = false}}};
   require_room(held, options);
   const std::vector<Task> tasks = tasks_of(options, shape, progress, mesh);

@@ -201,6 +201,7 @@ void add_move_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::i
                    {to, {ids, Kind::fixed}},
                    [](const Ops& o, const Tensors& t) { o.zero_rows(t[0], t[1], 1); },
                    0});
+  cases.push_back({"scale", sizes, {to}, [](const Ops& o, const Tensors& t) { o.scale(t[0], 0.37); }, 1, 2});
   cases.push_back({"zero", sizes, {to}, [](const Ops& o, const Tensors& t) { o.zero(t[0]); }, 0});
   std::vector<std::int32_t> apart;
   for (std::int64_t r = 0; r < rows; ++r) apart.push_back(static_cast<std::int32_t>((r * 3 + 1) % (rows * 3 + 1)));

@@ -23,6 +23,7 @@
 #include "espalier/prove/verified_step.h"
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/pair_training.h"
 #include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
@@ -130,6 +131,13 @@ void require_runs_fit(const ModelShape& shape, const Options& options, const Mac
   StepsFit fit;
   for (const Variant& run : runs) fit.add(held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
   fit.require();
+}
+
+// A B of 0 would hide the gradient of A.
+TrainedChoice checked_choice(const Options& options) {
+  TrainedChoice choice = trained_choice(options);
+  choice.adapter.draws_b = true;
+  return choice;
 }
 
 class Verification {
@@ -340,7 +348,7 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
     CriticStep step(value_model);
     return exact_run(step, mini_batch, exact);
   }
-  const auto model = load_model(options.model, DType::float64, silent, mesh, options.train);
+  const auto model = load_model(options.model, DType::float64, silent, mesh, checked_choice(options));
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
   ActorStep step(actor);
@@ -417,12 +425,12 @@ const ParameterCheck& Verdict::worst() const {
 
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const bool with_critic = !options.critic.empty();
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, checked_choice(options));
   TrainingData data(read_for_model(options.rollouts, shape, progress, options.temperature), options, with_critic);
   const std::int32_t longest = data.longest();
   const MachineProfile machine = machine_profile(options, progress, mesh);
   require_runs_fit(shape, options, machine, data, mesh);
-  const auto model = load_model(options.model, options.dtype, progress, mesh, options.train);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, checked_choice(options));
   model->decoder.reserve_positions(longest);
   Actor actor(*model, options, machine);
   std::optional<Critic> critic;

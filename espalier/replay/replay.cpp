@@ -12,6 +12,7 @@
 #include "espalier/parallel/agreement.h"
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/trace.h"
 #include "espalier/train/training_data.h"
 
@@ -66,7 +67,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
                     const std::function<void(const CheckpointDifference&)>& on_checkpoint, const Mesh& mesh) {
   const Trace trace = read_trace(directory);
   const Options options = replay_options(trace, given);
-  const ModelShape shape = read_trained_shape(trace.model, options.train);
+  const ModelShape shape = read_trained_shape(trace.model, trained_choice(options));
   const TrainingData data(read_for_model(trace.rollouts.string(), shape, progress), options);
   require_same(mesh.world, trace.rollouts.string(), data.fingerprint(), "give every rank the same files");
   const auto steps = static_cast<std::int64_t>(trace.steps.size());
@@ -78,7 +79,7 @@ ReplayReport replay(const std::filesystem::path& directory, const Options& given
   StepsFit fit;
   for (std::int64_t i = 0; i < steps; ++i) fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
   fit.require();
-  const auto model = load_model(trace.model, options.dtype, progress, mesh, options.train);
+  const auto model = load_model(trace.model, options.dtype, progress, mesh, trained_choice(options));
   model->decoder.reserve_positions(data.longest());
   Device& device = model->decoder.device();
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), device, {.world = mesh.world});

@@ -11,6 +11,7 @@
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -43,7 +44,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   if (options.model.empty())
     throw OptionError({"--model", "the model that the rollouts were recorded with", "nothing",
                        "give --model DIR; only a trace (a folder with trace.json) brings its own"});
-  const ModelShape shape = read_trained_shape(options.model, options.train);
+  const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   const TrainingData data(read_for_model(path, shape, progress, options.temperature), options);
   require_same(mesh.world, path, data.fingerprint(), "give every rank the same files");
   const std::int64_t all = options.epochs * data.mini_batches();
@@ -54,7 +55,7 @@ ReplayReport replay_rollouts(const std::string& path, const Options& options, Pr
   for (std::int64_t i = 0; i < std::min(steps, data.mini_batches()); ++i)
     fit.add(held, options, machine, data.mini_batch(i).rollouts, false, mesh);
   fit.require();
-  const auto model = load_model(options.model, options.dtype, progress, mesh, options.train);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, trained_choice(options));
   model->decoder.reserve_positions(data.longest());
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options), model->decoder.device(),
                   {.world = mesh.world});

@@ -4,32 +4,65 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 #include <vector>
 
 #include "espalier/base/error.h"
 #include "espalier/base/random.h"
+#include "espalier/checkpoint/adapter.h"
+#include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/plan/trained_parameters.h"
 
 namespace espalier {
 namespace {
 
 bool is_norm(const std::string& name) { return name.find("norm") != std::string::npos; }
 bool is_bias(const std::string& name) { return name.ends_with(".bias"); }
+bool is_low_b(const Parameter& p) { return p.low_rank && p.name.ends_with(".lora_B.weight"); }
+
+// Draws the values of a parameter, in order.
+class StartValues {
+ public:
+  StartValues(const Parameter& whole, double deviation, Random random)
+      : kind_(is_norm(whole.name)                      ? Kind::one
+              : is_bias(whole.name) || is_low_b(whole) ? Kind::zero
+              : whole.low_rank                         ? Kind::uniform
+                                                       : Kind::normal),
+        width_(kind_ == Kind::uniform ? 1 / std::sqrt(static_cast<double>(whole.shape[1])) : deviation),
+        random_(random) {}
+
+  double next() {
+    switch (kind_) {
+      case Kind::one:
+        return 1;
+      case Kind::zero:
+        return 0;
+      case Kind::uniform:
+        return random_.uniform(-width_, width_);
+      case Kind::normal:
+        break;
+    }
+    return width_ * random_.normal();
+  }
+
+ private:
+  enum class Kind { one, zero, uniform, normal };
+  Kind kind_;
+  double width_;
+  Random random_;
+};
 
 // Overwrites what is kept here of a whole parameter, `flat` in the host's memory.
-void fill(const Parameter& whole, const Parameter& here, const Kept& kept, double deviation, Random random,
-          const at::Tensor& flat) {
+void fill(const Parameter& whole, const Parameter& here, const Kept& kept, StartValues start, const at::Tensor& flat) {
   const std::vector<ShardRun> runs = runs_of(here, kept);
   auto run = runs.begin();
   std::vector<double> values;
   for (std::int64_t begin = 0; begin < whole.count; begin += static_cast<std::int64_t>(values.size())) {
     values.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, whole.count - begin)));
-    for (double& value : values)
-      value = is_norm(whole.name) ? 1 : is_bias(whole.name) ? 0 : deviation * random.normal();
+    for (double& value : values) value = start.next();
     const std::int64_t end = begin + static_cast<std::int64_t>(values.size());
     for (; run != runs.end() && run->whole < end; ++run) {
       const std::int64_t first = std::max(begin, run->whole), last = std::min(end, run->whole + run->count);
@@ -59,28 +92,69 @@ at::Tensor room_for_weights(const ModelState& state, const ParameterTable& table
   return has_padding(table) ? device.to_host(weights) : device.host_room(weights);
 }
 
+constexpr std::uint64_t kAdapterStream = std::uint64_t{1} << 40;  // beyond those of a model's own parameters
+Random adapter_numbers(std::uint64_t seed) { return Random(seed).fork(kAdapterStream); }
+
+// Overwrites what is kept here of a whole tensor of the adapter's file.
+void take(const SafetensorsEntry& entry, const Parameter& here, const Kept& kept, DType dtype, const at::Tensor& flat) {
+  for (const ShardRun& run : runs_of(here, kept))
+    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype,
+                   static_cast<std::byte*>(host_bytes(flat)) + run.local * bytes_of(dtype), run.count);
+}
+
+// Start values of adapters, or those of a directory, whose modules_to_save take the place of the model's.
+void fill_adapters(const ModelState& state, const AdapterChoice& choice, const at::Tensor& host,
+                   const at::Tensor& held) {
+  if (choice.rank == 0) return;
+  if (!choice.directory.empty()) {
+    ModelShape base = state.shape;
+    base.trained = {};
+    const Adapter adapter(choice.directory, ParameterTable(base));
+    const auto of = [&](const ParameterTable& table, const at::Tensor& flat) {
+      for (const Parameter& p : table.parameters())
+        if (const SafetensorsEntry* const entry = adapter.find(p.name))
+          take(*entry, p, table.kept(p), state.dtype, flat);
+    };
+    of(state.table, host);
+    if (held.defined()) of(state.held_table, held);
+    return;
+  }
+  std::uint64_t stream = 0;
+  for (const Parameter& whole : ParameterTable(state.shape).parameters()) {
+    if (!whole.low_rank) continue;
+    const Random own = adapter_numbers(choice.seed).fork(stream++);
+    const Parameter* const here = state.table.find(whole.name);
+    if (here == nullptr) continue;
+    Parameter drawn = whole;
+    if (choice.draws_b && is_low_b(whole)) drawn.name = "drawn";
+    fill(whole, *here, state.table.kept(*here), {drawn, state.shape.initializer_range, own}, host);
+  }
+}
+
 // A critic's head that is not stored is drawn from `seed`.
 void load_weights(ModelState& state, const std::filesystem::path& directory, ValueHead head, std::uint64_t seed,
-                  Progress& progress) {
+                  const AdapterChoice& adapter, Progress& progress) {
   state.source = directory;
   state.shape.stored_dtype = stored_dtype(directory).value_or(state.shape.stored_dtype);
   Device& device = state.decoder.device();
   const at::Tensor host = room_for_weights(state, state.table, state.weights);
   const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it
   if (head == ValueHead::fresh && weight != nullptr)
-    fill(*weight, *weight, state.table.kept(*weight), state.shape.initializer_range, Random(seed), host);
+    fill(*weight, *weight, state.table.kept(*weight), {*weight, state.shape.initializer_range, Random(seed)}, host);
   progress.begin("weights", state.table.size() + state.held_table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
       [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
-  device.to_device(host, state.weights);
+  at::Tensor held;
   if (state.held_table.size() > 0) {
-    const at::Tensor held = room_for_weights(state, state.held_table, state.held_weights);
+    held = room_for_weights(state, state.held_table, state.held_weights);
     load_parameters(
         directory, state.held_table, state.dtype, host_bytes(held),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(state.table.size() + done); }, head);
-    device.to_device(held, state.held_weights);
   }
+  fill_adapters(state, adapter, host, held);
+  device.to_device(host, state.weights);
+  if (held.defined()) device.to_device(held, state.held_weights);
   progress.end();
 }
 
@@ -105,22 +179,31 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
 }
 
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
-                                       const Mesh& mesh, const std::string& train) {
+                                       const Mesh& mesh, const TrainedChoice& train) {
   const ModelShape shape = train_only(read_model_shape(directory), train);
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
-  load_weights(*state, directory, ValueHead::stored, 0, progress);
+  load_weights(*state, directory, ValueHead::stored, 0, train.adapter, progress);
   return state;
 }
 
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
-                                             Progress& progress, const Mesh& mesh, const std::string& train) {
+                                             Progress& progress, const Mesh& mesh, const TrainedChoice& train) {
   CriticShape critic = read_critic_shape(directory);
   critic.shape = train_only(std::move(critic.shape), train);
   auto state = std::make_unique<ModelState>(local_shape(critic.shape, mesh), dtype, bound_device(), mesh);
   if (!critic.head_is_stored)
     progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
-  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, progress);
+  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, train.adapter,
+               progress);
   return state;
+}
+
+std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
+  ModelViews views = model.decoder.weights();
+  for (LayerViews& layer : views.layers)
+    for (Projection* p : {&layer.query, &layer.key_value, &layer.output, &layer.gate_up, &layer.down})
+      p->low_rank.clear();
+  return std::make_unique<Decoder>(model.decoder.local(), std::move(views), model.decoder.device(), model.mesh);
 }
 
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed, const Mesh& mesh) {
@@ -128,14 +211,16 @@ std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, s
   const Random random(seed);
   const at::Tensor host = room_for_weights(*state, state->table, state->weights),
                    held = room_for_weights(*state, state->held_table, state->held_weights);
-  std::uint64_t stream = 0;
+  const Random adapters = adapter_numbers(seed);  // the model's own numbers are the same without adapters
+  std::uint64_t stream = 0, adapter_stream = 0;
   const ParameterTable all(shape);
   for (const Parameter& whole : all.parameters()) {
-    const Random own = random.fork(stream++);
+    const Random own = whole.low_rank ? adapters.fork(adapter_stream++) : random.fork(stream++);
+    const StartValues start(whole, shape.initializer_range, own);
     if (const Parameter* const here = state->table.find(whole.name))
-      fill(whole, *here, state->table.kept(*here), shape.initializer_range, own, host);
+      fill(whole, *here, state->table.kept(*here), start, host);
     if (const Parameter* const here = state->held_table.find(whole.name))
-      fill(whole, *here, state->held_table.kept(*here), shape.initializer_range, own, held);
+      fill(whole, *here, state->held_table.kept(*here), start, held);
   }
   state->decoder.device().to_device(host, state->weights);
   state->decoder.device().to_device(held, state->held_weights);

@@ -11,6 +11,7 @@
 #include "espalier/model/parameters.h"
 #include "espalier/observe/progress.h"
 #include "espalier/parallel/mesh.h"
+#include "espalier/plan/trained_parameters.h"
 
 namespace espalier {
 
@@ -36,20 +37,23 @@ struct ModelState {
 // This rank's part of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
-// Weights of a Hugging Face directory, converted to dtype. `train`: the words of --train. Errors: as read_model_shape,
-// train_only and load_parameters.
+// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: what trains. Errors: as
+// read_model_shape, train_only, load_parameters and Adapter.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
-                                       const Mesh& mesh = mesh_of_one(), const std::string& train = "all");
+                                       const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
 // A critic's weights: those of a token classifier with one label; or the blocks of a language model under a new value
 // head, normal(0, initializer_range) from `seed` with bias 0, which a note says. Errors: as read_critic_shape and
 // load_parameters.
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
                                              Progress& progress, const Mesh& mesh = mesh_of_one(),
-                                             const std::string& train = "all");
+                                             const TrainedChoice& train = {});
 
-// Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; the same
-// numbers on every machine and under every layout.
+// Decodes with the same weights, without the adapters. The model must outlive it.
+std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model);
+
+// Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; adapters
+// as peft does, A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine and under every layout.
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
                                          const Mesh& mesh = mesh_of_one());
 

@@ -11,6 +11,7 @@
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -36,7 +37,7 @@ std::vector<Rollout> longest_mini_batch(std::vector<Rollout> rollouts, std::int6
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress) {
   NoProgress silent;  // the run itself reads them again, and says what there is to be said
-  const ModelShape shape = read_trained_shape(options.model.empty() ? options.resume : options.model, options.train);
+  const ModelShape shape = read_trained_shape(model_source(options), trained_choice(options));
   const bool trains = verb != 's';
   const std::vector<Rollout> rollouts = longest_mini_batch(
       read_for_model(options.rollouts, shape, silent, options.temperature), trains ? options.mini_batch_size : 0);

@@ -17,6 +17,7 @@
 #include "espalier/step/over_ranks.h"
 #include "espalier/step/pass.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -73,7 +74,7 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
   check_options(options);
-  std::vector<HeldModel> held{{local_shape(read_model_shape(options.model), mesh)}};
+  std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, scored_choice(options)), mesh)}};
   if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
   std::vector<RecordedExperts> experts;
   std::vector<Rollout> rollouts =
@@ -82,7 +83,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   StepsFit fit;
   fit.add(held, options, machine, rollouts, true, mesh);
   fit.require();
-  const auto model = load_model(options.model, options.dtype, progress, mesh);
+  const auto model = load_model(options.model, options.dtype, progress, mesh, scored_choice(options));
   model->decoder.reserve_positions(longest_of(rollouts));
   require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),
                "give every rank the same files");

@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
 #include "espalier/train/whole_values.h"
@@ -19,10 +20,21 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape) {
 
 namespace {
 
+// Adapters of a source in fewer bits are kept as their masters are.
+ModelShape adapter_shape(ModelShape shape, DType accumulator) {
+  shape.stored_dtype = accumulator;
+  return shape;
+}
+
 void write_weights(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                    const WholeValues& whole, SaveDType save_dtype) {
   const ParameterValues masters = whole.of(optimizer.masters(), optimizer);
   if (!model.mesh.writes()) return whole.give(masters);
+  if (model.shape.trained.adapter.rank > 0) {
+    const DType accumulator = accumulator_of(model.dtype);
+    return write_adapter_directory(directory, model.shape, model.source.string(), whole.table(), accumulator, masters,
+                                   saved_dtype(save_dtype, adapter_shape(model.shape, accumulator)));
+  }
   write_changed_model(directory, model, whole, masters, saved_dtype(save_dtype, model.shape));
 }
 
@@ -58,11 +70,13 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
 }
 
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options) {
-  shape.stored_dtype = stored_dtype(source).value_or(shape.stored_dtype);
+  const DType accumulator = accumulator_of(options.dtype);
+  const bool adapted = shape.trained.adapter.rank > 0;
+  shape.stored_dtype = adapted ? accumulator : stored_dtype(source).value_or(shape.stored_dtype);
   constexpr std::int64_t kParts = 3;  // masters and both moments
   const DType weights = saved_dtype(options.save_dtype, shape);
-  return shape.parameters() * bytes_of(weights) +
-         LocalShape(shape).parameters(Parameters::trained) * kParts * bytes_of(accumulator_of(options.dtype));
+  const std::int64_t trained = LocalShape(shape).parameters(Parameters::trained);
+  return (adapted ? trained : shape.parameters()) * bytes_of(weights) + trained * kParts * bytes_of(accumulator);
 }
 
 RunState continue_trained_model(const std::filesystem::path& directory, ModelState& model, AdamW& optimizer) {

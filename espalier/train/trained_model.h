@@ -1,5 +1,5 @@
-// A model in training on disk: a Hugging Face directory, and beside its weights, in espalier/, masters, moments and
-// position.
+// A model in training on disk: a Hugging Face directory (with adapters a directory as peft writes it), and beside its
+// weights, in espalier/, masters, moments and position.
 #pragma once
 
 #include <filesystem>

@@ -10,6 +10,7 @@
 #include "espalier/base/atomic_file.h"
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/atomic_output.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
@@ -20,6 +21,7 @@
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/trained_choice.h"
 #include "espalier/train/pair_training.h"
 #include "espalier/train/rollout_metrics.h"
 #include "espalier/train/score.h"
@@ -35,8 +37,7 @@ namespace {
 
 // The directory that weights and other files come from: --model, else the one that is continued.
 std::string source_of(const Options& options) {
-  if (!options.model.empty()) return options.model;
-  if (!options.resume.empty()) return options.resume;
+  if (std::string source = model_source(options); !source.empty()) return source;
   throw OptionError({"--model", "a Hugging Face model directory", "nothing", "give --model DIR"});
 }
 
@@ -59,7 +60,8 @@ bool is_same(const std::string& a, const std::string& b) {
 // Actor and critic, both with gradients and moments.
 std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
   const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
-  std::vector<HeldModel> held{{local_shape(read_trained_shape(source_of(options), options.train), mesh), kind}};
+  std::vector<HeldModel> held{
+      {local_shape(read_trained_shape(source_of(options), trained_choice(options)), mesh), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
     held.push_back({local_shape(read_trained_critic_shape(critic, options.train), mesh), kind});
   return held;
@@ -67,7 +69,7 @@ std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
 
 // What is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
-  const ModelShape shape = read_trained_shape(source_of(options), options.train);
+  const ModelShape shape = read_trained_shape(source_of(options), trained_choice(options));
   const std::int64_t accumulator_bytes =
       LocalShape(shape).parameters(Parameters::trained) * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, source_of(options), options);
@@ -281,7 +283,7 @@ class Training {
     for (std::int64_t index = 0; index < steps; ++index)
       fit.add(held, options_, machine_, data_.mini_batch(index).rollouts, false, mesh_);
     fit.require();
-    return load_model(source_of(options_), options_.dtype, progress_, mesh_, options_.train);
+    return load_model(source_of(options_), options_.dtype, progress_, mesh_, trained_choice(options_));
   }
 
   // Masters, moments and position of a former run, the critic's too. The position holds for the same rollouts only; on
@@ -375,7 +377,8 @@ class Training {
 
   void write_gradients() {
     const WholeValues actor(*model_), critic(critic_ ? critic_->model() : *model_);
-    std::vector<NamedTensors> models{{"", actor.table(), actor.of(actor_.gradients.flat())}};
+    const std::string prefix = model_->shape.trained.adapter.rank > 0 ? peft_name("") : "";
+    std::vector<NamedTensors> models{{prefix, actor.table(), actor.of(actor_.gradients.flat())}};
     if (critic_) models.push_back({"critic.", critic.table(), critic.of(critic_->gradients().flat())});
     if (mesh_.writes()) return write_named_tensors(options_.gradients, models, accumulator_of(model_->dtype));
     for (const NamedTensors& model : models)

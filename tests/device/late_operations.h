@@ -20,8 +20,8 @@ class Late {
     make_late<&O::norm, &O::norm_again, &O::add_norm_backward, &O::rotate, &O::add_rotate_backward, &O::swiglu,
               &O::swiglu_backward, &O::linear, &O::linear_onto, &O::linear_grad_input, &O::add_linear_grad_input,
               &O::add_linear_grad_weight, &O::gather, &O::add_scatter, &O::scatter, &O::move_rows, &O::convert,
-              &O::zero_rows, &O::zero, &O::attention, &O::add_attention_backward, &O::logit_sums, &O::raise_maximum,
-              &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
+              &O::zero_rows, &O::zero, &O::scale, &O::attention, &O::add_attention_backward, &O::logit_sums,
+              &O::raise_maximum, &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
               &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
               &O::choose_tokens, &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -156,7 +157,18 @@ ModelShape with_head(ModelShape shape, bool critic) {
 
 }  // namespace
 
-ModelShape shape_of(const Case& c) { return train_only(with_head(tiny_shape(c.family), c.critic), c.options.train); }
+TrainedChoice choice_of(const Options& o) {
+  return {o.train, AdapterChoice{.rank = o.lora_rank,
+                                 .alpha = o.lora_alpha,
+                                 .root_of_rank = o.use_rslora,
+                                 .target = o.lora_target,
+                                 .modules = {},
+                                 .directory = {}}};
+}
+
+ModelShape shape_of(const Case& c) {
+  return train_only(with_head(tiny_shape(c.family), c.critic), choice_of(c.options));
+}
 
 at::Tensor trained_part(const Case& c, const at::Tensor& of_all) {
   Case all = c;
@@ -239,8 +251,20 @@ std::shared_ptr<const ExactModel> exact_model(const std::string& family, std::ui
 
 }  // namespace
 
+namespace {
+
+// Of the whole tensor that the parameter is a part of.
+at::Tensor adapter_values(const Parameter& p, std::uint64_t seed) {
+  const at::Tensor out = at::empty(p.whole_shape(), at::kDouble);
+  Random random = Random(seed, 98).fork(std::hash<std::string>()(p.name));
+  for (double& value : host_values<double>(out)) value = 0.2 * random.normal();
+  return out;
+}
+
+}  // namespace
+
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic,
-                                       const Mesh& mesh, const std::string& train) {
+                                       const Mesh& mesh, const TrainedChoice& train) {
   const std::shared_ptr<const ExactModel> exact = exact_model(family, seed, critic);
   const LocalShape local(train_only(drawn_shape(family, critic), train), mesh.degrees, mesh.place());
   auto model = std::make_unique<ModelState>(local, dtype, bound_device(), mesh);
@@ -248,7 +272,8 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
     const at::Tensor own = at::zeros({table.size()}, scalar_type(dtype));
     for (const Parameter& p : table.parameters())
       without_padding(parameter_in(own, p), p.shard)
-          .copy_(part_of(parameter_in(exact->weights, exact->table.at(p.name)), p.shard));
+          .copy_(part_of(p.low_rank ? adapter_values(p, seed) : parameter_in(exact->weights, exact->table.at(p.name)),
+                         p.shard));
     bound_device().to_device(kept_of(own, table), weights);
   };
   fill(model->table, model->weights);
@@ -322,7 +347,7 @@ struct Prepared {
 };
 
 Prepared prepare(const Case& c, DType dtype, const Mesh& mesh) {
-  auto model = tiny_model(c.family, dtype, c.seed, c.critic, mesh, c.options.train);
+  auto model = tiny_model(c.family, dtype, c.seed, c.critic, mesh, choice_of(c.options));
   std::vector<Rollout> rollouts = make_rollouts(c.rollouts, c.seed);
   if (c.edit) c.edit(rollouts, *model);
   TrainingData data(std::move(rollouts), c.options, c.critic);
@@ -354,10 +379,71 @@ Outcome run_case(const Case& c, DType dtype, const Mesh& mesh) {
   return run;
 }
 
+namespace {
+
+std::string base_of(const Parameter& adapter) {
+  return adapter.name.substr(0, adapter.name.rfind(".lora_")) + ".weight";
+}
+
+// A model whose weights hold its adapters' products.
+struct Merged {
+  ParameterTable table;
+  at::Tensor weights;
+};
+Merged merged(const ModelState& model) {
+  ModelShape base = model.shape;
+  base.trained = {};
+  Merged out{ParameterTable(base), {}};
+  out.weights = at::zeros({out.table.size()}, model.weights.options());
+  const auto copy = [&](const ParameterTable& table, const at::Tensor& flat) {
+    for (const Parameter& p : table.parameters())
+      if (!p.low_rank) parameter_in(out.weights, out.table.at(p.name)).copy_(parameter_in(flat, p));
+  };
+  const at::Tensor trained = on_host(model.weights);
+  copy(model.table, trained);
+  copy(model.held_table, on_host(model.held_weights));
+  for (const Parameter& a : model.table.parameters())
+    if (a.name.ends_with(".lora_A.weight")) {
+      const std::string b = a.name.substr(0, a.name.size() - 8) + "B.weight";
+      parameter_in(out.weights, out.table.at(base_of(a)))
+          .addmm_(parameter_in(trained, model.table.at(b)), parameter_in(trained, a), 1,
+                  model.shape.trained.adapter.scale());
+    }
+  return out;
+}
+
+// The gradient of what trains from that of the merged weights.
+at::Tensor of_adapters(const ModelState& model, const Merged& whole, const at::Tensor& gradient) {
+  const at::Tensor out = at::empty({model.table.size()}, gradient.options()),
+                   weights = on_host(model.weights).to(gradient.scalar_type());
+  const double scale = model.shape.trained.adapter.scale();
+  for (const Parameter& p : model.table.parameters()) {
+    const at::Tensor own = parameter_in(out, p);
+    if (!p.low_rank) {
+      own.copy_(parameter_in(gradient, whole.table.at(p.name)));
+      continue;
+    }
+    const at::Tensor grad = parameter_in(gradient, whole.table.at(base_of(p)));
+    const bool is_a = p.name.ends_with(".lora_A.weight");
+    const std::string other = p.name.substr(0, p.name.size() - 8) + (is_a ? "B.weight" : "A.weight");
+    const at::Tensor value = parameter_in(weights, model.table.at(other));
+    own.copy_(scale * (is_a ? at::mm(value.t(), grad) : at::mm(grad, value.t())));
+  }
+  return out;
+}
+
+}  // namespace
+
 OracleResult run_oracle(const Case& c, DType dtype) {
   const Prepared prepared = prepare(c, dtype, mesh_of_one());
   const MiniBatch batch = prepared.data.mini_batch(0);
   const ModelState& model = *prepared.model;
+  if (model.shape.trained.adapter.rank > 0) {
+    const Merged whole = merged(model);
+    OracleResult result = oracle(model.shape, whole.table, whole.weights, batch.rollouts, batch.advantages, c.options);
+    result.gradient = of_adapters(model, whole, result.gradient.to(at::kDouble));
+    return result;
+  }
   OracleResult result =
       c.critic
           ? value_oracle(model.shape, model.table, on_host(model.weights), batch.rollouts, batch.targets, c.options)

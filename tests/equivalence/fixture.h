@@ -30,9 +30,9 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 
 // Random weights with norms and biases away from 1 and 0, so that a gradient that forgets one of them is wrong.
 // What this rank of the mesh has of it.
-// `train`: the words of --train.
+// `train`: what trains. Adapters have random A and B.
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
-                                       const Mesh& mesh = mesh_of_one(), const std::string& train = "all");
+                                       const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
 // A parameter in a flat buffer of its table; the part of a whole one that a shard is; a local one without padding.
 at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
@@ -67,7 +67,9 @@ Case ragged(const std::string& family);
 // As a part of a test's name.
 std::string name_of_family(std::string family);
 
-ModelShape shape_of(const Case& c);  // with what c.options.train names as trained
+// What the options of a case train.
+TrainedChoice choice_of(const Options& options);
+ModelShape shape_of(const Case& c);  // with what c.options train
 
 // What trains of a flat tensor that has all parameters.
 at::Tensor trained_part(const Case& c, const at::Tensor& of_all);
@@ -84,6 +86,7 @@ inline at::Tensor on_host(const at::Tensor& tensor) { return bound_device().to_h
 
 // One gradient; the model is made anew from the case's seed. Called by every rank of the mesh.
 Outcome run_case(const Case& c, DType dtype = DType::float64, const Mesh& mesh = mesh_of_one());
+// Of adapters: by the chain rule from the gradient of W + s B A,  dA = s B^T dW,  dB = s dW A^T.
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 
 // What the plan says the passes of the case take from the arena in each phase, without what it counts beside the arena.

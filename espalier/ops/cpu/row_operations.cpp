@@ -224,13 +224,16 @@ void zero_rows(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed) {
 
 void zero(const at::Tensor& x) { x.zero_(); }
 
+void scale(const at::Tensor& x, double factor) { x.mul_(factor); }
+
 }  // namespace
 
 NormOperations norm_operations() { return {norm, norm_again, add_norm_backward}; }
 RotationOperations rotation_operations() { return {rotate, add_rotate_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu, swiglu_backward}; }
 MovingOperations moving_operations() {
-  return {gather, add_scatter, look_up, add_look_up_backward, scatter, move_rows, convert, zero_rows, add_scaled, zero};
+  return {gather,     add_scatter, look_up, add_look_up_backward, scatter, move_rows, convert, zero_rows,
+          add_scaled, zero,        scale};
 }
 
 }  // namespace espalier::cpu

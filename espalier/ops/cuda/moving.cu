@@ -126,6 +126,16 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(std::int64_t packs, s
   store_pack(out + row * out_stride + m, to);
 }
 
+template <class T, int kPack>
+__global__ void __launch_bounds__(kThreads) scale_kernel(std::int64_t count, accumulator_t<T> factor, T* x) {
+  const std::int64_t at = grid_thread() * kPack;
+  if (at >= count) return;
+  Pack<T, kPack> y = load_pack<kPack>(x + at);
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) y.x[i] = narrowed<T>(factor * widened(y.x[i]));
+  store_pack(x + at, y);
+}
+
 // out_i = a_i + b_i (a null: b_i).
 template <class T, class B, class Out, int kPack>
 __global__ void __launch_bounds__(kThreads) add_kernel(std::int64_t count, const T* a, const B* b, Out* out) {
@@ -197,6 +207,13 @@ void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t i
 }
 
 template <class T>
+void scale(std::int64_t count, accumulator_t<T> factor, T* x) {
+  with_pack<T>(count % kPackOf<T> == 0 && aligned_16(x), [&]<int kPack>() {
+    launch(scale_kernel<T, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, factor, x);
+  });
+}
+
+template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out) {
   with_pack<T>(count % kPackOf<T> == 0 && aligned_16(base, sum, out), [&]<int kPack>() {
     launch(add_kernel<T, accumulator_t<T>, T, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, base,
@@ -206,6 +223,7 @@ void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T
 
 #define ESPALIER_INSTANTIATE(T)                                                                               \
   template void round_sum(std::int64_t, const T*, const accumulator_t<T>*, T*);                               \
+  template void scale(std::int64_t, accumulator_t<T>, T*);                                                    \
   template void add_look_up_backward(std::int64_t, std::int64_t, const T*, const std::int32_t*, std::int64_t, \
                                      std::int64_t, T*);
 ESPALIER_INSTANTIATE(float)

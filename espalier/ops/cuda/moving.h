@@ -37,6 +37,10 @@ template <class In, class Out>
 void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t in_stride, Out* out,
              std::int64_t out_stride);
 
+// x_i = factor x_i, rounded once.
+template <class T>
+void scale(std::int64_t count, accumulator_t<T> factor, T* x);
+
 // out_i = base_i + sum_i (base null: sum_i), rounded once; out may be base.
 template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out);

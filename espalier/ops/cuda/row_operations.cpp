@@ -176,15 +176,25 @@ void add_scaled(const at::Tensor&, const at::Tensor&, double, const at::Tensor&)
 
 void zero(const at::Tensor& x) { fill_zero(x.data_ptr(), static_cast<std::size_t>(x.numel() * x.element_size())); }
 
+void scale_all(const at::Tensor& x, double factor) {
+  dispatch(x.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    scale<T>(x.numel(), static_cast<A>(factor), pointer<T>(x));
+  });
+}
+
 }  // namespace
 
 NormOperations norm_operations() { return {norm_rows, norm_rows_again, add_norm_rows_backward}; }
 RotationOperations rotation_operations() { return {rotate_heads, add_rotate_heads_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu_rows, swiglu_rows_backward}; }
 MovingOperations moving_operations() {
-  return {
-      gather_rows,  add_scatter_rows, look_up_rows, add_look_up_rows_backward, scatter_rows, move_rows, convert_rows,
-      zero_rows_of, add_scaled,       zero};
+  return {gather_rows,  add_scatter_rows,
+          look_up_rows, add_look_up_rows_backward,
+          scatter_rows, move_rows,
+          convert_rows, zero_rows_of,
+          add_scaled,   zero,
+          scale_all};
 }
 
 }  // namespace espalier::cuda

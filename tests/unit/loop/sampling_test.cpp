@@ -28,6 +28,8 @@ class SamePrompts : public Questions {
   static std::vector<Prompt> prompts(std::int64_t count) {
     return make_prompts(std::vector<std::int64_t>(static_cast<std::size_t>(count), kTokens), 50, 3);
   }
+  TurnTexts& turn_texts() override { throw std::logic_error("no environment here"); }
+
   std::vector<std::int32_t> none_;
 };
 

@@ -1,0 +1,162 @@
+// LoRA: adapters have the gradient that the chain rule gives of W + s B A, under every plan; what is held costs
+// nothing.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "espalier/base/error.h"
+#include "espalier/model/products.h"
+#include "espalier/plan/flops.h"
+#include "espalier/plan/memory_model.h"
+#include "tests/equivalence/fixture.h"
+
+namespace espalier::testing {
+namespace {
+
+// A joined projection of two parts, the second with an adapter, against plain products.
+class AdaptedProducts : public ::testing::Test {
+ protected:
+  static constexpr std::int64_t R = 7, K = 6, N = 5, r = 3;
+  static at::Tensor normal(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
+  static at::Tensor part(const at::Tensor& whole) { return whole.narrow(1, N, N); }
+  static double difference(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
+
+  static constexpr double kScale = 1.75, kBound = 1e-13;
+  const at::Tensor x = normal({R, K}), grad = normal({R, 2 * N}), a = normal({r, K}), b = normal({N, r});
+  const Projection projection{normal({2 * N, K}), normal({2 * N}), {{a, b, N, kScale}}};
+  Arena arena{1 << 20, cpu_device()};
+  const Products products{cpu_device().operations(), nullptr, mesh_of_one().tp, arena};
+};
+
+TEST_F(AdaptedProducts, OutputsHaveTheAdaptersPart) {
+  at::Tensor expected = at::mm(x, projection.weight.t()) + projection.bias;
+  part(expected).add_(at::mm(at::mm(x, a.t()), b.t()), kScale);
+  const at::Tensor out = at::empty({R, 2 * N}, at::kDouble), base = normal({R, 2 * N});
+  products.linear(out, x, projection);
+  EXPECT_LE(difference(out, expected), kBound);
+  products.linear_onto(out, base, x, projection);
+  EXPECT_LE(difference(out, base + expected), kBound);
+}
+
+TEST_F(AdaptedProducts, TheGradientOfTheInputHasTheAdaptersPart) {
+  const at::Tensor expected = at::mm(grad, projection.weight) + kScale * at::mm(at::mm(part(grad), b), a),
+                   start = normal({R, K});
+  at::Tensor out = at::empty({R, K}, at::kDouble);
+  products.linear_grad_input(out, grad, projection);
+  EXPECT_LE(difference(out, expected), kBound);
+  out = start.clone();
+  products.add_linear_grad_input(out, grad, projection);
+  EXPECT_LE(difference(out, start + expected), kBound);
+}
+
+TEST_F(AdaptedProducts, TheGradientsOfBothMatricesAreAdded) {
+  const at::Tensor start_a = normal({r, K}), start_b = normal({N, r});
+  const Projection grads{{}, {}, {{start_a.clone(), start_b.clone(), N, kScale}}};
+  products.add_linear_grad_weight(grads, projection, grad, x, at::Tensor());
+  EXPECT_LE(difference(grads.low_rank[0].a_rK, start_a + kScale * at::mm(at::mm(part(grad), b).t(), x)), kBound) << "A";
+  EXPECT_LE(difference(grads.low_rank[0].b_Nr, start_b + kScale * at::mm(part(grad).t(), at::mm(x, a.t()))), kBound)
+      << "B";
+  EXPECT_EQ(arena.in_use(), 0);
+}
+
+const std::vector<std::string> kTargets = {"all-linear", "q_proj,v_proj", "k_proj", "o_proj",
+                                           "model[.]layers[.]1[.].*_proj"};
+
+Case adapted(const std::string& family, const std::string& target) {
+  Case c = ragged(family);
+  c.options.lora_rank = 3, c.options.lora_alpha = 7, c.options.lora_target = target;
+  return c;
+}
+
+std::vector<std::string> targets_of(const std::string& family) {
+  std::vector<std::string> targets = kTargets;
+  if (family.find("moe") == family.npos) targets.insert(targets.end(), {"gate_proj", "up_proj", "down_proj"});
+  if (family.find("moe") != family.npos) targets.back() = "model[.]layers[.]1[.]self_attn.*";
+  return targets;
+}
+
+class Adapters : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(Adapters, HaveTheGradientOfTheChainRuleUnderEveryPlan) {
+  for (const std::string& target : targets_of(GetParam())) {
+    const OracleResult exact = run_oracle(adapted(GetParam(), target));
+    for (const Plan& plan : all_plans({7})) {
+      SCOPED_TRACE(text_of(GetParam(), ", ", target, ", ", plan.name));
+      const Case c = with(adapted(GetParam(), target), plan);
+      const Worst worst = worst_parameter(c, run_case(c).gradient, exact.gradient);
+      EXPECT_LE(worst.error, kFloat64) << worst.parameter;
+    }
+  }
+}
+
+TEST_P(Adapters, TrainBesideWhatTheWordsName) {
+  Case c = adapted(GetParam(), "q_proj,o_proj");
+  c.options.train = "norms,embeddings", c.options.use_rslora = true;
+  const OracleResult exact = run_oracle(c);
+  for (const Plan& plan : all_plans({7})) {
+    const Worst worst = worst_parameter(c, run_case(with(c, plan)).gradient, exact.gradient);
+    EXPECT_LE(worst.error, kFloat64) << worst.parameter << ", " << plan.name;
+  }
+}
+
+TEST_P(Adapters, TakeOfTheArenaWhatWasPredicted) {
+  for (const std::string target : {"all-linear", "q_proj,v_proj", "o_proj"})
+    for (const Plan& plan : all_plans({9}))
+      for (const DType dtype : {DType::float32, DType::bfloat16}) {
+        SCOPED_TRACE(text_of(GetParam(), ", ", target, ", ", plan.name, ", ", name_of(dtype)));
+        const Case c = with(adapted(GetParam(), target), plan);
+        const GradientReport report = run_case(c, dtype).report;
+        const PhasePeaks predicted = predicted_arena_bytes(c, report.plan, dtype), &taken = report.arena_bytes;
+        EXPECT_EQ(taken.a, predicted.a);
+        EXPECT_EQ(taken.b, predicted.b);
+        EXPECT_EQ(taken.c, predicted.c);
+      }
+}
+
+TEST_P(Adapters, NeitherGradientNorMomentIsHeldOfTheWeightsBesideThem) {
+  const Case c = adapted(GetParam(), "all-linear");
+  const auto model = tiny_model(GetParam(), DType::float32, 1, false, mesh_of_one(), choice_of(c.options));
+  AdamW optimizer(model->table, model->weights, {});
+  std::int64_t expected = 0;
+  for (const std::string& module : adaptable_modules(model->shape)) {
+    const Parameter& weight = model->held_table.at(module + ".weight");
+    expected += 3 * (weight.shape[0] + weight.shape[1]);
+  }
+  EXPECT_EQ(model->table.size(), expected);
+  EXPECT_EQ(optimizer.exp_avg().numel(), expected);
+  EXPECT_EQ(model->shape.parameters(), expected + tiny_shape(GetParam()).parameters());
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Adapters,
+                         ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-sparse",
+                                           "qwen3-window"),
+                         [](const auto& one) { return name_of_family(one.param); });
+
+TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
+  ModelShape shape = tiny_shape("qwen3");
+  shape.hidden = 2048, shape.inner = 6144, shape.heads = 16, shape.kv_heads = 8, shape.head_dim = 128;
+  const Work work = work_of_depths(0, 1000, true);
+  const auto both = [&](const ModelShape& s) {
+    Flops flops = forward_flops(s, work);
+    flops += backward_flops(s, work);
+    return flops.layers;
+  };
+  const ModelShape adapted = train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16}));
+  std::int64_t low_rank = 0;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) low_rank += adapted_parameters(adapted, layer).low_rank();
+  EXPECT_NEAR(both(adapted), 2.0 / 3 * both(shape) + 8.0 * 1000 * static_cast<double>(low_rank), 1e-9 * both(shape));
+}
+
+TEST(AdapterTargets, OfNothingOrOfWhatCannotHaveOneAreRefused) {
+  const auto choice = [](const std::string& target, std::int64_t rank = 3, const std::string& words = "all") {
+    return TrainedChoice(words, AdapterChoice{.rank = rank, .target = target});
+  };
+  for (const char* target : {"", "nothing", "q_proj,", "lm_head", "embed_tokens", "(", "model[.]embed_tokens"})
+    EXPECT_THROW(train_only(tiny_shape("qwen3"), choice(target)), OptionError) << target;
+  for (const char* target : {"gate_proj", "gate", "model.*"})
+    EXPECT_THROW(train_only(tiny_shape("qwen3-moe"), choice(target)), OptionError) << target;
+  EXPECT_THROW(train_only(tiny_shape("qwen3"), choice("all-linear", 25)), OptionError);
+  EXPECT_THROW(train_only(tiny_shape("qwen3"), choice("q_proj", 3, "attention")), OptionError);
+}
+
+}  // namespace
+}  // namespace espalier::testing
