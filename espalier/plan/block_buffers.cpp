@@ -186,7 +186,7 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
   if (gated) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
-  if (gated) grad_query_RW = add("gradient of queries without gates", R, Q, kActivation, Stage::attention);
+  if (gated) grad_query_RW = rotated_q_RW;  // which attention's backward has read by then
   if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
   if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kAccumulator, Stage::attention);
   normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
