@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include "espalier/ops/operations.h"
 #include "espalier/plan/memory_model.h"
 #include "tests/unit/generate/sampling_case.h"
