@@ -116,7 +116,7 @@ void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   std::size_t index = 0;
   for_each_parameter(shape, [&](const ParameterShape& p) {
     const bool trained = trains[index++];
-    const std::string product = product_of(shape, p);
+    const std::string product = p.low_rank ? std::string() : product_of(shape, p);
     if (product.empty()) return;
     if (const auto [found, added] = products.emplace(product, trained); !added && found->second != trained)
       refuse("a part of layer " + product, "one product computes these together: train all of them, or none");

@@ -120,7 +120,8 @@ void fill_adapters(const ModelState& state, const AdapterChoice& choice, const a
     return;
   }
   std::uint64_t stream = 0;
-  for (const Parameter& whole : ParameterTable(state.shape).parameters()) {
+  const ParameterTable all(state.shape);
+  for (const Parameter& whole : all.parameters()) {
     if (!whole.low_rank) continue;
     const Random own = adapter_numbers(choice.seed).fork(stream++);
     const Parameter* const here = state.table.find(whole.name);
