@@ -63,6 +63,7 @@ constexpr Family kFamilies[] = {
      .by_key_head = true},
     {.name = "Qwen3_5",
      .model_type = "qwen3_5_text",
+     .classifier = false,
      .qkv_bias = Biases::attention_bias,
      .output_bias = Biases::attention_bias,
      .qk_norm = true,

@@ -80,8 +80,9 @@ FAMILIES = {
     "qwen3_next": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(DELTA_RULE, num_experts=0)),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
-# transformers has a token classifier of these.
-CRITICS = [family for family, row in FAMILIES.items() if hasattr(transformers, row["kind"] + "ForTokenClassification")]
+# transformers has a token classifier of these that takes the configuration of the text model.
+CRITICS = [family for family, row in FAMILIES.items()
+           if hasattr(transformers, row["kind"] + "ForTokenClassification") and "config_kind" not in row]
 
 
 def make_model(family, directory, seed=1, head="ForCausalLM", **more):

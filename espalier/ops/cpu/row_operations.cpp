@@ -224,7 +224,15 @@ void zero_rows(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed) {
 
 void zero(const at::Tensor& x) { x.zero_(); }
 
-void scale(const at::Tensor& x, double factor) { x.mul_(factor); }
+// ATen would round the factor to bfloat16.
+void scale(const at::Tensor& x, double factor) {
+  ESPALIER_INTERNAL(x.is_contiguous(), "a scaled tensor with gaps");
+  dispatch(x.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    T* const values = pointer<T>(x);
+    for (std::int64_t i = 0; i < x.numel(); ++i) values[i] = T(static_cast<A>(values[i]) * static_cast<A>(factor));
+  });
+}
 
 }  // namespace
 
