@@ -474,14 +474,18 @@ Findings Battery::run(const std::function<void()>& begin_check) const {
   for (const Reference& reference : prepared_->references)
     for (const Plan& plan : reference.plans) check("refused", [&] { check_plan(reference, plan, findings); });
   for (const Reference& reference : prepared_->references) check("ranks", [&] { check_ranks(reference, findings); });
+  // Rows that carry a state are not divided over ranks.
+  const auto divides = [](const Reference& reference) { return !shape_of(reference.c).has_states(); };
   for (const Reference& reference : prepared_->references)
-    for (const Plan& plan : reference.plans) check("context", [&] { check_context(reference, plan, findings); });
+    for (const Plan& plan : divides(reference) ? reference.plans : std::vector<Plan>())
+      check("context", [&] { check_context(reference, plan, findings); });
   const Reference& ragged = prepared_->references.front();
   for (const std::int64_t cp : {2, 3})
     check("divided path", [&] { check_divided_path(ragged, ragged.plans.at(3), cp, findings); });
   const Reference& eleven = prepared_->eleven_waves;
   check("divided path", [&] { check_divided_path(eleven, eleven.plans.front(), 12, findings); });
-  for (const Reference& reference : prepared_->references) check("stages", [&] { check_stages(reference, findings); });
+  for (const Reference& reference : prepared_->references)
+    if (divides(reference)) check("stages", [&] { check_stages(reference, findings); });
   const auto& references = prepared_->references;
   check("layouts", [&] { check_layout(references.front(), {.tp = 4}, findings); });
   for (const Degrees& degrees : {Degrees{.tp = 2, .ep = 2}, {.dp = 2, .ep = 2}, {.dp = 4, .ep = 2}})
