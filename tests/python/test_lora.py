@@ -19,6 +19,17 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 PREFIX = "base_model.model."
 
 
+# Files that hold q, k and v, or gate and up, as one matrix; rows that carry a state.
+WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next"}
+
+
+@pytest.mark.parametrize("family", sorted(WITHOUT_ADAPTERS))
+def test_families_without_adapters_are_refused_by_name(family, espalier, case, tmp_path):
+    base, _, rollouts = case(family)
+    refused = espalier("train", "--model", base, "--rollouts", rollouts, "--lora-rank", 4, "--out", tmp_path / "out", expect=4)
+    assert "--lora-rank" in refused.stderr and "ForCausalLM" in refused.stderr and not (tmp_path / "out").exists()
+
+
 def without_adapter_name(tensors):
     return {name.replace(".default.", ".").replace("modules_to_save.", ""): values for name, values in tensors.items()}
 
@@ -40,7 +51,7 @@ def load_peft(base, adapter):
     """peft's model in float64, the oracle's below it, with adapters that train."""
     model = peft.PeftModel.from_pretrained(oracle.load_model(base, torch.float64), adapter, is_trainable=True, autocast_adapter_dtype=False).double()
     for module in model.modules():  # modules_to_save are copies
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.forward = oracle.norm64.__get__(module)
     return model
 
@@ -77,7 +88,7 @@ def gradients_of(espalier, case, tmp_path, *more):
     return load_file(tmp_path / "gradients.safetensors")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_ADAPTERS])
 def test_gradients_are_those_of_pefts_model(family, espalier, case, tmp_path):
     base, records, _ = case(family)
     # peft's "all-linear" also changes routers and experts, which have no adapters here
@@ -247,4 +258,5 @@ def test_a_plan_holds_no_masters_of_held_weights(espalier, case):
     base, _, rollouts = case("qwen3_tied")
     plans = [espalier("plan", "--model", base, "--rollouts", rollouts, *words, "--json").json for words in ((), ("--lora-rank", 4))]
     assert plans[1]["flops"]["chosen"] < plans[0]["flops"]["chosen"]
-    assert plans[1]["peak_bytes"] < plans[0]["peak_bytes"]
+    full, adapted = (max(plan["predicted"]["chosen"]["peak_bytes"].values()) for plan in plans)
+    assert adapted < full
