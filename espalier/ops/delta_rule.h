@@ -33,7 +33,7 @@ struct StateRun {
 };
 
 struct DeltaRuleProblem {
-  const DeltaRuleShape& shape;
+  DeltaRuleShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
   std::span<const StateRun> runs;  // together all rows; a run after those that it follows
 };
@@ -45,7 +45,7 @@ struct DeltaRuleGradients {
 
 // y = weight o / sqrt(mean o^2 + eps) silu(z), per value head.
 struct GatedNormProblem {
-  const DeltaRuleShape& shape;
+  DeltaRuleShape shape;
   double eps;
   at::Tensor o_TV, projected_TW, weight_D;
 };

@@ -2,6 +2,7 @@
 // value.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "espalier/ops/cpu/operations.h"
@@ -26,6 +27,7 @@ class Late {
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
               &O::choose_tokens, &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(
         o);
+    static_assert(std::is_copy_assignable_v<DeltaRuleProblem>, "a problem that holds a reference");
     o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {
       Queue::give([kept = Runs(problem), out] { cpu::operations().delta_rule(kept.problem(), out); });
     };
@@ -56,6 +58,8 @@ class Late {
   template <class Group, class... Arguments, void (*Group::*member)(Arguments...)>
   struct One<member> {
     static void call(Arguments... arguments) {
+      // Work runs late, perhaps after the caller's model is gone. A struct with a reference in it cannot be assigned.
+      static_assert((std::is_copy_assignable_v<std::decay_t<Arguments>> && ...), "an argument that holds a reference");
       Queue::give([=] { (cpu::operations().*member)(arguments...); });
     }
   };
