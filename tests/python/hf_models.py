@@ -145,11 +145,11 @@ def all_float64(on=True):
 
 
 def run_ranks(folder, families, how="all"):
-    """What both of two processes wrote (hf_ranks.py)."""
+    """What both of two processes wrote (hf_ranks.py); `how` is "beside": a third one is outside their device mesh."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
     command = [sys.executable, str(Path(__file__).with_name("hf_ranks.py")), str(folder)]
     ranks = [subprocess.Popen([*command, str(rank), how, *families], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for rank in range(2)]
+             for rank in range(3 if how == "beside" else 2)]
     try:
         outputs = [rank.communicate(timeout=900 * len(families))[0] for rank in ranks]
     finally:

@@ -1,5 +1,6 @@
-"""One of two gloo processes: hf_ranks.py FOLDER RANK all|brief FAMILY... Writes to FOLDER/RANK.json how far gradients are from the mean
-of both ranks' dense ones: {family: {kind: {case: largest relative distance of a parameter}}}. brief: two cases of each kind."""
+"""One of two gloo processes: hf_ranks.py FOLDER RANK all|brief|beside FAMILY... Writes to FOLDER/RANK.json how far gradients are from
+the mean of both ranks' dense ones: {family: {kind: {case: largest relative distance of a parameter}}}. brief: two cases of each kind.
+beside: one of three processes. The third is outside the device mesh, does something else and calls nothing."""
 
 import json
 import sys
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)
 FOLDER, RANK = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=2)
+BESIDE = sys.argv[3] == "beside"
+dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=3 if BESIDE else 2)
 
 import espalier.hf as hf  # noqa: E402
 from hf_layers import RECURRENT, make as make_layers  # noqa: E402
@@ -18,7 +20,7 @@ from hf_models import all_float64, batch, dense_step, gradients, loss_of, make a
 
 BATCHES = [batch(seed=3), batch(seed=4, groups=((40, (6, 2)), (12, (5,)), (33, (9, 9, 9))), stem=0)]
 LOSSES = [loss_of(rollouts) for rollouts in BATCHES]
-BRIEF = sys.argv[3] == "brief"
+BRIEF = sys.argv[3] != "all"
 CUTS = ((16, "keep"), (30, "recompute")) if BRIEF else ((16, "keep"), (4096, "keep"), (30, "recompute"))
 
 
@@ -54,10 +56,14 @@ def ddp(family, mean, own):
     return out
 
 
+def two_ranks():
+    from torch.distributed.device_mesh import DeviceMesh
+    return DeviceMesh("cpu", [0, 1])
+
+
 def fsdp2(family, mean, _):
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    mesh, out = init_device_mesh("cpu", (2,)), {}
+    mesh, out = two_ranks(), {}
 
     def full():
         found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -126,11 +132,13 @@ def fsdp1(family, mean, _):
 
 def main():
     found = {}
-    for family in sys.argv[4:]:
+    if RANK == 2:
+        two_ranks()  # every process of the world makes a group; only its members call it later
+    for family in sys.argv[4:] if RANK < 2 else ():
         with all_float64():
             both, own = dense(family, (0, 1)), dense(family, (RANK,))
             mean = {name: g / 2 for name, g in both.items()}
-            found[family] = {kind.__name__: kind(family, mean, own) for kind in (ddp, fsdp2, fsdp1)}
+            found[family] = {kind.__name__: kind(family, mean, own) for kind in ((fsdp2,) if BESIDE else (ddp, fsdp2, fsdp1))}
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -85,6 +85,13 @@ def test_two_processes(kind, cases, two_processes):
         assert len(errors) == cases and max(errors.values()) <= 1e-10, errors
 
 
+def test_ranks_meet_over_the_mesh_of_the_model(tmp_path):
+    """A process of the world that is outside the mesh, as a rank of a rollout engine is, calls nothing and is not waited for."""
+    for rank in run_ranks(tmp_path, ["Qwen3"], "beside"):
+        errors = rank["Qwen3"]["fsdp2"]
+        assert len(errors) == 2 and max(errors.values()) <= 1e-10, errors
+
+
 def test_the_common_order_of_ranks_holds_each_rank_s_own():
     import random
 
