@@ -26,7 +26,7 @@ struct Layer {
 constexpr Layer kLayers[] = {{1536, 512}, {512, 1536}, {2048, 2048}};
 constexpr std::int64_t kRows[] = {1, 8, 64, 256, 2048};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16};
-constexpr const char* kForms[] = {"forward", "grad_input", "grad_weight"};
+constexpr const char* kForms[] = {"forward", "grad_input", "grad_weight", "forward_held"};  // the last: hold_weights
 
 struct Operands {
   Operands(const Layer& layer, std::int64_t rows, at::ScalarType dtype)
@@ -43,9 +43,10 @@ struct Operands {
     set_defined_sums(own);
     const Operations& ops = cpu_device().operations();
     const int times = std::max(1, static_cast<int>(2e9 / flops));
+    const auto held = form == 3 ? ops.hold_weights({weight}, std::int64_t{1} << 40) : nullptr;
     const double begin = bench::now();
     for (int i = 0; i < times; ++i) {
-      if (form == 0) ops.linear(out, x, weight, at::Tensor());
+      if (form == 0 || form == 3) ops.linear(out, x, weight, at::Tensor());
       if (form == 1) ops.linear_grad_input(grad_x, out, weight);
       if (form == 2) ops.add_linear_grad_weight(grad_weight, at::Tensor(), out, x, rounded);
     }
@@ -66,7 +67,7 @@ int main(int count, char** arguments) {
     for (const Layer& layer : kLayers)
       for (const std::int64_t rows : kRows) {
         const Operands operands(layer, rows, dtype);
-        for (int form = 0; form < 3; ++form) {
+        for (int form = 0; form < 4; ++form) {
           std::vector<double> own, library;
           for (int round = -1; round < rounds; ++round) {  // the first touches memory
             const double theirs = operands.rate(form, false), ours = operands.rate(form, true);

@@ -317,8 +317,21 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
   }
 }
 
+// Steps have few rows: the weights are held as the kernels read them, where they stay in their place and memory allows.
+std::shared_ptr<void> hold_weights(const Decoder& decoder) {
+  const ModelViews& views = decoder.weights();
+  if (views.keeper != nullptr) return nullptr;
+  std::vector<at::Tensor> weights{views.head_VM};
+  for (const LayerViews& layer : views.layers)
+    for (const Projection* projection :
+         {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.gate_up, &layer.down, &layer.router})
+      weights.push_back(projection->weight);
+  return decoder.device().operations().hold_weights(weights, decoder.device().free_bytes() / 4);
+}
+
 Generated Generation::run() {
   const at::AutoDispatchBelowADInplaceOrView unrecorded;  // as the passes of a step
+  const std::shared_ptr<void> held = hold_weights(decoder_);
   std::int64_t responses = 0;
   for (const auto& state : prompts_) {
     prompt_rows_ += state->prompt_rows();

@@ -5,6 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
+#include <vector>
+
 namespace espalier {
 
 struct ProductOperations {
@@ -27,6 +31,10 @@ struct ProductOperations {
   // them. Undefined: the weight, or the bias, has no gradient.
   void (*add_linear_grad_weight)(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N,
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
+  // Holds copies of the weights in the order that the kernels of `linear` and `linear_onto` read them, and the weights
+  // themselves, until the result goes; none where nothing is won or the copies took more than `most_bytes`. For few
+  // rows at a time (sampling). The weights must not change before; a view of one is not known. No bits depend on it.
+  std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes);
 };
 
 }  // namespace espalier

@@ -6,10 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <cstring>
+#include <vector>
 
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
+#include "espalier/ops/cpu/operations.h"
 
 namespace espalier::testing {
 namespace {
@@ -22,6 +25,25 @@ class GuardedDeathTest : public ::testing::Test {
  protected:
   void SetUp() override { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
 };
+
+// An operation that is left out would be the CPU's, which runs at once and faults on its first tensor.
+TEST(Guarded, EveryOperationRunsLate) {
+  using Word = void*;
+  const auto words = [](const Operations& operations) {
+    std::vector<Word> out(sizeof(Operations) / sizeof(Word));
+    std::memcpy(out.data(), &operations, sizeof(Operations));
+    return out;
+  };
+  const Operations &cpu = cpu::operations(), &late = ops();
+  const auto place = [&](const auto& member) {
+    return static_cast<std::size_t>(reinterpret_cast<const char*>(&member) - reinterpret_cast<const char*>(&cpu)) /
+           sizeof(Word);
+  };
+  const std::vector<Word> ours = words(late), theirs = words(cpu);
+  for (std::size_t i = 0; i < ours.size(); ++i)
+    if (i != place(cpu.writes_sums) && i != place(cpu.rounds_weight_gradients))  // which touch no tensor
+      EXPECT_NE(ours[i], theirs[i]) << "the operation number " << i << " of the table is the CPU's";
+}
 
 TEST(Guarded, WorkRunsLateAndInOrderAndCopiesBringItsResults) {
   const at::Tensor x = on_device(at::arange(6, at::kFloat)), y = guarded_device().allocate({6}, at::kFloat);

@@ -25,8 +25,9 @@ class Late {
               &O::raise_maximum, &O::score_edges, &O::logit_gradients, &O::look_up, &O::add_look_up_backward, &O::value,
               &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
-              &O::choose_tokens, &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(
-        o);
+              &O::choose_tokens, &O::add_scaled, &O::join_sinks, &O::add_sinks_backward, &O::shape_logits,
+              &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(o);
+    o.hold_weights = [](const std::vector<at::Tensor>&, std::int64_t) { return std::shared_ptr<void>(); };
     static_assert(std::is_copy_assignable_v<DeltaRuleProblem>, "a problem that holds a reference");
     o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {
       Queue::give([kept = Runs(problem), out] { cpu::operations().delta_rule(kept.problem(), out); });

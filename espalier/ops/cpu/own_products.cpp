@@ -69,6 +69,24 @@ void multiply(const Product<T, Out>& p, int threads) {
   }
 }
 
+template <class T>
+std::int64_t panel_bytes(std::int64_t columns, std::int64_t steps) {
+  return kernel<T, T>().panel_bytes(columns, steps);
+}
+
+template <class T>
+void pack_panels(const Factor<T>& b, std::int64_t columns, std::int64_t steps, void* to) {
+  kernel<T, T>().pack(b, columns, steps, to);
+}
+
+#define ESPALIER_PANELS_OF(T)                                       \
+  template std::int64_t panel_bytes<T>(std::int64_t, std::int64_t); \
+  template void pack_panels(const Factor<T>&, std::int64_t, std::int64_t, void*);
+ESPALIER_PANELS_OF(float)
+ESPALIER_PANELS_OF(double)
+ESPALIER_PANELS_OF(bfloat16)
+#undef ESPALIER_PANELS_OF
+
 template void multiply(const Product<float, float>&, int);
 template void multiply(const Product<double, double>&, int);
 template void multiply(const Product<bfloat16, bfloat16>&, int);

@@ -25,6 +25,8 @@ struct Factor {
   const T* data;
   std::int64_t stride;
   bool steps_adjacent;
+  const void* panels =
+      nullptr;  // b only: the same numbers as pack_panels leaves them; null: a product packs for itself
 };
 
 // T: of the factors; Out: T, or accumulator_t<T>. Rows of out and base are adjacent numbers. base null: none; it may be
@@ -48,10 +50,19 @@ template <class T, class Out>
 struct Kernel {
   std::int64_t panel;
   void (*part)(const Product<T, Out>& product, Range rows, Range columns, void* scratch);
+  std::int64_t (*panel_bytes)(std::int64_t columns, std::int64_t steps);
+  void (*pack)(const Factor<T>& b, std::int64_t columns, std::int64_t steps, void* to);
 };
 
 // Overwrites out. Columns are divided among threads, or rows where columns are few; threads: at most so many.
 template <class T, class Out>
 void multiply(const Product<T, Out>& product, int threads);
+
+// All of a factor in the order that the kernels read it, for products with few rows: there packing takes longer than
+// multiplying. `to` is aligned to 64 bytes.
+template <class T>
+std::int64_t panel_bytes(std::int64_t columns, std::int64_t steps);
+template <class T>
+void pack_panels(const Factor<T>& b, std::int64_t columns, std::int64_t steps, void* to);
 
 }  // namespace espalier::own_products

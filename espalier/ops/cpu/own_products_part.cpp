@@ -61,6 +61,30 @@ void copy_numbers(std::int64_t rows, std::int64_t columns, const In* from, std::
     });
 }
 
+// Where a block of steps begins in the panels of a whole factor.
+template <class T>
+std::int64_t block_offset(std::int64_t columns, std::int64_t step) {
+  return step / kStepsOfElement<T> * parts_of(columns, kPanelColumns<T>) * kPanelColumns<T>;
+}
+
+template <class T>
+std::int64_t panel_bytes(std::int64_t columns, std::int64_t steps) {
+  const std::int64_t last = (steps - 1) / kSumBlock<T> * kSumBlock<T>;
+  const std::int64_t width = parts_of(columns, kPanelColumns<T>) * kPanelColumns<T>;
+  return (block_offset<T>(columns, last) + elements_of<T>(steps - last) * width) *
+         static_cast<std::int64_t>(sizeof(Packed<T>));
+}
+
+template <class T>
+void pack(const Factor<T>& b, std::int64_t columns, std::int64_t steps, void* to) {
+  auto* const panels = static_cast<Packed<T>*>(to);
+  for (std::int64_t step = 0; step < steps; step += kSumBlock<T>) {
+    const std::int64_t count = smaller(kSumBlock<T>, steps - step), elements = elements_of<T>(count);
+    for (std::int64_t c = 0; c < columns; c += kPanelColumns<T>)
+      pack_panel(b, c, columns - c, step, count, panels + block_offset<T>(columns, step) + c * elements);
+  }
+}
+
 // sums (+)= a b for rows and columns of which panels fit into the room.
 template <class T, class Out, class A>
 void add_blocks(const Product<T, Out>& p, Range rows, Range columns, bool onto, const Room<T, Out>& room, A* sums,
@@ -69,7 +93,10 @@ void add_blocks(const Product<T, Out>& p, Range rows, Range columns, bool onto, 
   const std::int64_t panels = parts_of(columns.end - columns.begin, kPanelColumns<T>);
   for (std::int64_t step = 0; step < p.steps; step += kSumBlock<T>) {
     const std::int64_t steps = smaller(kSumBlock<T>, p.steps - step), elements = elements_of<T>(steps);
-    for (std::int64_t c = columns.begin; c < columns.end; c += kPanelColumns<T>)
+    const Packed<T>* b = room.panels;
+    if (p.b.panels != nullptr)
+      b = static_cast<const Packed<T>*>(p.b.panels) + block_offset<T>(p.columns, step) + columns.begin * elements;
+    for (std::int64_t c = columns.begin; p.b.panels == nullptr && c < columns.end; c += kPanelColumns<T>)
       pack_panel(p.b, c, columns.end - c, step, steps, room.panels + (c - columns.begin) * elements);
     for (std::int64_t t = 0; t < tiles; ++t) {
       const std::int64_t first = rows.begin + t * count / tiles, end = rows.begin + (t + 1) * count / tiles;
@@ -78,8 +105,8 @@ void add_blocks(const Product<T, Out>& p, Range rows, Range columns, bool onto, 
         prefetch_rows(p.a, end, smaller(end - first, rows.end - end), step, steps,
                       (c - columns.begin) / kPanelColumns<T>, panels);
         tile_of<T>(p.a.steps_adjacent, end - first, columns.end - c, elements, room.rows,
-                   room.panels + (c - columns.begin) * elements,
-                   sums + (first - rows.begin) * stride + (c - columns.begin), stride, onto || step > 0);
+                   b + (c - columns.begin) * elements, sums + (first - rows.begin) * stride + (c - columns.begin),
+                   stride, onto || step > 0);
       }
     }
   }
@@ -89,7 +116,7 @@ template <class T, class Out>
 void part(const Product<T, Out>& p, Range rows, Range columns, void* scratch) {
   using R = Room<T, Out>;
   const R room(scratch);
-  const bool few = rows.end - rows.begin <= 2 * kSumRows;
+  const bool few = rows.end - rows.begin <= 2 * kSumRows && p.b.panels == nullptr;
   const std::int64_t columns_at_once = kPanelColumns<T> * (few ? smaller(4, R::kPanels) : R::kPanels);
   const std::int64_t rows_at_once = R::kRounds ? kRoundedRows : rows.end - rows.begin;
   for (std::int64_t row = rows.begin; row < rows.end; row += rows_at_once)
@@ -114,7 +141,7 @@ void part(const Product<T, Out>& p, Range rows, Range columns, void* scratch) {
 
 template <class T, class Out>
 own_products::Kernel<T, Out> own_product_kernel() {
-  return {kPanelColumns<T>, part<T, Out>};
+  return {kPanelColumns<T>, part<T, Out>, panel_bytes<T>, pack<T>};
 }
 #ifndef ESPALIER_BFLOAT16_DOT
 template own_products::Kernel<float, float> own_product_kernel();

@@ -5,6 +5,7 @@
 #include "espalier/base/defined_sums.h"
 #include "espalier/ops/cpu/compiled_products.h"
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cpu/held_panels.h"
 #include "espalier/ops/cpu/operations.h"
 #include "espalier/ops/cpu/own_products.h"
 #include "espalier/ops/cpu/row_kernels.h"
@@ -25,9 +26,11 @@ own_products::Factor<T> factor_of(const at::Tensor& x, std::int64_t line) {
 template <class T, class Out>
 void multiply_own(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK, const at::Tensor& b_KN) {
   const bool from_zero = !base_RN.defined();
+  own_products::Factor<T> b = factor_of<T>(b_KN, 1);
+  if (b.steps_adjacent) b.panels = held_panels(b_KN);
   own_products::multiply<T, Out>(
-      {out_RN.size(0), out_RN.size(1), a_RK.size(1), factor_of<T>(a_RK, 0), factor_of<T>(b_KN, 1),
-       pointer<Out>(base_RN), from_zero ? 0 : base_RN.stride(0), pointer<Out>(out_RN), out_RN.stride(0)},
+      {out_RN.size(0), out_RN.size(1), a_RK.size(1), factor_of<T>(a_RK, 0), b, pointer<Out>(base_RN),
+       from_zero ? 0 : base_RN.stride(0), pointer<Out>(out_RN), out_RN.stride(0)},
       omp_get_max_threads());
 }
 
@@ -98,6 +101,10 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
   });
 }
 
+std::shared_ptr<void> hold_weights(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes) {
+  return defined_sums() ? hold_panels(weights_NK, most_bytes) : nullptr;
+}
+
 }  // namespace
 
 ProductOperations product_operations() {
@@ -107,7 +114,8 @@ ProductOperations product_operations() {
           add_linear_grad_input,
           false,
           rounds_weight_gradients,
-          add_linear_grad_weight};
+          add_linear_grad_weight,
+          hold_weights};
 }
 
 }  // namespace espalier::cpu

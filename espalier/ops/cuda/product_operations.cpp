@@ -46,6 +46,8 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
   });
 }
 
+std::shared_ptr<void> hold_nothing(const std::vector<at::Tensor>&, std::int64_t) { return nullptr; }
+
 }  // namespace
 
 ProductOperations product_operations() {
@@ -55,7 +57,8 @@ ProductOperations product_operations() {
           add_linear_grad_input,
           true,
           rounds_weight_gradients,
-          add_linear_grad_weight};
+          add_linear_grad_weight,
+          hold_nothing};
 }
 
 const Operations& operations() {

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <random>
 #include <string>
@@ -70,6 +72,10 @@ constexpr Sizes kSizes[] = {{1, 1, 1},    {1, 33, 7},    {2, 64, 513},  {3, 31, 
 
 enum class Base { none, other, out };
 
+struct alignas(64) PanelLine {
+  std::byte bytes[64];
+};
+
 template <class T, class Out>
 void expect_defined(const Sizes& s, bool a_adjacent, bool b_adjacent, Base kind, int threads) {
   const auto a = random_numbers<T>(s.rows * s.steps, 1), b = random_numbers<T>(s.columns * s.steps, 2);
@@ -93,10 +99,17 @@ void expect_defined(const Sizes& s, bool a_adjacent, bool b_adjacent, Base kind,
     return same;
   }();
   defined(of_expected, expected);
-  multiply(p, threads);
-  ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0)
-      << s.rows << " x " << s.columns << " x " << s.steps << (a_adjacent ? "" : ", a transposed")
-      << (b_adjacent ? "" : ", b transposed") << ", base " << static_cast<int>(kind) << ", " << threads << " threads";
+  std::vector<PanelLine> panels(static_cast<std::size_t>(panel_bytes<T>(s.columns, s.steps)) / sizeof(PanelLine) + 1);
+  pack_panels(p.b, s.columns, s.steps, panels.data());
+  for (const void* held : {static_cast<const void*>(nullptr), static_cast<const void*>(panels.data())}) {
+    std::ranges::copy(before, found.begin());
+    p.b.panels = held;
+    multiply(p, threads);
+    ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0)
+        << s.rows << " x " << s.columns << " x " << s.steps << (a_adjacent ? "" : ", a transposed")
+        << (b_adjacent ? "" : ", b transposed") << ", base " << static_cast<int>(kind) << ", " << threads << " threads"
+        << (held ? ", panels held" : "");
+  }
 }
 
 class OwnProducts : public ::testing::TestWithParam<InstructionLevel> {

@@ -1,0 +1,18 @@
+// Packed copies of weights for own products of few rows (own_products.h), found by the address of the weights.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+namespace espalier {
+
+// ProductOperations::hold_weights for own products. Weights that are not contiguous, and those that another caller
+// holds, are left out.
+std::shared_ptr<void> hold_panels(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes);
+
+// The panels of the factor weight_KN, steps K first; null: nobody holds it whole.
+const void* held_panels(const at::Tensor& weight_KN);
+
+}  // namespace espalier
