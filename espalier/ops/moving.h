@@ -25,7 +25,7 @@ struct MovingOperations {
   void (*convert)(const at::Tensor& in, const at::Tensor& out);
   // x_r = 0 where id_r is the given one; contiguous.
   void (*zero_rows)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t id);
-  // out = base + factor x, the product rounded first; base undefined: 0; out may be base, or x. Contiguous.
+  // out = base + factor x, in bfloat16 the product rounded first; base undefined: 0; out may be base, or x. Contiguous.
   void (*add_scaled)(const at::Tensor& base_RM, const at::Tensor& x_RM, double factor, const at::Tensor& out_RM);
   // x = 0; contiguous.
   void (*zero)(const at::Tensor& x);

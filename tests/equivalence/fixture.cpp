@@ -1,8 +1,10 @@
 #include "tests/equivalence/fixture.h"
 
 #include <ATen/ATen.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -321,6 +323,12 @@ RolloutOptions ragged_rollouts() {
   return options;
 }
 
+std::vector<std::string> families_of_table() {
+  std::vector<std::string> names;
+  for (const Family& row : model_families()) names.push_back(row.name);
+  return names;
+}
+
 Case ragged(const std::string& family) {
   Case c;
   c.family = family;
@@ -463,6 +471,23 @@ PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtyp
   for (std::int64_t* phase : {&arena.a, &arena.b, &arena.c})
     if (*phase != 0) *phase -= beside;
   return arena;
+}
+
+void expect_same_bits(const Outcome& run, const Outcome& expected) {
+  ASSERT_EQ(run.report.series.size(), expected.report.series.size());
+  const auto differing = [](const std::vector<double>& a, const std::vector<double>& b) {
+    std::int64_t found = a.size() == b.size() ? 0 : -1;
+    for (std::size_t t = 0; found >= 0 && t < a.size(); ++t) found += std::memcmp(&a[t], &b[t], sizeof(double)) != 0;
+    return found;
+  };
+  std::size_t tokens = 0;
+  for (std::size_t i = 0; i < run.report.series.size(); ++i) {
+    const RolloutSeries &found = run.report.series[i], &other = expected.report.series[i];
+    EXPECT_EQ(differing(found.logprob, other.logprob), 0) << "log-probs of rollout " << i;
+    EXPECT_EQ(differing(found.entropy, other.entropy), 0) << "entropies of rollout " << i;
+    tokens += other.logprob.size();
+  }
+  EXPECT_GT(tokens, 0u);
 }
 
 Worst worst_parameter(const Case& c, const at::Tensor& gradient, const at::Tensor& reference) {

@@ -62,6 +62,9 @@ struct Case {
   std::function<void(std::vector<Rollout>&, const ModelState&)> edit = {};  // of the generated rollouts; may be empty
 };
 
+// The rows of the table of families, plan/model_families.h, each a name that `family` takes.
+std::vector<std::string> families_of_table();
+
 // Of this family, on ragged rollouts.
 Case ragged(const std::string& family);
 // As a part of a test's name.
@@ -91,6 +94,9 @@ OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 
 // What the plan says the passes of the case take from the arena in each phase, without what it counts beside the arena.
 PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype);
+
+// Required where sums have a defined order: log-probs and entropies of all rollouts are the same bits.
+void expect_same_bits(const Outcome& run, const Outcome& expected);
 
 // |a - b| / |b| of the whole vector, and the worst over the table's parameters with its name.
 struct Worst {

@@ -4,7 +4,6 @@
 
 #include <cmath>
 
-#include "espalier/plan/model_families.h"
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
 
@@ -78,12 +77,6 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                                            "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe"),
                          [](const auto& info) { return name_of_family(info.param); });
 
-std::vector<std::string> rows_of_table() {
-  std::vector<std::string> names;
-  for (const Family& row : model_families()) names.push_back(row.name);
-  return names;
-}
-
 // Each row of the table of families, with properties that its own sizes would hide (fixture.cpp).
 class Table : public ::testing::TestWithParam<std::string> {};
 
@@ -117,7 +110,7 @@ TEST_P(Table, StatesGiveTheBitsOfKeptState) {
       }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Table, ::testing::ValuesIn(rows_of_table()),
+INSTANTIATE_TEST_SUITE_P(Models, Table, ::testing::ValuesIn(families_of_table()),
                          [](const auto& info) { return info.param; });
 
 // Every fifth id is the pad token: looked up, it gets no gradient under any plan; what a tied head adds to its row

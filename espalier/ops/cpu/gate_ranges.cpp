@@ -177,12 +177,20 @@ void swiglu_backward(RowRange rows, const ActivationRule& rule, std::int64_t inn
   }
 }
 
+// The sum is fused in every lane of every vector, or in none: a compiler that may choose does so by vectors and their
+// rests, and the bits of a row would depend on the rows beside it.
 template <class T>
 void add_scaled(RowRange elements, const T* base, const T* x, accumulator_t<T> factor, T* out) {
+  const Vector<T> factors = Vector<T>{} + factor;
   for_lanes<T>(elements.end - elements.begin, [&](std::int64_t at, int count) {
     const std::int64_t i = elements.begin + at;
-    const Vector<T> scaled = rounded<T>(load_some(x + i, count) * factor);
-    store_some(out + i, base == nullptr ? scaled : load_some(base + i, count) + scaled, count);
+    const Vector<T> own = load_some(x + i, count);
+    if (base == nullptr)
+      store_some(out + i, own * factors, count);
+    else if constexpr (sizeof(T) == 2)
+      store_some(out + i, load_some(base + i, count) + rounded<T>(own * factors), count);
+    else
+      store_some(out + i, fma(own, factors, load_some(base + i, count)), count);
   });
 }
 
