@@ -1,5 +1,5 @@
-// bfloat16 products of a step beside float32 ones of the same sizes, in turns: widened to float32 panels, as processors
-// without bfloat16 instructions make them, and as the matrix library makes them here.
+// bfloat16 products of a step beside float32 ones of the same sizes, in turns: own products that widen their factors,
+// as processors without bfloat16 instructions make them, and as the matrix library makes them here.
 //
 //   product_bench [rounds 7] [threads 0: all]
 //
@@ -13,9 +13,10 @@
 #include <vector>
 
 #include "bench/spread.h"
+#include "espalier/base/defined_sums.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/arena.h"
-#include "espalier/model/products.h"
+#include "espalier/ops/operations.h"
 
 namespace {
 
@@ -44,15 +45,13 @@ struct Operands {
     const int times = std::max(1, static_cast<int>(1e10 / flops));
     const ArenaScope scope(arena);
     const Operations& ops = arena.device().operations();
-    const Products products(ops, nullptr);
-    const Projection projection{weight, {}}, grads{grad_weight, {}};
     at::Tensor rounded;
     if (ops.rounds_weight_gradients(out.scalar_type())) rounded = arena.take(weight.sizes(), weight.scalar_type());
     const double begin = bench::now();
     for (int i = 0; i < times; ++i) {
-      products.linear(out, x, projection);
-      products.linear_grad_input(grad_x, out, projection);
-      products.add_linear_grad_weight(grads, out, x, rounded);
+      ops.linear(out, x, weight, at::Tensor());
+      ops.linear_grad_input(grad_x, out, weight);
+      ops.add_linear_grad_weight(grad_weight, at::Tensor(), out, x, rounded);
     }
     return times * flops / (bench::now() - begin);
   }
@@ -77,7 +76,9 @@ int main(int count, char** arguments) {
       force_bfloat16_products(Bfloat16Products::converted);
       const double by_panels = half.rate(arena);
       force_bfloat16_products(own);
-      const double by_library = own == Bfloat16Products::converted ? by_panels : half.rate(arena);
+      set_defined_sums(false);
+      const double by_library = half.rate(arena);
+      set_defined_sums(true);
       if (round < 0) continue;
       float32.push_back(plain), widened.push_back(by_panels), library.push_back(by_library);
     }

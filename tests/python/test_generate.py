@@ -82,6 +82,16 @@ def test_sampled_logprobs_are_the_oracles(family, espalier, model_of, tmp_path):
                             "tokens_per_second", "generation_seconds", "kv_bytes", "kv_bytes_unshared"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_those_of_score_bit_for_bit(family, dtype, espalier, model_of, tmp_path):
+    """At any temperature, without top-k and top-p. The plan of `score` shares prompts in waves; the sampler has a row for each response."""
+    own = ("--dtype", dtype, "--products", "own")
+    records, _ = run(espalier, model_of(family), make_prompts(), tmp_path, *own, "--temperature", 0.7, "--n", 3, "--max-response-length", 30)
+    espalier("score", "--model", model_of(family), "--rollouts", tmp_path / "out.jsonl", "--out", tmp_path / "scored.jsonl", *own)
+    assert [record["logprobs"] for record in read(tmp_path / "scored.jsonl")] == [record["rollout_logprobs"] for record in records]
+
+
 def test_records_train_and_score_as_they_are(espalier, model_of, tmp_path):
     """Written records are rollouts: `score` reads them without a remark and finds their log-probs again."""
     model = model_of("qwen3_tied")
