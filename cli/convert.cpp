@@ -1,5 +1,6 @@
 // espalier convert IN OUT: any supported format to the neutral one.
 #include <filesystem>
+#include <span>
 
 #include "cli/reading.h"
 #include "cli/verbs.h"
@@ -24,11 +25,33 @@ void check_name(const std::string& path) {
 
 // The model whose tokenizer makes ids of a dump of text; "" without --retokenize.
 std::string retokenizing_model(const Options& options) {
+  if (options.objective != ObjectiveKind::grpo) {
+    if (options.retokenize || options.model.empty())
+      throw OptionError({"--objective",
+                         "--model with it, whose tokenizer makes ids of its rows of text, no --retokenize",
+                         options.retokenize ? "--retokenize" : "no --model",
+                         options.retokenize ? "leave one of them out" : "give --model DIR"});
+    return {};
+  }
   if (options.retokenize == options.model.empty())
     throw OptionError({options.retokenize ? "--retokenize" : "--model", "--retokenize and --model together",
                        options.retokenize ? "no --model" : "--model without --retokenize",
                        "the model's tokenizer makes ids of a dump of text; other dumps need neither"});
   return options.model;
+}
+
+// Records with token ids pass as they are, other rows are text of the objective.
+TextRows rows_of(const Options& options) {
+  if (options.objective == ObjectiveKind::grpo) return {};
+  return {name_of(options.objective), options.model};
+}
+
+// The rollouts of one record: both of a pair, all of a list, or one.
+std::span<const Rollout> record_at(std::span<const Rollout> rollouts, std::size_t begin) {
+  const std::int64_t set = rollouts[begin].pair.pair;
+  std::size_t end = begin + 1;
+  while (set >= 0 && end < rollouts.size() && rollouts[end].pair.pair == set) ++end;
+  return rollouts.subspan(begin, end - begin);
 }
 
 }  // namespace
@@ -37,14 +60,15 @@ int run_convert(Context& context) {
   const std::string& in = context.arguments[0];
   const std::string& out = context.arguments[1];
   check_name(out);
-  const RolloutFile file = read_for(context, {in}, 0, retokenizing_model(context.options));
+  const RolloutFile file = read_for(context, {in}, 0, retokenizing_model(context.options), rows_of(context.options));
   RolloutWriter writer(out);
   context.progress.begin("writing", static_cast<std::int64_t>(file.rollouts.size()), "rollouts");
   std::int64_t written = 0, tokens = 0;
-  for (const Rollout& rollout : file.rollouts) {
-    writer.write(rollout);
-    tokens += rollout.length();
-    context.progress.advance_to(++written);
+  while (written < static_cast<std::int64_t>(file.rollouts.size())) {
+    const std::span<const Rollout> record = record_at(file.rollouts, static_cast<std::size_t>(written));
+    writer.write_record(record);
+    for (const Rollout& rollout : record) tokens += rollout.length();
+    context.progress.advance_to(written += static_cast<std::int64_t>(record.size()));
   }
   writer.finish();
   context.progress.end();

@@ -14,6 +14,7 @@
 #include "espalier/step/trained_choice.h"
 #include "espalier/text/environment.h"
 #include "espalier/text/reward_function.h"
+#include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::cli {
@@ -21,7 +22,7 @@ namespace {
 
 // The fields that the objective needs, in every rollout. A critic's advantages would need its values first.
 void check_objective(const TrainingData& data, const Options& options) {
-  if (!options.critic.empty()) return;
+  if (!options.critic.empty() || options.objective == ObjectiveKind::reward) return;
   for (std::int64_t i = 0; i < data.mini_batches(); ++i) {
     const MiniBatch mini_batch = data.mini_batch(i);
     Objective(mini_batch.rollouts, mini_batch.advantages, options);
@@ -31,8 +32,9 @@ void check_objective(const TrainingData& data, const Options& options) {
 // `verify` and `train`: the rollouts as an update takes them.
 void check_update(const ModelShape& shape, Context& context, std::int64_t epochs) {
   const Options& options = context.options;
-  const TrainingData data(read_for_model(options.rollouts, shape, context.progress, options.temperature), options,
-                          !options.critic.empty());
+  const TrainingData data(
+      read_for_model(options.rollouts, shape, context.progress, options.temperature, nullptr, text_rows_of(options)),
+      options, !options.critic.empty());
   check_objective(data, options);
   for (const std::string& note : data.notes()) context.progress.note("note: " + note);
   const std::int64_t all = epochs * data.mini_batches(), steps = options.steps > 0 ? options.steps : all;
@@ -66,9 +68,11 @@ int dry_train(Context& context) {
 
 void dry_score(Context& context) {
   const Options& options = context.options;
-  const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
+  const ModelShape shape = read_trained_shape(options.model, scored_choice(options, true));
   require_room(std::array{HeldModel{shape}}, options);
-  const std::size_t rollouts = read_for_model(options.rollouts, shape, context.progress, options.temperature).size();
+  const std::size_t rollouts =
+      read_for_model(options.rollouts, shape, context.progress, options.temperature, nullptr, scored_rows(options))
+          .size();
   context.result["rollouts"] = rollouts;
   context.text << format_count(static_cast<std::int64_t>(rollouts)) << " rollouts to score\n";
 }

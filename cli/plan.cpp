@@ -13,6 +13,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/measure/machine.h"
+#include "espalier/objective/score_loss.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/plan/planned_machine.h"
 #include "espalier/plan/planner.h"
@@ -23,6 +24,7 @@
 #include "espalier/saved/spill_file.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/trained_choice.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier::cli {
 namespace {
@@ -329,8 +331,9 @@ int run_plan(Context& context) {
   plan_options.must_fit = false;
   std::vector<HeldModel> held{{shape, {}}};
   if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
-  RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary);
+  RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary, "", text_rows_of(options));
   fit_recorded_experts(file.rollouts, shape);
+  if (options.objective == ObjectiveKind::reward) end_with_scores(file.rollouts);
   const MachineProfile profile = machine_of(context, plan_options);
   const std::int64_t budget = plan_options.memory_budget;
   const auto cut = cut_mini_batches(file.rollouts, options.mini_batch_size);

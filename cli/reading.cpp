@@ -3,11 +3,12 @@
 namespace espalier::cli {
 
 RolloutFile read_for(Context& context, const std::vector<std::string>& paths, std::int64_t vocabulary,
-                     const std::string& retokenizing_model) {
+                     const std::string& retokenizing_model, const TextRows& rows) {
   bool begun = false;
   ReadOptions options;
   options.vocabulary = vocabulary;
   options.retokenizing_model = retokenizing_model;
+  options.rows = rows;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) context.progress.begin("reading", total, "bytes");
     begun = true;

@@ -10,8 +10,8 @@
 namespace espalier::cli {
 
 // Notes of the reader (unknown fields and the like) go to the progress and, under "notes", into the result.
-// retokenizing_model: as ReadOptions has it. vocabulary: a token id at or above it is an error; 0: not checked.
+// retokenizing_model, rows: as ReadOptions has them. vocabulary: a token id at or above it is an error; 0: not checked.
 RolloutFile read_for(Context& context, const std::vector<std::string>& paths, std::int64_t vocabulary = 0,
-                     const std::string& retokenizing_model = "");
+                     const std::string& retokenizing_model = "", const TextRows& rows = {});
 
 }  // namespace espalier::cli

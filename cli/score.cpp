@@ -12,8 +12,9 @@ int run_score(Context& context) {
   context.result["tokens"] = report.tokens;
   context.result["rows"] = {{"logical", report.logical_rows}, {"physical", report.physical_rows}};
   context.result["scoring_seconds"] = report.seconds;
-  context.text << format_count(report.rollouts) << " rollouts, " << format_count(report.tokens) << " log-probs from "
-               << format_count(report.physical_rows) << " tokens computed of " << format_count(report.logical_rows)
+  context.text << format_count(report.rollouts) << (report.scores ? " responses scored, from " : " rollouts, ");
+  if (!report.scores) context.text << format_count(report.tokens) << " log-probs from ";
+  context.text << format_count(report.physical_rows) << " tokens computed of " << format_count(report.logical_rows)
                << ", in " << format_seconds(report.seconds) << "\nwritten: " << context.options.out << "\n";
   return 0;
 }

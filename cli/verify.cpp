@@ -83,7 +83,8 @@ void print_choices(std::ostream& out, const std::string& name, const moe::Choice
       << std::defaultfloat;
 }
 
-void print(std::ostream& out, const Verdict& verdict) {
+// `series`: what the loss is a function of, "log-probs" or "scores".
+void print(std::ostream& out, const Verdict& verdict, const std::string& series) {
   out << format_count(verdict.rollouts) << " rollouts, " << format_count(verdict.logical_rows)
       << " tokens: one step dense, and shared in " << verdict.schedules.size() << " ways\n\n";
   for (const ScheduleCheck& s : verdict.schedules)
@@ -97,12 +98,12 @@ void print(std::ostream& out, const Verdict& verdict) {
   std::ranges::sort(sorted, std::greater<>(), [](const ParameterCheck& p) { return p.distance.ratio(); });
   sorted.resize(std::min<std::size_t>(sorted.size(), 5));
   for (const ParameterCheck& p : sorted) print_row(out, p.name, p.distance);
-  print_row(out, "log-probs (absolute)", verdict.logprob);
+  print_row(out, series + " (absolute)", verdict.logprob);
   print_row(out, "loss (absolute)", verdict.loss);
   if (verdict.other_bits == 0)
-    out << "  log-probs are bitwise equal to dense in every schedule\n";
+    out << "  " << series << " are bitwise equal to dense in every schedule\n";
   else
-    out << "  log-probs of " << format_count(verdict.other_bits)
+    out << "  " << series << " of " << format_count(verdict.other_bits)
         << " response tokens have other bits than dense in some schedule\n";
   if (verdict.critic) {
     print_row(out, "critic: values (absolute)", verdict.critic->values);
@@ -114,7 +115,7 @@ void print(std::ostream& out, const Verdict& verdict) {
   if (verdict.router) print_choices(out, "every run", *verdict.router);
   if (verdict.critic && verdict.critic->router) print_choices(out, "critic: every run", *verdict.critic->router);
   if (verdict.gradient_norm == 0)
-    out << "  the gradient is exactly zero (are all advantages 0?): only log-probs and the loss say something\n";
+    out << "  the gradient is exactly zero (are all advantages 0?): only " << series << " and the loss say something\n";
   out << "\n";
   out << (verdict.pass() ? "PASS: shared and dense are the same step.\n"
                          : "FAIL: shared and dense differ by more than rounding.\n");
@@ -125,7 +126,7 @@ void print(std::ostream& out, const Verdict& verdict) {
 int run_verify(Context& context) {
   const Verdict verdict = verify(context.options, context.progress, context.mesh);
   context.result.update(verdict_json(verdict));
-  print(context.text, verdict);
+  print(context.text, verdict, context.options.objective == ObjectiveKind::reward ? "scores" : "log-probs");
   return verdict.pass() ? 0 : kFailed;
 }
 

@@ -65,14 +65,15 @@ struct WriteOptions {
   std::int64_t shard_bytes = 5'000'000'000;         // a weight file grows no larger, unless one tensor is
   const StoredTensors* stored = nullptr;            // where parameters come from that are not `changed`; null: all are
   std::function<bool(const std::string&)> changed;  // by name
+  bool of_sequences = false;  // a value head is that of a ...ForSequenceClassification, without a bias
   ElementProgress progress;
 };
 
 // Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as `to`
 // in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
 // no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
-// copied byte for byte; that of a language model becomes a token classifier's with one label where the table has a
-// value head. Errors: InputError for an unreadable source, OptionError for a failing output.
+// copied byte for byte; that of a language model becomes a token (sequence) classifier's with one label where the
+// table has a value head. Errors: InputError for an unreadable source, OptionError for a failing output.
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const ParameterValues& values, DType to,
                            const WriteOptions& options = {});

@@ -30,11 +30,15 @@ struct FileTensor {
   std::int64_t count;
 };
 
-std::vector<FileTensor> file_tensors(const ParameterTable& table) {
+std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOptions& options) {
   std::vector<FileTensor> tensors;
   const std::vector<Parameter>& parameters = table.parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const Parameter& p = parameters[i];
+    if (options.of_sequences && p.name == kValueBias) {
+      ESPALIER_INTERNAL(i + 1 == parameters.size(), "parameters behind the value head");  // ranges have no holes
+      break;
+    }
     if (!p.fused.empty() && i > 0 && parameters[i - 1].fused == p.fused) {
       tensors.back().shape[0] += p.shape[0], tensors.back().count += p.count;
       ++tensors.back().end;
@@ -98,7 +102,7 @@ void write_tensors(OutputFile& output, const ParameterTable& table, std::span<co
 
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
                    DType to, const WriteOptions& options) {
-  const std::vector<FileTensor> tensors = file_tensors(table);
+  const std::vector<FileTensor> tensors = file_tensors(table, options);
   const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -148,9 +152,19 @@ void copy_content(const fs::path& from, const fs::path& to) {
   output.close_synced();
 }
 
-// A language model's config as that of a token classifier with one label and a bias; false: it is one already.
-bool state_value_head(Json& config) {
+// A language model's config as that of a token classifier with one label and a bias, or of a sequence classifier with
+// one label; false: it is one already.
+bool state_value_head(Json& config, bool of_sequences) {
   constexpr std::string_view kModel = "ForCausalLM";
+  if (of_sequences) {
+    std::string name = config["architectures"][0].get<std::string>();
+    if (!name.ends_with(kModel)) return false;
+    name.replace(name.size() - kModel.size(), kModel.size(), "ForSequenceClassification");
+    config["architectures"] = Json::array({name});
+    config["id2label"] = {{"0", "LABEL_0"}};
+    config["label2id"] = {{"LABEL_0", 0}};
+    return true;
+  }
   const bool biased = config.value("token_classification_bias", true);
   if (!biased) config.erase("token_classification_bias");
   std::string name = config["architectures"][0].get<std::string>();
@@ -165,9 +179,9 @@ bool state_value_head(Json& config) {
 
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
 // member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
-void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head) {
+void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head, bool of_sequences) {
   Json config = read_json_object(from);
-  bool stated = false, changed = value_head && state_value_head(config);
+  bool stated = false, changed = value_head && state_value_head(config, of_sequences);
   for (const char* member : {"dtype", "torch_dtype"}) {
     const auto found = config.find(member);
     if (found == config.end() || found->is_null()) continue;
@@ -186,7 +200,7 @@ void write_config(const fs::path& from, const fs::path& to, DType dtype, bool va
     copy_content(from, to);
 }
 
-void copy_other_files(const fs::path& source, const fs::path& target, DType to, bool value_head) {
+void copy_other_files(const fs::path& source, const fs::path& target, DType to, bool value_head, bool of_sequences) {
   std::error_code failure;
   std::vector<fs::path> files;
   for (fs::directory_iterator entry(source, failure), end; !failure && entry != end; entry.increment(failure)) {
@@ -199,7 +213,7 @@ void copy_other_files(const fs::path& source, const fs::path& target, DType to, 
   std::sort(files.begin(), files.end());
   for (const fs::path& file : files) {
     if (file.filename() == "config.json")
-      write_config(file, target / "config.json", to, value_head);
+      write_config(file, target / "config.json", to, value_head, of_sequences);
     else
       copy_content(file, target / file.filename());
   }
@@ -217,7 +231,7 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   if (::mkdir(target.c_str(), 0777) != 0 && errno != EEXIST) throw_output_error(target, "create this directory", errno);
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
-  copy_other_files(source, target, to, table.contains(kValueWeight));
+  copy_other_files(source, target, to, table.contains(kValueWeight), options.of_sequences);
   write_weights(target, table, from, values, to, options);
 }
 

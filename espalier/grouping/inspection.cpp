@@ -236,6 +236,18 @@ void count_tokens(std::span<const Rollout> rollouts, const std::vector<Members>&
   }
   out.prefix_share = quantiles_of(std::move(shares));
 
+  std::map<std::int64_t, Members> sets;
+  for (std::size_t i = 0; i < rollouts.size(); ++i)
+    if (rollouts[i].pair.pair >= 0) sets[rollouts[i].pair.pair].push_back(static_cast<std::int64_t>(i));
+  std::vector<double> answers, of_sets;
+  for (const auto& [number, members] : sets) {
+    ++(rollouts[static_cast<std::size_t>(members[0])].pair.score ? out.lists : out.pairs);
+    const Tokens tokens = counted(members, false);
+    answers.push_back(static_cast<double>(members.size()));
+    of_sets.push_back(1 - static_cast<double>(tokens.physical) / static_cast<double>(tokens.logical));
+  }
+  if (!sets.empty()) out.answers = quantiles_of(std::move(answers)), out.set_share = quantiles_of(std::move(of_sets));
+
   std::map<std::int64_t, Members> steps;
   for (std::size_t i = 0; i < rollouts.size(); ++i)
     if (rollouts[i].step) steps[*rollouts[i].step].push_back(static_cast<std::int64_t>(i));
@@ -330,6 +342,11 @@ Json inspection_json(const Inspection& inspection) {
            {"response_length", four(inspection.response_length)},
            {"series", inspection.series},
            {"anomalies", std::move(anomalies)}};
+  if (inspection.pairs + inspection.lists > 0)
+    out["sets"] = {{"pairs", inspection.pairs},
+                   {"lists", inspection.lists},
+                   {"answers", four(inspection.answers)},
+                   {"saved_share", four(inspection.set_share)}};
   if (inspection.trajectories == 0) return out;
   out["trajectories"] = inspection.trajectories;
   out["turns"] = four(inspection.turns);

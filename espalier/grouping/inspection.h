@@ -44,6 +44,10 @@ struct Inspection {
   };
   std::vector<Turn> by_turn;  // the first turns of all trajectories, the second, ...
 
+  std::int64_t pairs = 0, lists = 0;  // sets of answers
+  Quantiles answers;                  // of a set
+  Quantiles set_share;                // over sets: 1 - physical / logical tokens of the set alone
+
   double saved_share() const;  // 1 - physical / logical of all
 };
 

@@ -121,13 +121,22 @@ std::string inspection_text(const Inspection& inspection) {
     count += ", " + format_count(inspection.steps) + (inspection.steps == 1 ? " step" : " steps");
   out += labelled("rollouts") + count + '\n';
   if (inspection.trajectories > 0) out += labelled("trajectories") + format_count(inspection.trajectories) + '\n';
+  if (const std::int64_t sets = inspection.pairs + inspection.lists; sets > 0)
+    out += labelled("sets") + format_count(inspection.pairs) + (inspection.pairs == 1 ? " pair, " : " pairs, ") +
+           format_count(inspection.lists) +
+           (inspection.lists == 1 ? " list of scored answers\n" : " lists of scored answers\n");
   out += labelled("fields") + joined(inspection.series) + "\n\n";
   out += row("", {"min", "median", "p95", "max"});
   out += quantile_row("rollouts a group", inspection.group_size, number_text);
   if (inspection.trajectories > 0) out += quantile_row("turns a trajectory", inspection.turns, number_text);
   out += quantile_row("prompt tokens", inspection.prompt_length, number_text);
   out += quantile_row("response tokens", inspection.response_length, number_text);
-  out += quantile_row("shared in a group", inspection.prefix_share, format_percent) + '\n';
+  out += quantile_row("shared in a group", inspection.prefix_share, format_percent);
+  if (inspection.pairs + inspection.lists > 0) {
+    out += quantile_row("answers a set", inspection.answers, number_text);
+    out += quantile_row("shared in a set", inspection.set_share, format_percent);
+  }
+  out += '\n';
   out += row("", {"logical", "physical", "saved", "with loss"});
   out += row("tokens", {format_count(inspection.logical_tokens), format_count(inspection.physical_tokens),
                         format_percent(inspection.saved_share()), format_count(inspection.loss_tokens)});

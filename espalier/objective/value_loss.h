@@ -40,7 +40,16 @@ struct ValueLossParts {
   std::int64_t loss_tokens = 0;
 };
 
-class ValueObjective {
+// What a loss of values asks of a head: the derivative of every edge's value.
+class ValueSlopes {
+ public:
+  virtual ~ValueSlopes() = default;
+  // Overwrites dL/dvalue of the edges; may count their parts of the loss.
+  virtual void add_edges(std::span<const LossEdge> edges, std::span<const double> value,
+                         std::span<double> grad_value) = 0;
+};
+
+class ValueObjective : public ValueSlopes {
  public:
   // `targets`: R, one series per rollout. Both spans must outlive the object. Errors: InputError for a rollout without
   // `values`.
@@ -48,7 +57,7 @@ class ValueObjective {
                  const Options& options);
 
   // Adds the edges' parts to parts() and overwrites dL/dvalue. A masked token gives zero and adds nothing.
-  void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value);
+  void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value) override;
   // The same for one token.
   double add_token(std::int32_t rollout, std::int32_t position, double value);
 

@@ -5,6 +5,9 @@
 namespace espalier {
 
 void check_objective_kind(const Options& options) {
+  if (options.center_rewards_coefficient > 0 && options.objective != ObjectiveKind::reward)
+    throw OptionError({"--center-rewards-coefficient", "--objective reward with it", name_of(options.objective),
+                       "leave --center-rewards-coefficient out"});
   if (options.objective == ObjectiveKind::grpo) return;
   const std::string with = text_of(" with --objective ", options.objective);
   const auto refuse = [&](bool given, const char* name, const std::string& got) {
@@ -21,6 +24,15 @@ void check_objective_kind(const Options& options) {
          "--loss-agg-mode", name_of(options.loss_agg_mode));
   refuse(!options.record.empty(), "--record", options.record);
   refuse(!options.rollout_metrics.empty(), "--rollout-metrics", options.rollout_metrics);
+  if (options.objective == ObjectiveKind::reward) {
+    refuse(!options.logprobs.empty(), "--logprobs", options.logprobs);
+    refuse(!options.ref_model.empty(), "--ref-model", options.ref_model);
+    refuse(options.lora_rank > 0, "--lora-rank", text_of(options.lora_rank));
+    refuse(!options.adapter.empty(), "--adapter", options.adapter);
+    refuse(options.router_aux_loss_coef != 0, "--router-aux-loss-coef", text_of(options.router_aux_loss_coef));
+    refuse(options.router_z_loss_coef != 0, "--router-z-loss-coef", text_of(options.router_z_loss_coef));
+    return;
+  }
   const bool smooth = options.dpo_loss == DpoLoss::sigmoid || options.dpo_loss == DpoLoss::robust;
   if (options.label_smoothing > 0 && !smooth)
     throw OptionError({"--label-smoothing", "--dpo-loss sigmoid or robust with it", name_of(options.dpo_loss),
@@ -30,7 +42,7 @@ void check_objective_kind(const Options& options) {
 }
 
 void settle_objective(Options& options) {
-  if (options.objective == ObjectiveKind::grpo) return;
+  if (options.objective == ObjectiveKind::grpo || options.objective == ObjectiveKind::reward) return;
   options.policy_loss = name_of(PolicyLoss::reinforce);
   if (options.objective == ObjectiveKind::dpo) options.loss_agg_mode = name_of(Aggregation::token_sum);
 }

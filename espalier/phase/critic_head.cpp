@@ -7,7 +7,7 @@
 
 namespace espalier {
 
-CriticHead::CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueObjective* objective,
+CriticHead::CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueSlopes* objective,
                        GradientSet* gradients)
     : decoder_(decoder), objective_(objective), gradients_(gradients) {
   for (const Rollout& rollout : rollouts)
@@ -34,8 +34,10 @@ void CriticHead::score(const HeadWork& work) {
   objective_->add_edges(edges, of_edge, slope);
   for (std::size_t e = 0; e < edges.size(); ++e) gradient[static_cast<std::size_t>(work.input.output[e])] += slope[e];
   ModelViews& grads = gradients_->views();
+  at::Tensor bias = grads.value_bias_1;
+  if (!bias.defined()) bias = device.allocate({1}, grads.value_M.scalar_type());  // does not train: nobody reads it
   device.operations().add_value_backward(work.normed_OM, weights.value_M, device.upload(std::move(gradient)),
-                                         work.grad_normed_OM, grads.value_M, grads.value_bias_1);
+                                         work.grad_normed_OM, grads.value_M, bias);
 }
 
 }  // namespace espalier

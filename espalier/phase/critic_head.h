@@ -19,7 +19,7 @@ namespace espalier {
 class CriticHead : public Head {
  public:
   // Forward only without `objective` and `gradients`. The arguments must outlive the object.
-  CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueObjective* objective = nullptr,
+  CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueSlopes* objective = nullptr,
              GradientSet* gradients = nullptr);
 
   void score(const HeadWork& work) override;
@@ -29,7 +29,7 @@ class CriticHead : public Head {
 
  private:
   const Decoder& decoder_;
-  ValueObjective* objective_;
+  ValueSlopes* objective_;
   GradientSet* gradients_;
   std::vector<std::vector<double>> values_;
 };

@@ -15,10 +15,12 @@ namespace {
 
 constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
+constexpr const char* kSequenceClassifier = "ForSequenceClassification";
 
 struct Architecture {
   const Family& family;
   bool classifier = false;
+  bool of_sequences = false;
 };
 
 Architecture architecture_of(const Members& config, bool critic) {
@@ -41,6 +43,7 @@ Architecture architecture_of(const Members& config, bool critic) {
       return {family};
     }
     if (critic && family.classifier && architecture == name + kClassifier) return {family, true};
+    if (critic && family.classifier && architecture == name + kSequenceClassifier) return {family, true, true};
     if (!critic || family.classifier)
       supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
   }
@@ -396,11 +399,33 @@ CriticShape critic_shape_of(const Json& json, const std::string& where) {
   const Architecture architecture = architecture_of(config, true);
   if (architecture.classifier) check_one_label(config);
   ModelShape shape = shape_of_family(config, architecture.family);
-  shape.architecture = text_of(architecture.family.name, kClassifier);
+  shape.architecture = text_of(architecture.family.name, architecture.of_sequences ? kSequenceClassifier : kClassifier);
   shape.value_head = true;
   shape.tied_head = false;
   return {std::move(shape), architecture.classifier};
 }
+
+CriticShape read_reward_shape(const std::filesystem::path& given) {
+  CriticShape model = read_critic_shape(given);
+  std::string& architecture = model.shape.architecture;
+  if (architecture.ends_with(kSequenceClassifier)) return model;
+  if (model.head_is_stored)
+    throw InputError({given.string(), text_of("a model ", kLanguageModel, " or ", kSequenceClassifier),
+                      "'" + architecture + "', whose head has a bias",
+                      "give the language model that it began from, or a reward model"});
+  architecture.replace(architecture.size() - std::string_view(kClassifier).size(), std::string::npos,
+                       kSequenceClassifier);
+  return model;
+}
+
+bool is_reward_model(const std::filesystem::path& given) {
+  const Json config = read_config(config_path(given));
+  const auto names = config.find("architectures");
+  return names != config.end() && names->is_array() && names->size() == 1 && names->front().is_string() &&
+         names->front().get<std::string>().ends_with(kSequenceClassifier);
+}
+
+bool scores_sequences(const ModelShape& shape) { return shape.architecture.ends_with(kSequenceClassifier); }
 
 ModelShape read_model_shape(const std::filesystem::path& given) {
   const std::filesystem::path path = config_path(given);

@@ -238,14 +238,23 @@ struct ModelShape {
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 
-// A critic's shape, with value_head set. In ...ForTokenClassification with one label the head is stored with the
-// weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the head (classifier_dropout) is
-// none, as in verl. `architecture` names the token classifier in both cases. Errors: as above.
+// A critic's shape, with value_head set. In ...ForTokenClassification and ...ForSequenceClassification with one label
+// the head is stored with the weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the
+// head (classifier_dropout) is none, as in verl. `architecture` of a language model becomes the token classifier's.
+// Errors: as above.
 struct CriticShape {
   ModelShape shape;
   bool head_is_stored = false;
 };
 CriticShape read_critic_shape(const std::filesystem::path& directory_or_config);
 CriticShape critic_shape_of(const Json& config, const std::string& where);
+
+// A reward model's: as a critic's, but a ...ForSequenceClassification with one label, whose head has no bias, or the
+// language model that it begins from. Errors: as above; InputError for a token classifier.
+CriticShape read_reward_shape(const std::filesystem::path& directory_or_config);
+// True for ...ForSequenceClassification: score.bias is 0, does not train and is not written.
+bool scores_sequences(const ModelShape& shape);
+// True where config.json names a ...ForSequenceClassification. Errors: as above for a config that cannot be read.
+bool is_reward_model(const std::filesystem::path& directory_or_config);
 
 }  // namespace espalier

@@ -320,7 +320,8 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   }
   if (shape.value_head)
     for (std::size_t i = 0; i < parameters.size(); ++i)
-      trains[i] = trains[i] || parameters[i].name.starts_with(outer_parameters(shape).head.name);
+      if (parameters[i].name.starts_with(outer_parameters(shape).head.name))
+        trains[i] = parameters[i].name.ends_with(".weight") || !scores_sequences(shape);
   for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = trains[i] && parameters[i].trains;
   if (!adapted && std::ranges::find(trains, false) == trains.end()) return shape;
   if (adapted) check_beside_adapters(parameters, trains);
@@ -332,7 +333,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
 }
 
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
-  return train_only(read_model_shape(directory), choice);
+  return train_only(choice.scores ? read_reward_shape(directory).shape : read_model_shape(directory), choice);
 }
 
 ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {

@@ -11,7 +11,7 @@
 //   head        the language-model head; a critic's value head
 // A module's name ("o_proj") stands for all parameters of such modules. Anything with other characters than letters,
 // digits and "_" is a regular expression (ECMAScript) that matches a whole tensor name: "model.layers.3[01]\\..*".
-// The value head of a critic always trains.
+// The value head of a critic or reward model always trains; a reward model's has no bias.
 //
 // With adapters (--lora-rank, --adapter) these train, and of the model's own parameters what the words name: nothing
 // where they are "all".
@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "espalier/options/choices.h"
 #include "espalier/plan/model_shape.h"
 
 namespace espalier {
@@ -53,6 +54,7 @@ struct TrainedChoice {
 
   std::string words = "all";
   AdapterChoice adapter;
+  bool scores = false;  // of a reward model (--objective reward)
 };
 
 // Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
@@ -66,7 +68,7 @@ bool trains_adapters_alone(const ModelShape& shape);
 // gate and up; a matrix of all experts of a layer; for targets of adapters that match nothing, or a module that cannot
 // have one, or one whose weights train besides; and for a rank above the smaller side of a target.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
-// The same of a model directory or its config.json; of a critic's.
+// The same of a model directory or its config.json, a reward model's where choice.scores; of a critic's.
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
 

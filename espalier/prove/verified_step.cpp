@@ -32,6 +32,24 @@ std::vector<TokenSeries> ActorStep::slopes(const MiniBatch& mini_batch, const Op
   return slopes;
 }
 
+StepOutcome RewardStep::run(const MiniBatch& mini_batch, const Options& options) {
+  actor_.options = options;
+  RewardGradient gradient = compute_reward_gradient(actor_, mini_batch);
+  StepOutcome out = outcome(gradient, gradient.loss.means.loss);
+  out.series.emplace_back();
+  for (const double score : gradient.scores) out.series[0].push_back({score});
+  return out;
+}
+
+std::vector<TokenSeries> RewardStep::slopes(const MiniBatch& mini_batch, const Options& options,
+                                            const StepOutcome& at) const {
+  std::vector<double> scores;
+  for (const std::vector<double>& score : at.series[0]) scores.push_back(score[0]);
+  std::vector<TokenSeries> slopes(1);
+  for (const double slope : score_loss(mini_batch.rollouts, scores, options).slope) slopes[0].push_back({slope});
+  return slopes;
+}
+
 StepOutcome CriticStep::run(const MiniBatch& mini_batch, const Options& options) {
   critic_.learner().options = options;
   CriticReport report = critic_.compute_gradient(mini_batch, true);

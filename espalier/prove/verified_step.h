@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "espalier/step/critic.h"
+#include "espalier/step/reward_step.h"
 #include "espalier/step/step.h"
 
 namespace espalier {
@@ -18,7 +19,7 @@ struct StepOutcome {
   StepPlan plan;
 };
 
-// A step that is verified: the actor's or the critic's.
+// A step that is verified: the actor's, a reward model's or the critic's.
 class VerifiedStep {
  public:
   virtual ~VerifiedStep() = default;
@@ -36,6 +37,19 @@ class VerifiedStep {
 class ActorStep : public VerifiedStep {
  public:
   explicit ActorStep(Actor& actor) : actor_(actor) {}
+  Learner& learner() override { return actor_; }
+  StepOutcome run(const MiniBatch& mini_batch, const Options& options) override;
+  std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,
+                                  const StepOutcome& at) const override;
+
+ private:
+  Actor& actor_;
+};
+
+// Of a reward model; its series are one score a rollout.
+class RewardStep : public VerifiedStep {
+ public:
+  explicit RewardStep(Actor& actor) : actor_(actor) {}
   Learner& learner() override { return actor_; }
   StepOutcome run(const MiniBatch& mini_batch, const Options& options) override;
   std::vector<TokenSeries> slopes(const MiniBatch& mini_batch, const Options& options,

@@ -332,14 +332,20 @@ ChoosingRun exact_run(VerifiedStep& step, const MiniBatch& mini_batch, const Opt
   return run;
 }
 
+std::unique_ptr<VerifiedStep> step_of(Actor& actor) {
+  if (actor.model.shape.value_head) return std::make_unique<RewardStep>(actor);
+  return std::make_unique<ActorStep>(actor);
+}
+
 // The same step in float64, dense: the actor's, or the critic's.
 ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std::int32_t longest, bool critic,
                         const Mesh& mesh) {
+  const bool reward = options.objective == ObjectiveKind::reward;
   Options exact = options;
   exact.dtype = "float64", exact.schedule = "dense";
   NoProgress silent;  // a run of the task that is shown
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
-  if (critic) {
+  if (critic && !reward) {
     Workspace workspace(arena_limit(exact));
     Critic value_model(load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed),
                                         silent, mesh, options.train),
@@ -351,8 +357,8 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   const auto model = load_model(options.model, DType::float64, silent, mesh, checked_choice(options));
   model->decoder.reserve_positions(longest);
   Actor actor(*model, exact, machine);
-  ActorStep step(actor);
-  return exact_run(step, mini_batch, exact);
+  const std::unique_ptr<VerifiedStep> step = step_of(actor);
+  return exact_run(*step, mini_batch, exact);
 }
 
 // How far the choices of a dense run that chooses freely are from those of float64.
@@ -426,7 +432,9 @@ const ParameterCheck& Verdict::worst() const {
 Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   const bool with_critic = !options.critic.empty();
   const ModelShape shape = read_trained_shape(options.model, checked_choice(options));
-  TrainingData data(read_for_model(options.rollouts, shape, progress, options.temperature), options, with_critic);
+  TrainingData data(
+      read_for_model(options.rollouts, shape, progress, options.temperature, nullptr, text_rows_of(options)), options,
+      with_critic);
   const std::int32_t longest = data.longest();
   const MachineProfile machine = machine_profile(options, progress, mesh);
   require_runs_fit(shape, options, machine, data, mesh);
@@ -463,9 +471,9 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   progress.begin("verifying", runs + (critic ? variants + other_runs(critic->model()) : 0), "runs");
   std::int64_t done = 0;
   const std::function<void(std::int64_t)> ran = [&](std::int64_t more) { progress.advance_to(done += more); };
-  ActorStep actor_step(actor);
+  const std::unique_ptr<VerifiedStep> actor_step = step_of(actor);
   Verdict verdict;
-  Verification of_actor = verified(actor_step, mini_batch, options, longest, ran);
+  Verification of_actor = verified(*actor_step, mini_batch, options, longest, ran);
   verdict.rollouts = static_cast<std::int64_t>(mini_batch.rollouts.size());
   verdict.logical_rows = of_actor.logical_rows();
   verdict.gradient_norm = of_actor.gradient_norm();

@@ -29,6 +29,8 @@ constexpr std::string_view kFields[] = {"prompt_ids",
                                         "rejected_ids",
                                         "ref_chosen_logps",
                                         "ref_rejected_logps",
+                                        "margin",
+                                        "answers",
                                         "trajectory",
                                         "turn",
                                         "turns",
@@ -69,6 +71,7 @@ struct Answers {
   std::vector<std::int32_t> ids[2];
   std::optional<double> ref_logprob[2];
   bool seen[2] = {};
+  std::optional<double> margin;
 };
 constexpr std::string_view kAnswerIds[2] = {"chosen_ids", "rejected_ids"},
                            kAnswerReferences[2] = {"ref_chosen_logps", "ref_rejected_logps"};
@@ -77,6 +80,12 @@ constexpr std::string_view kAnswerIds[2] = {"chosen_ids", "rejected_ids"},
 int place_of(std::string_view name, const std::string_view (&names)[2]) {
   return name == names[0] ? 0 : name == names[1] ? 1 : -1;
 }
+
+// An answer of a list.
+struct ScoredAnswer {
+  std::vector<std::int32_t> ids;
+  double score = 0;
+};
 
 struct Seen {
   bool prompt = false, text = false, response = false, mask = false;  // text: of the prompt
@@ -118,11 +127,10 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
   if (seen.scalar_advantage) rollout.advantages.assign(rollout.response_ids.size(), *seen.scalar_advantage);
 }
 
-// `common` holds the other fields of the record.
-void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, RecordReader& reader,
-              const RecordPlace& place, std::vector<Rollout>& out) {
+// The fields of one response have no meaning beside several; `fields` names the several.
+void refuse_fields_of_one(const Rollout& common, const Seen& seen, std::string_view fields, const RecordPlace& place) {
   const auto refuse = [&](bool given, std::string_view field) {
-    if (given) throw place.wrong(field, "no such field beside chosen_ids and rejected_ids", "one", "");
+    if (given) throw place.wrong(field, text_of("no such field beside ", fields), "one", "");
   };
   refuse(seen.response, "response_ids");
   refuse(seen.mask, "loss_mask");
@@ -130,6 +138,22 @@ void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, Record
   refuse(seen.scalar_advantage || seen.token_advantages, "advantage");
   refuse(common.recorded_experts.tokens > 0, "routed_experts");
   if (!seen.series.empty()) refuse(true, seen.series.front());
+}
+
+// One of several answers; `common` holds the other fields of the record.
+void add_answer(const Rollout& common, Seen seen, std::vector<std::int32_t>&& ids, const PairPlace& pair,
+                const RecordPlace& place, std::vector<Rollout>& out) {
+  Rollout answer = common;
+  answer.response_ids = std::move(ids);
+  answer.pair = pair;
+  seen.response = true;
+  check_record(answer, seen, place);
+  out.push_back(std::move(answer));
+}
+
+void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, RecordReader& reader,
+              const RecordPlace& place, std::vector<Rollout>& out) {
+  refuse_fields_of_one(common, seen, "chosen_ids and rejected_ids", place);
   for (int side = 0; side < 2; ++side) {
     if (!answers.seen[side]) throw place.wrong(kAnswerIds[side], "this field in every record of a pair", "none");
     if (answers.ids[side].empty()) throw place.wrong(kAnswerIds[side], "at least one token", "an empty list");
@@ -138,15 +162,52 @@ void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, Record
     throw place.wrong(kAnswerReferences[answers.ref_logprob[0] ? 1 : 0], "this field beside the other answer's",
                       "none");
   for (int side = 0; side < 2; ++side) {
-    Rollout answer = common;
-    answer.response_ids = std::move(answers.ids[side]);
-    answer.pair = {reader.pairs, side == 0, answers.ref_logprob[side]};
-    Seen of_answer = seen;
-    of_answer.response = true;
-    check_record(answer, of_answer, place);
-    out.push_back(std::move(answer));
+    const PairPlace pair{reader.pairs, side == 0, answers.ref_logprob[side], {}, answers.margin.value_or(0)};
+    add_answer(common, seen, std::move(answers.ids[side]), pair, place, out);
   }
   ++reader.pairs;
+}
+
+void add_list(const Rollout& common, const Seen& seen, std::vector<ScoredAnswer>&& answers, RecordReader& reader,
+              const RecordPlace& place, std::vector<Rollout>& out) {
+  refuse_fields_of_one(common, seen, "answers", place);
+  if (answers.size() < 2)
+    throw place.wrong("answers", "at least two answers, which are compared", text_of(answers.size()));
+  for (ScoredAnswer& answer : answers)
+    add_answer(common, seen, std::move(answer.ids), {reader.pairs, false, {}, answer.score, 0}, place, out);
+  ++reader.pairs;
+}
+
+std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place, std::int64_t vocabulary) {
+  constexpr const char* kExpected = "a list of objects with response_ids and score";
+  simdjson::ondemand::array list;
+  if (value.get_array().get(list)) throw place.wrong("answers", kExpected, "something else");
+  std::vector<ScoredAnswer> answers;
+  for (auto element : list) {
+    const std::string at = text_of("answers[", answers.size(), "]");
+    ScoredAnswer& answer = answers.emplace_back();
+    simdjson::ondemand::object object;
+    if (element.get_object().get(object)) throw place.wrong(at, kExpected, "something else");
+    bool scored = false;
+    for (auto member : object) {
+      std::string_view key;
+      JsonValue field;
+      if (member.unescaped_key().get(key) || member.value().get(field))
+        throw place.wrong(at, kExpected, "an object that is not JSON");
+      const std::string name = text_of(at, ".", key);
+      if (key == "response_ids") {
+        read_token_ids(field, place, name, vocabulary, ListShape::flat, answer.ids);
+      } else if (key == "score") {
+        answer.score = read_number(field, place, name);
+        scored = true;
+      } else {
+        throw place.wrong(name, "response_ids and score alone in an answer", "another field");
+      }
+    }
+    if (answer.ids.empty()) throw place.wrong(at + ".response_ids", "at least one token", "none");
+    if (!scored) throw place.wrong(at + ".score", "a number in every answer", "none");
+  }
+  return answers;
 }
 
 }  // namespace
@@ -157,6 +218,7 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
                          std::vector<Rollout>& out) {
   Rollout rollout;
   Answers answers;
+  std::optional<std::vector<ScoredAnswer>> list;
   rollout.temperature = reader.temperature;
   Seen seen;
   constexpr ListShape kFlat = ListShape::flat;
@@ -189,6 +251,10 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       answers.seen[side] = true;
     } else if (const int reference = place_of(key, kAnswerReferences); reference >= 0) {
       answers.ref_logprob[reference] = read_number(value, place, key);
+    } else if (key == "margin") {
+      answers.margin = read_number(value, place, key);
+    } else if (key == "answers") {
+      list = read_answers(value, place, reader.vocabulary);
     } else if (key == "group") {
       rollout.group = read_scalar_text(value, place, key);
     } else if (key == "loss_mask") {
@@ -222,9 +288,13 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
       seen.scalar_advantage = read_number(value, place, key);
     }
   });
-  if (answers.seen[0] || answers.seen[1]) return add_pair(rollout, seen, std::move(answers), reader, place, out);
-  if (answers.ref_logprob[0] || answers.ref_logprob[1])
-    throw place.wrong("chosen_ids", "this field beside ref_chosen_logps and ref_rejected_logps", "none");
+  const bool pair = answers.seen[0] || answers.seen[1];
+  if (list && (pair || answers.margin || answers.ref_logprob[0] || answers.ref_logprob[1]))
+    throw place.wrong("answers", "no fields of a pair beside it", "chosen_ids, rejected_ids, margin or ref_..._logps");
+  if (list) return add_list(rollout, seen, *std::move(list), reader, place, out);
+  if (pair) return add_pair(rollout, seen, std::move(answers), reader, place, out);
+  if (answers.ref_logprob[0] || answers.ref_logprob[1] || answers.margin)
+    throw place.wrong("chosen_ids", "this field beside ref_chosen_logps, ref_rejected_logps or margin", "none");
   check_record(rollout, seen, place);
   out.push_back(std::move(rollout));
 }

@@ -1,6 +1,7 @@
 #include "espalier/rollout/reader.h"
 
 #include <algorithm>
+#include <filesystem>
 
 #include "espalier/options/nearest_name.h"
 #include "espalier/rollout/line_reader.h"
@@ -49,6 +50,10 @@ class FileSetReader {
     const std::string& model = options_.retokenizing_model;
     std::vector<std::string> reader = {"espalier.records", "--"};
     if (!model.empty()) reader = {"espalier.texts", "retokenize", model};
+    read_by_python(path, std::move(reader));
+  }
+
+  void read_by_python(const std::string& path, std::vector<std::string> reader) {
     const auto waiting = [&] {
       if (options_.progress) options_.progress(out_.bytes, 0);
     };
@@ -56,6 +61,28 @@ class FileSetReader {
     read_lines(stream, path, 0, true);
     note_format(stream.format());
     out_.notes.insert(out_.notes.end(), stream.notes().begin(), stream.notes().end());
+  }
+
+  // Appends the records that the rows of text in a file stand for.
+  void read_rows(const std::string& path) {
+    if (options_.rows.model.empty())
+      throw InputError({path, "--model DIR, whose tokenizer makes token ids of text", "none", "give --model"});
+    read_by_python(path, {"espalier.texts", "rows", options_.rows.objective, options_.rows.model});
+  }
+
+  // True where the first record of the file is text that `rows` makes records of.
+  bool holds_rows(const RecordSource& source) {
+    if (options_.rows.objective.empty() || source.path == "-") return false;
+    if (source.path.ends_with(".parquet")) return true;
+    std::error_code ignored;
+    if (source.by_python || !std::filesystem::is_regular_file(source.path, ignored)) return false;
+    std::int64_t bytes = 0;
+    const std::unique_ptr<ByteStream> stream = unpacked(open_file_bytes(source.path, bytes), source.path);
+    LineReader lines(*stream, source.path, [](std::int64_t) {});
+    Line line;
+    if (!lines.next(line)) return false;
+    refuse_binary(source.path, line.text);
+    return is_text_row(reader_, line.text, {source.path, line.number, line.ends_file});
   }
 
   void finish() {
@@ -121,7 +148,9 @@ RolloutFile read_rollouts(const std::vector<std::string>& paths, const ReadOptio
   for (const RecordSource& source : sources) total += source.bytes, known = known && !source.by_python && !texts;
   for (const RecordSource& source : sources) {
     std::int64_t bytes = 0;
-    if (source.by_python || texts)
+    if (files.holds_rows(source))
+      files.read_rows(source.path);
+    else if (source.by_python || texts)
       files.read_by_python(source.path);
     else
       files.read(open_file_bytes(source.path, bytes), source.path, known ? total : 0);

@@ -16,10 +16,18 @@
 
 namespace espalier {
 
+// Rows of text as TRL's data sets have them become records by a model's tokenizer (python/espalier/texts/rows.py):
+// those of files of JSON Lines whose first record has no ids, and of Parquet.
+struct TextRows {
+  std::string objective;  // "dpo", "reward" or "sft"; empty: text is refused
+  std::string model;      // directory
+};
+
 struct ReadOptions {
   std::int64_t vocabulary = 0;     // a token id at or above it is an error; 0: not checked
   double temperature = 1;          // of records that do not say theirs
   std::string retokenizing_model;  // not empty: files are dumps of text, and this model directory's tokenizer makes ids
+  TextRows rows;
   std::function<void(std::int64_t done_bytes, std::int64_t total_bytes)> progress;  // total 0: not known
 };
 

@@ -48,6 +48,16 @@ RecordFormat detect_format(RecordReader& reader, std::string_view line, const Re
   return RecordFormat::neutral;
 }
 
+bool is_text_row(RecordReader& reader, std::string_view line, const RecordPlace& place) {
+  bool ids = false, text = false;
+  for_each_member(reader.parser, line, place, [&](std::string_view key, JsonValue) {
+    ids = ids || key.ends_with("_ids");
+    for (const std::string_view name : {"chosen", "answers", "completion", "messages", "conversations", "text"})
+      text = text || key == name;
+  });
+  return text && !ids;
+}
+
 void add_carried(std::string& carried, std::string_view key, std::string_view raw_value) {
   if (carried.empty())
     carried = "{";

@@ -23,11 +23,13 @@ struct RecordedExperts {
   std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
 };
 
-// The pair of answers that a rollout is one of (--objective dpo).
+// The pair of answers (--objective dpo, reward), or the list of scored answers (reward), that a rollout is one of.
 struct PairPlace {
-  std::int64_t pair = -1;             // counted over all files, from 0; -1: of none
-  bool chosen = false;                // else rejected
+  std::int64_t pair = -1;             // of the pair or list, counted over all files, from 0; -1: of none
+  bool chosen = false;                // of a pair: else rejected
   std::optional<double> ref_logprob;  // of the answer under the reference, summed over its tokens with loss
+  std::optional<double> score;        // of a list: larger is better
+  double margin = 0;                  // of a pair: by which the chosen answer's score should be larger
 };
 
 struct Rollout {

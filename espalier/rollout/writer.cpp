@@ -79,6 +79,20 @@ class RecordText {
   std::string text_;
 };
 
+// What does not depend on the response.
+void add_begin(RecordText& record, const Rollout& rollout) {
+  if (!rollout.carried.empty()) {
+    JsonMembers members(rollout.carried);
+    for (std::string_view key, value; members.next(key, value);)
+      if (!record.replaced(key.substr(1, key.size() - 2))) record.add_raw(key, value);
+  }
+  if (!rollout.group.empty()) record.add_raw("\"group\"", rollout.group);
+  if (rollout.step) record.add_integer("step", *rollout.step);
+  if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
+  if (rollout.turn) record.add_integer("turn", *rollout.turn);
+  record.add_integers("prompt_ids", rollout.prompt_ids);
+}
+
 bool all_equal(const std::vector<double>& values) {
   return std::all_of(values.begin(), values.end(), [&](double value) { return value == values.front(); });
 }
@@ -90,16 +104,7 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
     throw UnsupportedError({rollout.where, "a record of one response where records are written", "a pair of answers",
                             "train, verify, plan and inspect read pairs"});
   RecordText record(extras);
-  if (!rollout.carried.empty()) {
-    JsonMembers members(rollout.carried);
-    for (std::string_view key, value; members.next(key, value);)
-      if (!record.replaced(key.substr(1, key.size() - 2))) record.add_raw(key, value);
-  }
-  if (!rollout.group.empty()) record.add_raw("\"group\"", rollout.group);
-  if (rollout.step) record.add_integer("step", *rollout.step);
-  if (!rollout.trajectory.empty()) record.add_raw("\"trajectory\"", rollout.trajectory);
-  if (rollout.turn) record.add_integer("turn", *rollout.turn);
-  record.add_integers("prompt_ids", rollout.prompt_ids);
+  add_begin(record, rollout);
   record.add_integers("response_ids", rollout.response_ids);
   if (std::count(rollout.loss_mask.begin(), rollout.loss_mask.end(), 1) != rollout.response_length())
     record.add_integers("loss_mask", rollout.loss_mask);
@@ -124,6 +129,32 @@ std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>&
     ESPALIER_INTERNAL_EQ(extra.values.size(), rollout.response_ids.size(), extra.field, " of ", rollout.where);
     record.add_doubles(extra.field, extra.values);
   }
+  return std::move(record).finished();
+}
+
+std::string set_json(std::span<const Rollout> answers) {
+  const std::vector<ExtraSeries> none;
+  RecordText record(none);
+  const Rollout& first = answers.front();
+  add_begin(record, first);
+  if (first.temperature != 1) record.add_double("temperature", first.temperature);
+  if (first.pair.score) {
+    std::string list;
+    for (const Rollout& answer : answers) {
+      RecordText each(none);
+      each.add_integers("response_ids", answer.response_ids);
+      each.add_double("score", *answer.pair.score);
+      list.append(list.empty() ? "[" : ",").append(std::move(each).finished());
+    }
+    record.add_raw("\"answers\"", list + ']');
+    return std::move(record).finished();
+  }
+  for (const Rollout& answer : answers) {
+    const std::string side = answer.pair.chosen ? "chosen" : "rejected";
+    record.add_integers(side + "_ids", answer.response_ids);
+    if (answer.pair.ref_logprob) record.add_double("ref_" + side + "_logps", *answer.pair.ref_logprob);
+  }
+  if (first.pair.margin != 0) record.add_double("margin", first.pair.margin);
   return std::move(record).finished();
 }
 
@@ -200,6 +231,11 @@ RolloutWriter::~RolloutWriter() = default;
 
 void RolloutWriter::write(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {
   sink_->put(rollout_json(rollout, extras) + '\n', false);
+}
+
+void RolloutWriter::write_record(std::span<const Rollout> rollouts) {
+  if (rollouts.front().pair.pair < 0) return write(rollouts.front());
+  sink_->put(set_json(rollouts) + '\n', false);
 }
 
 void RolloutWriter::finish() {

@@ -34,6 +34,8 @@ class RolloutWriter {
   ~RolloutWriter();  // without finish(): nothing is left behind
 
   void write(const Rollout& rollout, const std::vector<ExtraSeries>& extras = {});
+  // One record of several answers: a pair (chosen_ids, rejected_ids), or a list (answers); of one rollout, write.
+  void write_record(std::span<const Rollout> rollouts);
   void finish();
 
  private:

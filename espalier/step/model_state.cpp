@@ -179,8 +179,26 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
   if (has_padding(held_table)) device.operations().zero(held_weights);
 }
 
+namespace {
+
+std::unique_ptr<ModelState> load_with_value_head(const std::filesystem::path& directory, CriticShape model, DType dtype,
+                                                 std::uint64_t seed, Progress& progress, const Mesh& mesh,
+                                                 const TrainedChoice& train, const char* what) {
+  model.shape = train_only(std::move(model.shape), train);
+  auto state = std::make_unique<ModelState>(local_shape(model.shape, mesh), dtype, bound_device(), mesh);
+  if (!model.head_is_stored) progress.note(text_of(directory.string(), " is a language model: ", what));
+  load_weights(*state, directory, model.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, train.adapter,
+               progress);
+  return state;
+}
+
+}  // namespace
+
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh, const TrainedChoice& train) {
+  if (train.scores)
+    return load_with_value_head(directory, read_reward_shape(directory), dtype, train.adapter.seed, progress, mesh,
+                                train, "the reward model gets a new head, drawn from --seed");
   const ModelShape shape = train_only(read_model_shape(directory), train);
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   load_weights(*state, directory, ValueHead::stored, 0, train.adapter, progress);
@@ -189,14 +207,8 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
 
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
                                              Progress& progress, const Mesh& mesh, const TrainedChoice& train) {
-  CriticShape critic = read_critic_shape(directory);
-  critic.shape = train_only(std::move(critic.shape), train);
-  auto state = std::make_unique<ModelState>(local_shape(critic.shape, mesh), dtype, bound_device(), mesh);
-  if (!critic.head_is_stored)
-    progress.note(text_of(directory.string(), " is a language model: its critic gets a new value head"));
-  load_weights(*state, directory, critic.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, train.adapter,
-               progress);
-  return state;
+  return load_with_value_head(directory, read_critic_shape(directory), dtype, seed, progress, mesh, train,
+                              "its critic gets a new value head");
 }
 
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {

@@ -58,11 +58,15 @@ std::string model_source(const Options& options) {
 
 TrainedChoice trained_choice(const Options& options) {
   const bool resumes = options.adapter.empty() && !options.resume.empty() && is_adapter(options.resume);
-  return choice_of(options, options.train, resumes ? options.resume : options.adapter, true);
+  TrainedChoice choice = choice_of(options, options.train, resumes ? options.resume : options.adapter, true);
+  choice.scores = options.objective == ObjectiveKind::reward;
+  return choice;
 }
 
-TrainedChoice scored_choice(const Options& options) {
-  return options.adapter.empty() ? TrainedChoice() : choice_of(options, "all", options.adapter, false);
+TrainedChoice scored_choice(const Options& options, bool takes_reward_models) {
+  TrainedChoice choice = options.adapter.empty() ? TrainedChoice() : choice_of(options, "all", options.adapter, false);
+  choice.scores = takes_reward_models && is_reward_model(options.model);
+  return choice;
 }
 
 }  // namespace espalier

@@ -20,7 +20,8 @@ std::string model_source(const Options& options);
 // the adapter's.
 TrainedChoice trained_choice(const Options& options);
 
-// The adapter of a model that is only scored with, or sampled from.
-TrainedChoice scored_choice(const Options& options);
+// The adapter of a model that is only scored with, or sampled from. With `takes_reward_models` it may be a
+// ...ForSequenceClassification.
+TrainedChoice scored_choice(const Options& options, bool takes_reward_models = false);
 
 }  // namespace espalier

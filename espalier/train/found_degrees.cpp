@@ -5,6 +5,7 @@
 
 #include "espalier/device/device.h"
 #include "espalier/measure/machine.h"
+#include "espalier/objective/score_loss.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/layout_search.h"
 #include "espalier/plan/trained_parameters.h"
@@ -12,6 +13,7 @@
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/trained_choice.h"
+#include "espalier/train/score.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier {
@@ -37,10 +39,13 @@ std::vector<Rollout> longest_mini_batch(std::vector<Rollout> rollouts, std::int6
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress) {
   NoProgress silent;  // the run itself reads them again, and says what there is to be said
-  const ModelShape shape = read_trained_shape(model_source(options), trained_choice(options));
   const bool trains = verb != 's';
-  const std::vector<Rollout> rollouts = longest_mini_batch(
-      read_for_model(options.rollouts, shape, silent, options.temperature), trains ? options.mini_batch_size : 0);
+  const ModelShape shape =
+      read_trained_shape(model_source(options), trains ? trained_choice(options) : scored_choice(options, true));
+  std::vector<Rollout> read = read_for_model(options.rollouts, shape, silent, options.temperature, nullptr,
+                                             trains ? text_rows_of(options) : scored_rows(options));
+  if (shape.value_head) end_with_scores(read);
+  const std::vector<Rollout> rollouts = longest_mini_batch(std::move(read), trains ? options.mini_batch_size : 0);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
   plan_options.kind = trains ? step_kind_of(options, shape, rollouts) : kForwardOnly;

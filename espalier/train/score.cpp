@@ -9,6 +9,7 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/measure/machine.h"
+#include "espalier/objective/score_loss.h"
 #include "espalier/parallel/agreement.h"
 #include "espalier/rollout/writer.h"
 #include "espalier/step/critic.h"
@@ -52,6 +53,39 @@ void check_finite(std::span<const double> series, const Rollout& rollout, const 
                       "are the weights damaged, or too large for --dtype?"});
 }
 
+// A reward model gives every response one number.
+void check_without_logprobs(const Options& options) {
+  const auto refuse = [&](bool given, const char* name) {
+    if (given)
+      throw OptionError({name, "a language model with it", options.model + ", a reward model: it writes reward",
+                         text_of("leave ", name, " out")});
+  };
+  refuse(options.values, "--values");
+  refuse(options.entropies, "--entropies");
+  refuse(options.as != "logprobs", "--as");
+}
+
+// Records of one response each, whose reward is the reward model's. `rollouts` end with scores.
+ScoreReport write_scores(std::vector<Rollout> rollouts, const ScoredValues& scored, const Options& options,
+                         std::optional<RolloutWriter>& writer) {
+  ScoreReport report;
+  report.scores = true;
+  report.seconds = scored.report.seconds;
+  report.logical_rows = scored.report.logical_rows, report.physical_rows = scored.report.physical_rows;
+  report.rollouts = static_cast<std::int64_t>(rollouts.size());
+  for (std::size_t i = 0; i < rollouts.size(); ++i) {
+    Rollout& rollout = rollouts[i];
+    check_finite(std::span(scored.values[i]).last(1), rollout, options.model);
+    rollout.reward = scored.values[i].back();
+    rollout.response_ids.pop_back();
+    rollout.pair = {};
+    report.tokens += rollout.response_length();
+    if (writer) writer->write(rollout, {});
+  }
+  if (writer) writer->finish();
+  return report;
+}
+
 }  // namespace
 
 ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> rollouts, const Options& options,
@@ -72,18 +106,29 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
   return {std::move(head.series()), report.logical_rows, report.physical_rows, report.seconds};
 }
 
+TextRows scored_rows(const Options& options) {
+  return is_reward_model(options.model) ? TextRows{name_of(ObjectiveKind::reward), options.model} : TextRows{};
+}
+
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
   check_options(options);
-  std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, scored_choice(options)), mesh)}};
+  const TrainedChoice choice = scored_choice(options, true);
+  if (choice.scores) check_without_logprobs(options);
+  std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, choice), mesh)}};
   if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
   std::vector<RecordedExperts> experts;
-  std::vector<Rollout> rollouts =
-      read_for_model(options.rollouts, held.front().shape.whole(), progress, options.temperature, &experts);
+  std::vector<Rollout> rollouts = read_for_model(options.rollouts, held.front().shape.whole(), progress,
+                                                 options.temperature, &experts, scored_rows(options));
   const MachineProfile machine = machine_profile(options, progress, mesh);
+  std::vector<std::vector<std::uint8_t>> masks;  // as read
+  if (choice.scores) {
+    for (const Rollout& rollout : rollouts) masks.push_back(rollout.loss_mask);
+    end_with_scores(rollouts);
+  }
   StepsFit fit;
   fit.add(held, options, machine, rollouts, true, mesh);
   fit.require();
-  const auto model = load_model(options.model, options.dtype, progress, mesh, scored_choice(options));
+  const auto model = load_model(options.model, options.dtype, progress, mesh, choice);
   model->decoder.reserve_positions(longest_of(rollouts));
   require_same(mesh.world, split_paths(options.rollouts).front(), fingerprint_of(rollouts),
                "give every rank the same files");
@@ -94,6 +139,14 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   // The arena keeps what the first model touched while the second runs, so both are planned with the other beside them.
   const HeldBytes weights(workspace, held.front().bytes(options.dtype));
   const HeldBytes critic_weights(workspace, bytes_beside(held.front(), held, options.dtype));  // loaded later
+  if (choice.scores) {
+    const ScoredValues scores = score_values(*model, rollouts, options, machine, workspace, progress);
+    for (std::size_t i = 0; i < rollouts.size(); ++i) {
+      rollouts[i].loss_mask = std::move(masks[i]);
+      rollouts[i].recorded_experts = std::move(experts[i]);
+    }
+    return write_scores(std::move(rollouts), scores, options, writer);
+  }
   const ScoredRollouts scored =
       score_rollouts(model->decoder, rollouts, options, machine, workspace, progress, nullptr, mesh);
   ScoreReport report;

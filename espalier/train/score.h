@@ -10,12 +10,14 @@
 #include "espalier/parallel/mesh.h"
 #include "espalier/phase/language_head.h"
 #include "espalier/plan/cost_model.h"
+#include "espalier/rollout/reader.h"
 #include "espalier/step/workspace.h"
 
 namespace espalier {
 
 struct ScoreReport {
   std::int64_t rollouts = 0, tokens = 0;  // tokens: of responses, one log-prob each
+  bool scores = false;                    // of a reward model: one number a response, no log-probs
   std::int64_t logical_rows = 0, physical_rows = 0;
   double seconds = 0;  // of the forward passes, the critic's too
 };
@@ -33,8 +35,12 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
                               const MachineProfile& machine, Workspace& workspace, Progress& progress,
                               moe::LoadAccounting* counts = nullptr, const Mesh& mesh = mesh_of_one());
 
+// Rows of text that `score` takes: a reward model's.
+TextRows scored_rows(const Options& options);
+
 // Writes the records of --rollouts to --out, in input order, with the field that --as names; with --critic and --values
-// the critic's `values` too. Every rank scores its part, rank 0 writes.
+// the critic's `values` too. A reward model (...ForSequenceClassification) gives every response its `reward` instead;
+// of pairs and lists every answer becomes a record. Every rank scores its part, rank 0 writes.
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

@@ -47,6 +47,7 @@ void write_changed_model(const std::filesystem::path& directory, const ModelStat
   write_model_directory(directory, model.source, ParameterTable(model.shape), accumulator_of(model.dtype), masters, to,
                         {.stored = stored ? &*stored : nullptr,
                          .changed = [&](const std::string& name) { return whole.table().contains(name); },
+                         .of_sequences = scores_sequences(model.shape),
                          .progress = {}});
 }
 

@@ -21,6 +21,7 @@
 #include "espalier/plan/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
+#include "espalier/step/reward_step.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/pair_training.h"
 #include "espalier/train/rollout_metrics.h"
@@ -57,11 +58,14 @@ bool is_same(const std::string& a, const std::string& b) {
   return std::filesystem::equivalent(a, b, absent);
 }
 
+ModelShape trained_shape_of(const Options& options) {
+  return read_trained_shape(source_of(options), trained_choice(options));
+}
+
 // Actor and critic, both with gradients and moments.
 std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
   const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
-  std::vector<HeldModel> held{
-      {local_shape(read_trained_shape(source_of(options), trained_choice(options)), mesh), kind}};
+  std::vector<HeldModel> held{{local_shape(trained_shape_of(options), mesh), kind}};
   if (const std::string critic = critic_source_of(options); !critic.empty())
     held.push_back({local_shape(read_trained_critic_shape(critic, options.train), mesh), kind});
   return held;
@@ -69,7 +73,7 @@ std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
 
 // What is known before the first step; records and log-probs are small beside it.
 void check_disk_space(const Options& options) {
-  const ModelShape shape = read_trained_shape(source_of(options), trained_choice(options));
+  const ModelShape shape = trained_shape_of(options);
   const std::int64_t accumulator_bytes =
       LocalShape(shape).parameters(Parameters::trained) * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, source_of(options), options);
@@ -154,9 +158,12 @@ class Training {
         mini_batch.advantages = linear->advantages;
       }
       const std::int64_t tokens = tokens_of(mini_batch);
-      StepReport report = run_step(actor_, mini_batch, all_logprobs, critic_ ? &*critic_ : nullptr, [&](double share) {
+      const auto on_share = [&](double share) {
         progress_.advance_to(tokens_done + std::llround(share * static_cast<double>(tokens)));
-      });
+      };
+      StepReport report = options_.objective == ObjectiveKind::reward
+                              ? run_reward_step(actor_, mini_batch, on_share)
+                              : run_step(actor_, mini_batch, all_logprobs, critic_ ? &*critic_ : nullptr, on_share);
       progress_.advance_to(tokens_done += tokens);
       if (linear) add_means(report, linear->means);
       if (report.gradient.profile) report.gradient.profile->read = std::exchange(read_seconds_, 0.0);
@@ -267,9 +274,9 @@ class Training {
 
   TrainingData read(Progress& progress) {
     const Timer timer;
-    TrainingData data(
-        read_for_model(options_.rollouts, read_model_shape(source_of(options_)), progress, options_.temperature),
-        options_, !critic_source_of(options_).empty());
+    TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress, options_.temperature,
+                                     nullptr, text_rows_of(options_)),
+                      options_, !critic_source_of(options_).empty());
     read_seconds_ = timer.total();
     return data;
   }

@@ -5,15 +5,18 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <utility>
 
 #include "espalier/base/error.h"
 #include "espalier/objective/objective.h"
+#include "espalier/objective/score_loss.h"
 #include "espalier/objective/value_loss.h"
 #include "espalier/plan/recorded_experts_fit.h"
 #include "espalier/rollout/mini_batches.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/trajectories.h"
+#include "espalier/step/trained_choice.h"
 
 namespace espalier {
 namespace {
@@ -49,6 +52,8 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
     if (rollout.pair.pair >= 0) {
       fields["pair"].add(std::uint32_t{rollout.pair.chosen});
       if (rollout.pair.ref_logprob) fields["ref_logps"].add(*rollout.pair.ref_logprob);
+      if (rollout.pair.score) fields["score"].add(*rollout.pair.score);
+      if (rollout.pair.margin != 0) fields["margin"].add(rollout.pair.margin);
     }
     for (const std::uint8_t one : rollout.loss_mask) fields["loss_mask"].add(std::uint32_t{one});
     fields["temperature"].add(rollout.temperature);
@@ -68,8 +73,8 @@ std::map<std::string, std::string> fingerprints_of(const std::vector<Rollout>& r
 // Advantages of rollouts that stand together, in the unit they are computed over: one `step`, or everything.
 std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollouts,
                                                const std::vector<std::size_t>& begins, const Options& options) {
-  if (options.objective == ObjectiveKind::sft || options.objective == ObjectiveKind::dpo) {
-    std::vector<std::vector<double>> ones;  // those of pairs come with each step
+  if (options.objective != ObjectiveKind::grpo) {
+    std::vector<std::vector<double>> ones;  // those of pairs and lists come with each step
     for (const Rollout& rollout : rollouts) ones.emplace_back(rollout.response_ids.size(), 1.0);
     return ones;
   }
@@ -84,13 +89,20 @@ std::vector<std::vector<double>> advantages_of(const std::vector<Rollout>& rollo
 }
 
 void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
-  const bool wanted = options.objective == ObjectiveKind::dpo;
-  for (const Rollout& rollout : rollouts)
+  const bool scores = options.objective == ObjectiveKind::reward;
+  const bool wanted = scores || options.objective == ObjectiveKind::dpo;
+  for (const Rollout& rollout : rollouts) {
     if (wanted != (rollout.pair.pair >= 0))
       throw InputError({rollout.where,
-                        wanted ? "chosen_ids and rejected_ids with --objective dpo" : "response_ids in every record",
+                        wanted ? text_of("chosen_ids and rejected_ids", scores ? ", or answers," : "",
+                                         " with --objective ", options.objective)
+                               : "response_ids in every record",
                         wanted ? "a record of one response" : "a pair of answers",
-                        wanted ? "" : "give --objective dpo to train on pairs"});
+                        wanted ? "" : "give --objective dpo or reward to train on pairs"});
+    if (!scores && rollout.pair.score)
+      throw InputError({rollout.where, "chosen_ids and rejected_ids with --objective dpo", "a list of scored answers",
+                        "write its pairs, or train a reward model: --objective reward"});
+  }
 }
 
 // As in transformers such positions run, but nothing was ever learned there.
@@ -103,6 +115,24 @@ std::string positions_note(std::span<const Rollout> rollouts, const ModelShape& 
 
 }  // namespace
 
+// Sets of which the loss says less than their records may suggest.
+std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const Options& options) {
+  std::vector<std::string> notes;
+  if (options.objective == ObjectiveKind::dpo &&
+      std::ranges::any_of(rollouts, [](const Rollout& each) { return each.pair.margin != 0; }))
+    notes.push_back("margin is a field of --objective reward: dpo does not use it");
+  std::map<std::int64_t, std::pair<double, bool>> lists;  // the first score, and whether all have it
+  for (const Rollout& rollout : rollouts)
+    if (rollout.pair.score) {
+      auto& [first, equal] = lists.try_emplace(rollout.pair.pair, *rollout.pair.score, true).first->second;
+      equal = equal && first == *rollout.pair.score;
+    }
+  const auto tied = std::ranges::count_if(lists, [](const auto& list) { return list.second.second; });
+  if (tied > 0)
+    notes.push_back(text_of(tied, " of ", lists.size(), " lists have equal scores throughout: they rank nothing"));
+  return notes;
+}
+
 TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options, bool with_critic)
     : options_(options) {
   const auto batches = cut_mini_batches(rollouts, options.mini_batch_size);
@@ -110,6 +140,8 @@ TrainingData::TrainingData(std::vector<Rollout> rollouts, const Options& options
                            mini_batch_note(rollouts, batches, options.mini_batch_size)})
     if (!note.empty()) notes_.push_back(std::move(note));
   check_pairs(rollouts, options);
+  for (std::string& note : notes_on_sets(rollouts, options)) notes_.push_back(std::move(note));
+  if (options.objective == ObjectiveKind::reward) end_with_scores(rollouts);
   rollouts_.reserve(rollouts.size());
   begins_.push_back(0);
   for (const auto& batch : batches) {
@@ -195,14 +227,21 @@ std::string fingerprint_of(std::span<const Rollout> rollouts) {
   return fingerprint.text();
 }
 
+TextRows text_rows_of(const Options& options) {
+  if (options.objective == ObjectiveKind::grpo) return {};
+  return {name_of(options.objective), model_source(options)};
+}
+
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature, std::vector<RecordedExperts>* experts_as_read) {
+                                    double temperature, std::vector<RecordedExperts>* experts_as_read,
+                                    const TextRows& rows) {
   if (!(temperature > 0))
     throw OptionError({"--temperature", "a number above 0: log-probs are those of logits divided by it",
                        text_of(temperature), "leave it out where records say theirs"});
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
   options.temperature = temperature;
+  options.rows = rows;
   bool begun = false;
   options.progress = [&](std::int64_t done, std::int64_t total) {
     if (!begun) progress.begin("reading rollouts", total, "bytes");

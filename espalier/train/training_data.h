@@ -11,6 +11,7 @@
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/plan/model_shape.h"
+#include "espalier/rollout/reader.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/mini_batch.h"
 
@@ -66,8 +67,12 @@ std::string fingerprint_of(std::span<const Rollout> rollouts);
 
 // Reads `paths` as --rollouts names them, checking ids and recorded experts against the model; remarks go to progress.
 // `temperature`: of records that do not say theirs. `experts_as_read` (may be null) gets the recorded experts as they
-// came, before they are fitted to the model.
+// came, before they are fitted to the model. `rows`: how rows of text are read.
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
-                                    double temperature = 1, std::vector<RecordedExperts>* experts_as_read = nullptr);
+                                    double temperature = 1, std::vector<RecordedExperts>* experts_as_read = nullptr,
+                                    const TextRows& rows = {});
+
+// Rows of text of the objective, for the tokenizer of the model; none with policy losses, whose tokens were sampled.
+TextRows text_rows_of(const Options& options);
 
 }  // namespace espalier

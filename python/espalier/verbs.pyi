@@ -81,13 +81,14 @@ class SchedulePlan(TypedDict, total=False):
     frontier: bool | None
 
 class ObjectivePlanTrainVerify(TypedDict, total=False):
-    objective: Literal["grpo", "dpo", "sft"] | None
+    objective: Literal["grpo", "dpo", "reward", "sft"] | None
 
 class ObjectiveTrainVerify(TypedDict, total=False):
     dpo_loss: Literal["sigmoid", "hinge", "ipo", "robust"] | None
     dpo_beta: float | None
     label_smoothing: float | None
     reference_free: bool | None
+    center_rewards_coefficient: float | None
 
 class ObjectiveTrain(TypedDict, total=False):
     ref_model: _Path | None

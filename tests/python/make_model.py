@@ -86,7 +86,8 @@ CRITICS = [family for family, row in FAMILIES.items()
 
 
 def make_model(family, directory, seed=1, head="ForCausalLM", **more):
-    """Writes a random model of the family, or with head="ForTokenClassification" a critic, whose value head is random too.
+    """Writes a random model of the family, or with head="ForTokenClassification" a critic, with
+    head="ForSequenceClassification" a reward model, whose head is random too.
     Weights are larger than a fresh initialisation's, so that attention is not uniform and every gradient is far from zero; norm
     weights and biases are random too."""
     row = FAMILIES[family]
@@ -94,8 +95,8 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
         hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCABULARY,
         max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=row["tied"], bos_token_id=1, eos_token_id=2,
         pad_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
-    if head == "ForTokenClassification":
-        settings.update(num_labels=1, classifier_dropout=0.0)
+    if head != "ForCausalLM":
+        settings.update(num_labels=1, **({"classifier_dropout": 0.0} if head == "ForTokenClassification" else {}))
     config = getattr(transformers, row.get("config_kind", row["kind"]) + "Config")(**{**settings, **row["config"], **more})
     model = getattr(transformers, row["kind"] + head)(config).float()
     generator = torch.Generator().manual_seed(seed)

@@ -74,7 +74,7 @@ def router64(module, hidden):
 
 # Modules of transformers and what files call them, for families whose names differ.
 FILE_NAMES = {kind: {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-              for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MiniMaxM2ForCausalLM")}
+              for kind in ("MixtralForCausalLM", "MixtralForTokenClassification", "MixtralForSequenceClassification", "MiniMaxM2ForCausalLM")}
 
 
 def of_files(tensors, model):

@@ -40,6 +40,20 @@ def test_own_data(program, tmp_path):
     assert text.count("mean reward") == 2 and (out / "model.safetensors").is_file()
 
 
+def test_preference_pairs(program, tmp_path):
+    text = run("preference_pairs.py", "--out", str(tmp_path / "trained"), saved=0.3, ESPALIER_BINARY=str(program))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+    assert len(losses) == 3 and losses[-1] < losses[0] and (tmp_path / "trained/model.safetensors").is_file()
+
+
+def test_reward_model(program, tmp_path):
+    text = run("reward_model.py", "--out", str(tmp_path / "trained"), saved=0.3, ESPALIER_BINARY=str(program))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+    right, wrong = (float(reward) for reward in re.findall(r"reward +(-?[\d.]+)", text))
+    assert losses[-1] < losses[0] and right > wrong, text
+    assert json.loads((tmp_path / "trained/config.json").read_text())["architectures"] == ["Qwen3ForSequenceClassification"]
+
+
 def test_an_agent_with_a_tool(program, tmp_path):
     """look_up_tool.py, as docs/agents.md runs it, but shorter."""
     done = subprocess.run([str(program), "grpo", "--task", "retrieval", "--env", str(ROOT / "examples/look_up_tool.py"), "--turns", "2",

@@ -159,12 +159,11 @@ def test_dpo_continues_bit_for_bit(espalier, model_of, tmp_path):
     ("dpo", {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": []}, "at least one token"),
     ("dpo", {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "reward": 1.0}, "reward"),
     ("dpo", {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "ref_chosen_logps": -1.0}, "ref_rejected_logps"),
-    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, "prompt_ids, chosen_ids, rejected_ids")])
+    ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, "a tokenizer that can be read")])
 def test_records_of_another_kind_are_refused_by_line(objective, record, expected, espalier, model_of, tmp_path):
     path = write(tmp_path / "records.jsonl", [record])
-    code = 4 if "prompt" in record else 3
-    outcome = espalier("train", "--model", model_of("llama3_tied"), "--rollouts", path, "--out", tmp_path / "out", "--objective", objective, expect=code)
-    assert "records.jsonl" in outcome.stderr and expected in outcome.stderr
+    outcome = espalier("train", "--model", model_of("llama3_tied"), "--rollouts", path, "--out", tmp_path / "out", "--objective", objective, expect=3)
+    assert expected in outcome.stderr and ("records.jsonl" in outcome.stderr or "prompt" in record)
     assert not (tmp_path / "out").exists()
 
 

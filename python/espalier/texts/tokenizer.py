@@ -7,6 +7,7 @@ without tokenizer.json (SentencePiece's tokenizer.model, say) is read by transfo
 
 import datetime
 import json
+import uuid
 from pathlib import Path
 
 from .channel import ServiceError
@@ -53,6 +54,7 @@ class ModelTokenizer:
             raise ServiceError("none", f"no tokenizer.json in {directory}")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._mark = ""
         self._template = self._compiled(self._template_text(directory))
 
     def _read(self, directory):
@@ -103,14 +105,18 @@ class ModelTokenizer:
         import jinja2.sandbox
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} marks what an assistant said; it adds nothing to the text."""
+            """{% generation %} marks what an assistant said: with the text `mark` around it, where that is not empty."""
 
             tags = {"generation"}
 
             def parse(self, parser):
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-                return jinja2.nodes.Scope(body, lineno=line)
+                return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+            @staticmethod
+            def _marked(caller):
+                return self._mark + caller() + self._mark
 
         def raise_exception(message):
             raise jinja2.exceptions.TemplateError(message)
@@ -147,6 +153,25 @@ class ModelTokenizer:
             for place, encoding in zip(places, found):
                 out[place] = {"text": texts[place], "ids": encoding.ids}
         return out
+
+    def assistant_mask(self, messages, arguments):
+        """1 for each token of the rendered messages that lies, at least in part, within a {% generation %} block; None where the template
+        has no such block."""
+        self._mark = f"\x00{uuid.uuid4().hex}\x00"
+        try:
+            marked = self._rendered(messages, 0, arguments).split(self._mark)
+        finally:
+            self._mark = ""
+        if len(marked) == 1:
+            return None
+        text, said = "", []
+        for place, part in enumerate(marked):
+            if place % 2 and part:
+                said.append((len(text), len(text) + len(part)))
+            text += part
+        _check_whole(text, 0)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return [int(any(begin < end_of and start_of < end for start_of, end_of in said)) for begin, end in encoding.offsets]
 
     def ids_as_written(self, text, place=0):
         """No special tokens are put around the text; those that it shows are read as such."""

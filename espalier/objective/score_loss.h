@@ -1,0 +1,52 @@
+// --objective reward: the loss of a reward model over sets of answers, and its derivative. A set is a pair, whose
+// chosen answer is above the rejected one, or a list of scored answers. The loss is the mean over sets of
+//
+//   sum over answers a with a lower one of  -log( e^(r_a - m) / (e^(r_a - m) + sum over b lower than a of e^(r_b)) )
+//   + c * mean over pairs of answers of (r_a + r_b)^2
+//
+// r is the number that the model gives behind the last token of an answer, m the margin of a pair (of a list 0), c is
+// --center-rewards-coefficient. Of a pair this is -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen +
+// r_rejected)^2, Bradley-Terry; of a list without equal scores it is -log of the probability of its order by
+// Plackett-Luce. Answers with equal scores are not compared with each other. Sources: TRL 1.16, RewardTrainer; Plackett
+// 1975, "The analysis of permutations". Table: docs/pairs.md.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "espalier/objective/value_loss.h"
+#include "espalier/options/options.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Gives every answer one token more, id 0, which alone has loss: the value of a response token is that of the row
+// before it, so the value of this one is the score of the answer. It is one row more for every answer.
+void end_with_scores(std::span<Rollout> rollouts);
+
+// By TRL's names. Accuracy and margin are means over sets of means over pairs of different rank; a list of equal scores
+// is left out of them. The others are of all answers of a mini-batch.
+struct ScoreMeans {
+  double loss = 0, accuracy = 0, margin = 0, least = 0, mean = 0, most = 0;
+};
+
+struct ScoreLoss {
+  std::vector<double> slope;  // dL / dr of every rollout
+  ScoreMeans means;
+};
+
+// `scores`: r of every rollout. Errors: InputError for a rollout that is of no set.
+ScoreLoss score_loss(std::span<const Rollout> rollouts, std::span<const double> scores, const Options& options);
+
+// The derivative of score_loss, as a head asks for it: only an answer's last token has one.
+class ScoreSlopes : public ValueSlopes {
+ public:
+  explicit ScoreSlopes(std::span<const double> slope) : slope_(slope) {}
+  void add_edges(std::span<const LossEdge> edges, std::span<const double> value, std::span<double> grad_value) override;
+
+ private:
+  std::span<const double> slope_;
+};
+
+}  // namespace espalier

@@ -1,0 +1,26 @@
+// One update of a reward model (--objective reward). The derivative of a set needs the scores of all its answers, so a
+// mini-batch runs forward once before its update; then every answer has one weight, dL / dr, and the sets may be cut
+// over waves and ranks as the plan likes. Prompts are shared in both passes.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "espalier/objective/score_loss.h"
+#include "espalier/step/step.h"
+
+namespace espalier {
+
+struct RewardGradient : PassReport {
+  std::vector<double> scores;  // of every rollout
+  ScoreLoss loss;
+};
+
+// Overwrites actor.gradients. `actor`'s model has a value head, the rollouts end_with_scores.
+RewardGradient compute_reward_gradient(Actor& actor, const MiniBatch& mini_batch);
+
+// The gradient and one update. `means` of the report has TRL's names.
+StepReport run_reward_step(Actor& actor, const MiniBatch& mini_batch,
+                           const std::function<void(double share)>& on_share);
+
+}  // namespace espalier

@@ -1,0 +1,184 @@
+"""Rows of data sets of text as records: a model's tokenizer makes the token ids, as TRL 1.16's trainers do.
+
+With "dpo" and "reward" a row is a preference pair (`chosen`, `rejected`, with `prompt` or with the prompt inside both); with "reward" it may
+be a list, `prompt` and `answers`, each with `response` and `score`. With "sft" it is `prompt` and `completion`, `messages` (also
+`conversations`), or `text`. Prompts and answers are texts or lists of chat messages; `tools` and `chat_template_kwargs` go to the template.
+
+Texts end with the tokenizer's end token; messages end as the template ends them. A response begins where the tokens of prompt and response
+part from those of the prompt. A row with `prompt_ids` is a record already.
+"""
+
+import json
+
+from espalier.records import line_of
+from espalier.records.errors import RecordError
+
+from .channel import ServiceError
+from .retokenize import _members, _tokenizer
+
+NAME = "rows of text"
+_KEPT = ("group", "step", "id", "temperature", "margin", "ref_chosen_logps", "ref_rejected_logps")
+_LONGER = "the tokens of some prompts end otherwise with a response behind them: their last tokens are left out, as TRL does"
+
+
+def lines(objective, model, path, notes):
+    rows = Rows(objective, _tokenizer(model), notes)
+    empty = True
+    for number, member in _members(path):
+        empty = False
+        yield line_of(rows.record(member, f"{path}:{number}"))
+    if empty:
+        raise RecordError(path, "at least one row", "none", "Was it written completely?")
+
+
+def _common(*sequences):
+    """How many tokens (or messages) the sequences begin with alike."""
+    length = 0
+    for items in zip(*sequences):
+        if any(item != items[0] for item in items):
+            break
+        length += 1
+    return length
+
+
+def _without_prompt(chosen, rejected):
+    """(prompt, chosen, rejected) of answers that hold their prompt: what both begin with, a text without a space at its end."""
+    length = _common(chosen, rejected)
+    length -= length == min(len(chosen), len(rejected))  # as TRL: of answers that do not part the last item is the answer
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _as_chat(value):
+    """Messages with the names of ChatML in place of from and value."""
+    if not isinstance(value, list):
+        return value
+    names = {"from": "role", "value": "content"}
+    return [{names.get(key, key): item for key, item in message.items()} if isinstance(message, dict) else message for message in value]
+
+
+class Rows:
+    def __init__(self, objective, tokenizer, notes):
+        self._objective, self._tokenizer, self._notes = objective, tokenizer, notes
+
+    def record(self, row, where):
+        if "prompt_ids" in row:
+            return row
+        used = {"prompt", "tools", "chat_template_kwargs"}
+        try:
+            if self._objective == "sft":
+                used |= {"completion", "messages", "conversations", "text"}
+                out = self._supervised(row, where)
+            elif self._objective == "reward" and "answers" in row:
+                used |= {"answers"}
+                out = self._list(row, where)
+            else:
+                used |= {"chosen", "rejected"}
+                out = self._pair(row, where)
+        except ServiceError as error:
+            raise RecordError(where, "text that the tokenizer and the chat template take", error.fields["message"]) from error
+        out.update((name, row[name]) for name in _KEPT if row.get(name) is not None)
+        meta = {name: value for name, value in row.items() if name not in used and name not in _KEPT}
+        return {**out, "meta": meta} if meta else out
+
+    def _field(self, row, name, where):
+        value = _as_chat(row.get(name))
+        if isinstance(value, str) or (isinstance(value, list) and value):
+            return value
+        raise RecordError(f"{where}: {name}", "a text or a list of messages", json.dumps(value)[:80])
+
+    def _ids(self, row, text, prompt=False):
+        """Tokens of a text, or of messages, after which `prompt` lets the assistant begin."""
+        if isinstance(text, str):
+            return self._tokenizer.encode([text])[0]["ids"]
+        return self._tokenizer.encode([text], {**self._template_arguments(row), "add_generation_prompt": prompt})[0]["ids"]
+
+    @staticmethod
+    def _template_arguments(row):
+        tools = row.get("tools")
+        return {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+
+    def _ended(self, answer):
+        end = self._tokenizer.special.get("eos_token")
+        if isinstance(answer, list) or not end or answer.endswith(end):
+            return answer
+        return answer + end
+
+    def _joined(self, prompt, answer, where):
+        if type(prompt) is not type(answer):
+            raise RecordError(where, "a prompt and answers of one kind, texts or lists of messages", "one of each")
+        return prompt + answer
+
+    def _pair(self, row, where):
+        chosen, rejected = self._field(row, "chosen", where), self._field(row, "rejected", where)
+        if type(chosen) is not type(rejected):
+            raise RecordError(where, "chosen and rejected of one kind, texts or lists of messages", "one of each")
+        given = "prompt" in row
+        if self._objective == "reward":
+            answers = [self._ended(chosen), self._ended(rejected)]
+            if given:
+                answers = [self._joined(self._field(row, "prompt", where), answer, where) for answer in answers]
+            prompt, chosen, rejected = self._split([self._ids(row, answer) for answer in answers], where)
+            return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+        prompt, chosen, rejected = (self._field(row, "prompt", where), chosen, rejected) if given else _without_prompt(chosen, rejected)
+        whole = [self._ids(row, self._joined(prompt, self._ended(answer), where)) for answer in (chosen, rejected)]
+        alone = self._ids(row, prompt, True) if prompt else []
+        length = min(_common(alone, ids) for ids in whole)
+        self._look(length, alone)
+        if length == 0 or any(len(ids) <= length for ids in whole):
+            raise RecordError(where, "a prompt and two answers of at least one token each", f"{length} tokens of the prompt and "
+                              f"{len(whole[0]) - length} and {len(whole[1]) - length} of the answers")
+        return {"prompt_ids": whole[0][:length], "chosen_ids": whole[0][length:], "rejected_ids": whole[1][length:]}
+
+    def _list(self, row, where):
+        answers = row["answers"]
+        if not isinstance(answers, list) or not all(isinstance(each, dict) and "score" in each for each in answers) or len(answers) < 2:
+            raise RecordError(f"{where}: answers", "at least two objects with response and score", json.dumps(answers)[:80])
+        prompt = self._field(row, "prompt", where)
+        responses = [self._ended(self._field(each, "response", where)) for each in answers]
+        begin, *ids = self._split([self._ids(row, self._joined(prompt, response, where)) for response in responses], where)
+        return {"prompt_ids": begin, "answers": [{"response_ids": own, "score": each["score"]} for own, each in zip(ids, answers)]}
+
+    @staticmethod
+    def _split(sequences, where):
+        """The common beginning, and the rest of each sequence, at least one token. A score is that of the whole, wherever it is cut."""
+        length = min(_common(*sequences), min(map(len, sequences)) - 1)
+        if length < 1:
+            raise RecordError(where, "answers that begin with the same token", "other first tokens, or an answer of one token",
+                              "Give the prompt: a record's answers follow one")
+        return sequences[0][:length], *(ids[length:] for ids in sequences)
+
+    def _look(self, length, prompt):
+        if length < len(prompt) and _LONGER not in self._notes:
+            self._notes.append(_LONGER)
+
+    def _supervised(self, row, where):
+        if "completion" in row:
+            prompt = self._field(row, "prompt", where)
+            whole = self._joined(prompt, self._ended(self._field(row, "completion", where)), where)
+            ids, alone = self._ids(row, whole), self._ids(row, prompt, True)
+            length = _common(alone, ids)
+            self._look(length, alone)
+            mask = [int(place >= length) for place in range(len(ids))]
+            said = self._said(row, whole) if isinstance(whole, list) else None
+            return self._trained(ids, mask if said is None else [a & b for a, b in zip(mask, said)], where)
+        messages = row.get("messages") or row.get("conversations")
+        if messages:
+            ids, said = self._ids(row, _as_chat(messages)), self._said(row, _as_chat(messages))
+            return self._trained(ids, [1] * len(ids) if said is None else said, where)
+        ids = self._ids(row, self._ended(self._field(row, "text", where)))
+        return self._trained(ids, [1] * len(ids), where)
+
+    def _said(self, row, messages):
+        """1 for the tokens of assistants, where the template marks them; else None."""
+        return self._tokenizer.assistant_mask(messages, {**self._template_arguments(row), "add_generation_prompt": False})
+
+    @staticmethod
+    def _trained(ids, mask, where):
+        """The record with loss where `mask` is 1. The first token has nothing before it, and so no loss."""
+        if len(ids) < 2 or 1 not in mask[1:]:
+            raise RecordError(where, "at least two tokens, of which one is trained on", f"{len(ids)} tokens, {sum(mask[1:])} with loss")
+        begin = mask[1:].index(1) + 1
+        out = {"prompt_ids": ids[:begin], "response_ids": ids[begin:]}
+        return out if all(mask[begin:]) else {**out, "loss_mask": mask[begin:]}
