@@ -93,6 +93,9 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
   if (gated)
     c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, c.shape.head_dim, held[declared.grad_attended_RW],
                               held[declared.grad_attended_RW], out.q_RW);
+  if (grads.sinks_H.defined() && sizes_of(c).continuing > 0)
+    c.ops.add_sinks_backward(c.weights.sinks_H, saved.attended_RW, saved.lse_HR, held[declared.grad_attended_RW],
+                             grads.sinks_H);
   const at::Tensor& grad_q_RW = held[declared.grad_rotated_q_RW];
   KeysValues own = c.kv.gathered(c.layer);
   if (!c.kv.keeps()) {
@@ -164,6 +167,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
       make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.query_RW]),
       saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
+  if (c.weights.sinks_H.defined()) c.ops.join_sinks(c.weights.sinks_H, saved.attended_RW, saved.lse_HR);
   held.enter(Stage::residual);
   add_branch(c, branch_of(c, saved), c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
              gated_values(c, saved, held[declared.gated_RW]), held[declared.branch_RM], saved.stream_mid_RM);

@@ -131,6 +131,7 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
     views.key_value = viewer.projection(prefix, {p.key, p.value});
     views.q_norm_D = viewer.norm(prefix, p.query_norm);
     views.k_norm_D = viewer.norm(prefix, p.key_norm);
+    if (!p.sinks.sides.empty()) views.sinks_H = viewer.one(prefix + p.sinks.name);
   }
   views.output = viewer.projection(prefix, {p.output});
   views.mlp_norm_M = viewer.norm(prefix, p.mlp_norm);

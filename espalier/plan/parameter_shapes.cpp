@@ -68,6 +68,7 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
   walk.projections({p.output});
   walk.norm(p.query_norm, true);
   walk.norm(p.key_norm, true);
+  walk.tensor(p.sinks);
   walk.norm(p.attention_post_norm);
   walk.norm(p.mlp_norm);
   walk.norm(p.mlp_post_norm);
@@ -89,8 +90,8 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
 std::int64_t LayerParameters::parameters() const {
   return attention_norm.parameters() + query.parameters() + key.parameters() + value.parameters() +
          projected_weights() + conv.parameters() + a_log.parameters() + dt_bias.parameters() + mixed_norm.parameters() +
-         output.parameters() + query_norm.parameters() + key_norm.parameters() + attention_post_norm.parameters() +
-         mlp_norm.parameters() + mlp_post_norm.parameters() +
+         output.parameters() + query_norm.parameters() + key_norm.parameters() + sinks.parameters() +
+         attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
          (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
 }
 

@@ -63,7 +63,7 @@ struct LayerParameters {
   TensorShape conv, a_log, dt_bias;
   NormShape mixed_norm;            // over the channels of each value head
   NormShape query_norm, key_norm;  // over the channels of each head, or of all heads
-  NormShape sinks;                 // a number per head
+  TensorShape sinks;               // a number per head
   NormShape attention_post_norm;   // of what attention adds to the stream
   NormShape mlp_norm, mlp_post_norm;
   std::int64_t experts = 0;                                                 // E; 0: the MLP is dense
@@ -124,6 +124,7 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
     p.output = {"self_attn.o_proj", M, heads, shape.output_bias};
     p.query_norm = {"self_attn.q_norm", head_norm(shape.heads)};
     p.key_norm = {"self_attn.k_norm", head_norm(shape.kv_heads)};
+    if (shape.attention.sinks) p.sinks = {"self_attn.sinks", {{shape.heads, Cut::heads}}};
   }
   p.attention_post_norm = {names.attention_post_norm, post};
   p.mlp_norm = {names.mlp_norm, pre, norm_bias};

@@ -112,6 +112,12 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
     shape.window_layer = {1, words == "-windows", 1};
     return shape;
   }
+  // Each row's softmax is joined by a logit per head.
+  if (family.ends_with("-sinks")) {
+    ModelShape shape = tiny_shape(family.substr(0, family.size() - 6), vocabulary);
+    shape.attention.sinks = true;
+    return shape;
+  }
   ModelShape shape;
   shape.layers = 3, shape.hidden = 24, shape.inner = 40;
   shape.heads = 4, shape.kv_heads = 2, shape.head_dim = 8;

@@ -74,7 +74,8 @@ INSTANTIATE_TEST_SUITE_P(Models, Families,
                                            "qwen3-moe-sparse", "qwen3-moe-late", "qwen3-moe-128", "qwen3-moe-one",
                                            "qwen3-moe-all", "qwen3-moe-many", "qwen3-moe-ties", "qwen3-window",
                                            "llama-windows", "qwen3-moe-window", "qwen3-next", "qwen3-next-plain",
-                                           "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe"),
+                                           "qwen3-next-last", "qwen3-next-all", "qwen3-next-moe", "qwen3-sinks",
+                                           "llama-bias-window-sinks"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Each row of the table of families, with properties that its own sizes would hide (fixture.cpp).

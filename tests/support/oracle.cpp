@@ -241,8 +241,9 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     if (shape.attention.soft_cap > 0) scores = (scores / shape.attention.soft_cap).tanh() * shape.attention.soft_cap;
     const std::int64_t window = shape.window_of(l);
     const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
-    Tensor attended =
-        at::matmul(scores.masked_fill(hidden, -INFINITY).softmax(-1), v).transpose(0, 1).reshape({n, H * D});
+    scores = scores.masked_fill(hidden, -INFINITY);
+    if (shape.attention.sinks) scores = at::cat({scores, w[a + "sinks"].view({H, 1, 1}).expand({H, n, 1})}, 2);
+    Tensor attended = at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).reshape({n, H * D});
     if (shape.attention.output_gate) attended = attended * gate.sigmoid();
     x = x +
         added(affine(attended, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias")), p, shape.names.attention_post_norm);

@@ -17,7 +17,7 @@ ModelShape with_odd_sizes() {
   ModelShape shape = testing::llama_3_8b();
   shape.layers = 3, shape.expert_layer = {0, 0, 0};
   shape.vocabulary = 50, shape.inner = 43, shape.hidden = 16, shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 4;
-  shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.qk_norm = true;
+  shape.qkv_bias = shape.output_bias = shape.mlp_bias = shape.qk_norm = shape.attention.sinks = true;
   return shape;
 }
 
