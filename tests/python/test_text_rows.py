@@ -5,6 +5,7 @@ import types
 import pytest
 import transformers
 
+from espalier.records.errors import RecordError
 from espalier.texts import rows
 from text_model import CHAT_TEMPLATE, byte_level_tokenizer, make_text_model, read_lines, write_lines
 
@@ -98,7 +99,8 @@ def test_a_list_of_scored_answers_is_tokenized_as_pairs_are(model, tmp_path):
         assert answer["score"] == row["score"]
 
 
-@pytest.mark.parametrize("objective, given", [("dpo", CHAT), ("reward", CHAT), ("sft", SFT["messages"]), ("dpo", TEXT), ("sft", SFT["text"])])
+@pytest.mark.parametrize("model", ["marks"], indirect=True)
+@pytest.mark.parametrize("objective, given", [("dpo", TEXT), ("reward", CHAT), ("sft", SFT["messages"])])
 def test_verbs_read_rows_directly_as_converted(objective, given, model, espalier, tmp_path):
     given = [{**row, "id": place} for place, row in enumerate(given)]
     path = write_lines(given, tmp_path / "rows.jsonl")
@@ -119,10 +121,18 @@ def test_verbs_read_rows_directly_as_converted(objective, given, model, espalier
     ("dpo", {"chosen": "yes", "rejected": "no"}, "a prompt and two answers"), ("reward", {"chosen": "yes", "rejected": "no"}, "begin with the same token"),
     ("reward", {"prompt": "a", "answers": [{"response": "b", "score": 1}]}, "at least two"), ("sft", {"text": ""}, "at least two tokens"),
     ("sft", {"prompt": "a", "completion": 1}, "completion"), ("sft", {"messages": [{"role": "cook", "content": "x"}]}, "no role cook")])
-def test_damaged_rows_are_refused_by_line(objective, row, expected, model, espalier, tmp_path):
-    path = write_lines([row], tmp_path / "rows.jsonl")
-    outcome = espalier("train", "--model", model[0], "--objective", objective, "--rollouts", path, "--out", tmp_path / "out", expect=3)
-    assert "rows.jsonl:1" in outcome.stderr and expected in outcome.stderr
+def test_damaged_rows_are_refused_by_line(objective, row, expected, model, tmp_path):
+    with pytest.raises(RecordError) as raised:
+        records(objective, [row], model[0], tmp_path)
+    error = raised.value
+    assert "rows.jsonl:1" in error.where and expected in f"{error.where} {error.expected} {error.got}"
+
+
+@pytest.mark.parametrize("model", ["marks"], indirect=True)
+def test_the_program_says_which_row_is_damaged(model, espalier, tmp_path):
+    path = write_lines([{"prompt": "a", "chosen": "b", "rejected": 3}], tmp_path / "rows.jsonl")
+    outcome = espalier("train", "--model", model[0], "--objective", "dpo", "--rollouts", path, "--out", tmp_path / "out", expect=3)
+    assert "rows.jsonl:1: rejected" in outcome.stderr
     assert not (tmp_path / "out").exists()
 
 
