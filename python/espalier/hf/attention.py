@@ -106,16 +106,17 @@ class RowSet:
 
 class Phase:
     """The rows that each row of a call sees: `sets`, one after the other. `longest`: tokens up to and including the last position. `regime`: the
-    length that rotary tables made for each call take for it (rotary.py); None: the call's own."""
+    length that rotary tables made for each call take for it (rotary.py); None: the call's own. `mutual`: (begin, end) of rows that also see the
+    later ones among them, as those of an image may."""
 
-    def __init__(self, sets, longest, captures=None, regime=None):
-        self.sets, self.longest, self.captures, self.regime = sets, longest, captures, regime
+    def __init__(self, sets, longest, captures=None, regime=None, mutual=()):
+        self.sets, self.longest, self.captures, self.regime, self.mutual = sets, longest, captures, regime, mutual
         self.capturing, self.checkpointed, self.seen = False, False, collections.Counter()
 
     @classmethod
-    def of_segments(cls, segments, trunks, longest, captures=None, regime=None):
+    def of_segments(cls, segments, trunks, longest, captures=None, regime=None, mutual=()):
         """From an item's segments (core_interface.h)."""
-        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures, regime)
+        return cls([RowSet(0, tuple(trunks), _runs(segments))], longest, captures, regime, mutual)
 
     @contextlib.contextmanager
     def forward(self, model=None):
@@ -176,8 +177,9 @@ class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None):
         rule = rule.within(phase.longest) if rule else None
-        ctx.rows = rows_by_kernel if rule is None and rows_by_kernel.serves(q, v) else rows_by_blocks
-        ctx.more = (scale, phase.sets, layer) + ((rule,) if rule else ())
+        by_blocks = rule is not None or phase.mutual or not rows_by_kernel.serves(q, v)
+        ctx.rows = rows_by_blocks if by_blocks else rows_by_kernel
+        ctx.more = (scale, phase.sets, layer) + ((rule, phase.mutual) if by_blocks else ())
         out, lse = ctx.rows.forward(q, k, v, *ctx.more)
         if sinks is not None:
             heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]

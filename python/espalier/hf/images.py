@@ -40,6 +40,7 @@ class Images:
         self.backbone = self.base.base_model
         _check_family(model, self.base, self.backbone)
         self.token = _image_token(self.base)
+        self.mutual = _see_each_other(self.backbone)
         self.taken = set(inspect.signature(type(self.backbone).get_image_features).parameters)
         self.forward_takes = {name for part in (self.base, self.backbone) for name in inspect.signature(type(part).forward).parameters}
         self.prompts, self.inputs, self.which, self._known, self._counted = prepared.prompts, [], [], {}, {}
@@ -94,6 +95,18 @@ class Images:
         prompt = self.prompts[rollout]
         before, among = (prompt[:begin] == self.token).sum(), (prompt[begin:end] == self.token).sum()
         return self.which[rollout], np.arange(before, before + among)
+
+    def blocks(self, rollout, begin, end):
+        """[(begin, end)) of neighbouring image tokens among [begin, end) of a rollout, whose rows see each other; none in a model whose
+        image rows are causal."""
+        if not self.mutual:
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], self.prompts[rollout] == self.token, [False]])))
+        found = [(b, e) for b, e in zip(edges[::2].tolist(), edges[1::2].tolist()) if b < end and e > begin]
+        if any(b < begin or e > end for b, e in found):
+            raise Unsupported(type(self.base).__name__, "an image's rows in one call, since they all see each other", "an image cut by a trunk",
+                              f"Raise wave_tokens to {max(e for _, e in found)} or more")
+        return found
 
     def dense_inputs(self, rollout, length):
         """The keyword arguments of a plain call of this rollout alone, its first `length` tokens."""
@@ -173,10 +186,19 @@ def _check_family(model, base, backbone):
         raise Unsupported(name, "images in a model whose parameters are whole on every rank", "sharded parameters")
     if not hasattr(backbone, "get_image_features") or "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
         raise Unsupported(name, "images as rows of the prompt, from get_image_features and by mm_encoder_outputs", "a model with images of another kind")
-    makes_masks = hasattr(sys.modules[type(backbone).__module__], "create_masks_for_vision_model")
-    if makes_masks or "token_type_ids" in inspect.signature(type(backbone).forward).parameters:
-        raise Unsupported(name, "causal attention among an image's rows", "an image whose rows all see each other",
+    makes_masks = hasattr(_file_of(backbone), "create_masks_for_vision_model")
+    if (makes_masks or "token_type_ids" in inspect.signature(type(backbone).forward).parameters) and not _see_each_other(backbone):
+        raise Unsupported(name, "image rows that are causal, or that see those of their own image", "other masks around images",
                           "Leave the images out, or run the trainer's own path")
+
+
+def _file_of(backbone):
+    return sys.modules[type(backbone).__module__]
+
+
+def _see_each_other(backbone):
+    """Whether a row of an image sees the later rows of that image, too (Gemma 3). `check` compares what comes of it."""
+    return hasattr(_file_of(backbone), "get_block_sequence_ids_for_mask") and "token_type_ids" in inspect.signature(type(backbone).forward).parameters
 
 
 def check(model, prepared, dense, shared):

@@ -1,7 +1,8 @@
 """One layer's attention of a call in torch's own kernels: causal squares and rectangles, merged by log-sum-exp.
 
-Interface: rows_by_kernel.py; here a layer may also have a `rule` (visibility.py). Squares of one length run together; a trunk's rows
-are one rectangle, and so are a run's rows for all that is below it, without the rows and the keys that see nothing of each other.
+Interface: rows_by_kernel.py; here a layer may also have a `rule` (visibility.py), and rows [begin, end) of `mutual` see the later ones
+among them, too, which a window's lower bound does not touch. Squares of one length run together; a trunk's rows are one rectangle, and so
+are a run's rows for all that is below it, without the rows and the keys that see nothing of each other.
 Inside, rows are [J, H / J, T, D] (blocks.py).
 """
 
@@ -17,7 +18,7 @@ def count(runs, trunks):
     return len({length for _, length, _ in runs}) + sum(end > begin + length for begin, length, end in runs) + trunks
 
 
-def forward(q, k, v, scale, sets, layer, rule=None):
+def forward(q, k, v, scale, sets, layer, rule=None, mutual=()):
     wide = accumulator(q.dtype)
     _, h, t, d = q.shape
     j = k.shape[1]
@@ -30,10 +31,12 @@ def forward(q, k, v, scale, sets, layer, rule=None):
             _scatter(whole, 2, part, begins, length)
     for rows, _, kb, vb, limits in _rectangles(sets, layer, k1, v1, rule):
         _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], kb, vb, scale, False, limits))
+    for rows, keys, limits in _later(mutual, rule):
+        _merge(out, lse, rows, *blocks.forward(qg[:, :, rows], k1[:, keys], v1[:, keys], scale, False, limits))
     return out.reshape(h, t, -1).transpose(0, 1).to(q.dtype, memory_format=torch.contiguous_format)[None], lse
 
 
-def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None):
+def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None, mutual=()):
     wide = accumulator(q.dtype)
     _, h, t, d = q.shape
     j = k.shape[1]
@@ -52,6 +55,11 @@ def backward(go, q, k, v, out, lse, scale, sets, layer, rule=None):
         dq[:, :, rows] += more_q
         grad_k += more_k
         grad_v += more_v
+    for rows, keys, limits in _later(mutual, rule):
+        cut = lambda x: x[:, :, rows]
+        parts = blocks.backward(cut(gg), cut(qg), k1[:, keys], v1[:, keys], cut(out), cut(lse), scale, False, limits)
+        for whole, part in zip((cut(dq), dk[:, keys], dv[:, keys]), parts):
+            whole += part
     return dq.to(q.dtype).reshape(q.shape), dk.to(k.dtype)[None], dv.to(v.dtype)[None]
 
 
@@ -63,6 +71,13 @@ def _squares(sets, rule):
             found.setdefault((length, depth if rule else 0), []).append(begin)
     for (length, depth), begins in found.items():
         yield length, begins, _limits(rule, np.arange(depth, depth + length), depth)
+
+
+def _later(mutual, rule):
+    """(rows, keys, limits): all rows of a block but its last, and the keys behind its first row, of which row i sees those from i on."""
+    for begin, end in mutual:
+        if end - begin > 1:
+            yield slice(begin, end - 1), slice(begin + 1, end), blocks.Limits(np.arange(end - begin - 1), rule.softcap if rule else 0.0)
 
 
 def _limits(rule, depths, first_key):

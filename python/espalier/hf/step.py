@@ -86,6 +86,8 @@ class Executor:
         out, above = [], []
         gradients = self.loss is not None
         last = self._last_with_images()
+        for item in self.plan.items:
+            self._image_blocks(item)  # refuses an image that a trunk cuts before anything runs
 
         def close():
             index = above.pop()
@@ -129,7 +131,7 @@ class Executor:
         if not len(outputs):
             outputs = np.array([item.rows - 1])
         longest = max(end for _, _, end, *_ in item.segments.tolist())
-        phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime)
+        phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime, self._image_blocks(item))
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
         with phase.forward(self.model):
             logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[..., None, :], phase, as_tensor(outputs), **more)
@@ -152,6 +154,13 @@ class Executor:
             return []
         found = [self.rollouts.images.rows(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()]
         return [(which, rows) for which, rows in found if which is not None and len(rows)]
+
+    def _image_blocks(self, item):
+        """(begin, end) of an item's rows that see each other."""
+        if self.tower is None:
+            return []
+        found = [(row - begin, self.rollouts.images.blocks(self._place(r), begin, end)) for r, begin, end, row, *_ in item.segments.tolist()]
+        return [(b + shift, e + shift) for shift, blocks in found for b, e in blocks]
 
     def _last_with_images(self):
         """{item: prompts of whose items with image rows it is done last}: a trunk is done after all below it."""
