@@ -21,6 +21,9 @@ namespace {
 constexpr const char* kEmbedding = "model.embed_tokens.weight";
 constexpr const char* kHead = "lm_head.weight";
 constexpr const char* kPrefix = "model.";
+// The two ways to store a text model beside a tower.
+constexpr std::string_view kTextOfVision = "model.language_model.", kTextOfLanguage = "language_model.model.";
+constexpr const char* kHeadOfLanguage = "language_model.lm_head.weight";
 
 // All tensors of a model, whatever file they are in.
 struct Tensors {
@@ -28,6 +31,10 @@ struct Tensors {
   std::list<SafetensorsFile> files;
   std::map<std::string, const SafetensorsEntry*> by_name;
   std::list<SafetensorsEntry> parts;  // of fused tensors, under the names they have on their own
+  // Of a model with a vision tower: what stands before the names of its text model, in place of "model.", and the
+  // tensors of the rest.
+  std::string text_prefix;
+  std::vector<const SafetensorsEntry*> beside;
 };
 
 void open_file(const fs::path& path, Tensors& tensors) {
@@ -163,6 +170,32 @@ void split_fused_matrices(Tensors& tensors) {
   }
 }
 
+// What is no part of the text model: towers and projectors of images, and heads that predict further tokens, which
+// transformers leaves out as well.
+bool is_beside_text(std::string_view name) {
+  for (const std::string_view prefix : {"visual.", "model.visual.", "vision_tower.", "model.vision_tower.",
+                                        "multi_modal_projector.", "model.multi_modal_projector.", "mtp."})
+    if (name.starts_with(prefix)) return true;
+  return false;
+}
+
+// Leaves the text model's tensors alone under the names that it has on its own.
+void set_apart_vision(Tensors& tensors) {
+  std::map<std::string, const SafetensorsEntry*> of_text;
+  for (const std::string_view prefix : {kTextOfVision, kTextOfLanguage})
+    if (std::ranges::any_of(tensors.by_name, [&](const auto& item) { return item.first.starts_with(prefix); }))
+      tensors.text_prefix = prefix;
+  for (const auto& [name, entry] : tensors.by_name) {
+    if (is_beside_text(name))
+      tensors.beside.push_back(entry);
+    else if (!tensors.text_prefix.empty() && name.starts_with(tensors.text_prefix))
+      of_text.emplace(kPrefix + name.substr(tensors.text_prefix.size()), entry);
+    else
+      of_text.emplace(name == kHeadOfLanguage ? kHead : name, entry);
+  }
+  tensors.by_name = std::move(of_text);
+}
+
 Tensors open_model(const fs::path& directory) {
   Tensors tensors;
   tensors.where = directory;
@@ -181,6 +214,7 @@ Tensors open_model(const fs::path& directory) {
   }
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
+  set_apart_vision(tensors);
   return tensors;
 }
 
@@ -352,6 +386,15 @@ StoredTensors::StoredTensors(const fs::path& directory, const ParameterTable& ta
   match(files_->tensors, table, ValueHead::stored);
 }
 StoredTensors::~StoredTensors() = default;
+
+const std::vector<const SafetensorsEntry*>& StoredTensors::beside_text() const { return files_->tensors.beside; }
+
+std::string StoredTensors::file_name(const std::string& name) const {
+  const std::string& prefix = files_->tensors.text_prefix;
+  if (prefix.empty()) return name;
+  if (name == kHead) return prefix == kTextOfLanguage ? kHeadOfLanguage : kHead;
+  return name.starts_with(kPrefix) ? prefix + name.substr(std::string_view(kPrefix).size()) : name;
+}
 
 const SafetensorsEntry& StoredTensors::at(const std::string& name) const {
   auto found = files_->by_name.find(name);

@@ -56,6 +56,11 @@ class StoredTensors {
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 
+  // Of a model with a vision tower: the tensors that are no part of its text model, and the name in the files of a
+  // tensor of the text model, whose names everywhere else are those of a text model on its own.
+  const std::vector<const SafetensorsEntry*>& beside_text() const;
+  std::string file_name(const std::string& name) const;
+
  private:
   struct Files;
   std::unique_ptr<Files> files_;
@@ -73,7 +78,9 @@ struct WriteOptions {
 // in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
 // no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
 // copied byte for byte; that of a language model becomes a token (sequence) classifier's with one label where the
-// table has a value head. Errors: InputError for an unreadable source, OptionError for a failing output.
+// table has a value head. Of ...ForConditionalGeneration the weights are those of the text model under the names of the
+// source, and all other tensors of the source as they are. Errors: InputError for an unreadable source, OptionError for
+// a failing output.
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const ParameterValues& values, DType to,
                            const WriteOptions& options = {});

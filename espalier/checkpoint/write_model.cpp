@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -22,12 +23,16 @@ namespace espalier {
 namespace fs = std::filesystem;
 namespace {
 
-// A tensor of the files: a parameter, or neighbours that the family stores as one.
+// A tensor of the files: a parameter, neighbours that the family stores as one, or what is written as it is stored.
 struct FileTensor {
   std::string name;
   std::size_t begin, end;  // parameters
   std::vector<std::int64_t> shape;
   std::int64_t count;
+  const SafetensorsEntry* stored = nullptr;
+
+  TensorType type(DType to) const { return stored != nullptr ? stored->type : tensor_type_of(to); }
+  std::int64_t bytes(DType to) const { return count * bytes_of(type(to)); }
 };
 
 std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOptions& options) {
@@ -49,6 +54,13 @@ std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOpt
   return tensors;
 }
 
+// Under the names of a model with a vision tower, and with its other tensors.
+void put_beside_vision(std::vector<FileTensor>& tensors, const StoredTensors& source) {
+  for (FileTensor& tensor : tensors) tensor.name = source.file_name(tensor.name);
+  for (const SafetensorsEntry* entry : source.beside_text())
+    tensors.push_back({entry->name, 0, 0, entry->shape, entry->count, entry});
+}
+
 struct FileShard {
   std::size_t begin = 0, end = 0;  // tensors
 };
@@ -57,7 +69,7 @@ std::vector<FileShard> cut_shards(const std::vector<FileTensor>& tensors, DType 
   std::vector<FileShard> shards(1);
   std::int64_t used = 0;
   for (const FileTensor& tensor : tensors) {
-    const std::int64_t bytes = tensor.count * bytes_of(to);
+    const std::int64_t bytes = tensor.bytes(to);
     if (used > 0 && used + bytes > shard_bytes) {
       shards.push_back({shards.back().end, shards.back().end});
       used = 0;
@@ -83,26 +95,33 @@ void append_converted(SafetensorsWriter& writer, TensorType from, const std::byt
 void write_tensors(OutputFile& output, const ParameterTable& table, std::span<const FileTensor> tensors, DType from,
                    const ParameterValues& values, DType to, const WriteOptions& options) {
   std::vector<TensorSpec> specs;
-  for (const FileTensor& tensor : tensors) specs.push_back({tensor.name, tensor_type_of(to), tensor.shape});
+  for (const FileTensor& tensor : tensors) specs.push_back({tensor.name, tensor.type(to), tensor.shape});
   SafetensorsWriter writer(output, specs);
-  for (std::size_t i = tensors.front().begin; i < tensors.back().end; ++i) {
-    const Parameter& parameter = table.parameters()[i];
-    if (options.stored != nullptr && !options.changed(parameter.name)) {
-      const SafetensorsEntry& entry = options.stored->at(parameter.name);
-      append_converted(writer, entry.type, entry.data, to, parameter.count);
-      forget_pages(entry);
-    } else {
-      append_converted(writer, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
-                       parameter.count);
+  for (const FileTensor& tensor : tensors) {
+    if (tensor.stored != nullptr) {
+      writer.append(tensor.stored->data, tensor.stored->bytes);
+      forget_pages(*tensor.stored);
     }
-    if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
+    for (std::size_t i = tensor.begin; i < tensor.end; ++i) {
+      const Parameter& parameter = table.parameters()[i];
+      if (options.stored != nullptr && !options.changed(parameter.name)) {
+        const SafetensorsEntry& entry = options.stored->at(parameter.name);
+        append_converted(writer, entry.type, entry.data, to, parameter.count);
+        forget_pages(entry);
+      } else {
+        append_converted(writer, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
+                         parameter.count);
+      }
+      if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
+    }
   }
   writer.finish();
 }
 
 void write_weights(const fs::path& target, const ParameterTable& table, DType from, const ParameterValues& values,
-                   DType to, const WriteOptions& options) {
-  const std::vector<FileTensor> tensors = file_tensors(table, options);
+                   DType to, const WriteOptions& options, const StoredTensors* beside) {
+  std::vector<FileTensor> tensors = file_tensors(table, options);
+  if (beside != nullptr) put_beside_vision(tensors, *beside);
   const std::vector<FileShard> shards = cut_shards(tensors, to, options.shard_bytes);
   Json weight_map = Json::object();
   for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -120,7 +139,9 @@ void write_weights(const fs::path& target, const ParameterTable& table, DType fr
   }
   if (shards.size() == 1) return;
   Json index;
-  index["metadata"]["total_size"] = table.size() * bytes_of(to);
+  std::int64_t bytes = 0;
+  for (const FileTensor& tensor : tensors) bytes += tensor.bytes(to);
+  index["metadata"]["total_size"] = bytes;
   index["weight_map"] = std::move(weight_map);
   write_json_file(target / "model.safetensors.index.json", index);
 }
@@ -177,19 +198,29 @@ bool state_value_head(Json& config, bool of_sequences) {
   return true;
 }
 
+bool is_beside_vision(const Json& config) {
+  const auto names = config.find("architectures");
+  return names != config.end() && names->is_array() && !names->empty() && (*names)[0].is_string() &&
+         (*names)[0].get<std::string>().ends_with("ForConditionalGeneration");
+}
+
 // The config with its dtype set to that of the weights; untouched text where it already says so. transformers calls the
 // member "dtype" from version 5 on and "torch_dtype" before; absent it means float32.
 void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head, bool of_sequences) {
   Json config = read_json_object(from);
   bool stated = false, changed = value_head && state_value_head(config, of_sequences);
-  for (const char* member : {"dtype", "torch_dtype"}) {
-    const auto found = config.find(member);
-    if (found == config.end() || found->is_null()) continue;
-    stated = true;
-    if (*found == name_of(dtype)) continue;
-    *found = name_of(dtype);
-    changed = true;
-  }
+  const auto restate = [&](Json& members) {
+    for (const char* member : {"dtype", "torch_dtype"}) {
+      const auto found = members.find(member);
+      if (found == members.end() || found->is_null()) continue;
+      stated = true;
+      if (*found == name_of(dtype)) continue;
+      *found = name_of(dtype);
+      changed = true;
+    }
+  };
+  restate(config);
+  if (is_beside_vision(config) && config.contains("text_config")) restate(config["text_config"]);
   if (!stated && dtype != DType::float32) {
     config["torch_dtype"] = name_of(dtype);
     changed = true;
@@ -232,7 +263,9 @@ void write_model_directory(const fs::path& target, const fs::path& source, const
   std::error_code ignored;
   ESPALIER_INTERNAL(!fs::equivalent(source, target, ignored), "a model cannot be written over its own source");
   copy_other_files(source, target, to, table.contains(kValueWeight), options.of_sequences);
-  write_weights(target, table, from, values, to, options);
+  std::optional<StoredTensors> beside;
+  if (is_beside_vision(read_json_object(source / "config.json"))) beside.emplace(source);
+  write_weights(target, table, from, values, to, options, beside ? &*beside : nullptr);
 }
 
 void write_named_tensors(const fs::path& file, const ParameterTable& table, DType dtype, const void* flat) {

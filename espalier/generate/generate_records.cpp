@@ -21,6 +21,7 @@
 #include "espalier/step/trained_choice.h"
 #include "espalier/text/reward_function.h"
 #include "espalier/text/rollout_text.h"
+#include "espalier/train/training_data.h"
 
 namespace espalier {
 namespace {
@@ -139,6 +140,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   LazyTokenizer tokenizers(options.model, options.chat_template_kwargs);
   const PromptFile file = read_prompts(options.prompts, shape.vocabulary, tokenizers, progress);
   for (const std::string& note : file.notes) progress.note(note);
+  for (const Prompt& prompt : file.prompts) refuse_image_tokens(prompt.ids, prompt.where + ": prompt", shape);
   Tokenizer* const tokenizer = environment || !options.reward.empty() || !options.stop.empty() || file.has_text
                                    ? &tokenizers.get()
                                    : tokenizers.at_hand(progress);

@@ -29,6 +29,7 @@ class Members {
   bool is_null(const char* name) const { return object_.contains(name) && object_.at(name).is_null(); }
   bool has(const char* name) const { return object_.contains(name) && !object_.at(name).is_null(); }
   const Json& at(const char* name) const { return object_.at(name); }
+  const Json& all() const { return object_; }
 
   [[noreturn]] void fail(const char* name, const std::string& expected) const {
     throw InputError({where_, text_of("member '", path_, name, "' to be ", expected),

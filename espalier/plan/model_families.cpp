@@ -163,6 +163,8 @@ constexpr Family kFamilies[] = {
      .qkv_bias = Biases::attention_bias,
      .output_bias = Biases::attention_bias,
      .qk_norm = true,
+     .heads = 8,
+     .vocabulary = 262208,
      .head_dim = 256,
      .max_positions = 131072,
      .kv_heads = 4,
@@ -225,8 +227,17 @@ constexpr Family kFamilies[] = {
      .names = kMixtralNames},
 };
 
+constexpr VisionFamily kVisionFamilies[] = {
+    {"Gemma3", "gemma3_text", "Gemma3"},   {"Qwen3_5", "qwen3_5_text", "Qwen3_5"},
+    {"Mistral3", "mistral", "Mistral"},    {"Mistral3", "ministral", "Ministral"},
+    {"Qwen3VL", "qwen3_vl_text", "Qwen3"}, {"Qwen2_5_VL", "qwen2_5_vl_text", "Qwen2"},
+    {"Qwen2_5_VL", "qwen2_5_vl", "Qwen2"}, {"Qwen2VL", "qwen2_vl_text", "Qwen2"},
+    {"Qwen2VL", "qwen2_vl", "Qwen2"},
+};
+
 }  // namespace
 
 std::span<const Family> model_families() { return kFamilies; }
+std::span<const VisionFamily> vision_families() { return kVisionFamilies; }
 
 }  // namespace espalier

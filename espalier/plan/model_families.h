@@ -44,7 +44,8 @@ struct Family {
   bool renormalises = false;  // the weights of a row's experts, without a member norm_topk_prob
   bool sigmoid_router = false, correction_bias = false;
 
-  std::int64_t head_dim = 0;  // 0: hidden / heads
+  std::int64_t heads = 0, vocabulary = 0;  // of absent members; 0: they must be there
+  std::int64_t head_dim = 0;               // 0: hidden / heads
   std::int64_t max_positions = 2048;
   std::int64_t kv_heads = 0;  // of an absent num_key_value_heads; 0: as many as heads
   std::int64_t pad_token = -1;
@@ -82,5 +83,15 @@ struct Family {
 };
 
 std::span<const Family> model_families();
+
+// A model with a vision tower: architectures are name + "ForConditionalGeneration". Its text model, by the model_type
+// of its text_config (or, without one, of the members beside the tower's), is that of a family.
+struct VisionFamily {
+  const char* name;
+  const char* text_type;  // an absent model_type of text_config means it
+  const char* family;     // Family::name
+};
+
+std::span<const VisionFamily> vision_families();
 
 }  // namespace espalier

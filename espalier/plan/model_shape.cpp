@@ -16,6 +16,7 @@ namespace {
 constexpr const char* kLanguageModel = "ForCausalLM";
 constexpr const char* kClassifier = "ForTokenClassification";
 constexpr const char* kSequenceClassifier = "ForSequenceClassification";
+constexpr const char* kWithVision = "ForConditionalGeneration";
 
 struct Architecture {
   const Family& family;
@@ -293,7 +294,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   shape.layers = config.integer("num_hidden_layers", 1, 10000);
   shape.hidden = config.integer("hidden_size", 1, 1 << 20);
   shape.inner = config.integer("intermediate_size", 1, 1 << 24);
-  shape.heads = config.integer("num_attention_heads", 1, 65536);
+  shape.heads = family.heads > 0 ? config.integer("num_attention_heads", 1, 65536, family.heads)
+                                 : config.integer("num_attention_heads", 1, 65536);
   const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
   shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, as_heads ? shape.heads : family.kv_heads);
   if (!config.has("head_dim") && family.head_dim == 0 && shape.hidden % shape.heads != 0)
@@ -301,7 +303,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
                 text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
   shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
   check_heads(config, shape);
-  shape.vocabulary = config.integer("vocab_size", 1, 1 << 26);
+  shape.vocabulary = family.vocabulary > 0 ? config.integer("vocab_size", 1, 1 << 26, family.vocabulary)
+                                           : config.integer("vocab_size", 1, 1 << 26);
   shape.max_positions = config.integer("max_position_embeddings", 1, 1 << 30, family.max_positions);
   shape.rms_norm_eps = config.positive(family.eps_member, family.eps);
   shape.initializer_range = config.positive("initializer_range", 0.02);
@@ -340,6 +343,66 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
     read_windows(config, family, shape);
   read_activation(config, family, shape);
   if (config.has("quantization_config")) config.refuse("quantization_config", "weights that are not quantised");
+  return shape;
+}
+
+const Family& family_named(std::string_view name) {
+  const std::span<const Family> families = model_families();
+  return *std::ranges::find(families, name, [](const Family& family) { return std::string_view(family.name); });
+}
+
+// The row of a model with a vision tower, or null: the config is not such a model's.
+const VisionFamily* vision_family_of(const Members& config) {
+  if (!config.has("architectures") || !config.at("architectures").is_array() || config.at("architectures").empty() ||
+      !config.at("architectures")[0].is_string())
+    return nullptr;
+  const std::string architecture = config.at("architectures")[0].get<std::string>();
+  std::string type, types;
+  if (config.has("text_config") && config.at("text_config").is_object())
+    type = Members(config.at("text_config"), config.where(), "text_config.").text("model_type", "");
+  else
+    type = config.text("model_type", "");
+  for (const VisionFamily& row : vision_families()) {
+    if (architecture != text_of(row.name, kWithVision)) continue;
+    if (type.empty() || type == row.text_type) return &row;
+    types += text_of(types.empty() ? "" : " or ", row.text_type);
+  }
+  if (!types.empty()) config.refuse("a text model of type '" + type + "'", "a text model of type " + types);
+  return nullptr;
+}
+
+// The text model's members, with those of the whole model that hold for it.
+Json text_config_of(const Members& config) {
+  Json text = Json::object();
+  if (config.has("text_config")) {
+    if (!config.at("text_config").is_object()) config.fail("text_config", "an object");
+    text = config.at("text_config");
+  } else {
+    for (const auto& [name, value] : config.all().items())
+      if (name != "vision_config") text[name] = value;
+  }
+  for (const char* name : {"tie_word_embeddings", "dtype", "torch_dtype", "quantization_config"})
+    if (config.has(name)) text[name] = config.at(name);
+  return text;
+}
+
+ModelShape shape_beside_vision(const Members& config, const VisionFamily& row) {
+  const Family& family = family_named(row.family);
+  const Json text = text_config_of(config);
+  const Members members(text, config.where(), "text_config.");
+  // Where the text model has a configuration class of its own, absent members mean other values than the family's.
+  if (std::string_view(row.text_type) != family.model_type) {
+    for (const char* name : {"num_key_value_heads", "max_position_embeddings", "rms_norm_eps"})
+      if (!members.has(name)) members.fail(name, "a number");
+    if (!members.has("rope_theta") && !members.has("rope_parameters")) members.fail("rope_theta", "a number");
+  }
+  ModelShape shape = shape_of_family(members, family);
+  shape.architecture = text_of(row.name, kWithVision);
+  shape.beside_vision = true;
+  for (const char* name : {"image_token_id", "image_token_index", "video_token_id", "vision_start_token_id",
+                           "vision_end_token_id", "boi_token_index", "eoi_token_index"})
+    if (config.has(name))
+      shape.image_tokens.push_back(static_cast<std::int32_t>(config.integer(name, 0, std::int64_t{1} << 30)));
   return shape;
 }
 
@@ -389,6 +452,7 @@ void check_object(const Json& json, const std::string& where) {
 ModelShape model_shape_of(const Json& json, const std::string& where) {
   check_object(json, where);
   const Members config(json, where);
+  if (const VisionFamily* row = vision_family_of(config)) return shape_beside_vision(config, *row);
   return shape_of_family(config, architecture_of(config, false).family);
 }
 

@@ -197,6 +197,10 @@ struct ModelShape {
   SharedExpert shared_expert;
   bool expert_bias = false;  // of gate, up and down of experts (gpt-oss)
   ParameterNames names;
+  // The text part of a model with a vision tower. The tower does not run here, so rollouts must not hold the tokens
+  // that stand for images and videos, or for their beginnings and ends.
+  bool beside_vision = false;
+  std::vector<std::int32_t> image_tokens;
   DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
   TrainedParameters trained;
 
@@ -232,9 +236,10 @@ struct ModelShape {
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };
 
-// Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name), UnsupportedError for
-// what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here has, other rope
-// types, other activations than SiLU, other architectures).
+// Of ...ForConditionalGeneration, a text model beside a vision tower (plan/model_families.h), the shape is the text
+// model's. Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name),
+// UnsupportedError for what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here
+// has, other rope types, other activations than SiLU, other architectures).
 ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 

@@ -60,7 +60,8 @@ Rope read_one(const Members& config, const Members& rope, bool nested, double th
   Rope out;
   out.theta = rope.positive("rope_theta", theta);
   std::string type = rope.text("rope_type", rope.text("type", "default"));
-  if (type == "su") type = "longrope";  // as Phi-3 called it
+  if (type == "su") type = "longrope";    // as Phi-3 called it
+  if (type == "mrope") type = "default";  // positions of an image's rows in three dimensions; those of text are equal
   if (type == "default") return out;
   out.has_scaling = true;
   RopeScaling& scaling = out.scaling;

@@ -190,6 +190,10 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
     throw UnsupportedError({"--lora-rank", "a model whose layers are all attention",
                             shape.architecture + ", which has layers of the delta rule",
                             "train its weights (--train)"});
+  if (shape.beside_vision)
+    throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
+                            shape.architecture + ", in whose files peft names modules otherwise",
+                            "train its weights (--train)"});
   AdapterShape out{choice.rank, choice.alpha, choice.root_of_rank, {}, {}};
   out.of_layer.resize(static_cast<std::size_t>(shape.layers));
   const std::vector<std::string> all = adaptable_modules(shape);

@@ -232,6 +232,15 @@ TextRows text_rows_of(const Options& options) {
   return {name_of(options.objective), model_source(options)};
 }
 
+void refuse_image_tokens(std::span<const std::int32_t> ids, const std::string& where, const ModelShape& shape) {
+  if (shape.image_tokens.empty()) return;
+  for (const std::int32_t id : ids)
+    if (std::ranges::find(shape.image_tokens, id) != shape.image_tokens.end())
+      throw UnsupportedError({where, "text: the program runs the model without its vision tower",
+                              text_of("token ", id, ", which stands for an image or a video"),
+                              "espalier.hf, espalier.trl and espalier.verl train with images (docs/python.md)"});
+}
+
 std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& shape, Progress& progress,
                                     double temperature, std::vector<RecordedExperts>* experts_as_read,
                                     const TextRows& rows) {
@@ -254,6 +263,10 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
   if (const std::string note = positions_note(file.rollouts, shape); !note.empty()) progress.note(note);
   if (experts_as_read)
     for (const Rollout& rollout : file.rollouts) experts_as_read->push_back(rollout.recorded_experts);
+  for (const Rollout& rollout : file.rollouts) {
+    refuse_image_tokens(rollout.prompt_ids, rollout.where + ": prompt_ids", shape);
+    refuse_image_tokens(rollout.response_ids, rollout.where + ": response_ids", shape);
+  }
   fit_recorded_experts(file.rollouts, shape);
   if (const std::string note = recorded_experts_note(file.rollouts); !note.empty()) progress.note(note);
   return std::move(file.rollouts);

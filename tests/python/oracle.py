@@ -132,8 +132,9 @@ WITH_FORMULAS = ("Llama", "Mistral", "Qwen2", "Qwen3For", "Qwen3Moe")
 
 def widened(model):
     """transformers' own code in float64: rotary tables are made again, and each forward runs in `Wide`."""
+    decoder = getattr(model.model, "language_model", model.model)  # beside a vision tower
     with Wide():
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config.get_text_config())
     forward = model.forward
 
     def wide_forward(*arguments, **keywords):
