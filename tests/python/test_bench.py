@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 from conftest import ROOT
 
@@ -61,3 +63,12 @@ def test_a_row_above_its_ceiling_is_told_with_the_schedule_that_was_slow():
     assert grid.beyond_ceiling([row(10, 1.4), row(20, 1.5), row(30, 1.3)]) == []
     told = " ".join(grid.beyond_ceiling([row(10, 1.4), row(20, 1.4), row(30, 2.8)]))
     assert told.startswith("30/10, N = 2, is above 1.2") and "dense 0.50, auto 1.00, phased 1.00" in told
+
+
+def test_equal_bits_finds_none_that_differ(program):
+    """Of a few rollouts: generate, every schedule, layouts and instruction sets. The page says what it found in a million tokens."""
+    done = subprocess.run([sys.executable, ROOT / "bench/equal_bits.py", "--tokens", "4096", "--dtypes", "float32", "--build", Path(program).parent],
+                          capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| float32")]
+    assert done.returncode == 0 and len(lines) >= 12, done.stdout + done.stderr
+    assert all(line.split("|")[4].strip() == "0" for line in lines)

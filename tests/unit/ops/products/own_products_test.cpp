@@ -22,9 +22,14 @@ accumulator_t<T> number(T x) {
   return static_cast<accumulator_t<T>>(x);
 }
 
-// The order of sums of docs/mathematics.md.
+// The order of sums of docs/mathematics.md, or with one fault in it that tiles, edges or threads could make.
+enum class Fault { none, blocks_cut_elsewhere, edge_columns_not_fused, steps_split_in_two, pairs_ascending };
+
 template <class T, class Out>
-void defined(const Product<T, Out>& p, std::vector<Out>& out) {
+void defined(const Product<T, Out>& p, std::vector<Out>& out, Fault fault = Fault::none) {
+  const std::int64_t cut = fault == Fault::blocks_cut_elsewhere ? 3 * kSumBlock<T> / 4
+                           : fault == Fault::steps_split_in_two ? std::max<std::int64_t>(2, p.steps / 4 * 2)
+                                                                : kSumBlock<T>;
   using A = accumulator_t<T>;
   const auto at = [](const Factor<T>& f, std::int64_t line, std::int64_t step) {
     return number(f.data[f.steps_adjacent ? line * f.stride + step : step * f.stride + line]);
@@ -32,13 +37,14 @@ void defined(const Product<T, Out>& p, std::vector<Out>& out) {
   for (std::int64_t row = 0; row < p.rows; ++row)
     for (std::int64_t column = 0; column < p.columns; ++column) {
       A sum = p.base ? number(p.base[row * p.base_stride + column]) : A(0);
-      for (std::int64_t block = 0; block < p.steps; block += kSumBlock<T>) {
+      const bool fused = fault != Fault::edge_columns_not_fused || column < p.columns / 8 * 8;
+      for (std::int64_t block = 0; block < p.steps; block += cut) {
         A chain = 0;
-        for (std::int64_t k = block; k < block + kSumBlock<T>; ++k) {
-          const std::int64_t step = sizeof(T) == 2 ? k ^ 1 : k;
+        for (std::int64_t k = block; k < block + cut; ++k) {
+          const std::int64_t step = sizeof(T) == 2 && fault != Fault::pairs_ascending ? k ^ 1 : k;
           if (step < p.steps) {
             const A a = at(p.a, row, step), b = at(p.b, column, step);
-            if (instruction_set() == InstructionSet::baseline) {
+            if (instruction_set() == InstructionSet::baseline || !fused) {
               const volatile A product = a * b;  // rounded on its own
               chain += product;
             } else {
@@ -55,9 +61,9 @@ void defined(const Product<T, Out>& p, std::vector<Out>& out) {
 template <class T>
 std::vector<T> random_numbers(std::int64_t count, std::uint32_t seed) {
   std::mt19937 bits(seed);
-  std::normal_distribution<float> normal;
+  std::normal_distribution<double> normal;
   std::vector<T> numbers(static_cast<std::size_t>(count));
-  for (T& x : numbers) x = static_cast<T>(normal(bits));
+  for (T& x : numbers) x = static_cast<T>(static_cast<accumulator_t<T>>(normal(bits)));
   return numbers;
 }
 
@@ -145,6 +151,31 @@ class OwnProducts : public ::testing::TestWithParam<InstructionLevel> {
   InstructionSet set_ = InstructionSet::baseline;
   Bfloat16Products products_ = Bfloat16Products::converted;
 };
+
+// The comparison notices each fault: some number of a product has other bits with it.
+template <class T, class Out>
+void expect_noticed(Fault fault) {
+  const Sizes s{4, 13, 1600};
+  const auto a = random_numbers<T>(s.rows * s.steps, 1), b = random_numbers<T>(s.columns * s.steps, 2);
+  std::vector<Out> found(static_cast<std::size_t>(s.rows * s.columns)), expected = found;
+  const Product<T, Out> p{s.rows, s.columns,    s.steps,  {a.data(), s.steps, true}, {b.data(), s.steps, true}, nullptr,
+                          0,      found.data(), s.columns};
+  multiply(p, 1);
+  defined(p, expected);
+  EXPECT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0);
+  defined(p, expected, fault);
+  EXPECT_NE(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0) << static_cast<int>(fault);
+}
+
+TEST(OwnProductsFaults, AreNoticed) {
+  if (instruction_set() == InstructionSet::baseline) GTEST_SKIP() << "this processor has no fused multiply-adds";
+  for (const Fault fault : {Fault::blocks_cut_elsewhere, Fault::edge_columns_not_fused, Fault::steps_split_in_two}) {
+    expect_noticed<float, float>(fault);
+    expect_noticed<double, double>(fault);
+    if (fault != Fault::edge_columns_not_fused) expect_noticed<bfloat16, float>(fault);  // its products are exact
+  }
+  expect_noticed<bfloat16, float>(Fault::pairs_ascending);
+}
 
 class OwnBfloat16Products : public OwnProducts {};  // under the levels that differ in bfloat16 alone as well
 
