@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 
 #include "espalier/train/training_data.h"
 #include "tests/equivalence/fixture.h"
@@ -53,13 +54,19 @@ Case as_critic(Case c) {
   return c;
 }
 
+// On another device (ESPALIER_TEST_DEVICE) one draw and two budgets: it runs the same arithmetic, what it may get wrong
+// is where memory lies and when work runs, and each operation takes it long.
+const bool kOnHost = std::getenv("ESPALIER_TEST_DEVICE") == nullptr;
+const std::vector<std::int64_t> kBudgets =
+    kOnHost ? std::vector<std::int64_t>{0, 1, 2, 7, 20} : std::vector<std::int64_t>{1, 7};
+
 class Families : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(Families, EveryPlanEqualsAutograd) {
   Case c;
   c.family = GetParam();
   c.rollouts = ragged_rollouts();
-  for (c.seed = 1; c.seed <= 3; ++c.seed) expect_all_plans(c, {0, 1, 2, 7, 20});
+  for (c.seed = 1; c.seed <= (kOnHost ? 3 : 1); ++c.seed) expect_all_plans(c, kBudgets);
 }
 
 TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
@@ -67,7 +74,7 @@ TEST_P(Families, EveryPlanOfACriticEqualsAutograd) {
   c.family = GetParam();
   c.rollouts = ragged_rollouts();
   c.rollouts.temperature_low = 0.7, c.rollouts.temperature_high = 1.3;  // which are the policy's alone
-  expect_all_plans(as_critic(c), {0, 1, 2, 7, 20});
+  expect_all_plans(as_critic(c), kBudgets);
 }
 INSTANTIATE_TEST_SUITE_P(Models, Families,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3-moe-plain",
