@@ -40,7 +40,7 @@ Architecture architecture_of(const Members& config, bool critic) {
     if (architecture == name + kLanguageModel || (architecture.empty() && model_type == family.model_type)) {
       if (critic && !family.classifier)
         throw UnsupportedError({config.where(), text_of("a family that transformers has a ", kClassifier, " of"),
-                                "'" + architecture + "'", "use another model as the critic"});
+                                "'" + architecture + "'", "use another model as the critic, or as the reward model"});
       return {family};
     }
     if (critic && family.classifier && architecture == name + kClassifier) return {family, true};
@@ -50,8 +50,10 @@ Architecture architecture_of(const Members& config, bool critic) {
   }
   const std::string name = architecture.empty() ? model_type : architecture;
   const bool served = !critic && (architecture.empty() || name.ends_with(kLanguageModel));
-  throw UnsupportedError(
-      {config.where(), "one of the architectures " + supported, "'" + name + "'", served ? kServedInPython : ""});
+  const char* remedy = served                                  ? kServedInPython
+                       : critic && name.ends_with(kWithVision) ? "give its text model in a directory of its own"
+                                                               : "";
+  throw UnsupportedError({config.where(), "one of the architectures " + supported, "'" + name + "'", remedy});
 }
 
 void refuse_dropout(const Members& config) {
