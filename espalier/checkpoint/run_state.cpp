@@ -149,6 +149,13 @@ void append_further(const ModelShape& s, std::ostream& out) {
   number("router_top_groups", static_cast<double>(s.router.top_groups), 1);
   number("router_scaling", s.router.scaling, 1);
   number("shared_inner", static_cast<double>(s.shared_expert.inner), 0);
+  const LatentShape& latent = s.latent;
+  for (const auto& [value, name] : {std::pair{latent.query, "query_latent"},
+                                    {latent.key_value, "key_value_latent"},
+                                    {latent.plain, "plain_channels"},
+                                    {latent.rotary, "rotary_channels"},
+                                    {latent.value, "value_channels"}})
+    number(name, static_cast<double>(value), 0);
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ struct Buffer {
 
 class BufferList {
  public:
-  static constexpr int kMostBuffers = 16, kMostStages = 8;
+  static constexpr int kMostBuffers = 24, kMostStages = 8;
   // Where a buffer stands in the list; -1: it was not declared.
   struct Place {
     int index = -1;

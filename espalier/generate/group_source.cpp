@@ -23,7 +23,7 @@ void GroupSource::add_to(ControlBlock& block, std::span<const std::int32_t> outp
 
 // One call for each group that has queries, after its keys and values are where the group keeps them.
 void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
-  const std::int64_t heads = attended_RW.size(1) / a.head_dim;
+  const std::int64_t heads = a.q_RW.size(1) / a.head_dim;
   std::int64_t first_row = 0, first_query = 0;
   for (const OnDevice& one : groups_) {
     const at::Tensor& query_row = a.output_row_R.defined() ? one.output_own_row_N : one.own_row_N;

@@ -17,11 +17,12 @@ std::int64_t bytes_taken(const ModelShape& shape, at::ScalarType dtype, std::int
   const auto taken = [&](std::int64_t count) {
     return arena_bytes(count * static_cast<std::int64_t>(c10::elementSize(dtype)));
   };
-  const std::int64_t width = shape.kv_heads * shape.head_dim;
+  const auto of_rows = [&](std::int64_t rows) {
+    return taken(rows * shape.key_width()) + taken(rows * shape.value_width());
+  };
   const StateBuffers states({shape, element_bytes(dtype), false}, false);
   return states.peak() * (1 + responses) + taken(shape.hidden) +
-         2 * (shape.layers - shape.states_in(0, shape.layers)) *
-             (taken(prompt_rows * width) + taken(response_rows * width));
+         (shape.layers - shape.states_in(0, shape.layers)) * (of_rows(prompt_rows) + of_rows(response_rows));
 }
 
 }  // namespace

@@ -324,7 +324,8 @@ std::shared_ptr<void> hold_weights(const Decoder& decoder) {
   std::vector<at::Tensor> weights{views.head_VM};
   for (const LayerViews& layer : views.layers)
     for (const Projection* projection :
-         {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.gate_up, &layer.down, &layer.router})
+         {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.query_latent, &layer.key_value_latent,
+          &layer.rotary_key, &layer.gate_up, &layer.down, &layer.router})
       weights.push_back(projection->weight);
   return decoder.device().operations().hold_weights(weights, decoder.device().free_bytes() / 4);
 }

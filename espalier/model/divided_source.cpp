@@ -23,8 +23,10 @@ DividedSource::DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk
       cp_(cp),
       arena_(arena) {}
 
-at::Tensor DividedSource::rows_of(const at::Tensor& whole, std::int64_t rank, int keys_or_values) const {
-  return whole.narrow(0, (2 * rank + keys_or_values) * shares_.most(), shares_.rows_of(rank));
+KeysValues DividedSource::parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const {
+  const std::int64_t most = shares_.most(), K = block_.shape.key_width(), V = block_.shape.value_width();
+  const at::Tensor flat = whole.view({-1}).narrow(0, place * most * (K + V), most * (K + V));
+  return {flat.narrow(0, 0, rows * K).view({rows, K}), flat.narrow(0, most * K, rows * V).view({rows, V})};
 }
 
 at::Tensor DividedSource::set_rows_of(std::int64_t rank) const {
@@ -37,12 +39,14 @@ at::Tensor DividedSource::set_rows_of(std::int64_t rank) const {
 void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
                            const KeysValues& set) const {
   const std::int64_t own = shares_.rows_of(cp_.rank());
-  a.ops.convert(a.own.k, part.narrow(0, 0, own));
-  a.ops.convert(a.own.v, part.narrow(0, shares_.most(), own));
+  const KeysValues given = parts_of(part, 0, own);
+  a.ops.convert(a.own.k, given.k);
+  a.ops.convert(a.own.v, given.v);
   cp_.gather(part, whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
-    a.ops.scatter(rows_of(whole, rank, 0), set_rows_of(rank), set.k);
-    a.ops.scatter(rows_of(whole, rank, 1), set_rows_of(rank), set.v);
+    const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
+    a.ops.scatter(of_rank.k, set_rows_of(rank), set.k);
+    a.ops.scatter(of_rank.v, set_rows_of(rank), set.v);
   }
 }
 
@@ -50,13 +54,14 @@ void DividedSource::add_to_owners(const LayerAttention& a, const KeysValues& gra
                                   const at::Tensor& whole, const KeysValues& grad_own) const {
   a.ops.zero(whole);
   for (std::int64_t rank = 0; rank < shares_.ranks(); ++rank) {
-    a.ops.gather(grad_set.k, set_rows_of(rank), rows_of(whole, rank, 0));
-    a.ops.gather(grad_set.v, set_rows_of(rank), rows_of(whole, rank, 1));
+    const KeysValues of_rank = parts_of(whole, rank, shares_.rows_of(rank));
+    a.ops.gather(grad_set.k, set_rows_of(rank), of_rank.k);
+    a.ops.gather(grad_set.v, set_rows_of(rank), of_rank.v);
   }
   cp_.scatter_sum(whole, part);
-  const std::int64_t own = shares_.rows_of(cp_.rank());
-  a.ops.add_scatter(part.narrow(0, 0, own), rows_.counted_T, grad_own.k);
-  a.ops.add_scatter(part.narrow(0, shares_.most(), own), rows_.counted_T, grad_own.v);
+  const KeysValues own = parts_of(part, 0, shares_.rows_of(cp_.rank()));
+  a.ops.add_scatter(own.k, rows_.counted_T, grad_own.k);
+  a.ops.add_scatter(own.v, rows_.counted_T, grad_own.v);
 }
 
 AttentionProblem DividedSource::problem(const LayerAttention& a, const KeysValues& set,

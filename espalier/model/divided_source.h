@@ -43,8 +43,8 @@ class DividedSource final : public KvSource {
                     const KeysValues& grad_own) override;
 
  private:
-  // Of one rank in a buffer of all of them: its keys (values), [its rows, J*D].
-  at::Tensor rows_of(const at::Tensor& whole, std::int64_t rank, int keys_or_values) const;
+  // In a buffer of ranks, the first rows of the one at `place`: [rows, J*D] and [rows, J*Dv].
+  KeysValues parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const;
   at::Tensor set_rows_of(std::int64_t rank) const;
   void gather(const LayerAttention& attention, const at::Tensor& part, const at::Tensor& whole,
               const KeysValues& set) const;

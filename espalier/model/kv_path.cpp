@@ -35,7 +35,7 @@ KvPath::KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dt
     }
     const auto rows_of = [&](std::size_t kind) {
       const at::Tensor& rows_PW = members[kind].rows_PW;
-      return rows_PW.defined() ? rows_PW.view({capacity, shape.kv_heads, shape.head_dim}) : rows_PW;
+      return rows_PW.defined() ? rows_PW.view({capacity, shape.kv_heads, rows_PW.size(1) / shape.kv_heads}) : rows_PW;
     };
     layers_[layer] = {rows_of(0), rows_of(1), rows_of(2), rows_of(3)};
     for (PathKeeper::Member& member : members) member.layer = static_cast<std::int64_t>(layer);

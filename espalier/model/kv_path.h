@@ -1,9 +1,10 @@
 // Keys and values of the open trunks, end to end, and the gradients that everything below adds to them.
 //
-// Shapes: P rows of the open trunks, J key/value heads, D head size. A stack: a trunk's rows are pushed when its
-// forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64 runs), so that any
-// number of waves adds up without loss (mathematics, section 2). Every trunk knows how many contributions the plan
-// promises; reading a trunk's gradient before the last one, or adding after, is an error, not a wrong number.
+// Shapes: P rows of the open trunks, J key/value heads, D head size, Dv that of values. A stack: a trunk's rows are
+// pushed when its forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64
+// runs), so that any number of waves adds up without loss (mathematics, section 2). Every trunk knows how many
+// contributions the plan promises; reading a trunk's gradient before the last one, or adding after, is an error, not a
+// wrong number.
 //
 // Layers that are not in use may sleep: who reads or writes a layer says so before, in the order of a pass. Where ranks
 // of cp divide them (saved/divided_path.h) they do so together, also one without rows of its own.
@@ -23,8 +24,8 @@ namespace espalier {
 class KvPath {
  public:
   struct Layer {
-    at::Tensor k, v;            // [P, J, D]
-    at::Tensor grad_k, grad_v;  // [P, J, D], accumulator dtype; undefined in forward-only passes
+    at::Tensor k, v;            // [P, J, D], [P, J, Dv]
+    at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
   };
 
   // Takes `capacity` rows for every layer from the arena. With a keeper all layers but the first `layers_awake` sleep

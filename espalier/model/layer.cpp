@@ -6,27 +6,51 @@
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/branch.h"
 #include "espalier/model/delta_layer.h"
+#include "espalier/model/latent.h"
 #include "espalier/model/mlp.h"
 
 namespace espalier {
 namespace {
 
 struct Sizes {
-  std::int64_t rows, continuing, kv_width;  // T, R, J*D
+  std::int64_t rows, continuing;  // T, R
 };
 
-Sizes sizes_of(const LayerContext& c) {
-  return {c.input.rows(), c.narrow ? c.input.outputs() : c.input.rows(), c.shape.kv_heads * c.shape.head_dim};
-}
+Sizes sizes_of(const LayerContext& c) { return {c.input.rows(), c.narrow ? c.input.outputs() : c.input.rows()}; }
 
 Rotation rotation(const LayerContext& c, const at::Tensor& position_R, const at::Tensor& norm_weight) {
   return {c.rotary,    position_R, norm_weight, c.shape.rms_norm_eps, c.shape.head_dim, c.shape.attention.interleaved,
           c.shape.norm};
 }
 Rotation rotation_of_queries(const LayerContext& c) {
-  return rotation(c, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D);
+  Rotation queries = rotation(c, c.narrow ? c.input.output_position_O : c.input.position_T, c.weights.q_norm_D);
+  queries.first = c.shape.latent.plain;
+  return queries;
 }
 Rotation rotation_of_keys(const LayerContext& c) { return rotation(c, c.input.position_T, c.weights.k_norm_D); }
+// Of the row that all keys share, in latent attention.
+Rotation rotation_of_shared_keys(const LayerContext& c) {
+  Rotation shared = rotation(c, c.input.position_T, at::Tensor());
+  shared.head_dim = c.shape.latent.rotary;
+  return shared;
+}
+
+LatentSaved query_latent_of(const LayerSaved& saved) { return {saved.query_latent_RC, saved.query_latent_rstd_R}; }
+LatentSaved key_value_latent_of(const LayerSaved& saved) { return {saved.latent_TC, saved.latent_rstd_T}; }
+
+void project_keys_values(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_TM,
+                         const at::Tensor& normed_latent_TC) {
+  if (!c.shape.has_latents()) return c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
+  latent_forward(c, key_value_latent(c.weights), key_value_latent_of(saved), normed_TM, normed_latent_TC, saved.kv_TW);
+  c.products.linear(saved.rotary_key_TK, normed_TM, c.weights.rotary_key);
+  c.ops.rotate(rotation_of_shared_keys(c), saved.rotary_key_TK, saved.rotary_key_TK);
+}
+
+void project_queries(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM,
+                     const at::Tensor& normed_latent_RC) {
+  if (c.shape.latent.query == 0) return c.products.linear(saved.q_RW, normed_RM, c.weights.query);
+  latent_forward(c, query_latent(c.weights), query_latent_of(saved), normed_RM, normed_latent_RC, saved.q_RW);
+}
 
 // The half of a block that ends with o_proj.
 Branch branch_of(const LayerContext& c, const LayerSaved& saved) {
@@ -54,17 +78,21 @@ at::Tensor gated_values(const LayerContext& c, const LayerSaved& saved, const at
 }
 
 // Attention as its source runs it, from what was saved. Keys and values that the source keeps are written there in the
-// first forward only; others' keys are written to rotated_k.
+// first forward only; others' keys are written to rotated_k, and of latent attention values to value_TW.
 LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bool write_kept,
                               const at::Tensor& rotated_q_RW, const at::Tensor& rotated_k_TW,
-                              const at::Tensor& query_RW) {
-  const std::int64_t kv_width = sizes_of(c).kv_width;
-  const at::Tensor k_TW = saved.kv_TW.narrow(1, 0, kv_width), v_TW = saved.kv_TW.narrow(1, kv_width, kv_width);
-  const bool keeps = c.kv.keeps();
+                              const at::Tensor& value_TW, const at::Tensor& query_RW) {
+  const bool keeps = c.kv.keeps(), latents = c.shape.has_latents();
+  const std::int64_t K = c.shape.key_width(), V = c.shape.value_width();
+  const at::Tensor v_TW = latents ? value_TW : saved.kv_TW.narrow(1, K, V);
   const KeysValues own = keeps ? c.kv.kept(c.layer) : KeysValues{rotated_k_TW, v_TW};
   c.ops.rotate(rotation_of_queries(c), queries_of(c, saved, query_RW), rotated_q_RW);
-  if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), k_TW, own.k);
-  if (keeps && write_kept) c.ops.convert(v_TW, own.v);
+  if (latents && (!keeps || write_kept)) {
+    c.ops.expand_heads(saved.kv_TW, saved.rotary_key_TK, own.k, own.v);
+  } else if (!latents) {
+    if (!keeps || write_kept) c.ops.rotate(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, K), own.k);
+    if (keeps && write_kept) c.ops.convert(v_TW, own.v);
+  }
   return {c.ops,
           c.timer,
           c.layer,
@@ -80,15 +108,17 @@ LayerAttention make_attention(const LayerContext& c, const LayerSaved& saved, bo
 // dL/dq, dL/dk, dL/dv of the projections' outputs from dL/d(attended).
 struct ProjectionGradients {
   at::Tensor q_RW, kv_TW;
+  at::Tensor rotary_key_TK;  // of latent attention
 };
 
 ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSaved& saved,
                                            const LayerBackwardBuffers& declared, const HeldBuffers& held,
                                            const LayerViews& grads) {
   const Sizes s = sizes_of(c);
-  const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW]};
-  const LayerAttention attention = make_attention(c, saved, false, held[declared.rotated_q_RW],
-                                                  held[declared.rotated_k_TW], held[declared.query_RW]);
+  const ProjectionGradients out{held[declared.grad_q_RW], held[declared.grad_kv_TW], held[declared.grad_rotary_key_TK]};
+  const LayerAttention attention =
+      make_attention(c, saved, false, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.value_TW],
+                     held[declared.query_RW]);
   const bool gated = c.shape.attention.output_gate;
   if (gated)
     c.ops.gate_heads_backward(saved.attended_RW, saved.q_RW, c.shape.head_dim, held[declared.grad_attended_RW],
@@ -104,14 +134,53 @@ ProjectionGradients add_attention_backward(const LayerContext& c, const LayerSav
     c.ops.zero(own.v);
   }
   c.kv.add_backward(attention, saved.attended_RW, saved.lse_HR, held[declared.grad_attended_RW], grad_q_RW, own);
-  const auto grad_k_TW = own.k.view({s.rows, s.kv_width}), grad_v_TW = own.v.view({s.rows, s.kv_width});
   c.ops.add_rotate_backward(rotation_of_queries(c), gated ? held[declared.query_RW] : saved.q_RW, grad_q_RW,
                             gated ? held[declared.grad_query_RW] : out.q_RW, grads.q_norm_D);
   if (gated) c.ops.convert(held[declared.grad_query_RW].view({-1, c.shape.head_dim}), without_gates(c, out.q_RW));
-  c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, s.kv_width), grad_k_TW,
-                            out.kv_TW.narrow(1, 0, s.kv_width), grads.k_norm_D);
-  c.ops.convert(grad_v_TW, out.kv_TW.narrow(1, s.kv_width, s.kv_width));
+  if (c.shape.has_latents()) {
+    const at::Tensor& sum_TK = held[declared.grad_rotary_key_sum_TK];
+    c.ops.expand_heads_backward(own.k, own.v, out.kv_TW, sum_TK);
+    c.ops.add_rotate_backward(rotation_of_shared_keys(c), saved.rotary_key_TK, sum_TK, out.rotary_key_TK, at::Tensor());
+    return out;
+  }
+  const std::int64_t K = c.shape.key_width(), V = c.shape.value_width();
+  c.ops.add_rotate_backward(rotation_of_keys(c), saved.kv_TW.narrow(1, 0, K), own.k.view({s.rows, K}),
+                            out.kv_TW.narrow(1, 0, K), grads.k_norm_D);
+  c.ops.convert(own.v.view({s.rows, V}), out.kv_TW.narrow(1, K, V));
   return out;
+}
+
+// The projections that read rows; of latent attention those to latents.
+struct RowProjections {
+  const Projection *query, *key_value;
+};
+RowProjections projections_of_rows(const LayerContext& c, const LayerViews& views) {
+  return {c.shape.latent.query > 0 ? &views.query_latent : &views.query,
+          c.shape.has_latents() ? &views.key_value_latent : &views.key_value};
+}
+
+// The gradient of what projections_of_rows give; that of heads is taken through the latents' norm.
+at::Tensor add_latent_key_value_backward(const LayerContext& c, const LayerSaved& saved,
+                                         const ProjectionGradients& grad, const LayerBackwardBuffers& declared,
+                                         const HeldBuffers& held, const LayerViews& grads) {
+  if (!c.shape.has_latents()) return grad.kv_TW;
+  add_latent_backward(c, key_value_latent(c.weights), key_value_latent(grads), key_value_latent_of(saved), grad.kv_TW,
+                      held[declared.latent_TC], held[declared.kv_product], held[declared.grad_latent_TC]);
+  return held[declared.grad_latent_TC];
+}
+at::Tensor add_latent_query_backward(const LayerContext& c, const LayerSaved& saved, const ProjectionGradients& grad,
+                                     const LayerBackwardBuffers& declared, const HeldBuffers& held,
+                                     const LayerViews& grads) {
+  if (c.shape.latent.query == 0) return grad.q_RW;
+  add_latent_backward(c, query_latent(c.weights), query_latent(grads), query_latent_of(saved), grad.q_RW,
+                      held[declared.query_latent_RC], held[declared.query_product],
+                      held[declared.grad_query_latent_RC]);
+  return held[declared.grad_query_latent_RC];
+}
+
+// Rows of a product's place, as many as it has.
+at::Tensor first_of(const at::Tensor& product_NK, std::int64_t rows) {
+  return product_NK.defined() ? product_NK.narrow(0, 0, rows) : product_NK;
 }
 
 }  // namespace
@@ -120,6 +189,11 @@ void take_attention_saved(const LayerContext& c, LayerSaved& saved) {
   const AttentionSavedBuffers declared(c.block(), c.block_rows());
   const auto take = [&](BufferList::Place place) { return c.arena.take(declared, place, c.dtype()); };
   saved.norm_rstd_T = take(declared.norm_rstd_T);
+  saved.query_latent_RC = take(declared.query_latent_RC);
+  saved.query_latent_rstd_R = take(declared.query_latent_rstd_R);
+  saved.latent_TC = take(declared.latent_TC);
+  saved.latent_rstd_T = take(declared.latent_rstd_T);
+  saved.rotary_key_TK = take(declared.rotary_key_TK);
   saved.kv_TW = take(declared.kv_TW);
   saved.q_RW = take(declared.q_RW);
   saved.attended_RW = take(declared.attended_RW);
@@ -159,13 +233,14 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
     normed_TM = held[declared.normed_TM];
     c.ops.norm(saved.stream_in_TM, c.attention_norm(c.weights), c.shape.rms_norm_eps, normed_TM, saved.norm_rstd_T);
   }
-  c.products.linear(saved.kv_TW, normed_TM, c.weights.key_value);
+  project_keys_values(c, saved, normed_TM, held[declared.latent_TC]);
   if (continuing > 0)
-    c.products.linear(saved.q_RW, c.continuing_rows(normed_TM, held[declared.query_input_RM]), c.weights.query);
+    project_queries(c, saved, c.continuing_rows(normed_TM, held[declared.query_input_RM]),
+                    held[declared.query_latent_RC]);
   held.enter(Stage::attention);
-  c.kv.attend(
-      make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW], held[declared.query_RW]),
-      saved.attended_RW, saved.lse_HR);
+  c.kv.attend(make_attention(c, saved, true, held[declared.rotated_q_RW], held[declared.rotated_k_TW],
+                             held[declared.value_TW], held[declared.query_RW]),
+              saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
   if (c.weights.sinks_H.defined()) c.ops.join_sinks(c.weights.sinks_H, saved.attended_RW, saved.lse_HR);
   held.enter(Stage::residual);
@@ -189,7 +264,8 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   if (c.shape.mixer_of(c.layer) == Mixer::delta_rule)
     return add_delta_backward(c, saved, grad_stream_RM, grad_in_TM, grads);
   using Stage = LayerBackwardBuffers::Stage;
-  const bool continues = sizes_of(c).continuing > 0;
+  const bool continues = sizes_of(c).continuing > 0, latents = c.shape.has_latents(),
+             query_latents = c.shape.latent.query > 0;
   const LayerBackwardBuffers declared(c.block(), c.block_rows());
   HeldBuffers held(c.arena, declared, c.dtype());
   if (c.narrow) c.ops.zero(grad_in_TM);
@@ -209,23 +285,31 @@ void add_layer_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   held.enter(Stage::key_value);
   const at::Tensor &grad_normed_TM = held[declared.normed_TM],  // until then the rows themselves
       &normed_TM = c.has_norms_before() ? grad_normed_TM : saved.stream_in_TM;
-  if (c.has_norms_before() && (grads.key_value.trains() || grads.query.trains()))
+  const RowProjections weights = projections_of_rows(c, c.weights), grad_weights = projections_of_rows(c, grads);
+  if (c.has_norms_before() && (grad_weights.key_value->trains() || grad_weights.query->trains()))
     c.ops.norm_again(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, normed_TM);
-  c.products.add_linear_grad_weight(grads.key_value, c.weights.key_value, grad.kv_TW, normed_TM,
-                                    held[declared.kv_product]);
+  const at::Tensor grad_kv_TW = add_latent_key_value_backward(c, saved, grad, declared, held, grads);
+  c.products.add_linear_grad_weight(
+      *grad_weights.key_value, *weights.key_value, grad_kv_TW, normed_TM,
+      latents ? first_of(held[declared.latent_product], c.shape.latent.key_value) : held[declared.kv_product]);
+  if (latents)
+    c.products.add_linear_grad_weight(grads.rotary_key, c.weights.rotary_key, grad.rotary_key_TK, normed_TM,
+                                      first_of(held[declared.latent_product], c.shape.latent.rotary));
   held.enter(Stage::query);
-  if (continues && grads.query.trains())
-    c.products.add_linear_grad_weight(grads.query, c.weights.query, grad.q_RW,
+  const at::Tensor grad_q_RW = continues ? add_latent_query_backward(c, saved, grad, declared, held, grads) : grad.q_RW;
+  if (continues && grad_weights.query->trains())
+    c.products.add_linear_grad_weight(*grad_weights.query, *weights.query, grad_q_RW,
                                       c.continuing_rows(normed_TM, held[declared.query_input_RM]),
-                                      held[declared.query_product]);
+                                      held[query_latents ? declared.query_latent_product : declared.query_product]);
   held.enter(Stage::input);
-  c.products.linear_grad_input(grad_normed_TM, grad.kv_TW, c.weights.key_value);
+  c.products.linear_grad_input(grad_normed_TM, grad_kv_TW, *weights.key_value);
+  if (latents) c.products.add_linear_grad_input(grad_normed_TM, grad.rotary_key_TK, c.weights.rotary_key);
   if (c.narrow && continues) {
     const at::Tensor& part_RM = held[declared.query_part_RM];
-    c.products.linear_grad_input(part_RM, grad.q_RW, c.weights.query);
+    c.products.linear_grad_input(part_RM, grad_q_RW, *weights.query);
     c.ops.add_scatter(part_RM, c.input.output_row_O, grad_normed_TM);
   } else if (!c.narrow) {
-    c.products.add_linear_grad_input(grad_normed_TM, grad.q_RW, c.weights.query);
+    c.products.add_linear_grad_input(grad_normed_TM, grad_q_RW, *weights.query);
   }
   c.mesh.tp.add_over_ranks(grad_normed_TM);
   if (c.has_norms_before())

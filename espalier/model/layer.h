@@ -2,7 +2,8 @@
 //
 //   n = norm(x);  q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = n Wv^T
 //   y = x + attention(q, k, v, source) Wo^T;  z = y + mlp(norm(y))  (mlp.h: dense or experts)
-// Norms may stand before or behind each half, or both (branch.h).
+// Norms may stand before or behind each half, or both (branch.h). In latent attention q, k and v come out of latents
+// (latent.h), and keys share a row (ops/latent.h).
 //
 // Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.

@@ -25,10 +25,12 @@ namespace espalier {
 // State that the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
 struct LayerSaved {
   at::Tensor stream_in_TM;
-  at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation
-  at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation
-  at::Tensor branch_RM, branch_rstd_R;   // o_proj's result, where a norm follows it
-  at::Tensor projected_TW, mixed_TV;     // of the delta rule (ops/delta_rule.h), in place of the two lines above
+  at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation, or of latents [T, J*(N + Dv)]
+  at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation; [R, H*Dv]
+  // Of latent attention: latents before their norm, and the rotated row that all keys share.
+  at::Tensor query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
+  at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, where a norm follows it
+  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), in place of the two lines above
   at::Tensor stream_mid_RM, mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert

@@ -111,6 +111,23 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
   views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
 }
 
+// Rows [first, first + count) of the outputs.
+Projection part_of(const Projection& whole, std::int64_t first, std::int64_t count) {
+  const auto rows = [&](const at::Tensor& x) { return x.defined() ? x.narrow(0, first, count) : x; };
+  return {rows(whole.weight), rows(whole.bias), {}};
+}
+
+void view_latents(const Viewer& viewer, const LatentShape& s, const LayerParameters& p, const std::string& prefix,
+                  LayerViews& views) {
+  if (s.query > 0) views.query_latent = viewer.projection(prefix, {p.query_latent});
+  const Projection latents = viewer.projection(prefix, {p.key_value_latent});
+  views.key_value_latent = part_of(latents, 0, s.key_value);
+  views.rotary_key = part_of(latents, s.key_value, s.rotary);
+  views.query_latent_norm_C = viewer.norm(prefix, p.query_latent_norm);
+  views.key_value_latent_norm_C = viewer.norm(prefix, p.key_value_latent_norm);
+  views.key_value = viewer.projection(prefix, {p.key});
+}
+
 LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_t layer) {
   const ModelShape& whole = shape.whole();
   const LayerParameters p = adapted_parameters(whole, layer);
@@ -128,7 +145,11 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
     views.mixed_norm_D = viewer.norm(prefix, p.mixed_norm);
   } else {
     views.query = viewer.projection(prefix, {p.query});
-    views.key_value = viewer.projection(prefix, {p.key, p.value});
+    if (whole.has_latents()) {
+      view_latents(viewer, whole.latent, p, prefix, views);
+    } else {
+      views.key_value = viewer.projection(prefix, {p.key, p.value});
+    }
     views.q_norm_D = viewer.norm(prefix, p.query_norm);
     views.k_norm_D = viewer.norm(prefix, p.key_norm);
     if (!p.sinks.sides.empty()) views.sinks_H = viewer.one(prefix + p.sinks.name);

@@ -33,10 +33,13 @@ struct Projection {
 
 struct LayerViews {
   at::Tensor attention_norm_M;
-  Projection query;               // [H*D, M]
-  Projection key_value;           // [2*J*D, M], keys then values
+  Projection query;               // [H*D, M], or from latents [H*D, C]
+  Projection key_value;           // [2*J*D, M], keys then values, or from latents [J*(N + Dv), C] (ops/latent.h)
   at::Tensor q_norm_D, k_norm_D;  // or over all heads [H*D], [J*D]
   at::Tensor sinks_H;
+  Projection query_latent, key_value_latent;  // [C, M] each
+  Projection rotary_key;                      // [K, M]
+  at::Tensor query_latent_norm_C, key_value_latent_norm_C;
   Projection output;                       // [M, H*D]
   Projection projected;                    // [W, M], of the delta rule, in place of query, key and value
   at::Tensor conv_CK, a_log_H, dt_bias_H;  // ops/delta_rule.h

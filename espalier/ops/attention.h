@@ -1,8 +1,8 @@
 // Shared-prefix attention on tensors; equations and what is visible: ops/attention/attention.h.
 //
-// Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size. Rows may stand
-// at a stride; what follows the rows is contiguous, in one dimension or two. lse and the gradients of keys and values
-// are in the accumulator dtype.
+// Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size, Dv that of
+// values, D unless v says otherwise. Rows may stand at a stride; what follows the rows is contiguous, in one dimension
+// or two. lse and the gradients of keys and values are in the accumulator dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@ namespace espalier {
 
 struct AttentionProblem {
   std::int64_t head_dim;             // D
-  at::Tensor q_Q, own_k_T, own_v_T;  // [Q, H D], [T, J D], [T, J D]
-  at::Tensor path_k_P, path_v_P;     // [P, J D]
+  at::Tensor q_Q, own_k_T, own_v_T;  // [Q, H D], [T, J D], [T, J Dv]
+  at::Tensor path_k_P, path_v_P;     // [P, J D], [P, J Dv]
   at::Tensor query_row_Q;            // int32, own row of each query, ascending; undefined: query i is own row i
   at::Tensor subtree_end_T;          // int32: query at own row i sees own row j iff j <= i < subtree_end[j]
   std::int64_t window = 0;           // and sees no row this far above itself, or farther; 0: all that
@@ -22,7 +22,13 @@ struct AttentionProblem {
   double scale = 0;                  // of scores; 0: 1/sqrt(D)
   double soft_cap = 0;               // scores become cap tanh(score / cap); 0: as they are
 
+  std::int64_t kv_heads() const { return columns_of(own_k_T) / head_dim; }
+  std::int64_t value_dim() const { return columns_of(own_v_T) / kv_heads(); }  // Dv
   double score_scale() const { return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(head_dim)); }
+
+  static std::int64_t columns_of(const at::Tensor& rows) {
+    return rows.dim() == 3 ? rows.size(1) * rows.size(2) : rows.size(1);
+  }
 };
 
 struct AttentionGradients {
@@ -32,7 +38,7 @@ struct AttentionGradients {
 };
 
 struct AttentionOperations {
-  // Overwrites out [Q, H D] and lse [H, Q] (natural logarithm).
+  // Overwrites out [Q, H Dv] and lse [H, Q] (natural logarithm).
   void (*attention)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
   // With what `attention` gave. Overwrites the gradient of q, adds to the others.
   void (*add_attention_backward)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ,

@@ -10,6 +10,7 @@
 #include "espalier/ops/delta_rule.h"
 #include "espalier/ops/experts.h"
 #include "espalier/ops/head.h"
+#include "espalier/ops/latent.h"
 #include "espalier/ops/moving.h"
 #include "espalier/ops/norm.h"
 #include "espalier/ops/products.h"
@@ -28,6 +29,7 @@ struct Operations : NormOperations,
                     ExpertOperations,
                     OptimizerOperations,
                     ChoiceOperations,
-                    DeltaRuleOperations {};
+                    DeltaRuleOperations,
+                    LatentOperations {};
 
 }  // namespace espalier

@@ -2,7 +2,7 @@
 //
 //   n = head w / sqrt(mean_d head_d^2 + eps), w = weight or 1 + weight; or the mean over all heads of the row
 //   (a, b) -> (a cos - b sin, b cos + a sin) on the halves of n's first K channels, or on its even and odd ones; the
-//   others stay
+//   others stay; the first channel that rotates may be another, F, where there is no norm
 //
 // Shapes: R rows, W = heads * D columns, N positions of the tables, K channels that rotate. Rows may stand at a stride;
 // a row's heads are contiguous. bfloat16 is rounded where Hugging Face rounds it.
@@ -27,17 +27,19 @@ struct Rotation {
   std::int64_t head_dim = 0;  // D; 0: K
   bool interleaved = false;   // channels 2i and 2i + 1 are a pair
   NormKind norm = NormKind::rms;
+  std::int64_t first = 0;  // F
 
   std::int64_t head_width() const { return head_dim > 0 ? head_dim : 2 * tables.cos.size(1); }
   bool has_wide_norm() const { return norm_weight_D.defined() && norm_weight_D.size(0) != head_width(); }
   // As kernels of RMSNorm and rotated halves take it.
   bool is_plain() const {
-    return head_width() == 2 * tables.cos.size(1) && !interleaved && norm == NormKind::rms && !has_wide_norm();
+    return head_width() == 2 * tables.cos.size(1) && first == 0 && !interleaved && norm == NormKind::rms &&
+           !has_wide_norm();
   }
 };
 
 struct RotationOperations {
-  // Overwrites out.
+  // Overwrites out, which may be `in`.
   void (*rotate)(const Rotation& rotation, const at::Tensor& in_RW, const at::Tensor& out_RW);
   // From the same `in`. Overwrites grad_in; adds to grad_norm_weight (accumulator dtype) where there is a weight that
   // trains; else it is undefined.

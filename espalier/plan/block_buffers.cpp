@@ -14,8 +14,9 @@ constexpr std::int64_t kHeadWidenedBytes = std::int64_t{16} << 20;  // of weight
 
 constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator, kInt32 = Element::int32;
 
-std::int64_t q_width(const BlockShape& b) { return b.shape.heads * b.shape.head_dim; }
-std::int64_t kv_width(const BlockShape& b) { return b.shape.kv_heads * b.shape.head_dim; }
+std::int64_t q_width(const BlockShape& b) { return b.shape.query_width(); }
+std::int64_t k_width(const BlockShape& b) { return b.shape.key_width(); }
+std::int64_t v_width(const BlockShape& b) { return b.shape.value_width(); }
 // Of what the query's projection gives.
 std::int64_t query_width(const BlockShape& b) { return (b.shape.attention.output_gate ? 2 : 1) * q_width(b); }
 
@@ -45,11 +46,11 @@ std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool 
 }
 
 PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
-  k_PW = add("keys", rows, kv_width(b));
-  v_PW = add("values", rows, kv_width(b));
+  k_PW = add("keys", rows, k_width(b));
+  v_PW = add("values", rows, v_width(b));
   if (!with_gradients) return;
-  grad_k_PW = add("gradients of keys", rows, kv_width(b), kAccumulator);
-  grad_v_PW = add("gradients of values", rows, kv_width(b), kAccumulator);
+  grad_k_PW = add("gradients of keys", rows, k_width(b), kAccumulator);
+  grad_v_PW = add("gradients of values", rows, v_width(b), kAccumulator);
 }
 
 ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {
@@ -80,9 +81,18 @@ AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRow
     stream_mid_RM = add("stream after the mixer", R, s.hidden);
     return;
   }
-  kv_TW = add("keys and values", rows.all, 2 * kv_width(b));
+  if (s.has_latents()) {
+    if (s.latent.query > 0) {
+      query_latent_RC = add("latents of queries", R, s.latent.query);
+      query_latent_rstd_R = add("1/rms of latents of queries", R, Buffer::kVector, kAccumulator);
+    }
+    latent_TC = add("latents of keys and values", rows.all, s.latent.key_value);
+    latent_rstd_T = add("1/rms of latents", rows.all, Buffer::kVector, kAccumulator);
+    rotary_key_TK = add("shared keys", rows.all, s.latent.rotary);
+  }
+  kv_TW = add("keys and values", rows.all, s.key_value_width());
   q_RW = add("queries", R, query_width(b));
-  attended_RW = add("attended values", R, q_width(b));
+  attended_RW = add("attended values", R, s.attended_width());
   lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
   stream_mid_RM = add("stream after attention", R, s.hidden);
   if (!b.has_norms_after()) return;
@@ -155,8 +165,13 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
   if (b.has_norms_before()) normed_TM = add("normed", T, M, kActivation, Stage::projection);
   if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
+  if (b.shape.latent.query > 0)
+    query_latent_RC = add("normed latents of queries", R, b.shape.latent.query, kActivation, Stage::projection);
+  if (b.shape.has_latents())
+    latent_TC = add("normed latents", T, b.shape.latent.key_value, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
-  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, kv_width(b), kActivation, Stage::attention);
+  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, k_width(b), kActivation, Stage::attention);
+  if (!rows.in_path && b.shape.has_latents()) value_TW = add("values", T, v_width(b), kActivation, Stage::attention);
   if (b.shape.attention.output_gate) {
     query_RW = add("queries without gates", R, q_width(b), kActivation, Stage::attention);
     gated_RW = add("gated values", R, q_width(b), kActivation, Stage::residual);
@@ -172,27 +187,52 @@ LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& r
 }
 
 LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
-  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = kv_width(b);
-  grad_attended_RW = add("gradient of attended values", R, Q, kActivation, Stage::mlp, Stage::input);
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = k_width(b),
+                     V = v_width(b), A = b.shape.attended_width(), KV = b.shape.key_value_width();
+  const LatentShape& latent = b.shape.latent;
+  const bool latents = b.shape.has_latents(), query_latents = latents && latent.query > 0;
+  grad_attended_RW = add("gradient of attended values", R, A, kActivation, Stage::mlp, Stage::input);
   if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
   const bool gated = b.shape.attention.output_gate;
-  if (gated) gated_RW = add("gated values", R, Q, kActivation, Stage::output);
-  if (R > 0) output_product = add_product(*this, b, "product for the output", M, Q, Stage::output);
+  if (gated) gated_RW = add("gated values", R, A, kActivation, Stage::output);
+  if (R > 0) output_product = add_product(*this, b, "product for the output", M, A, Stage::output);
   if (R > 0 && b.finishes_branch())
     grad_branch_RM = add("gradient of attention's output", R, M, kActivation, Stage::output);
   grad_q_RW = add("gradient of queries", R, query_width(b), kActivation, Stage::attention, Stage::input);
-  grad_kv_TW = add("gradient of keys and values", T, 2 * K, kActivation, Stage::attention, Stage::input);
+  grad_kv_TW = add("gradient of keys and values", T, KV, kActivation, Stage::attention, Stage::input);
+  if (latents)
+    grad_rotary_key_TK = add("gradient of shared keys", T, latent.rotary, kActivation, Stage::attention, Stage::input);
   rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
   grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
   if (gated) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
   if (gated) grad_query_RW = rotated_q_RW;  // which attention's backward has read by then
   if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
-  if (!rows.in_path) grad_v_TW = add("gradient of values", T, K, kAccumulator, Stage::attention);
+  if (!rows.in_path) grad_v_TW = add("gradient of values", T, V, kAccumulator, Stage::attention);
+  if (latents) {
+    if (!rows.in_path) value_TW = add("values", T, V, kActivation, Stage::attention);
+    grad_rotary_key_sum_TK = add("sum over heads for shared keys", T, latent.rotary, kAccumulator, Stage::attention);
+    grad_latent_TC = add("gradient of latents", T, latent.key_value, kActivation, Stage::key_value, Stage::input);
+    if (query_latents)
+      grad_query_latent_RC =
+          add("gradient of latents of queries", R, latent.query, kActivation, Stage::key_value, Stage::input);
+  }
   normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
-  kv_product = add_product(*this, b, "product for keys and values", 2 * K, M, Stage::key_value);
+  kv_product =
+      add_product(*this, b, "product for keys and values", KV, latents ? latent.key_value : M, Stage::key_value);
+  if (latents) {
+    latent_TC = add("normed latents", T, latent.key_value, kActivation, Stage::key_value);
+    latent_product =
+        add_product(*this, b, "product for latents", std::max(latent.key_value, latent.rotary), M, Stage::key_value);
+  }
   if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
-  if (R > 0) query_product = add_product(*this, b, "product for queries", query_width(b), M, Stage::query);
+  if (R > 0)
+    query_product =
+        add_product(*this, b, "product for queries", query_width(b), query_latents ? latent.query : M, Stage::query);
+  if (R > 0 && query_latents) {
+    query_latent_RC = add("normed latents of queries", R, latent.query, kActivation, Stage::query);
+    query_latent_product = add_product(*this, b, "product for latents of queries", latent.query, M, Stage::query);
+  }
   if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
   for (const Stage stage : {Stage::key_value, Stage::input})
     if (adapted(b).key || adapted(b).value) nest(stage, low_rank_bytes(b, T));
@@ -239,28 +279,29 @@ std::int64_t layer_backward_bytes(const BlockShape& b, const BlockRows& rows) {
 
 DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
     : BufferList(b.bytes) {
-  const std::int64_t W = kv_width(b), both = 2 * shares.most();
+  const std::int64_t K = k_width(b), V = v_width(b), most = shares.most();
   if (!in_path) {
-    k_SW = add("keys of a divided set", shares.rows(), W, kActivation, Stage::exchange, Stage::attention);
-    v_SW = add("values of a divided set", shares.rows(), W, kActivation, Stage::exchange, Stage::attention);
+    k_SW = add("keys of a divided set", shares.rows(), K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", shares.rows(), V, kActivation, Stage::exchange, Stage::attention);
   }
-  part = add("own keys and values", both, W, kActivation, Stage::exchange);
-  whole = add("keys and values of all ranks", shares.ranks() * both, W, kActivation, Stage::exchange);
+  part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+  whole = add("keys and values of all ranks", shares.ranks() * most, K + V, kActivation, Stage::exchange);
 }
 
 DividedBackwardBuffers::DividedBackwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
     : BufferList(b.bytes) {
-  const std::int64_t W = kv_width(b), S = shares.rows(), both = 2 * shares.most();
+  const std::int64_t K = k_width(b), V = v_width(b), S = shares.rows(), most = shares.most(),
+                     all = shares.ranks() * most;
   if (!in_path) {
-    grad_k_SW = add("gradient of keys of a divided set", S, W, kAccumulator, Stage::exchange, Stage::owners);
-    grad_v_SW = add("gradient of values of a divided set", S, W, kAccumulator, Stage::exchange, Stage::owners);
-    k_SW = add("keys of a divided set", S, W, kActivation, Stage::exchange, Stage::attention);
-    v_SW = add("values of a divided set", S, W, kActivation, Stage::exchange, Stage::attention);
-    part = add("own keys and values", both, W, kActivation, Stage::exchange);
-    whole = add("keys and values of all ranks", shares.ranks() * both, W, kActivation, Stage::exchange);
+    grad_k_SW = add("gradient of keys of a divided set", S, K, kAccumulator, Stage::exchange, Stage::owners);
+    grad_v_SW = add("gradient of values of a divided set", S, V, kAccumulator, Stage::exchange, Stage::owners);
+    k_SW = add("keys of a divided set", S, K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", S, V, kActivation, Stage::exchange, Stage::attention);
+    part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+    whole = add("keys and values of all ranks", all, K + V, kActivation, Stage::exchange);
   }
-  grad_part = add("gradient of own keys and values", both, W, kAccumulator, Stage::owners);
-  grad_whole = add("gradient of keys and values for all ranks", shares.ranks() * both, W, kAccumulator, Stage::owners);
+  grad_part = add("gradient of own keys and values", most, K + V, kAccumulator, Stage::owners);
+  grad_whole = add("gradient of keys and values for all ranks", all, K + V, kAccumulator, Stage::owners);
 }
 
 DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t rows, std::int64_t outputs)

@@ -2,8 +2,9 @@
 // and all that the memory model knows of them.
 //
 // T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
-// head size, M width, F inner width (of one expert in expert layers), E experts, k of them a row, V vocabulary. A
-// member that a block does not need is not declared. Members are named by their shape; W is a width of several parts.
+// head size, Dv that of values, C width of a latent, M width, F inner width (of one expert in expert layers), E
+// experts, k of them a row, V vocabulary. A member that a block does not need is not declared. Members are named by
+// their shape; W is a width of several parts.
 #pragma once
 
 #include <array>
@@ -48,7 +49,7 @@ struct StateBuffers : BufferList {
 // Keys and values of one layer, and their accumulators.
 struct PathBuffers : BufferList {
   PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
-  Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D]
+  Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D], [P, J*Dv]
 };
 
 // Buffers that an item holds from its forward to the end of its backward, besides those of its layers.
@@ -69,6 +70,8 @@ struct AttentionSavedBuffers : BufferList {
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
   Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
   Place projected_TW, mixed_TV;    // of the delta rule, in place of the four between
+  // Of latent attention: what the rows are projected to before its norm, and the rotated row that all keys share.
+  Place query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
 };
 
 struct MlpSavedBuffers : BufferList {
@@ -113,8 +116,10 @@ struct ExpertBackwardBuffers : BufferList {
 struct LayerForwardBuffers : BufferList {
   enum class Stage { projection, attention, residual, mlp };
   LayerForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output);
-  Place normed_TM, query_input_RM;  // the latter where the block is narrow
+  Place normed_TM, query_input_RM;   // the latter where the block is narrow
+  Place query_latent_RC, latent_TC;  // normed
   Place rotated_q_RW, rotated_k_TW, query_RW;
+  Place value_TW;     // of latent attention
   Place gated_RW;     // where attention has an output gate
   Place residual_RM;  // where the block is narrow
   Place branch_RM;    // as of the second half
@@ -128,6 +133,10 @@ struct LayerBackwardBuffers : BufferList {
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
+  // Of latent attention. Normed latents become the gradients of their norms' results.
+  Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
+  Place grad_latent_TC, latent_TC, latent_product;  // the latter of the shared key, too
+  Place grad_query_latent_RC, query_latent_RC, query_latent_product;
 };
 
 // The first half of a block whose rows carry a state (model/delta_layer.h), without its MLP.
@@ -151,7 +160,7 @@ std::int64_t layer_forward_bytes(const BlockShape& block, const BlockRows& rows,
 std::int64_t layer_backward_bytes(const BlockShape& block, const BlockRows& rows);
 
 // Keys and values of a divided set (model/divided_source.h): those of all S rows, and what the ranks of cp exchange of
-// them, keys and values of `most` rows a rank. A trunk's are in the path.
+// them: of each rank keys of `most` rows, and behind them values. A trunk's are in the path.
 struct DividedForwardBuffers : BufferList {
   enum class Stage { exchange, attention };
   DividedForwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);

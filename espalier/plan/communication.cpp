@@ -188,12 +188,13 @@ class Communication::Walk {
   void bring_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake || open_rows_ == 0) return;
     if (std::exchange(layer_here_, layer) == layer) return;
-    for (int i = 0; i < 2; ++i) give(cp_, Collective::gather, path_share(rows) * key_value_width() / 2 * b_, phase.cp);
+    for (const std::int64_t width : {own_.key_width(), own_.value_width()})
+      give(cp_, Collective::gather, path_share(rows) * width * b_, phase.cp);
   }
   void sum_path(const Turn& turn, std::int64_t layer, std::int64_t rows, AxisBytes& phase) {
     if (!turn.on_path || layer < path_.layers_awake) return;
-    for (int i = 0; i < 2; ++i)
-      give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * key_value_width() / 2 * s_, phase.cp);
+    for (const std::int64_t width : {own_.key_width(), own_.value_width()})
+      give(cp_, Collective::scatter_sum, cp_.ranks * path_share(rows) * width * s_, phase.cp);
   }
   std::int64_t path_share(std::int64_t rows) const { return PathShares{rows, cp_.ranks}.most(); }
   std::int64_t rows_above(const Turn& turn) const { return turn.item ? turn.item->path_rows : open_rows_; }
@@ -327,7 +328,7 @@ class Communication::Walk {
     give(ep_, Collective::exchange, others * k / d.ep * back, phase.ep);
   }
 
-  std::int64_t key_value_width() const { return 2 * own_.kv_heads * own_.head_dim; }
+  std::int64_t key_value_width() const { return own_.key_width() + own_.value_width(); }
 
   const LocalShape& local_;
   const Units &units_, &held_units_;
@@ -359,15 +360,17 @@ double Communication::seconds_of_units() const {
 double Communication::seconds_of_path(std::int64_t rows_above, std::int64_t own_rows, std::int64_t layers) const {
   const Degrees& d = local_.degrees();
   const Line cp = line_of(d.cp, d.tp * d.cp, profile_);
-  const std::int64_t width = local_.own().kv_heads * local_.own().head_dim;
   const auto seconds = [&](Collective kind, std::int64_t rows, std::int64_t bytes) {
-    return rows == 0 ? 0 : cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * width * bytes));
+    const auto of = [&](std::int64_t width) {
+      return rows == 0 ? 0 : cp.seconds(kind, static_cast<double>(PathShares{rows, d.cp}.most() * width * bytes));
+    };
+    return of(local_.own().key_width()) + of(local_.own().value_width());
   };
   double sum = seconds(Collective::gather, rows_above, bytes_.activation);
   if (kind_.gradients)
     sum += seconds(Collective::gather, rows_above + own_rows, bytes_.activation) +
            seconds(Collective::scatter_sum, rows_above, d.cp * bytes_.accumulator);
-  return 2 * static_cast<double>(layers) * sum;
+  return static_cast<double>(layers) * sum;
 }
 
 PlannedTraffic Communication::of(const StepPlan& plan, std::span<const Rollout> rollouts) const {

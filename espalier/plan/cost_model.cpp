@@ -193,8 +193,10 @@ CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DTy
   // Norms read the stream and the sublayer's result and write both (twice a layer); rotation reads and writes q, k and
   // copies v; SwiGLU reads two and writes one. Each of a row's k experts copies the row, and adds its result to a sum.
   const double k = static_cast<double>(shape.experts_per_token), M = static_cast<double>(shape.hidden);
+  const std::int64_t attention_width = shape.query_width() + shape.key_width() + shape.value_width() +
+                                       shape.latent.query + shape.latent.key_value;  // and norms of latents
   bytes_per_row_ =
-      b * (all_layers * (8 * M + 2.0 * static_cast<double>(shape.qkv_width())) +
+      b * (all_layers * (8 * M + 2.0 * static_cast<double>(attention_width)) +
            dense_layers * 3.0 * static_cast<double>(shape.inner)) +
       expert_share_ * expert_layers_ * k * (b * (3.0 * static_cast<double>(shape.expert_inner) + 3 * M) + 2 * a * M);
   // Softmax, entropy and their gradient go over the logits a few times, two of them through exp: worth eight passes.

@@ -15,7 +15,8 @@ struct RowWeights {
 RowWeights row_weights(const ModelShape& s) {
   const LayerParameters dense = layer_parameters(s, false), experts = layer_parameters(s, true);
   const auto number = [](std::int64_t weights) { return static_cast<double>(weights); };
-  return {number(dense.query.weights() + dense.output.weights()), number(dense.key.weights() + dense.value.weights()),
+  return {number(dense.query_latent.weights() + dense.query.weights() + dense.output.weights()),
+          number(dense.key_value_latent.weights() + dense.key.weights() + dense.value.weights()),
           number(dense.mlp_weights()), number(experts.router.weights()),
           static_cast<double>(s.experts_per_token) * number(experts.mlp_weights())};
 }
@@ -45,6 +46,14 @@ std::int64_t output_pairs_of(const ModelShape& s, std::int64_t layer, const Work
 Work with_all_outputs(Work work) {
   work.outputs = work.rows, work.output_pairs = work.pairs, work.window_output_pairs = work.window_pairs;
   return work;
+}
+
+// Of a visible pair: q k and A v.
+double pair_flops(const ModelShape& s) { return 2.0 * static_cast<double>(s.query_width() + s.attended_width()); }
+// Five products for two: S, dQ and dK again over channels of keys, dA and dV over those of values.
+double attention_backward(const ModelShape& s) {
+  const auto keys = static_cast<double>(s.head_dim), values = static_cast<double>(s.value_dim());
+  return (3 * keys + 2 * values) / (keys + values);
 }
 
 // Elements of a layer's adapters, by the rows that they are computed for.
@@ -89,6 +98,7 @@ Flops sum_of_layers(const ModelShape& s, std::int64_t first, const Work& work, b
 // A layer's forward, each product as often as `times` says.
 struct Times {
   double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1, low_rank = 1;
+  double query_latent = 1, key_value_latent = 1;
 };
 Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
   const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
@@ -98,6 +108,8 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
   const LowRank adapters = low_rank_of(p);
   Flops flops;
   flops.layers = product(work.rows, times.key_value, p.key.weights() + p.value.weights() + p.projected_weights()) +
+                 product(work.rows, times.key_value_latent, p.key_value_latent.weights()) +
+                 product(work.outputs, times.query_latent, p.query_latent.weights()) +
                  product(work.outputs, times.query, p.query.weights()) +
                  product(work.outputs, times.output, p.output.weights()) +
                  product(work.rows, times.low_rank, adapters.all_rows) +
@@ -113,8 +125,7 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
     flops.attention =
         6.0 * static_cast<double>(s.delta_rule.matrix()) * times.attention * static_cast<double>(work.rows);
   else
-    flops.attention = 4.0 * static_cast<double>(s.heads * s.head_dim) * times.attention *
-                      static_cast<double>(output_pairs_of(s, layer, work));
+    flops.attention = pair_flops(s) * times.attention * static_cast<double>(output_pairs_of(s, layer, work));
   return flops;
 }
 
@@ -139,9 +150,9 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
            R * (w.query_output + last_mlp));
   flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
-  flops.attention = 4.0 * s.heads * s.head_dim *
-                    (pairs_of_full_layers(s, work) +
-                     static_cast<double>(output_pairs_of(s, s.layers - 1, wide ? with_all_outputs(work) : work)));
+  flops.attention =
+      pair_flops(s) * (pairs_of_full_layers(s, work) +
+                       static_cast<double>(output_pairs_of(s, s.layers - 1, wide ? with_all_outputs(work) : work)));
   for (std::int64_t layer = 0; s.trained.adapter.rank > 0 && layer < s.layers; ++layer) {
     const LowRank adapters = low_rank_of(adapted_parameters(s, layer));
     flops.layers += 2 * (T * static_cast<double>(adapters.all_rows) +
@@ -154,16 +165,13 @@ namespace {
 
 // The gradient of an input is a product; the gradient of a weight that trains another. An adapter's: x A^T again, the
 // gradient of it for A and once more for x, and dA, dB, dx.
-Times backward_times(const TrainedLayer& trains) {
+Times backward_times(const ModelShape& shape, const TrainedLayer& trains) {
   const auto products = [](bool trained) { return trained ? 2.0 : 1.0; };
-  return {products(trains.query),
-          products(trains.key_value),
-          products(trains.output),
-          products(trains.router),
-          products(trains.gate_up),
-          products(trains.down),
-          2.5,
-          3};
+  return {products(trains.query),        products(trains.key_value),
+          products(trains.output),       products(trains.router),
+          products(trains.gate_up),      products(trains.down),
+          attention_backward(shape),     3,
+          products(trains.query_latent), products(trains.key_value_latent)};
 }
 
 }  // namespace
@@ -173,7 +181,7 @@ Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_ch
     Flops flops = sum_of_layers(
         shape, shape.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
           return layer_flops(shape, layer, rows,
-                             backward_times(shape.trained.of_layer[static_cast<std::size_t>(layer)]));
+                             backward_times(shape, shape.trained.of_layer[static_cast<std::size_t>(layer)]));
         });
     flops.head = (shape.trained.head ? 2 : 1) * forward_flops(shape, work, all_rows_choose).head;
     return flops;
@@ -182,7 +190,7 @@ Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_ch
   flops.layers *= 2;
   flops.experts *= 2;
   flops.head *= 2;
-  flops.attention *= 2.5;
+  flops.attention *= attention_backward(shape);
   return flops;
 }
 
@@ -206,7 +214,7 @@ Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   if (s.trained.first_layer > 0 || s.has_states())
     return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0, 0});
+      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0, 0, 0, 0});
     });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);

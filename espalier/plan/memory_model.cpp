@@ -43,7 +43,8 @@ std::int64_t chunks_in_flight(std::int64_t stored_bytes) {
 }
 
 std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
-  return 2 * (shape.layers - shape.states_in(0, shape.layers)) * shape.kv_heads * shape.head_dim * bytes_of(dtype);
+  return (shape.layers - shape.states_in(0, shape.layers)) * (shape.key_width() + shape.value_width()) *
+         bytes_of(dtype);
 }
 
 ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
@@ -101,12 +102,12 @@ std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_
 }
 
 std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows, int threads) const {
-  const std::int64_t q_width = shape_.heads * shape_.head_dim;
+  const std::int64_t q_width = shape_.query_width();
   const ElementBytes bytes = element_bytes(dtype_);
   const std::int64_t numbers = number_bytes(rows, path_rows);
   if (kind_.cuda) return numbers + arena_bytes(rows * q_width * 4);  // attention's backward sums dL/dq in float32
-  const std::int64_t widest =
-      std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, 2 * shape_.inner, 2 * shape_.expert_inner});
+  const std::int64_t widest = std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, shape_.key_value_width(),
+                                        2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels =
       std::min(kWidenedPanelBytes, (shape_.hidden * widest + rows * 2 * widest) * bytes.accumulator);
   const std::int64_t most_packed = dtype_ == DType::float64

@@ -225,6 +225,22 @@ constexpr Family kFamilies[] = {
      .window = 0,
      .rope_theta = 1e6,
      .names = kMixtralNames},
+    {.name = "DeepseekV2",
+     .model_type = "deepseek_v2",
+     .classifier = false,
+     .qkv_bias = Biases::attention_bias,
+     .output_bias = Biases::attention_bias,
+     .mlp_bias_member = true,
+     .interleaved = true,
+     .latent = true},
+    {.name = "DeepseekV3",
+     .model_type = "deepseek_v3",
+     .qkv_bias = Biases::attention_bias,
+     .output_bias = Biases::attention_bias,
+     .max_positions = 4096,
+     .interleaved = true,
+     .latent = true,
+     .pairs_member = true},
 };
 
 constexpr VisionFamily kVisionFamilies[] = {

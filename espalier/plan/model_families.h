@@ -69,6 +69,9 @@ struct Family {
   const char* activation_member = "hidden_act";
   const char* activation = "silu";
   bool gated = true;
+  bool latent = false;  // latent attention (LatentShape)
+  bool pairs_member =
+      false;  // rope_interleave is read: neighbouring channels rotate together, which is also its absence
 
   bool scales_embedding = false;  // by the root of hidden_size
   double query_scalar = 0;        // of an absent query_pre_attn_scalar, to whose -1/2 scores are scaled; 0: not read

@@ -147,6 +147,24 @@ void read_mixers(const Members& config, const Family& family, ModelShape& shape)
   }
 }
 
+// As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
+// qk_rope_head_dim channels, every head has keys and values of its own, and head_dim says nothing.
+void read_latents(const Members& config, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kLargestHead = 2048;
+  LatentShape& s = shape.latent;
+  s.query = config.is_null("q_lora_rank") ? 0 : config.integer("q_lora_rank", 1, kMost, 1536);
+  s.key_value = config.integer("kv_lora_rank", 1, kMost, 512);
+  s.plain = config.integer("qk_nope_head_dim", 1, kLargestHead, 128);
+  s.rotary = config.integer("qk_rope_head_dim", 2, kLargestHead, 64);
+  s.value = config.integer("v_head_dim", 1, kLargestHead, 128);
+  if (s.rotary % 2 != 0) config.fail("qk_rope_head_dim", "even");
+  if (config.has("num_key_value_heads") && shape.kv_heads != shape.heads)
+    config.fail("num_key_value_heads", text_of("num_attention_heads = ", shape.heads));
+  shape.kv_heads = shape.heads;
+  shape.head_dim = s.plain + s.rotary;
+  shape.attention.rotary = s.rotary;
+}
+
 // no_rope_layers, 1 for layers that rotate; or all but each no_rope_layer_interval-th.
 void read_unrotated(const Members& config, ModelShape& shape) {
   const std::int64_t interval = config.integer("no_rope_layer_interval", 1, 1 << 20, 4);
@@ -300,11 +318,14 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
                                  : config.integer("num_attention_heads", 1, 65536);
   const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
   shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, as_heads ? shape.heads : family.kv_heads);
-  if (!config.has("head_dim") && family.head_dim == 0 && shape.hidden % shape.heads != 0)
+  if (!config.has("head_dim") && !family.latent && family.head_dim == 0 && shape.hidden % shape.heads != 0)
     config.fail("hidden_size",
                 text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
   shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
-  check_heads(config, shape);
+  if (family.latent)
+    read_latents(config, shape);
+  else
+    check_heads(config, shape);
   shape.vocabulary = family.vocabulary > 0 ? config.integer("vocab_size", 1, 1 << 26, family.vocabulary)
                                            : config.integer("vocab_size", 1, 1 << 26);
   shape.max_positions = config.integer("max_position_embeddings", 1, 1 << 30, family.max_positions);
@@ -332,6 +353,8 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   read_rope(config, family, shape);
   if (family.unrotated_layers) read_unrotated(config, shape);
   read_scales(config, family, shape);
+  if (family.latent && config.integer("first_k_dense_replace", 0, 1 << 20, 0) < shape.layers)
+    config.refuse("layers of experts", text_of("layers without experts in ", family.name));
   // Qwen3-Next may have no experts.
   if (family.experts && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
     refuse_routing(config, family);

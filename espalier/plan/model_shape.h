@@ -46,6 +46,18 @@ struct AttentionShape {
   bool output_gate = false;  // q_proj gives query and gate [2 D] per head; attended values times sigmoid(gate)
 };
 
+// Latent attention (DeepSeek-V2, DeepSeek-V3): rows are projected to a narrow latent, its norm to heads. A head of
+// queries and keys has channels without rotation and behind them those that rotate; the latter of a key are one row for
+// all heads, projected beside the latent.
+struct LatentShape {
+  std::int64_t query = 0;                         // C of queries; 0: their heads are projected from the rows
+  std::int64_t key_value = 0;                     // C of keys and values; 0: there is no latent attention
+  std::int64_t plain = 0, rotary = 0, value = 0;  // channels of a head: of q and k, without and with rotation; of v
+  double norm_eps = 1e-6;
+
+  std::int64_t heads() const { return plain + value; }  // channels that the keys' and values' latent gives to a head
+};
+
 // Factors and caps of the whole model.
 struct Scales {
   double embedding = 1, residual = 1;  // of looked-up rows; of what each half of a block adds
@@ -121,6 +133,7 @@ struct ParameterNames {
 // The products of a layer whose weights or biases have gradients.
 struct TrainedLayer {
   bool query = true, key_value = true, output = true, router = true, gate_up = true, down = true;
+  bool query_latent = true, key_value_latent = true;
 };
 
 // The projections of a layer that have a LoRA adapter.
@@ -189,6 +202,7 @@ struct ModelShape {
   std::vector<Mixer> mixer_of_layer;
   DeltaRuleShape delta_rule;
   AttentionShape attention;
+  LatentShape latent;
   NormKind norm = NormKind::rms;
   NormPlace norm_place = NormPlace::before;
   ActivationRule activation;
@@ -232,7 +246,16 @@ struct ModelShape {
     return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0;
   }
   std::int64_t parameters() const;  // tied weights once (plan/parameter_shapes.h)
-  std::int64_t qkv_width() const { return (heads + 2 * kv_heads) * head_dim; }
+  bool has_latents() const { return latent.key_value > 0; }
+  std::int64_t value_dim() const { return has_latents() ? latent.value : head_dim; }  // of a head of values
+  std::int64_t query_width() const { return heads * head_dim; }
+  std::int64_t attended_width() const { return heads * value_dim(); }
+  std::int64_t key_width() const { return kv_heads * head_dim; }
+  std::int64_t value_width() const { return kv_heads * value_dim(); }
+  // Columns of the product that gives keys and values.
+  std::int64_t key_value_width() const {
+    return has_latents() ? kv_heads * latent.heads() : key_width() + value_width();
+  }
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };
 

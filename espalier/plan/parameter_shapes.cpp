@@ -29,11 +29,12 @@ class Walk {
     if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides);
   }
   // All weights, then all biases.
-  void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "") const {
+  void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "",
+                   bool of_heads = false) const {
     for (const ProjectionShape& p : neighbours)
-      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, false, fused);
+      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, of_heads, fused);
     for (const ProjectionShape& p : neighbours)
-      if (p.bias) visit(p.name, ".bias", {p.out}, false, fused);
+      if (p.bias) visit(p.name, ".bias", {p.out}, of_heads, fused);
     for (const ProjectionShape& p : neighbours)
       if (p.rank > 0) adapter(p);
   }
@@ -59,6 +60,9 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
                  const std::function<void(const ParameterShape&)>& visit) {
   const Walk walk(visit, layer_prefix(layer), layer);
   walk.norm(p.attention_norm);
+  walk.projections({p.query_latent, p.key_value_latent}, "", true);
+  walk.norm(p.query_latent_norm, true);
+  walk.norm(p.key_value_latent_norm, true);
   walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
   walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
   walk.tensor(p.conv);
@@ -88,10 +92,11 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
 }  // namespace
 
 std::int64_t LayerParameters::parameters() const {
-  return attention_norm.parameters() + query.parameters() + key.parameters() + value.parameters() +
-         projected_weights() + conv.parameters() + a_log.parameters() + dt_bias.parameters() + mixed_norm.parameters() +
-         output.parameters() + query_norm.parameters() + key_norm.parameters() + sinks.parameters() +
-         attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
+  return attention_norm.parameters() + query_latent.parameters() + key_value_latent.parameters() +
+         query_latent_norm.parameters() + key_value_latent_norm.parameters() + query.parameters() + key.parameters() +
+         value.parameters() + projected_weights() + conv.parameters() + a_log.parameters() + dt_bias.parameters() +
+         mixed_norm.parameters() + output.parameters() + query_norm.parameters() + key_norm.parameters() +
+         sinks.parameters() + attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
          (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
 }
 
@@ -135,6 +140,8 @@ TrainedWeights trained_weights(const ModelShape& shape) {
         shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
     const std::int64_t mlp =
         (trains.gate_up ? p.gate.weights() + p.up.weights() : 0) + (trains.down ? p.down.weights() : 0);
+    sum.layers += (trains.query_latent ? p.query_latent.weights() : 0) +
+                  (trains.key_value_latent ? p.key_value_latent.weights() : 0);
     sum.layers += (trains.query ? p.query.weights() : 0) +
                   (trains.key_value ? p.key.weights() + p.value.weights() + p.projected_weights() : 0) +
                   (trains.output ? p.output.weights() : 0);

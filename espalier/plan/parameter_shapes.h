@@ -58,6 +58,9 @@ struct TensorShape {
 struct LayerParameters {
   NormShape attention_norm;
   ProjectionShape query, key, value, output;
+  // Of latent attention; behind them `query` projects a latent's norm, and `key` one to keys and values of each head.
+  ProjectionShape query_latent, key_value_latent;
+  NormShape query_latent_norm, key_value_latent_norm;
   // Of the delta rule, in place of query, key and value; their rows are DeltaRuleShape::projected().
   std::array<ProjectionShape, 4> projected;
   TensorShape conv, a_log, dt_bias;
@@ -101,6 +104,22 @@ inline void add_delta_rule(const DeltaRuleShape& s, const Side& M, LayerParamete
   p.output = {"linear_attn.out_proj", M, value};
 }
 
+inline void add_latent_attention(const ModelShape& shape, const Side& M, LayerParameters& p) {
+  const LatentShape& s = shape.latent;
+  const auto heads = [&](std::int64_t channels) { return Side{shape.heads * channels, Cut::heads}; };
+  if (s.query > 0) {
+    p.query_latent = {"self_attn.q_a_proj", {s.query}, M, shape.qkv_bias};
+    p.query_latent_norm = {"self_attn.q_a_layernorm", s.query};
+    p.query = {"self_attn.q_b_proj", heads(shape.head_dim), {s.query}};
+  } else {
+    p.query = {"self_attn.q_proj", heads(shape.head_dim), M};
+  }
+  p.key_value_latent = {"self_attn.kv_a_proj_with_mqa", {s.key_value + s.rotary}, M, shape.qkv_bias};
+  p.key_value_latent_norm = {"self_attn.kv_a_layernorm", s.key_value};
+  p.key = {"self_attn.kv_b_proj", heads(s.heads()), {s.key_value}};
+  p.output = {"self_attn.o_proj", M, heads(s.value), shape.output_bias};
+}
+
 // Here, because the planner asks for FLOPs very often.
 inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, Mixer mixer = Mixer::attention) {
   const ParameterNames& names = shape.names;
@@ -116,6 +135,8 @@ inline LayerParameters layer_parameters(const ModelShape& shape, bool experts, M
   p.attention_norm = {names.attention_norm, pre, norm_bias};
   if (mixer == Mixer::delta_rule) {
     add_delta_rule(shape.delta_rule, M, p);
+  } else if (shape.has_latents()) {
+    add_latent_attention(shape, M, p);
   } else {
     const Side queries{(shape.attention.output_gate ? 2 : 1) * heads.size, Cut::heads};
     p.query = {"self_attn.q_proj", queries, M, shape.qkv_bias};
@@ -164,7 +185,7 @@ struct ParameterShape {
   std::string name;
   std::vector<Side> sides;               // [out, in] of a matrix, [out] of a bias, [width] of a norm
   std::int64_t layer = -1, expert = -1;  // -1: of none
-  bool of_heads = false;                 // a norm of heads: a rank with some of the heads has a part of its gradient
+  bool of_heads = false;                 // read by heads: a rank with some of the heads has a part of its gradient
   std::string fused;                     // the tensor of files that it is a part of; "": its own
   bool trains = true;                    // false: the parameter is held and never changes
   bool low_rank = false;                 // of an adapter: where it is whole a rank of tp has a part of its gradient

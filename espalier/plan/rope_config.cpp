@@ -110,9 +110,10 @@ void read_rotary_dim(const Members& config, const Members& rope, const Family& f
     factor = static_cast<double>(config.integer("rotary_dim", 2, shape.head_dim)) / static_cast<double>(shape.head_dim);
   if (factor != 1 && !family.partial_rotary)
     config.refuse(text_of("partial_rotary_factor = ", factor), text_of("rotation of whole heads in ", family.name));
-  const auto rotary = static_cast<std::int64_t>(static_cast<double>(shape.head_dim) * factor);
+  const std::int64_t whole = shape.rotary_dim();  // of latent attention a part of the head
+  const auto rotary = static_cast<std::int64_t>(static_cast<double>(whole) * factor);
   if (factor > 1 || rotary < 2 || rotary % 2 != 0)
-    config.fail("partial_rotary_factor", text_of("a share of head_dim = ", shape.head_dim, " with an even number"));
+    config.fail("partial_rotary_factor", text_of("a share of ", whole, " channels with an even number"));
   if (rotary != shape.head_dim) shape.attention.rotary = rotary;
 }
 
@@ -133,7 +134,12 @@ void read_rope(const Members& config, const Family& family, ModelShape& shape) {
   shape.rope_theta = rope.theta;
   shape.has_rope_scaling = rope.has_scaling;
   shape.rope_scaling = rope.scaling;
-  shape.attention.interleaved = family.interleaved;
+  shape.attention.interleaved =
+      family.pairs_member ? config.flag("rope_interleave", family.interleaved) : family.interleaved;
+  if (family.latent && rope.has_scaling && of_full.has("mscale_all_dim")) {
+    const double mscale = mscale_of(of_full.positive("factor", 1), of_full.positive("mscale_all_dim", 1));
+    shape.attention.scale = mscale * mscale / std::sqrt(static_cast<double>(shape.head_dim));
+  }
   if (!family.window_rope.own) return;
   shape.has_window_rope = true;
   shape.window_rope = read_one(config, members(sliding), true,

@@ -190,6 +190,10 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
     throw UnsupportedError({"--lora-rank", "a model whose layers are all attention",
                             shape.architecture + ", which has layers of the delta rule",
                             "train its weights (--train)"});
+  if (shape.has_latents())
+    throw UnsupportedError({"--lora-rank", "a model whose attention projects rows to heads",
+                            shape.architecture + ", which projects them to latents first",
+                            "train its weights (--train)"});
   if (shape.beside_vision)
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
                             shape.architecture + ", in whose files peft names modules otherwise",
@@ -256,9 +260,14 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
 // Sets what follows from `of_parameter`.
 void derive(ModelShape& shape, const std::vector<bool>& trains) {
   TrainedParameters& trained = shape.trained;
-  trained.of_layer.assign(
-      static_cast<std::size_t>(shape.layers),
-      {.query = false, .key_value = false, .output = false, .router = false, .gate_up = false, .down = false});
+  trained.of_layer.assign(static_cast<std::size_t>(shape.layers), {.query = false,
+                                                                   .key_value = false,
+                                                                   .output = false,
+                                                                   .router = false,
+                                                                   .gate_up = false,
+                                                                   .down = false,
+                                                                   .query_latent = false,
+                                                                   .key_value_latent = false});
   trained.first_layer = shape.layers;
   trained.input = trained.head = false;
   const OuterParameters outer = outer_parameters(shape);
@@ -277,8 +286,11 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     }
     trained.first_layer = std::min(trained.first_layer, p.layer);
     TrainedLayer& layer = trained.of_layer[static_cast<std::size_t>(p.layer)];
-    layer.query = layer.query || has_part(p.name, "q_proj");
-    layer.key_value = layer.key_value || has_part(p.name, "k_proj") || p.name.find(".in_proj_") != p.name.npos;
+    layer.query_latent = layer.query_latent || has_part(p.name, "q_a_proj");
+    layer.key_value_latent = layer.key_value_latent || has_part(p.name, "kv_a_proj_with_mqa");
+    layer.query = layer.query || has_part(p.name, "q_proj") || has_part(p.name, "q_b_proj");
+    layer.key_value = layer.key_value || has_part(p.name, "k_proj") || has_part(p.name, "kv_b_proj") ||
+                      p.name.find(".in_proj_") != p.name.npos;
     layer.output = layer.output || has_part(p.name, "o_proj") || has_part(p.name, "out_proj");
     layer.router = layer.router || has_part(p.name, shape.names.router);
     layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);

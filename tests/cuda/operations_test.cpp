@@ -76,6 +76,21 @@ TEST(Windows, AreRefusedByName) {
   }
 }
 
+TEST(Values, OfAnotherSizeThanKeysAreRefusedByName) {
+  Device& device = emulated_device();
+  const auto rows = [&](std::int64_t count, std::int64_t width) {
+    return device.adopt(normal({count, width}, 1).to(at::kFloat));
+  };
+  const at::Tensor ends = device.adopt(at::full({4}, 4, at::kInt));
+  const AttentionProblem problem{8, rows(4, 8), rows(4, 8), rows(4, 6), rows(0, 8), rows(0, 6), {}, ends};
+  try {
+    device.operations().attention(problem, rows(4, 6), device.adopt(at::zeros({1, 4}, at::kFloat)));
+    FAIL() << "no error";
+  } catch (const UnsupportedError& error) {
+    EXPECT_NE(std::string(error.what()).find("8 and 6"), std::string::npos) << error.what();
+  }
+}
+
 // Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after
 // the other, as in float32, has to know.
 TEST(Experts, AForwardWaitsForNothingWhereProductsAreGrouped) {

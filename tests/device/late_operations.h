@@ -26,7 +26,8 @@ class Late {
               &O::add_value_backward, &O::choose_experts, &O::router_backward, &O::sort_by_expert, &O::add_experts,
               &O::add_experts_backward, &O::add_expert_rows, &O::round_sum, &O::sum_of_squares, &O::adamw,
               &O::choose_tokens, &O::add_scaled, &O::join_sinks, &O::add_sinks_backward, &O::shape_logits,
-              &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward>(o);
+              &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward, &O::expand_heads,
+              &O::expand_heads_backward>(o);
     o.hold_weights = [](const std::vector<at::Tensor>&, std::int64_t) { return std::shared_ptr<void>(); };
     static_assert(std::is_copy_assignable_v<DeltaRuleProblem>, "a problem that holds a reference");
     o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {

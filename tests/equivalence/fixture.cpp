@@ -66,6 +66,26 @@ Json special_members(const std::string& model_type) {
   if (model_type == "mixtral") return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}};
   if (model_type == "minimax_m2")
     return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}, {"rotary_dim", 4}};
+  // Heads of values smaller and larger than those of keys; queries with and without a latent.
+  if (model_type == "deepseek_v2")
+    return {{"num_key_value_heads", 4},
+            {"first_k_dense_replace", 3},
+            {"q_lora_rank", nullptr},
+            {"kv_lora_rank", 11},
+            {"qk_nope_head_dim", 6},
+            {"qk_rope_head_dim", 4},
+            {"v_head_dim", 7},
+            {"attention_bias", true},
+            {"rope_scaling",
+             {{"type", "yarn"},
+              {"factor", 4.0},
+              {"original_max_position_embeddings", 16},
+              {"beta_fast", 4.0},
+              {"mscale", 0.7},
+              {"mscale_all_dim", 5.0}}}};
+  if (model_type == "deepseek_v3")
+    return {{"num_key_value_heads", 4}, {"first_k_dense_replace", 3}, {"q_lora_rank", 10}, {"kv_lora_rank", 12},
+            {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6},      {"v_head_dim", 13},  {"attention_bias", true}};
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
   return Json::object();
 }

@@ -71,6 +71,19 @@ TEST(Memory, StatesAtForksTakeWhatWasPredicted) {
         }
 }
 
+// Heads of keys and values of two sizes, and latents of queries or none.
+TEST(Memory, LatentsTakeWhatWasPredicted) {
+  for (const char* family : {"DeepseekV2", "DeepseekV3"})
+    for (std::uint64_t seed = 1; seed <= 4; ++seed)
+      for (const Plan& plan : all_plans({0, 4, 17}))
+        for (const DType dtype : {DType::float32, DType::float64, DType::bfloat16}) {
+          SCOPED_TRACE(text_of(family, ", seed ", seed, ", ", plan.name, ", ", name_of(dtype)));
+          Case c = with(drawn(seed), plan);
+          c.family = family;
+          expect_predicted(c, dtype);
+        }
+}
+
 // Whatever the routing: an expert's scratch is that of all rows. A router loss takes all rows through a last layer of
 // experts.
 TEST(Memory, ExpertLayersTakeWhatWasPredicted) {

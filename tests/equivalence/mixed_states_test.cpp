@@ -27,8 +27,8 @@ Case drawn(std::uint64_t seed) {
   c.rollouts = ragged_rollouts();
   c.rollouts.rewards = true, c.rollouts.token_advantages = false;
   c.rollouts.temperature_low = seed % 3 == 1 ? 0.7 : 1;  // a row has an output for each of its temperatures
-  const char* families[] = {"qwen3",     "llama-windows",  "llama-bias",       "qwen2",
-                            "qwen3-moe", "qwen3-moe-late", "qwen3-moe-sparse", "qwen3-next"};
+  const char* families[] = {"qwen3",          "llama-windows",    "llama-bias", "qwen2",     "qwen3-moe",
+                            "qwen3-moe-late", "qwen3-moe-sparse", "qwen3-next", "DeepseekV2"};
   c.family = families[seed % std::size(families)];
   c.options.schedule = seed % 4 == 0 ? "auto" : "phased";
   c.options.token_budget = static_cast<std::int64_t>(2 + seed % 11);

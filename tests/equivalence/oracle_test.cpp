@@ -45,8 +45,9 @@ void expect_gradient_is_slope(const std::vector<const char*>& families, bool cri
 }
 
 TEST(Oracle, GradientIsTheSlopeOfItsLoss) {
-  expect_gradient_is_slope(
-      {"llama", "llama-bias", "qwen2", "qwen3", "qwen3-window", "qwen3-moe", "qwen3-next", "qwen3-next-plain"}, false);
+  expect_gradient_is_slope({"llama", "llama-bias", "qwen2", "qwen3", "qwen3-window", "qwen3-moe", "qwen3-next",
+                            "qwen3-next-plain", "DeepseekV2", "DeepseekV3"},
+                           false);
 }
 
 // Its blocks are those of above.

@@ -448,7 +448,8 @@ Battery::Battery() : prepared_(std::make_unique<Prepared>()) {
   prepared_->references.push_back(with_reference(routers("qwen3-moe-ties", "minibatch")));
   prepared_->references.push_back(with_reference(recorded_routes()));
   prepared_->references.push_back(with_reference(windows()));
-  for (const char* name : {"Gemma2", "Granite", "Gemma3", "SmolLM3", "Glm4", "qwen3-window-sinks"})
+  for (const char* name :
+       {"Gemma2", "Granite", "Gemma3", "SmolLM3", "Glm4", "qwen3-window-sinks", "DeepseekV2", "DeepseekV3"})
     prepared_->references.push_back(with_reference(row_of_table(name)));
   prepared_->references.push_back(with_reference(states()));
   prepared_->eleven_waves = with_reference(eleven_waves());

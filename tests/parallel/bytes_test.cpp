@@ -48,7 +48,7 @@ void expect_planned_bytes(const Case& c, const std::vector<Degrees>& layouts, DT
 }
 
 TEST(CollectiveBytes, AreThoseOfThePlan) {
-  for (const char* family : {"qwen3", "llama-bias", "qwen3-moe", "qwen3-moe-sparse"}) {
+  for (const char* family : {"qwen3", "llama-bias", "qwen3-moe", "qwen3-moe-sparse", "DeepseekV3"}) {
     Case c = ragged(family);
     expect_planned_bytes(c, {{.tp = 2}, {.tp = 4}, {.dp = 3}, {.tp = 2, .dp = 2}}, DType::float64, {7});
     expect_planned_bytes(c, {{.tp = 2}}, DType::float32);
@@ -62,7 +62,7 @@ TEST(CollectiveBytes, AreThoseOfThePlan) {
 TEST(CollectiveBytes, OfDividedRowsAndLayersToo) {
   const std::vector<Degrees> layouts = {{.cp = 2},          {.tp = 2, .cp = 3}, {.pp = 2},          {.pp = 3},
                                         {.tp = 4, .pp = 2}, {.cp = 2, .pp = 2}, {.cp = 2, .dp = 2}, {.pp = 2, .dp = 2}};
-  for (const char* family : {"qwen3", "llama", "qwen3-moe-late"})
+  for (const char* family : {"qwen3", "llama", "qwen3-moe-late", "DeepseekV2"})
     for (const char* loss : {"vanilla", "gspo"}) {
       Case c = ragged(family);
       c.options.policy_loss = loss;

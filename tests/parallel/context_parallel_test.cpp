@@ -20,7 +20,8 @@ TEST_P(ContextParallel, EveryPlanGivesTheGradientOfOneProcess) {
 TEST_P(ContextParallel, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {7}, {{.cp = 3}}); }
 INSTANTIATE_TEST_SUITE_P(Models, ContextParallel,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3", "qwen3-pad", "qwen3-window",
-                                           "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late"),
+                                           "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late",
+                                           "DeepseekV2", "DeepseekV3"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 // Derivatives that need whole rollouts: log-probs and derivatives of rows elsewhere. Several temperatures.

@@ -25,7 +25,8 @@ TEST_P(FullSharding, EveryPlanGivesTheGradientOfOneProcess) {
 }
 TEST_P(FullSharding, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {7}, full({{.dp = 3}})); }
 INSTANTIATE_TEST_SUITE_P(Models, FullSharding,
-                         ::testing::Values("llama-bias", "qwen2", "qwen3-odd", "qwen3-pad", "qwen3-moe-late"),
+                         ::testing::Values("llama-bias", "qwen2", "qwen3-odd", "qwen3-pad", "qwen3-moe-late",
+                                           "DeepseekV3"),
                          [](const auto& info) {
                            std::string name = info.param;
                            std::erase(name, '-');

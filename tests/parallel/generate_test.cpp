@@ -59,7 +59,7 @@ void expect_responses_of_one_process(const std::string& family, const std::vecto
 }
 
 TEST(GenerateOnRanks, GivesTheResponsesOfOneProcess) {
-  for (const char* family : {"qwen3", "llama-bias"})
+  for (const char* family : {"qwen3", "llama-bias", "DeepseekV3"})
     expect_responses_of_one_process(family, {{.tp = 2}, {.tp = 4}, {.dp = 2}, {.dp = 7}, {.tp = 2, .dp = 3}});
 }
 

@@ -24,7 +24,8 @@ TEST_P(Pipeline, EveryPlanGivesTheGradientOfOneProcess) {
 TEST_P(Pipeline, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {7}, {{.pp = 2}}); }
 INSTANTIATE_TEST_SUITE_P(Models, Pipeline,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3-pad", "qwen3", "qwen3-window",
-                                           "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late"),
+                                           "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late",
+                                           "DeepseekV2", "DeepseekV3"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 TEST(PipelineLosses, OfWholeRolloutsAndOfRouters) {

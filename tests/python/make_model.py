@@ -78,6 +78,20 @@ FAMILIES = {
     # Two layers whose rows carry a state, one of attention with an output gate.
     "qwen3_5": dict(kind="Qwen3_5", config_kind="Qwen3_5Text", tied=False, sharded=False, config=dict(DELTA_RULE)),
     "qwen3_next": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(DELTA_RULE, num_experts=0)),
+    # Latent attention with dense layers: a model whose queries have no latent, with yarn's two factors; and one with heads of
+    # values that are larger than those of keys.
+    "deepseek_v2": dict(kind="DeepseekV2", tied=False, sharded=False, config=dict(
+        first_k_dense_replace=3, q_lora_rank=None, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=8.0,
+                             mscale=0.7, mscale_all_dim=3.0))),
+    "deepseek_v3": dict(kind="DeepseekV3", tied=False, sharded=True, config=dict(
+        num_key_value_heads=4, first_k_dense_replace=3, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=8,
+        v_head_dim=22, attention_bias=True, rope_interleave=False)),
+    "deepseek_v3_yarn": dict(kind="DeepseekV3", tied=True, sharded=False, config=dict(
+        num_key_value_heads=4, first_k_dense_replace=3, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=10, rope_parameters=dict(
+            rope_type="yarn", rope_theta=10000.0, factor=40.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
+            mscale=1.0, mscale_all_dim=1.0))),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.

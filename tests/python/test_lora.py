@@ -20,7 +20,7 @@ PREFIX = "base_model.model."
 
 
 # Files that hold q, k and v, or gate and up, as one matrix; rows that carry a state.
-WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next"}
+WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v3_yarn"}
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_ADAPTERS))

@@ -190,6 +190,28 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
   return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
 }
 
+// Queries and keys [n, H, D] and values [n, H, Dv] of latent attention, from the normed input h [n, M].
+struct LatentHeads {
+  Tensor q, k, v;
+};
+LatentHeads latent_heads(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& a,
+                         const Tensor& cos, const Tensor& sin) {
+  const LatentShape& s = shape.latent;
+  const std::int64_t n = h.size(0), H = shape.heads;
+  const auto product = [&](const Tensor& x, const char* name) {
+    return affine(x, w[a + name + ".weight"], w.bias(a + name + ".bias"));
+  };
+  const Tensor of_query =
+      s.query > 0 ? product(rms_norm(product(h, "q_a_proj"), w[a + "q_a_layernorm.weight"], 1e-6), "q_b_proj")
+                  : product(h, "q_proj");
+  const Tensor q = of_query.view({n, H, s.plain + s.rotary}), down = product(h, "kv_a_proj_with_mqa");
+  const Tensor latent = rms_norm(down.slice(1, 0, s.key_value), w[a + "kv_a_layernorm.weight"], 1e-6);
+  const Tensor kv = product(latent, "kv_b_proj").view({n, H, s.plain + s.value});
+  const Tensor shared = rotate(shape, down.slice(1, s.key_value).unsqueeze(1), cos, sin);
+  return {at::cat({q.slice(2, 0, s.plain), rotate(shape, q.slice(2, s.plain), cos, sin)}, 2),
+          at::cat({kv.slice(2, 0, s.plain), shared.expand({n, H, s.rotary})}, 2), kv.slice(2, s.plain)};
+}
+
 // The rows that the head reads, [n, M].
 Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rollout, std::vector<Routing>& routings) {
   const std::int64_t n = rollout.length(), H = shape.heads, J = shape.kv_heads, D = shape.head_dim;
@@ -231,9 +253,15 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
       if (shape.qk_norm && norm_name != nullptr) y = norm(shape, y, w, a + norm_name);
       return y.reshape({n, count, D});
     };
-    Tensor q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
     const auto& [cos, sin] = shape.has_window_rope && shape.is_window_layer(l) ? windowed : usual;
-    if (shape.rotates(l)) q = rotate(shape, q, cos, sin), k = rotate(shape, k, cos, sin);
+    Tensor q, k, v;
+    if (shape.has_latents()) {
+      const LatentHeads all = latent_heads(shape, w, h, a, cos, sin);
+      q = all.q, k = all.k, v = all.v;
+    } else {
+      q = heads("q_proj", "q_norm", H), k = heads("k_proj", "k_norm", J), v = heads("v_proj", nullptr, J);
+      if (shape.rotates(l)) q = rotate(shape, q, cos, sin), k = rotate(shape, k, cos, sin);
+    }
     q = q.transpose(0, 1);
     k = k.repeat_interleave(H / J, 1).transpose(0, 1);
     v = v.repeat_interleave(H / J, 1).transpose(0, 1);
@@ -243,7 +271,7 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
     const Tensor hidden = window > 0 ? hidden_keys.logical_or(at::ones({n, n}, at::kBool).tril(-window)) : hidden_keys;
     scores = scores.masked_fill(hidden, -INFINITY);
     if (shape.attention.sinks) scores = at::cat({scores, w[a + "sinks"].view({H, 1, 1}).expand({H, n, 1})}, 2);
-    Tensor attended = at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).reshape({n, H * D});
+    Tensor attended = at::matmul(scores.softmax(-1).slice(2, 0, n), v).transpose(0, 1).flatten(1);
     if (shape.attention.output_gate) attended = attended * gate.sigmoid();
     x = x +
         added(affine(attended, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias")), p, shape.names.attention_post_norm);

@@ -6,10 +6,12 @@
 //   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
 // Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h
-// reads key/value head h / (H/J)), D head size. Query row i stands at own row r_i = query_row ? query_row[i] : i
+// reads key/value head h / (H/J)), D head size, Dv that of values, D unless it is given. Query row i stands at own row
+// r_i = query_row ? query_row[i] : i
 // (ascending; an own row may occur twice). T, Q and P may be 0. Every own row sees at least itself.
 // Path row j has depth j, own row j has depth[j].
-// Strides count elements between consecutive rows; heads follow each other at distance D, elements at distance 1.
+// Strides count elements between consecutive rows; heads follow each other at distance D (those of v, out and their
+// gradients at distance Dv), elements at distance 1.
 // Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
 // Cost follows the (row, key) pairs that are seen, in blocks of keys and vectors of neighbouring rows: what no query
 // row sees is skipped block by block. Own rows that nobody sees may be read beside seen ones: they must be finite.
@@ -43,29 +45,38 @@ struct Shape {
   const std::int32_t* depth = nullptr;        // [T], one per own row; read where there is a window
   double soft_cap = 0;                        // C: S = C tanh(scale q k / C); 0: none
   bool keys_whole = false;                    // threads do not divide the keys of a query row in the forward
+  std::int64_t value_dim = 0;                 // Dv; 0: D
+
+  std::int64_t values() const { return value_dim > 0 ? value_dim : head_dim; }
+  // As operands with heads of Dv have it.
+  Shape of_values() const {
+    Shape shape = *this;
+    shape.head_dim = values();
+    return shape;
+  }
 };
 
 template <class T>
 struct Inputs {
   Rows<const T> q;               // [Q, H, D]
-  Rows<const T> own_k, own_v;    // [T, J, D]
-  Rows<const T> path_k, path_v;  // [P, J, D]
+  Rows<const T> own_k, own_v;    // [T, J, D], [T, J, Dv]
+  Rows<const T> path_k, path_v;  // [P, J, D], [P, J, Dv]
 };
 
-// Overwrites out [Q, H, D] and lse [H, Q] (natural log; row stride Q).
+// Overwrites out [Q, H, Dv] and lse [H, Q] (natural log; row stride Q).
 template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
 
-// Problems of fewer multiply-adds (2 H D of each pair of a query row and a key) run on the calling thread, since others
-// would take longer to wake than to work. Tests of threads set 0.
+// Problems of fewer multiply-adds (H (D + Dv) of each pair of a query row and a key) run on the calling thread, since
+// others would take longer to wake than to work. Tests of threads set 0.
 inline constexpr std::int64_t kLeastSharedWork = 1 << 19;
 void set_least_shared_work(std::int64_t multiply_adds);
 
 template <class T>
 struct Gradients {
   Rows<T> q;                              // [Q, H, D], overwritten
-  Rows<accumulator_t<T>> own_k, own_v;    // [T, J, D], added to
-  Rows<accumulator_t<T>> path_k, path_v;  // [P, J, D], added to
+  Rows<accumulator_t<T>> own_k, own_v;    // [T, J, D], [T, J, Dv], added to
+  Rows<accumulator_t<T>> path_k, path_v;  // [P, J, D], [P, J, Dv], added to
 };
 
 // With dO = grad_out and the out and lse that forward gave:

@@ -107,8 +107,8 @@ namespace {
 void check(const Shape& s) {
   ESPALIER_INTERNAL(s.query_rows >= 0 && s.own_rows >= 0 && s.path_rows >= 0, s.query_rows, " query, ", s.own_rows,
                     " own, ", s.path_rows, " path rows");
-  ESPALIER_INTERNAL(s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0, s.heads,
-                    " heads over ", s.kv_heads, " key/value heads of size ", s.head_dim);
+  ESPALIER_INTERNAL(s.kv_heads > 0 && s.heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim > 0 && s.values() > 0,
+                    s.heads, " heads over ", s.kv_heads, " key/value heads of size ", s.head_dim, " and ", s.values());
   ESPALIER_INTERNAL(s.own_rows == 0 || s.subtree_end, "subtree_end is missing");
   ESPALIER_INTERNAL(s.window >= 0 && s.window <= INT32_MAX && (s.window == 0 || s.own_rows == 0 || s.depth),
                     "depths are missing, or a window of ", s.window);
@@ -119,7 +119,7 @@ void check(const Shape& s) {
 std::atomic<std::int64_t> least_shared_work = kLeastSharedWork;
 
 int threads_for(const Shape& s) {
-  const std::int64_t work = 2 * s.heads * s.head_dim * s.query_rows * (s.path_rows + s.own_rows);
+  const std::int64_t work = s.heads * (s.head_dim + s.values()) * s.query_rows * (s.path_rows + s.own_rows);
   return work < least_shared_work.load(std::memory_order_relaxed) ? 1 : omp_get_max_threads();
 }
 

@@ -107,7 +107,7 @@ void merge_result(const LibraryAttention::Result& result, const at::Tensor& out,
 
 bool composes(const LibraryAttention& library, const AttentionProblem& problem, at::ScalarType dtype) {
   return library.takes(dtype, problem.head_dim) && !problem.query_row_Q.defined() && problem.window == 0 &&
-         problem.soft_cap == 0;
+         problem.soft_cap == 0 && problem.value_dim() == problem.head_dim;
 }
 
 void composed_attention(const LibraryAttention& library, const AttentionProblem& problem, const at::Tensor& out_Q,

@@ -10,15 +10,13 @@
 namespace espalier::attention {
 
 inline Shape shape_of(const AttentionProblem& p) {
-  const auto heads_in = [&](const at::Tensor& rows) {
-    return (rows.dim() == 3 ? rows.size(1) * rows.size(2) : rows.size(1)) / p.head_dim;
-  };
   Shape shape;
   shape.query_rows = p.q_Q.size(0);
   shape.own_rows = p.own_k_T.size(0);
   shape.path_rows = p.path_k_P.size(0);
-  shape.heads = heads_in(p.q_Q);
-  shape.kv_heads = heads_in(p.own_k_T);
+  shape.heads = AttentionProblem::columns_of(p.q_Q) / p.head_dim;
+  shape.kv_heads = p.kv_heads();
+  shape.value_dim = p.value_dim();
   shape.head_dim = p.head_dim;
   shape.scale = p.score_scale();
   shape.soft_cap = p.soft_cap;

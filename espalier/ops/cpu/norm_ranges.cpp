@@ -148,6 +148,18 @@ void put_together(std::int64_t head_dim, std::int64_t rotary, const T* from, T* 
   for (std::int64_t i = rotary; i < head_dim; ++i) to[i] = from[i];
 }
 
+// The heads from their first channel on that may rotate.
+rows::HeadShape behind_first(const rows::HeadShape& shape) {
+  rows::HeadShape rest = shape;
+  rest.head_dim -= shape.first;
+  return rest;
+}
+template <class T, class From>
+ESPALIER_SIMD_INLINE void copy_first(std::int64_t count, const From* from, T* to) {
+  for_lanes<T>(count,
+               [&](std::int64_t i, int some) { store_some(to + i, Vector<T>(load_some(from + i, some)), some); });
+}
+
 // One head: its norm with the given rstd, and its rotation.
 template <class T, bool kNorm>
 ESPALIER_SIMD_INLINE void rotate_head(const rows::HeadShape& shape, const Rule<T>& rule, const T* x,
@@ -176,6 +188,7 @@ void norm_rotate_rows(RowRange rows, const rows::HeadShape& shape, const T* in, 
                       const T* norm_weight, const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out,
                       std::int64_t out_stride) {
   const std::int64_t D = shape.head_dim, half = shape.rotating() / 2, span = shape.wide_norm ? shape.heads : 1;
+  const rows::HeadShape turning = behind_first(shape);
   const Rule<T> rule(shape.norm);
   const auto eps = static_cast<accumulator_t<T>>(shape.eps);
   T apart[kLargestHead], turned[kLargestHead];
@@ -184,17 +197,18 @@ void norm_rotate_rows(RowRange rows, const rows::HeadShape& shape, const T* in, 
     const accumulator_t<T>* const row_sin = sin + shape.position[r] * half;
     accumulator_t<T> rstd = 1;
     for (std::int64_t h = 0; h < shape.heads; ++h) {
-      const T* const x = in + r * in_stride + h * D;
-      T* const y = out + r * out_stride + h * D;
+      const T* const x = in + r * in_stride + h * D + shape.first;
+      T* const y = out + r * out_stride + h * D + shape.first;
+      if (shape.first > 0) copy_first(shape.first, x - shape.first, y - shape.first);
       if constexpr (kNorm)
         if (h % span == 0) rstd = root_mean_inverse(span * D, x, eps);
       const T* const weight = kNorm ? norm_weight + h % span * D : nullptr;
       if (!shape.interleaved) {
-        rotate_head<T, kNorm>(shape, rule, x, weight, rstd, row_cos, row_sin, y);
+        rotate_head<T, kNorm>(turning, rule, x, weight, rstd, row_cos, row_sin, y);
       } else {
-        take_apart(D, 2 * half, x, apart);
-        rotate_head<T, kNorm>(shape, rule, apart, weight, rstd, row_cos, row_sin, turned);
-        put_together(D, 2 * half, turned, y);
+        take_apart(turning.head_dim, 2 * half, x, apart);
+        rotate_head<T, kNorm>(turning, rule, apart, weight, rstd, row_cos, row_sin, turned);
+        put_together(turning.head_dim, 2 * half, turned, y);
       }
     }
   }
@@ -262,6 +276,7 @@ void add_norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const
                               const G* grad_out, std::int64_t grad_out_stride, T* grad_in, std::int64_t grad_in_stride,
                               accumulator_t<T>* sums) {
   const std::int64_t D = shape.head_dim, half = shape.rotating() / 2, span = shape.wide_norm ? shape.heads : 1;
+  const rows::HeadShape turning = behind_first(shape);
   G apart[kLargestHead];
   T turned[kLargestHead];
   for (std::int64_t r = rows.begin; r < rows.end; ++r) {
@@ -269,16 +284,17 @@ void add_norm_rotate_backward(RowRange rows, const rows::HeadShape& shape, const
     const accumulator_t<T>* const row_sin = sin + shape.position[r] * half;
     for (std::int64_t h = 0; h < shape.heads; h += span) {
       const T* const x = norm_weight == nullptr ? nullptr : in + r * in_stride + h * D;
-      const G* const g = grad_out + r * grad_out_stride + h * D;
-      T* const gx = grad_in + r * grad_in_stride + h * D;
+      const G* const g = grad_out + r * grad_out_stride + h * D + shape.first;
+      T* const gx = grad_in + r * grad_in_stride + h * D + shape.first;
+      if (shape.first > 0) copy_first(shape.first, g - shape.first, gx - shape.first);
       if (norm_weight != nullptr) {
         heads_backward<T, G, true>(shape, span, x, norm_weight, row_cos, row_sin, g, gx, sums);
       } else if (!shape.interleaved) {
-        heads_backward<T, G, false>(shape, 1, x, norm_weight, row_cos, row_sin, g, gx, sums);
+        heads_backward<T, G, false>(turning, 1, x, norm_weight, row_cos, row_sin, g, gx, sums);
       } else {
-        take_apart(D, 2 * half, g, apart);
-        heads_backward<T, G, false>(shape, 1, x, norm_weight, row_cos, row_sin, apart, turned, sums);
-        put_together(D, 2 * half, turned, gx);
+        take_apart(turning.head_dim, 2 * half, g, apart);
+        heads_backward<T, G, false>(turning, 1, x, norm_weight, row_cos, row_sin, apart, turned, sums);
+        put_together(turning.head_dim, 2 * half, turned, gx);
       }
     }
   }

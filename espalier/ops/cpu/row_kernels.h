@@ -60,6 +60,7 @@ struct HeadShape {
   bool interleaved = false;                // even and odd channels are the pairs; without a norm
   bool wide_norm = false;                  // over all heads of a row, norm_weight [heads * D]
   NormKind norm = NormKind::rms;           // not layer
+  std::int64_t first = 0;                  // the first channel that may rotate, without a norm: those before it stay
 
   std::int64_t rotating() const { return rotary < 0 ? head_dim : rotary; }
 };

@@ -44,7 +44,8 @@ void add_norm_backward(const at::Tensor& stream, const NormWeights& weights, con
 rows::HeadShape heads_of(const Rotation& rotation, const at::Tensor& in) {
   const std::int64_t head_dim = rotation.head_width();
   const bool wide = rotation.has_wide_norm();
-  ESPALIER_INTERNAL(!rotation.interleaved || !rotation.norm_weight_D.defined(), "interleaved pairs behind a norm");
+  ESPALIER_INTERNAL((!rotation.interleaved && rotation.first == 0) || !rotation.norm_weight_D.defined(),
+                    "interleaved pairs, or channels that stay before them, behind a norm");
   ESPALIER_INTERNAL(!wide || rotation.norm_weight_D.size(0) == in.size(1), "a norm over ",
                     rotation.norm_weight_D.sizes(), " of ", in.size(1), " columns");
   return {in.size(0),
@@ -55,7 +56,8 @@ rows::HeadShape heads_of(const Rotation& rotation, const at::Tensor& in) {
           2 * rotation.tables.cos.size(1),
           rotation.interleaved,
           wide,
-          rotation.norm};
+          rotation.norm,
+          rotation.first};
 }
 
 void rotate(const Rotation& rotation, const at::Tensor& in, const at::Tensor& out) {

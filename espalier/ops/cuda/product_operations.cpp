@@ -65,7 +65,7 @@ const Operations& operations() {
   static const Operations all{norm_operations(),    rotation_operations(), swiglu_operations(),
                               product_operations(), moving_operations(),   attention_operations(),
                               head_operations(),    expert_operations(),   optimizer_operations(),
-                              choice_operations(),  DeltaRuleOperations{}};
+                              choice_operations(),  DeltaRuleOperations{}, LatentOperations{}};
   return all;
 }
 

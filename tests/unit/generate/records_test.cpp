@@ -28,7 +28,7 @@ class Folder {
 };
 
 TEST(Records, LogprobsAreThoseOfScore) {
-  for (const char* family : {"llama", "qwen3", "qwen3-moe"}) {
+  for (const char* family : {"llama", "qwen3", "qwen3-moe", "DeepseekV2", "DeepseekV3"}) {
     const auto model = tiny_model(family, DType::float64, 2);
     SamplingSettings settings;
     settings.n = 6, settings.temperature = 0.7, settings.top_p = 0.9, settings.max_response_length = 70;

@@ -51,6 +51,43 @@ TEST(Flops, OfTheDeltaRuleAreThoseOfRows) {
   EXPECT_EQ(flops.head, plain.head);
 }
 
+// Latents add a product before that of the heads; heads of keys and values differ in size.
+TEST(Flops, OfLatentAttentionEqualTheCountByHand) {
+  ModelShape shape = testing::tiny_shape();
+  shape.kv_heads = shape.heads, shape.head_dim = 11;
+  shape.latent = {.query = 10, .key_value = 12, .plain = 5, .rotary = 6, .value = 13};
+  const Work work{100, 7000, 30, 2500};
+  const double M = static_cast<double>(shape.hidden), F = static_cast<double>(shape.inner),
+               H = static_cast<double>(shape.heads), full = static_cast<double>(shape.layers - 1);
+  const double query_output = M * 10 + 10 * H * 11 + H * 13 * M, key_value = M * 18 + 12 * H * 18;
+  const double rows = full * 100 + 30, pairs = full * 7000 + 2500;
+  const Flops forward = forward_flops(shape, work), backward = backward_flops(shape, work);
+  EXPECT_EQ(forward.layers, 2 * (rows * (query_output + 3 * M * F) + (full + 1) * 100 * key_value));
+  EXPECT_EQ(forward.attention, 2 * H * (11 + 13) * pairs);
+  EXPECT_NEAR(backward.attention, 2 * H * (3 * 11 + 2 * 13) * pairs, 1e-6);
+  EXPECT_EQ(backward.layers, 2 * forward.layers);
+  shape.latent.query = 0;
+  EXPECT_EQ(forward.layers - forward_flops(shape, work).layers, 2 * rows * (M * 10 + 10 * H * 11 - M * H * 11));
+}
+
+// What a part of the weights costs: a latent's projection, the heads' behind it.
+TEST(Flops, OfLatentsThatAreHeldHaveNoWeightGradient) {
+  ModelShape shape = testing::tiny_shape();
+  shape.kv_heads = shape.heads, shape.head_dim = 11;
+  shape.latent = {.query = 10, .key_value = 12, .plain = 5, .rotary = 6, .value = 13};
+  const Work work{100, 7000, 100, 7000};
+  const double M = static_cast<double>(shape.hidden), H = static_cast<double>(shape.heads),
+               L = static_cast<double>(shape.layers);
+  const double none = backward_flops(train_only(shape, "norms,embeddings"), work).layers;
+  const auto added = [&](const char* words) {
+    return backward_flops(train_only(shape, text_of("norms,embeddings,", words)), work).layers - none;
+  };
+  EXPECT_NEAR(added("q_a_proj"), L * 2 * 100 * M * 10, 1e-6);
+  EXPECT_NEAR(added("q_b_proj"), L * 2 * 100 * 10 * H * 11, 1e-6);
+  EXPECT_NEAR(added("kv_a_proj_with_mqa"), L * 2 * 100 * M * 18, 1e-6);
+  EXPECT_NEAR(added("kv_b_proj"), L * 2 * 100 * 12 * H * 18, 1e-6);
+}
+
 // One product for the gradient of an input, another for a weight's where it trains; nothing below the first layer that
 // trains.
 TEST(Flops, OfHeldParametersHaveNoWeightGradientAndNoBackwardBelowThem) {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -124,6 +125,55 @@ TEST(ModelShape, CountsAPadTokenFromEitherEnd) {
     config["pad_token_id"] = absurd;
     EXPECT_NE(message<InputError>(config).find("pad_token_id"), std::string::npos) << absurd;
   }
+}
+
+// As published, with every layer dense.
+Json deepseek_v3_config() {
+  return Json::parse(R"({"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "hidden_size": 7168,
+    "first_k_dense_replace": 61, "head_dim": 64, "intermediate_size": 18432, "kv_lora_rank": 512, "num_hidden_layers": 61,
+    "max_position_embeddings": 163840, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "v_head_dim": 128,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+      "original_max_position_embeddings": 4096, "type": "yarn"}, "torch_dtype": "bfloat16", "vocab_size": 129280})");
+}
+
+TEST(ModelShape, ReadsLatentAttention) {
+  const ModelShape v3 = model_shape_of(deepseek_v3_config(), "config.json");
+  EXPECT_EQ(v3.latent.query, 1536);
+  EXPECT_EQ(v3.latent.key_value, 512);
+  EXPECT_EQ(v3.head_dim, 192);
+  EXPECT_EQ(v3.value_dim(), 128);
+  EXPECT_EQ(v3.rotary_dim(), 64);
+  EXPECT_EQ(v3.kv_heads, 128);
+  EXPECT_TRUE(v3.attention.interleaved);
+  Json other = deepseek_v3_config();
+  other["q_lora_rank"] = nullptr, other["rope_interleave"] = false;
+  EXPECT_EQ(model_shape_of(other, "config.json").latent.query, 0);
+  EXPECT_FALSE(model_shape_of(other, "config.json").attention.interleaved);
+  other["first_k_dense_replace"] = 3;
+  EXPECT_NE(message<UnsupportedError>(other).find("layers of experts"), std::string::npos)
+      << message<UnsupportedError>(other);
+  for (const auto& [member, value] :
+       {std::pair("num_key_value_heads", 64), {"qk_rope_head_dim", 7}, {"v_head_dim", 0}}) {
+    other = deepseek_v3_config();
+    other[member] = value;
+    EXPECT_NE(message<InputError>(other).find(member), std::string::npos) << message<InputError>(other);
+  }
+}
+
+// Scores are scaled by the square of 0.1 m log(factor) + 1 with m = mscale_all_dim, where the rope is rescaled.
+TEST(ModelShape, ScalesScoresOfLatentAttentionByYarnsFactor) {
+  Json config = deepseek_v3_config();
+  const auto scale = [&] { return model_shape_of(config, "config.json").attention.scale; };
+  const double m = 0.1 * std::log(40.0) + 1;
+  EXPECT_DOUBLE_EQ(scale(), m * m / std::sqrt(192.0));
+  config["rope_scaling"]["mscale_all_dim"] = 0.707;
+  const double less = 0.0707 * std::log(40.0) + 1;
+  EXPECT_DOUBLE_EQ(scale(), less * less / std::sqrt(192.0));
+  config["rope_scaling"].erase("mscale_all_dim");
+  EXPECT_EQ(scale(), 0);  // 1/sqrt(head_dim)
+  config["rope_scaling"] = nullptr;
+  EXPECT_EQ(scale(), 0);
 }
 
 TEST(ModelShape, PlacesExpertLayers) {

@@ -22,19 +22,20 @@ inline constexpr std::int64_t kSharedBytes = std::int64_t{4} << 20;
 
 // How the work is cut.
 struct Cut {
-  std::int64_t group = 0, padded = 0;  // heads per key/value head; head size in whole vectors
-  std::int64_t parts = 0;              // parts of the keys of one head
-  std::int64_t panels = 0;             // panels of one head in a stretch
-  std::int64_t block = 0, blocks = 0;  // keys of a block, blocks of all keys
+  std::int64_t group = 0;                      // heads per key/value head
+  std::int64_t padded = 0, padded_values = 0;  // D and Dv in whole vectors
+  std::int64_t parts = 0;                      // parts of the keys of one head
+  std::int64_t panels = 0;                     // panels of one head in a stretch
+  std::int64_t block = 0, blocks = 0;          // keys of a block, blocks of all keys
 };
-// Numbers of a packed panel, and of dQ of one.
+// Numbers of a packed panel with heads of this size, and of dQ of one.
 template <class O>
-std::int64_t columns_size(const Shape& shape) {
-  return O::steps(shape.head_dim) * kPanel<typename O::A>;
+std::int64_t columns_size(std::int64_t head_dim) {
+  return O::steps(head_dim) * kPanel<typename O::A>;
 }
 template <class O>
-std::int64_t lanes_size(const Cut& c) {
-  return O::steps(kPanel<typename O::A>) * c.padded;
+std::int64_t lanes_size(std::int64_t padded) {
+  return O::steps(kPanel<typename O::A>) * padded;
 }
 template <class O>
 std::int64_t slope_sums_size(const Shape& shape) {
@@ -46,7 +47,8 @@ Cut cut_of(const Shape& shape, int threads) {
   Cut c;
   c.group = shape.heads / shape.kv_heads;
   c.padded = whole_vectors<A>(shape.head_dim);
-  c.block = O::key_block(shape.head_dim);
+  c.padded_values = whole_vectors<A>(shape.values());
+  c.block = O::key_block(greater(shape.head_dim, shape.values()));
   c.blocks = ceil_div(shape.path_rows, c.block) + ceil_div(shape.own_rows, c.block);
   std::int64_t a = threads, b = shape.kv_heads;
   while (b != 0) {
@@ -55,7 +57,8 @@ Cut cut_of(const Shape& shape, int threads) {
     b = rest;
   }
   c.parts = greater(1, lesser(threads / a, c.blocks));
-  const std::int64_t factors = 2 * (columns_size<O>(shape) + lanes_size<O>(c));
+  const std::int64_t factors = columns_size<O>(shape.head_dim) + columns_size<O>(shape.values()) +
+                               lanes_size<O>(c.padded) + lanes_size<O>(c.padded_values);
   const std::int64_t panel = factors * static_cast<std::int64_t>(sizeof(typename O::Factor)) +
                              slope_sums_size<O>(shape) * c.parts * static_cast<std::int64_t>(sizeof(A));
   const std::int64_t all = ceil_div(shape.query_rows * c.group, kPanel<A>);
@@ -72,9 +75,9 @@ struct Packed {
   LanePlaces<typename O::A> places;         // of its lanes
 
   // From vector `vector` on.
-  Packed from(int vector, std::int64_t padded) const {
-    const std::int64_t lane = vector * kLanes<typename O::A>, step = O::steps(lane) * padded;
-    return {queries_t + lane, grads_t + lane, queries + step,     grads + step,
+  Packed from(int vector, const Cut& c) const {
+    const std::int64_t lane = vector * kLanes<typename O::A>, step = O::steps(lane);
+    return {queries_t + lane, grads_t + lane, queries + step * c.padded, grads + step * c.padded_values,
             lse + lane,       dots + lane,    places.from(vector)};
   }
 };
@@ -91,10 +94,10 @@ struct Shared {
 
   Shared(Carver& carver, const Shape& shape, const Cut& c) : blocks(carver, shape, c.block) {
     const std::int64_t n = shape.kv_heads * c.panels;
-    queries_t = carver.take<Factor>(n * columns_size<O>(shape));
-    grads_t = carver.take<Factor>(n * columns_size<O>(shape));
-    queries = carver.take<Factor>(n * lanes_size<O>(c));
-    grads = carver.take<Factor>(n * lanes_size<O>(c));
+    queries_t = carver.take<Factor>(n * columns_size<O>(shape.head_dim));
+    grads_t = carver.take<Factor>(n * columns_size<O>(shape.values()));
+    queries = carver.take<Factor>(n * lanes_size<O>(c.padded));
+    grads = carver.take<Factor>(n * lanes_size<O>(c.padded_values));
     lse = carver.take<A>(n * kPanel<A>);
     dots = carver.take<A>(n * kPanel<A>);
     partial = carver.take<A>(n * slope_sums_size<O>(shape) * c.parts);
@@ -103,11 +106,11 @@ struct Shared {
   }
   // Panel `index` of head `head`.
   Packed<O> panel(const Shape& shape, const Cut& c, std::int64_t head, std::int64_t index) const {
-    const std::int64_t n = head * c.panels + index, columns = n * columns_size<O>(shape), lanes = n * lanes_size<O>(c);
-    return {queries_t + columns,
-            grads_t + columns,
-            queries + lanes,
-            grads + lanes,
+    const std::int64_t n = head * c.panels + index;
+    return {queries_t + n * columns_size<O>(shape.head_dim),
+            grads_t + n * columns_size<O>(shape.values()),
+            queries + n * lanes_size<O>(c.padded),
+            grads + n * lanes_size<O>(c.padded_values),
             lse + n * kPanel<A>,
             dots + n * kPanel<A>,
             places.from(n * kTileVectors)};
@@ -128,9 +131,9 @@ struct Private {
   Private(Carver& carver, const Shape& shape, const Cut& c) {
     const std::int64_t rows = c.block + O::rows(1);
     keys = keys_across = carver.take<Factor>(rows * O::steps(shape.head_dim));
-    values = carver.take<Factor>(rows * O::steps(shape.head_dim));
+    values = carver.take<Factor>(rows * O::steps(shape.values()));
     grad_keys = carver.take<A>(rows * c.padded);
-    grad_values = carver.take<A>(rows * c.padded);
+    grad_values = carver.take<A>(rows * c.padded_values);
     scores = carver.take<A>(rows * kPanel<A>);
     slopes = carver.take<A>(rows * kPanel<A>);
     if constexpr (O::kInPlace) {
@@ -156,16 +159,17 @@ void pack(const Shape& shape, const Cut& c, const Inputs<typename O::Element>& i
           const Packed<O>& to) {
   using A = typename O::A;
   using T = typename O::Element;
+  const Shape values = shape.of_values();
   O::pack_columns(shape, in.q, head, p, sign<A>(shape.scale), to.queries_t);
-  O::pack_columns(shape, grad_out, head, p, A(1), to.grads_t);
+  O::pack_columns(values, grad_out, head, p, A(1), to.grads_t);
   O::pack_lanes(shape, in.q, head, p, to.queries, c.padded);
-  O::pack_lanes(shape, grad_out, head, p, to.grads, c.padded);
+  O::pack_lanes(values, grad_out, head, p, to.grads, c.padded_values);
   to.places.fill(shape, p);
   for (int lane = 0; lane < p.count; ++lane) {
     const std::int64_t at = p.first + lane;
-    const T *grad = lane_row(shape, grad_out, head, at), *result = lane_row(shape, out, head, at);
+    const T *grad = lane_row(values, grad_out, head, at), *result = lane_row(values, out, head, at);
     Vector<A> dot{};
-    for_lanes<T>(shape.head_dim,
+    for_lanes<T>(values.head_dim,
                  [&](std::int64_t d, int count) { dot += load_some(grad + d, count) * load_some(result + d, count); });
     to.dots[lane] = sum(dot);
     to.lse[lane] = lse_HQ[(head * c.group + at % c.group) * shape.query_rows + at / c.group];
@@ -218,17 +222,17 @@ template <class O>
 void panel_step(const Shape& shape, const Cut& c, const Lanes& p, const Packed<O>& whole, const KeyBlock& block,
                 const Visible& seen, const Private<O>& z, typename O::A* grad_queries_t) {
   using A = typename O::A;
-  const std::int64_t D = shape.head_dim, n = seen.keys(), lane = seen.vector * kLanes<A>;
+  const std::int64_t D = shape.head_dim, Dv = shape.values(), n = seen.keys(), lane = seen.vector * kLanes<A>;
   const std::int64_t lanes = lesser(p.count - lane, seen.vectors * kLanes<A>);
-  const Packed<O> panel = whole.from(seen.vector, c.padded);
+  const Packed<O> panel = whole.from(seen.vector, c);
   with_vectors(seen.vectors, [&](auto count) {
     constexpr int vectors = decltype(count)::value;
-    const auto products = [&](const auto* left, const auto* right, A* to) {
-      O::Products::template scores<vectors, false>(n, O::steps(D), left + seen.first * O::steps(D), right, to,
+    const auto products = [&](std::int64_t steps, const auto* left, const auto* right, A* to) {
+      O::Products::template scores<vectors, false>(n, steps, left + seen.first * steps, right, to,
                                                    static_cast<A*>(nullptr));
     };
-    products(z.keys, panel.queries_t, z.scores);
-    products(z.values, panel.grads_t, z.slopes);
+    products(O::steps(D), z.keys, panel.queries_t, z.scores);
+    products(O::steps(Dv), z.values, panel.grads_t, z.slopes);
     if (shape.soft_cap > 0) cap_scores<O, A>(shape, seen, panel, z);
     const A scale = magnitude<A>(shape.scale);
     if (seen.masked)
@@ -239,9 +243,11 @@ void panel_step(const Shape& shape, const Cut& c, const Lanes& p, const Packed<O
         O::steps(n), O::rows(D), O::across_from(z.keys_across, seen.first, D), O::across_stride(c.block, D),
         z.slope_weights.by_key, grad_queries_t + lane, static_cast<const A*>(nullptr));
   });
-  const std::int64_t stride = O::steps(kPanel<A>), at = seen.first * c.padded;
-  O::Products::outer(n, O::steps(lanes), z.weights.by_lane, stride, panel.grads, z.grad_values + at, c.padded);
-  O::Products::outer(n, O::steps(lanes), z.slope_weights.by_lane, stride, panel.queries, z.grad_keys + at, c.padded);
+  const std::int64_t stride = O::steps(kPanel<A>);
+  O::Products::outer(n, O::steps(lanes), z.weights.by_lane, stride, panel.grads,
+                     z.grad_values + seen.first * c.padded_values, c.padded_values);
+  O::Products::outer(n, O::steps(lanes), z.slope_weights.by_lane, stride, panel.queries,
+                     z.grad_keys + seen.first * c.padded, c.padded);
 }
 
 // Lanes [begin, end) of every head.
@@ -256,7 +262,7 @@ void run_unit(const Shape& shape, const Cut& c, const Inputs<typename O::Element
               const Shared<O>& shared, const Private<O>& z) {
   using A = typename O::A;
   using T = typename O::Element;
-  const std::int64_t D = shape.head_dim;
+  const std::int64_t D = shape.head_dim, Dv = shape.values();
   __builtin_memset(shared.partial_of(shape, c, head, part, 0), 0,
                    sizeof(A) * static_cast<std::size_t>(stretch.panels * slope_sums_size<O>(shape)));
   for (std::int64_t b = shared.bounds[part]; b < shared.bounds[part + 1]; ++b) {
@@ -270,12 +276,12 @@ void run_unit(const Shape& shape, const Cut& c, const Inputs<typename O::Element
       if (seen.end == 0) continue;
       if (!packed) {
         const T* key = keys.data + block.begin * keys.stride + head * D;
-        const T* value = values.data + block.begin * values.stride + head * D;
+        const T* value = values.data + block.begin * values.stride + head * Dv;
         O::pack_keys(key, keys.stride, 0, block.count, D, z.keys);
-        O::pack_keys(value, values.stride, 0, block.count, D, z.values);
+        O::pack_keys(value, values.stride, 0, block.count, Dv, z.values);
         if constexpr (!O::kInPlace) O::pack_across(key, keys.stride, 0, block.count, c.block, D, z.keys_across);
         __builtin_memset(z.grad_keys, 0, sizeof(A) * static_cast<std::size_t>(block.count * c.padded));
-        __builtin_memset(z.grad_values, 0, sizeof(A) * static_cast<std::size_t>(block.count * c.padded));
+        __builtin_memset(z.grad_values, 0, sizeof(A) * static_cast<std::size_t>(block.count * c.padded_values));
         packed = true;
       }
       panel_step<O>(shape, c, p, shared.panel(shape, c, head, i), block, seen, z,
@@ -284,8 +290,8 @@ void run_unit(const Shape& shape, const Cut& c, const Inputs<typename O::Element
     if (!packed) continue;
     add_rows<A>(block.count, D, z.grad_keys, c.padded, static_cast<A>(shape.scale),
                 grad_k.data + block.begin * grad_k.stride + head * D, grad_k.stride);
-    add_rows<A>(block.count, D, z.grad_values, c.padded, A(1), grad_v.data + block.begin * grad_v.stride + head * D,
-                grad_v.stride);
+    add_rows<A>(block.count, Dv, z.grad_values, c.padded_values, A(1),
+                grad_v.data + block.begin * grad_v.stride + head * Dv, grad_v.stride);
   }
 }
 

@@ -31,11 +31,12 @@ Cut cut_of(const Shape& shape, int threads) {
   using A = typename O::A;
   constexpr std::int64_t W = kPanel<A>, kLeastKeys = 512;  // of a part
   Cut c;
-  c.block = O::key_block(shape.head_dim);
+  const std::int64_t widest = greater(shape.head_dim, shape.values());
+  c.block = O::key_block(widest);
   c.lanes = shape.query_rows * (shape.heads / shape.kv_heads);
   // Queries and sums of a stretch stay near the core beside a key block; small problems are cut into at least four
   // stretches a thread.
-  const std::int64_t near = 262144 / static_cast<std::int64_t>(sizeof(A)) / shape.head_dim / W;
+  const std::int64_t near = 262144 / static_cast<std::int64_t>(sizeof(A)) / widest / W;
   const std::int64_t fair = ceil_div(c.lanes * shape.kv_heads, 4 * threads * W);
   c.panels = greater(1, lesser(greater(near, 2), fair));
   c.stretches = ceil_div(c.lanes, c.panels * W);
@@ -49,18 +50,18 @@ Cut cut_of(const Shape& shape, int threads) {
 template <class O>
 struct Sums {
   using A = typename O::A;
-  A *top, *total, *out;  // [panels][W], [panels][W], [panels][rows(D)][W]: maximum of S, l, O^T
+  A *top, *total, *out;  // [panels][W], [panels][W], [panels][rows(Dv)][W]: maximum of S, l, O^T
 
   Sums(Carver& carver, const Shape& shape, std::int64_t panels) {
     top = carver.take<A>(panels * kPanel<A>);
     total = carver.take<A>(panels * kPanel<A>);
-    out = carver.take<A>(panels * O::rows(shape.head_dim) * kPanel<A>);
+    out = carver.take<A>(panels * O::rows(shape.values()) * kPanel<A>);
   }
   Sums panel(const Shape& shape, std::int64_t index) const {
     Sums s = *this;
     s.top += index * kPanel<A>;
     s.total += index * kPanel<A>;
-    s.out += index * O::rows(shape.head_dim) * kPanel<A>;
+    s.out += index * O::rows(shape.values()) * kPanel<A>;
     return s;
   }
   static std::size_t bytes(const Shape& shape, std::int64_t panels) {
@@ -82,7 +83,7 @@ struct Private {
   Private(Carver& carver, const Shape& shape, const Cut& c) {
     queries = carver.take<Factor>(c.panels * O::steps(shape.head_dim) * kPanel<A>);
     keys = carver.take<Factor>((c.block + O::rows(1)) * O::steps(shape.head_dim));
-    values = carver.take<Factor>(O::across_size(c.block, shape.head_dim));
+    values = carver.take<Factor>(O::across_size(c.block, shape.values()));
     scores = carver.take<A>((c.block + O::rows(1)) * kPanel<A>);
     places = LanePlaces<A>::take(carver, shape, c.panels);
     if constexpr (O::kInPlace)
@@ -208,7 +209,7 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
                 const Private<O>& z, const Sums<O>& sums) {
   using A = typename O::A;
   constexpr int W = kPanel<A>;
-  const std::int64_t D = shape.head_dim, n = seen.keys(), lane = seen.vector * kLanes<A>;
+  const std::int64_t D = shape.head_dim, Dv = shape.values(), n = seen.keys(), lane = seen.vector * kLanes<A>;
   alignas(64) A top[W], alpha[W];
   const auto* keys = z.keys + seen.first * O::steps(D);
   const auto* queries = z.queries + index * O::steps(D) * W + lane;
@@ -227,7 +228,7 @@ void panel_step(const Shape& shape, const Cut& c, const KeyBlock& block, const V
                                sums.top + lane, sums.total + lane, static_cast<A*>(alpha));
     });
     O::Products::template weighted<vectors, true, O::kAcross>(
-        O::steps(n), O::rows(D), O::across_from(z.values, seen.first, D), O::across_stride(c.block, D),
+        O::steps(n), O::rows(Dv), O::across_from(z.values, seen.first, Dv), O::across_stride(c.block, Dv),
         z.weights.by_key, sums.out + lane, alpha);
   });
 }
@@ -244,7 +245,7 @@ void finish_panel(const Shape& shape, const Lanes& p, std::int64_t head, const S
     store(inverse + lane, static_cast<A>(1) / total);
     with_weights<A>(shape, [&](auto scale) { store(lse + lane, scale.lse(scale.maximum(top), total)); });
   }
-  unpack_panel<typename O::Element>(shape, sums.out, inverse, head, p, out);
+  unpack_panel<typename O::Element>(shape.of_values(), sums.out, inverse, head, p, out);
   for (int lane = 0; lane < p.count; ++lane) {
     const std::int64_t at = p.first + lane;
     lse_HQ[(head * group + at % group) * shape.query_rows + at / group] = lse[lane];
@@ -267,7 +268,7 @@ void merge_parts(const Shape& shape, std::int64_t parts, std::size_t apart, cons
     for (std::int64_t part = 0; part < parts; ++part) {
       const Vector<A> f = scale.factor(scale.maximum(load(of(first.top, part) + lane)), scale.maximum(top));
       total += f * load(of(first.total, part) + lane);
-      for (std::int64_t d = 0; d < shape.head_dim; ++d) {
+      for (std::int64_t d = 0; d < shape.values(); ++d) {
         A* to = first.out + d * W + lane;
         store(to, part == 0 ? f * load(to) : load(to) + f * load(of(first.out, part) + d * W + lane));
       }
@@ -296,7 +297,7 @@ void forward_task(const Shape& shape, const Cut& c, const Inputs<typename O::Ele
   using A = typename O::A;
   using T = typename O::Element;
   constexpr int W = kPanel<A>;
-  const std::int64_t D = shape.head_dim, panels = ceil_div(end - begin, W);
+  const std::int64_t D = shape.head_dim, Dv = shape.values(), panels = ceil_div(end - begin, W);
   for (std::int64_t i = 0; i < panels; ++i) {
     const Lanes p = panel_at<A>(shape, begin, end, i);
     O::pack_columns(shape, in.q, head, p, sign<A>(shape.scale), z.queries + i * O::steps(D) * W);
@@ -306,7 +307,7 @@ void forward_task(const Shape& shape, const Cut& c, const Inputs<typename O::Ele
       store(sums.total + i * W + lane, Vector<A>{});
     }
   }
-  __builtin_memset(sums.out, 0, sizeof(A) * static_cast<std::size_t>(panels * O::rows(D) * W));
+  __builtin_memset(sums.out, 0, sizeof(A) * static_cast<std::size_t>(panels * O::rows(Dv) * W));
   const Lanes all = lanes_at(shape, begin, end);
   const auto seen_by = [&](const KeyBlock& block, const Lanes& lanes) {
     return visible<A>(shape, block, lanes, O::kKeyStep, O::kVectorStep);
@@ -319,8 +320,8 @@ void forward_task(const Shape& shape, const Cut& c, const Inputs<typename O::Ele
     if (by_any.end == 0 || !part.takes(by_any.keys())) continue;
     const Rows<const T> keys = block.ends ? in.own_k : in.path_k, values = block.ends ? in.own_v : in.path_v;
     O::pack_keys(keys.data + block.begin * keys.stride + head * D, keys.stride, by_any.first, by_any.end, D, z.keys);
-    O::pack_across(values.data + block.begin * values.stride + head * D, values.stride, by_any.first, by_any.end,
-                   c.block, D, z.values);
+    O::pack_across(values.data + block.begin * values.stride + head * Dv, values.stride, by_any.first, by_any.end,
+                   c.block, Dv, z.values);
     for (std::int64_t i = 0; i < panels; ++i) {
       const Visible seen = seen_by(block, panel_at<A>(shape, begin, end, i));
       if (seen.end > 0) panel_step<O>(shape, c, block, seen, i, z, sums.panel(shape, i));

@@ -71,8 +71,9 @@ template <class T>
 Results<double> run(const Problem& p, const std::vector<double>& given_out, const std::vector<double>& given_lse) {
   using A = accumulator_t<T>;
   const int D = p.size.head_dim, wide = p.size.heads * D, narrow = p.size.kv_heads * D, gap = 5;
-  const Operand<T> q(p.q, wide, gap), own_k(p.own_k, narrow, gap), own_v(p.own_v, narrow, 0),
-      path_k(p.path_k, narrow, 2 * gap), path_v(p.path_v, narrow, gap), grad_out(p.grad_out, wide, gap);
+  const int Dv = p.size.values(), wide_out = p.size.heads * Dv, narrow_v = p.size.kv_heads * Dv;
+  const Operand<T> q(p.q, wide, gap), own_k(p.own_k, narrow, gap), own_v(p.own_v, narrow_v, 0),
+      path_k(p.path_k, narrow, 2 * gap), path_v(p.path_v, narrow_v, gap), grad_out(p.grad_out, wide_out, gap);
   const attention::Inputs<T> in{q.const_rows(), own_k.const_rows(), own_v.const_rows(), path_k.const_rows(),
                                 path_v.const_rows()};
   attention::Shape shape{p.queries(), p.size.own, p.size.path, p.size.heads,        p.size.kv_heads,
@@ -80,15 +81,16 @@ Results<double> run(const Problem& p, const std::vector<double>& given_out, cons
   if (p.pass_query_row) shape.query_row = p.query_row.data();
   shape.window = p.window;
   if (p.window > 0) shape.depth = p.depth.data();
-  const std::vector<double> stale(p.q.size(), -7);
-  Operand<T> out(stale, wide, gap), grad_q(stale, wide, gap);
+  shape.value_dim = p.size.value_dim;
+  Operand<T> out(std::vector<double>(p.grad_out.size(), -7), wide_out, gap),
+      grad_q(std::vector<double>(p.q.size(), -7), wide, gap);
   Operand<A> lse(std::vector<double>(given_lse.size(), -7), p.queries(), 0);
-  const auto held = [&](const std::vector<double>& like) {
-    return Operand<A>(std::vector<double>(like.size(), kHeld), narrow, gap);
+  const auto held = [&](const std::vector<double>& like, int width) {
+    return Operand<A>(std::vector<double>(like.size(), kHeld), width, gap);
   };
-  Operand<A> grad_own_k = held(p.own_k), grad_own_v = held(p.own_v), grad_path_k = held(p.path_k),
-             grad_path_v = held(p.path_v);
-  const Operand<T> out_in(given_out, wide, gap);
+  Operand<A> grad_own_k = held(p.own_k, narrow), grad_own_v = held(p.own_v, narrow_v),
+             grad_path_k = held(p.path_k, narrow), grad_path_v = held(p.path_v, narrow_v);
+  const Operand<T> out_in(given_out, wide_out, gap);
   const Operand<A> lse_in(given_lse, p.queries(), 0);
   const attention::Gradients<T> grads{grad_q.rows(), grad_own_k.rows(), grad_own_v.rows(), grad_path_k.rows(),
                                       grad_path_v.rows()};
@@ -99,7 +101,7 @@ Results<double> run(const Problem& p, const std::vector<double>& given_out, cons
     to = from.values(n);
     EXPECT_TRUE(from.guards_untouched(n)) << what << " wrote outside its rows, " << p;
   };
-  take(r.out, out, p.q.size(), "out");
+  take(r.out, out, p.grad_out.size(), "out");
   take(r.lse, lse, given_lse.size(), "lse");
   take(r.q, grad_q, p.q.size(), "grad q");
   take(r.own_k, grad_own_k, p.own_k.size(), "grad own k");
@@ -316,6 +318,26 @@ TYPED_TEST(AttentionOf, BlocksThatNobodySeesAreNotRead) {
       for (const auto* x : {&r.out, &r.lse, &r.q, &r.own_k, &r.own_v, &r.path_k, &r.path_v})
         EXPECT_TRUE(std::all_of(x->begin(), x->end(), [](double v) { return std::isfinite(v); })) << level;
     }
+}
+
+// Latent attention: heads of values are smaller or larger than those of keys.
+TYPED_TEST(AttentionOf, IsRightForValuesOfAnotherSize) {
+  std::mt19937_64 random(2028);
+  const auto pick = [&](std::initializer_list<int> from) { return from.begin()[random() % from.size()]; };
+  for (int n = 0; n < 40; ++n) {
+    Sizes s;
+    s.head_dim = pick({7, 12, 24, 48, 96, 192});
+    s.value_dim = pick({5, 8, 16, 33, 128, 256});
+    s.kv_heads = pick({1, 2, 3});
+    s.heads = s.kv_heads * pick({1, 1, 4});
+    const int most = std::clamp(static_cast<int>(std::sqrt(300000.0 / (s.head_dim * s.heads))), 9, 260);
+    s.own = 1 + static_cast<int>(random() % static_cast<unsigned>(most));
+    s.path = random() % 4 == 0 ? 0 : static_cast<int>(random() % static_cast<unsigned>(most));
+    const Problem p = random_problem<TypeParam>(5000 + n, s, random() % 2 ? Rows::all : Rows::some_repeated);
+    expect_fast_is_right<TypeParam>(n % 3 == 0 ? with_window(p, 1 + s.own / 2) : p);
+  }
+  for (const std::uint64_t seed : {40, 42, 44})  // the keys are cut among threads
+    expect_fast_is_right<TypeParam>(random_problem<TypeParam>(seed, {2, 2100, 2, 2, 24, 16}, Rows::all));
 }
 
 // A window counts depths, not rows: in a tree the rows of a branch stand behind those of its siblings.

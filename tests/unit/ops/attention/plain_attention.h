@@ -15,7 +15,9 @@
 namespace espalier::attention_test {
 
 struct Sizes {
-  int own = 0, path = 0, heads = 1, kv_heads = 1, head_dim = 8;
+  int own = 0, path = 0, heads = 1, kv_heads = 1, head_dim = 8, value_dim = 0;
+
+  int values() const { return value_dim > 0 ? value_dim : head_dim; }  // heads of v, out and their gradients
 };
 
 // Operands as float64 numbers, rounded to the type under test, rows end to end ([rows, heads * D]).
@@ -55,7 +57,8 @@ inline Problem with_window(Problem p, int window) {
 
 inline std::ostream& operator<<(std::ostream& to, const Problem& p) {
   return to << "seed " << p.seed << ": T=" << p.size.own << " Q=" << p.queries() << " P=" << p.size.path
-            << " H=" << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim << " W=" << p.window;
+            << " H=" << p.size.heads << " J=" << p.size.kv_heads << " D=" << p.size.head_dim
+            << " Dv=" << p.size.values() << " W=" << p.window;
 }
 
 // Segments in depth-first order: each one's subtree ends where its last descendant ends.
@@ -90,16 +93,16 @@ void fill_operands(Problem& p, std::mt19937_64& random, double magnitude = 1) {
   std::normal_distribution<double> normal;
   const Sizes& size = p.size;
   p.scale = 1 / std::sqrt(static_cast<double>(size.head_dim));
-  const auto fill = [&](std::vector<double>& x, int rows, int heads, double by) {
-    x.resize(static_cast<std::size_t>(rows) * heads * size.head_dim);
+  const auto fill = [&](std::vector<double>& x, int rows, int heads, int dim, double by) {
+    x.resize(static_cast<std::size_t>(rows) * heads * dim);
     for (double& v : x) v = rounded<T>(by * normal(random));
   };
-  fill(p.q, p.queries(), size.heads, magnitude);
-  fill(p.own_k, size.own, size.kv_heads, 1);
-  fill(p.own_v, size.own, size.kv_heads, 1);
-  fill(p.path_k, size.path, size.kv_heads, 1);
-  fill(p.path_v, size.path, size.kv_heads, 1);
-  fill(p.grad_out, p.queries(), size.heads, 1);
+  fill(p.q, p.queries(), size.heads, size.head_dim, magnitude);
+  fill(p.own_k, size.own, size.kv_heads, size.head_dim, 1);
+  fill(p.own_v, size.own, size.kv_heads, size.values(), 1);
+  fill(p.path_k, size.path, size.kv_heads, size.head_dim, 1);
+  fill(p.path_v, size.path, size.kv_heads, size.values(), 1);
+  fill(p.grad_out, p.queries(), size.heads, size.values(), 1);
 }
 
 template <class T>
@@ -147,21 +150,21 @@ template <class N>
 class Plain {
  public:
   explicit Plain(const Problem& p, Factors factors = Factors::as_summed)
-      : p_(p), D_(p.size.head_dim), factors_(factors) {}
+      : p_(p), D_(p.size.head_dim), Dv_(p.size.values()), factors_(factors) {}
 
   void forward(Results<N>& r) const {
-    r.out.assign(p_.q.size(), N(0));
+    r.out.assign(p_.grad_out.size(), N(0));
     r.lse.assign(static_cast<std::size_t>(p_.size.heads) * p_.queries(), N(0));
     each_row([&](int i, int h, std::vector<N>& s) {
       N top = -std::numeric_limits<N>::infinity(), total = 0;
       for (const N x : s) top = std::max(top, x);
       for (const N x : s) total += visible(i, x) ? std::exp(x - top) : N(0);
       r.lse[static_cast<std::size_t>(h) * p_.queries() + i] = top + std::log(total);
-      for (int d = 0; d < D_; ++d) {
+      for (int d = 0; d < Dv_; ++d) {
         N sum = 0;
         for (int j = 0; j < keys(); ++j)
-          if (visible(i, s[j])) sum += factor(std::exp(s[j] - top)) * N(value(p_.path_v, p_.own_v, j, h, d));
-        r.out[row(i, h) + d] = sum / total;
+          if (visible(i, s[j])) sum += factor(std::exp(s[j] - top)) * N(value(p_.path_v, p_.own_v, j, h, d, Dv_));
+        r.out[value_row(i, h) + d] = sum / total;
       }
     });
   }
@@ -170,27 +173,30 @@ class Plain {
   // A rounding of each term in its type moves the result by up to that type's unit times this.
   Results<N> magnitudes(const Results<N>& from) const {
     Results<N> m;
-    m.out.assign(p_.q.size(), N(0)), m.q = m.out;
-    m.own_k.assign(p_.own_k.size(), N(0)), m.own_v = m.own_k;
-    m.path_k.assign(p_.path_k.size(), N(0)), m.path_v = m.path_k;
+    m.out.assign(p_.grad_out.size(), N(0)), m.q.assign(p_.q.size(), N(0));
+    m.own_k.assign(p_.own_k.size(), N(0)), m.own_v.assign(p_.own_v.size(), N(0));
+    m.path_k.assign(p_.path_k.size(), N(0)), m.path_v.assign(p_.path_v.size(), N(0));
     for (const N l : from.lse) m.lse.push_back(std::fabs(l));
     each_row([&](int i, int h, std::vector<N>& s) {
       N dots = 0;
-      for (int d = 0; d < D_; ++d) dots += std::fabs(N(p_.grad_out[row(i, h) + d]) * from.out[row(i, h) + d]);
+      for (int d = 0; d < Dv_; ++d)
+        dots += std::fabs(N(p_.grad_out[value_row(i, h) + d]) * from.out[value_row(i, h) + d]);
       const N lse = from.lse[static_cast<std::size_t>(h) * p_.queries() + i];
       for (int j = 0; j < keys(); ++j) {
         if (!visible(i, s[j])) continue;
         // A weight is as uncertain as its exponent: score and lse are rounded numbers of their size.
         const N weight = std::exp(s[j] - lse) * (1 + std::fabs(s[j]) + std::fabs(lse));
         N slope = dots;
-        for (int d = 0; d < D_; ++d)
-          slope += std::fabs(N(p_.grad_out[row(i, h) + d]) * N(value(p_.path_v, p_.own_v, j, h, d)));
+        for (int d = 0; d < Dv_; ++d)
+          slope += std::fabs(N(p_.grad_out[value_row(i, h) + d]) * N(value(p_.path_v, p_.own_v, j, h, d, Dv_)));
         slope *= weight * std::fabs(N(p_.scale));
         for (int d = 0; d < D_; ++d) {
-          m.out[row(i, h) + d] += weight * std::fabs(N(value(p_.path_v, p_.own_v, j, h, d)));
-          m.q[row(i, h) + d] += slope * std::fabs(N(value(p_.path_k, p_.own_k, j, h, d)));
-          value(m.path_k, m.own_k, j, h, d) += slope * std::fabs(N(p_.q[row(i, h) + d]));
-          value(m.path_v, m.own_v, j, h, d) += weight * std::fabs(N(p_.grad_out[row(i, h) + d]));
+          m.q[row(i, h) + d] += slope * std::fabs(N(value(p_.path_k, p_.own_k, j, h, d, D_)));
+          value(m.path_k, m.own_k, j, h, d, D_) += slope * std::fabs(N(p_.q[row(i, h) + d]));
+        }
+        for (int d = 0; d < Dv_; ++d) {
+          m.out[value_row(i, h) + d] += weight * std::fabs(N(value(p_.path_v, p_.own_v, j, h, d, Dv_)));
+          value(m.path_v, m.own_v, j, h, d, Dv_) += weight * std::fabs(N(p_.grad_out[value_row(i, h) + d]));
         }
       }
     });
@@ -202,18 +208,20 @@ class Plain {
     r.q.assign(p_.q.size(), N(0));
     each_row([&](int i, int h, std::vector<N>& s) {
       N dots = 0;
-      for (int d = 0; d < D_; ++d) dots += N(p_.grad_out[row(i, h) + d]) * r.out[row(i, h) + d];
+      for (int d = 0; d < Dv_; ++d) dots += N(p_.grad_out[value_row(i, h) + d]) * r.out[value_row(i, h) + d];
       for (int j = 0; j < keys(); ++j) {
         if (!visible(i, s[j])) continue;
         const N weight = std::exp(s[j] - r.lse[static_cast<std::size_t>(h) * p_.queries() + i]);
         N slope = 0;
-        for (int d = 0; d < D_; ++d) slope += N(p_.grad_out[row(i, h) + d]) * N(value(p_.path_v, p_.own_v, j, h, d));
+        for (int d = 0; d < Dv_; ++d)
+          slope += N(p_.grad_out[value_row(i, h) + d]) * N(value(p_.path_v, p_.own_v, j, h, d, Dv_));
         slope = factor(weight * (slope - dots)) * N(p_.scale);
         for (int d = 0; d < D_; ++d) {
-          r.q[row(i, h) + d] += slope * N(value(p_.path_k, p_.own_k, j, h, d));
-          value(r.path_k, r.own_k, j, h, d) += slope * N(p_.q[row(i, h) + d]);
-          value(r.path_v, r.own_v, j, h, d) += factor(weight) * N(p_.grad_out[row(i, h) + d]);
+          r.q[row(i, h) + d] += slope * N(value(p_.path_k, p_.own_k, j, h, d, D_));
+          value(r.path_k, r.own_k, j, h, d, D_) += slope * N(p_.q[row(i, h) + d]);
         }
+        for (int d = 0; d < Dv_; ++d)
+          value(r.path_v, r.own_v, j, h, d, Dv_) += factor(weight) * N(p_.grad_out[value_row(i, h) + d]);
       }
     });
   }
@@ -222,10 +230,11 @@ class Plain {
   int keys() const { return p_.size.path + p_.size.own; }
   static bool visible(int, N score) { return score != -std::numeric_limits<N>::infinity(); }
   std::size_t row(int i, int h) const { return (static_cast<std::size_t>(i) * p_.size.heads + h) * D_; }
+  std::size_t value_row(int i, int h) const { return (static_cast<std::size_t>(i) * p_.size.heads + h) * Dv_; }
   template <class V>
-  auto& value(V& path, V& own, int j, int h, int d) const {
+  auto& value(V& path, V& own, int j, int h, int d, int dim) const {
     const int kv = h / (p_.size.heads / p_.size.kv_heads);
-    const auto at = [&](int r) { return (static_cast<std::size_t>(r) * p_.size.kv_heads + kv) * D_ + d; };
+    const auto at = [&](int r) { return (static_cast<std::size_t>(r) * p_.size.kv_heads + kv) * dim + d; };
     return j < p_.size.path ? path[at(j)] : own[at(j - p_.size.path)];
   }
   template <class Body>
@@ -235,7 +244,7 @@ class Plain {
       for (int h = 0; h < p_.size.heads; ++h) {
         for (int j = 0; j < keys(); ++j) {
           N sum = 0;
-          for (int d = 0; d < D_; ++d) sum += N(p_.q[row(i, h) + d]) * N(value(p_.path_k, p_.own_k, j, h, d));
+          for (int d = 0; d < D_; ++d) sum += N(p_.q[row(i, h) + d]) * N(value(p_.path_k, p_.own_k, j, h, d, D_));
           s[j] = p_.sees(i, j) ? sum * N(p_.scale) : -std::numeric_limits<N>::infinity();
         }
         body(i, h, s);
@@ -245,7 +254,7 @@ class Plain {
   N factor(N x) const { return factors_ == Factors::as_bfloat16 ? N(rounded<bfloat16>(static_cast<double>(x))) : x; }
 
   const Problem& p_;
-  int D_;
+  int D_, Dv_;
   Factors factors_;
 };
 

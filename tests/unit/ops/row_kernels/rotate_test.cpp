@@ -213,6 +213,40 @@ TYPED_TEST(NormRotate, BackwardIsAsAccurateAsAPlainLoop) {
   }
 }
 
+// Heads whose first channels stay, as of latent attention: the others as heads of their own, in place as well.
+TYPED_TEST(NormRotate, BehindChannelsThatStayIsTheRotationOfTheOthers) {
+  using T = TypeParam;
+  for (const bool interleaved : {false, true})
+    for (const std::int64_t first : {1, 5, 16}) {
+      std::mt19937_64 random(9);
+      const RotateCase<T> c({9, 3, 8}, random);  // the channels that rotate
+      const std::int64_t D = first + 8, width = 3 * D;
+      rows::HeadShape shape = c.shape(), alone = c.shape();
+      shape.head_dim = D, shape.rotary = 8, shape.first = first;
+      shape.interleaved = alone.interleaved = interleaved;
+      alone.heads = 1;
+      const auto in = random_buffer<T>(random, 9 * width), grad = random_buffer<T>(random, 9 * width);
+      for_each_set(3, [&] {
+        auto want = in, out = in, want_grad = grad, grad_in = grad;
+        for (std::int64_t h = 0; h < 3; ++h) {
+          const std::int64_t at = h * D + first;
+          rows::norm_rotate<T>(alone, in.data() + at, width, nullptr, c.cos.data(), c.sin.data(), want.data() + at,
+                               width);
+          rows::add_norm_rotate_backward<T, T>(alone, nullptr, width, nullptr, c.cos.data(), c.sin.data(),
+                                               grad.data() + at, width, want_grad.data() + at, width, nullptr);
+        }
+        rows::norm_rotate<T>(shape, in.data(), width, nullptr, c.cos.data(), c.sin.data(), out.data(), width);
+        EXPECT_TRUE(same_bits(out, want));
+        out = in;
+        rows::norm_rotate<T>(shape, out.data(), width, nullptr, c.cos.data(), c.sin.data(), out.data(), width);
+        EXPECT_TRUE(same_bits(out, want)) << "in place";
+        rows::add_norm_rotate_backward<T, T>(shape, nullptr, width, nullptr, c.cos.data(), c.sin.data(), grad.data(),
+                                             width, grad_in.data(), width, nullptr);
+        EXPECT_TRUE(same_bits(grad_in, want_grad));
+      });
+    }
+}
+
 TEST(NormRotateGradient, IsTheDerivativeOfTheForward) {
   const Heads heads{3, 2, 14};
   for (bool norm : {false, true}) {
