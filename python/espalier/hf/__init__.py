@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from espalier.errors import Unsupported
-from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, sets as coupled, verification
+from espalier.hf import arguments, attention, choice, dense, images, implementation, measure, ranks, rotary, routes, sets as coupled, verification
 from espalier.hf.checks import attention_layers, base_model, check, decoder_config, unwrapped
 from espalier.hf.rollouts import Rollouts
 from espalier.hf.routers import RouterLoss
@@ -60,6 +60,7 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     wave holds whole responses, at most `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them, as FSDP1
     always does. `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", what is predicted to be faster: where a
     model is small and little is shared, calls cost more than rows.
+    `routed_experts` of a rollout: the experts that the inference engine chose, chosen again (routes.py).
     `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
     ("minibatch") over all tokens of the step; it takes one pass more without gradients.
     `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. A set that does not fit into one
@@ -118,9 +119,10 @@ def _waves(parts, schedule, wave_tokens):
 
 
 def _prepared(model, rollouts):
-    """Rollouts, with their images."""
+    """Rollouts, with their images and recorded experts."""
     prepared = Rollouts(rollouts, decoder_config(model).vocab_size)
-    return prepared.with_images(images.of(model, prepared))
+    prepared = prepared.with_images(images.of(model, prepared))
+    return prepared.with_routes(routes.of(model, prepared))
 
 
 def _check_images(model, prepared, wave_tokens):
@@ -166,7 +168,8 @@ def _schedule(model, asked, parts, wave_tokens):
 
 def _shared(model, parts, router=None, **how):
     """The executors of all parts, run."""
-    with implementation.in_use(model), rotary.installed(base_model(model), attention.current):
+    replaying = any(part.routes is not None for part, _ in parts)
+    with implementation.in_use(model), rotary.installed(base_model(model), attention.current), routes.installed(model, replaying):
         if router:
             with torch.no_grad():
                 _run(model, [Executor(model, part, plan, seen=lambda wave: None, router=router) for part, plan in parts])

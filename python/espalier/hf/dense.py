@@ -1,8 +1,10 @@
 """A step by transformers alone: every rollout with its prompt, several padded to one length a call."""
 
+import contextlib
+
 import torch
 
-from espalier.hf import implementation, ranks
+from espalier.hf import implementation, ranks, routes
 from espalier.hf.head import TokenStatistics
 from espalier.hf.routers import logits_of
 from espalier.hf.step import Wave, backward
@@ -14,7 +16,7 @@ def run(model, rollouts, loss, temperature, batches, router=None):
     program = [("F", lambda batch=batch: out.count(batch)) for batch in batches if router]
     program += [("", router.settle)] if router else []
     program += [step for batch in batches for step in (("F", lambda batch=batch: out.forward(batch)), ("B", out.backward))]
-    with implementation.users_own(model):
+    with implementation.users_own(model), routes.installed(model, rollouts.routes is not None):
         ranks.run(out.model, program, out.device)
     return out
 
@@ -51,7 +53,12 @@ class DenseRun:
         more = {"output_router_logits": True} if self.router else {}
         if r.images is not None:  # such a batch is one rollout
             more.update(r.images.dense_inputs(batch[0], longest))
-        result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first, **more)
+        record = None
+        if r.routes is not None:
+            parts = [part for i in batch for part in ((i, 0, int(r.lengths[i])), (None, int(r.lengths[i]), longest))]
+            record = more[routes.KEYWORD] = r.routes.rows(parts, self.device)
+        with record.forward() if record is not None else contextlib.nullcontext():
+            result = self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=longest - first, **more)
         return result, [(row * longest, row * longest + int(r.lengths[i]), [i]) for row, i in enumerate(batch)], first
 
     @torch.no_grad()

@@ -33,7 +33,8 @@ class Rollouts:
             if not len(self.prompts[-1]):
                 raise Error("input", f"rollouts[{i}]['prompt_ids']", "at least one token", "none", "", 3)
         self.lengths = np.array([len(p) + len(r) for p, r in zip(self.prompts, self.responses)])
-        self.images, self.keys = None, self.prompts  # with images (images.py): what the planner has for prompts
+        self.images = self.routes = None
+        self.keys, self.response_keys = self.prompts, self.responses  # what the planner has for them (images.py, routes.py)
 
     def part(self, members):
         """The rollouts at these places of the step, as rollouts of their own."""
@@ -41,7 +42,8 @@ class Rollouts:
             return self
         out = copy.copy(self)
         out.members = np.asarray(members)
-        out.prompts, out.responses, out.keys = ([of[i] for i in members] for of in (self.prompts, self.responses, self.keys))
+        out.prompts, out.responses, out.keys, out.response_keys = (
+            [of[i] for i in members] for of in (self.prompts, self.responses, self.keys, self.response_keys))
         out.lengths = self.lengths[out.members]
         return out
 
@@ -65,9 +67,15 @@ class Rollouts:
             self.images, self.keys = images, images.keys
         return self
 
+    def with_routes(self, routes):
+        """These rollouts with their Routes, or None; after their images."""
+        if routes is not None:
+            self.routes, self.keys, self.response_keys = routes, routes.keys, routes.response_keys
+        return self
+
     def plan(self, model, *, wave_tokens, trunk_state, gradients):
         parameter = next(model.parameters())
-        return native.Plan(self.keys, self.responses, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
+        return native.Plan(self.keys, self.response_keys, shape_of(model), wave_tokens=wave_tokens, trunk_state=trunk_state,
                            dtype=_DTYPES.get(parameter.dtype, "float32"), gradients=gradients,
                            device="cuda" if parameter.device.type == "cuda" else "cpu", threads=torch.get_num_threads(),
                            seconds_per_call=_SECONDS_PER_CALL)

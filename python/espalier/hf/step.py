@@ -4,11 +4,13 @@ A plan's items come depth first. A trunk's rows run once; their keys, values and
 the items below send back; when all below is done, one backward through the trunk's own graph (kept, or made again) spends them.
 """
 
+import contextlib
+
 import numpy as np
 import torch
 
 from espalier.errors import Error
-from espalier.hf import images, ranks
+from espalier.hf import images, ranks, routes
 from espalier.hf.attention import Phase, Trunk
 from espalier.hf.checks import check_captured, check_live
 from espalier.hf.head import TokenStatistics
@@ -131,11 +133,23 @@ class Executor:
         if not len(outputs):
             outputs = np.array([item.rows - 1])
         longest = max(end for _, _, end, *_ in item.segments.tolist())
+        record = self._record(item)
+        if record is not None:
+            more[routes.KEYWORD] = record
         phase = Phase.of_segments(item.segments, trunks, longest, captures, self.regime, self._image_blocks(item))
         as_tensor = lambda array: torch.as_tensor(array, dtype=torch.long, device=self.device)
-        with phase.forward(self.model):
+        with phase.forward(self.model), record.forward() if record is not None else contextlib.nullcontext():
             logits, result = call_model(self.model, as_tensor(ids)[None], as_tensor(positions)[..., None, :], phase, as_tensor(outputs), **more)
-        return logits, as_tensor(place), as_tensor(edges[:, 1]), self._router_term(result, item)
+        return logits, as_tensor(place), as_tensor(self._targets(edges)), self._router_term(result, item)
+
+    def _targets(self, edges):
+        return edges[:, 1] if self.rollouts.routes is None else self.rollouts.routes.targets(edges[:, 1])
+
+    def _record(self, item):
+        """The recorded experts of an item's rows, or None."""
+        if self.rollouts.routes is None:
+            return None
+        return self.rollouts.routes.rows([(self._place(r), begin, end) for r, begin, end, *_ in item.segments.tolist()], self.device)
 
     def _positions(self, item):
         """[T], or [3, T] with M-RoPE."""

@@ -1,0 +1,230 @@
+"""Recorded expert choices: a token with a record goes to the experts that the inference engine chose for it.
+
+A rollout's `routed_experts` [tokens][layers][k] are those of docs/rollout_format.md: for all layers or for those with experts alone,
+the last token may be missing; None in a token's place, or zeros throughout where k > 1, mean that it was not recorded, and it is
+routed freely. A token with another record is another token, so rows are shared where token and record are equal.
+
+A router's forward stays the model's own. In its one call `topk(scores [R, E], k)` the record's indices replace the
+largest ones, and the scores there are the values: logits, normalisation and scaling follow from them as they do without a record. The record of a call's rows
+is the keyword argument `espalier_routes` of its layers, so that a checkpointed layer that runs again in the backward has it, too.
+"""
+
+import collections
+import contextlib
+import functools
+import threading
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from espalier.errors import Error, Unsupported
+from espalier.hf.checks import attention_layers, base_model, decoder_config
+
+FIELD = "routed_experts"
+KEYWORD = "espalier_routes"
+
+_lock = threading.Lock()
+_replaced: dict = {}  # by id of a model: how many steps run, what gives its layers their own forwards back
+
+
+def of(model, prepared):
+    """The Routes of these Rollouts, or None where no rollout has a record."""
+    return Routes(model, prepared) if any(record.get(FIELD) is not None for record in prepared.records) else None
+
+
+class Routes:
+    """`of_rollout`: [tokens, layers with experts, k] int16 of each rollout, ascending in k, -1 where nothing was recorded. `keys`,
+    `response_keys`: tokens as the planner has them, int32: an id of their own for each (token, record)."""
+
+    def __init__(self, model, prepared):
+        config = decoder_config(model)
+        size = lambda *names: next((int(n) for name in names if isinstance(n := getattr(config, name, None), int) and n), 0)
+        self.experts, self.hidden_layers = size("num_experts", "num_local_experts", "n_routed_experts"), config.num_hidden_layers
+        self.layers = [index for index, layer in enumerate(_decoder_layers(base_model(model))) if _chooses(layer)] if self.experts else []
+        self.chosen = size("num_experts_per_tok", "top_k_experts", "moe_topk")
+        self.of_rollout = [self._array(record, f"rollouts[{i}][{FIELD!r}]", int(length))
+                           for i, (record, length) in enumerate(zip(prepared.records, prepared.lengths))]
+        self._name(prepared)
+
+    def _array(self, record, where, tokens):
+        given = record.get(FIELD)
+        if given is None:
+            return np.full((tokens, len(self.layers), self.chosen), -1, np.int16)
+        if not self.layers or not self.chosen:
+            raise Error("input", where, "a model with experts", "one without", "Leave the field out", 3)
+        array, unrecorded = _integers(given, where)
+        if len(array) not in (tokens, tokens - 1):
+            raise Error("input", where, f"{tokens} or {tokens - 1} entries, one per token of prompt and response", str(len(array)),
+                        "Record the whole sequence; the last token may be left out", 3)
+        if array.ndim == 3 and self.chosen > 1:
+            unrecorded = unrecorded | (array == 0).all((1, 2))
+        if array.ndim == 3 and array.shape[1] == self.hidden_layers:
+            array = array[:, self.layers]
+        if array.shape[1:] != (len(self.layers), self.chosen):
+            raise Error("input", where, f"{self.hidden_layers} layers a token, or the {len(self.layers)} with experts, and {self.chosen} experts in each",
+                        f"shape {array.shape}", "Leave the field out, or take the model it was recorded with", 3)
+        live = np.sort(array[~unrecorded], -1)
+        if live.size and (live.min() < 0 or live.max() >= self.experts):
+            raise Error("input", where, f"experts in [0, {self.experts})", f"{live.min()} to {live.max()}", "Take the model it was recorded with", 3)
+        if (np.diff(live, axis=-1) == 0).any():
+            raise Error("input", where, "different experts for a token in a layer", "one of them twice", "", 3)
+        out = np.full((tokens, len(self.layers), self.chosen), -1, np.int16)
+        out[np.flatnonzero(~unrecorded)] = live
+        return out
+
+    def _name(self, prepared):
+        """Ids from `first` on stand for (token, record); a token without a record keeps its own. `prepared.keys` may hold ids of images."""
+        tokens = [np.concatenate([key, response]) for key, response in zip(prepared.keys, prepared.responses)]
+        every, records = np.concatenate(tokens), np.concatenate(self.of_rollout).reshape(sum(map(len, tokens)), -1)
+        recorded = (records >= 0).all(1)
+        self.first = int(every.max()) + 1
+        pairs = np.ascontiguousarray(np.concatenate([every[recorded, None], records[recorded].astype(np.int32)], 1))
+        _, at, ids = np.unique(pairs.view(np.dtype((np.void, pairs.shape[1] * pairs.itemsize)))[:, 0], return_index=True, return_inverse=True)
+        self.tokens = pairs[at, 0]
+        every = every.copy()
+        every[recorded] = self.first + ids
+        ends = np.cumsum([len(t) for t in tokens])
+        named = np.split(every.astype(np.int32), ends[:-1])
+        self.keys = [ids[:len(key)] for ids, key in zip(named, prepared.keys)]
+        self.response_keys = [ids[len(key):] for ids, key in zip(named, prepared.keys)]
+
+    def targets(self, ids):
+        """The tokens that ids of the planner stand for."""
+        out = ids.copy()
+        out[ids >= self.first] = self.tokens[ids[ids >= self.first] - self.first]
+        return out
+
+    def rows(self, parts, device):
+        """CallRoutes of rows that are, one after the other, `parts`: (rollout, begin, end), or (None, 0, n) for n rows of padding."""
+        nothing = lambda n: np.full((n, len(self.layers), self.chosen), -1, np.int16)
+        found = [nothing(end - begin) if rollout is None else self.of_rollout[rollout][begin:end] for rollout, begin, end in parts]
+        return CallRoutes(torch.from_numpy(np.concatenate(found)).to(device), self.layers, self.experts)
+
+
+class CallRoutes:
+    """The records of a call's rows, [R, layers with experts, k], -1 where none."""
+
+    def __init__(self, chosen, layers, experts):
+        self.chosen, self.experts, self.column = chosen, experts, {layer: column for column, layer in enumerate(layers)}
+        self.seen = collections.Counter()
+
+    def choose(self, layer, scores, free):
+        """topk's (values, indices) with the record's indices; `free` as it is where `scores` are no router's."""
+        rows, _, chosen = self.chosen.shape
+        if scores.shape != (rows, self.experts) or free.indices.shape[1] != chosen or layer not in self.column:
+            return free
+        self.seen[layer] += 1
+        recorded = self.chosen[:, self.column[layer]].long()
+        indices = torch.where(recorded >= 0, recorded, free.indices)
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+    @contextlib.contextmanager
+    def forward(self):
+        """Around a call of the model: every layer with experts chooses once, else `Unsupported` is raised."""
+        self.seen.clear()
+        yield
+        for layer in self.column:
+            if self.seen[layer] != 1:
+                raise Unsupported(FIELD, f"one choice of {self.chosen.shape[2]} of {self.experts} experts in layer {layer}", str(self.seen[layer]),
+                                  "Leave the field out: its experts are chosen in another way, or the layer drops keyword arguments")
+
+
+class _Choosing(TorchFunctionMode):
+    def __init__(self, routes, layer):
+        super().__init__()
+        self.routes, self.layer = routes, layer
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if self.routes is not None and function in (torch.topk, torch.Tensor.topk):
+            return self.routes.choose(self.layer, args[0] if args else kwargs["input"], out)
+        return out
+
+
+@contextlib.contextmanager
+def installed(model, on=True):
+    """Within, the layers of the model take `espalier_routes`. Steps of several threads may overlap."""
+    if not on:
+        yield
+        return
+    base = base_model(model)
+    with _lock:
+        held = _replaced.setdefault(id(base), [0, ()])
+        if held[0] == 0:
+            held[1] = [_replace_forward(index, layer) for index, layer in enumerate(_decoder_layers(base))]
+        held[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            held[0] -= 1
+            if held[0] == 0:
+                del _replaced[id(base)]
+                for undo in held[1]:
+                    undo()
+
+
+def _replace_forward(index, layer):
+    """A layer's forward under the record that it is given. Some transformers checkpoint within that forward, others around it."""
+    held, plain, checkpoint = dict(vars(layer)), layer.forward, vars(layer).get("_gradient_checkpointing_func")
+    given = threading.local()
+
+    def under(routes, function, *args, **kwargs):
+        before, given.routes = getattr(given, "routes", None), routes
+        try:
+            with _Choosing(routes, index) if routes is not before else contextlib.nullcontext():
+                return function(*args, **kwargs)
+        finally:
+            given.routes = before
+
+    @functools.wraps(plain)
+    def forward(*args, **kwargs):
+        return under(kwargs.pop(KEYWORD, None), plain, *args, **kwargs)
+
+    layer.forward = torch.compiler.disable(forward)
+    replaced = ["forward"]
+    if checkpoint is not None:
+        layer._gradient_checkpointing_func = lambda function, *args, **kwargs: checkpoint(
+            functools.partial(under, getattr(given, "routes", None), function), *args, **kwargs)
+        replaced.append("_gradient_checkpointing_func")
+
+    def undo():
+        for name in replaced:
+            delattr(layer, name)
+            if name in held:
+                setattr(layer, name, held[name])
+
+    return undo
+
+
+def _decoder_layers(base):
+    """The decoder's layers: the list of them that an attention layer stands in."""
+    modules = dict(base.named_modules())
+    for _, (name, _) in sorted(attention_layers(base).items()):
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            above = modules.get(".".join(parts[:at]))
+            if part.isdigit() and isinstance(above, torch.nn.ModuleList) and len(above) >= decoder_config(base).num_hidden_layers:
+                return list(above)[:decoder_config(base).num_hidden_layers]
+    return []
+
+
+def _chooses(layer):
+    return any(isinstance(getattr(module, name, None), int) for module in layer.modules() for name in ("top_k", "moe_top_k"))
+
+
+def _integers(given, where):
+    """The array, and which tokens have None in it."""
+    array = given.detach().cpu().numpy() if torch.is_tensor(given) else given
+    missing = np.zeros(len(array), bool)
+    if not isinstance(array, np.ndarray):
+        missing = np.array([token is None for token in array], bool)
+        like = next((token for token in array if token is not None), None)
+        try:
+            array = np.asarray([like if token is None else token for token in array])
+        except ValueError:  # lists of different lengths
+            array = np.asarray(None)
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise Error("input", where, "integers [tokens][layers][k]", f"{array.dtype} of shape {array.shape}", "", 3)
+    return array, missing
