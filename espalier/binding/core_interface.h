@@ -43,7 +43,7 @@ typedef struct espalier_plan espalier_plan;
 ESPALIER_EXPORT const char* espalier_last_error(void);
 
 // The option table as JSON: {"verbs": {name: letter}, "options": [{name, section, type, default, range, unit, ...}],
-// "aliases": {TRL's name: [options that it sets]}}.
+// "aliases": {TRL's or peft's name: [options that it sets]}}.
 ESPALIER_EXPORT const char* espalier_options(void);
 
 // groups[i]: the group of rollout i, equal prompts, numbered from 0 in order of first appearance. 0 or -1.

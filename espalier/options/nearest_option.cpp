@@ -52,6 +52,7 @@ const std::map<std::string, std::vector<std::string>>& names_elsewhere() {
       {"stop", {"stop-strings", "stop-sequences", "stop-words", "until"}},
       {"logging-freq", {"logging-steps", "log-interval", "log-freq"}},
       {"report-to", {"logger", "loggers", "tracker"}},
+      {"lora-rank", {"r", "rank", "use-peft"}},
       {"tp", {"tensor-parallel-size", "tensor-model-parallel-size"}},
       {"ep", {"expert-parallel-size", "expert-model-parallel-size"}},
       {"cp", {"context-parallel-size"}},

@@ -8,6 +8,7 @@
 
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
+#include "espalier/options/peft_names.h"
 #include "espalier/options/trl_names.h"
 
 namespace espalier {
@@ -273,14 +274,24 @@ std::string option_docs() {
     out += std::string("| `--") + row.name + "` | " + values + " | " + (value.empty() ? "" : '`' + value + '`') +
            " | " + (row.verbs[0] == '*' ? "all" : verbs_of(row)) + " | " + meaning_for_all(row) + " |\n";
   }
+  const auto list = [&](const std::vector<std::string>& names) {
+    for (const std::string& name : names) {
+      std::string targets;
+      for (const std::string& target : alias_targets(name))
+        targets += (targets.empty() ? "`--" : ", `--") + target + '`';
+      out += "| `" + name + "` | " + targets + " |\n";
+    }
+  };
   out += "\n## Names of TRL\n\nAccepted with a note, on the command line and in files:\n\n";
   out += "| TRL | read as |\n| --- | --- |\n";
-  for (const std::string& alias : alias_names()) {
-    std::string targets;
-    for (const std::string& target : alias_targets(alias))
-      targets += (targets.empty() ? "`--" : ", `--") + target + '`';
-    out += "| `" + alias + "` | " + targets + " |\n";
-  }
+  list(trl_names());
+  out +=
+      "\n## Names of peft and verl\n\nOther names of one option, of peft's LoraConfig, TRL's ModelConfig and verl's "
+      "model "
+      "configuration. `[a, b]` is read as `a,b`.\n\n| name | read as |\n| --- | --- |\n";
+  std::vector<std::string> renamed;
+  for (const auto& [name, option] : peft_names()) renamed.push_back(name);
+  list(renamed);
   return out;
 }
 

@@ -1,4 +1,5 @@
-// Settings as they were given: a name, a value, and where it stands. TRL's names among them: trl_names.h.
+// Settings as they were given: a name, a value, and where it stands. TRL's and peft's names among them: trl_names.h,
+// peft_names.h.
 #pragma once
 
 #include <string>
@@ -15,9 +16,10 @@ struct OptionSetting {
   bool implied = false;  // a default that comes with other names: holds only where nothing else was said
 };
 
-// Applies the settings of one source in order. TRL's names are turned into Espalier's first, so that within one source
-// Espalier's own names win, and what an earlier source set stays but for what TRL's names say themselves; a sentence
-// for each is added to `notes`. Errors: OptionError; UnsupportedError for a value of TRL that has no counterpart.
+// Applies the settings of one source in order. TRL's and peft's names are turned into Espalier's first, so that within
+// one source Espalier's own names win, and what an earlier source set stays but for what TRL's names say themselves; a
+// sentence for each is added to `notes`. Errors: OptionError; UnsupportedError for a value of TRL that has no
+// counterpart.
 void apply_settings(Options& options, const std::vector<OptionSetting>& settings, std::vector<std::string>& notes);
 
 }  // namespace espalier

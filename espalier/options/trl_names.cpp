@@ -7,6 +7,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/options/option_value.h"
+#include "espalier/options/peft_names.h"
 
 namespace espalier {
 namespace {
@@ -57,7 +58,7 @@ class Translation {
  public:
   Translation(const std::vector<OptionSetting>& settings, std::vector<std::string>& notes) : notes_(notes) {
     for (const OptionSetting& setting : settings)
-      if (is_alias(setting.name)) given_[underscored(setting.name)] = &setting;
+      if (name_table().contains(underscored(setting.name))) given_[underscored(setting.name)] = &setting;
     if (given_.empty()) return;
     const bool pairs = std::ranges::any_of(settings, [](const OptionSetting& each) {
       return underscored(each.name) == "objective" && each.value == "dpo";
@@ -310,17 +311,27 @@ class Translation {
 
 }  // namespace
 
-bool is_alias(std::string_view name) { return name_table().contains(underscored(name)); }
+bool is_alias(std::string_view name) {
+  return name_table().contains(underscored(name)) || peft_names().contains(underscored(name));
+}
 
-std::vector<std::string> alias_names() {
+std::vector<std::string> trl_names() {
   std::vector<std::string> names;
   for (const auto& [name, targets] : name_table()) names.push_back(name);
   return names;
 }
 
+std::vector<std::string> alias_names() {
+  std::vector<std::string> names = trl_names();
+  for (const auto& [name, option] : peft_names()) names.push_back(name);
+  return names;
+}
+
 std::vector<std::string> alias_targets(std::string_view name) {
   const auto found = name_table().find(underscored(name));
-  return found == name_table().end() ? std::vector<std::string>{} : found->second;
+  if (found != name_table().end()) return found->second;
+  const auto renamed = peft_names().find(underscored(name));
+  return renamed == peft_names().end() ? std::vector<std::string>{} : std::vector<std::string>{renamed->second};
 }
 
 std::vector<OptionSetting> translate_trl_names(const std::vector<OptionSetting>& settings,

@@ -21,7 +21,7 @@ PROGRAM_OPTIONS = {
 
 @functools.cache
 def option_table():
-    """{"verbs": {name: letter}, "options": [{name, section, type, default, range, unit, verbs, help}], "aliases": {TRL's name: [options]}}."""
+    """{"verbs": {name: letter}, "options": [{name, section, type, default, range, unit, verbs, help}], "aliases": {TRL's or peft's name: [options]}}."""
     return json.loads(library().espalier_options())
 
 

@@ -253,9 +253,17 @@ class NamesOfTrlButInspectScoreGenerateReport(TypedDict, total=False):
     top_entropy_quantile: Any
     vllm_importance_sampling_correction: Any
     vllm_importance_sampling_mode: Any
+    lora_modules_to_save: Any
+    lora_r: Any
+    lora_target_modules: Any
+    modules_to_save: Any
+    target_modules: Any
 
 class NamesOfTrlButInspectScoreReport(TypedDict, total=False):
     max_completion_length: Any
+
+class NamesOfTrlButInspectReport(TypedDict, total=False):
+    lora_adapter_path: Any
 
 class NamesOfTrl(TypedDict, total=False):
     beta: Any
@@ -289,7 +297,7 @@ class PlanOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
     TrlsFormulasButInspectScoreGenerateReport, CriticPlanTrainScoreVerifyGrpo, OptimizerButInspectScoreGenerateReport, Adapters,
     AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
     ParallelDegreesPlan, SamplingPlanBenchGenerateGrpo, SamplingPlanGenerateGrpo, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport): ...
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
 
 class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutput, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputTrain,
@@ -299,13 +307,14 @@ class TrainOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOu
     TrlsFormulasTrainVerifyReplayGrpo, CriticPlanTrainScoreVerifyGrpo, Critic, OptimizerButInspectScoreGenerateReport, Optimizer,
     Adapters, AdaptersButInspectReport, ParallelDegrees, ParallelDegreesButInspectGenerateReport,
     ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, ClosedLoopTrainGrpo,
-    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    EveryVerb, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl):
+    ...
 
 class ScoreOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputButInspectVerifyReplayBench, InputAndOutputTrainScoreGenerateGrpo, InputAndOutputScore, Schedule,
     ScheduleButInspectReport, ScheduleButGenerateReport, CriticPlanTrainScoreVerifyGrpo, AdaptersButInspectReport,
     ParallelDegrees, ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify,
-    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb): ...
+    ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb, NamesOfTrlButInspectReport): ...
 
 class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     MinibatchesPlanTrainVerifyReplayGrpo, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, ObjectivePlanTrainVerify,
@@ -314,14 +323,15 @@ class VerifyOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndO
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesPlanTrainScoreVerify, ParallelDegreesButInspectPlanReport,
     SamplingButInspectPlanReport, EveryVerb, EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport,
-    NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
 
 class ReplayOptions(Run, RunButInspectReport, InputAndOutputButReport, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches,
     Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective, ObjectiveButInspectScoreGenerateReport,
     TrlsFormulas, TrlsFormulasButInspectScoreGenerateReport, TrlsFormulasTrainVerifyReplayGrpo,
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingButInspectPlanReport, EveryVerb,
-    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    EveryVerbButTrainScoreGenerateGrpo, NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport,
+    NamesOfTrlButInspectReport, NamesOfTrl): ...
 
 class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputPlanTrainScoreVerifyBench,
     InputAndOutputTrainBench, Schedule, ScheduleButInspectReport, ScheduleButGenerateReport, Objective,
@@ -329,12 +339,12 @@ class BenchOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOu
     OptimizerButInspectScoreGenerateReport, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, SamplingPlanBenchGenerateGrpo,
     SamplingButInspectPlanReport, BenchmarkGrid, EveryVerb, EveryVerbButTrainScoreGenerateGrpo,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
 
 class GenerateOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench,
     InputAndOutputTrainScoreGenerateGrpo, ScheduleButInspectReport, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo, SamplingButInspectPlanReport,
-    SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport): ...
+    SamplingPlanGenerateGrpo, EveryVerb, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport): ...
 
 class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOutputButInspectVerifyReplayBench, InputAndOutput,
     InputAndOutputTrainScoreGenerateGrpo, MinibatchesPlanTrainVerifyReplayGrpo, Minibatches, Schedule, ScheduleButInspectReport,
@@ -343,7 +353,7 @@ class GrpoOptions(Run, RunButInspectReport, InputAndOutputButReport, InputAndOut
     OptimizerButInspectScoreGenerateReport, Optimizer, Adapters, AdaptersButInspectReport, ParallelDegrees,
     ParallelDegreesButInspectGenerateReport, ParallelDegreesButInspectPlanReport, Sampling, SamplingPlanBenchGenerateGrpo,
     SamplingButInspectPlanReport, SamplingPlanGenerateGrpo, ClosedLoop, ClosedLoopTrainGrpo, ClosedLoopInspectGrpo, EveryVerb,
-    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrl): ...
+    NamesOfTrlButInspectScoreGenerateReport, NamesOfTrlButInspectScoreReport, NamesOfTrlButInspectReport, NamesOfTrl): ...
 
 class ReportOptions(Run, InputAndOutputButInspectVerifyReplayBench, EveryVerb, EveryVerbButTrainScoreGenerateGrpo): ...
 

@@ -1,9 +1,12 @@
 // TRL's names and settings from several sources.
 #include "espalier/options/trl_names.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
+#include "espalier/options/options_json.h"
+#include "espalier/options/peft_names.h"
 #include "tests/unit/options/thrown_error.h"
 
 namespace espalier {
@@ -167,6 +170,38 @@ TEST(Settings, ALaterSourceWins) {
 TEST(Aliases, AWrongValueIsReportedUnderEspaliersName) {
   const ErrorText text = testing::thrown_error<OptionError>([] { applied({{"epsilon", "two", "run.toml:4: "}}); });
   EXPECT_EQ(text.where, "run.toml:4: --clip-ratio-low");
+}
+
+TEST(PeftNames, EachIsAnotherNameOfOneOptionAndChangesNothingElse) {
+  const std::pair<const char*, const char*> values[] = {{"lora_r", "8"},
+                                                        {"target_modules", "q_proj,v_proj"},
+                                                        {"lora_target_modules", "q_proj,v_proj"},
+                                                        {"lora_adapter_path", "some/folder"},
+                                                        {"modules_to_save", "lm_head"},
+                                                        {"lora_modules_to_save", "lm_head"}};
+  ASSERT_EQ(std::size(values), peft_names().size());
+  for (const auto& [name, value] : values) {
+    ASSERT_TRUE(peft_names().contains(name)) << name;
+    const std::string option = peft_names().at(name);
+    std::string dashed = name;
+    std::ranges::replace(dashed, '_', '-');
+    for (const std::string& spelling : {std::string(name), dashed}) {
+      const Applied renamed = applied({{spelling, value, ""}}), own = applied({{option, value, ""}});
+      EXPECT_EQ(options_to_json(renamed.options, 't'), options_to_json(own.options, 't')) << spelling;
+      EXPECT_EQ(renamed.notes.size(), 1u) << spelling;
+    }
+  }
+}
+
+TEST(PeftNames, ListsOfPythonAndHydraAreReadAsOurs) {
+  for (const char* list : {"[q_proj, v_proj]", "['q_proj','v_proj']", "[\"q_proj\", \"v_proj\"]", "q_proj,v_proj"})
+    EXPECT_EQ(applied({{"target_modules", list, ""}}).options.lora_target, "q_proj,v_proj") << list;
+  EXPECT_EQ(applied({{"modules_to_save", "None", ""}}).options.train, "all");
+  EXPECT_EQ(applied({{"lora_adapter_path", "null", ""}}).options.adapter, "");
+}
+
+TEST(PeftNames, OursWinWhereBothAreGiven) {
+  EXPECT_EQ(applied({{"lora-rank", "4", ""}, {"lora_r", "8", ""}}).options.lora_rank, 4);
 }
 
 }  // namespace
