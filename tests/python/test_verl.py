@@ -27,11 +27,9 @@ def environment(**more):
     return dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=paths, **more)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def results(request, tmp_path_factory):
+def written(program, folder, world):
     """What every rank wrote."""
-    folder, world = tmp_path_factory.mktemp("verl"), request.param
-    processes = [subprocess.Popen([sys.executable, str(HERE / "verl_ranks.py"), str(folder), str(rank), str(world)], env=environment(),
+    processes = [subprocess.Popen([sys.executable, str(HERE / program), str(folder), str(rank), str(world)], env=environment(),
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(world)]
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
@@ -40,6 +38,22 @@ def results(request, tmp_path_factory):
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(text[-4000:] for text in outputs)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def results(request, tmp_path_factory):
+    return written("verl_ranks.py", tmp_path_factory.mktemp("verl"), request.param)
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "two ranks"])
+def test_recorded_experts_are_replayed(tmp_path, world):
+    """R3 under FSDP2 and FSDP1, against verl's own engine whose routers are given the record."""
+    for rank in written("verl_routes.py", tmp_path, world):
+        for strategy in ("fsdp2", "fsdp"):
+            case = rank[strategy]
+            assert case["gradient"][0] <= FLOAT64 < 1e-2 < case["without"][0] and case["loss"] <= FLOAT64 and case["metrics"] <= FLOAT64
+            assert case["log_probs"] <= FLOAT64 and case["rows"][0] < .75 * case["rows"][1]
+        assert "no routed_experts" in rank["missing"] and rank["verified"] <= FLOAT64
 
 
 def test_gradients_losses_and_metrics_are_verl_s_own(results):

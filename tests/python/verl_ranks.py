@@ -4,6 +4,7 @@ FSDP2 and FSDP1 on gloo. Float64 throughout where `WIDE` says so: verl's own pre
 """
 
 import copy
+import dataclasses
 import functools
 import json
 import logging
@@ -34,6 +35,7 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig  # noqa: E402
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import no_padding_2_padding  # noqa: E402
+import espalier.verl  # noqa: E402
 from espalier.errors import Error  # noqa: E402
 from espalier.hf import attention  # noqa: E402
 
@@ -168,11 +170,13 @@ def fsdp1(kind, pair):
 def verified(pair, notes, **changes):
     """ESPALIER_VERIFY: the table of a first update, then an update whose prompts lose half their gradients (waves are small, so that no
     plan without trunks is as fast)."""
-    os.environ["ESPALIER_VERIFY"] = "1"
+    pair[1].options = dataclasses.replace(pair[1].options, verify=True)
     loss = functools.partial(ppo_loss, config=actor())
     wanted, found = (update(engine, mini_batch(torch.float32, **SETTINGS["small_waves"]), loss)[2] for engine in pair)
     out = dict(table=[line for line in notes.lines if "the first update" in line], gradient=worst(found, wanted)[0], rows=pair[1].shared_rows)
+    espalier.verl.register(verify=True)  # options of engines that are made from now on
     other = engines(**changes)[1]
+    espalier.verl.register()
     gathered = attention.Trunk.gathered
     attention.Trunk.gathered = lambda self: [x / 2 if i % 4 == 1 else x for i, x in enumerate(gathered(self))]
     try:
@@ -181,7 +185,6 @@ def verified(pair, notes, **changes):
         out["error"] = [error.kind, str(error)[:200]]
     finally:
         attention.Trunk.gathered = gathered
-        os.environ.pop("ESPALIER_VERIFY")
     return out
 
 
@@ -233,9 +236,9 @@ def main():
             results[name] = compare(pair, torch.float64, options, {})
         for name, settings in SETTINGS.items():
             results[name] = compare(pair, torch.float64, dict(entropy_coeff=.1), copy.copy(settings))
-        os.environ["ESPALIER_TRUNK_STATE"] = "recompute"
+        usual, pair[1].options = pair[1].options, dataclasses.replace(pair[1].options, trunk_state="recompute")
         results["recompute"] = compare(pair, torch.float64, dict(entropy_coeff=.1), dict(max_token_len_per_gpu=170))
-        os.environ.pop("ESPALIER_TRUNK_STATE")
+        pair[1].options = usual
         results["log_probs"] = log_probs(pair, torch.float64)
         results["plain"] = plain_with_a_note(pair, notes)
         results["lora"] = compare(engines(lora_rank=4, lora_alpha=8, **WIDE), torch.float64, {}, {})

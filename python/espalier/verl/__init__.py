@@ -6,9 +6,8 @@ verl loads this package itself where Espalier is installed (entry point `verl.pl
 VERL_USE_EXTERNAL_MODULES=espalier.verl does it. Without VERL_ENGINE_VENDOR nothing is registered and nothing changes.
 
 verl's losses, denominators, logging, clipping and optimizer stay in charge; its micro-batches become waves of whole responses.
-Batches that cannot be shared run verl's own path, with one note in the log that names the reason. ESPALIER_VERIFY=1 compares every gradient of
-the first update with verl's own path and stops the run where they differ by more than rounding explains;
-ESPALIER_TRUNK_STATE=recompute gives up a prompt's activations until its backward, for memory, as FSDP1 (strategy=fsdp) always does.
+Batches that cannot be shared run verl's own path, with one note in the log that names the reason. Options are arguments of `register`, and
+environment variables are their defaults. `router_replay.mode=R3` of the engine's configuration replays the batch's `routed_experts`.
 """
 
 import logging
@@ -18,10 +17,16 @@ VENDOR = "espalier"
 __all__ = ["VENDOR", "adds_up", "register"]
 
 
-def register():
-    """Registers the engines with verl; once is enough."""
-    from espalier.verl import engine
-    engine.register(VENDOR)
+def register(*, verify=None, trunk_state=None, schedule=None):
+    """Registers the engines with verl, or gives engines that are made from now on other options. None: the environment variable's value.
+
+    `verify` (ESPALIER_VERIFY, else False): every gradient of the first update is compared with verl's own path, and the run stops where they
+    differ by more than rounding explains. `trunk_state` (ESPALIER_TRUNK_STATE, else "keep"): "recompute" gives up a prompt's activations until
+    its backward, for memory, as FSDP1 (strategy=fsdp) always does. `schedule` (ESPALIER_SCHEDULE, else "auto"): "shared" or "dense" overrides
+    the plan's choice.
+    """
+    from espalier.verl import engine, options
+    engine.register(VENDOR, options.resolved(verify, trunk_state, schedule))
 
 
 def adds_up(loss_mode):

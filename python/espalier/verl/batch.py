@@ -16,11 +16,16 @@ class MiniBatch:
         if not bool((self.prompt_lengths > 0).all() and (responses > 0).all()):
             raise ValueError("an empty prompt or response")
 
-    def rollouts(self):
+    def rollouts(self, replayed=False):
+        """With `replayed` their recorded experts, too. verl leaves zeros where nothing was recorded."""
         tokens = self.data["input_ids"].values().cpu().numpy()
         ends = self.lengths.cumsum(0).tolist()
-        return [{"prompt_ids": tokens[end - n:end - n + p], "response_ids": tokens[end - n + p:end]}
-                for end, n, p in zip(ends, self.lengths.tolist(), self.prompt_lengths.tolist())]
+        out = [{"prompt_ids": tokens[end - n:end - n + p], "response_ids": tokens[end - n + p:end]}
+               for end, n, p in zip(ends, self.lengths.tolist(), self.prompt_lengths.tolist())]
+        if replayed:
+            records = self.data["routed_experts"].values().cpu().numpy()
+            out = [dict(rollout, routed_experts=records[end - n:end]) for rollout, end, n in zip(out, ends, self.lengths.tolist())]
+        return out
 
     def tokens(self):
         """Row and position of every response token, [T] each."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 
 import torch
 from verl.utils import tensordict_utils as tu
@@ -18,6 +17,7 @@ from espalier.verl import refusals
 from espalier.verl.batch import MiniBatch
 
 _log = logging.getLogger("espalier")
+_options = {"taken": None}  # of engines that are made from now on
 _BACKENDS = ("fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel")
 
 
@@ -28,6 +28,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         super().__init__(*args, **kwargs)
         self.shared_rows = {"run": 0, "without_sharing": 0}
         self._noted = set()
+        self.options = _options["taken"]
 
     def _note(self, reason):
         if reason not in self._noted:
@@ -38,6 +39,9 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     def forward_backward_batch(self, data, loss_function, forward_only=False):
         batch, reason = self._batch(data, loss_function)
         if reason:
+            if refusals.replays(self):
+                raise Unsupported("router_replay.mode=R3", "a batch that espalier.verl shares, since verl's FSDP engine replays nothing", reason,
+                                  "router_replay.mode=disabled runs it without")
             self._note(reason)
             return super().forward_backward_batch(data, loss_function, forward_only)
         return self._log_probs(batch, loss_function) if forward_only else self._update(batch, loss_function)
@@ -46,7 +50,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         """The mini-batch, or None and why it cannot be shared; the same on every rank, whose calls of the model are collective."""
         reason, batch, longest = refusals.of_engine(self), None, 0
         if not reason:
-            reason = refusals.of_loss(loss_function, data) or refusals.of_batch(data)
+            reason = refusals.of_loss(loss_function, data) or refusals.of_batch(data) or (refusals.replays(self) and refusals.of_record(data))
         if not reason:
             try:
                 batch = MiniBatch(data)
@@ -85,7 +89,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         """The whole mini-batch is one micro-batch: all that is held of it are numbers per token."""
         entropies = tu.get_non_tensor_data(data=batch.data, key="calculate_entropy", default=False)
         with self._autocast():
-            scores = hf.score(self.module, batch.rollouts(), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
+            scores = hf.score(self.module, batch.rollouts(refusals.replays(self)), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
                               entropies=entropies)
         self._count(scores.rows, batch)
         rows = list(range(len(batch.lengths)))
@@ -107,7 +111,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         self._global_numbers(data)
         with_entropy = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
         returned = tu.get_non_tensor_data(data=data, key="return_model_output", default=False)
-        done, outputs = [], []
+        done, outputs, seen = [], [], set()
 
         def loss(wave):
             layout = lambda values: batch.layout(wave.rollouts, wave.rollout, wave.position, values)
@@ -115,26 +119,30 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             if with_entropy:
                 output["entropy"] = layout(wave.entropies)
             value, metrics = self._loss(loss_function, output, batch, wave.rollouts)
-            done.append((float(value.detach()), metrics))
-            if returned:
+            if seen.isdisjoint(wave.rollouts):  # a verification's own waves come again
+                done.append((float(value.detach()), metrics))
+            if returned and seen.isdisjoint(wave.rollouts):
                 outputs.append((wave.rollouts, {name: values.detach() for name, values in output.items()}))
+            seen.update(wave.rollouts)
             return value
 
-        before = verification.begin(self.module) if self._verifies() else None
+        replays, verifies = refusals.replays(self), self.options.verify and verification.is_first(self.module)
+        before = verification.begin(self.module) if verifies and not replays else None
         try:
             with self._autocast():
-                result = hf.phased_step(self.module, batch.rollouts(), loss, wave_tokens=self._wave_tokens(batch),
-                                        trunk_state=os.environ.get("ESPALIER_TRUNK_STATE", "keep"),
-                                        schedule=os.environ.get("ESPALIER_SCHEDULE", "auto"), temperature=batch.temperature)
+                result = hf.phased_step(self.module, batch.rollouts(replays), loss, wave_tokens=self._wave_tokens(batch),
+                                        trunk_state=self.options.trunk_state, schedule=self.options.schedule, temperature=batch.temperature,
+                                        verify=verifies and replays)
         except BaseException:
             if before is not None:
                 before.put_back()
             raise
+        table = result.verification
         if before is not None:
             table = before.compare(result.loss, lambda: self._plain(data, loss_function),
                                    lambda: self._plain(_one_by_one(data), loss_function))
-            if self.rank == 0:
-                _log.warning("the first update against verl's own:\n%s", table)
+        if table is not None and self.rank == 0:
+            _log.warning("the first update against %s:\n%s", "the same step dense" if replays else "verl's own", table)
         self._count(result.rows, batch)
         answer = _result(_in_order(outputs) if returned else {}, done)
         for name, rows in (("run", result.rows), ("without_sharing", result.rows_without_sharing)):
@@ -149,9 +157,6 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
 
     def _loss(self, loss_function, output, batch, rows):
         return loss_function(model_output=output, data=batch.part(rows, get_device_id()), dp_group=self.get_data_parallel_group())
-
-    def _verifies(self):
-        return os.environ.get("ESPALIER_VERIFY", "0") not in ("", "0", "false") and verification.is_first(self.module)
 
     def _plain(self, data, loss_function):
         return sum(super().forward_backward_batch(data, loss_function, False)["loss"])
@@ -180,8 +185,10 @@ def _result(model_output, done):
     return {"model_output": model_output, "loss": [float(loss) for loss, _ in done], "metrics": metrics}
 
 
-def register(vendor):
-    """Under this vendor: fsdp and fsdp2 with shared prompts, every other backend and device refused by name. Critics stay verl's."""
+def register(vendor, taken):
+    """Under this vendor: fsdp and fsdp2 with shared prompts, every other backend and device refused by name. Critics stay verl's.
+    `taken`: the Options of engines that are made from now on."""
+    _options["taken"] = taken
     registered = EngineRegistry._engines.get("language_model", {})
     if ("cuda", vendor) in registered.get("fsdp2", {}):
         return

@@ -20,7 +20,7 @@ def of_engine(engine):
     in_use = [name for name, on in (
         ("use_fused_kernels", model.use_fused_kernels), ("use_liger", model.use_liger),
         ("tiled_mlp", model.tiled_mlp.get("enabled", False)), ("enable_activation_offload", model.enable_activation_offload),
-        ("mtp", model.mtp.enable), ("router_replay", config.router_replay.mode != "disabled"),
+        ("mtp", model.mtp.enable), ("router_replay R2", config.router_replay.mode == "R2"),
         ("qat", config.qat.enable), ("float16", engine.scaler is not None)) if on]
     return f"{', '.join(in_use)} in use" if in_use else ""
 
@@ -42,6 +42,21 @@ def of_loss(loss_function, data):
     return ""
 
 
+def replays(engine):
+    """Whether recorded experts are replayed. verl's FSDP engine itself does not."""
+    return engine.engine_config.router_replay.mode == "R3"
+
+
+def of_record(data):
+    """Why a batch's experts cannot be replayed, or ""."""
+    record = data.get("routed_experts", None)
+    if record is None:
+        return "the batch has no routed_experts; set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    if not record.is_nested or not torch.equal(record.offsets(), data["input_ids"].offsets()):
+        return "routed_experts are not one entry for each token of input_ids"
+    return ""
+
+
 def of_batch(data):
     """Why a mini-batch cannot be shared, or ""."""
     flag = lambda key: tu.get_non_tensor_data(data=data, key=key, default=False)
@@ -52,7 +67,7 @@ def of_batch(data):
     images = data.get("multi_modal_inputs", [])
     if any(getattr(row, "data", row) for row in images):
         return "the batch has images"
-    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "enable_routing_replay"):
+    for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
         if flag(key):
             return key
     positions, ids = data["position_ids"], data["input_ids"]
