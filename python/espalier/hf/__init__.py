@@ -75,7 +75,7 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     trunk_state = arguments.choice("trunk_state", trunk_state, arguments.TRUNK_STATES)
     prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
-    _check_images(model, prepared, wave_tokens)
+    check_images(model, prepared, wave_tokens)
     sets = coupled.checked(sets, len(prepared))
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
@@ -125,7 +125,7 @@ def _prepared(model, rollouts):
     return prepared.with_routes(routes.of(model, prepared))
 
 
-def _check_images(model, prepared, wave_tokens):
+def check_images(model, prepared, wave_tokens):
     """Once for each model with images: images.check."""
     if prepared.images is None:
         return
@@ -242,7 +242,7 @@ def score(model, rollouts, *, wave_tokens=4096, temperature=1.0, entropies=False
     temperature, wave_tokens = arguments.temperature(temperature), arguments.wave_tokens(wave_tokens)
     prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
-    _check_images(model, prepared, wave_tokens)
+    check_images(model, prepared, wave_tokens)
     kinds = ("logprobs", "entropies") if entropies else ("logprobs",)
     empty = torch.zeros(0, device=ranks.device_of(model))
     out = {kind: [empty] * len(prepared) for kind in kinds}  # empty responses belong to no wave

@@ -44,6 +44,7 @@ class Images:
         self.taken = set(inspect.signature(type(self.backbone).get_image_features).parameters)
         self.forward_takes = {name for part in (self.base, self.backbone) for name in inspect.signature(type(part).forward).parameters}
         self.prompts, self.inputs, self.which, self._known, self._counted = prepared.prompts, [], [], {}, {}
+        self.names = []  # of `inputs`: equal for equal tensors, also in another step
         self.keys = [self._key(i, record, prompt) for i, (record, prompt) in enumerate(zip(prepared.records, prepared.prompts))]
         for i, response in enumerate(prepared.responses):
             if (response == self.token).any():
@@ -65,6 +66,7 @@ class Images:
         name = _digest(tensors)
         if name not in self._known:
             self._known[name] = len(self.inputs)
+            self.names.append(name)
             self.inputs.append({field: x.to(self.device) for field, x in tensors.items()})
         self.which.append(self._known[name])
         return np.where(at, decoder_config(self.model).vocab_size + self.which[-1], prompt).astype(np.int32)

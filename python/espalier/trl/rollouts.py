@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from espalier import native
-from espalier.errors import Unsupported
-from espalier.hf import ranks
+from espalier.errors import Error, Unsupported
+from espalier.hf import check_images, ranks
 from espalier.hf.attention import Phase, RowSet, Trunk
 from espalier.hf.checks import base_model, check_captured, check_live
+from espalier.hf.images import Tower
 from espalier.hf.routers import RowSums, experts_per_token, load_balancing, logits_of
 from espalier.hf.step import Seed, backward
+from espalier.trl import images
 from espalier.trl.sharing import Sharing
 
 
@@ -33,20 +35,23 @@ class SharedPrompts(Sharing):
             return super(SharedPrompts, self)._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss=compute_aux_loss, **others)
 
-        in_use = sorted(name for name, value in others.items() if value is not None and value is not False)
+        rows = _Rows(input_ids, attention_mask, logits_to_keep)
+        try:
+            pictures, in_use = self._images(model, rows, others)
+        except Error as reason:
+            pictures, in_use = None, [str(reason)]
         if compute_aux_loss and batch_size and batch_size < len(input_ids):
             in_use.append("a router loss of its parts")
         if in_use:
             self._note("this batch has " + ", ".join(in_use))
         if in_use or not self._sharing(model, input_ids.shape[1]):
             return plain()
-        rows = _Rows(input_ids, attention_mask, logits_to_keep)
         if not rows.can_share or not (compute_aux_loss or rows.live.any()):
             return plain()
         counted, known = dict(self.shared_rows), set(self._prompts)
         try:
             with self._our_layers(model):
-                return self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss)
+                return self._shared(model, rows, batch_size or len(input_ids), compute_entropy, compute_aux_loss, pictures)
         except Unsupported as reason:
             self._refuse(model, reason)
         self._give_layers_back()
@@ -54,14 +59,24 @@ class SharedPrompts(Sharing):
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in known}
         return plain()
 
-    def _shared(self, model, rows, batch_size, compute_entropy, routed):
+    def _images(self, model, rows, fields):
+        """(Rollouts with the batch's Images or None, fields that are not understood). A model's first images are compared with its own calls."""
+        if not self.shared_prompts or not rows.can_share:
+            return None, []
+        prepared, unknown = images.of(model, rows, fields)
+        if prepared is not None and self._sharing(model, rows.ids.shape[1]):
+            check_images(model, prepared, rows.ids.shape[1])
+        return prepared, unknown
+
+    def _shared(self, model, rows, batch_size, compute_entropy, routed, pictures=None):
         prompts = self._prompts if torch.is_grad_enabled() else {}
+        rows.pictures = pictures and _Pictures(pictures.images, torch.is_grad_enabled())
         order = np.argsort(rows.groups, kind="stable")
         parts = []
         for at in range(0, len(order), batch_size):
             members = [int(row) for row in order[at:at + batch_size]]
             for row in members:
-                self._prompt(model, rows.prompt(row), prompts, routed)
+                self._prompt(model, rows, row, prompts, routed)
             parts.append(self._responses(model, rows, [row for row in members if routed or rows.live[row]], prompts, routed))
         place = torch.cat([part[0] for part in parts])
 
@@ -72,41 +87,44 @@ class SharedPrompts(Sharing):
         entropies = spread([part[2] for part in parts]) if compute_entropy else None
         return spread([part[1] for part in parts]), entropies, parts[0][3]
 
-    def _prompt(self, model, ids, prompts, routed):
+    def _prompt(self, model, rows, row, prompts, routed):
         """The rows of all prompt tokens but the last, which every response's rows begin with."""
-        key = tuple(ids.tolist())
-        if key in prompts or len(key) < 2:
+        ids, key = rows.prompt(row), rows.key(row)
+        if key in prompts or len(ids) < 2:
             return
-        trunk = Trunk(len(key) - 1)
-        phase = Phase([RowSet(0, (), [(0, trunk.rows, trunk.rows)])], trunk.rows, captures=trunk)
-        positions = torch.arange(trunk.rows, device=ids.device)[None]
+        trunk = Trunk(len(ids) - 1)
+        seen, more = rows.pictures.of_prompt(row, trunk.rows) if rows.pictures else ((), {})
+        phase = Phase([RowSet(0, (), [(0, trunk.rows, trunk.rows)])], trunk.rows, captures=trunk, mutual=seen)
+        positions = rows.positions(row, 0, trunk.rows)[..., None, :]
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
-            model(input_ids=ids[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **router.wanted)
+            model(input_ids=ids[None, :-1], position_ids=positions, use_cache=False, logits_to_keep=1, espalier=phase, **more,
+                  **router.wanted)
         check_captured(model, trunk)
         if torch.is_grad_enabled():
             check_live(model, trunk)
-        prompts[key] = _Prompt(trunk, router.sums() if routed else None)
+        prompts[key] = _Prompt(trunk, router.sums() if routed else None, rows.pictures)
         self.shared_rows["run"] += trunk.rows
 
     def _responses(self, model, rows, members, prompts, routed):
         """(row, position) of each response token [T, 2], its log-prob and its entropy [T], the router's loss; all members in one call
         of the model. With a router's loss the last tokens' rows run too, as it counts them."""
         device = rows.ids.device
-        ids, positions, labels, place, scored, sets, at = [], [], [], [], [], [], 0
+        ids, positions, labels, place, scored, sets, at, longest = [], [], [], [], [], [], 0, 0
         above = collections.Counter()
         last = 1 if routed else 0
         for row in members:
             prompt, response = rows.prompt(row), rows.response(row)
             n, depth = len(response), len(prompt) - 1
             length = n + last
+            longest = max(longest, depth + length)
             ids += [prompt[-1:], response[:length - 1]]
             labels += [response, response.new_full((last,), -100)]
-            positions.append(torch.arange(depth, depth + length, device=device))
+            positions.append(rows.positions(row, depth, depth + length))
             place.append(torch.stack([torch.full((n,), row, device=device), torch.arange(n, device=device)], 1))
             scored.append(torch.arange(at, at + n, device=device))
             trunks = ()
             if depth > 0:
-                key = tuple(prompt.tolist())
+                key = rows.key(row)
                 above[key] += 1
                 trunks = (prompts[key].trunk,)
             if not sets or sets[-1].trunks != trunks:
@@ -117,9 +135,9 @@ class SharedPrompts(Sharing):
         if not members:
             return torch.zeros(0, 2, dtype=torch.long, device=device), *torch.zeros(2, 0, device=device), None
         self.shared_rows["run"] += at
-        phase = Phase(sets, int(max(p[-1] for p in positions)) + 1)
+        phase = Phase(sets, longest)
         with self.accelerator.autocast(), phase.forward(), _router_logits(model, routed) as router:
-            out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions)[None], shift_labels=torch.cat(labels)[None],
+            out = model(input_ids=torch.cat(ids)[None], position_ids=torch.cat(positions, -1)[..., None, :], shift_labels=torch.cat(labels)[None],
                         fused_lm_head=True, espalier=phase, **router.wanted)
         aux_loss = None
         if routed:
@@ -149,6 +167,10 @@ class SharedPrompts(Sharing):
                     pairs = prompt.gathered()
                     if pairs:
                         backward(Seed.apply(*pairs))
+                for pictures in {id(prompt.pictures): prompt.pictures for prompt in prompts.values() if prompt.pictures}.values():
+                    pairs = pictures.gathered()
+                    if pairs:
+                        backward(Seed.apply(*pairs))
         ddp = ranks.replicas(model)
         if ddp is not None and self.shared_prompts and not ranks.sharded(model):
             ranks.reduce_gradients(ddp)
@@ -158,8 +180,8 @@ class _Prompt:
     """A prompt of the open window: its trunk, and with a router's loss the sums of its rows, for which a leaf stands in every
     micro-batch."""
 
-    def __init__(self, trunk, router):
-        self.trunk, self.router = trunk, router
+    def __init__(self, trunk, router, pictures=None):
+        self.trunk, self.router, self.pictures = trunk, router, pictures
         self.leaf = router and router.sums.detach().requires_grad_(router.sums.requires_grad)
 
     def gathered(self):
@@ -168,6 +190,23 @@ class _Prompt:
         if self.router and self.leaf.grad is not None:
             pairs += [self.router.sums, self.leaf.grad]
         return pairs
+
+
+class _Pictures:
+    """The images of a micro-batch's prompts, and the vision tower's features of those prompts whose trunks it made."""
+
+    def __init__(self, of_rows, gradients):
+        self.images, self.tower = of_rows, Tower(of_rows, gradients)
+
+    def of_prompt(self, row, length):
+        """(blocks of rows that see each other, what a call of the prompt's first rows takes)."""
+        which, features = self.images.rows(row, 0, length)
+        more = {"mm_encoder_outputs": self.tower.of_rows([(which, features)])} if len(features) else {}
+        return self.images.blocks(row, 0, length), more
+
+    def gathered(self):
+        """As `_Prompt.gathered`, after all prompts' backward."""
+        return self.tower.finish(list(self.tower.open))
 
 
 class _router_logits:
@@ -206,6 +245,21 @@ class _Rows:
         self.can_share = not gaps and bool((self.first < self.split).all())
         host = input_ids.cpu().numpy()
         self.groups = native.group([host[i, self.first[i]:self.split] for i in range(len(host))]) if self.can_share else None
+
+        self.pictures = None
+
+    def key(self, row):
+        """Equal for rows with equal prompts and images."""
+        of_rows = self.pictures and self.pictures.images
+        which = of_rows and of_rows.which[row]
+        return tuple(self.prompt(row).tolist()), None if which is None else of_rows.names[which]
+
+    def positions(self, row, begin, end):
+        """[T], or [3, T] with M-RoPE."""
+        if self.pictures is None:
+            return torch.arange(begin, end, device=self.ids.device)
+        counted = torch.as_tensor(self.pictures.images.positions(row, begin, end), dtype=torch.long, device=self.ids.device)
+        return counted if len(counted) > 1 else counted[0]
 
     def prompt(self, row):
         return self.ids[row, self.first[row]:self.split]

@@ -1,0 +1,49 @@
+"""TRL's image fields as images of each row (espalier.hf.images): they are flattened over the rows of a batch."""
+
+import torch
+
+from espalier.errors import Unsupported
+from espalier.hf import images
+from espalier.hf.checks import decoder_config
+from espalier.hf.rollouts import Rollouts
+
+_MADE_ANEW = {"token_type_ids", "mm_token_type_ids"}  # from the prompt's tokens
+_KNOWN = {"pixel_values", "image_grid_thw", "image_sizes", "num_images"} | _MADE_ANEW
+
+
+def of(model, rows, fields):
+    """(Rollouts of the batch with their Images, the fields that stand for nothing here). Without images None and all fields."""
+    given = {name: value for name, value in fields.items() if value is not None and value is not False}
+    if given.get("pixel_values") is None or not set(given) <= _KNOWN:
+        return None, sorted(given)
+    count = rows.shape[0]
+    records = [dict(prompt_ids=rows.prompt(i), response_ids=rows.response(i), images=own) for i, own in enumerate(_by_row(given, count))]
+    for record in records:
+        if record["images"] is None:
+            del record["images"]
+    prepared = Rollouts(records, decoder_config(model).vocab_size)
+    prepared = prepared.with_images(images.of(model, prepared))
+    if prepared.images is not None and any(int(prompt[-1]) == prepared.images.token for prompt in prepared.prompts):
+        raise Unsupported("this batch", "prompts that do not end in an image", "an image's last token")
+    return (prepared if prepared.images is not None else None), []
+
+
+def _by_row(given, count):
+    """The dict of each row's images, or None."""
+    pixels, grids, sizes = (given.get(name) for name in ("pixel_values", "image_grid_thw", "image_sizes"))
+    each = given.get("num_images")
+    if each is None:
+        if len(grids if grids is not None else pixels) != count:
+            raise Unsupported("this batch", "num_images, or one image a row", f"{len(pixels)} of {count} rows")
+        each = [1] * count
+    ends = torch.tensor([0, *each]).cumsum(0).tolist()
+    if grids is not None:
+        parts = torch.cat([torch.zeros(1, dtype=torch.long), grids.prod(-1).cpu().cumsum(0)])[ends].tolist()  # a row for each patch
+    elif len(pixels) == ends[-1]:
+        parts = ends
+    else:
+        raise Unsupported("this batch", "pixel_values of one row an image, or image_grid_thw", f"{len(pixels)} rows of {ends[-1]} images")
+    for row in range(count):
+        own = slice(ends[row], ends[row + 1])
+        more = {name: value[own] for name, value in (("image_grid_thw", grids), ("image_sizes", sizes)) if value is not None}
+        yield {"pixel_values": pixels[parts[row]:parts[row + 1]], **more} if each[row] else None
