@@ -151,10 +151,10 @@ class VerbParser {
     const bool several = type == OptionType::list || type == OptionType::paths;
     if (values.size() > 1 && !several)
       throw OptionError({option.get_name(), "one value", "\"" + values[0] + "\" and \"" + values[1] + '"',
-                         "say it once; only lists may be repeated"});
+                         "give it once; only list options may be repeated"});
     std::string out;
     for (const std::string& value : values) {
-      if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": it was followed by " + value);
+      if (value.rfind("--", 0) == 0) refuse(option.get_name() + ": followed by " + value);
       if (!out.empty()) out += type == OptionType::paths ? kBetweenPaths : ',';
       out += value;
     }

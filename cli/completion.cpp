@@ -11,7 +11,7 @@ namespace {
 struct ProgramOption {
   const char *name, *meaning;
 };
-constexpr ProgramOption kProgramOptions[] = {{"help", "what most people need"},
+constexpr ProgramOption kProgramOptions[] = {{"help", "the most used options"},
                                              {"help-all", "every option"},
                                              {"json", "one JSON object on stdout"},
                                              {"quiet", "no progress and no notes"},

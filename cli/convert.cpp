@@ -28,15 +28,16 @@ std::string retokenizing_model(const Options& options) {
   if (options.objective != ObjectiveKind::grpo) {
     if (options.retokenize || options.model.empty())
       throw OptionError({"--objective",
-                         "--model with it, whose tokenizer makes ids of its rows of text, no --retokenize",
+                         "--model, whose tokenizer makes token ids of the rows of text, and no --retokenize",
                          options.retokenize ? "--retokenize" : "no --model",
                          options.retokenize ? "leave one of them out" : "give --model DIR"});
     return {};
   }
   if (options.retokenize == options.model.empty())
-    throw OptionError({options.retokenize ? "--retokenize" : "--model", "--retokenize and --model together",
-                       options.retokenize ? "no --model" : "--model without --retokenize",
-                       "the model's tokenizer makes ids of a dump of text; other dumps need neither"});
+    throw OptionError(
+        {options.retokenize ? "--retokenize" : "--model", "--retokenize and --model together",
+         options.retokenize ? "no --model" : "--model without --retokenize",
+         "a dump of text needs both, because the model's tokenizer makes its token ids; other dumps need neither"});
   return options.model;
 }
 

@@ -48,7 +48,7 @@ void dry_verify(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   std::vector<HeldModel> held{{shape, {}}};
-  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
+  if (const auto critic = trained_critic(options)) held.push_back({read_critic_shape(*critic), {}});
   require_room(held, options);
   check_update(shape, context, 1);
 }
@@ -57,6 +57,7 @@ void dry_verify(Context& context) {
 int dry_train(Context& context) {
   Options options = context.options;
   if (options.model.empty()) options.model = model_source(options);
+  options.critic = critic_directory(options);
   options.out.clear();  // a plan's is a picture
   check_update(read_trained_shape(options.model, trained_choice(options)), context, options.epochs);
   NoProgress silent;  // notes on the rollouts were given
@@ -69,7 +70,9 @@ int dry_train(Context& context) {
 void dry_score(Context& context) {
   const Options& options = context.options;
   const ModelShape shape = read_trained_shape(options.model, scored_choice(options, true));
-  require_room(std::array{HeldModel{shape}}, options);
+  std::vector<HeldModel> held{{shape}};
+  if (const auto critic = scored_critic(options)) held.push_back({read_critic_shape(*critic)});
+  require_room(held, options);
   const std::size_t rollouts =
       read_for_model(options.rollouts, shape, context.progress, options.temperature, nullptr, scored_rows(options))
           .size();
@@ -79,7 +82,7 @@ void dry_score(Context& context) {
 
 void dry_generate(Context& context) {
   const Options& options = context.options;
-  const ModelShape shape = read_model_shape(options.model);
+  const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
   const SamplingSettings settings = sampling_settings(options);
   require_room(std::array{HeldModel{shape}}, options);
   check_environment(options);

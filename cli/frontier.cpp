@@ -29,16 +29,14 @@ std::vector<std::int64_t> sizes_of(const Options& options) {
 int run_frontier(Context& context) {
   const Options& options = context.options;
   if (!options.rollouts.empty())
-    throw OptionError({"--frontier", "no --rollouts with it: its groups are made of --n and --max-response-length",
-                       "--rollouts", "leave one of the two out"});
+    throw OptionError({"--frontier", "no --rollouts: --n and --max-response-length define its groups", "--rollouts",
+                       "leave one of the two out"});
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   const std::vector<std::int64_t> sizes = sizes_of(options);
   PlanOptions plan_options = plan_options_of(options);
   const MachineProfile profile = machine_of(context, plan_options);
   if (plan_options.memory_budget == 0) plan_options.memory_budget = resident_bytes() + arena_limit(options);
-  const bool cuda = plan_options.kind.cuda;
   plan_options.kind = step_kind_of(options, shape, {});
-  plan_options.kind.cuda = cuda;
 
   const Degrees degrees = degrees_of(options);
   if (degrees.ranks() > 1) {

@@ -96,12 +96,13 @@ bool holds_something(const NamedPath& folder) {
 
 void check_against_input(const NamedPath& output, const NamedPath& input, bool in_place) {
   if (in_place && same(output, input) && input.name != "--rollouts") return;  // replaced by its own continuation
-  const std::string kind = output.is_output_file() ? "another file than " : "another folder than ";
-  if (same(output, input)) refuse(output, kind + input.name, "no output may be an input: the original would be lost");
+  const std::string kind = output.is_output_file() ? "a file other than " : "a folder other than ";
+  if (same(output, input))
+    refuse(output, kind + input.name, "an output may not alias an input: the original would be lost");
   const bool replaced =
       output.role == PathRole::output_folder || (output.role == PathRole::output_run && input.is_folder());
   if (replaced && lies_in(input, output))
-    refuse(output, "a folder without " + input.name, "it would be replaced, and " + input.path + " with it");
+    refuse(output, "a folder that does not contain " + input.name, "it would be replaced together with " + input.path);
   if (output.is_output_folder() && holds_something(output) && input.is_folder() && lies_in(output, input))
     refuse(output, "a folder outside " + input.name, "it is part of " + input.path + " and would be replaced");
   if (output.is_output_file() && is_file_of(output, input))
@@ -109,16 +110,16 @@ void check_against_input(const NamedPath& output, const NamedPath& input, bool i
 }
 
 void check_against_output(const NamedPath& output, const NamedPath& other) {
-  if (same(output, other)) refuse(output, "another place than " + other.name, "one would replace the other");
+  if (same(output, other)) refuse(output, "a path other than " + other.name, "one would replace the other");
   if (other.role == PathRole::output_folder && lies_in(output, other))
-    refuse(output, "a place outside " + other.name, "that folder is replaced as a whole: name a place beside it");
+    refuse(output, "a path outside " + other.name, "that folder is replaced as a whole: choose a path beside it");
 }
 
 // A file of records is the work of hours. An empty one, as mktemp makes it, holds nothing.
 void check_replaceable(const NamedPath& output, bool overwrite) {
   if (output.role == PathRole::output_records && output.is_file() && output.status.st_size > 0 && !overwrite)
     refuse(output, "a file that does not exist yet",
-           "it exists: say --overwrite to replace it, or choose another name");
+           "it exists: use --overwrite to replace it, or choose another name");
 }
 
 void check_writable(const NamedPath& output) {

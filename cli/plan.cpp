@@ -235,7 +235,7 @@ class Planning {
         plans.push_back(step_on_ranks(problem, plan_layout(problem, *degrees)));
       } else {
         PlanOptions alone = problem.options;
-        alone.kind.beside_bytes = held_beside_;
+        alone.setting.held.beside_bytes = held_beside_;
         plans.push_back(make_plan(rollouts, trees, shape_, alone, profile_));
       }
       progress.advance_to(static_cast<std::int64_t>(plans.size()));
@@ -248,7 +248,6 @@ class Planning {
   LayoutProblem problem_of(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees) const {
     LayoutProblem problem{rollouts, trees, shape_, plan_options_, profile_, options_.shard, beside_};
     problem.options.kind = step_kind_of(options_, shape_, rollouts);
-    problem.options.kind.cuda = plan_options_.kind.cuda;
     return problem;
   }
 
@@ -276,7 +275,7 @@ void report_layout(Context& context, const FoundLayout& found) {
                    << format_bytes(tried.peak_bytes) << (tried.fits ? "" : "  does not fit") << '\n';
     }
   }
-  context.text << "\nIts steps; rows of all processes, peaks of the fullest one:\n\n";
+  context.text << "\nIts steps; rows of all processes, peak bytes of any process:\n\n";
 }
 
 void print_plans(Context& context, const std::vector<StepPlan>& plans) {
@@ -290,16 +289,17 @@ void check_layout_options(const Options& options) {
   const bool automatic = options.layout == LayoutChoice::automatic, alone = degrees_of(options).ranks() == 1;
   const char* const degrees = "give the degrees: --tp, --cp, --pp, --dp, --ep";
   if (options.ranks > 0 && !automatic)
-    throw OptionError({"--ranks", "--layout auto with it, which divides that many processes", text_of(options.ranks),
-                       text_of("say --layout auto, or ", degrees)});
+    throw OptionError({"--ranks", "--layout auto, which arranges that many processes", text_of(options.ranks),
+                       text_of("use --layout auto, or ", degrees)});
   if (automatic && options.ranks == 0 && alone)
     throw OptionError(
-        {"--layout", "--ranks with auto: how many processes there are to divide", "auto alone", "say --ranks N"});
+        {"--layout", "--ranks with auto, the number of processes to arrange", "auto alone", "give --ranks N"});
   if (!options.frontier) return;
   if (automatic)
-    throw OptionError({"--layout", "degrees with --frontier, whose prompts grow under one layout", "auto", degrees});
+    throw OptionError(
+        {"--layout", "degrees with --frontier, because its prompts grow under one layout", "auto", degrees});
   if (options.shard != Sharding::none && alone)
-    throw OptionError({"--shard", "several processes, which divide the model",
+    throw OptionError({"--shard", "several processes over which to shard the model",
                        text_of(name_of(options.shard), " on one"), "give --dp or --cp, or leave it out"});
 }
 
@@ -312,7 +312,7 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
   const MachineProfile profile = any_gpu         ? planned_machine("h100", options.dtype, context.options.attention)
                                  : named.empty() ? machine_profile(context.options, context.progress)
                                                  : planned_machine(named, options.dtype, context.options.attention);
-  options.kind.cuda = profile.device == "cuda";
+  options.setting.device.cuda = profile.device == "cuda";
   if (options.memory_budget == 0) options.memory_budget = profile.memory_bytes;
   const bool here = named.empty() && !any_gpu;  // of another machine nobody knows what it has room for
   options.spill_room = here ? room_to_spill(context.options.spill_dir) : std::numeric_limits<std::int64_t>::max();
@@ -325,12 +325,12 @@ int run_plan(Context& context) {
   check_layout_options(options);
   if (options.frontier) return run_frontier(context);
   if (!options.out.empty())
-    throw OptionError({"--out", "--frontier with it, whose picture it is", '"' + options.out + '"', "leave it out"});
+    throw OptionError({"--out", "--frontier, which writes a picture there", '"' + options.out + '"', "leave it out"});
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
   std::vector<HeldModel> held{{shape, {}}};
-  if (!options.critic.empty()) held.push_back({read_trained_critic_shape(options.critic, options.train), {}});
+  if (const auto critic = trained_critic(options)) held.push_back({read_critic_shape(*critic), {}});
   RolloutFile file = read_for(context, split_paths(options.rollouts), shape.vocabulary, "", text_rows_of(options));
   fit_recorded_experts(file.rollouts, shape);
   if (options.objective == ObjectiveKind::reward) end_with_scores(file.rollouts);

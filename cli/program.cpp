@@ -68,7 +68,7 @@ void check_required(const Verb& verb, const Options& options) {
       begin = end + 1;
     }
     if (!given)
-      throw OptionError({verb.name, names, "nothing like it on the command line or in --config",
+      throw OptionError({verb.name, names, "none of them on the command line or in --config",
                          std::string("espalier ") + verb.name + " --help lists the options"});
   }
 }
@@ -284,7 +284,7 @@ int run_words(Run& run, const std::vector<std::string>& words) {
   else
     code = run_verb(run, words);
   if (!std::cout.flush() && !(run.survives_closed_pipe && reader_has_left()))
-    throw WriteError({"stdout", "the result to be written", "a refusal of the system", "is the disk full?"});
+    throw WriteError({"stdout", "to write the result", "an error of the system", "is the disk full?"});
   return code;
 }
 

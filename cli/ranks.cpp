@@ -37,17 +37,16 @@ void refuse_unsupported(const Verb& verb, const Options& options) {
     if (axis.degree > 1 && !axis.runs)
       throw UnsupportedError(
           {axis.name, "1", text_of(axis.degree),
-           text_of("espalier ", verb.name, " does not run under this layout; espalier plan takes any")});
+           text_of("espalier ", verb.name, " does not support this layout; espalier plan supports every layout")});
   if (options.shard == Sharding::full && verb.letter == 'l')
     throw UnsupportedError({"--shard", "none or optimizer", name_of(options.shard),
-                            "every token that is sampled reads all weights, which would travel once a token"});
+                            "sampling reads all weights for every token, so they would be gathered once per token"});
   if (options.shard != Sharding::optimizer) return;
   if (verb.letter != 't')
     throw UnsupportedError({"--shard", verb.letter == 'l' ? "none" : "none or full", name_of(options.shard), ""});
   if (options.ep > options.tp)
-    throw UnsupportedError(
-        {"--shard", "none or full where experts are spread over ranks of dp", name_of(options.shard),
-         "give --shard full, which divides what ranks hold alike, experts too, or --ep of at most --tp"});
+    throw UnsupportedError({"--shard", "none or full, because experts are sharded over dp", name_of(options.shard),
+                            "use --shard full, which also shards experts, or --ep of at most --tp"});
 }
 
 }  // namespace
@@ -101,7 +100,7 @@ void RunRanks::check(const Verb& verb, const Options& options, const std::vector
     throw OptionError({"parallel degrees", product, "one",
                        "start it with: " + command_with_ranks(degrees.ranks(), this_program(), words)});
   throw OptionError({"parallel degrees", product, text_of(launch_.ranks, " from ", launch_.launcher),
-                     "the product of --tp, --cp, --pp and --dp is the number of processes"});
+                     "the product of --tp, --cp, --pp and --dp must be the number of processes"});
 }
 
 void RunRanks::choose_layout(const Verb& verb, Options& options, Progress& progress) {

@@ -14,9 +14,9 @@ namespace espalier::cli {
 
 class RunRanks {
  public:
-  // A verb without degrees runs by itself, whatever launched it.
+  // A verb without degrees runs as one process under every launcher.
   void begin(const Verb& verb);
-  // Finds the other ranks; `timeout`: seconds until a silent one is given up. Errors: CommunicationError.
+  // Finds the other ranks; `timeout`: seconds until a silent one is considered dead. Errors: CommunicationError.
   void meet(double timeout);
 
   bool several() const { return launch_.ranks > 1; }

@@ -64,8 +64,9 @@ void check_trace_options(const Options& options) {
         section == "Objective" || section == "Optimizer" || section == "Mini-batches" || field == "model";
     const std::string given = option_text(options, row.name);
     if (fixed && row.taken_by('r') && given != option_text(defaults, row.name))
-      throw OptionError({std::string("--") + row.name, "no such option with a trace, which runs as trace.json says",
-                         given, "leave it out; it is for rollouts that are no trace"});
+      throw OptionError({std::string("--") + row.name,
+                         "no such option for a trace, which runs with the options of trace.json", given,
+                         "leave it out; it applies to rollouts, not to traces"});
   }
 }
 

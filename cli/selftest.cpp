@@ -74,7 +74,7 @@ int run_selftest(Context& context) {
   std::vector<OperationCase> cases = all_operation_cases();
   std::erase_if(cases, [&](const OperationCase& each) { return each.operation.find(only) == std::string::npos; });
   if (cases.empty())
-    throw OptionError({"--only", "a text that the name of an operation contains", only,
+    throw OptionError({"--only", "a text that occurs in the name of an operation", only,
                        "`espalier selftest` without --only lists the operations"});
   std::map<std::string, Tally> tallies;
   Json checks = Json::array();

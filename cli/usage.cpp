@@ -67,10 +67,10 @@ std::string full_verb_usage(const Verb& verb) {
         std::pair("--print-config", "print all options as TOML that --config reads, and stop"),
         std::pair("--dry-run", "check options and input, print what would run, and stop"),
         std::pair("--quiet", "no progress and no notes on stderr"),
-        std::pair("--help [WORD]", "what most people need, or the options that have to do with WORD"),
+        std::pair("--help [WORD]", "the most used options, or the options that match WORD"),
         std::pair("--help-all", "this text")})
     usage += "  " + padded(name, 28) + meaning + '\n';
-  return usage + "\nDefaults stand in brackets. Names may be written with '_' for '-'.\n";
+  return usage + "\nDefaults are in brackets. Option names may use '_' for '-'.\n";
 }
 
 std::string usage_of_word(const Verb* verb, const std::string& word) {
@@ -80,11 +80,11 @@ std::string usage_of_word(const Verb* verb, const std::string& word) {
   std::vector<std::string> names;
   for (const Verb& known : verbs()) names.emplace_back(known.name);
   const std::string near = verb ? "" : nearest_name(word, names);
-  throw OptionError({"--help", "a word of the options" + (verb ? std::string(" of ") + verb->name : ""),
+  throw OptionError({"--help", "a word that occurs in the options" + (verb ? std::string(" of ") + verb->name : ""),
                      '"' + word + '"',
                      !near.empty()       ? "did you mean " + near + "?"
                      : elsewhere.empty() ? "espalier --help lists the verbs"
-                                         : "espalier --help " + word + " finds it at other verbs"});
+                                         : "espalier --help " + word + " finds it in other verbs"});
 }
 
 }  // namespace espalier::cli

@@ -29,11 +29,11 @@ const char* remedy_for(int error_number) {
   switch (error_number) {
     case ENOSPC:
     case EDQUOT:
-      return "Free space there or choose another place; what was there before is unchanged";
+      return "Free space there or choose another place; existing files are unchanged";
     case EACCES:
     case EPERM:
     case EROFS:
-      return "Choose a place where you may write";
+      return "Choose a place with write permission";
     case ENOENT:
     case ENOTDIR:
       return "Create the directory first, or correct the path";
@@ -212,7 +212,7 @@ void require_disk_space(const std::vector<ExpectedOutput>& outputs) {
     const std::int64_t sum = needed[status.st_dev] += output.bytes;
     const std::uint64_t free_bytes = std::uint64_t{system.f_bavail} * system.f_frsize;
     if (free_bytes < static_cast<std::uint64_t>(sum))
-      throw WriteError({output.path.string(), format_bytes(sum) + " of free space for what will be written there",
+      throw WriteError({output.path.string(), format_bytes(sum) + " of free space for the output",
                         format_bytes(static_cast<std::int64_t>(free_bytes)), remedy_for(ENOSPC)});
   }
 }

@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-// What the variable says. OptionError where it has another value.
+// The value of the environment variable. OptionError for any other value.
 std::optional<bool> defined_sums_by_environment();
 
 // As it was set; before that what the variable says, or true.
@@ -17,7 +17,7 @@ bool defined_sums();
 // From now on, for the whole process. Not to be called while an operation runs.
 void set_defined_sums(bool defined);
 
-// What a thread keeps from its first own product on.
+// Buffers that a thread keeps after its first own product.
 inline constexpr std::int64_t kOwnProductBytes = 1280 << 10;
 
 }  // namespace espalier

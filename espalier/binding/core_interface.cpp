@@ -38,7 +38,7 @@ std::vector<Rollout> batch_of(const espalier_rollouts& in) {
     const std::int64_t length = in.starts[i + 1] - in.starts[i], prompt = in.prompt_lengths[i];
     if (prompt < 1) throw InputError({rollout.where, "at least one prompt token", text_of(prompt), ""});
     if (length < prompt || length > INT32_MAX)
-      throw InputError({rollout.where, "prompt and response end to end", text_of(length, " tokens"), ""});
+      throw InputError({rollout.where, "at least as many tokens as prompt tokens", text_of(length, " tokens"), ""});
     const std::int32_t* tokens = in.tokens + in.starts[i];
     rollout.prompt_ids.assign(tokens, tokens + prompt);
     rollout.response_ids.assign(tokens + prompt, tokens + length);

@@ -91,6 +91,15 @@ std::string base_named_in(const fs::path& directory) {
   return base.is_string() ? base.get<std::string>() : "";
 }
 
+namespace {
+bool has_task(const fs::path& directory, const char* task) {
+  return is_adapter(directory) && read_json_object(directory / kConfig).value("task_type", Json()) == task;
+}
+}  // namespace
+
+bool is_reward_adapter(const fs::path& directory) { return has_task(directory, "SEQ_CLS"); }
+bool is_critic_adapter(const fs::path& directory) { return has_task(directory, "TOKEN_CLS"); }
+
 Adapter::Adapter(const fs::path& directory, const ParameterTable& base)
     : file_(file_in(directory, "adapter_model.safetensors")) {
   const fs::path file = file_in(directory, kConfig);

@@ -67,6 +67,9 @@ class Adapter {
 // Whether the directory holds an adapter; the model that its config names, empty where it names none.
 bool is_adapter(const std::filesystem::path& directory);
 std::string base_named_in(const std::filesystem::path& directory);
+// Whether it is one of a ...ForSequenceClassification, a reward model; of a ...ForTokenClassification, a critic.
+bool is_reward_adapter(const std::filesystem::path& directory);
+bool is_critic_adapter(const std::filesystem::path& directory);
 
 // "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
 std::string peft_name(const std::string& parameter);

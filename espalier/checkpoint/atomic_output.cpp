@@ -119,7 +119,7 @@ ClaimedDirectory::ClaimedDirectory(const fs::path& given, bool may_replace) {
   std::error_code failure;
   if (!may_replace && exists_at_all(target) && !fs::is_empty(target, failure))
     throw OptionError({target.string(), "a directory that does not exist yet", "one that exists",
-                       "say --overwrite to replace it, or choose another name"});
+                       "use --overwrite to replace it, or choose another name"});
   lock_ = create_lock(target, lock_file_);
   if (lock_ < 0)
     throw OptionError({target.string(), "a directory that no other process writes", "one that is being written",

@@ -11,6 +11,7 @@
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
@@ -170,23 +171,28 @@ void split_fused_matrices(Tensors& tensors) {
   }
 }
 
-// What is no part of the text model: towers and projectors of images, and heads that predict further tokens, which
-// transformers leaves out as well.
-bool is_beside_text(std::string_view name) {
+// What is no part of the text model: towers and projectors of images, and layers that predict further tokens, which
+// transformers leaves out as well. Some families store such a layer behind the others (GLM-4.5, DeepSeek-V3): it alone
+// has a matrix eh_proj. `prefixes`: of those layers.
+bool is_beside_text(std::string_view name, const std::vector<std::string>& prefixes) {
   for (const std::string_view prefix : {"visual.", "model.visual.", "vision_tower.", "model.vision_tower.",
                                         "multi_modal_projector.", "model.multi_modal_projector.", "mtp."})
     if (name.starts_with(prefix)) return true;
-  return false;
+  return std::ranges::any_of(prefixes, [&](const std::string& prefix) { return name.starts_with(prefix); });
 }
 
 // Leaves the text model's tensors alone under the names that it has on its own.
-void set_apart_vision(Tensors& tensors) {
+void set_apart_the_rest(Tensors& tensors) {
+  constexpr std::string_view kFurtherTokens = "eh_proj.weight";
   std::map<std::string, const SafetensorsEntry*> of_text;
+  std::vector<std::string> further;
+  for (const auto& [name, entry] : tensors.by_name)
+    if (name.ends_with(kFurtherTokens)) further.push_back(name.substr(0, name.size() - kFurtherTokens.size()));
   for (const std::string_view prefix : {kTextOfVision, kTextOfLanguage})
     if (std::ranges::any_of(tensors.by_name, [&](const auto& item) { return item.first.starts_with(prefix); }))
       tensors.text_prefix = prefix;
   for (const auto& [name, entry] : tensors.by_name) {
-    if (is_beside_text(name))
+    if (is_beside_text(name, further))
       tensors.beside.push_back(entry);
     else if (!tensors.text_prefix.empty() && name.starts_with(tensors.text_prefix))
       of_text.emplace(kPrefix + name.substr(tensors.text_prefix.size()), entry);
@@ -212,9 +218,10 @@ Tensors open_model(const fs::path& directory) {
   } else {
     throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
   }
+  split_packed_experts(tensors.by_name, tensors.parts);
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
-  set_apart_vision(tensors);
+  set_apart_the_rest(tensors);
   return tensors;
 }
 
@@ -322,8 +329,12 @@ std::vector<const SafetensorsEntry*> match(const Tensors& tensors, const Paramet
 // Reads what is kept of the parameter's shard of the entry. Padding is not written.
 void load_shard(const SafetensorsEntry& entry, const Parameter& parameter, const Kept& kept, DType dtype,
                 std::byte* flat) {
-  for (const ShardRun& run : runs_of(parameter, kept))
-    convert_values(entry.type, entry.data + run.whole * bytes_of(entry.type), dtype, flat + run.local * bytes_of(dtype),
+  std::vector<std::byte> room;
+  const std::vector<ShardRun> runs = runs_of(parameter, kept);
+  if (runs.empty()) return;
+  const std::byte* const values = values_of(entry, room);
+  for (const ShardRun& run : runs)
+    convert_values(entry.type, values + run.whole * bytes_of(entry.type), dtype, flat + run.local * bytes_of(dtype),
                    run.count);
 }
 
@@ -386,6 +397,8 @@ StoredTensors::StoredTensors(const fs::path& directory, const ParameterTable& ta
   match(files_->tensors, table, ValueHead::stored);
 }
 StoredTensors::~StoredTensors() = default;
+
+bool StoredTensors::has(const std::string& name) const { return files_->by_name.contains(name); }
 
 const std::vector<const SafetensorsEntry*>& StoredTensors::beside_text() const { return files_->tensors.beside; }
 

@@ -53,6 +53,7 @@ class StoredTensors {
   StoredTensors(const std::filesystem::path& directory, const ParameterTable& table);
   ~StoredTensors();
 
+  bool has(const std::string& name) const;
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 

@@ -140,6 +140,10 @@ void append_further(const ModelShape& s, std::ostream& out) {
   number("norm_place", static_cast<int>(s.norm_place), 0);
   number("activation", static_cast<int>(s.activation.kind), 0);
   number("gated", s.activation.gated, 1);
+  number("activation_limit", s.activation.limit, 0);
+  number("sinks", s.attention.sinks, 0);
+  number("least_step", s.delta_rule.least_step, 0);
+  number("expert_bias", s.expert_bias, 0);
   number("embedding_scale", s.scales.embedding, 1);
   number("residual_scale", s.scales.residual, 1);
   number("logits_scale", s.scales.logits, 1);
@@ -156,6 +160,7 @@ void append_further(const ModelShape& s, std::ostream& out) {
                                     {latent.rotary, "rotary_channels"},
                                     {latent.value, "value_channels"}})
     number(name, static_cast<double>(value), 0);
+  number("shared_gate", s.shared_expert.gate, 0);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -37,8 +38,13 @@ struct SafetensorsEntry {
   std::vector<std::int64_t> shape;
   std::int64_t count = 0;  // elements
   std::int64_t bytes = 0;
-  const std::byte* data = nullptr;  // in the mapped file; not necessarily aligned
+  const std::byte* data = nullptr;  // in the mapped file; not necessarily aligned. Null where `unpack` is set
+  // Overwrites `bytes` bytes with the values, where they are spread over another tensor (checkpoint/packed_experts.h).
+  std::function<void(std::byte* out)> unpack = {};
 };
+
+// The entry's values one behind the other: in the file, or in `room`, which is overwritten.
+const std::byte* values_of(const SafetensorsEntry& entry, std::vector<std::byte>& room);
 
 // Gives back the pages of the mapped file that hold nothing but this entry's data. Reading it again reads the file
 // again.

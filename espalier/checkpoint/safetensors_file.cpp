@@ -37,7 +37,7 @@ SafetensorsFile::SafetensorsFile(std::filesystem::path path) : path_(std::move(p
       fail(path_, "a safetensors file", "a pointer of Git LFS", "Fetch the real file: git lfs pull");
     if (header_bytes < 2 || header_bytes > kMaxHeaderBytes)
       fail(path_, "a header of 2 to " + std::to_string(kMaxHeaderBytes) + " bytes", std::to_string(header_bytes),
-           "The file is damaged or no safetensors file; fetch or write it again");
+           "The file is damaged or is not a safetensors file; fetch or write it again");
     if (header_bytes > rest)
       fail(path_, "a header of " + std::to_string(header_bytes) + " bytes",
            "only " + std::to_string(rest) + " more bytes");
@@ -60,7 +60,15 @@ SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
       index_(std::move(other.index_)),
       metadata_(std::move(other.metadata_)) {}
 
+const std::byte* values_of(const SafetensorsEntry& entry, std::vector<std::byte>& room) {
+  if (!entry.unpack) return entry.data;
+  room.resize(static_cast<std::size_t>(entry.bytes));
+  entry.unpack(room.data());
+  return room.data();
+}
+
 void forget_pages(const SafetensorsEntry& entry) {
+  if (entry.data == nullptr) return;
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto data = reinterpret_cast<std::uintptr_t>(entry.data);
   const std::uintptr_t begin = (data + page - 1) / page * page;
@@ -108,7 +116,7 @@ void SafetensorsFile::place_entries(const std::vector<std::pair<std::uint64_t, s
     const auto [begin, end] = offsets[i];
     const std::string where = path_.string() + ": tensor '" + printable(entries_[i].name) + "'";
     if (begin != position)
-      fail(where, "data that begins at " + std::to_string(position) + " where the one before ends",
+      fail(where, "data that begins at " + std::to_string(position) + " where the previous tensor ends",
            std::to_string(begin) + (begin < position ? " (they overlap)" : " (a hole)"));
     if (end > data_bytes)
       fail(where, "data up to byte " + std::to_string(end),

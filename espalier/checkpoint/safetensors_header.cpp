@@ -69,7 +69,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
     if (level_ == Level::header) {
       entry_ = {};
       entry_.name = name;
-      if (!names_.insert(name).second) fail("every name once", "it stands there twice");
+      if (!names_.insert(name).second) fail("every name once", "this name twice");
       return true;
     }
     member_ = name;
@@ -98,7 +98,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
 
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
     throw InputError({where_, "a JSON header", "no valid JSON at byte " + std::to_string(8 + position),
-                      "The file is damaged or no safetensors file; fetch or write it again"});
+                      "The file is damaged or is not a safetensors file; fetch or write it again"});
   }
 
  private:
@@ -130,7 +130,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
       fail("the members dtype, shape and data_offsets", std::to_string(members_.size()) + " of them");
     if (offsets_.size() != 2 || offsets_[0] > offsets_[1])
       fail("data_offsets [begin, end]",
-           offsets_.size() == 2 ? "an end before its begin" : std::to_string(offsets_.size()) + " numbers");
+           offsets_.size() == 2 ? "an end before the beginning" : std::to_string(offsets_.size()) + " numbers");
     std::int64_t count = 1;
     for (const std::int64_t size : entry_.shape)
       if (__builtin_mul_overflow(count, size, &count))

@@ -56,7 +56,7 @@ void write_adapter_directory(const fs::path& target, const ModelShape& shape, co
   const AdapterShape& adapter = shape.trained.adapter;
   Json config;
   config["peft_type"] = "LORA";
-  config["task_type"] = "CAUSAL_LM";
+  config["task_type"] = scores_sequences(shape) ? "SEQ_CLS" : shape.value_head ? "TOKEN_CLS" : "CAUSAL_LM";
   config["base_model_name_or_path"] = base;
   config["inference_mode"] = true;
   config["r"] = adapter.rank;

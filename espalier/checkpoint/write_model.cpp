@@ -4,9 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -16,6 +18,7 @@
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
 
@@ -30,6 +33,7 @@ struct FileTensor {
   std::vector<std::int64_t> shape;
   std::int64_t count;
   const SafetensorsEntry* stored = nullptr;
+  Packed packed = Packed::none;  // of the parameters
 
   TensorType type(DType to) const { return stored != nullptr ? stored->type : tensor_type_of(to); }
   std::int64_t bytes(DType to) const { return count * bytes_of(type(to)); }
@@ -44,9 +48,22 @@ std::vector<FileTensor> file_tensors(const ParameterTable& table, const WriteOpt
       ESPALIER_INTERNAL(i + 1 == parameters.size(), "parameters behind the value head");  // ranges have no holes
       break;
     }
+    if (options.stored != nullptr && keeps_its_dtype(p.name)) {
+      const SafetensorsEntry& entry = options.stored->at(p.name);
+      tensors.push_back({p.name, i, i, entry.shape, entry.count, &entry});
+      continue;
+    }
     if (!p.fused.empty() && i > 0 && parameters[i - 1].fused == p.fused) {
-      tensors.back().shape[0] += p.shape[0], tensors.back().count += p.count;
-      ++tensors.back().end;
+      FileTensor& last = tensors.back();
+      last.count += p.count;
+      ++last.end;
+      if (last.packed == Packed::none)
+        last.shape[0] += p.shape[0];
+      else
+        last.shape = packed_shape(last.packed, static_cast<std::int64_t>(last.end - last.begin), p.shape);
+    } else if (packed_as(p.fused) != Packed::none) {
+      tensors.push_back({p.fused, i, i + 1, packed_shape(packed_as(p.fused), 1, p.shape), p.count});
+      tensors.back().packed = packed_as(p.fused);
     } else {
       tensors.push_back({p.fused.empty() ? p.name : p.fused, i, i + 1, p.shape, p.count});
     }
@@ -80,15 +97,38 @@ std::vector<FileShard> cut_shards(const std::vector<FileTensor>& tensors, DType 
   return shards;
 }
 
-void append_converted(SafetensorsWriter& writer, TensorType from, const std::byte* values, DType to,
-                      std::int64_t count) {
-  if (from == tensor_type_of(to)) return writer.append(values, count * bytes_of(to));
+// Takes converted values, in pieces.
+using Sink = std::function<void(const void* values, std::int64_t bytes)>;
+
+void append_converted(const Sink& sink, TensorType from, const std::byte* values, DType to, std::int64_t count) {
+  if (from == tensor_type_of(to)) return sink(values, count * bytes_of(to));
   constexpr std::int64_t kPiece = std::int64_t{1} << 20;
   std::vector<std::byte> piece(static_cast<std::size_t>(std::min(kPiece, count) * bytes_of(to)));
   for (std::int64_t begin = 0; begin < count; begin += kPiece) {
     const std::int64_t size = std::min(kPiece, count - begin);
     convert_values(from, values + begin * bytes_of(from), to, piece.data(), size);
-    writer.append(piece.data(), size * bytes_of(to));
+    sink(piece.data(), size * bytes_of(to));
+  }
+}
+
+// The slices of all experts, one after the other.
+void write_packed(SafetensorsWriter& writer, const FileTensor& tensor, const ParameterTable& table, DType to,
+                  const std::function<void(const Parameter&, const Sink&)>& give) {
+  const std::vector<Parameter>& parameters = table.parameters();
+  const std::size_t each = tensor.packed == Packed::gate_up || tensor.packed == Packed::gate_up_bias ? 2 : 1;
+  std::array<std::vector<std::byte>, 2> parts;
+  std::vector<std::byte> slice;
+  for (std::size_t i = tensor.begin; i < tensor.end; i += each) {
+    for (std::size_t j = 0; j < each; ++j) {
+      parts[j].clear();
+      give(parameters[i + j], [&](const void* values, std::int64_t bytes) {
+        const auto* const begin = static_cast<const std::byte*>(values);
+        parts[j].insert(parts[j].end(), begin, begin + bytes);
+      });
+    }
+    slice.resize(parts[0].size() * each);
+    pack(tensor.packed, parameters[i].shape, bytes_of(to), parts[0].data(), parts[1].data(), slice.data());
+    writer.append(slice.data(), static_cast<std::int64_t>(slice.size()));
   }
 }
 
@@ -102,18 +142,24 @@ void write_tensors(OutputFile& output, const ParameterTable& table, std::span<co
       writer.append(tensor.stored->data, tensor.stored->bytes);
       forget_pages(*tensor.stored);
     }
-    for (std::size_t i = tensor.begin; i < tensor.end; ++i) {
-      const Parameter& parameter = table.parameters()[i];
+    const auto give = [&](const Parameter& parameter, const Sink& sink) {
       if (options.stored != nullptr && !options.changed(parameter.name)) {
         const SafetensorsEntry& entry = options.stored->at(parameter.name);
-        append_converted(writer, entry.type, entry.data, to, parameter.count);
+        std::vector<std::byte> room;
+        append_converted(sink, entry.type, values_of(entry, room), to, parameter.count);
         forget_pages(entry);
       } else {
-        append_converted(writer, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
+        append_converted(sink, tensor_type_of(from), static_cast<const std::byte*>(values(parameter)), to,
                          parameter.count);
       }
       if (options.progress) options.progress(parameter.offset + parameter.count, table.size());
+    };
+    if (tensor.packed != Packed::none) {
+      write_packed(writer, tensor, table, to, give);
+      continue;
     }
+    for (std::size_t i = tensor.begin; i < tensor.end; ++i)
+      give(table.parameters()[i], [&](const void* piece, std::int64_t bytes) { writer.append(piece, bytes); });
   }
   writer.finish();
 }
@@ -209,6 +255,7 @@ bool is_beside_vision(const Json& config) {
 void write_config(const fs::path& from, const fs::path& to, DType dtype, bool value_head, bool of_sequences) {
   Json config = read_json_object(from);
   bool stated = false, changed = value_head && state_value_head(config, of_sequences);
+  changed = config.erase("quantization_config") > 0 || changed;  // what is written is not quantised
   const auto restate = [&](Json& members) {
     for (const char* member : {"dtype", "torch_dtype"}) {
       const auto found = members.find(member);

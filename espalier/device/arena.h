@@ -3,8 +3,8 @@
 // A step's buffers are taken and released in last-in, first-out order (a trunk's state outlives the waves below it, a
 // wave's layers are freed backwards), so a stack holds them without fragmentation, without an allocation in steady
 // state, and with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards.
-// A range that nobody reads for a while may sleep: its addresses stay, its pages go back to the machine and serve what
-// lies above.
+// A range that is not read for a while may sleep: its addresses stay valid, its pages go back to the machine and serve
+// the buffers above it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,8 +47,8 @@ class Arena {
     std::int64_t begin, end;  // of the stack, as in_use() counts
     std::int64_t bytes() const { return end - begin; }
   };
-  // The range is held no longer, what it held is lost and nobody may read it, until wake, which leaves it
-  // uninitialised, or until it is released. Sleeping ranges do not overlap.
+  // Releases the pages of the range; its content is lost. It may not be read until wake, which leaves it uninitialised,
+  // or until it is released. Sleeping ranges do not overlap.
   void sleep(Range range);
   void wake(Range range);  // one that sleeps
   // Part of the stack from and to the host's memory.

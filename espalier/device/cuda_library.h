@@ -9,8 +9,8 @@
 
 namespace espalier {
 
-// Whose attention: kernels of the library, ATen's FlashAttention-2, or graphs of cuDNN; `automatic`: the fastest that
-// was measured, else cudnn on Hopper, flash on other GPUs, own where neither is there.
+// The attention kernels: those of the library, ATen's FlashAttention-2, or graphs of cuDNN; `automatic`: the fastest
+// that was measured, else cudnn on Hopper, flash on other GPUs, own without these.
 enum class AttentionBy { automatic, own, flash, cudnn };
 const char* name_of(AttentionBy attention);
 
@@ -18,7 +18,7 @@ struct GpuChoice {
   int index = 0;  // among those of this machine: a rank's own number there
   AttentionBy attention = AttentionBy::own;
   bool emulated = false;  // for tests: the library that runs the same host code and kernels on processors
-  // What automatic means on a GPU of this name: the fastest that was measured there, or automatic where nobody did.
+  // The meaning of automatic on a GPU of this name: the fastest that was measured there, or automatic without any.
   std::function<AttentionBy(const std::string& gpu)> fastest = nullptr;
 };
 
@@ -32,7 +32,7 @@ struct OpenedGpu {
 Device& open_cuda_device(const GpuChoice& choice = {});
 const OpenedGpu& opened_gpu();
 
-// What the library exports: the device, or null and the reason.
+// The export of the library: the device, or null and the reason.
 using OpenCudaDevice = Device*(const GpuChoice& choice, OpenedGpu* opened, std::string* problem);
 inline constexpr const char* kOpenCudaDevice = "espalier_open_gpu";
 

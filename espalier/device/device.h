@@ -38,7 +38,7 @@ class Device {
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;
   // A place in the order of the work, and the seconds between two of them: what is called between them has taken so
-  // long. Only the second waits. Each is asked about once.
+  // long. Only the second waits. Use each moment in one call only.
   struct Moment {
     double seconds = 0;
     std::int64_t event = -1;
@@ -76,14 +76,14 @@ class Device {
   virtual at::Tensor arrived(const Coming& coming) { return coming.host; }
   virtual at::Tensor host_room(const at::Tensor& tensor) = 0;  // a host tensor like it, to be filled for to_device
   virtual void to_device(const at::Tensor& host, const at::Tensor& tensor) = 0;
-  // A host tensor that nobody writes any more, as one of the device.
+  // A host tensor, which must not be written any more, as a tensor of the device.
   virtual at::Tensor adopt(const at::Tensor& host) = 0;
   // The values as a tensor [n] of the device.
   at::Tensor upload(std::vector<double> values);
 
-  // A group of the same ranks for tensors of this device and of the host, made of one for tensors of the host. Every
-  // rank of it calls this at the same place. `timeout`: seconds until a rank that others wait for is given up. Errors:
-  // CommunicationError; DeviceError where ranks of this device cannot reach each other.
+  // A rank group for tensors of this device and of the host, made of a rank group for tensors of the host. Every rank
+  // calls this at the same place. `timeout`: seconds until a rank that others wait for is considered dead. Errors:
+  // CommunicationError; DeviceError if ranks of this device cannot reach each other.
   virtual std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout);
   // For a rank that is a thread of a process: this device, or another one like it where ranks cannot share it.
   virtual Device& of_thread() { return *this; }

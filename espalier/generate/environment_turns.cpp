@@ -1,8 +1,10 @@
 #include "espalier/generate/environment_turns.h"
 
+#include <map>
 #include <numeric>
 #include <utility>
 
+#include "espalier/plan/dealing.h"
 #include "espalier/rollout/record_format.h"
 #include "espalier/text/rollout_text.h"
 #include "espalier/text/user_file.h"
@@ -31,19 +33,59 @@ Json joined(Json messages, const Json& observation) {
   return messages;
 }
 
+// The rank of dp of each prompt, equal ones on one. `tokens`: of the trajectories of one.
+std::vector<std::int64_t> ranks_of_prompts(std::span<const Prompt> prompts, std::int64_t tokens, std::int64_t ranks) {
+  std::map<std::vector<std::int32_t>, std::size_t> places;
+  std::vector<std::size_t> place_of;
+  std::vector<double> weights;
+  for (const Prompt& prompt : prompts) {
+    place_of.push_back(places.emplace(prompt.ids, places.size()).first->second);
+    if (place_of.back() == weights.size()) weights.push_back(static_cast<double>(prompt.ids.size()));
+    weights[place_of.back()] += static_cast<double>(tokens);
+  }
+  const std::vector<std::int64_t> rank_of_place = deal_by_weight(weights, ranks);
+  std::vector<std::int64_t> rank_of;
+  for (const std::size_t place : place_of) rank_of.push_back(rank_of_place[place]);
+  return rank_of;
+}
+
+// What `ask` answers on rank 0, on every rank of the group, its failure included.
+template <class Ask>
+std::vector<Json> answers_of_first(Group& group, const Ask& ask) {
+  if (group.size() == 1) return ask();
+  Json told;
+  if (group.rank() == 0) {
+    try {
+      told["answers"] = ask();
+    } catch (const InputError& error) {
+      const ErrorText& text = error.text();
+      told["error"] = {text.where, text.expected, text.got, text.remedy};
+    }
+  }
+  told = Json::parse(text_of_rank(group, told.dump(-1, ' ', false, Json::error_handler_t::replace)));
+  if (told.contains("error")) {
+    const Json& text = told["error"];
+    throw InputError({text[0].get<std::string>(), text[1].get<std::string>(), text[2].get<std::string>(),
+                      text[3].get<std::string>()});
+  }
+  return told["answers"].get<std::vector<Json>>();
+}
+
 }  // namespace
 
 EnvironmentTurns::EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
-                                   std::span<const Prompt> prompts, std::int64_t n)
-    : environment_(environment), texts_(texts), stops_(stops) {
-  begin(prompts, n);
+                                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest,
+                                   const Mesh& mesh)
+    : environment_(environment), mesh_(mesh), texts_(texts), stops_(stops) {
+  begin(prompts, n, longest);
 }
 
-void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n) {
+void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest) {
   std::vector<Json> items;
   std::vector<std::span<const std::int32_t>> ids;
   for (const Prompt& prompt : prompts) ids.emplace_back(prompt.ids);
   const std::vector<std::string> read = texts_.read(ids);
+  const std::vector<std::int64_t> rank_of = ranks_of_prompts(prompts, n * longest, mesh_.dp.size());
   for (std::size_t p = 0; p < prompts.size(); ++p) {
     Json fields = carried_of(prompts[p]);
     const bool is_chat = fields.contains("messages");
@@ -51,13 +93,37 @@ void EnvironmentTurns::begin(std::span<const Prompt> prompts, std::int64_t n) {
     fields.erase("prompt"), fields.erase("self");
     for (std::int64_t i = 0; i < n; ++i) {
       prompts_.push_back(prompts[p]);
+      prompts_.back().dp_rank = rank_of[p];
       if (prompts_.back().group.empty()) prompts_.back().group = std::to_string(p);
       const std::string place = prompts[p].where.empty() ? text_of("prompt ", p + 1) : prompts[p].where;
       states_.push_back({text_of("trajectory ", i + 1, " of ", place), is_chat, {}});
       items.push_back({{"trajectory", items.size()}, {"prompt", prompt}, {"fields", fields}});
     }
   }
-  add_first(environment_.reset(items, [&](std::size_t i) { return "for " + states_[i].where; }));
+  add_first(reset(items));
+}
+
+// Of all trajectories; those of another rank of dp from there.
+std::vector<Json> EnvironmentTurns::reset(const std::vector<Json>& items) {
+  std::vector<Json> own;
+  std::vector<std::size_t> place;
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if (is_own(prompts_[i])) own.push_back(items[i]), place.push_back(i);
+  const auto about = [&](std::size_t i) { return "for " + states_[place[i]].where; };
+  const std::vector<Json> answers =
+      answers_of_first(mesh_.tp, [&] { return own.empty() ? std::vector<Json>() : environment_.reset(own, about); });
+  if (mesh_.dp.size() == 1) return answers;
+  const std::string told = Json(answers).dump();
+  std::vector<std::vector<Json>> by_rank;
+  for (int rank = 0; rank < mesh_.dp.size(); ++rank)
+    by_rank.push_back(Json::parse(text_of_rank(mesh_.dp, told, rank)).get<std::vector<Json>>());
+  std::vector<Json> all;
+  std::vector<std::size_t> next(by_rank.size());
+  for (const Prompt& prompt : prompts_) {
+    const auto rank = static_cast<std::size_t>(prompt.dp_rank);
+    all.push_back(by_rank[rank][next[rank]++]);
+  }
+  return all;
 }
 
 // What reset returned joins the prompts.
@@ -108,6 +174,7 @@ void EnvironmentTurns::ask(std::vector<EndedTurn> turns) {
     if (stops_) said_[i] = stops_->before(said_[i]);
     items.push_back({{"trajectory", asked_[i].response}, {"text", said_[i]}, {"last", asked_[i].last}});
   }
+  if (mesh_.tp.rank() > 0) return;
   answers_ = std::async(std::launch::async, [this, items = std::move(items)] {
     return environment_.step(items, [&](std::size_t i) {
       const State& state = states_[static_cast<std::size_t>(asked_[i].response)];
@@ -117,7 +184,7 @@ void EnvironmentTurns::ask(std::vector<EndedTurn> turns) {
 }
 
 std::vector<NextTurn> EnvironmentTurns::answers() {
-  const std::vector<Json> answers = answers_.get();
+  const std::vector<Json> answers = answers_of_first(mesh_.tp, [&] { return answers_.get(); });
   std::vector<NextTurn> out(answers.size());
   std::vector<std::size_t> observed;
   std::vector<Observation> observations;
@@ -137,8 +204,28 @@ std::vector<NextTurn> EnvironmentTurns::answers() {
   return out;
 }
 
-void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) const {
+// Those of the turns that other ranks of dp played.
+void EnvironmentTurns::gather_rewards() {
+  if (mesh_.dp.size() == 1) return;
+  std::vector<std::int64_t> turns;
+  for (const State& state : states_) turns.push_back(std::ssize(state.rewards));
+  add_over_ranks(mesh_.dp, turns);
+  std::vector<double> rewards;
+  for (std::size_t i = 0; i < states_.size(); ++i) {
+    states_[i].rewards.resize(static_cast<std::size_t>(turns[i]));
+    rewards.insert(rewards.end(), states_[i].rewards.begin(), states_[i].rewards.end());
+  }
+  rewards = sums_over_ranks(mesh_.dp, std::move(rewards));  // the others add 0
+  auto next = rewards.begin();
+  for (State& state : states_) {
+    const auto end = next + std::ssize(state.rewards);
+    state.rewards.assign(next, end), next = end;
+  }
+}
+
+void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) {
   ESPALIER_INTERNAL_EQ(rollouts.size(), states_.size());
+  gather_rewards();
   std::vector<std::span<const std::int32_t>> ids;
   for (const Rollout& rollout : rollouts) ids.emplace_back(rollout.response_ids);
   const std::vector<std::string> texts = texts_.read(ids);
@@ -155,7 +242,8 @@ void EnvironmentTurns::add_to(std::vector<Rollout>& rollouts) const {
 
 Generated generate_trajectories(const Decoder& decoder, std::span<const Prompt> prompts, SamplingSettings settings,
                                 Environment& environment, TurnTexts& texts, Arena& arena, Progress& progress) {
-  EnvironmentTurns trajectories(environment, texts, settings.stops, prompts, std::exchange(settings.n, 1));
+  EnvironmentTurns trajectories(environment, texts, settings.stops, prompts, std::exchange(settings.n, 1),
+                                settings.max_response_length, decoder.mesh());
   settings.turns = &trajectories;
   Generated out = generate(decoder, trajectories.prompts(), settings, arena, progress);
   trajectories.add_to(out.rollouts);

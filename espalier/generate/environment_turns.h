@@ -8,6 +8,7 @@
 
 #include "espalier/generate/sampler.h"
 #include "espalier/generate/turn_texts.h"
+#include "espalier/parallel/mesh.h"
 #include "espalier/text/environment.h"
 
 namespace espalier {
@@ -16,9 +17,11 @@ class EnvironmentTurns final : public Turns {
  public:
   // n trajectories of each prompt begin. Every one is a prompt of its own in prompts(), to be sampled with n = 1: what
   // reset returned stands at its end, in the last message of the user where the prompt is a list of messages. `stops`
-  // may be null. Errors: those of Environment and TurnTexts.
+  // may be null. A rank of dp plays the trajectories of the prompts that are dealt to it, `longest` tokens each, and
+  // tells the others what reset returned; of ranks of tp the first asks its environment, for all. Errors: those of
+  // Environment and TurnTexts.
   EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
-                   std::span<const Prompt> prompts, std::int64_t n);
+                   std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest, const Mesh& mesh);
 
   const std::vector<Prompt>& prompts() const { return prompts_; }
 
@@ -27,8 +30,8 @@ class EnvironmentTurns final : public Turns {
   std::vector<NextTurn> answers() override;
 
   // Adds to the result of prompts()[i]: `reward`, the sum of its turns' rewards, where it came to its end; and what it
-  // carries: `turns`, `turn_rewards`, `response`.
-  void add_to(std::vector<Rollout>& rollouts) const;
+  // carries: `turns`, `turn_rewards`, `response`. Every rank calls it.
+  void add_to(std::vector<Rollout>& rollouts);
 
  private:
   struct State {
@@ -37,10 +40,14 @@ class EnvironmentTurns final : public Turns {
     std::vector<double> rewards;
   };
 
-  void begin(std::span<const Prompt> prompts, std::int64_t n);
+  void begin(std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest);
+  std::vector<Json> reset(const std::vector<Json>& items);
   void add_first(const std::vector<Json>& answers);
+  void gather_rewards();
+  bool is_own(const Prompt& prompt) const { return prompt.dp_rank == mesh_.dp.rank(); }
 
   Environment& environment_;
+  const Mesh& mesh_;
   TurnTexts& texts_;
   const StopStrings* stops_;
   std::vector<Prompt> prompts_;

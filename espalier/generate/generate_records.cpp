@@ -35,7 +35,7 @@ bool read_eos(const std::filesystem::path& file, std::vector<std::int32_t>& out)
   for (const Json& id : eos->is_array() ? *eos : Json::array({*eos})) {
     if (!id.is_number_integer() || id < 0 || id > std::numeric_limits<std::int32_t>::max())
       throw InputError({file.string() + ": eos_token_id", "a token id or a list of them", eos->dump(),
-                        "or say with --stop-ids what ends a response"});
+                        "or give the tokens that end a response with --stop-ids"});
     out.push_back(id.get<std::int32_t>());
   }
   return true;
@@ -76,17 +76,14 @@ SamplingSettings sampling_settings(const Options& options) {
   return settings;
 }
 
-void check_environment(const Options& options, const Mesh& mesh) {
+void check_environment(const Options& options) {
   if (options.env.empty() && options.turns > 1)
-    throw OptionError({"--turns", "--env with it, a Python file with class Environment", "none",
+    throw OptionError({"--turns", "--env, a Python file with a class Environment", "none",
                        "give --env FILE.py (docs/agents.md), or leave --turns out"});
   if (options.env.empty()) return;
   if (!options.reward.empty())
-    throw OptionError(
-        {"--reward", "nothing with --env, whose step gives the rewards", options.reward, "leave one of the two out"});
-  if (mesh.world.size() > 1)
-    throw UnsupportedError(
-        {"--env", "one process", text_of(mesh.world.size(), " ranks"), "leave --tp, --ep and --dp out"});
+    throw OptionError({"--reward", "no reward function with --env, whose step gives the rewards", options.reward,
+                       "leave one of the two out"});
 }
 
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer) {
@@ -130,7 +127,7 @@ void plan_memory(const LocalShape& shape, const Options& options, SamplingSettin
 GeneratedRecords generate_records(const Options& options, Progress& progress, const Mesh& mesh) {
   if (options.out.empty()) throw OptionError({"--out", "a file to write", "nothing", "give --out rollouts.jsonl"});
   SamplingSettings settings = sampling_settings(options);
-  check_environment(options, mesh);
+  check_environment(options);
   const ModelShape shape = read_trained_shape(options.model, scored_choice(options));
   require_room(std::array{HeldModel{local_shape(shape, mesh)}}, options);
   std::optional<RewardFunction> reward;
@@ -150,7 +147,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   std::optional<StopStrings> stops;
   if (!options.stop.empty()) settings.stops = &stops.emplace(split_paths(options.stop), *tokenizer);
   if (settings.stop_ids.empty() && !stops)
-    progress.note("no stop ids: the model names no eos_token_id, so every response has the full length");
+    progress.note("no stop tokens: the model has no eos_token_id, so every response has the full length");
   std::optional<RolloutWriter> writer;  // before the work, so that an unwritable place costs nothing
   if (mesh.writes()) writer.emplace(options.out);
   plan_memory(model->decoder.local(), options, settings, mesh);
@@ -187,7 +184,7 @@ GeneratedRecords generate_records(const Options& options, Progress& progress, co
   }
   if (generated.failure) {
     ErrorText failure = *generated.failure;
-    failure.remedy += text_of(failure.remedy.empty() ? "" : "; ", "what was sampled is kept in ", options.out,
+    failure.remedy += text_of(failure.remedy.empty() ? "" : "; ", "the samples are kept in ", options.out,
                               ", unfinished trajectories with finish_reason \"abort\" and without a reward");
     throw InputError(failure);
   }

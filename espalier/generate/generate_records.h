@@ -19,8 +19,8 @@ SamplingSettings sampling_settings(const Options& options);
 // OptionError for ids beyond the vocabulary, InputError for an eos_token_id of another kind.
 std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabulary, const Tokenizer* tokenizer);
 
-// Errors: OptionError for --turns without --env and --env beside --reward; UnsupportedError for --env on several ranks.
-void check_environment(const Options& options, const Mesh& mesh = mesh_of_one());
+// Errors: OptionError for --turns without --env and --env beside --reward.
+void check_environment(const Options& options);
 
 // Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
 // `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.

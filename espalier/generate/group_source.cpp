@@ -25,6 +25,7 @@ void GroupSource::add_to(ControlBlock& block, std::span<const std::int32_t> outp
 void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW, const at::Tensor& lse_HR) {
   const std::int64_t heads = a.q_RW.size(1) / a.head_dim;
   std::int64_t first_row = 0, first_query = 0;
+  queries_.clear();
   for (const OnDevice& one : groups_) {
     const at::Tensor& query_row = a.output_row_R.defined() ? one.output_own_row_N : one.own_row_N;
     const std::int64_t rows = one.own_row_N.size(0), queries = query_row.size(0);
@@ -39,6 +40,7 @@ void GroupSource::attend(const LayerAttention& a, const at::Tensor& attended_RW,
                     lse_HR.view({-1}).narrow(0, first_query * heads, queries * heads));
     first_row += rows;
     first_query += queries;
+    queries_.push_back(queries);
   }
 }
 

@@ -37,13 +37,14 @@ struct RowGroup {
 
 class GroupSource final : public KvSource {
  public:
-  // The next rows of the set. What it points to must outlive the object.
+  // The next rows of the set. Its pointers must outlive the object.
   void add(RowGroup group) { groups_.push_back({std::move(group), {}, {}, {}, {}}); }
   // Hands the groups over with the block, whose own hand_over comes after; no group may be added then. output_row: the
   // rows of the set with an output, ascending.
   void add_to(ControlBlock& block, std::span<const std::int32_t> output_row);
 
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
+  std::vector<std::int64_t> query_runs() const override { return queries_; }  // of the groups
   std::vector<StateRun> runs(std::int64_t layer, const at::Tensor&, const at::Tensor&) const override;
 
  private:
@@ -54,6 +55,7 @@ class GroupSource final : public KvSource {
   };
 
   std::vector<OnDevice> groups_;
+  std::vector<std::int64_t> queries_;
 };
 
 }  // namespace espalier

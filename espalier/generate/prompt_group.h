@@ -34,7 +34,7 @@ class PromptGroup {
   void remove(std::int64_t response);
   // Responses that have rows, in the order of those rows.
   std::span<const RowPacking::Run> responses() const { return packing_.runs(); }
-  // What append_step adds to the response of run `run` from now on: 1 row unless it is said; 0: the response waits.
+  // Sets the number of rows that append_step adds to the response of run `run`: 1 by default; 0: the response waits.
   void set_more(std::size_t run, std::int64_t rows) { packing_.set_more(run, rows); }
   // The next rows of every response, several of one in order; valid until the next change.
   RowGroup append_step();
@@ -46,7 +46,7 @@ class PromptGroup {
   Arena memory_;
   at::Tensor last_hidden_M_;
   KvPath prompt_, responses_;
-  // What rows carry: the prompt's, and of each response that lives; a response has one of the places.
+  // States of recurrent layers: the prompt's, and one for each live response; a response has one of the places.
   at::Tensor prompt_LN_;
   std::vector<at::Tensor> response_LN_;
   std::vector<std::size_t> free_;

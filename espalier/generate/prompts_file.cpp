@@ -54,7 +54,7 @@ void check_type(JsonValue& value, JsonType wanted, const char* name, const Recor
 std::string_view read_whole_text(JsonValue& value, const RecordPlace& place, std::string_view key) {
   const std::string_view raw = read_raw(value, place, key);
   if (raw.find("\\u") != raw.npos && !Json::accept(raw))
-    throw place.wrong(key, "text that UTF-8 can hold",
+    throw place.wrong(key, "text that UTF-8 can encode",
                       "a lone surrogate (an escape of \\ud800 to \\udfff without its other half)",
                       "Correct the escape, or write the character itself");
   return raw;
@@ -85,7 +85,7 @@ void read_prompt(PromptLines& lines, std::string_view line, const RecordPlace& p
   for_each_member(lines.reader.parser, line, place, [&](std::string_view key, JsonValue value) {
     if (std::ranges::find(kResponseFields, key) != std::end(kResponseFields))
       throw place.wrong(
-          key, "a prompt: prompt or prompt_ids, and what is carried", "a field of a response",
+          key, "a prompt: prompt or prompt_ids, and fields to copy", "a field of a response",
           "A record with a response is a rollout: give it as --rollouts to train, score or verify, or keep only "
           "its prompt to sample it again");
     const bool meant = std::ranges::find(kCarriedFields, key) != std::end(kCarriedFields);
@@ -127,8 +127,8 @@ void encode_texts(PromptLines& lines, LazyTokenizer& tokenizer, Progress& progre
     if (prompt.ids.empty()) throw InputError({prompt.where + ": prompt", "at least one token", "an empty text", ""});
     const std::int32_t highest = *std::ranges::max_element(prompt.ids);
     if (lines.reader.vocabulary > 0 && highest >= lines.reader.vocabulary)
-      throw InputError({prompt.where + ": prompt", text_of("tokens of the model, below ", lines.reader.vocabulary),
-                        text_of("token ", highest, " of the tokenizer"),
+      throw InputError({prompt.where + ": prompt", text_of("token ids of the model, below ", lines.reader.vocabulary),
+                        text_of("token id ", highest, " from the tokenizer"),
                         "tokenizer and weights in " + tokenizer.get().directory() + " do not belong together"});
     carry_text(prompt.carried, "prompt", encoded[text].text);
   }

@@ -33,7 +33,7 @@ class RowPacking {
   void add(std::int64_t owner);  // an empty run behind the others, without room
   void remove(std::int64_t owner);
 
-  // What grow() adds to run i from now on; 0: it waits.
+  // Sets the number of rows that grow() adds to run i; 0: it waits.
   void set_more(std::size_t run, std::int64_t more) { runs_[run].more = static_cast<std::int32_t>(more); }
   // Room for `more` rows in every run. Overwrites `moves` with copies to be made in order (ranges may overlap).
   void make_room(std::vector<Move>& moves);

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -18,7 +19,8 @@
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
 #include "espalier/generate/prompt_group.h"
-#include "espalier/model/path_source.h"
+#include "espalier/model/decoder_pass.h"
+#include "espalier/model/joined_experts.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
@@ -75,6 +77,7 @@ void check_prompt(const ModelShape& shape, const Prompt& prompt, const SamplingS
 struct PromptState {
   std::span<const std::int32_t> ids;
   std::string where;
+  std::int64_t dp_rank = -1;             // as Prompt has it
   std::vector<std::int64_t> responses;   // indices into the results
   std::int64_t longest = 0, places = 0;  // tokens of a response; responses that may be live at once
   std::size_t admitted = 0, finished = 0;
@@ -96,6 +99,11 @@ struct AppendedRows {
   GroupSource kv;
 };
 
+// Why a response ended.
+enum class Finish : std::int64_t { none, stop, length, done, turns, abort };
+constexpr std::array<const char*, 6> kFinishTexts = {"",         "\"stop\"",  "\"length\"",
+                                                     "\"done\"", "\"turns\"", "\"abort\""};
+
 struct Response {
   PromptState* state;
   Random random;
@@ -104,15 +112,11 @@ struct Response {
   std::int64_t turns = 0;       // that have ended
   bool has_run = false;         // of rows in the prompt's group
   bool waits = false;           // for an observation
-  bool finished = false;
+  Finish finish = Finish::none;
 };
 
 bool ends_with_stop_id(const Rollout& rollout, const SamplingSettings& settings) {
   return std::ranges::find(settings.stop_ids, rollout.response_ids.back()) != settings.stop_ids.end();
-}
-
-const char* reason_to_end(const Rollout& rollout, const SamplingSettings& settings, bool stopped_by_text) {
-  return stopped_by_text || ends_with_stop_id(rollout, settings) ? "\"stop\"" : "\"length\"";
 }
 
 class Generation {
@@ -132,6 +136,8 @@ class Generation {
   void make_results(std::span<const Prompt> prompts);
   void keep_own_prompts();
   void gather_results();
+  void gather_ends();
+  void gather_report();
   bool somebody_runs(bool own);
   at::Tensor whole_logits(const at::Tensor& logits_BV);
   void admit();
@@ -146,7 +152,7 @@ class Generation {
   void append(std::int64_t response, const TokenChoice& choice);
   void settle(std::int64_t response, bool stopped_by_text);
   void end_turn(std::int64_t response);
-  void finish(std::int64_t response, const char* reason);
+  void finish(std::int64_t response, Finish reason);
   void keep_rows(std::int64_t response);
   bool anything_runs() const;
   void exchange_turns();
@@ -216,7 +222,7 @@ void Generation::keep_own_prompts() {
   const std::vector<std::int64_t> rank_of = deal_by_weight(tokens, dp.size());
   std::vector<std::unique_ptr<PromptState>> own;
   for (std::size_t i = 0; i < prompts_.size(); ++i) {
-    if (rank_of[i] == dp.rank()) {
+    if ((prompts_[i]->dp_rank < 0 ? rank_of[i] : prompts_[i]->dp_rank) == dp.rank()) {
       own.push_back(std::move(prompts_[i]));
       continue;
     }
@@ -235,33 +241,48 @@ void Generation::gather_results() {
   std::vector<double> logprobs;
   for (std::size_t i = 0; i < results_.size(); ++i) {
     Rollout& rollout = results_[i];
-    rollout.response_ids.resize(static_cast<std::size_t>(lengths[i]));
-    rollout.rollout_logprobs.resize(static_cast<std::size_t>(lengths[i]));
-    tokens.insert(tokens.end(), rollout.response_ids.begin(), rollout.response_ids.end());
+    const auto length = static_cast<std::size_t>(lengths[i]);
+    rollout.response_ids.resize(length), rollout.rollout_logprobs.resize(length), rollout.loss_mask.resize(length);
+    // A token and its mask in one number.
+    for (std::size_t t = 0; t < length; ++t) tokens.push_back(2 * rollout.response_ids[t] + rollout.loss_mask[t]);
     logprobs.insert(logprobs.end(), rollout.rollout_logprobs.begin(), rollout.rollout_logprobs.end());
   }
   add_over_ranks(dp, tokens);
   logprobs = sums_over_ranks(dp, std::move(logprobs));
   std::size_t next = 0;
-  for (std::size_t i = 0; i < results_.size(); ++i) {
-    Rollout& rollout = results_[i];
+  for (Rollout& rollout : results_)
     for (std::size_t t = 0; t < rollout.response_ids.size(); ++t, ++next) {
-      rollout.response_ids[t] = static_cast<std::int32_t>(tokens[next]);
+      rollout.response_ids[t] = static_cast<std::int32_t>(tokens[next] / 2);
+      rollout.loss_mask[t] = static_cast<std::uint8_t>(tokens[next] % 2);
       rollout.rollout_logprobs[t] = logprobs[next];
     }
-  }
-  std::vector<std::int64_t> others;
+  gather_ends();
+  gather_report();
+}
+
+// Why responses ended, and the first rank's failure.
+void Generation::gather_ends() {
+  Group& dp = decoder_.mesh().dp;
+  std::vector<std::int64_t> reasons;
+  for (const Response& one : responses_) reasons.push_back(static_cast<std::int64_t>(one.finish));
+  add_over_ranks(dp, reasons);
   for (std::size_t i = 0; i < results_.size(); ++i)
-    if (!own_[i]) others.push_back(static_cast<std::int64_t>(i));
-  const std::vector<std::uint8_t> stopped = stopped_by_text(others);
-  for (std::size_t i = 0; i < others.size(); ++i) {
-    Rollout& rollout = result(others[i]);
-    rollout.loss_mask.assign(rollout.response_ids.size(), 1);
-    add_carried(rollout.carried, "finish_reason", reason_to_end(rollout, settings_, stopped[i] != 0));
-  }
-  std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens};
+    if (!own_[i]) add_carried(results_[i].carried, "finish_reason", kFinishTexts[static_cast<std::size_t>(reasons[i])]);
+  const std::vector<std::uint64_t> failed = numbers_of_ranks(dp, failure_ ? 1 : 0);
+  const auto first = std::ranges::find(failed, 1u);
+  if (first == failed.end()) return;
+  if (!failure_) failure_.emplace();
+  for (std::string ErrorText::*part : {&ErrorText::where, &ErrorText::expected, &ErrorText::got, &ErrorText::remedy})
+    *failure_.*part = text_of_rank(dp, *failure_.*part, static_cast<int>(first - failed.begin()));
+}
+
+void Generation::gather_report() {
+  Group& dp = decoder_.mesh().dp;
+  std::vector<std::int64_t> counts{report_.prompt_rows_physical, report_.response_tokens, report_.turns,
+                                   report_.observation_tokens};
   add_over_ranks(dp, counts);
   report_.prompt_rows_physical = counts[0], report_.response_tokens = counts[1];
+  report_.turns = counts[2], report_.observation_tokens = counts[3];
   const std::vector<double> most = maxima_over_ranks(
       dp, {static_cast<double>(report_.decode_steps), report_.seconds_prompt, report_.seconds_decode});
   report_.decode_steps = std::llround(most[0]), report_.seconds_prompt = most[1], report_.seconds_decode = most[2];
@@ -290,12 +311,12 @@ void Generation::make_results(std::span<const Prompt> prompts) {
 }
 
 void Generation::make_prompts(std::span<const Prompt> prompts) {
-  std::map<std::vector<std::int32_t>, PromptState*> known;
+  std::map<std::pair<std::int64_t, std::vector<std::int32_t>>, PromptState*> known;
   const auto add = [&](const Prompt& prompt) {
     prompts_.push_back(std::make_unique<PromptState>());
     PromptState& state = *prompts_.back();
     state.ids = prompt.ids;
-    state.where = prompt.where;
+    state.where = prompt.where, state.dp_rank = prompt.dp_rank;
     state.longest = longest_response(decoder_.shape(), prompt, settings_);
     return &state;
   };
@@ -303,7 +324,7 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
   responses_.reserve(results_.size());
   for (std::size_t p = 0; p < prompts.size(); ++p) {
     for (std::int64_t r = 0; r < settings_.n; ++r) {
-      PromptState*& state = known[prompts[p].ids];
+      PromptState*& state = known[{prompts[p].dp_rank, prompts[p].ids}];
       if (!state || !settings_.share_prompts) state = add(prompts[p]);
       state->responses.push_back(static_cast<std::int64_t>(responses_.size()));
       responses_.push_back({.state = state, .random = random.fork(p).fork(static_cast<std::uint64_t>(r))});
@@ -319,15 +340,15 @@ void Generation::make_prompts(std::span<const Prompt> prompts) {
 
 // Steps have few rows: the weights are held as the kernels read them, where they stay in their place and memory allows.
 std::shared_ptr<void> hold_weights(const Decoder& decoder) {
+  if (decoder.gathering() != nullptr) return nullptr;
   const ModelViews& views = decoder.weights();
-  if (views.keeper != nullptr) return nullptr;
   std::vector<at::Tensor> weights{views.head_VM};
   for (const LayerViews& layer : views.layers)
     for (const Projection* projection :
          {&layer.query, &layer.key_value, &layer.output, &layer.projected, &layer.query_latent, &layer.key_value_latent,
-          &layer.rotary_key, &layer.gate_up, &layer.down, &layer.router})
+          &layer.rotary_key, &layer.gate_up, &layer.down, &layer.router, &layer.shared_expert_gate})
       weights.push_back(projection->weight);
-  return decoder.device().operations().hold_weights(weights, decoder.device().free_bytes() / 4);
+  return decoder.device().operations().hold_weights(weights, decoder.dtype(), decoder.device().free_bytes() / 4);
 }
 
 Generated Generation::run() {
@@ -346,8 +367,7 @@ Generated Generation::run() {
     if (settings_.turns) exchange_turns();
   }
   if (failure_) cut_unfinished();
-  NoRows nothing;
-  while (somebody_runs(false)) decoder_.join_forward(arena_, nothing);
+  while (somebody_runs(false)) join_decoder_forward(decoder_, arena_);
   progress_.end();
   report_.seconds_decode = timer.total() - report_.seconds_prompt;
   gather_results();
@@ -449,7 +469,7 @@ at::Tensor Generation::forward(AppendedRows& rows) {
   rows.kv.add_to(block, rows.input.output_row);
   block.hand_over(decoder_.device());
   somebody_runs(true);
-  return decoder_.forward({rows.input, rows.kv, arena_}).normed_OM;
+  return decoder_forward(decoder_, {rows.input, rows.kv, arena_}).normed_OM;
 }
 
 // One token more for every live response.
@@ -615,7 +635,7 @@ void Generation::settle(std::int64_t index, bool stopped_by_text) {
   const bool stopped = stopped_by_text || ends_with_stop_id(rollout, settings_);
   if (!stopped && !full) return keep_rows(index);
   if (settings_.turns) return end_turn(index);
-  finish(index, reason_to_end(rollout, settings_, stopped_by_text));
+  finish(index, stopped ? Finish::stop : Finish::length);
 }
 
 // From now on the response has rows behind the prompt's.
@@ -635,12 +655,12 @@ void Generation::end_turn(std::int64_t index) {
   ++waiting_;
 }
 
-void Generation::finish(std::int64_t index, const char* reason) {
+void Generation::finish(std::int64_t index, Finish reason) {
   Response& one = response(index);
-  add_carried(result(index).carried, "finish_reason", reason);
+  add_carried(result(index).carried, "finish_reason", kFinishTexts[static_cast<std::size_t>(reason)]);
   done_ += one.state->longest - result(index).response_length();
   if (one.has_run) one.state->group->remove(index);
-  one.finished = true;
+  one.finish = reason;
   --live_;
   if (++one.state->finished == one.state->responses.size()) one.state->group.reset();
 }
@@ -673,10 +693,10 @@ void Generation::take_up(std::int64_t index, const NextTurn& next) {
   const auto count = static_cast<std::int64_t>(next.observation_ids.size());
   one.waits = false;
   --waiting_;
-  if (next.done) return finish(index, "\"done\"");
-  if (rollout.response_length() == one.state->longest) return finish(index, "\"length\"");
-  if (one.turns == settings_.most_turns) return finish(index, "\"turns\"");
-  if (rollout.response_length() + count >= one.state->longest) return finish(index, "\"length\"");
+  if (next.done) return finish(index, Finish::done);
+  if (rollout.response_length() == one.state->longest) return finish(index, Finish::length);
+  if (one.turns == settings_.most_turns) return finish(index, Finish::turns);
+  if (rollout.response_length() + count >= one.state->longest) return finish(index, Finish::length);
   rollout.response_ids.insert(rollout.response_ids.end(), next.observation_ids.begin(), next.observation_ids.end());
   rollout.rollout_logprobs.resize(rollout.response_ids.size(), 0.0);
   rollout.loss_mask.resize(rollout.response_ids.size(), 0);
@@ -686,8 +706,11 @@ void Generation::take_up(std::int64_t index, const NextTurn& next) {
 }
 
 void Generation::cut_unfinished() {
-  for (std::size_t i = 0; i < results_.size(); ++i)
-    if (own_[i] && !responses_[i].finished) add_carried(results_[i].carried, "finish_reason", "\"abort\"");
+  for (std::size_t i = 0; i < results_.size(); ++i) {
+    if (!own_[i] || responses_[i].finish != Finish::none) continue;
+    responses_[i].finish = Finish::abort;
+    add_carried(results_[i].carried, "finish_reason", kFinishTexts[static_cast<std::size_t>(Finish::abort)]);
+  }
 }
 
 void Generation::count_held() {

@@ -51,6 +51,7 @@ struct SamplingSettings {
 struct Prompt {
   std::vector<std::int32_t> ids;  // at least one
   std::int64_t observed = 0;      // the last of them, which count towards max_response_length
+  std::int64_t dp_rank = -1;      // that decodes its responses; -1: they are dealt
   std::string group, carried;     // JSON text, as in rollout.h
   std::string where;              // "prompts.jsonl:3"; for messages
 };
@@ -86,7 +87,8 @@ std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t r
 // environment says so ("finish_reason": "done"), after most_turns turns ("turns"), or where an observation and one more
 // token no longer fit ("length"); in the last two cases the last observation is left out. Answers of `turns` are taken
 // up at most kStepsAhead steps after they were asked for, at steps that do not depend on how long they took. A failure
-// of `turns` ends the sampling; unfinished trajectories are then cut ("abort").
+// of `turns` ends the sampling of its rank; unfinished trajectories are then cut ("abort"). Every rank is told the
+// failure of the first one that has one.
 //
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p: what
 // training computes again. At temperature 0 they are those of temperature 1, which is then also the record's.

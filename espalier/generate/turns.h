@@ -1,5 +1,5 @@
-// What happens between the turns of a trajectory, as the sampler sees it: a turn's tokens go out, the tokens of an
-// observation or the trajectory's end come back.
+// The sampler's interface between the turns of a trajectory: a turn's tokens go out, the tokens of an observation or
+// the end of the trajectory come back.
 #pragma once
 
 #include <cstdint>

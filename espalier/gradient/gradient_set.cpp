@@ -14,10 +14,15 @@ GradientSet::GradientSet(const ParameterTable& table, const LocalShape& shape, a
       rooms_(device.allocate({table.units().rooms + table.units().sums}, accumulator)),
       views_(view_model(std::array{FlatParameters{table, flat_, rooms_}}, shape)) {
   if (table.divided())
-    views_.keeper = &scattered_.emplace(table, flat_, rooms_, mesh, device);
+    scattered_.emplace(table, flat_, rooms_, mesh, device);
   else if (mesh.replicas.size() > 1 || mesh.expert_replicas.size() > 1)
-    views_.keeper = &sums_.emplace(shape, flat_, mesh);
+    sums_.emplace(shape, flat_, mesh);
   zero();
+}
+
+Guest* GradientSet::guest() {
+  if (scattered_) return &*scattered_;
+  return sums_ ? &*sums_ : nullptr;
 }
 
 void GradientSet::zero() { device_.operations().zero(flat_); }

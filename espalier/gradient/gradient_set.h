@@ -34,6 +34,8 @@ class GradientSet {
   void finish_sums();
   std::int64_t given_ahead() const { return sums_ ? sums_->given() : 0; }  // bytes, to sums begun before `finish_sums`
   ModelViews& views() { return views_; }
+  // What sums them over ranks around the stops of a pass; null where nobody else has the same weights.
+  Guest* guest();
   Device& device() const { return device_; }
   const ParameterTable& table() const { return table_; }
   const at::Tensor& flat() const { return flat_; }                                        // in the table's layout

@@ -23,10 +23,10 @@ ReplicaSums::ReplicaSums(const LocalShape& shape, at::Tensor flat, const Mesh& m
 }
 
 // Head and embedding may be one: they are left to those behind them, which end later.
-void ReplicaSums::let_go(std::int64_t what) {
-  if (!last_ || what == Unit::kHead || what == Unit::kEmbedding) return;
+void ReplicaSums::leave(const Stop& stop) {
+  if (!last_ || stop.kind == Stop::Kind::head || stop.kind == Stop::Kind::embedding) return;
   const auto behind =
-      std::ranges::find_if(units_.rbegin(), units_.rend(), [what](const Unit& unit) { return unit.what == what; });
+      std::ranges::find_if(units_.rbegin(), units_.rend(), [&](const Unit& unit) { return unit.what == stop.unit; });
   start_upto(static_cast<std::size_t>(units_.rend() - behind));
 }
 

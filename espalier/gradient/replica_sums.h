@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "espalier/model/unit_keeper.h"
+#include "espalier/model/guest.h"
 #include "espalier/parallel/mesh.h"
 #include "espalier/plan/units.h"
 
@@ -20,14 +20,13 @@ namespace espalier {
 // One collective takes this much at most, so that no buffer of the communication library is as large as the model.
 inline constexpr std::int64_t kBucketBytes = std::int64_t{64} << 20;
 
-class ReplicaSums final : public UnitKeeper {
+class ReplicaSums final : public Guest {
  public:
   // `flat`: whole accumulators of what this rank has of the parameters that train. The mesh must outlive the object.
   ReplicaSums(const LocalShape& shape, at::Tensor flat, const Mesh& mesh);
 
-  void bring(std::int64_t) override {}
-  // In the last backward: what was added to the unit was the last of this rank.
-  void let_go(std::int64_t unit) override;
+  // In the last backward: what was added at the stop was the last of this rank.
+  void leave(const Stop& stop) override;
 
   void begin_last_backward() { last_ = true; }
   // Sums whatever is not yet summed, and waits for all of it.

@@ -19,9 +19,10 @@ ScatteredGradients::ScatteredGradients(const ParameterTable& table, at::Tensor k
 }
 
 // One unit leaves at a time, and what stands where the next one is brought has left before.
-void ScatteredGradients::bring(std::int64_t what) {
+void ScatteredGradients::enter(const Stop& stop) {
+  if (!stop.adds_gradients) return;
   for (const Unit& unit : table_.units().all) {
-    if (unit.what != what || !unit.divided()) continue;
+    if (unit.what != stop.unit || !unit.divided()) continue;
     const auto is_in_room = [&](const Leaving& other) {
       return other.unit->room < unit.room + unit.whole() && unit.room < other.unit->room + other.unit->whole();
     };
@@ -30,10 +31,11 @@ void ScatteredGradients::bring(std::int64_t what) {
   }
 }
 
-void ScatteredGradients::let_go(std::int64_t what) {
+void ScatteredGradients::leave(const Stop& stop) {
+  if (!stop.adds_gradients) return;
   finish();
   for (const Unit& unit : table_.units().all)
-    if (unit.what == what && unit.divided())
+    if (unit.what == stop.unit && unit.divided())
       leaving_.push_back({&unit, holders_of(unit, mesh_)
                                      .start_scatter_sum(rooms_.narrow(0, unit.room, unit.whole()), sum_of(unit),
                                                         "gradient of " + name_of(unit))});

@@ -7,20 +7,23 @@
 #include <vector>
 
 #include "espalier/device/device.h"
+#include "espalier/model/guest.h"
 #include "espalier/model/parameters.h"
-#include "espalier/model/unit_keeper.h"
 #include "espalier/parallel/mesh.h"
 
 namespace espalier {
 
-class ScatteredGradients final : public UnitKeeper {
+class ScatteredGradients final : public Guest {
  public:
   // `kept` and `rooms` as view_model takes them; behind the rooms is place for the sums of a layer. Table and mesh must
   // outlive the object.
   ScatteredGradients(const ParameterTable& table, at::Tensor kept, at::Tensor rooms, const Mesh& mesh, Device& device);
 
-  void bring(std::int64_t unit) override;
-  void let_go(std::int64_t unit) override;
+  // The views of the stop's gradients hold 0 from now on.
+  void enter(const Stop& stop) override;
+  // Sums over the ranks what was added to the views, and adds it to each rank's part, at the end of the step at the
+  // latest.
+  void leave(const Stop& stop) override;
   // Waits until released gradients are summed and kept.
   void finish();
 

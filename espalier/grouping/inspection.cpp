@@ -105,7 +105,7 @@ class Finder {
       if (rollout.response_ids.empty())
         add(rollout, "empty_response", "the response has no token");
       else if (masked)
-        add(rollout, "fully_masked", "loss_mask is 0 throughout: no token has loss");
+        add(rollout, "fully_masked", "loss_mask is all 0: no token has loss");
       look_for_positive(rollout, "old_logprobs", rollout.old_logprobs);
       look_for_positive(rollout, "ref_logprobs", rollout.ref_logprobs);
       look_for_positive(rollout, "rollout_logprobs", rollout.rollout_logprobs);
@@ -134,7 +134,7 @@ class Finder {
       const auto parted = std::mismatch(rollout.prompt_ids.begin(), rollout.prompt_ids.end(), first.prompt_ids.begin(),
                                         first.prompt_ids.end());
       add(rollout, "prompt_differs",
-          text_of("its prompt parts from that of ", first.where, " (same group) at token ",
+          text_of("its prompt differs from that of ", first.where, " (same group) at token ",
                   parted.first - rollout.prompt_ids.begin(), " of ", rollout.prompt_ids.size()));
     }
     if (!rewards_equal) return;
@@ -146,8 +146,7 @@ class Finder {
   void look_at_all(std::int64_t groups_of_many) {
     if (groups_of_many > 0 && equal_groups_ == groups_of_many)
       add(rollouts_.front(), "no_signal",
-          "no group has unequal rewards: advantages relative to the group are 0 throughout, and an update learns "
-          "nothing");
+          "no group has unequal rewards: all advantages relative to the group are 0, and an update learns nothing");
   }
 
  private:

@@ -269,24 +269,24 @@ std::int64_t PrefixTree::logical_tokens() const {
   });
 }
 
-PrefixTree part_of(const PrefixTree& tree, std::int32_t leaf_begin, std::int32_t leaf_end) {
+PrefixTree part_of(const PrefixTree& tree, std::span<const std::int32_t> leaves) {
   PrefixTree part;
-  part.leaf_order.assign(tree.leaf_order.begin() + leaf_begin, tree.leaf_order.begin() + leaf_end);
-  const auto clip = [&](const PrefixNode& whole) {
-    PrefixNode node = whole;
-    node.leaf_begin = std::max(whole.leaf_begin, leaf_begin) - leaf_begin;
-    node.leaf_end = std::min(whole.leaf_end, leaf_end) - leaf_begin;
-    std::erase_if(node.ends_here, [&](std::int32_t rollout) {
-      return std::ranges::find(part.leaf_order, rollout) == part.leaf_order.end();
-    });
-    node.children.clear();
-    if (node.multiplicity() > 0) node.rollout = part.leaf_order[static_cast<std::size_t>(node.leaf_begin)];
-    return node;
+  for (const std::int32_t leaf : leaves) part.leaf_order.push_back(tree.leaf_order[static_cast<std::size_t>(leaf)]);
+  std::vector<std::int32_t> sorted = part.leaf_order;
+  std::ranges::sort(sorted);
+  const auto before = [&](std::int32_t leaf) {
+    return static_cast<std::int32_t>(std::ranges::lower_bound(leaves, leaf) - leaves.begin());
   };
   std::vector<std::int32_t> place(tree.nodes.size(), -1);  // in the part
   for (std::size_t i = 0; i < tree.nodes.size(); ++i) {
-    PrefixNode node = clip(tree.nodes[i]);
-    if (node.multiplicity() <= 0) continue;
+    const PrefixNode& whole = tree.nodes[i];
+    PrefixNode node;
+    node.leaf_begin = before(whole.leaf_begin), node.leaf_end = before(whole.leaf_end);
+    if (node.multiplicity() == 0) continue;
+    node.parent = whole.parent, node.begin = whole.begin, node.end = whole.end;
+    node.rollout = part.leaf_order[static_cast<std::size_t>(node.leaf_begin)];
+    for (const std::int32_t rollout : whole.ends_here)
+      if (std::ranges::binary_search(sorted, rollout)) node.ends_here.push_back(rollout);
     node.parent = node.parent < 0 ? -1 : place[static_cast<std::size_t>(node.parent)];
     if (node.parent >= 0) {
       // Where all rollouts of a node go on to the same child, the two are one run.

@@ -34,8 +34,9 @@ struct PrefixTree {
   std::int64_t logical_tokens() const;   // sum of node length x multiplicity
 };
 
-// The tree of some rollouts of another one, leaf_order[leaf_begin, leaf_end): what they share stands once in it, too.
-PrefixTree part_of(const PrefixTree& tree, std::int32_t leaf_begin, std::int32_t leaf_end);
+// The tree of some rollouts of another one, those at these places of its leaf_order, ascending: what they share stands
+// once in it, too.
+PrefixTree part_of(const PrefixTree& tree, std::span<const std::int32_t> leaves);
 
 // The forest of some rollouts; trees in order of their first rollout, children in order of their first rollout.
 // O(tokens) time. Equal tokens are always shared under `whole_trees`; whether sharing pays is the

@@ -56,7 +56,7 @@ Restored load_checkpoint(const std::filesystem::path& directory, const Options& 
   const Json extra = Json::parse(former.extra);
   if (!extra.contains("metrics_bytes"))
     throw InputError({(directory / "espalier" / "state.json").string(), "a checkpoint of grpo", "one of train",
-                      "continue it with train --resume"});
+                      "continue it with espalier train --resume"});
   out.state = {former.step,
                former.mini_batch,
                extra["metrics_bytes"].get<std::int64_t>(),

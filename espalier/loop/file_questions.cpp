@@ -26,7 +26,8 @@ FileQuestions::FileQuestions(const Options& options, const std::filesystem::path
   turn_texts_.emplace(tokenizer_.get());
   if (!options.stop.empty()) stops_.emplace(split_paths(options.stop), tokenizer_.get());
   if (stop_ids_.empty() && !stops_)
-    progress.note("no stop ids: neither model nor tokenizer names an eos token, so every response has the full length");
+    progress.note(
+        "no stop tokens: neither model nor tokenizer has an eos token, so every response has the full length");
 }
 
 std::vector<Prompt> FileQuestions::read(const std::string& path, const ModelShape& shape, Progress& progress) {
@@ -37,7 +38,7 @@ std::vector<Prompt> FileQuestions::read(const std::string& path, const ModelShap
     longest_ = std::max(longest_, tokens);
     if (tokens >= shape.max_positions)
       throw InputError({prompt.where,
-                        text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
+                        text_of("fewer than ", shape.max_positions, " tokens, the model's number of positions"),
                         text_of(tokens), "leave the prompt out or shorten it"});
   }
   return std::move(file.prompts);

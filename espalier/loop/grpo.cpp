@@ -234,7 +234,8 @@ void Loop::prepare() {
   }
   if (reference_)
     reference_bytes_.emplace(
-        actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes()));
+        actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
+                                                     reference_->narrow_weights.nbytes()));
   if (!options_.record.empty()) {
     Options recorded = options_;
     if (recorded.lr_total_steps == 0) recorded.lr_total_steps = last_step_;
@@ -244,8 +245,8 @@ void Loop::prepare() {
 
 // PPO: the critic shares the actor's workspace, for the two take turns.
 void Loop::prepare_critic() {
-  critic_.emplace(load_critic(options_.critic, options_, model_->shape, parts_, mesh_), options_, start_.machine,
-                  actor_->workspace);
+  critic_.emplace(load_critic(*trained_critic(options_), options_, model_->shape, parts_, mesh_), options_,
+                  start_.machine, actor_->workspace);
   critic_->model().decoder.reserve_positions(sampling_->longest_rollout());
   critic_->optimizer().set_last_step(last_step_);
   if (saved_at_ >= 0) restore_critic(folder_.checkpoint(saved_at_), *critic_);

@@ -8,7 +8,7 @@ namespace espalier {
 namespace {
 
 constexpr const char* kRemedy =
-    "give --prompts and --reward for a model with a tokenizer of its own, or no --model for a fresh one";
+    "give --prompts and --reward for a model with its own tokenizer, or leave --model out for a fresh one";
 
 // Words and their ids; empty for a tokenizer without such a table (Unigram).
 std::unordered_map<std::string, std::int64_t> words_of(const Json& tokenizer) {
@@ -48,7 +48,7 @@ void check_words(const std::filesystem::path& model, const ModelShape& shape) {
   if (shape.vocabulary < static_cast<std::int64_t>(words.size()))
     throw InputError({model.string(), text_of("a token for each of the ", words.size(), " words of the built-in tasks"),
                       text_of(shape.vocabulary, " tokens: none for '",
-                              words[static_cast<std::size_t>(shape.vocabulary)], "' and what follows it"),
+                              words[static_cast<std::size_t>(shape.vocabulary)], "' and later words"),
                       kRemedy});
 }
 

@@ -1,4 +1,4 @@
-// Whether a model of one's own speaks the language of the built-in tasks.
+// Checks that the user's tokenizer covers the words of the built-in tasks.
 #pragma once
 
 #include <filesystem>

@@ -16,26 +16,27 @@ std::unique_ptr<Questions> questions_of(const Options& options, const std::files
                                         const ModelShape& shape, Progress& progress) {
   if (options.prompts.empty()) {
     if (!options.stop_ids.empty())
-      throw OptionError({"--stop-ids", "nothing for a built-in task, whose answers end with <end>", options.stop_ids,
-                         "leave it out"});
+      throw OptionError({"--stop-ids", "no stop tokens for a built-in task, because its answers end with <end>",
+                         options.stop_ids, "leave it out"});
     for (const auto& [name, value] :
          {std::pair("--stop", options.stop), std::pair("--chat-template-kwargs", options.chat_template_kwargs)})
       if (!value.empty())
-        throw OptionError({name, "nothing for a built-in task, whose prompts and answers are words of its own", value,
-                           "leave it out"});
+        throw OptionError(
+            {name, "no such option for a built-in task, which has its own prompts and answers", value, "leave it out"});
     return std::make_unique<TaskQuestions>(options);
   }
   if (options.model.empty())
-    throw OptionError({"--model", "the model that --prompts is for, with weights and tokenizer", "nothing",
+    throw OptionError({"--model", "a model with weights and tokenizer for --prompts", "nothing",
                        "give --model DIR, or leave --prompts out for a built-in task"});
   if (!has_weights(source))
     throw InputError({source.string(), "a model with weights, for --prompts", "none (only tasks have a warm start)",
                       "give a trained --model"});
   if (options.reward.empty() && options.env.empty())
-    throw OptionError({"--reward", "a Python file with compute_score, which judges the answers to --prompts", "nothing",
+    throw OptionError({"--reward", "a Python file with compute_score, which scores the answers to --prompts", "nothing",
                        "give --reward FILE.py (docs/rewards.md), or --env FILE.py (docs/agents.md)"});
   if (options.val_prompts.empty() && options.expect_accuracy > 0)
-    throw OptionError({"--expect-accuracy", "--val-prompts to evaluate", "none", "give --val-prompts FILE"});
+    throw OptionError(
+        {"--expect-accuracy", "--val-prompts, the prompts of the evaluation", "none", "give --val-prompts FILE"});
   return std::make_unique<FileQuestions>(options, source, shape, progress);
 }
 

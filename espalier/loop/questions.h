@@ -48,7 +48,7 @@ class Questions {
   // Tells one set of prompts from another, for a run that continues; empty where the options say it all.
   virtual std::string fingerprint() const = 0;
 
-  // Of --env, which then judges in place of judge(); null: responses are judged.
+  // The turns of --env, whose rewards replace judge(); null: judge() gives the rewards.
   Environment* environment() const { return environment_.get(); }
   void set_environment(std::unique_ptr<Environment> environment) { environment_ = std::move(environment); }
 

@@ -57,9 +57,9 @@ void check_usable(const fs::path& root) {
   std::error_code failure;
   if (!fs::exists(root, failure)) return;
   if (!fs::is_directory(root, failure))
-    throw OptionError({root.string(), "a folder for a new run, or that of a run", "a file", "choose another --out"});
+    throw OptionError({root.string(), "an empty folder, or the folder of a run", "a file", "choose another --out"});
   if (!RunFolder::is_run(root) && !holds_nothing(root))
-    throw OptionError({root.string(), "a folder for a new run, or that of a run (with run.json)",
+    throw OptionError({root.string(), "an empty folder, or the folder of a run (with run.json)",
                        "a folder with other content", "choose another --out, or empty it yourself"});
 }
 
@@ -86,7 +86,7 @@ RunFolder::RunFolder(const fs::path& root) : root_(resolved_target(root)) {
   if (lock_ < 0) throw_output_error(root_, "create this folder", errno);
   if (::flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
   ::close(lock_);
-  throw OptionError({root_.string(), "a run that no other process works on", "one that is being written",
+  throw OptionError({root_.string(), "a run that no other process writes", "one that is being written",
                      "wait for the other process, or choose another --out"});
 }
 
@@ -139,7 +139,7 @@ Options continued_options(const Options& given, const Json& recorded, const std:
     const std::string now = option_text(given, row.name), before = option_text(options, row.name);
     if (now == option_text(defaults, row.name) || now == before) continue;
     if (!is_free(row.field))
-      throw OptionError({std::string("--") + row.name, before + ", as the run in " + where + " has it", now,
+      throw OptionError({std::string("--") + row.name, before + ", the value of the run in " + where, now,
                          "leave the option out to continue, or start a new run in another --out"});
     set_option(options, row.name, now);
   }

@@ -22,9 +22,10 @@ namespace {
 std::filesystem::path root_of(const Options& options) {
   if (options.resume.empty()) return options.out;
   if (!options.out.empty() && options.out != options.resume)
-    throw OptionError({"--out", "nothing, or the run that --resume names", options.out, "leave --out out"});
+    throw OptionError({"--out", "the folder of --resume, or no --out", options.out, "leave --out out"});
   if (!RunFolder::is_run(options.resume))
-    throw InputError({options.resume, "the folder of a run (with run.json)", "none", "name the --out of a grpo run"});
+    throw InputError(
+        {options.resume, "the folder of a run (with run.json)", "none", "give the --out folder of a grpo run"});
   return options.resume;
 }
 
@@ -38,11 +39,11 @@ std::filesystem::path source_of(const RunFolder& folder, const Options& options)
 
 ModelShape shape_of(const Options& options) {
   if (options.model.empty() && has_adapters(options))
-    throw OptionError({"--lora-rank", "0 without --model: a fresh model trains everything", text_of(options.lora_rank),
-                       "give --model, or leave --lora-rank out"});
+    throw OptionError({"--lora-rank", "0 without --model, because a fresh model trains all parameters",
+                       text_of(options.lora_rank), "give --model, or leave --lora-rank out"});
   if (options.model.empty() && options.train != "all")
-    throw OptionError({"--train", "all without --model: a fresh model trains everything", "'" + options.train + "'",
-                       "give --model, or leave --train out"});
+    throw OptionError({"--train", "all without --model, because a fresh model trains all parameters",
+                       "'" + options.train + "'", "give --model, or leave --train out"});
   if (options.model.empty())
     return model_shape_of(fresh_config(options.fresh, options.prompt_length + options.max_response_length), "--fresh");
   const ModelShape shape = read_trained_shape(options.model, trained_choice(options));
@@ -60,7 +61,7 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
   out.options.tp = given.tp, out.options.ep = given.ep, out.options.dp = given.dp;  // whatever they were
   out.machine = profile_of(run.value("machine", Json::object()).value("profile", Json::object()), where);
   if (const std::int64_t before = recorded.value("threads", out.options.threads); before != out.options.threads)
-    progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round otherwise"));
+    progress.note(text_of("threads: ", before, " before, ", out.options.threads, " now; sums may round differently"));
   run["options"] = options_to_json(out.options, 'l');
   // Its own copy of the tokenizer, which the model directory may have lost.
   const std::filesystem::path source = source_of(*out.folder, out.options);
@@ -75,8 +76,8 @@ RunStart continue_run(const std::filesystem::path& root, const Options& given, P
 // A checkpoint and the trained model.
 void check_disk_space(const std::filesystem::path& root, const ModelShape& shape, const Options& options) {
   std::int64_t bytes = 2 * bytes_of_saved_model(shape, options.model, options);
-  if (!options.critic.empty())
-    bytes += bytes_of_saved_model(read_trained_critic_shape(options.critic, options.train), options.critic, options);
+  if (const auto critic = trained_critic(options))
+    bytes += bytes_of_saved_model(read_critic_shape(*critic), critic->source, options);
   require_disk_space({{root, bytes}});
 }
 
@@ -113,8 +114,7 @@ std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& op
   const LocalShape local = local_shape(shape, mesh);
   std::vector<HeldModel> held{{local, {}}};
   if (options.kl_loss_coef > 0 && !trains_adapters_alone(shape)) held.push_back({local});
-  if (!options.critic.empty())
-    held.push_back({local_shape(read_trained_critic_shape(options.critic, options.train), mesh), {}});
+  if (const auto critic = trained_critic(options)) held.push_back({local_shape(read_critic_shape(*critic), mesh), {}});
   return held;
 }
 
@@ -132,8 +132,8 @@ void require_new_run(const Options& options) {
   // Without a checkpoint nothing has been done that could be lost.
   if (RunFolder(options.out).has_progress())
     throw OptionError(
-        {"--out", "a folder without a run", options.out + ", which holds one",
-         "say --resume " + options.out + " to continue it, --overwrite to replace it, or choose another name"});
+        {"--out", "a folder without a run", options.out + ", which has one",
+         "use --resume " + options.out + " to continue it, --overwrite to replace it, or choose another name"});
 }
 
 namespace {
@@ -141,7 +141,7 @@ namespace {
 RunStart start_on_disk(const Options& given, Progress& progress, const Mesh& mesh) {
   const std::filesystem::path root = root_of(given);
   if (given.overwrite && !given.resume.empty())
-    throw OptionError({"--overwrite", "a new run", "one that --resume continues", "leave one of the two out"});
+    throw OptionError({"--overwrite", "a new run", "--resume, which continues a run", "leave one of the two out"});
   require_new_run(given);
   if (!given.resume.empty()) return continue_run(root, given, progress, mesh);
   return new_run(root, given, progress, mesh);
@@ -169,7 +169,7 @@ RunStart start_as_told(const Json& told, Progress& progress) {
 }  // namespace
 
 RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh) {
-  check_environment(given, mesh);
+  check_environment(given);
   if (mesh.world.size() == 1) return start_on_disk(given, progress, mesh);
   RunStart out;
   if (mesh.writes()) out = start_on_disk(given, progress, mesh);

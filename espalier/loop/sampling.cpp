@@ -55,7 +55,7 @@ void check_sampling(const Options& options) {
   (void)sampling_settings(options);
   if (!options.val_prompts.empty() && options.prompts.empty())
     throw OptionError(
-        {"--val-prompts", "prompts of one's own to train on, too", "no --prompts", "give --prompts FILE"});
+        {"--val-prompts", "--prompts, your own prompts for training", "no --prompts", "give --prompts FILE"});
   if (options.overlong_buffer_len > options.max_response_length)
     throw OptionError({"--overlong-buffer-len", text_of("at most --max-response-length ", options.max_response_length),
                        text_of(options.overlong_buffer_len), ""});

@@ -28,7 +28,7 @@ std::vector<std::vector<std::int32_t>> TaskTexts::observations(std::span<const O
   for (std::size_t i = 0; i < observations.size(); ++i) {
     const Json content = Json::parse(observations[i].content);
     if (!content.is_string())
-      throw InputError({where(i) + ", observation", "a text of the words of the task", content.dump(), ""});
+      throw InputError({where(i) + ", observation", "a text in the task's vocabulary", content.dump(), ""});
     out.push_back(Vocabulary::built_in().ids(content.get<std::string>(), where(i) + ", observation"));
   }
   return out;
@@ -46,10 +46,10 @@ TaskQuestions::TaskQuestions(const Options& options)
                        text_of("at least ", task_.shortest_prompt(), " tokens for ", name_of(task_.kind)),
                        text_of(options.prompt_length), ""});
   if (options.max_response_length < task_.longest_answer())
-    throw OptionError(
-        {"--max-response-length",
-         text_of("at least the ", task_.longest_answer(), " tokens of a right answer of ", name_of(task_.kind)),
-         text_of(options.max_response_length), ""});
+    throw OptionError({"--max-response-length",
+                       text_of("at least the ", task_.longest_answer(), " tokens of the longest right answer of ",
+                               name_of(task_.kind)),
+                       text_of(options.max_response_length), ""});
   if (!options.reward.empty()) reward_.emplace(options.reward, options.reward_timeout);
 }
 

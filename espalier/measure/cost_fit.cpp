@@ -92,7 +92,7 @@ std::string CostFit::why_not(const MachineProfile& machine) const {
   const CostParts fit = factors(machine);
   for (const auto part : kParts)
     if (!(fit.*part <= kFarthest && fit.*part >= 1 / kFarthest))
-      return text_of("a part of the steps took ", fit.*part, " times what was predicted");
+      return text_of("some of the steps took ", fit.*part, " times what was predicted");
   return "";
 }
 

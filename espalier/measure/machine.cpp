@@ -124,7 +124,7 @@ std::filesystem::path file_of_cpu(DType dtype) {
                             at::get_num_threads(), defined_sums() ? "-own" : "-library"));
 }
 
-// Of the file system that --spill-dir lies on: empty where nothing can be stored away there, or nothing kept.
+// Of the file system that --spill-dir lies on: empty where nothing can be offloaded there, or nothing kept.
 std::filesystem::path disk_cache_file(const std::filesystem::path& folder) {
   struct stat status {};
   std::error_code ignored;

@@ -1,4 +1,4 @@
-// What a half of a block adds to the stream: out = base + f norm(b), where b is its last product (NormPlace, Scales).
+// The addition of attention or MLP to the stream: out = base + f norm(b), b its last product (NormPlace, Scales).
 //
 // Shapes: R rows, M width.
 #pragma once

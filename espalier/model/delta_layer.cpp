@@ -9,11 +9,12 @@ namespace espalier {
 namespace {
 
 DeltaRuleProblem problem_of(const LayerContext& c, const LayerSaved& saved, const std::vector<StateRun>& runs) {
-  return {c.shape.delta_rule, saved.projected_TW, c.weights.conv_CK, c.weights.a_log_H, c.weights.dt_bias_H, runs};
+  const LayerViews& w = c.weights;
+  return {c.shape.delta_rule, saved.projected_TW, w.conv_CK, w.a_log_H, w.dt_bias_H, w.conv_bias_C, w.skip_H, runs};
 }
 
 GatedNormProblem gate_of(const LayerContext& c, const LayerSaved& saved) {
-  return {c.shape.delta_rule, c.shape.rms_norm_eps, saved.mixed_TV, saved.projected_TW, c.weights.mixed_norm_D};
+  return {c.shape.delta_rule, c.shape.rms_norm_eps, saved.mixed_TV, saved.projected_TW, c.weights.mixed_norm};
 }
 
 }  // namespace
@@ -73,16 +74,16 @@ void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
   const at::Tensor grad_projected_TW = held[declared.grad_projected_TW];
   {
     const TimedPart timed(c.timer, part::kAttention);
-    c.ops.add_gated_norm_backward(gate_of(c, saved), grad_mixed_TV, grad_mixed_TV, grad_projected_TW,
-                                  grads.mixed_norm_D);
+    c.ops.add_gated_norm_backward(gate_of(c, saved), grad_mixed_TV, grad_mixed_TV, grad_projected_TW, grads.mixed_norm);
     c.ops.zero(held[declared.grad_states_FN]);
     const std::vector<StateRun> runs = c.kv.runs(c.layer, held[declared.states_FN], held[declared.grad_states_FN]);
     std::vector<StateRun> forks;  // whose states are made again
     for (const StateRun& run : runs)
       if (run.forks) forks.push_back(run);
     c.ops.delta_rule(problem_of(c, saved, forks), at::Tensor());
-    c.ops.add_delta_rule_backward(problem_of(c, saved, runs), grad_mixed_TV,
-                                  {grad_projected_TW, grads.conv_CK, grads.a_log_H, grads.dt_bias_H});
+    c.ops.add_delta_rule_backward(
+        problem_of(c, saved, runs), grad_mixed_TV,
+        {grad_projected_TW, grads.conv_CK, grads.a_log_H, grads.dt_bias_H, grads.conv_bias_C, grads.skip_H});
     c.kv.count_runs_backward(c.layer);
   }
   held.enter(Stage::input);
@@ -93,6 +94,7 @@ void add_delta_backward(const LayerContext& c, LayerSaved& saved, const at::Tens
                                     held[declared.projected_product]);
   const at::Tensor& grad_normed_TM = normed_TM;  // its values are no longer needed
   c.products.linear_grad_input(grad_normed_TM, grad_projected_TW, c.weights.projected);
+  c.mesh.tp.add_over_ranks(grad_normed_TM);
   c.ops.add_norm_backward(saved.stream_in_TM, c.attention_norm(c.weights), saved.norm_rstd_T, grad_normed_TM,
                           grad_in_TM, c.attention_norm(grads));
 }

@@ -35,7 +35,7 @@ at::Tensor DividedSource::set_rows_of(std::int64_t rank) const {
   return rows_.row_S.narrow(0, before, shares_.rows_of(rank));
 }
 
-// Behind the rows of a rank that has fewer than others stands what nobody reads.
+// Rows behind those of a rank with fewer rows than others are padding; never read.
 void DividedSource::gather(const LayerAttention& a, const at::Tensor& part, const at::Tensor& whole,
                            const KeysValues& set) const {
   const std::int64_t own = shares_.rows_of(cp_.rank());

@@ -2,7 +2,7 @@
 // keys and values of its rows; keys and values of all rows are gathered, queries stay. The gradients that ranks have of
 // them, those that waves added to a trunk's included, are summed once, to the rank that has the row.
 //
-// Every rank of the group calls the same functions, also one without rows. What is visible: path_source.h.
+// Every rank of the rank group calls the same functions, also one without rows. Visibility: path_source.h.
 // Shapes: T rows of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size.
 #pragma once
 
@@ -27,16 +27,13 @@ struct DividedRows {
 
 class DividedSource final : public KvSource {
  public:
-  // `is_trunk`: the rows are those that the path was last opened for. What is passed must outlive the object; `dtype`
+  // `is_trunk`: the rows are those that the path was last opened for. The arguments must outlive the object; `dtype`
   // is that of activations. subtree_end_S (int32) lies on the device, and so does depth_S (int32), which
   // only layers with a window read.
   DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, at::Tensor depth_S,
                 const RowShares& shares, const DividedRows& rows, const BlockShape& block, at::ScalarType dtype,
                 Group& cp, Arena& arena);
 
-  void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
-  void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
-  void end_backward() override { path_.end_backward(); }
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,

@@ -43,12 +43,75 @@ void router_backward(const LayerContext& c, const LayerSaved& saved, const at::T
                         grad_logits_RE, penalised ? c.penalties->value_L2.select(0, l) : at::Tensor());
 }
 
+// Gate, up and down of the shared expert, as the experts of a layer that has one. Of `views`, which are the weights or
+// their gradients.
+ExpertWeights shared_expert_of(const LayerContext& c, const LayerViews& views) {
+  ExpertWeights out{.activation = c.shape.activation};
+  if (const at::Tensor& weight = views.shared_gate_up.weight; weight.defined()) out.gate_up_EWM = weight.unsqueeze(0);
+  if (const at::Tensor& weight = views.shared_down.weight; weight.defined()) out.down_EMF = weight.unsqueeze(0);
+  return out;
+}
+
+// The rule of its gate: w = sigmoid(logit).
+RouterRule shared_rule() {
+  RouterRule rule = false;
+  rule.sigmoid = true;
+  return rule;
+}
+
+// All rows, which choose the shared expert.
+struct EveryRow {
+  EveryRow(const LayerContext& c, std::int64_t rows) {
+    Device& device = c.arena.device();
+    choice_R1 = device.allocate({rows, 1}, at::kInt);
+    c.ops.zero(choice_R1);
+    sorted = {device.allocate({2}, at::kInt), device.allocate({rows}, at::kInt), device.allocate({rows}, at::kInt)};
+    c.ops.sort_by_expert(choice_R1, sorted);
+  }
+
+  at::Tensor choice_R1;
+  SortedSlots sorted;
+};
+
+void add_shared_forward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM,
+                        const at::Tensor& sum_RM, const ExpertScratch& scratch) {
+  const EveryRow rows(c, normed_RM.size(0));
+  if (c.shape.shared_expert.gate) {
+    c.products.linear(saved.shared_logit_R1, normed_RM, c.weights.shared_expert_gate);
+    c.ops.choose_experts(saved.shared_logit_R1, {}, shared_rule(), rows.choice_R1, saved.shared_weight_R1);
+  }
+  const TimedPart timed(c.timer, part::kProducts);
+  c.ops.add_experts(rows.sorted, shared_expert_of(c, c.weights), normed_RM, saved.shared_weight_R1,
+                    saved.shared_gate_up_RW, sum_RM, scratch);
+}
+
+void add_shared_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& normed_RM,
+                         const at::Tensor& grad_RM, const LayerViews& grads, const ExpertInputGradients& out,
+                         const ExpertScratch& scratch) {
+  const EveryRow rows(c, normed_RM.size(0));
+  const TimedPart timed(c.timer, part::kProducts);
+  c.ops.add_experts_backward(rows.sorted, shared_expert_of(c, c.weights), normed_RM, saved.shared_weight_R1,
+                             saved.shared_gate_up_RW, grad_RM, shared_expert_of(c, grads), out.normed_RM, out.weight_RK,
+                             scratch);
+}
+
+// From dL/dw of the shared expert's gate: adds the gradient of the gate and what it gives the rows.
+void add_shared_gate_backward(const LayerContext& c, const LayerSaved& saved, const at::Tensor& grad_weight_R1,
+                              const at::Tensor& normed_RM, const LayerViews& grads, const at::Tensor& grad_logit_R1,
+                              const at::Tensor& product) {
+  const EveryRow rows(c, normed_RM.size(0));
+  c.ops.router_backward(saved.shared_logit_R1, rows.choice_R1, shared_rule(), grad_weight_R1, {}, grad_logit_R1, {});
+  c.products.add_linear_grad_weight(grads.shared_expert_gate, c.weights.shared_expert_gate, grad_logit_R1, normed_RM,
+                                    product);
+}
+
 }  // namespace
 
 void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
   const ExpertForwardBuffers declared(c.block(), saved.stream_mid_RM.size(0), stream_out_RM.defined());
+  using Stage = ExpertForwardBuffers::Stage;
   HeldBuffers held(c.arena, declared, c.dtype());
-  held.enter(0);
+  held.enter(Stage::experts);
   const at::Tensor &normed_RM = held[declared.normed_RM], &sum_RM = held[declared.sum_RM];
   c.ops.norm(saved.stream_mid_RM, c.mlp_norm(c.weights), c.shape.rms_norm_eps, normed_RM, saved.mlp_rstd_R);
   c.products.linear(saved.router_logits_RE, normed_RM, c.weights.router);
@@ -57,6 +120,11 @@ void expert_mlp_forward(const LayerContext& c, LayerSaved& saved, const at::Tens
   if (sum_RM.defined()) c.ops.zero(sum_RM);
   expert_products(c.mesh).add_forward(c, saved, normed_RM, sum_RM,
                                       {held[declared.expert_rows_RM], held[declared.act_RF], {}, {}});
+  if (c.shape.shared_expert.inner > 0) {
+    held.enter(Stage::shared);
+    add_shared_forward(c, saved, normed_RM, sum_RM,
+                       {held[declared.expert_rows_RM], held[declared.shared_act_RF], {}, {}});
+  }
   if (!sum_RM.defined()) return;
   c.mesh.tp.add_over_ranks(sum_RM);
   c.ops.round_sum(saved.stream_mid_RM, sum_RM, stream_out_RM);
@@ -77,16 +145,30 @@ void add_expert_mlp_backward(const LayerContext& c, LayerSaved& saved, const at:
   expert_products(c.mesh).add_backward(c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_weight_RK},
                                        {held[declared.expert_rows_RM], held[declared.act_RF],
                                         held[declared.grad_gate_up_RW], held[declared.expert_product]});
+  const SharedExpert& shared = c.shape.shared_expert;
+  const at::Tensor& grad_shared_weight_R1 = held[declared.grad_shared_weight_R1];
+  if (shared.inner > 0) {
+    held.enter(Stage::shared);
+    add_shared_backward(c, saved, normed_RM, grad_stream_RM, grads, {grad_normed_sum_RM, grad_shared_weight_R1},
+                        {held[declared.expert_rows_RM], held[declared.shared_act_RF],
+                         held[declared.grad_shared_gate_up_RW], held[declared.shared_product]});
+  }
   c.mesh.tp.add_over_ranks(grad_normed_sum_RM);
   c.mesh.tp.add_over_ranks(grad_weight_RK);
+  if (shared.gate) c.mesh.tp.add_over_ranks(grad_shared_weight_R1);
   held.enter(Stage::router);
   const at::Tensor& grad_logits_RE = held[declared.grad_logits_RE];
   router_backward(c, saved, grad_weight_RK, grad_logits_RE);
   c.products.add_linear_grad_weight(grads.router, c.weights.router, grad_logits_RE, normed_RM,
                                     held[declared.router_product]);
+  const at::Tensor& grad_shared_logit_R1 = held[declared.grad_shared_logit_R1];
+  if (shared.gate)
+    add_shared_gate_backward(c, saved, grad_shared_weight_R1, normed_RM, grads, grad_shared_logit_R1,
+                             held[declared.shared_gate_product]);
   const at::Tensor& grad_normed_RM = normed_RM;  // its values are no longer needed
   c.ops.round_sum(at::Tensor(), grad_normed_sum_RM, grad_normed_RM);
   c.products.add_linear_grad_input(grad_normed_RM, grad_logits_RE, c.weights.router);
+  if (shared.gate) c.products.add_linear_grad_input(grad_normed_RM, grad_shared_logit_R1, c.weights.shared_expert_gate);
   c.ops.add_norm_backward(saved.stream_mid_RM, c.mlp_norm(c.weights), saved.mlp_rstd_R, grad_normed_RM, grad_stream_RM,
                           c.mlp_norm(grads));
 }

@@ -8,9 +8,14 @@
 namespace espalier {
 namespace {
 
-// Of `views`, which are the weights or their gradients.
+// Of `views`, which are the weights or their gradients. Where ranks of tp add their parts of an expert's result, the
+// first of them adds the bias; its gradient is of whole rows and the same on all.
 ExpertWeights weights_of(const LayerContext& c, const LayerViews& views) {
-  return {views.expert_gate_up_EWM, views.expert_down_EMF, {}, {}, c.shape.activation};
+  ExpertWeights out{views.expert_gate_up_EWM, views.expert_down_EMF, views.expert_gate_up_bias_EW,
+                    views.expert_down_bias_EM, c.shape.activation};
+  const bool parts = c.mesh.ep.size() == 1 && c.mesh.tp.rank() > 0;
+  if (&views == &c.weights && parts) out.down_bias_EM = at::Tensor();
+  return out;
 }
 
 // Scratch of the products of one expert, taken once for all of them: each may have as many rows as arrive.

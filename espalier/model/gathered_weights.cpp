@@ -15,11 +15,14 @@ std::vector<Pending> GatheredWeights::start(std::int64_t what) {
   return started;
 }
 
-void GatheredWeights::ask(std::int64_t what) { asked_ = what, coming_ = start(what); }
+void GatheredWeights::ahead(const Stop& stop) {
+  if (stop.is_layer() && stop.reads_weights) asked_ = stop.unit, coming_ = start(stop.unit);
+}
 
-void GatheredWeights::bring(std::int64_t what) {
-  const bool comes = !coming_.empty() && asked_ == what;
-  std::vector<Pending> gathers = comes ? std::exchange(coming_, {}) : start(what);
+void GatheredWeights::enter(const Stop& stop) {
+  if (!stop.reads_weights) return;
+  const bool comes = !coming_.empty() && asked_ == stop.unit;
+  std::vector<Pending> gathers = comes ? std::exchange(coming_, {}) : start(stop.unit);
   for (Pending& gather : gathers) gather.wait();
 }
 

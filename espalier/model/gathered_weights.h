@@ -7,8 +7,8 @@
 
 #include <vector>
 
+#include "espalier/model/guest.h"
 #include "espalier/model/model_views.h"
-#include "espalier/model/unit_keeper.h"
 #include "espalier/parallel/mesh.h"
 
 namespace espalier {
@@ -18,14 +18,15 @@ inline Group& holders_of(const Unit& unit, const Mesh& mesh) {
   return unit.experts ? mesh.expert_replicas : mesh.replicas;
 }
 
-class GatheredWeights final : public UnitKeeper {
+class GatheredWeights final : public Guest {
  public:
   // The buffers as view_model takes them. Their tables and the mesh must outlive the object.
   GatheredWeights(std::vector<FlatParameters> buffers, const Mesh& mesh) : buffers_(std::move(buffers)), mesh_(mesh) {}
 
-  void bring(std::int64_t unit) override;
-  void ask(std::int64_t unit) override;
-  void let_go(std::int64_t) override {}
+  // A layer's weights begin to come while the stop before it computes.
+  void ahead(const Stop& stop) override;
+  // The views of the stop's weights hold what all ranks have of it, until another unit takes its room.
+  void enter(const Stop& stop) override;
 
  private:
   std::vector<Pending> start(std::int64_t unit);

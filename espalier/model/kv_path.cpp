@@ -67,8 +67,8 @@ void KvPath::begin_backward(std::int64_t layer, std::int64_t rows_above) {
   if (window_ && rows_ > 0) zero_gradients(layer, window_->begin_backward(layer, rows_, rows_above), rows_);
 }
 
-void KvPath::end_backward() {
-  if (window_) window_->end_backward();
+void KvPath::end_backward(std::int64_t layer) {
+  if (window_) window_->end_backward(layer);
 }
 
 void KvPath::zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end) {

@@ -33,7 +33,7 @@ class KvPath {
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
          PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0);
 
-  // What a trunk leaves in one layer whose rows carry a state [N], and the sum of its gradients; undefined: 0, none.
+  // The state [N] that a trunk leaves in one recurrent layer, and the sum of its gradients; undefined: 0, none.
   struct State {
     at::Tensor state_N, grad_state_N;
   };
@@ -52,7 +52,7 @@ class KvPath {
   // it sees, backwards. The layer can be read and written until the next one begins, or the backward ends.
   void begin_forward(std::int64_t layer);
   void begin_backward(std::int64_t layer, std::int64_t rows_above);
-  void end_backward();
+  void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
   Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
@@ -60,7 +60,7 @@ class KvPath {
 
   // Among the layers whose rows carry a state, the number of this one.
   std::int64_t number_of_state(std::int64_t layer) const { return state_.at(static_cast<std::size_t>(layer)); }
-  // Of the innermost trunk; of the last one of those that make up the first `rows` rows.
+  // The state of the innermost trunk, or of the last of the trunks that make up the first `rows` rows.
   State state_of_top(std::int64_t layer) const { return state_of(layer, trunks_.size()); }
   State state_above(std::int64_t layer, std::int64_t rows) const;
 

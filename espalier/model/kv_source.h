@@ -39,11 +39,6 @@ class KvSource {
  public:
   virtual ~KvSource() = default;
 
-  // A layer is run, in the order of a pass: what the rows attend to there is read and written until the next one is.
-  virtual void begin_forward(std::int64_t) {}
-  virtual void begin_backward(std::int64_t) {}
-  virtual void end_backward() {}
-
   // Whether the rows' keys and values outlive the forward: they are then written to `kept`, [T, J*D], which is
   // undefined otherwise.
   virtual bool keeps() const { return false; }
@@ -51,6 +46,9 @@ class KvSource {
 
   // Overwrites attended [R, H*D] and lse [H, R] (natural logarithm), which is scratch where there is no backward.
   virtual void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) = 0;
+  // Where the last `attend` wrote lse for runs of queries, [H, queries of a run] one behind the other: how many queries
+  // each has. Empty: all are one run.
+  virtual std::vector<std::int64_t> query_runs() const { return {}; }
 
   // Where rows carry a state in place of keys and values: how many runs of the rows leave one for others of the set;
   // and the runs of the layer, with the states around them. States that the set leaves for itself are in states_FN.

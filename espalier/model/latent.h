@@ -13,7 +13,7 @@ struct Latent {
   const Projection &down, &up;  // or their gradients
   at::Tensor norm_C;
 };
-// Of the weights, or of their gradients.
+// The weights, or their gradients.
 inline Latent query_latent(const LayerViews& views) {
   return {views.query_latent, views.query, views.query_latent_norm_C};
 }
@@ -21,7 +21,7 @@ inline Latent key_value_latent(const LayerViews& views) {
   return {views.key_value_latent, views.key_value, views.key_value_latent_norm_C};
 }
 
-// What the backward needs: the latent before its norm, and its 1/rms.
+// Saved for the backward: the latent before its norm, and its 1/rms.
 struct LatentSaved {
   at::Tensor latent_RC, rstd_R;
 };
@@ -31,7 +31,7 @@ void latent_forward(const LayerContext& context, const Latent& weights, const La
                     const at::Tensor& x_RM, const at::Tensor& normed_RC, const at::Tensor& y_RN);
 
 // Overwrites grad_latent_RC with the gradient of x down^T + b, and the scratch normed_RC; adds to the gradients of `up`
-// and the norm. Those of `down` and x are the caller's.
+// and the norm. The caller computes those of `down` and x.
 void add_latent_backward(const LayerContext& context, const Latent& weights, const Latent& grads,
                          const LatentSaved& saved, const at::Tensor& grad_RN, const at::Tensor& normed_RC,
                          const at::Tensor& product_NC, const at::Tensor& grad_latent_RC);

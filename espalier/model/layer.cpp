@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/scalar_type.h"
 #include "espalier/model/branch.h"
@@ -215,7 +217,27 @@ void take_mlp_saved(const LayerContext& c, LayerSaved& saved) {
   saved.router_logits_RE = take(declared.router_logits_RE);
   saved.router_choice_RK = take(declared.router_choice_RK);
   saved.router_weight_RK = take(declared.router_weight_RK);
+  saved.shared_gate_up_RW = take(declared.shared_gate_up_RW);
+  saved.shared_logit_R1 = take(declared.shared_logit_R1);
+  saved.shared_weight_R1 = take(declared.shared_weight_R1);
 }
+
+namespace {
+
+// As attend wrote them: for all queries, or for runs of them.
+void join_sinks(const LayerContext& c, const LayerSaved& saved) {
+  const std::int64_t heads = saved.lse_HR.size(0);
+  std::vector<std::int64_t> runs = c.kv.query_runs();
+  if (runs.empty()) runs = {saved.lse_HR.size(1)};
+  std::int64_t first = 0;
+  for (const std::int64_t queries : runs) {
+    c.ops.join_sinks(c.weights.sinks_H, saved.attended_RW.narrow(0, first, queries),
+                     saved.lse_HR.view({-1}).narrow(0, first * heads, queries * heads).view({heads, queries}));
+    first += queries;
+  }
+}
+
+}  // namespace
 
 void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& stream_out_RM) {
   using Stage = LayerForwardBuffers::Stage;
@@ -242,7 +264,7 @@ void layer_forward(const LayerContext& c, LayerSaved& saved, const at::Tensor& s
                              held[declared.value_TW], held[declared.query_RW]),
               saved.attended_RW, saved.lse_HR);
   if (continuing == 0) return;
-  if (c.weights.sinks_H.defined()) c.ops.join_sinks(c.weights.sinks_H, saved.attended_RW, saved.lse_HR);
+  if (c.weights.sinks_H.defined()) join_sinks(c, saved);
   held.enter(Stage::residual);
   add_branch(c, branch_of(c, saved), c.continuing_rows(saved.stream_in_TM, held[declared.residual_RM]),
              gated_values(c, saved, held[declared.gated_RW]), held[declared.branch_RM], saved.stream_mid_RM);

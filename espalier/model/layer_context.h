@@ -35,6 +35,7 @@ struct LayerSaved {
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
   at::Tensor router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+  at::Tensor shared_gate_up_RW, shared_logit_R1, shared_weight_R1;  // of the shared expert
 };
 
 // Router losses that the backward of each layer of experts adds, and where it leaves their values. Empty: none.
@@ -67,7 +68,7 @@ struct LayerContext {
   bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
   bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 
-  at::ScalarType dtype() const { return weights.output.weight.scalar_type(); }
+  at::ScalarType dtype() const { return weights.dtype; }
   // The sizes that the block's buffer declarations depend on.
   BlockShape block() const;
   BlockRows block_rows() const;

@@ -104,11 +104,21 @@ void view_experts(const Viewer& viewer, const LocalShape& shape, const LayerPara
   const auto weight = [](const std::string& prefix, const ProjectionShape& one) {
     return prefix + one.name + ".weight";
   };
+  const auto bias = [](const std::string& prefix, const ProjectionShape& one) { return prefix + one.name + ".bias"; };
   views.router = viewer.projection(layer_prefix(layer), {p.router});
-  if (shape.whole().router.correction_bias)
-    views.correction_bias_E = viewer.one(layer_prefix(layer) + shape.whole().names.correction_bias);
+  if (!p.correction_bias.sides.empty())
+    views.correction_bias_E = viewer.one(layer_prefix(layer) + p.correction_bias.name);
   views.expert_gate_up_EWM = viewer.range(weight(first, p.gate), weight(last, p.up), {E, 2 * F, M});
   views.expert_down_EMF = viewer.range(weight(first, p.down), weight(last, p.down), {E, M, F});
+  if (p.gate.bias) {
+    views.expert_gate_up_bias_EW = viewer.range(bias(first, p.gate), bias(last, p.up), {E, 2 * F});
+    views.expert_down_bias_EM = viewer.range(bias(first, p.down), bias(last, p.down), {E, M});
+  }
+  if (p.shared_up.weights() == 0) return;
+  views.shared_gate_up = viewer.projection(layer_prefix(layer), {p.shared_gate, p.shared_up});
+  views.shared_down = viewer.projection(layer_prefix(layer), {p.shared_down});
+  if (p.shared_expert_gate.weights() > 0)
+    views.shared_expert_gate = viewer.projection(layer_prefix(layer), {p.shared_expert_gate});
 }
 
 // Rows [first, first + count) of the outputs.
@@ -135,14 +145,16 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
   LayerViews views;
   views.attention_norm_M = viewer.norm(prefix, p.attention_norm);
   if (whole.mixer_of(layer) == Mixer::delta_rule) {
-    const DeltaRuleShape& s = whole.delta_rule;
-    const std::size_t last = s.by_key_head ? 1 : 3;
+    const DeltaRuleShape& s = shape.own().delta_rule;
+    const std::size_t last = s.mamba ? 0 : s.by_key_head ? 1 : 3;
     views.projected.weight = viewer.range(prefix + p.projected[0].name + ".weight",
                                           prefix + p.projected[last].name + ".weight", {s.projected(), whole.hidden});
     views.conv_CK = viewer.range(prefix + p.conv.name, prefix + p.conv.name, {s.channels(), s.kernel});
     views.a_log_H = viewer.one(prefix + p.a_log.name);
     views.dt_bias_H = viewer.one(prefix + p.dt_bias.name);
-    views.mixed_norm_D = viewer.norm(prefix, p.mixed_norm);
+    if (s.conv_bias) views.conv_bias_C = viewer.one(prefix + p.conv_bias.name);
+    if (s.mamba) views.skip_H = viewer.one(prefix + p.skip.name);
+    views.mixed_norm = viewer.one(prefix + p.mixed_norm.name);
   } else {
     views.query = viewer.projection(prefix, {p.query});
     if (whole.has_latents()) {
@@ -181,6 +193,7 @@ ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape&
   views.embedding_VM = viewer.rows(embedding);
   for (std::int64_t layer = shape.layers().begin; layer < shape.layers().end; ++layer)
     views.layers.push_back(view_layer(viewer, shape, layer));
+  for (LayerViews& layer : views.layers) layer.dtype = buffers.front().flat.scalar_type();
   views.final_norm_M = viewer.norm("", outer.final_norm);
   views.final_norm_bias_M = viewer.norm_bias("", outer.final_norm);
   if (shape.whole().value_head) {

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "espalier/model/parameters.h"
-#include "espalier/model/unit_keeper.h"
 
 namespace espalier {
 
@@ -32,6 +31,7 @@ struct Projection {
 };
 
 struct LayerViews {
+  at::ScalarType dtype = at::kFloat;  // of rows; matrices that are held may be bfloat16 beside float32
   at::Tensor attention_norm_M;
   Projection query;               // [H*D, M], or from latents [H*D, C]
   Projection key_value;           // [2*J*D, M], keys then values, or from latents [J*(N + Dv), C] (ops/latent.h)
@@ -40,10 +40,10 @@ struct LayerViews {
   Projection query_latent, key_value_latent;  // [C, M] each
   Projection rotary_key;                      // [K, M]
   at::Tensor query_latent_norm_C, key_value_latent_norm_C;
-  Projection output;                       // [M, H*D]
-  Projection projected;                    // [W, M], of the delta rule, in place of query, key and value
-  at::Tensor conv_CK, a_log_H, dt_bias_H;  // ops/delta_rule.h
-  at::Tensor mixed_norm_D;
+  Projection output;     // [M, H*D]
+  Projection projected;  // [W, M], of the delta rule, in place of query, key and value
+  at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
+  at::Tensor mixed_norm;
   at::Tensor mlp_norm_M;
   at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
   at::Tensor attention_post_norm_M, mlp_post_norm_M;  // of what each half adds to the stream
@@ -52,12 +52,9 @@ struct LayerViews {
   Projection router;                                  // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;     // [E, 2*F, M], [E, M, F], F of one expert
   at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
-  at::Tensor correction_bias_E;            // of the router's choice; has no gradient
-  Projection shared_gate_up, shared_down;  // beside the experts
+  at::Tensor correction_bias_E;            // of the router's choice, accumulator dtype; has no gradient
+  Projection shared_gate_up, shared_down;  // of the shared expert, [2*F, M], [M, F]
   Projection shared_expert_gate;           // [1, M]
-
-  // A matrix that every layer has.
-  const at::Tensor& down_or_experts() const { return down.weight.defined() ? down.weight : expert_down_EMF; }
 };
 
 struct ModelViews {
@@ -66,17 +63,6 @@ struct ModelViews {
   at::Tensor final_norm_M, final_norm_bias_M;
   at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
-  UnitKeeper* keeper = nullptr;      // of what ranks divide, or sum; null: all views hold what they are at any time
-
-  void bring(std::int64_t unit) const {
-    if (keeper != nullptr) keeper->bring(unit);
-  }
-  void ask(std::int64_t unit) const {
-    if (keeper != nullptr) keeper->ask(unit);
-  }
-  void let_go(std::int64_t unit) const {
-    if (keeper != nullptr) keeper->let_go(unit);
-  }
 };
 
 // A flat buffer (contiguous, table.kept_size() elements), and the rooms of the units that ranks divide
@@ -86,7 +72,8 @@ struct FlatParameters {
   at::Tensor flat, rooms;
 };
 
-// Views into the buffers, which have each parameter at most once. A parameter that none of them has is undefined.
+// Views into the buffers, which have each parameter at most once. A parameter that none of them has is undefined. Rows
+// have the dtype of the first buffer.
 ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape);
 
 }  // namespace espalier

@@ -14,7 +14,7 @@ std::vector<std::int64_t> Parameter::whole_shape() const {
   return whole;
 }
 
-// One run of all rows, or one of each row.
+// One run of all rows, or one of each row; of each range.
 std::vector<ShardRun> runs_of(const Parameter& parameter) {
   const Shard& shard = parameter.shard;
   if (shard.dim < 0) return {{0, 0, parameter.count}};
@@ -22,9 +22,13 @@ std::vector<ShardRun> runs_of(const Parameter& parameter) {
   for (std::size_t dim = 0; dim < parameter.shape.size(); ++dim)
     if (static_cast<int>(dim) != shard.dim) (static_cast<int>(dim) < shard.dim ? runs : width) *= parameter.shape[dim];
   std::vector<ShardRun> out;
-  for (std::int64_t run = 0; run < runs; ++run)
-    out.push_back(
-        {(run * shard.whole + shard.begin) * width, run * shard.local * width, (shard.end - shard.begin) * width});
+  for (std::int64_t run = 0; run < runs; ++run) {
+    std::int64_t local = run * shard.local;
+    for (const Shard::Range& range : shard.ranges()) {
+      out.push_back({(run * shard.whole + range.begin) * width, local * width, (range.end - range.begin) * width});
+      local += range.end - range.begin;
+    }
+  }
   return out;
 }
 

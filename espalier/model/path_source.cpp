@@ -61,19 +61,4 @@ void PathSource::add_backward(const LayerAttention& a, const at::Tensor& attende
   path_.count_contribution(a.layer, path_rows_);
 }
 
-void NoRows::begin_forward(std::int64_t layer) {
-  if (path_ != nullptr) path_->begin_forward(layer);
-}
-
-// Nothing is what it adds.
-void NoRows::begin_backward(std::int64_t layer) {
-  if (path_ == nullptr) return;
-  path_->begin_backward(layer, path_->rows());
-  path_->count_contribution(layer, path_->rows());
-}
-
-void NoRows::end_backward() {
-  if (path_ != nullptr) path_->end_backward();
-}
-
 }  // namespace espalier

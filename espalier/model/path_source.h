@@ -1,6 +1,6 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
 // j <= i < subtree_end[j]; in a layer with a window W of these the rows less than W above it, by depth along the path.
-// What the rows of a trunk compute is kept at the top of the path for everything below.
+// The keys and values of a trunk stay at the top of the path for everything below.
 //
 // Shapes: T rows, P rows of the path that they see.
 #pragma once
@@ -31,9 +31,6 @@ class PathSource final : public KvSource {
         runs_(std::move(runs)),
         forks_(std::ranges::count_if(runs_, [](const RowRun& run) { return run.fork >= 0; })) {}
 
-  void begin_forward(std::int64_t layer) override { path_.begin_forward(layer); }
-  void begin_backward(std::int64_t layer) override { path_.begin_backward(layer, path_rows_); }
-  void end_backward() override { path_.end_backward(); }
   bool keeps() const override { return is_trunk_; }
   KeysValues kept(std::int64_t layer) const override;
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;
@@ -56,21 +53,6 @@ class PathSource final : public KvSource {
   at::Tensor subtree_end_T_, depth_T_;
   std::vector<RowRun> runs_;
   std::int64_t forks_;
-};
-
-// No rows, of a rank that takes part in what others run. With a path: others of cp run a wave over the trunks that are
-// open, which they have divided.
-class NoRows final : public KvSource {
- public:
-  explicit NoRows(KvPath* path = nullptr) : path_(path) {}
-
-  void begin_forward(std::int64_t layer) override;
-  void begin_backward(std::int64_t layer) override;
-  void end_backward() override;
-  void attend(const LayerAttention&, const at::Tensor&, const at::Tensor&) override {}
-
- private:
-  KvPath* path_;
 };
 
 }  // namespace espalier

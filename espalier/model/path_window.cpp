@@ -55,7 +55,11 @@ void PathWindow::ask_ahead(std::int64_t number, bool gradients) {
   for (const int member : layer.gradients) keeper_.ask(member, layer.gradient_rows);
 }
 
-void PathWindow::end_backward() {
+void PathWindow::end_backward(std::int64_t layer) {
+  if (layer == first_layer_) put_gradients_away();
+}
+
+void PathWindow::put_gradients_away() {
   if (!gradients_awake_) return;
   const Layer& layer = at(awake_);
   for (const int member : layer.gradients) keeper_.put_away(member, 0, layer.gradient_rows);
@@ -64,7 +68,7 @@ void PathWindow::end_backward() {
 
 void PathWindow::put_away() {
   if (awake_ < 0) return;
-  end_backward();
+  put_gradients_away();
   const Layer& layer = at(awake_);
   for (const int member : layer.keys_values) keeper_.put_away(member, std::min(changed_from_, layer.rows), layer.rows);
   awake_ = -1;

@@ -31,8 +31,8 @@ class PathWindow {
   // Their gradients, too. Returns how many of the first of `rows` rows have gradients; the others are new and
   // uninitialised. The first `rows_after` count afterwards.
   std::int64_t begin_backward(std::int64_t layer, std::int64_t rows, std::int64_t rows_after);
-  // No gradient stays in memory but those of the layers that do not sleep.
-  void end_backward();
+  // Behind the last layer of a backward no gradient stays in memory but those of the layers that do not sleep.
+  void end_backward(std::int64_t layer);
   // Rows from this one on count no more. Where none does, the layer in memory sleeps, too.
   void forget_from(std::int64_t row);
 
@@ -46,6 +46,7 @@ class PathWindow {
   void use(std::int64_t layer, bool gradients);
   void ask_ahead(std::int64_t layer, bool gradients);
   void put_away();
+  void put_gradients_away();
   Layer& at(std::int64_t layer) { return layers_[static_cast<std::size_t>(layer)]; }
 
   PathKeeper& keeper_;

@@ -54,12 +54,13 @@ at::Tensor scaled(const at::Tensor& inv_freq, const Rope& rope, std::int64_t pos
       return blend(inv_freq, rope);
     case RopeType::longrope:
       if (positions > scaling.original_max_position_embeddings)
-        throw UnsupportedError({"rope_type longrope",
-                                text_of("rollouts of at most ", scaling.original_max_position_embeddings,
-                                        " tokens (original_max_position_embeddings), whose factors are short_factor"),
-                                text_of("one of ", positions, " tokens"),
-                                "leave longer rollouts out: in transformers all positions of a longer one have the "
-                                "other factors, its prompt's too"});
+        throw UnsupportedError(
+            {"rope_type longrope",
+             text_of("rollouts of at most ", scaling.original_max_position_embeddings,
+                     " tokens (original_max_position_embeddings), which use short_factor"),
+             text_of("one of ", positions, " tokens"),
+             "leave longer rollouts out: transformers uses long_factor for all their positions, also for "
+             "the prompt"});
       return inv_freq / at::tensor(scaling.short_factor, inv_freq.options());
   }
   return inv_freq;

@@ -23,7 +23,7 @@ double items_scale_of(const Options& options, std::span<const Rollout> rollouts)
   const auto has_items = [](const Rollout& rollout) { return rollout.num_items_in_batch.has_value(); };
   if (scale == 0 || std::ranges::none_of(rollouts, has_items)) return 0;
   if (const auto bare = std::ranges::find_if_not(rollouts, has_items); bare != rollouts.end())
-    throw InputError({bare->where, "a field num_items_in_batch, which other records of the mini-batch have", "none",
+    throw InputError({bare->where, "a field num_items_in_batch, as in other records of the mini-batch", "none",
                       "give --token-mean-divisor, or --token-divisor-scale 0 for their own loss tokens"});
   if (scale > 0) return scale;
   std::int64_t tokens = 0;
@@ -32,8 +32,8 @@ double items_scale_of(const Options& options, std::span<const Rollout> rollouts)
     if (*rollout.num_items_in_batch != static_cast<double>(tokens))
       throw InputError({rollout.where + ": num_items_in_batch",
                         text_of(tokens,
-                                ", the loss tokens of the mini-batch, or a word on how TRL cut the generation "
-                                "batch that it counts"),
+                                ", the loss tokens of the mini-batch, or options that say how TRL divided the "
+                                "generation batch"),
                         text_of(*rollout.num_items_in_batch),
                         "give the trainer's --gradient-accumulation-steps and --steps-per-generation, or "
                         "--token-divisor-scale 0 for the mini-batch's own loss tokens"});

@@ -146,8 +146,9 @@ void check(const HeadProblem& problem, const HeadGradients* out) {
   const at::ScalarType dtype = hidden.scalar_type();
   ESPALIER_INTERNAL(dtype == at::kDouble || dtype == at::kFloat || dtype == at::kBFloat16, "hidden of dtype ",
                     c10::toString(dtype));
-  ESPALIER_INTERNAL(weight.scalar_type() == dtype && hidden.size(1) == weight.size(1) && hidden.is_contiguous() &&
-                        weight.is_contiguous() && weight.size(0) > 0,
+  const bool narrow = weight.scalar_type() == at::kBFloat16 && dtype == at::kFloat;
+  ESPALIER_INTERNAL((weight.scalar_type() == dtype || narrow) && hidden.size(1) == weight.size(1) &&
+                        hidden.is_contiguous() && weight.is_contiguous() && weight.size(0) > 0,
                     "hidden ", hidden.sizes(), ", weight ", weight.sizes());
   ESPALIER_INTERNAL_EQ(problem.edges.temperature_O.size(0), hidden.size(0));
   if (!out) return;

@@ -5,8 +5,8 @@
 //   + c * mean over pairs of answers of (r_a + r_b)^2
 //
 // r is the number that the model gives behind the last token of an answer, m the margin of a pair (of a list 0), c is
-// --center-rewards-coefficient. Of a pair this is -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen +
-// r_rejected)^2, Bradley-Terry; of a list without equal scores it is -log of the probability of its order by
+// --center-rewards-coefficient. For a pair this is -log sigmoid(r_chosen - r_rejected - m) + c (r_chosen +
+// r_rejected)^2, Bradley-Terry; for a list without equal scores it is -log of the probability of its order by
 // Plackett-Luce. Answers with equal scores are not compared with each other. Sources: TRL 1.16, RewardTrainer; Plackett
 // 1975, "The analysis of permutations". Table: docs/pairs.md.
 #pragma once

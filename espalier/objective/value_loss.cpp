@@ -30,8 +30,8 @@ ValueObjective::ValueObjective(std::span<const Rollout> rollouts, std::span<cons
   for (std::size_t i = 0; i < rollouts.size(); ++i) {
     ESPALIER_INTERNAL_EQ(targets[i].size(), rollouts[i].response_ids.size(), rollouts[i].where);
     if (rollouts[i].values.size() != rollouts[i].response_ids.size())
-      throw InputError(
-          {rollouts[i].where, "a field values, for --critic", "none", "score them: --critic DIR --values"});
+      throw InputError({rollouts[i].where, "a field values, for --critic", "none",
+                        "add values (espalier score --critic DIR --values)"});
   }
 }
 

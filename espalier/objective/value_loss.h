@@ -40,7 +40,7 @@ struct ValueLossParts {
   std::int64_t loss_tokens = 0;
 };
 
-// What a loss of values asks of a head: the derivative of every edge's value.
+// The interface between a value loss and a head: the derivative of every edge's value.
 class ValueSlopes {
  public:
   virtual ~ValueSlopes() = default;

@@ -19,11 +19,11 @@ std::int64_t size_of(const std::filesystem::path& file) {
 
 const std::filesystem::path& cut_to(const std::filesystem::path& file, std::int64_t bytes) {
   if (size_of(file) < bytes)
-    throw InputError({file.string(), text_of("the ", bytes, " bytes that the checkpoint knows of"),
-                      text_of(size_of(file)), "the file was changed; start a new run"});
+    throw InputError({file.string(), text_of("the ", bytes, " bytes of the checkpoint"), text_of(size_of(file)),
+                      "the file was changed; start a new run"});
   std::error_code failure;
   if (size_of(file) > bytes) std::filesystem::resize_file(file, static_cast<std::uintmax_t>(bytes), failure);
-  if (failure) throw OptionError({file.string(), "a file that can be cut", failure.message(), ""});
+  if (failure) throw OptionError({file.string(), "a file that can be truncated", failure.message(), ""});
   return file;
 }
 

@@ -4,12 +4,16 @@
 //   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
 //   squares + 1e-6), q times dk^-1/2;  beta_t = sigmoid(b_t);  gamma_t = exp(-e^A softplus(a_t + dt))
 //   e_t = v_t - gamma_t S_{t-1}^T k_t,  S_t = gamma_t S_{t-1} + k_t (beta_t e_t)^T,  o_t = S_t^T q_t
+// Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k and does not read the state first, its convolution may have
+// biases, and a value passes beside the state:
+//   s_t = clamp(softplus(a_t + dt)),  beta_t = s_t,  gamma_t = exp(-e^A s_t),  e_t = v_t,  o_t = S_t^T q_t + D v_t
 // A run is a stretch of rows without a branch. It begins with the state of what it follows: S, and the last K - 1
 // inputs x of the convolution, oldest first. Everything is computed in the accumulator dtype A.
 //
 // Shapes: T rows, Hk key heads and Hv value heads of dk and dv channels, C = 2 Hk dk + Hv dv channels of the
 // convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (plan/model_shape.h says where
-// x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then the inputs [K - 1, C].
+// x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then the inputs [K - 1, C]. Mamba-2: W = C + V +
+// Hv.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,19 +39,23 @@ struct StateRun {
 struct DeltaRuleProblem {
   DeltaRuleShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
+  at::Tensor conv_bias_C, skip_H;  // of Mamba-2: the convolution's biases, or undefined; D
   std::span<const StateRun> runs;  // together all rows; a run after those that it follows
 };
 
 struct DeltaRuleGradients {
-  at::Tensor projected_TW;                 // overwritten, but z
-  at::Tensor conv_CK, a_log_H, dt_bias_H;  // A; added to; undefined: does not train
+  at::Tensor projected_TW;  // overwritten, but z
+  // A; added to; undefined: does not train
+  at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;
 };
 
-// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head.
+// y = weight o / sqrt(mean o^2 + eps) silu(z), per value head, with a weight [dv]. Mamba-2: y = weight u / sqrt(mean
+// u^2
+// + eps) with u = o silu(z), over the value heads of a key head, with a weight [V].
 struct GatedNormProblem {
   DeltaRuleShape shape;
   double eps;
-  at::Tensor o_TV, projected_TW, weight_D;
+  at::Tensor o_TV, projected_TW, weight;
 };
 
 struct DeltaRuleOperations {
@@ -61,7 +69,7 @@ struct DeltaRuleOperations {
   // Overwrites grad_o, which may be grad_y, and z in grad_projected. Adds to grad_weight (A) where it is defined.
   void (*add_gated_norm_backward)(const GatedNormProblem& problem, const at::Tensor& grad_y_TV,
                                   const at::Tensor& grad_o_TV, const at::Tensor& grad_projected_TW,
-                                  const at::Tensor& grad_weight_D);
+                                  const at::Tensor& grad_weight);
   // y = x sigmoid(gate), with query and gate [2 D] per head; R rows. Overwrites y.
   void (*gate_heads)(const at::Tensor& x_RW, const at::Tensor& query_gate_RW, std::int64_t head_dim,
                      const at::Tensor& y_RW);

@@ -3,7 +3,7 @@
 //   p = softmax(logits) or sigmoid(logits);  S = the k largest p + c (c: the correction, 0 if none), ties to the lower
 //   expert, from the groups whose two largest p + c (with a softmax: whose largest) have the largest sum;
 //   w_j = scaling p_j, or renormalised scaling p_j / sum_S p
-//   sum_r += sum_{e in S_r} w_e (f(g_e) u_e) Wd_e^T  with  [g_e u_e] = x_r Wgu_e^T (and biases)
+//   sum_r += sum_{e in S_r} w_e ((f(g_e) u_e) Wd_e^T + bd_e)  with  [g_e u_e] = x_r Wgu_e^T + bgu_e
 //   penalties of a row:  sum_e g_e p_e  (auxiliary loss)  and  z (log sum_e exp logit_e)^2
 //
 // Shapes: R rows, M width, E experts, k of them a row, S = R k slots (slot r k + j: row r at its j-th expert), F inner
@@ -24,7 +24,7 @@ struct RouterRule {
   bool renormalise, sigmoid = false;
   std::int64_t groups = 1, top_groups = 1;
   double scaling = 1;
-  at::Tensor correction_E = {};  // undefined: none
+  at::Tensor correction_E = {};  // accumulator dtype; undefined: none
 };
 
 // Undefined: no such penalty.
@@ -71,7 +71,8 @@ struct ExpertOperations {
                       const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                       const ExpertScratch& scratch);
   // From dL/d(the rows' sums): adds the gradients of the experts' weights and dL/dx to grad_x_sum (accumulator dtype),
-  // overwrites grad_weight_RK. Undefined members of grads: these weights have no gradient.
+  // overwrites grad_weight_RK. Undefined members of grads: these weights have no gradient. weight undefined: 1, and
+  // there is no grad_weight.
   void (*add_experts_backward)(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                                const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& grad_sum_RM,
                                const ExpertWeights& grads, const at::Tensor& grad_x_sum_RM,

@@ -13,6 +13,7 @@ struct MovingOperations {
   // into[row_r] += x_r, in order; rows may repeat. `into` is of x's dtype or its accumulator's.
   void (*add_scatter)(const at::Tensor& x_RM, const at::Tensor& row_R, const at::Tensor& into_NM);
   // x_r = table[id_r - first], 0 where the table has no such row: a table of some of the ids. Overwrites x.
+  // table: as x, or bfloat16 on a CPU where x is float32.
   void (*look_up)(const at::Tensor& table_NM, const at::Tensor& id_R, std::int64_t first, const at::Tensor& x_RM);
   // into[id_r - first] += x_r where the table has that row, in order. `into` as in add_scatter.
   void (*add_look_up_backward)(const at::Tensor& x_RM, const at::Tensor& id_R, std::int64_t first,

@@ -35,7 +35,7 @@ struct NormOperations {
   // Overwrites y with the same values again.
   void (*norm_again)(const at::Tensor& stream_RM, const NormWeights& weights, const at::Tensor& rstd_R,
                      const at::Tensor& y_RM);
-  // Adds to grad_stream and the gradients of the weights. Those undefined do not train.
+  // Adds to grad_stream and the gradients of the weights. Undefined gradients are skipped.
   void (*add_norm_backward)(const at::Tensor& stream_RM, const NormWeights& weights, const at::Tensor& rstd_R,
                             const at::Tensor& grad_y_RM, const at::Tensor& grad_stream_RM,
                             const NormWeights& grad_weights);

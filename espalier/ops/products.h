@@ -1,6 +1,7 @@
 // Matrix products, written so that sums land where they are kept.
 //
-// Shapes: R rows, N outputs, K inputs. Weights are [N, K] as Hugging Face stores them. Bias may be undefined.
+// Shapes: R rows, N outputs, K inputs. Weights are [N, K] as Hugging Face stores them. Bias may be undefined. On a CPU
+// a weight may be bfloat16 where rows and results are float32: the bits are those of the weight in float32.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,8 +34,10 @@ struct ProductOperations {
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
   // Holds copies of the weights in the order that the kernels of `linear` and `linear_onto` read them, and the weights
   // themselves, until the result goes; none where nothing is won or the copies took more than `most_bytes`. For few
-  // rows at a time (sampling). The weights must not change before; a view of one is not known. No bits depend on it.
-  std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes);
+  // rows of `dtype` at a time (sampling). The weights must not change before; a view of one is not known. No bits
+  // depend on it.
+  std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
+                                        std::int64_t most_bytes);
 };
 
 }  // namespace espalier

@@ -98,7 +98,7 @@ class ConfigReader {
     if (taken_by(name, letter_))
       settings_.push_back({name, text, place});
     else if (own_table)
-      throw OptionError({place + name, "an option of " + verb_, "one of other verbs", ""});
+      throw OptionError({place + name, "an option of " + verb_, "an option of other verbs", ""});
   }
 
   const std::string& path_;
@@ -127,7 +127,7 @@ std::vector<OptionSetting> read_config(const std::string& path, const std::strin
   std::ifstream file(path, std::ios::binary);
   std::string content;
   for (std::string line; std::getline(file, line);) content += line + '\n';
-  if (!file.eof()) throw InputError({path, "a configuration file (TOML) that can be read", "none", "check --config"});
+  if (!file.eof()) throw InputError({path, "a readable configuration file (TOML)", "none", "check --config"});
   try {
     return ConfigReader(path, verb, letter, verbs).read(toml::parse(content, path));
   } catch (const toml::parse_error& error) {

@@ -27,8 +27,6 @@ void check_objective_kind(const Options& options) {
   if (options.objective == ObjectiveKind::reward) {
     refuse(!options.logprobs.empty(), "--logprobs", options.logprobs);
     refuse(!options.ref_model.empty(), "--ref-model", options.ref_model);
-    refuse(options.lora_rank > 0, "--lora-rank", text_of(options.lora_rank));
-    refuse(!options.adapter.empty(), "--adapter", options.adapter);
     refuse(options.router_aux_loss_coef != 0, "--router-aux-loss-coef", text_of(options.router_aux_loss_coef));
     refuse(options.router_z_loss_coef != 0, "--router-z-loss-coef", text_of(options.router_z_loss_coef));
     return;

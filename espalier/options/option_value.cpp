@@ -48,7 +48,7 @@ std::vector<std::string> choices_of(std::string_view range) {
   return choices;
 }
 
-constexpr std::string_view kDeviceOfTests = "emulate";  // taken, and told to nobody
+constexpr std::string_view kDeviceOfTests = "emulate";  // accepted, but not documented
 
 std::string quoted(const std::string& text) { return text.empty() ? "nothing" : '"' + text + '"'; }
 

@@ -141,17 +141,16 @@ class Translation {
   void refuse() const {
     if (const OptionSetting* given = take("top_entropy_quantile");
         given && given->value != "1" && given->value != "1.0")
-      unsupported(*given, "tokens chosen by a quantile of their micro-batch's entropies have no counterpart here",
+      unsupported(*given, "Espalier cannot select tokens by a quantile of their micro-batch's entropies",
                   "leave it out, or mask the tokens in loss_mask");
     if (const OptionSetting* given = take("use_adaptive_entropy"); given && flag("use_adaptive_entropy", false))
-      unsupported(*given, "an entropy coefficient that changes from step to step has no counterpart here",
-                  "give entropy_coef");
+      unsupported(*given, "Espalier has no entropy coefficient that changes from step to step", "give entropy_coef");
     if (const OptionSetting* given = take("multi_objective_aggregation"); given && given->value != "sum_then_normalize")
-      unsupported(*given, "records hold one reward, the sum", "record the advantages, with --adv-estimator given");
+      unsupported(*given, "records have one reward, the sum", "record the advantages and use --adv-estimator given");
     if (const OptionSetting* given = take("mask_truncated_completions");
         given && flag("mask_truncated_completions", false))
-      unsupported(*given, "a truncated rollout's tokens leave its context with it in TRL",
-                  "leave the rollout's tokens out of loss_mask");
+      unsupported(*given, "TRL also removes a truncated rollout's tokens from the context",
+                  "set the rollout's loss_mask to 0");
   }
 
   void defaults() {
@@ -207,15 +206,15 @@ class Translation {
                       std::string(bonus ? "leave entropy_coef out" : "choose another loss_type"));
     if (!parts && (type == "bnpo" || bonus))
       notes_.push_back((bonus ? std::string("the entropy bonus") : type) +
-                       " is a mean over the tokens of the mini-batch, as of TRL's with one micro-batch");
+                       " is a mean over the tokens of the mini-batch, as in TRL with one micro-batch");
     if (!divides) {
       if (parts || steps) set("token-divisor-scale", "0");
-      if (items) notes_.push_back(items->where + "num_items_in_batch has no part in TRL's loss_type " + type);
+      if (items) notes_.push_back(items->where + "num_items_in_batch is not used by TRL's loss_type " + type);
       return;
     }
     if (parts || steps) {
       set("token-divisor-scale", number_text(scale));
-      notes_.push_back("num_items_in_batch counts times gradient_accumulation_steps / steps_per_generation, " +
+      notes_.push_back("num_items_in_batch is multiplied by gradient_accumulation_steps / steps_per_generation, " +
                        number_text(scale));
     }
     if (items) {
@@ -230,12 +229,12 @@ class Translation {
     if (const OptionSetting* level = take("importance_sampling_level")) {
       expect_one_of(*level, {"token", "sequence"});
       if (level->value == "sequence" && type == "vespo")
-        unsupported(*level, "vespo weighs by the sequence already", "leave importance_sampling_level out");
+        unsupported(*level, "vespo already has one weight per sequence", "leave importance_sampling_level out");
       replace(*level, "ratio-level", level->value);
     }
     if (const OptionSetting* delta = take("delta"); delta && !is_none(delta->value)) {
       if (type == "cispo" || type == "sapo" || type == "vespo")
-        unsupported(*delta, "delta has no part in TRL's " + type, "leave it out");
+        unsupported(*delta, "delta is not used by TRL's " + type, "leave it out");
       replace(*delta, "ratio-cap", delta->value);
     }
     if (type == "cispo") {  // epsilon_high is the cap itself, and there is no lower one
@@ -270,7 +269,7 @@ class Translation {
       if (divides) replace(*length, "loss-scale-factor", length->value);
     } else if (divides) {
       imply("loss-scale-factor", "512");
-      notes_.push_back("dr_grpo divides by max_completion_length, in TRL 512 where none is given");
+      notes_.push_back("dr_grpo divides by max_completion_length, TRL's default is 512");
     }
   }
 

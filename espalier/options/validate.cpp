@@ -11,9 +11,8 @@ namespace {
 void check_objective(const Options& options) {
   policy_aggregation(options);
   if (options.loss_scale_factor > 0 && options.loss_agg_mode != Aggregation::seq_mean_token_sum_norm)
-    throw OptionError({"--loss-scale-factor",
-                       "--loss-agg-mode seq-mean-token-sum-norm with it, the mode that divides by it",
-                       text_of('"', options.loss_agg_mode, '"'), "give that mode or leave --loss-scale-factor out"});
+    throw OptionError({"--loss-scale-factor", "--loss-agg-mode seq-mean-token-sum-norm, the mode that divides by it",
+                       text_of('"', options.loss_agg_mode, '"'), "use that mode or leave --loss-scale-factor out"});
 }
 
 void check_ratios(const Options& options) {
@@ -23,32 +22,27 @@ void check_ratios(const Options& options) {
     throw OptionError({"--ratio-level", text_of("token with --policy-loss ", options.policy_loss),
                        name_of(RatioLevel::sequence), "leave --ratio-level out, or choose another --policy-loss"});
   if (std::isfinite(options.ratio_cap) && loss != PolicyLoss::vanilla && loss != PolicyLoss::gspo)
-    throw OptionError({"--ratio-cap", "--policy-loss vanilla or gspo with it, whose unclipped branch it caps",
-                       name_of(loss), "leave --ratio-cap out"});
+    throw OptionError({"--ratio-cap", "--policy-loss vanilla or gspo, whose unclipped branch it caps", name_of(loss),
+                       "leave --ratio-cap out"});
   if (loss == PolicyLoss::vespo && options.rollout_is == RolloutCorrection::sequence)
-    throw OptionError({"--rollout-is", "none or token with --policy-loss vespo, whose weight takes one for each token",
+    throw OptionError({"--rollout-is", "none or token with --policy-loss vespo, which uses one weight per token",
                        name_of(RolloutCorrection::sequence), ""});
   if (options.rollout_is_floor >= options.rollout_is_threshold)
     throw OptionError({"--rollout-is-floor", "a number below --rollout-is-threshold",
                        text_of(options.rollout_is_floor, ", and ", options.rollout_is_threshold), ""});
   if (parse_numbers("--vespo-weights", options.vespo_weights).size() != 4)
-    throw OptionError({"--vespo-weights", "four numbers: k, lambda for advantages from 0 up, then below 0",
+    throw OptionError({"--vespo-weights",
+                       "four numbers: k and lambda for advantages of at least 0, then for those below 0",
                        options.vespo_weights, ""});
   if (options.token_mean_divisor > 0 && policy_aggregation(options) != Aggregation::token_mean)
-    throw OptionError({"--token-mean-divisor", "--loss-agg-mode token-mean with it",
-                       name_of(policy_aggregation(options)), "leave --token-mean-divisor out"});
+    throw OptionError({"--token-mean-divisor", "--loss-agg-mode token-mean", name_of(policy_aggregation(options)),
+                       "leave --token-mean-divisor out"});
 }
 
 void check_adapters(const Options& options) {
   if (options.lora_dropout > 0)
     throw UnsupportedError({"--lora-dropout", "0, because a shared row must be the same in every rollout",
                             text_of(options.lora_dropout), "leave --lora-dropout out"});
-  const bool adapted = options.lora_rank > 0 || !options.adapter.empty();
-  if (adapted && !options.critic.empty())
-    throw UnsupportedError({"--critic", "a run without adapters: a critic has none of its own", options.critic,
-                            "train all weights, or choose an --adv-estimator without a critic"});
-  if (adapted && !options.record.empty())
-    throw UnsupportedError({"--record", "a run without adapters", options.record, "leave --record out"});
 }
 
 // Options whose implementation is not complete.

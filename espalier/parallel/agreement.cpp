@@ -10,7 +10,7 @@ void require_same(Group& group, const std::string& what, std::uint64_t fingerpri
   for (std::size_t rank = 1; rank < all.size(); ++rank)
     if (all[rank] != all.front()) others += text_of(others.empty() ? "rank " : ", ", rank);
   if (!others.empty())
-    throw CommunicationError({what, "the same on every rank as on rank 0", "something else on " + others, remedy});
+    throw CommunicationError({what, "the same on every rank", "a difference from rank 0 on " + others, remedy});
 }
 
 void require_same(Group& group, const std::string& what, std::string_view text, const std::string& remedy) {

@@ -67,8 +67,8 @@ class Group {
   // part <- part number rank() of the sum of the wholes, cut into size() equal parts. Overwrites whole with anything.
   void scatter_sum(const at::Tensor& whole, const at::Tensor& part);
   // The same, waited for later, so that it goes on beside what this rank computes. Collectives of a group run in the
-  // order they were started, whether waited for at once or not; each gives the bits of its blocking form. `of`: what is
-  // given, for the log.
+  // order they were started, whether waited for at once or not; each is bitwise identical to its blocking form. `of`:
+  // what is given, for the log.
   Pending start_add(const at::Tensor& x, std::string of = {});
   Pending start_gather(const at::Tensor& part, const at::Tensor& whole, std::string of = {});
   Pending start_scatter_sum(const at::Tensor& whole, const at::Tensor& part, std::string of = {});

@@ -115,7 +115,7 @@ class World {
     for (auto& [key, meeting] : meetings_) meeting.changed.notify_all();
   }
   void check_alive(const char* call) const {
-    if (error_) throw CommunicationError({call, "an answer of every rank", "the end of one of them", ""});
+    if (error_) throw CommunicationError({call, "an answer of every rank", "one of them ended", ""});
   }
   template <class Ready>
   void wait(std::unique_lock<std::mutex>& lock, Meeting& meeting, const char* call, Ready ready) {
@@ -125,7 +125,7 @@ class World {
     if (in_time && ready()) return;
     check_alive(call);
     const CommunicationError silence(
-        {call, text_of("an answer of every rank within ", timeout_, " seconds"), "silence of one of them", ""});
+        {call, text_of("an answer of every rank within ", timeout_, " seconds"), "no answer of one of them", ""});
     end_all(std::make_exception_ptr(silence));  // nobody waits for its other collectives
     throw silence;
   }
@@ -143,7 +143,7 @@ void check_agreement(const Collective& collective) {
                       other.tensor.scalar_type() == own.tensor.scalar_type() &&
                       (!own.rows.empty() || other.tensor.numel() == own.tensor.numel());
     if (!same)
-      throw CommunicationError({own.call, text_of("the same call on every rank, here of ", own.tensor.sizes()),
+      throw CommunicationError({own.call, text_of("the same call on every rank, on this one of ", own.tensor.sizes()),
                                 text_of(other.call, " of ", other.tensor.sizes()), ""});
   }
 }

@@ -8,7 +8,7 @@
 namespace espalier {
 
 struct InProcessOptions {
-  double timeout = 60;  // seconds until a rank that others wait for is given up
+  double timeout = 60;  // seconds until a rank that others wait for is considered dead
   int threads = 1;      // of one rank's own parallel work
 };
 

@@ -90,8 +90,8 @@ Launch of_mpirun(const Variables& variables, const char* rank, const char* ranks
   if (const auto host = variables.text("MASTER_ADDR"))
     launch.host = *host;
   else if (launch.local_ranks < launch.ranks)
-    throw OptionError({"MASTER_ADDR", "the address of rank 0's machine, as ranks run on several", "nothing",
-                       "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..."});
+    throw OptionError({"MASTER_ADDR", "the address of rank 0's machine, because ranks run on several machines",
+                       "nothing", "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..."});
   return launch;
 }
 
@@ -110,7 +110,7 @@ Launch launch_of(const Environment& environment) {
   else if (variables.has("SLURM_STEP_NUM_TASKS") && variables.has("SLURM_PROCID"))
     launch = of_srun(variables);
   if (launch.ranks < 1 || launch.rank < 0 || launch.rank >= launch.ranks)
-    throw OptionError({launch.launcher + "'s variables", "a rank from 0 and below the number of ranks",
+    throw OptionError({launch.launcher + "'s variables", "a rank of at least 0 and below the number of ranks",
                        text_of("rank ", launch.rank, " of ", launch.ranks), ""});
   return launch;
 }

@@ -257,7 +257,7 @@ Processes::Processes(const Launch& launch, double timeout) : state_(std::make_un
     state_->store = meeting_place(launch, std::max(timeout, kStart));
   } catch (const std::exception& error) {
     throw CommunicationError({text_of(launch.host, ':', launch.port),
-                              text_of("the meeting place of ", launch.ranks, " ranks"), first_line(error),
+                              text_of("the rendezvous of ", launch.ranks, " ranks"), first_line(error),
                               "are MASTER_ADDR and MASTER_PORT those of rank 0?"});
   }
 }
@@ -317,7 +317,7 @@ std::string Processes::told_by_rank_0(const std::string& what, const std::functi
   } catch (const std::exception&) {  // the meeting place is gone with the rank that made it
   }
   throw CommunicationError(
-      {what, text_of("an answer of rank 0 within ", timeout, " seconds (--comm-timeout)"), "its end, or nothing", ""});
+      {what, text_of("an answer of rank 0 within ", timeout, " seconds (--comm-timeout)"), "no answer", ""});
 }
 
 bool Processes::is_first_to_fail() {

@@ -15,8 +15,8 @@ class Processes {
   // Ranks start one after another: while they look for each other, so many seconds are waited in any case.
   static constexpr double kStart = 10;
 
-  // Finds the meeting place; rank 0 makes it where the launcher does not. `timeout`: seconds until a silent rank is
-  // given up. Errors: CommunicationError.
+  // Finds the rendezvous; rank 0 makes it if the launcher does not. `timeout`: seconds until a silent rank is
+  // considered dead. Errors: CommunicationError.
   Processes(const Launch& launch, double timeout);
   ~Processes();
 

@@ -5,7 +5,9 @@
 #include "espalier/base/error.h"
 #include "espalier/device/host_values.h"
 #include "espalier/model/divided_source.h"
+#include "espalier/model/joined_experts.h"
 #include "espalier/model/path_source.h"
+#include "espalier/model/stage_link.h"
 #include "espalier/ops/operations.h"
 
 namespace espalier {
@@ -29,32 +31,33 @@ KvPath::States take_states(const StepRun& step, const PlanItem& item, Arena& are
   return {take(declared.states_LN), take(declared.grad_states_LN)};
 }
 
-// The unit of the head is together while `work` runs.
-template <class Work>
-void with_head(const StepRun& step, bool gradient, Work work) {
-  const TimedPart timed(step.timer, part::kHead);
-  const std::int64_t unit = head_unit(step.decoder.local().whole());
-  step.decoder.weights().bring(unit);
-  if (gradient) step.gradients->views().bring(unit);
-  work();
-  if (gradient) step.gradients->views().let_go(unit);
-}
-
-bool has_head(const StepRun& step) { return step.head != nullptr && step.decoder.is_last_stage(); }
 bool needs_whole_rollout(const StepRun& step) { return step.trains() && step.head->needs_whole_rollout(); }
+
+Guest* gradients_guest(const StepRun& step) { return step.trains() ? step.gradients->guest() : nullptr; }
+
+// Runs `work` at the head's stop, where the pass has it.
+template <class Work>
+void at_head(const StepRun& step, Pass pass, Work&& work) {
+  if (step.head == nullptr) return;
+  const HeadGradient when = !step.trains()              ? HeadGradient::none
+                            : needs_whole_rollout(step) ? HeadGradient::in_backward
+                                                        : HeadGradient::in_forward;
+  const std::optional<Stop> stop = head_stop(step.decoder.local(), pass, when);
+  if (!stop) return;
+  const TimedPart timed(step.timer, part::kHead);
+  walk({&*stop, 1}, {step.decoder.gathering(), gradients_guest(step)}, [&](const Stop&) { work(); });
+}
 
 }  // namespace
 
-void join_forward(const StepRun& step, bool on_path) {
-  NoRows rows(on_path ? &step.path : nullptr);
-  step.decoder.join_forward(step.arena, rows);
-  if (has_head(step)) with_head(step, step.trains() && !needs_whole_rollout(step), [] {});
-}
-
-void join_backward(const StepRun& step, bool on_path) {
-  NoRows rows(on_path ? &step.path : nullptr);
-  if (has_head(step) && needs_whole_rollout(step)) with_head(step, true, [] {});
-  step.decoder.join_backward(step.gradients->views(), step.arena, rows);
+void join(const StepRun& step, Pass pass, bool on_path) {
+  const bool backward = pass == Pass::backward;
+  JoinedPath path(step.path);
+  JoinedExperts experts(step.decoder, step.arena, backward ? &step.gradients->views() : nullptr);
+  if (backward) at_head(step, pass, [] {});
+  walk(decoder_stops(step.decoder.local(), pass),
+       {step.decoder.gathering(), backward ? gradients_guest(step) : nullptr, on_path ? &path : nullptr, &experts});
+  if (!backward) at_head(step, pass, [] {});
 }
 
 ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
@@ -64,33 +67,46 @@ ItemRun::ItemRun(const StepRun& step, const PlanItem& item, Arena& arena)
       input_(item, step.rollouts, step.decoder.local(), step.all_logprobs, step.accounting, step.choices,
              step.decoder.device(), step.decoder.mesh().cp),
       states_(take_states(step, item, arena)),
-      kv_(make_source(step, item, input_, arena)) {}
+      kv_(make_source(step, item, input_, arena)),
+      path_(step.path, item.path_rows) {}
 
 void ItemRun::forward() {
-  if (step_.decoder.is_last_stage()) {
-    const ItemBuffers item(step_.decoder.block(), input_.model.outputs(), step_.trains());
-    grad_normed_OM_ = arena_.take(item, item.grad_normed_OM, step_.decoder.dtype());
+  const Decoder& decoder = step_.decoder;
+  if (decoder.local().is_last_stage()) {
+    const ItemBuffers item(decoder.block(), input_.model.outputs(), step_.trains());
+    grad_normed_OM_ = arena_.take(item, item.grad_normed_OM, decoder.dtype());
   }
-  if (step_.trains() && item_.state.stores() && step_.decoder.has_backward()) {
+  if (step_.trains() && item_.state.stores() && decoder.has_backward()) {
     ESPALIER_INTERNAL(step_.spill != nullptr, "a plan that stores trunks away, and no place for them");
-    sleeping_ = std::make_unique<SleepingTrunk>(arena_, *step_.spill);
+    sleeping_ = std::make_unique<SleepingTrunk>(arena_, *step_.spill, saved_, decoder.first_layer());
   }
-  saved_ = step_.decoder.forward(decoder_run(), step_.trains() ? std::optional(item_.state) : std::nullopt);
+  {
+    const TimedPart timed(step_.timer, part::kRows);
+    DecoderForward rows(decoder, decoder_run(), step_.trains() ? std::optional(item_.state) : std::nullopt, saved_);
+    StageLink link(decoder, rows.stream_TM());
+    walk(decoder_stops(decoder.local(), Pass::forward), {&link, decoder.gathering(), sleeping_.get(), &path_},
+         [&](const Stop& stop) { rows.run(stop); });
+    rows.finish();
+  }
   take_choices();
   join_counts();
-  if (!has_head(step_)) return;
-  const bool whole_rollout = needs_whole_rollout(step_);
-  with_head(step_, step_.trains() && !whole_rollout, [&] {
+  at_head(step_, Pass::forward, [&] {
     step_.head->score(head_work());
-    if (whole_rollout) step_.head->finish_rollouts(item_);
+    if (needs_whole_rollout(step_)) step_.head->finish_rollouts(item_);
   });
 }
 
 void ItemRun::add_backward(const at::Tensor& penalty_L2) {
+  const Decoder& decoder = step_.decoder;
   join_counts();
-  if (has_head(step_) && needs_whole_rollout(step_))
-    with_head(step_, true, [&] { step_.head->add_backward(head_work()); });
-  step_.decoder.add_backward(decoder_run(), saved_, grad_normed_OM_, step_.gradients->views(), penalties(penalty_L2));
+  at_head(step_, Pass::backward, [&] { step_.head->add_backward(head_work()); });
+  const RouterPenalties router = penalties(penalty_L2);
+  const TimedPart timed(step_.timer, part::kRows);
+  DecoderBackward rows(decoder, decoder_run(), saved_, grad_normed_OM_, step_.gradients->views(), router);
+  StageLink link(decoder, rows.grad_stream_TM());
+  walk(decoder_stops(decoder.local(), Pass::backward),
+       {&link, decoder.gathering(), gradients_guest(step_), sleeping_.get(), &path_},
+       [&](const Stop& stop) { rows.run(stop); });
 }
 
 // What the routers chose, for those who count it or write it down.
@@ -105,7 +121,7 @@ void ItemRun::take_choices() {
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
     if (!shape.has_experts(layer)) continue;
     // A narrow last block sees output rows alone: their choices are not those of all tokens.
-    const bool narrow = step_.decoder.is_last_stage() && layer + 1 == shape.layers && !input_.model.all_rows_choose;
+    const bool narrow = local.is_last_stage() && layer + 1 == shape.layers && !input_.model.all_rows_choose;
     if (step_.accounting != nullptr && !narrow)
       step_.accounting->add_choices(local.layers().begin + layer, input_.owners, choice);
     if (step_.choices.written != nullptr)

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "espalier/model/kv_source.h"
+#include "espalier/model/path_guest.h"
 #include "espalier/phase/item_input.h"
 #include "espalier/phase/step_run.h"
 #include "espalier/saved/sleeping_trunk.h"
@@ -37,7 +38,7 @@ class ItemRun {
   void take_choices();
   // Counts of choices that other ranks of cp have made of the item's rollouts, where losses need them all.
   void join_counts();
-  DecoderRun decoder_run() { return {input_.model, *kv_, arena_, step_.timer, sleeping_.get()}; }
+  DecoderRun decoder_run() { return {input_.model, *kv_, arena_, step_.timer}; }
   RouterPenalties penalties(const at::Tensor& value_L2) const;
 
   const StepRun& step_;
@@ -46,6 +47,7 @@ class ItemRun {
   ItemInput input_;
   KvPath::States states_;
   std::unique_ptr<KvSource> kv_;
+  PathGuest path_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
   std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away
@@ -53,7 +55,6 @@ class ItemRun {
 
 // Run by a rank without an item of its own while others run forward, or add_backward. `on_path`: they are ranks of
 // its cp, and divide the path.
-void join_forward(const StepRun& step, bool on_path);
-void join_backward(const StepRun& step, bool on_path);
+void join(const StepRun& step, Pass pass, bool on_path);
 
 }  // namespace espalier

@@ -57,10 +57,11 @@ class Executor {
 
   // Without rows, in what others run.
   void join(const Step& step) {
-    books_.book(step, [&] { join_forward(step_, step.on_path); });
+    books_.book(step, [&] { espalier::join(step_, Pass::forward, step.on_path); });
   }
   void end_join(const Step& step) {
-    if (step_.trains()) books_.book(step, [&] { run_backward([&] { join_backward(step_, step.on_path); }); });
+    if (step_.trains())
+      books_.book(step, [&] { run_backward([&] { espalier::join(step_, Pass::backward, step.on_path); }); });
   }
 
   void open_trunk(const Step& step) {
@@ -75,7 +76,7 @@ class Executor {
   void begin_wave(const Step& step) {
     const auto at = static_cast<std::size_t>(step.region);
     ESPALIER_INTERNAL(!waves_.at(at), "two waves in flight in one region");
-    if (step.last_below) open_.back().run.ask_ahead();  // what was stored away is fetched while it runs
+    if (step.last_below) open_.back().run.ask_ahead();  // what was offloaded is fetched while it runs
     books_.book(step, [&] {
       ItemRun& run = waves_[at].emplace(step_, *step.own, regions_.empty() ? step_.arena : *regions_[at]).run;
       run.forward();
@@ -117,7 +118,7 @@ class Executor {
     result.last_backward_ended = Timer::steady_seconds();
   }
 
-  // Where something is stored away, pages above the stack are not left to it: they would be held beside those below.
+  // Where something is offloaded, pages above the stack are not left to it: they would be held beside those below.
   void trim() {
     if (step_.spill != nullptr || step_.path.sleeps()) step_.arena.trim();
   }

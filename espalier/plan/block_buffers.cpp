@@ -115,6 +115,11 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
   router_logits_RE = add("router logits", R, s.experts);
   router_choice_RK = add("experts chosen", R, k, kInt32);
   router_weight_RK = add("weights of experts", R, k, kAccumulator);
+  if (s.shared_expert.inner == 0) return;
+  shared_gate_up_RW = add("gate and up of the shared expert", R, 2 * s.shared_expert.inner);
+  if (!s.shared_expert.gate) return;
+  shared_logit_R1 = add("logits of the shared expert's gate", R, 1);
+  shared_weight_R1 = add("weights of the shared expert", R, 1, kAccumulator);
 }
 
 DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
@@ -141,10 +146,13 @@ DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t row
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden;
-  normed_RM = add("normed", rows, M);
-  if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator);
-  expert_rows_RM = add("rows of an expert", rows, M);
-  if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner);
+  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::shared);
+  if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
+  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
+  if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
+  if (with_output && b.shape.shared_expert.inner > 0)
+    shared_act_RF =
+        add("activation of the shared expert", rows, b.shape.shared_expert.inner, kActivation, Stage::shared);
 }
 
 ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
@@ -152,12 +160,25 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
   normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::router);
   grad_weight_RK = add("gradient of weights", rows, k, kAccumulator, Stage::experts, Stage::router);
   grad_normed_sum_RM = add("gradient of normed", rows, M, kAccumulator, Stage::experts, Stage::router);
-  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts);
+  const SharedExpert& shared = b.shape.shared_expert;
+  if (shared.gate)
+    grad_shared_weight_R1 =
+        add("gradient of the shared expert's weights", rows, 1, kAccumulator, Stage::experts, Stage::router);
+  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
   grad_gate_up_RW = add("gradient of gate and up of an expert", rows, 2 * F, kActivation, Stage::experts);
   expert_product = add_product(*this, b, "product for an expert", 2 * F, M, Stage::experts);
+  if (shared.inner > 0) {
+    const std::int64_t W = 2 * shared.inner;
+    shared_act_RF = add("activation of the shared expert", rows, shared.inner, kActivation, Stage::shared);
+    grad_shared_gate_up_RW = add("gradient of gate and up of the shared expert", rows, W, kActivation, Stage::shared);
+    shared_product = add_product(*this, b, "product for the shared expert", W, M, Stage::shared);
+  }
   grad_logits_RE = add("gradient of router logits", rows, E, kActivation, Stage::router);
   router_product = add_product(*this, b, "product for the router", E, M, Stage::router);
+  if (!shared.gate) return;
+  grad_shared_logit_R1 = add("gradient of logits of the shared expert's gate", rows, 1, kActivation, Stage::router);
+  shared_gate_product = add_product(*this, b, "product for the shared expert's gate", 1, M, Stage::router);
 }
 
 LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)

@@ -70,7 +70,7 @@ struct AttentionSavedBuffers : BufferList {
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
   Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
   Place projected_TW, mixed_TV;    // of the delta rule, in place of the four between
-  // Of latent attention: what the rows are projected to before its norm, and the rotated row that all keys share.
+  // With latent attention: the latent before its norm, and the rotated row that all keys share.
   Place query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
 };
 
@@ -79,6 +79,8 @@ struct MlpSavedBuffers : BufferList {
   Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
   Place branch_RM, branch_rstd_R;                              // what comes into a norm after the MLP
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+  // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its own gate per row.
+  Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
 };
 
 // The most that the second half of a block takes while it runs forward.
@@ -101,16 +103,18 @@ struct DenseBackwardBuffers : BufferList {
 
 // An expert's scratch is that of all rows, since all rows may choose the same expert.
 struct ExpertForwardBuffers : BufferList {
+  enum class Stage { experts, shared };
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
-  Place normed_RM, sum_RM, expert_rows_RM, act_RF;
+  Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF;
 };
 
 struct ExpertBackwardBuffers : BufferList {
-  enum class Stage { experts, router };
+  enum class Stage { experts, shared, router };
   ExpertBackwardBuffers(const BlockShape& block, std::int64_t rows);
   Place normed_RM, grad_weight_RK, grad_normed_sum_RM;
   Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product;
-  Place grad_logits_RE, router_product;
+  Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
+  Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
 };
 
 struct LayerForwardBuffers : BufferList {
@@ -133,7 +137,7 @@ struct LayerBackwardBuffers : BufferList {
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
-  // Of latent attention. Normed latents become the gradients of their norms' results.
+  // With latent attention. Normed latents become the gradients of their norms' results.
   Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
   Place grad_latent_TC, latent_TC, latent_product;  // the latter of the shared key, too
   Place grad_query_latent_RC, query_latent_RC, query_latent_product;

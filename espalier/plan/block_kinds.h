@@ -13,7 +13,7 @@ enum class NormKind : std::uint8_t {
   layer,         // weight (x - mean) / std + bias, rounded once (StarCoder2)
 };
 
-// What multiplies `up`: silu(g); gelu(g) by the error function, or by tanh; or, clamped, g sigmoid(1.702 g) (up + 1)
+// The factor of `up`: silu(g); gelu(g) by the error function, or by tanh; or, clamped, g sigmoid(1.702 g) (up + 1)
 // with g <= limit and |up| <= limit (gpt-oss).
 enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, clamped };
 

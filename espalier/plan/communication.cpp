@@ -11,6 +11,7 @@
 #include "espalier/plan/parameter_shapes.h"
 #include "espalier/plan/program.h"
 #include "espalier/plan/row_shares.h"
+#include "espalier/plan/stops.h"
 
 namespace espalier {
 namespace {
@@ -72,7 +73,7 @@ class Communication::Walk {
     ep_ = line_of(d.ep, d.ep <= stage ? d.ep : stage * d.pp * (d.ep / stage), of.profile_);
     replicas_ = line_of(d.dp * d.cp, d.ranks(), of.profile_);
     expert_replicas_ = line_of(d.dp * d.cp * d.tp / d.ep, d.ranks(), of.profile_);
-    last_stage_ = local_.place().pp == d.pp - 1;
+    last_stage_ = local_.is_last_stage();
   }
 
   // `plans`: of every rank of dp.
@@ -248,70 +249,75 @@ class Communication::Walk {
   }
   const Line& holders_of(const Unit& unit) const { return unit.experts ? expert_replicas_ : replicas_; }
 
-  void bring_head(bool with_gradient, AxisBytes& phase) {
-    const std::int64_t unit = head_unit(local_.whole());
-    gather(unit, phase);
-    if (with_gradient) scatter_sum(unit, phase);
+  // Around a stop.
+  void move_unit(const Stop& stop, AxisBytes& phase) {
+    if (stop.reads_weights) gather(stop.unit, phase);
+    if (stop.adds_gradients) scatter_sum(stop.unit, phase);
   }
 
   void forward(const Turn& turn, AxisBytes& phase) {
-    const PlanItem* item = turn.item;
     const std::int64_t T = turn.rows.all, M = own_.hidden;
-    const bool with_gradient = kind_.gradients && !kind_.whole_rollout;
-    if (local_.place().pp == 0) gather(Unit::kEmbedding, phase);
-    if (local_.place().pp == 0) give(tp_, Collective::sum, T * M * b_, phase.tp);
-    for (std::int64_t layer = 0; layer < own_.layers; ++layer) {
-      const bool experts = own_.has_experts(layer);
-      const std::int64_t R = continuing(turn.rows, layer);
-      gather(layer, phase);
-      bring_path(turn, layer, rows_above(turn), phase);
-      if (item) gather_context(*item, phase);
-      give(tp_, Collective::sum, R * M * b_, phase.tp);
-      give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (experts) exchange(turn, layer, M * b_, M * b_, phase);
+    for (const Stop& stop : decoder_stops(local_, Pass::forward)) {
+      move_unit(stop, phase);
+      if (stop.kind == Stop::Kind::embedding) give(tp_, Collective::sum, T * M * b_, phase.tp);
+      if (stop.is_layer()) forward_layer(turn, stop.unit, phase);
     }
-    if (item) control(*item, phase);
-    if (!last_stage_) return give(pp_, Collective::send, T * M * b_, phase.pp);
-    gather(Unit::kFinalNorm, phase);
-    bring_head(with_gradient, phase);
-    if (item) head(turn, phase, with_gradient);
+    if (turn.item) control(*turn.item, phase);
+    if (!last_stage_) give(pp_, Collective::send, T * M * b_, phase.pp);
+    head(turn, Pass::forward, phase);
+  }
+
+  void forward_layer(const Turn& turn, std::int64_t layer, AxisBytes& phase) {
+    const bool experts = own_.has_experts(layer);
+    const std::int64_t R = continuing(turn.rows, layer), M = own_.hidden;
+    bring_path(turn, layer, rows_above(turn), phase);
+    if (turn.item) gather_context(*turn.item, phase);
+    give(tp_, Collective::sum, R * M * b_, phase.tp);
+    give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (experts) exchange(turn, layer, M * b_, M * b_, phase);
   }
 
   void backward(const Turn& turn, AxisBytes& phase) {
-    const PlanItem* item = turn.item;
-    const std::int64_t T = turn.rows.all, M = own_.hidden, k = own_.experts_per_token;
-    const bool again = item && item->kind == ItemKind::wave, recomputes = item && item->state.recomputes_attention();
-    if (item) control(*item, phase);
-    if (last_stage_ && kind_.whole_rollout) bring_head(true, phase);
-    if (item && last_stage_ && kind_.whole_rollout) head(turn, phase, true);
-    if (last_stage_) gather(Unit::kFinalNorm, phase), scatter_sum(Unit::kFinalNorm, phase);
-    for (std::int64_t layer = own_.layers - 1; layer >= own_.trained.first_layer; --layer) {
-      const bool experts = own_.has_experts(layer);
-      const std::int64_t R = continuing(turn.rows, layer);
-      gather(layer, phase), scatter_sum(layer, phase);
-      bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
-      if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
-      if (again && recomputes) gather_context(*item, phase);
-      if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
-      give(tp_, Collective::sum, T * M * b_, phase.tp);
-      give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
-      if (item && is_divided(*item, cp_.ranks))
-        give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
-      if (!experts) continue;
-      give(tp_, Collective::sum, R * k * s_, phase.tp);
-      exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
+    if (turn.item) control(*turn.item, phase);
+    head(turn, Pass::backward, phase);
+    for (const Stop& stop : decoder_stops(local_, Pass::backward)) {
+      move_unit(stop, phase);
+      if (stop.is_layer()) backward_layer(turn, stop.unit, phase);
     }
-    if (!own_.trained.input) return;
-    if (local_.place().pp > 0) return give(pp_, Collective::send, T * M * b_, phase.pp);
-    scatter_sum(Unit::kEmbedding, phase);
+    if (own_.trained.input && !local_.is_first_stage())
+      give(pp_, Collective::send, turn.rows.all * own_.hidden * b_, phase.pp);
   }
 
-  void head(const Turn& turn, AxisBytes& phase, bool with_gradient) {
+  void backward_layer(const Turn& turn, std::int64_t layer, AxisBytes& phase) {
+    const PlanItem* item = turn.item;
+    const bool again = item && item->kind == ItemKind::wave, recomputes = item && item->state.recomputes_attention();
+    const bool experts = own_.has_experts(layer);
+    const std::int64_t T = turn.rows.all, R = continuing(turn.rows, layer), M = own_.hidden;
+    bring_path(turn, layer, open_rows_, phase), sum_path(turn, layer, rows_above(turn), phase);
+    if (again) gather_context(*item, phase);  // a trunk's keys and values are in the path
+    if (again && recomputes) gather_context(*item, phase);
+    if (recomputes) give(tp_, Collective::sum, R * M * b_, phase.tp);
+    give(tp_, Collective::sum, T * M * b_, phase.tp);
+    give(tp_, Collective::sum, R * M * (experts ? s_ : b_), phase.tp);
+    if (item && is_divided(*item, cp_.ranks))
+      give(cp_, Collective::scatter_sum, cp_.ranks * most_rows(*item) * key_value_width() * s_, phase.cp);
+    if (!experts) return;
+    give(tp_, Collective::sum, R * own_.experts_per_token * s_, phase.tp);
+    exchange(turn, layer, 2 * M * b_ + s_, M * s_ + s_, phase);
+  }
+
+  void head(const Turn& turn, Pass pass, AxisBytes& phase) {
+    const HeadGradient when = !kind_.gradients      ? HeadGradient::none
+                              : kind_.whole_rollout ? HeadGradient::in_backward
+                                                    : HeadGradient::in_forward;
+    const std::optional<Stop> stop = head_stop(local_, pass, when);
+    if (!stop) return;
+    move_unit(*stop, phase);
     const std::int64_t O = turn.rows.outputs;
-    if (O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
+    if (turn.item == nullptr || O == 0 || tp_.ranks == 1 || local_.whole().value_head) return;
     give(tp_, Collective::sum, O * kNumber, phase.tp);
     give(tp_, Collective::sum, (2 * O + edges_here(*turn.item)) * kNumber, phase.tp);
-    if (with_gradient) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
+    if (stop->adds_gradients) give(tp_, Collective::sum, O * own_.hidden * s_, phase.tp);
   }
 
   // Counts of every expert's choices, then of the choices of this rank's run of its rows `out` bytes each to the ranks

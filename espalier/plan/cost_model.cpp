@@ -117,7 +117,8 @@ Json to_json(const MachineProfile& profile) {
 
 MachineProfile profile_of(const Json& json, const std::string& where) {
   const auto fail = [&where](const std::string& expected) {
-    throw InputError({where, expected, "something else", "A profile is as espalier keeps it in ~/.cache/espalier"});
+    throw InputError({where, expected, "something else",
+                      "docs/machines.md describes profiles; espalier stores its own in ~/.cache/espalier"});
   };
   const auto number = [&](const Json& object, const char* member) {
     if (!object.is_object() || !object.contains(member) || !object.at(member).is_number() ||
@@ -170,15 +171,16 @@ MachineProfile profile_of(const Json& json, const std::string& where) {
   return profile;
 }
 
-CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind)
+CostModel::CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind,
+                     const StepSetting& setting)
     : shape_(local.own()),
       experts_(static_cast<double>(local.experts().size())),
       expert_share_(1),
       row_sets_(1),
-      has_head_(local.place().pp == local.degrees().pp - 1),
+      has_head_(local.is_last_stage()),
       profile_(profile),
       kind_(kind),
-      bytes_(local, dtype, kind),
+      bytes_(local, dtype, kind, setting),
       expert_layers_(static_cast<double>(shape_.expert_layers())) {
   const ModelShape& shape = shape_;
   if (const Degrees& degrees = local.degrees(); degrees.ep > 1) {

@@ -47,13 +47,13 @@ struct MachineProfile {
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;          // of memory-bound passes
-  double spill_bytes_per_second = 5e8;  // to where trunks are stored away, and from there
+  double spill_bytes_per_second = 5e8;  // to where trunks are offloaded, and from there
   double seconds_per_call = 0;          // overhead of one kernel
   std::int64_t memory_bytes = 0;        // that the device has; 0: not said
   // Ranks that share a machine, what one of them sends to a neighbour there, and to another machine; stated.
   std::int64_t ranks_per_machine = 8;
   double link_bytes_per_second = 2e9, network_bytes_per_second = 1e9;
-  // Measured over predicted seconds of steps that ran here, part by part; 1 as long as nobody has fitted them.
+  // Measured over predicted seconds of steps that ran here, part by part; 1 until `bench` has fitted them.
   CostParts fit = {1, 1, 1, 1};
   std::int64_t fitted_steps = 0;
 
@@ -63,8 +63,8 @@ struct MachineProfile {
   std::string line() const;  // for a person, one line
 };
 
-// Round figures for a machine nobody measured: a CPU, whose rates `threads` scales, or with "cuda" an H100 as
-// published.
+// Round figures for a machine that was not measured: a CPU, whose rates `threads` scales, or with "cuda" the published
+// rates of an H100.
 MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads);
 
 Json to_json(const MachineProfile& profile);
@@ -73,8 +73,9 @@ MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
  public:
-  // Of one rank: its layers, its part of every product. Rows are taken to choose experts evenly.
-  CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind = {});
+  // For one rank: its layers, its part of every product. Rows are assumed to choose experts evenly.
+  CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind = {},
+            const StepSetting& setting = {});
 
   // All that a step runs for one set of rows: forward, backward, perhaps the forward or a part of it again.
   CostParts parts(const Work& work, ItemState state) const;
@@ -84,22 +85,22 @@ class CostModel {
   double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
   const ActivationBytes& bytes() const { return bytes_; }
   int threads() const { return profile_.threads; }
-  // What `work` adds to a wave that is full anyway (`full_rows` rows): no overhead of its own, the wave's rate.
+  // The time that `work` adds to a full wave (`full_rows` rows): no overhead of its own, at the wave's rate.
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
  private:
-  // What grows with the work alone, at the rates of sets of `rows` rows; before the fit.
+  // The part that grows with the work alone, at the rates of sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
-  // Of an item, `again` being the part of a forward that its backward repeats.
+  // The time of an item; `again` is the part of a forward that its backward repeats.
   double passes_of(double again) const;
-  // Of one row, one pair and so on: a step's FLOPs are linear in the work, and are asked for very often.
+  // For one row, one pair and so on: a step's FLOPs are linear in the work and computed very often.
   struct UnitFlops {
     Flops row, pair, output, output_pair, window_pair, window_output_pair;
   };
   UnitFlops unit_flops(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
-  // Of layers' products of so many rows: `gradients` is the share of them that are gradients of weights.
+  // The rate of layers' products of so many rows; `gradients` is the fraction of them that are gradients of weights.
   double product_seconds(double flops, double rows, double gradients) const;
   double head_seconds(double flops, std::int64_t outputs) const;
 

@@ -4,8 +4,10 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <queue>
+#include <utility>
 
-#include "espalier/plan/tree_index.h"
+#include "espalier/plan/tree_cut.h"
 
 namespace espalier {
 
@@ -13,7 +15,7 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const st
                                      const LocalShape& shape, const PlanOptions& options,
                                      const MachineProfile& profile) {
   const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
-  const CostModel model(shape, profile, options.dtype, options.kind);
+  const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<double> seconds;
   for (const PrefixTree& tree : trees) {
@@ -31,81 +33,118 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const st
 
 namespace {
 
-// Where the rows before and behind are most even.
-std::int32_t middle_leaf(const TreeIndex& index) {
-  std::int32_t best = 1;
-  std::int64_t least = std::numeric_limits<std::int64_t>::max();
-  for (std::int32_t leaf = 1; leaf < index.leaves(); ++leaf) {
-    const std::int64_t rows = std::max(index.rows_of_leaves(0, leaf), index.rows_of_leaves(leaf, index.leaves()));
-    if (rows < least) least = rows, best = leaf;
-  }
-  return best;
-}
-
-double longest_rank(std::span<const double> seconds, std::int64_t ranks) {
-  std::vector<double> load(static_cast<std::size_t>(ranks));
-  const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, ranks);
-  for (std::size_t tree = 0; tree < seconds.size(); ++tree)
-    load[static_cast<std::size_t>(rank_of[tree])] += seconds[tree];
-  return *std::ranges::max_element(load);
-}
-
-struct Weighed {
-  std::vector<PrefixTree> trees;
-  std::vector<double> seconds;
+// A part of a tree; which of them.
+struct Piece {
+  std::size_t tree;
+  TreeCut::Part part;
 };
 
-// The heaviest tree in two, again and again, until none is heavier than a fair share of the seconds, which grow by the
-// prompt with every cut, or a part of the heaviest costs about as much as the whole: that rank would stay the longest.
-Weighed cut_heavy(Weighed weighed, std::int64_t ranks, const std::function<double(const PrefixTree&)>& seconds_of,
-                  const std::function<std::int32_t(const PrefixTree&)>& middle_of) {
-  constexpr double kWorthCutting = 0.9;  // of the whole, the heavier part
-  constexpr double kFair = 1.05;         // shares of parts that differ by a few rows
-  double sum = std::accumulate(weighed.seconds.begin(), weighed.seconds.end(), 0.0);
-  while (!weighed.trees.empty()) {
-    const auto tree = std::ranges::max_element(weighed.seconds) - weighed.seconds.begin();
-    const double seconds = weighed.seconds[static_cast<std::size_t>(tree)];
-    const PrefixTree whole = weighed.trees[static_cast<std::size_t>(tree)];
-    const auto leaves = static_cast<std::int32_t>(whole.leaf_order.size());
-    if (leaves == 1 || seconds <= kFair * sum / static_cast<double>(ranks)) break;
-    const std::int32_t middle = middle_of(whole);
-    PrefixTree first = part_of(whole, 0, middle), second = part_of(whole, middle, leaves);
-    const double a = seconds_of(first), b = seconds_of(second);
-    if (std::max(a, b) > kWorthCutting * seconds) break;
-    sum += a + b - seconds;
-    weighed.trees[static_cast<std::size_t>(tree)] = std::move(first);
-    weighed.seconds[static_cast<std::size_t>(tree)] = a;
-    weighed.trees.insert(weighed.trees.begin() + tree + 1, std::move(second));
-    weighed.seconds.insert(weighed.seconds.begin() + tree + 1, b);
+struct Dealt {
+  std::vector<std::vector<Piece>> pieces;  // by rank, each rank's in the order of the trees and of their leaves
+  double longest = 0;                      // seconds of the slowest rank
+  std::int64_t rows = 0;                   // that all ranks run
+};
+
+// Trees of more than `heavy` seconds are cut into parts of at most `limit`. Parts on one rank share what they have in
+// common.
+Dealt deal_pieces(const std::vector<TreeCut>& trees, double heavy, double limit, std::int64_t ranks) {
+  std::vector<Piece> pieces;
+  std::vector<double> seconds;
+  for (std::size_t tree = 0; tree < trees.size(); ++tree) {
+    const TreeCut::Part whole = {0, trees[tree].leaves()};
+    const bool is_cut = trees[tree].seconds(whole) > heavy;
+    for (const TreeCut::Part part : is_cut ? trees[tree].parts(limit) : std::vector<TreeCut::Part>{whole})
+      pieces.push_back({tree, part}), seconds.push_back(trees[tree].seconds(part));
   }
-  return weighed;
+  Dealt dealt;
+  dealt.pieces.resize(static_cast<std::size_t>(ranks));
+  const std::vector<std::int64_t> rank_of = deal_by_weight(seconds, ranks);
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    dealt.pieces[static_cast<std::size_t>(rank_of[i])].push_back(pieces[i]);
+  std::vector<TreeCut::Part> parts;
+  for (const std::vector<Piece>& of_rank : dealt.pieces) {
+    double load = 0;
+    for (std::size_t i = 0; i < of_rank.size(); ++i) {
+      parts.push_back(of_rank[i].part);
+      if (i + 1 < of_rank.size() && of_rank[i + 1].tree == of_rank[i].tree) continue;
+      const TreeCut& tree = trees[of_rank[i].tree];
+      load += tree.seconds(parts), dealt.rows += tree.rows(parts);
+      parts.clear();
+    }
+    dealt.longest = std::max(dealt.longest, load);
+  }
+  return dealt;
+}
+
+// The limit of a part's seconds decides how trees are cut. Many are tried: below a fair share, whose small parts even
+// ranks out and join again where they meet, and above it; of those that make the slowest rank about as fast as any
+// does, the one that repeats least.
+Dealt deal_cut(const std::vector<TreeCut>& trees, std::int64_t ranks) {
+  constexpr double kWorthCutting = 0.9;          // of the slowest rank's seconds with whole trees
+  constexpr double kFirst = 0.25, kStep = 1.03;  // limits: of a fair share; from one to the next
+  constexpr double kAsGood = 1.02;               // above the least seconds
+  constexpr double kHeavy = 1.05;                // of a fair share
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  Dealt whole = deal_pieces(trees, kInfinity, kInfinity, ranks);
+  double sum = 0, longest_leaf = 0;
+  for (const TreeCut& tree : trees) {
+    sum += tree.seconds(TreeCut::Part{0, tree.leaves()});
+    longest_leaf = std::max(longest_leaf, tree.longest_leaf());
+  }
+  const double fair = std::max(sum / static_cast<double>(ranks), longest_leaf);  // no dealing is faster
+  if (fair > kWorthCutting * whole.longest) return whole;
+  std::vector<Dealt> tried;
+  double least = kWorthCutting * whole.longest;
+  for (double limit = kFirst * fair; limit <= kAsGood * least; limit *= kStep) {
+    tried.push_back(deal_pieces(trees, kHeavy * sum / static_cast<double>(ranks), limit, ranks));
+    least = std::min(least, tried.back().longest);
+  }
+  std::erase_if(tried, [&](const Dealt& dealt) { return dealt.longest > kAsGood * least; });
+  if (tried.empty()) return whole;
+  return *std::ranges::min_element(tried, {}, [](const Dealt& dealt) { return std::pair(dealt.rows, dealt.longest); });
+}
+
+PrefixTree tree_of_parts(const PrefixTree& tree, std::span<const TreeCut::Part> parts) {
+  std::vector<std::int32_t> leaves;
+  for (const TreeCut::Part part : parts)
+    for (std::int32_t leaf = part.begin; leaf < part.end; ++leaf) leaves.push_back(leaf);
+  return part_of(tree, leaves);
 }
 
 }  // namespace
 
-std::vector<std::vector<PrefixTree>> deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks,
-                                                std::span<const Rollout> rollouts, const LocalShape& shape,
-                                                const PlanOptions& options, const MachineProfile& profile) {
-  constexpr double kWorthHaving = 0.9;  // of the longest rank's seconds before
-  std::vector<std::vector<PrefixTree>> dealt(static_cast<std::size_t>(ranks));
-  if (ranks == 1) {
-    dealt.front() = std::move(trees);
+DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::span<const Rollout> rollouts,
+                      const LocalShape& shape, const PlanOptions& options, const MachineProfile& profile) {
+  DealtTrees dealt;
+  dealt.by_rank.resize(static_cast<std::size_t>(ranks));
+  if (ranks == 1 || trees.empty()) {
+    dealt.by_rank.front() = std::move(trees);
     return dealt;
   }
-  Weighed weighed;
-  weighed.seconds = seconds_of_trees(rollouts, trees, shape, options, profile);
-  weighed.trees = std::move(trees);
+  const bool shared = options.schedule != Schedule::dense;
   const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
+  const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
+  const std::vector<double> seconds = seconds_of_trees(rollouts, trees, shape, options, profile);
   std::vector<std::int32_t> place(rollouts.size());
-  const auto seconds_of = [&](const PrefixTree& tree) {
-    return seconds_of_trees(rollouts, {tree}, shape, options, profile).front();
-  };
-  Weighed cut = cut_heavy(weighed, ranks, seconds_of,
-                          [&](const PrefixTree& tree) { return middle_leaf(TreeIndex(tree, edges, place)); });
-  if (longest_rank(cut.seconds, ranks) <= kWorthHaving * longest_rank(weighed.seconds, ranks)) weighed = std::move(cut);
-  const std::vector<std::int64_t> rank_of = deal_by_weight(weighed.seconds, ranks);
-  for (std::size_t tree = 0; tree < rank_of.size(); ++tree)
-    dealt[static_cast<std::size_t>(rank_of[tree])].push_back(std::move(weighed.trees[tree]));
+  std::vector<TreeCut> cuts;
+  for (std::size_t tree = 0; tree < trees.size(); ++tree) {
+    cuts.emplace_back(TreeIndex(trees[tree], edges, place), model, profile.large_rows(), seconds[tree], shared);
+    dealt.repeated_rows -= cuts.back().rows(TreeCut::Part{0, cuts.back().leaves()});
+  }
+  const Dealt best = deal_cut(cuts, ranks);
+  dealt.repeated_rows += best.rows;
+  std::vector<TreeCut::Part> parts;
+  for (std::size_t rank = 0; rank < best.pieces.size(); ++rank) {
+    const std::vector<Piece>& pieces = best.pieces[rank];
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      parts.push_back(pieces[i].part);
+      if (i + 1 < pieces.size() && pieces[i + 1].tree == pieces[i].tree) continue;
+      PrefixTree& tree = trees[pieces[i].tree];
+      const bool whole = parts.size() == 1 && parts.front() == TreeCut::Part{0, cuts[pieces[i].tree].leaves()};
+      dealt.by_rank[rank].push_back(whole ? std::move(tree) : tree_of_parts(tree, parts));
+      parts.clear();
+    }
+  }
   return dealt;
 }
 
@@ -113,12 +152,15 @@ std::vector<std::int64_t> deal_by_weight(std::span<const double> weights, std::i
   std::vector<std::size_t> order(weights.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) { return weights[a] > weights[b]; });
-  std::vector<double> load(static_cast<std::size_t>(ranks));
+  using Load = std::pair<double, std::int64_t>;  // and its rank
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) loads.emplace(0, rank);
   std::vector<std::int64_t> rank_of(weights.size());
   for (const std::size_t tree : order) {
-    const auto least = std::ranges::min_element(load);
-    rank_of[tree] = least - load.begin();
-    *least += weights[tree];
+    const auto [load, rank] = loads.top();
+    loads.pop();
+    rank_of[tree] = rank;
+    loads.emplace(load + weights[tree], rank);
   }
   return rank_of;
 }

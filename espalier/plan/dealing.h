@@ -20,11 +20,16 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const st
 // fewer trees than ranks some ranks have none.
 std::vector<std::int64_t> deal_by_weight(std::span<const double> weights, std::int64_t ranks);
 
-// The trees of every rank, each rank's in the order of `trees`. A tree that takes longer than a fair share of all of
-// them, 1 / ranks, is cut between its rollouts, as long as that shortens the longest rank by a tenth or more: each part
-// runs the prompt again, which costs less than waiting.
-std::vector<std::vector<PrefixTree>> deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks,
-                                                std::span<const Rollout> rollouts, const LocalShape& shape,
-                                                const PlanOptions& options, const MachineProfile& profile);
+struct DealtTrees {
+  std::vector<std::vector<PrefixTree>> by_rank;  // each rank's in the order of the trees
+  std::int64_t repeated_rows = 0;                // that all ranks run together beyond those of the whole trees
+};
+
+// A tree that takes longer than a fair share of all of them, 1 / ranks, is cut between its rollouts where that shortens
+// the longest rank by a tenth or more; parts of it on one rank are one tree again. Each rank runs what is above its
+// part, so it is cut where that is least (plan/tree_cut.h): of the cuts tried whose longest rank is within 2 % of the
+// best, the one with the fewest rows.
+DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::span<const Rollout> rollouts,
+                      const LocalShape& shape, const PlanOptions& options, const MachineProfile& profile);
 
 }  // namespace espalier

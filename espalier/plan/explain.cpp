@@ -97,15 +97,15 @@ std::string states_text(const StepPlan& plan) {
   if (out.empty()) return out;
   const std::int64_t stored = plan.chosen.stored_bytes;
   return text_of("State between forward and backward: ", out,
-                 stored > 0 ? text_of("; at most ", format_bytes(stored), " stored away") : "", "\n");
+                 stored > 0 ? text_of("; at most ", format_bytes(stored), " offloaded") : "", "\n");
 }
 
 std::string path_text(const StepPlan& plan) {
   if (plan.path.state() == PathState::keep) return "";
   const std::string what = "keys, values and their gradients are ";
   const std::string where = plan.path.divided
-                                ? what + "divided over the ranks of cp"
-                                : text_of(format_bytes(plan.chosen.path_stored_bytes), " of ", what, "stored away");
+                                ? what + "sharded over cp"
+                                : text_of(format_bytes(plan.chosen.path_stored_bytes), " of ", what, "offloaded");
   const std::int32_t awake = plan.path.layers_awake;
   return text_of("Path: ", where, " while their layer is not in use",
                  awake > 0 ? text_of("; ", awake, awake == 1 ? " layer stays" : " layers stay") : "", "\n");
@@ -196,7 +196,7 @@ std::string explain(const StepPlan& plan) {
   out += trees_table(plan) + "\n";
   if (plan.waves > 0)
     out += text_of("Budget of ", format_count(plan.token_budget), " rows a wave (",
-                   plan.budget_given ? "as asked for" : "chosen; what cannot be divided may pass it", "), largest set ",
+                   plan.budget_given ? "as asked for" : "chosen; indivisible rows may exceed it", "), largest set ",
                    format_count(plan.max_rows), " rows, waves ", number_text("%.0f", 100 * mean_fill(plan)),
                    "% full on average; longest open path ", format_count(plan.max_path_rows), " rows\n");
   out += text_of("Ceiling (FLOPs dense / FLOPs with every shared row once): ", number_text("%.2f", plan.ceiling),

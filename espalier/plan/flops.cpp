@@ -10,14 +10,16 @@ namespace {
 
 // Matrix weights that one row of a layer meets.
 struct RowWeights {
-  double query_output, key_value, dense_mlp, router, experts;
+  double query_output, key_value, dense_mlp, router, shared, experts;  // the router with the shared expert's gate
 };
 RowWeights row_weights(const ModelShape& s) {
   const LayerParameters dense = layer_parameters(s, false), experts = layer_parameters(s, true);
   const auto number = [](std::int64_t weights) { return static_cast<double>(weights); };
   return {number(dense.query_latent.weights() + dense.query.weights() + dense.output.weights()),
           number(dense.key_value_latent.weights() + dense.key.weights() + dense.value.weights()),
-          number(dense.mlp_weights()), number(experts.router.weights()),
+          number(dense.mlp_weights()),
+          number(experts.router.weights() + experts.shared_expert_gate.weights()),
+          number(experts.shared_weights()),
           static_cast<double>(s.experts_per_token) * number(experts.mlp_weights())};
 }
 
@@ -54,6 +56,19 @@ double pair_flops(const ModelShape& s) { return 2.0 * static_cast<double>(s.quer
 double attention_backward(const ModelShape& s) {
   const auto keys = static_cast<double>(s.head_dim), values = static_cast<double>(s.value_dim());
   return (3 * keys + 2 * values) / (keys + values);
+}
+
+// Of a row of the delta rule in one layer: row by row forward, in blocks of C rows backward, where the states before
+// the blocks are made again (ops/cpu/delta_rule_ranges.h). A block's small products are of triangles.
+// Mamba-2 does not read its state before it writes.
+double state_flops(const DeltaRuleShape& s) { return (s.mamba ? 4.0 : 6.0) * static_cast<double>(s.matrix()); }
+double state_backward(const DeltaRuleShape& s) {
+  constexpr double kBlockRows = 64;
+  const auto dk = static_cast<double>(s.key_dim), dv = static_cast<double>(s.value_dim);
+  const double of_states = (s.mamba ? 8 : 14) * dk * dv, of_rows = s.mamba ? 2 * dv + 2 * dk : 5 * dv + 4 * dk;
+  const double blocks = static_cast<double>(s.value_heads) * (of_states + kBlockRows * of_rows) +
+                        static_cast<double>(s.key_heads) * kBlockRows * 2 * dk;
+  return 1 + blocks / state_flops(s);
 }
 
 // Elements of a layer's adapters, by the rows that they are computed for.
@@ -98,7 +113,9 @@ Flops sum_of_layers(const ModelShape& s, std::int64_t first, const Work& work, b
 // A layer's forward, each product as often as `times` says.
 struct Times {
   double query = 1, key_value = 1, output = 1, router = 1, gate_up = 1, down = 1, attention = 1, low_rank = 1;
+  double shared_gate_up = 1, shared_down = 1, shared_expert_gate = 1;
   double query_latent = 1, key_value_latent = 1;
+  double states = 1;
 };
 Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, const Times& times) {
   const auto product = [](std::int64_t rows, double factor, std::int64_t weights) {
@@ -119,11 +136,13 @@ Flops layer_flops(const ModelShape& s, std::int64_t layer, const Work& work, con
   if (p.experts == 0)
     flops.layers += mlp;
   else
-    flops.layers += product(work.outputs, times.router, p.router.weights()),
-        flops.experts = static_cast<double>(s.experts_per_token) * mlp;
+    flops.experts = static_cast<double>(s.experts_per_token) * mlp;
+  flops.layers += product(work.outputs, times.router, p.router.weights()) +
+                  product(work.outputs, times.shared_gate_up, p.shared_gate.weights() + p.shared_up.weights()) +
+                  product(work.outputs, times.shared_down, p.shared_down.weights()) +
+                  product(work.outputs, times.shared_expert_gate, p.shared_expert_gate.weights());
   if (s.mixer_of(layer) == Mixer::delta_rule)
-    flops.attention =
-        6.0 * static_cast<double>(s.delta_rule.matrix()) * times.attention * static_cast<double>(work.rows);
+    flops.attention = state_flops(s.delta_rule) * times.states * static_cast<double>(work.rows);
   else
     flops.attention = pair_flops(s) * times.attention * static_cast<double>(output_pairs_of(s, layer, work));
   return flops;
@@ -143,11 +162,12 @@ Flops forward_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
   const double full = static_cast<double>(s.layers - 1);
   const FullLayers mlp = full_layers(s);
   const RowWeights w = row_weights(s);
-  const double last_mlp = experts_last ? w.router : w.dense_mlp;
+  const double beside_experts = w.router + w.shared, last_mlp = experts_last ? beside_experts : w.dense_mlp;
   Flops flops;
   flops.layers =
-      2 * (T * (full * w.query_output + (full + 1) * w.key_value + mlp.dense * w.dense_mlp + mlp.experts * w.router) +
-           R * (w.query_output + last_mlp));
+      2 *
+      (T * (full * w.query_output + (full + 1) * w.key_value + mlp.dense * w.dense_mlp + mlp.experts * beside_experts) +
+       R * (w.query_output + last_mlp));
   flops.experts = 2 * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   flops.head = 2 * O * static_cast<double>(s.hidden) * static_cast<double>(s.head_width());
   flops.attention =
@@ -167,22 +187,33 @@ namespace {
 // gradient of it for A and once more for x, and dA, dB, dx.
 Times backward_times(const ModelShape& shape, const TrainedLayer& trains) {
   const auto products = [](bool trained) { return trained ? 2.0 : 1.0; };
-  return {products(trains.query),        products(trains.key_value),
-          products(trains.output),       products(trains.router),
-          products(trains.gate_up),      products(trains.down),
-          attention_backward(shape),     3,
-          products(trains.query_latent), products(trains.key_value_latent)};
+  return {products(trains.query),
+          products(trains.key_value),
+          products(trains.output),
+          products(trains.router),
+          products(trains.gate_up),
+          products(trains.down),
+          attention_backward(shape),
+          3,
+          products(trains.shared_gate_up),
+          products(trains.shared_down),
+          products(trains.shared_expert_gate),
+          products(trains.query_latent),
+          products(trains.key_value_latent),
+          shape.has_states() ? state_backward(shape.delta_rule) : 0};
 }
 
 }  // namespace
 
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose) {
-  if (!shape.trained.all()) {
-    Flops flops = sum_of_layers(
-        shape, shape.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-          return layer_flops(shape, layer, rows,
-                             backward_times(shape, shape.trained.of_layer[static_cast<std::size_t>(layer)]));
-        });
+  if (!shape.trained.all() || shape.has_states()) {
+    const auto trains = [&](std::int64_t layer) {
+      return shape.trained.of_layer.empty() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
+    };
+    Flops flops = sum_of_layers(shape, shape.trained.first_layer, work, all_rows_choose,
+                                [&](std::int64_t layer, const Work& rows) {
+                                  return layer_flops(shape, layer, rows, backward_times(shape, trains(layer)));
+                                });
     flops.head = (shape.trained.head ? 2 : 1) * forward_flops(shape, work, all_rows_choose).head;
     return flops;
   }
@@ -214,7 +245,8 @@ Flops again_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
 Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose) {
   if (s.trained.first_layer > 0 || s.has_states())
     return sum_of_layers(s, s.trained.first_layer, work, all_rows_choose, [&](std::int64_t layer, const Work& rows) {
-      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, s.norm_place == NormPlace::before ? 0.0 : 1.0, 0, 0, 0, 0});
+      const double down = s.norm_place == NormPlace::before ? 0 : 1;
+      return layer_flops(s, layer, rows, {0, 0, 0, 1, 1, down, 0, 0, 1, down, 1, 0, 0, 0});
     });
   const bool experts_last = s.has_experts(s.layers - 1), wide = all_rows_choose && experts_last;
   const double T = static_cast<double>(work.rows), R = static_cast<double>(wide ? work.rows : work.outputs);
@@ -223,8 +255,9 @@ Flops gate_up_flops(const ModelShape& s, const Work& work, bool all_rows_choose)
   // Of an MLP's weights; what a norm behind it reads is made again too.
   const double gate_up = s.norm_place != NormPlace::before ? 1 : s.activation.gated ? 2.0 / 3 : 0.5;
   Flops flops;
-  flops.layers = 2 * (T * (mlp.dense * gate_up * w.dense_mlp + mlp.experts * w.router) +
-                      R * (experts_last ? w.router : gate_up * w.dense_mlp));
+  const double beside_experts = w.router + gate_up * w.shared;
+  flops.layers = 2 * (T * (mlp.dense * gate_up * w.dense_mlp + mlp.experts * beside_experts) +
+                      R * (experts_last ? beside_experts : gate_up * w.dense_mlp));
   flops.experts = 2 * gate_up * (T * mlp.experts + (experts_last ? R : 0)) * w.experts;
   return flops;
 }

@@ -16,7 +16,7 @@
 
 namespace espalier {
 
-// What a set of rows asks of the machine. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows; in a
+// The work of a row set. The row at depth d sees d+1 rows, so pairs = sum of (d+1) over the rows; in a
 // layer with a window W it sees min(d+1, W).
 struct Work {
   std::int64_t rows = 0, pairs = 0;                        // all rows
@@ -57,8 +57,8 @@ struct Flops {
 
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
-// The second forward of rows whose activations were dropped, and a counting pass: the layers, not the head. Of rows
-// whose gate and up alone are made again: those products.
+// The second forward of rows whose activations were dropped, and a counting pass: the layers, not the head. For
+// rows that recompute gate and up only: those products.
 Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops gate_up_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 

@@ -126,7 +126,7 @@ Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, cons
   LocalShape(shape, ranks.degrees, {});  // says what does not divide the model
   if (shape.max_positions > 0 && response >= shape.max_positions)
     throw OptionError({"--max-response-length",
-                       text_of("fewer than ", shape.max_positions, " tokens, the positions of the model"),
+                       text_of("fewer than ", shape.max_positions, " tokens, the model's number of positions"),
                        text_of(response), ""});
   std::ranges::sort(sizes);
   Frontier frontier;
@@ -173,7 +173,7 @@ std::string table_of(const Frontier& frontier) {
     }
   };
   out << "The longest prompt within " << format_bytes(frontier.memory_budget) << ", with responses of "
-      << format_count(frontier.response) << " tokens; prompt and response over those of dense\n\n"
+      << format_count(frontier.response) << " tokens; prompt and response relative to dense\n\n"
       << std::setw(kName) << "";
   for (const std::int64_t n : frontier.sizes) out << std::setw(kColumn) << text_of("N = ", n);
   out << '\n';
@@ -186,14 +186,14 @@ std::string table_of(const Frontier& frontier) {
   });
   out << "\nSeconds of that step, predicted\n\n";
   add_rows([&](std::size_t size, std::size_t way) { return format_seconds(frontier.cell(size, way).cost.seconds); });
-  out << "\nDense runs one rollout a micro-batch, packed a whole group at once, and neither is cut; waves of phased "
-         "are as"
-         " small as\nthey must be.\n";
+  out << "\nDense runs one rollout per micro-batch, packed a whole group at once; neither is split. Waves of phased "
+         "are as "
+         "small as\nnecessary.\n";
   const auto any = [&](FrontierCell::Limit limit) {
     return std::ranges::find(frontier.cells, limit, &FrontierCell::limit) != frontier.cells.end();
   };
-  if (any(FrontierCell::Limit::positions)) out << ">= as far as the model's positions go\n";
-  if (any(FrontierCell::Limit::spill_room)) out << "* as far as there is room to store away\n";
+  if (any(FrontierCell::Limit::positions)) out << ">= limited by the model's number of positions\n";
+  if (any(FrontierCell::Limit::spill_room)) out << "* limited by the space for offloaded state\n";
   return out.str();
 }
 

@@ -4,7 +4,7 @@ namespace espalier {
 namespace {
 
 const char* word_of(ItemState::Member member) {
-  return member == kKeep ? "kept" : member == kRecompute ? "recomputed" : "stored away";
+  return member == kKeep ? "kept" : member == kRecompute ? "recomputed" : "offloaded";
 }
 
 }  // namespace

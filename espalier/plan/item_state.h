@@ -48,7 +48,7 @@ struct ItemState {
   bool operator==(const ItemState&) const = default;
 };
 
-// "kept", "recomputed", "stored away", or each group where they differ.
+// "kept", "recomputed", "offloaded", or each group where they differ.
 std::string name_of(ItemState state);
 
 // Adds the states of the items of one kind, and of everything below them, by name.

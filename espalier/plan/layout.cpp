@@ -147,7 +147,7 @@ void Layout::nest(Place place, const Unit& unit, std::int32_t to, bool ends, std
   }
   const std::int64_t pieces = options_.soft ? 1 : (rows + budget_ - 1) / budget_;
   if (place.depth + pieces > kDeepest)
-    throw OptionError({"--token-budget", text_of("a budget that cuts no path into more than ", kDeepest, " trunks"),
+    throw OptionError({"--token-budget", text_of("a budget that splits no path into more than ", kDeepest, " trunks"),
                        text_of(options_.budget, " rows"),
                        text_of("Give at least ", (place.path_rows + rows) / 2048 + 2)});
   const std::int64_t piece = (rows + pieces - 1) / pieces;

@@ -44,7 +44,7 @@ std::vector<Degrees> candidates(const LayoutProblem& problem, std::int64_t ranks
 TriedLayout tried_layout(const LayoutProblem& problem, const Degrees& degrees) {
   const PlanOptions options = options_of_rank(problem, degrees);
   const std::int64_t constant =
-      ActivationBytes(LocalShape(problem.shape, degrees, {}), options.dtype, options.kind).constant();
+      ActivationBytes(LocalShape(problem.shape, degrees, {}), options.dtype, options.kind, options.setting).constant();
   if (problem.options.memory_budget > 0 && constant > problem.options.memory_budget)
     return {degrees, 0, constant, false};
   const LayoutPlan plan = plan_layout(problem, degrees, WhichRanks::busiest);
@@ -63,8 +63,8 @@ FoundLayout find_layout(const LayoutProblem& problem, std::int64_t ranks, const 
   FoundLayout found;
   for (const Degrees& degrees : candidates(problem, ranks, axes)) found.tried.push_back(tried_layout(problem, degrees));
   if (found.tried.empty())
-    throw OptionError({"--layout auto", text_of("a way to divide the model among ", ranks, " processes"), "none",
-                       "heads, layers and experts are divided by tp, pp and ep: take another number of processes"});
+    throw OptionError({"--layout auto", text_of("a layout of the model over ", ranks, " processes"), "none",
+                       "choose a number of processes that fits the numbers of heads, layers and experts"});
   // Fitting ones by time, then the others by what they need; of equals the one with the fewest ranks a copy.
   std::ranges::stable_sort(found.tried, [](const TriedLayout& a, const TriedLayout& b) {
     const auto key = [](const TriedLayout& t) {

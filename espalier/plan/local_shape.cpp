@@ -20,12 +20,13 @@ void check(const ModelShape& s, const Degrees& d) {
   need(s.heads % d.tp == 0, "--tp", text_of("a divisor of ", s.heads, " attention heads"), d.tp);
   need(s.kv_heads % d.tp == 0 || d.tp % s.kv_heads == 0, "--tp",
        text_of("a divisor or a multiple of ", s.kv_heads, " key/value heads"), d.tp);
-  need(!s.has_states() || d.tp == 1, "--tp", "1, as rows of some layers carry a state", d.tp);
+  need(!s.has_states() || s.delta_rule.key_heads % d.tp == 0, "--tp",
+       text_of("a divisor of the ", s.delta_rule.key_heads, " key heads of layers whose rows carry a state"), d.tp);
   need(!s.has_states() || d.cp == 1, "--cp", "1, as rows of some layers carry a state", d.cp);
-  need(!s.has_states() || d.pp == 1, "--pp", "1, as rows of some layers carry a state", d.pp);
   const bool dense_layers = s.expert_layers()<s.layers, split_experts = s.expert_layers()> 0 && d.ep == 1;
   need(all_get_some(s.vocabulary, d.tp) && (!dense_layers || all_get_some(s.inner, d.tp)) &&
-           (!split_experts || all_get_some(s.expert_inner, d.tp)),
+           (!split_experts || all_get_some(s.expert_inner, d.tp)) &&
+           (s.shared_expert.inner == 0 || all_get_some(s.shared_expert.inner, d.tp)),
        "--tp", "few enough ranks that each gets a part of the vocabulary and of the inner width", d.tp);
   need(!(s.qk_norm && s.attention.wide_norm) || d.tp == 1, "--tp",
        "1, as the norms of queries and keys are over all heads", d.tp);
@@ -43,15 +44,31 @@ LocalShape::Range part(std::int64_t size, std::int64_t parts, std::int64_t index
 
 }  // namespace
 
+std::vector<Shard::Range> Shard::ranges() const {
+  if (sections[0] == 0) return {{begin, end}};
+  std::vector<Range> out;
+  std::int64_t first = 0;
+  for (const std::int64_t size : sections) {
+    if (size == 0) break;
+    const std::int64_t here = size * local / whole, skipped = size * begin / whole;
+    out.push_back({first + skipped, first + skipped + here});
+    first += size;
+  }
+  return out;
+}
+
 LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place)
-    : whole_(whole), own_(whole), degrees_(degrees), place_(place) {
+    : whole_(whole), own_(whole), degrees_(degrees), place_(place), waves_in_flight_(degrees.pp - place.pp) {
   if (!(degrees == Degrees{})) check(whole, degrees);
   layers_ = {whole.layers * place.pp / degrees.pp, whole.layers * (place.pp + 1) / degrees.pp};
   experts_ = part(whole.experts, degrees.ep, place.ep);
   own_.heads = ceil_div(whole.heads, portion(Cut::heads).parts);
   own_.kv_heads = ceil_div(whole.kv_heads, portion(Cut::kv_heads).parts);
+  own_.delta_rule.key_heads = ceil_div(whole.delta_rule.key_heads, portion(Cut::state_heads).parts);
+  own_.delta_rule.value_heads = ceil_div(whole.delta_rule.value_heads, portion(Cut::state_heads).parts);
   own_.inner = ceil_div(whole.inner, portion(Cut::inner).parts);
   own_.expert_inner = ceil_div(whole.expert_inner, portion(Cut::expert_inner).parts);
+  own_.shared_expert.inner = ceil_div(whole.shared_expert.inner, portion(Cut::shared_inner).parts);
   own_.vocabulary = ceil_div(whole.vocabulary, portion(Cut::vocabulary).parts);
   own_.layers = layers_.size();
   TrainedParameters& trained = own_.trained;
@@ -79,7 +96,9 @@ LocalShape::Portion LocalShape::portion(Cut cut) const {
     case Cut::none:
       return {};
     case Cut::heads:
+    case Cut::state_heads:
     case Cut::inner:
+    case Cut::shared_inner:
     case Cut::vocabulary:
       return all;
     case Cut::kv_heads: {
@@ -95,7 +114,9 @@ LocalShape::Portion LocalShape::portion(Cut cut) const {
 LocalShape LocalShape::last_stage() const {
   Place place = place_;
   place.pp = degrees_.pp - 1;
-  return {whole_, degrees_, place};
+  LocalShape last(whole_, degrees_, place);
+  last.waves_in_flight_ = degrees_.pp;
+  return last;
 }
 
 std::int64_t LocalShape::expert_layers_before() const {
@@ -132,7 +153,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
     const Range range = part(side.size, p.parts, p.index);
     shard.dim = static_cast<int>(dim);
     shard.begin = range.begin, shard.end = range.end, shard.whole = side.size;
-    shard.local = ceil_div(side.size, p.parts);
+    shard.local = ceil_div(side.size, p.parts), shard.sections = side.sections;
   }
   const bool whole_expert = shard.of_expert && degrees_.ep > 1;
   if (whole_expert) shard.copies = 1;  // the ranks of tp have different ones
@@ -146,7 +167,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
 }
 
 std::int64_t LocalShape::parameters(Parameters which) const {
-  if (which == Parameters::held && whole_.trained.all()) return 0;
+  if ((which == Parameters::held || which == Parameters::narrow) && whole_.trained.all()) return 0;
   const bool every = which == Parameters::all || whole_.trained.all();
   if (every && degrees_ == Degrees{}) return whole_.parameters();
   std::int64_t total = 0;

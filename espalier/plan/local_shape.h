@@ -11,6 +11,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "espalier/parallel/degrees.h"
 #include "espalier/plan/model_shape.h"
@@ -24,12 +25,19 @@ struct Shard {
   std::int64_t begin = 0, end = 0;  // of that dimension, [begin, end) is here; the first (only) one where dim is -1
   std::int64_t local = 0;           // its extent here: end - begin, and padding behind it
   std::int64_t whole = 0;           // its extent in files
-  std::int64_t copies = 1;          // neighbouring ranks of tp that hold the same part, this one included
-  bool partial_gradient = false;    // each of these copies has a share of the gradient: they are to be summed
-  bool of_expert = false;           // copies elsewhere: Axis::expert_replicas where ep > 1, else Axis::replicas
-  bool first = true;                // true on one of all ranks that hold the part
-  bool counted = true;              // where a global norm counts what is kept: on that one, on all that divide the part
+  std::array<std::int32_t, 5> sections = {};  // of files, a part of each is here; 0: no such section
+  std::int64_t copies = 1;                    // neighbouring ranks of tp that hold the same part, this one included
+  bool partial_gradient = false;              // each of these copies has a share of the gradient: they are to be summed
+  bool of_expert = false;  // copies elsewhere: Axis::expert_replicas where ep > 1, else Axis::replicas
+  bool first = true;       // true on one of all ranks that hold the part
+  bool counted = true;     // where a global norm counts what is kept: on that one, on all that divide the part
   bool padded() const { return local > end - begin; }
+
+  // What of the divided dimension is here, in this order.
+  struct Range {
+    std::int64_t begin, end;
+  };
+  std::vector<Range> ranges() const;
 };
 
 class LocalShape {
@@ -44,12 +52,18 @@ class LocalShape {
   const ModelShape& whole() const { return whole_; }
   const Degrees& degrees() const { return degrees_; }
   const Place& place() const { return place_; }
+  // Stages of pp hand streams on, and their gradients back. The first looks tokens up, the last has the outputs.
+  bool is_first_stage() const { return place_.pp == 0; }
+  bool is_last_stage() const { return place_.pp + 1 == degrees_.pp; }
   // The sizes of this rank's blocks: its heads, inner widths, padded vocabulary rows and layers. `experts` stays the
   // number that routers choose from, and token ids stay those of the whole.
   const ModelShape& own() const { return own_; }
 
-  // The shape of the rank at this place of the last stage of pp, which has most layers. All stages plan with it.
+  // The shape of the rank at this place of the last stage of pp, which has most layers, with as many waves in flight as
+  // the first. All stages plan with it.
   LocalShape last_stage() const;
+  // Most waves of this stage of pp whose backward has not run (plan/program.h).
+  std::int64_t waves_in_flight() const { return waves_in_flight_; }
 
   struct Range {
     std::int64_t begin = 0, end = 0;
@@ -80,6 +94,7 @@ class LocalShape {
   Degrees degrees_;
   Place place_;
   Range layers_, experts_;
+  std::int64_t waves_in_flight_;
 };
 
 }  // namespace espalier

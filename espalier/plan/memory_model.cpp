@@ -27,7 +27,7 @@ constexpr std::int64_t kMostAttentionBytes = 3 << 20, kMostPathAttentionBytes = 
 // Numbers of an item on the host and in its control block (phase/item_rows.h): id, position and subtree end of a row;
 // row, position, temperature, target and edge of an output. The head's sums of one block (objective/fused_head.cpp).
 constexpr std::int64_t kNumberBytesPerRow = 2 * 12, kNumberBytesPerOutput = 72, kHeadSumBytes = 256 * 56;
-constexpr std::int64_t kStateBlockRows = 32;  // ops/cpu/delta_rule_operations.cpp
+constexpr std::int64_t kStateBlockRows = 64;  // ops/cpu/delta_rule_ranges.h
 // Of experts: a slot's place among those sorted, and its choice in every layer (model/expert_mlp.cpp).
 constexpr std::int64_t kSortedBytesPerSlot = 12, kChoiceBytesPerSlot = 4;
 
@@ -47,16 +47,21 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype) {
          bytes_of(dtype);
 }
 
-ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind)
+ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind, const StepSetting& setting)
     : shape_(local.own()),
       trained_(local.degrees().full ? 0 : local.parameters(Parameters::trained)),
       held_(local.degrees().full ? 0 : local.parameters(Parameters::held)),
+      narrow_(local.parameters(Parameters::narrow)),
       kind_(kind),
+      setting_(setting),
+      cp_(local.degrees().cp),
+      in_flight_(local.waves_in_flight()),
       dtype_(dtype),
-      has_outputs_(local.place().pp == local.degrees().pp - 1),
-      widens_products_(dtype == DType::bfloat16 && !kind.cuda && !defined_sums() &&
+      has_outputs_(local.is_last_stage()),
+      widens_products_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums() &&
                        bfloat16_products() == Bfloat16Products::converted),
-      rounds_weight_gradients_(dtype == DType::bfloat16 && !kind.cuda && !defined_sums() && !widens_products_) {
+      rounds_weight_gradients_(dtype == DType::bfloat16 && !setting.device.cuda && !defined_sums() &&
+                               !widens_products_) {
   if (local.degrees().full) {
     const Units trained = units_of(local, Parameters::trained), held = units_of(local, Parameters::held);
     trained_ = trained.kept, rooms_ = trained.rooms, sums_ = trained.sums;
@@ -83,16 +88,21 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
 std::int64_t ActivationBytes::model() const {
   const ElementBytes bytes = element_bytes(dtype_);
   std::int64_t per_parameter = bytes.activation;
-  if (kind_.gradients) per_parameter += bytes.accumulator;
-  const std::int64_t state = kind_.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
-  const std::int64_t own = (trained_ + kind_.optimizer_shares - 1) / kind_.optimizer_shares;
-  const std::int64_t rooms = rooms_ * per_parameter + (kind_.gradients ? sums_ * bytes.accumulator : 0);
-  return trained_ * per_parameter + held_ * bytes.activation + own * state + rooms;
+  const HeldState& held = setting_.held;
+  const bool gradients = kind_.gradients && held.gradients;
+  if (gradients) per_parameter += bytes.accumulator;
+  const std::int64_t state =
+      gradients && held.optimizer ? 2 * bytes.accumulator + (dtype_ == DType::bfloat16 ? 4 : 0) : 0;
+  const std::int64_t own = (trained_ + held.optimizer_shares - 1) / held.optimizer_shares;
+  const std::int64_t rooms = rooms_ * per_parameter + (gradients ? sums_ * bytes.accumulator : 0);
+  const std::int64_t narrow = setting_.device.cuda ? bytes.activation : bytes_of(DType::bfloat16);
+  return trained_ * per_parameter + held_ * bytes.activation + narrow_ * narrow + own * state + rooms;
 }
 
 std::int64_t ActivationBytes::constant() const {
-  const std::int64_t process = kind_.cuda ? kCudaBytes : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
-  return process + kind_.beside_bytes + model();
+  const std::int64_t process =
+      setting_.device.cuda ? kCudaBytes : kProcessBytes + (rounds_weight_gradients_ ? kCodeBytes : 0);
+  return process + setting_.held.beside_bytes + model();
 }
 
 std::int64_t ActivationBytes::number_bytes(std::int64_t rows, std::int64_t path_rows) const {
@@ -105,7 +115,8 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   const std::int64_t q_width = shape_.query_width();
   const ElementBytes bytes = element_bytes(dtype_);
   const std::int64_t numbers = number_bytes(rows, path_rows);
-  if (kind_.cuda) return numbers + arena_bytes(rows * q_width * 4);  // attention's backward sums dL/dq in float32
+  if (setting_.device.cuda)
+    return numbers + arena_bytes(rows * q_width * 4);  // attention's backward sums dL/dq in float32
   const std::int64_t widest = std::max({shape_.value_head ? 1 : shape_.vocabulary, q_width, shape_.key_value_width(),
                                         2 * shape_.inner, 2 * shape_.expert_inner});
   const std::int64_t panels =
@@ -119,14 +130,19 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
     if (rounds_weight_gradients_) of_products += kSmallPieceCodeBytes;
   }
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
-  if (defined_sums()) of_products = threads * kOwnProductBytes;
-  std::int64_t of_states = 0;  // of a key head: at starts of blocks, and inside of one
+  if (defined_sums())
+    of_products = threads * kOwnProductBytes;
+  else if (narrow_ > 0)
+    of_products += shape_.hidden * widest * bytes.accumulator;  // one matrix, widened (ops/cpu/product_operations.cpp)
+  std::int64_t of_states = 0;  // of a key head: at starts of blocks, and for the rows of one
   if (shape_.has_states()) {
     const DeltaRuleShape& s = shape_.delta_rule;
-    const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads;
+    const std::int64_t of_head = s.key_dim * s.value_dim, each = s.value_heads / s.key_heads,
+                       width = 2 * s.key_dim + each * s.value_dim;
     of_states = threads * bytes.accumulator *
-                ((rows / kStateBlockRows + 3) * each * of_head + (kStateBlockRows + 1) * of_head +
-                 4 * (kStateBlockRows + s.kernel) * (2 * s.key_dim + each * s.value_dim));
+                ((rows / kStateBlockRows + 3) * each * of_head + 2 * of_head + 64 * s.key_dim + 3 * s.kernel * width +
+                 kStateBlockRows * (5 * kStateBlockRows + 4 * s.value_dim + s.key_dim) +
+                 kStateBlockRows * (4 * width + 4 * s.key_dim + (each + 2) * s.value_dim));
   }
   const std::int64_t most_of_attention = path_rows > 0 ? kMostPathAttentionBytes : kMostAttentionBytes;
   return numbers + of_products + of_states + (widens_products_ ? panels : 0) +
@@ -175,7 +191,8 @@ std::int64_t ActivationBytes::head(const Work& work, bool with_gradient) const {
 }
 
 HeadBuffers ActivationBytes::head_buffers(std::int64_t outputs, bool with_gradient) const {
-  const HeadWay way{.ahead = kind_.cuda || kind_.queued, .writes_sums = kind_.cuda || kind_.writes_sums};
+  const DeviceTraits& device = setting_.device;
+  const HeadWay way{.ahead = device.cuda || device.queued, .writes_sums = device.cuda || device.writes_sums};
   return {element_bytes(dtype_), outputs, shape_.vocabulary, shape_.hidden, with_gradient, way};
 }
 
@@ -235,7 +252,7 @@ std::int64_t ActivationBytes::saved_members(const Work& work, ItemState state, I
 }
 
 std::int64_t ActivationBytes::in_flight(std::int64_t stored_bytes) const {
-  return stored_bytes == 0 || kind_.cuda ? 0 : chunks_in_flight(stored_bytes) * kSpillChunkBytes;
+  return stored_bytes == 0 || setting_.device.cuda ? 0 : chunks_in_flight(stored_bytes) * kSpillChunkBytes;
 }
 
 std::int64_t ActivationBytes::saved_of(const Work& work, ItemState state) const {
@@ -287,9 +304,9 @@ std::int64_t ActivationBytes::wave_peak(const Work& work, ItemState state) const
 }
 
 Work ActivationBytes::share_of(const Work& trunk) const {
-  if (kind_.cp == 1) return trunk;
+  if (cp_ == 1) return trunk;
   Work share = trunk;
-  share.rows = RowShares(trunk.rows, kind_.cp).most();
+  share.rows = RowShares(trunk.rows, cp_).most();
   share.outputs = std::min(share.outputs, share.rows * kind_.temperatures);
   return share;
 }

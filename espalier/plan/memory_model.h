@@ -51,9 +51,9 @@ std::int64_t kv_bytes_per_token(const ModelShape& shape, DType dtype);
 class ActivationBytes {
  public:
   // For one rank: its parameters, heads and inner columns.
-  ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind = {});
+  ActivationBytes(const LocalShape& local, DType dtype, const StepKind& kind = {}, const StepSetting& setting = {});
 
-  // Weights; gradients, masters (bfloat16 only) and two moments where the kind of step has them. For those that ranks
+  // Weights; gradients, masters (bfloat16 only) and two moments where they are held. For those that ranks
   // divide what this rank keeps, and the rooms where units are brought together.
   std::int64_t model() const;
   // Held through the step: the model, the process itself and what is beside them.
@@ -64,7 +64,7 @@ class ActivationBytes {
   std::int64_t scratch(std::int64_t rows, std::int64_t path_rows = 0, int threads = 1) const;
   // K and V for every layer, with their accumulators where there are gradients; allocated once for the longest path.
   PathBytes path(std::int64_t path_rows, const PathPlan& path = {}) const {
-    return path_bytes(block(), path_rows, kind_.gradients, path, kind_.cp);
+    return path_bytes(block(), path_rows, kind_.gradients, path, cp_);
   }
   // For an item below `rows_above` path rows; `own_rows` are a trunk's, 0 of a wave. Forward K and V come and a trunk's
   // own go; backwards all come and the accumulators go.
@@ -95,7 +95,7 @@ class ActivationBytes {
   Work share_of(const Work& trunk) const;
 
   bool gradients() const { return kind_.gradients; }
-  std::int64_t waves_in_flight() const { return kind_.gradients ? kind_.in_flight : 1; }
+  std::int64_t waves_in_flight() const { return kind_.gradients ? in_flight_ : 1; }
   // Most that a wave takes while others like it are in flight.
   std::int64_t wave_peak(const Work& work, ItemState state) const;
   std::int64_t layers() const { return shape_.layers; }
@@ -130,11 +130,11 @@ class ActivationBytes {
   BlockShape block() const { return {shape_, element_bytes(dtype_), rounds_weight_gradients_}; }
   std::int64_t stream(std::int64_t rows) const { return StreamBuffer(block(), rows).peak(); }
   BlockRows full(const Work& work, bool wave, bool experts, Mixer mixer) const {
-    return {work.rows, work.rows, false, !wave && kind_.cp == 1, experts, wave ? 1 : kind_.cp, mixer, work.forks};
+    return {work.rows, work.rows, false, !wave && cp_ == 1, experts, wave ? 1 : cp_, mixer, work.forks};
   }
   BlockRows narrow(const Work& work, bool wave) const {
-    return {work.rows,         work.outputs,        true,        !wave && kind_.cp == 1,
-            last_has_experts_, wave ? 1 : kind_.cp, last_mixer_, work.forks};
+    return {work.rows,         work.outputs,   true,        !wave && cp_ == 1,
+            last_has_experts_, wave ? 1 : cp_, last_mixer_, work.forks};
   }
   std::int64_t forward_only() const { return shape_.trained.first_layer; }  // layers without a backward
   std::int64_t saved_layers() const { return shape_.layers - forward_only(); }
@@ -158,10 +158,12 @@ class ActivationBytes {
   HeadBuffers head_buffers(std::int64_t outputs, bool with_gradient) const;
 
   ModelShape shape_;
-  std::int64_t trained_, held_;  // parameters that this rank keeps; of those held with the rooms
+  std::int64_t trained_, held_, narrow_;  // parameters that this rank keeps; of those held with the rooms
   std::int64_t rooms_ = 0,
                sums_ = 0;  // elements of rooms, and of sums of units, where weights are divided
   StepKind kind_;
+  StepSetting setting_;
+  std::int64_t cp_, in_flight_;
   DType dtype_;
   bool has_outputs_;              // the last stage of pp
   bool widens_products_;          // bfloat16 products are made of float32 panels here

@@ -19,8 +19,9 @@ enum class Windows : std::uint8_t {
   by_types,           // those of layer_types, or all but each window_period-th; with a period of 0 all
 };
 
-// Where the biases of projections are read; an absent attention_bias is false, or on: true, as use_bias is.
-enum class Biases : std::uint8_t { none, always, attention_bias, attention_bias_on, use_bias };
+// Where the biases of projections are read; an absent attention_bias is false, or on: true, as use_bias and qkv_bias
+// are.
+enum class Biases : std::uint8_t { none, always, attention_bias, attention_bias_on, use_bias, qkv_bias_on };
 
 // Frequencies of rotary positions, in layers with a window: those of all layers, or the theta of a member of its own,
 // without scaling.
@@ -28,6 +29,35 @@ struct WindowRope {
   bool own = false;
   const char* theta_member = "rope_theta";
   double theta = 10000;
+};
+
+// Whether the weights of a row's experts are divided by their sum: as norm_topk_prob says, absent it is false or true;
+// or always, or never.
+enum class Renormalises : std::uint8_t { member, member_on, always, never };
+
+// Experts and their routers.
+struct Experts {
+  bool some = false;  // the family has experts
+  const char* inner_member = "moe_intermediate_size";
+  Renormalises renormalises = Renormalises::member;
+  bool sigmoid = false, correction_bias = false;
+  bool biases = false;   // of the router, and of gate, up and down
+  bool clamped = false;  // Activation::clamped, with swiglu_limit
+  // n_group, topk_group and routed_scaling_factor are read; other families have one group and no factor. Absent ones
+  // are:
+  bool groups = false;
+  std::int64_t group_count = 1, top_groups = 1;
+  double scaling = 1;
+  bool group_method = false;  // topk_method is read: greedy, which it is when absent, has one group
+  // The layers before first_k_dense_replace are dense, dense_layers where it is absent; else decoder_sparse_step and
+  // mlp_only_layers say which are; or all layers have experts, and there is no dense MLP.
+  bool dense_first = false, everywhere = false;
+  std::int64_t dense_layers = 1;
+  // The width of the shared expert: of a member, or so many times an expert's. An absent one is:
+  const char* shared_member = "";
+  const char* shared_count_member = "";
+  std::int64_t shared = 0;
+  bool shared_gate = false;
 };
 
 struct Family {
@@ -39,10 +69,9 @@ struct Family {
   bool mlp_bias_member = false;  // mlp_bias is read
   bool mlp_bias_as_output = false;
   bool qk_norm = false, wide_norm = false;
-  bool experts = false;
-  const char* expert_inner_member = "moe_intermediate_size";
-  bool renormalises = false;  // the weights of a row's experts, without a member norm_topk_prob
-  bool sigmoid_router = false, correction_bias = false;
+  bool qk_norm_member = false;  // use_qk_norm says whether
+  bool sinks = false;
+  Experts experts = {};
 
   std::int64_t heads = 0, vocabulary = 0;  // of absent members; 0: they must be there
   std::int64_t head_dim = 0;               // 0: hidden / heads
@@ -61,6 +90,7 @@ struct Family {
   bool partial_rotary = false;  // partial_rotary_factor is read; other families rotate whole heads
   double rotary = 1;            // of an absent one
   bool interleaved = false;
+  bool rope_stated = false;  // members of the rotation must be there: absent they mean a scaling, not none
   WindowRope window_rope = {};
   bool unrotated_layers = false;  // no_rope_layers is read
 
@@ -82,6 +112,7 @@ struct Family {
   // Layers of linear_attention carry a state (gated delta rule), and attention has an output gate; where a matrix is by
   // key head (DeltaRuleShape).
   bool delta_rule = false, by_key_head = false;
+  bool mamba = false;  // layers but those of attn_layer_indices carry a state (Mamba-2)
   ParameterNames names = {};
 };
 

@@ -7,8 +7,10 @@
 #include <sstream>
 
 #include "espalier/plan/config_members.h"
+#include "espalier/plan/expert_config.h"
 #include "espalier/plan/model_families.h"
 #include "espalier/plan/rope_config.h"
+#include "espalier/plan/trained_parameters.h"
 
 namespace espalier {
 namespace {
@@ -147,6 +149,43 @@ void read_mixers(const Members& config, const Family& family, ModelShape& shape)
   }
 }
 
+// Mamba-2 in all layers but those of attn_layer_indices.
+void read_mamba(const Members& config, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
+  DeltaRuleShape& s = shape.delta_rule;
+  s.mamba = true;
+  s.key_heads = config.integer("mamba_n_groups", 1, kMost, 1);
+  s.value_heads = config.integer("mamba_n_heads", 1, kMost, 128);
+  s.key_dim = config.integer("mamba_d_state", 1, kMost, 256);
+  s.kernel = config.integer("mamba_d_conv", 1, kMostKernel, 4);
+  const std::int64_t width = config.integer("mamba_expand", 1, kMost, 2) * shape.hidden;
+  const bool stated = config.has("mamba_d_head") && config.at("mamba_d_head") != Json("auto");
+  s.value_dim = stated ? config.integer("mamba_d_head", 1, kMost, 1) : width / s.value_heads;
+  if (s.value_heads * s.value_dim != width)
+    config.fail("mamba_n_heads", text_of("heads that are together mamba_expand * hidden_size = ", width, " wide"));
+  if (s.value_heads % s.key_heads != 0)
+    config.fail("mamba_n_heads", text_of("a multiple of mamba_n_groups = ", s.key_heads));
+  s.conv_bias = config.flag("mamba_conv_bias", true);
+  if (config.flag("mamba_proj_bias", false)) config.refuse("mamba_proj_bias = true", "projections without biases");
+  if (config.has("time_step_limit") && !config.is_null("time_step_limit")) {
+    const Json& limit = config.at("time_step_limit");
+    const bool infinite = limit.is_array() && limit.size() == 2 && limit[1] == Json({{"__float__", "Infinity"}});
+    if (!limit.is_array() || limit.size() != 2 || !limit[0].is_number() || !(infinite || limit[1].is_number()))
+      config.fail("time_step_limit", "two numbers");
+    s.least_step = limit[0].get<double>();
+    if (!infinite) s.largest_step = limit[1].get<double>();
+  }
+  shape.mixer_of_layer.assign(static_cast<std::size_t>(shape.layers), Mixer::delta_rule);
+  if (!config.has("attn_layer_indices") || config.is_null("attn_layer_indices")) return;
+  const Json& attention = config.at("attn_layer_indices");
+  if (!attention.is_array()) config.fail("attn_layer_indices", "a list of layers");
+  for (const Json& layer : attention) {
+    if (!layer.is_number_integer() || layer.get<std::int64_t>() < 0 || layer.get<std::int64_t>() >= shape.layers)
+      config.fail("attn_layer_indices", text_of("numbers of layers below ", shape.layers));
+    shape.mixer_of_layer[layer.get<std::size_t>()] = Mixer::attention;
+  }
+}
+
 // As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
 // qk_rope_head_dim channels, every head has keys and values of its own, and head_dim says nothing.
 void read_latents(const Members& config, ModelShape& shape) {
@@ -194,6 +233,8 @@ bool has_bias(const Members& config, Biases biases) {
       return config.flag("attention_bias", true);
     case Biases::use_bias:
       return config.flag("use_bias", true);
+    case Biases::qkv_bias_on:
+      return config.flag("qkv_bias", true);
   }
   return false;
 }
@@ -224,6 +265,15 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
   const char* member = family.activation_member;
   const std::string name = config.text(member, family.activation);
   shape.activation.gated = family.gated;
+  if (family.experts.clamped) {
+    constexpr double kSlope = 1.702;
+    if (name != "silu" || config.positive("swiglu_alpha", kSlope) != kSlope)
+      config.refuse(text_of(member, " '", name, "' with swiglu_alpha = ", config.positive("swiglu_alpha", kSlope)),
+                    "silu with swiglu_alpha = 1.702");
+    shape.activation.kind = Activation::clamped;
+    shape.activation.limit = config.positive("swiglu_limit", 7);
+    return;
+  }
   if (name == "silu" || name == "swish")
     shape.activation.kind = Activation::silu;
   else if (name == "gelu_pytorch_tanh" || name == "gelu_new")
@@ -232,55 +282,6 @@ void read_activation(const Members& config, const Family& family, ModelShape& sh
     shape.activation.kind = Activation::gelu;
   else
     config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu, gelu or gelu_pytorch_tanh"));
-}
-
-// Routing that looks at more than one token, or that is random, cannot be shared; other routers are not Qwen3-MoE's.
-void refuse_routing(const Members& config, const Family& family) {
-  const auto refuse = [&](const char* name, const char* supported) {
-    config.refuse(text_of(name, " = ", shown(config.at(name))), supported);
-  };
-  const auto set = [&](const char* name) {
-    return config.has(name) && config.at(name) != Json(false) && config.at(name) != Json(0) &&
-           config.at(name) != Json(0.0);
-  };
-  for (const char* name : {"router_jitter_noise", "input_jitter_noise", "jitter_noise", "router_noise",
-                           "router_noise_std", "moe_input_jitter_eps"})
-    if (set(name)) refuse(name, "a router without noise (a shared row must be routed the same in every rollout)");
-  for (const char* name : {"expert_capacity", "capacity_factor", "moe_capacity_factor", "expert_capacity_factor",
-                           "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"})
-    if (set(name)) refuse(name, "experts without a capacity: no token is dropped for what other tokens chose");
-  for (const char* name : {"expert_choice", "use_expert_choice", "balanced_routing"})
-    if (set(name)) refuse(name, "tokens that choose experts, each on its own");
-  if (config.has("moe_router_load_balancing_type") && config.at("moe_router_load_balancing_type") == Json("sinkhorn"))
-    refuse("moe_router_load_balancing_type", "tokens that choose experts, each on its own");
-  for (const char* name : {"shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"})
-    if (set(name)) refuse(name, "layers without shared experts");
-  const char* const scores = family.sigmoid_router ? "sigmoid" : "softmax";
-  for (const char* name : {"scoring_func", "moe_router_score_function"})
-    if (config.has(name) && config.at(name) != Json(scores)) refuse(name, text_of("scores by ", scores).c_str());
-  for (const char* name : {"n_group", "topk_group", "routed_scaling_factor"})
-    if (config.has(name) && config.at(name) != Json(1) && config.at(name) != Json(1.0))
-      refuse(name, "the top-k over all experts, without groups or scaling");
-}
-
-void read_experts(const Members& config, const Family& family, ModelShape& shape) {
-  // Recent transformers save num_experts under the other name.
-  shape.experts = config.integer(config.has("num_experts") ? "num_experts" : "num_local_experts", 1, 65536);
-  shape.experts_per_token = config.integer("num_experts_per_tok", 1, shape.experts);
-  shape.expert_inner = config.integer(family.expert_inner_member, 1, 1 << 24);
-  shape.norm_topk_prob = family.renormalises || config.flag("norm_topk_prob", false);
-  shape.router.sigmoid = family.sigmoid_router;
-  shape.router.correction_bias = family.correction_bias;
-  const std::int64_t step = config.integer("decoder_sparse_step", 1, 1 << 20, 1);
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    shape.expert_layer[layer] = static_cast<std::uint8_t>((layer + 1) % step == 0);
-  if (!config.has("mlp_only_layers")) return;
-  if (!config.at("mlp_only_layers").is_array()) config.fail("mlp_only_layers", "a list of layer numbers");
-  for (const Json& layer : config.at("mlp_only_layers")) {
-    if (!layer.is_number_integer() || layer.get<std::int64_t>() < 0 || layer.get<std::int64_t>() >= shape.layers)
-      config.fail("mlp_only_layers", text_of("a list of numbers in [0, ", shape.layers, ")"));
-    shape.expert_layer[layer.get<std::int64_t>()] = 0;
-  }
 }
 
 DType read_dtype(const Members& config) {
@@ -308,12 +309,25 @@ void check_one_label(const Members& config) {
   }
 }
 
+// Experts that files hold in MXFP4 are read into bfloat16 (checkpoint/packed_experts.h).
+void refuse_quantisation(const Members& config, const Family& family) {
+  if (!config.has("quantization_config")) return;
+  const Json& stated = config.at("quantization_config");
+  const bool mxfp4 = stated.is_object() && stated.value("quant_method", Json()) == Json("mxfp4");
+  if (mxfp4 && family.names.packed_experts) return;
+  config.refuse(mxfp4 ? "quantization_config of method mxfp4" : "quantization_config",
+                family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
+                                            : "weights that are not quantised");
+}
+
 ModelShape shape_of_family(const Members& config, const Family& family) {
   ModelShape shape;
   shape.architecture = text_of(family.name, kLanguageModel);
   shape.layers = config.integer("num_hidden_layers", 1, 10000);
   shape.hidden = config.integer("hidden_size", 1, 1 << 20);
-  shape.inner = config.integer("intermediate_size", 1, 1 << 24);
+  // Without dense layers nothing is of this width.
+  shape.inner = family.experts.everywhere ? config.integer("intermediate_size", 1, 1 << 24, 1)
+                                          : config.integer("intermediate_size", 1, 1 << 24);
   shape.heads = family.heads > 0 ? config.integer("num_attention_heads", 1, 65536, family.heads)
                                  : config.integer("num_attention_heads", 1, 65536);
   const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
@@ -343,8 +357,9 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   shape.output_bias = has_bias(config, family.output_bias);
   shape.mlp_bias =
       (family.mlp_bias_member && config.flag("mlp_bias", false)) || (family.mlp_bias_as_output && shape.output_bias);
-  shape.qk_norm = family.qk_norm;
+  shape.qk_norm = family.qk_norm_member ? config.flag("use_qk_norm", false) : family.qk_norm;
   shape.attention.wide_norm = family.wide_norm;
+  shape.attention.sinks = family.sinks;
   shape.norm = family.norm;
   shape.norm_place = family.norm_place;
   shape.names = family.names;
@@ -353,22 +368,26 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   read_rope(config, family, shape);
   if (family.unrotated_layers) read_unrotated(config, shape);
   read_scales(config, family, shape);
-  if (family.latent && config.integer("first_k_dense_replace", 0, 1 << 20, 0) < shape.layers)
-    config.refuse("layers of experts", text_of("layers without experts in ", family.name));
   // Qwen3-Next may have no experts.
-  if (family.experts && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
-    refuse_routing(config, family);
+  if (family.experts.some && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
     read_experts(config, family, shape);
   }
 
   refuse_dropout(config);
-  if (family.delta_rule)
+  if (family.mamba)
+    read_mamba(config, shape);
+  else if (family.delta_rule)
     read_mixers(config, family, shape);
   else
     read_windows(config, family, shape);
   read_activation(config, family, shape);
-  if (config.has("quantization_config")) config.refuse("quantization_config", "weights that are not quantised");
+  refuse_quantisation(config, family);
   return shape;
+}
+
+// What never trains is held from the start.
+ModelShape with_held(ModelShape shape) {
+  return shape.router.correction_bias && shape.expert_layers() > 0 ? train_only(std::move(shape), {}) : shape;
 }
 
 const Family& family_named(std::string_view name) {
@@ -477,8 +496,8 @@ void check_object(const Json& json, const std::string& where) {
 ModelShape model_shape_of(const Json& json, const std::string& where) {
   check_object(json, where);
   const Members config(json, where);
-  if (const VisionFamily* row = vision_family_of(config)) return shape_beside_vision(config, *row);
-  return shape_of_family(config, architecture_of(config, false).family);
+  if (const VisionFamily* row = vision_family_of(config)) return with_held(shape_beside_vision(config, *row));
+  return with_held(shape_of_family(config, architecture_of(config, false).family));
 }
 
 CriticShape critic_shape_of(const Json& json, const std::string& where) {
@@ -491,7 +510,7 @@ CriticShape critic_shape_of(const Json& json, const std::string& where) {
   shape.architecture = text_of(architecture.family.name, architecture.of_sequences ? kSequenceClassifier : kClassifier);
   shape.value_head = true;
   shape.tied_head = false;
-  return {std::move(shape), architecture.classifier};
+  return {with_held(std::move(shape)), architecture.classifier};
 }
 
 CriticShape read_reward_shape(const std::filesystem::path& given) {
@@ -504,6 +523,7 @@ CriticShape read_reward_shape(const std::filesystem::path& given) {
                       "give the language model that it began from, or a reward model"});
   architecture.replace(architecture.size() - std::string_view(kClassifier).size(), std::string::npos,
                        kSequenceClassifier);
+  model.shape = with_held(std::move(model.shape));
   return model;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,36 +76,57 @@ struct RouterKind {
   double scaling = 1;                       // of the weights
 };
 
-// An MLP beside the experts, for every row; inner = 0: none.
+// An MLP beside the experts, which every row has; inner = 0: none.
 struct SharedExpert {
   std::int64_t inner = 0;
-  bool gate = false;  // times sigmoid(row . gate weight)
+  bool gate = false;  // its output times sigmoid(row . gate weight)
 };
 
 // What mixes the rows of a layer.
 enum class Mixer : std::uint8_t { attention, delta_rule };
 
-// Gated delta rule with a short convolution (Qwen3-Next, Qwen3.5).
+// The gated delta rule (Qwen3-Next, Qwen3.5), or Mamba-2, which does not read its state before it writes: both behind a
+// short convolution (ops/delta_rule.h).
 struct DeltaRuleShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
   std::int64_t kernel = 0;                                                  // rows of the convolution
   // What a row is projected to: q, k, v, z, b, a, each of all heads (Qwen3.5); or by key head q, k, v, z, and behind
   // them by key head b, a (Qwen3-Next).
   bool by_key_head = false;
+  // Mamba-2: a row is projected to z, v, k, q of all heads and one number a head; the convolution's channels are v, k,
+  // q, with biases or without; the step of a row is within [least_step, largest_step].
+  bool mamba = false, conv_bias = false;
+  double least_step = 0, largest_step = std::numeric_limits<double>::infinity();
 
   std::int64_t channels() const { return 2 * key_heads * key_dim + value_width(); }  // of the convolution
   std::int64_t value_width() const { return value_heads * value_dim; }
-  std::int64_t projected() const { return channels() + value_width() + 2 * value_heads; }
+  std::int64_t projected() const { return channels() + value_width() + (mamba ? 1 : 2) * value_heads; }
   std::int64_t matrix() const { return value_heads * key_dim * value_dim; }  // numbers of S
   std::int64_t state() const { return matrix() + (kernel - 1) * channels(); }
 
-  // Columns of a projected row where one key head has q, k, and what its value heads have: v, z, b, a.
+  // Channels of the convolution where q and k of one key head, and v of its value heads, begin.
+  struct Channels {
+    std::int64_t q, k, v;
+  };
+  Channels channels(std::int64_t key_head) const {
+    const std::int64_t keys = key_heads * key_dim, key = key_head * key_dim,
+                       value = key_head * (value_heads / key_heads) * value_dim;
+    if (mamba) return {value_width() + keys + key, value_width() + key, value};
+    return {key, keys + key, 2 * keys + value};
+  }
+
+  // Columns of a projected row where one key head has q, k, and what its value heads have: v, z, b, a; of Mamba-2 b is
+  // a.
   struct Columns {
     std::int64_t q, k, v, z, b, a;
   };
   Columns columns(std::int64_t key_head) const {
     const std::int64_t each = value_heads / key_heads, width = each * value_dim, g = key_head;
     const std::int64_t keys = key_heads * key_dim, ends = channels() + value_width();
+    if (mamba) {
+      const std::int64_t v = value_width(), step = ends + g * each;
+      return {2 * v + keys + g * key_dim, 2 * v + g * key_dim, v + g * width, g * width, step, step};
+    }
     if (by_key_head) {
       const std::int64_t first = g * 2 * (key_dim + width), q = first + key_dim;
       return {first, q, q + key_dim, q + key_dim + width, ends + 2 * g * each, ends + (2 * g + 1) * each};
@@ -121,18 +143,25 @@ struct ParameterNames {
   const char* attention_post_norm = "";
   const char* mlp_norm = "post_attention_layernorm";
   const char* mlp_post_norm = "";
+  const char* final_norm = "model.norm";
   const char *gate = "mlp.gate_proj", *up = "mlp.up_proj", *down = "mlp.down_proj";
   const char* router = "mlp.gate";
   const char* correction_bias = "mlp.gate.e_score_correction_bias";
   const char* experts = "mlp.experts";  // their module; those of an expert are
+  // Files hold the experts of a layer as <experts>.gate_up_proj [E, M, 2 F], a column of gate and one of up in turn,
+  // and down_proj [E, F, M], with their biases beside them (gpt-oss; checkpoint/packed_experts.h).
+  bool packed_experts = false;
   const char *expert_gate = "gate_proj", *expert_up = "up_proj", *expert_down = "down_proj";
-  const char* shared_expert = "mlp.shared_expert";  // its module
+  const char *shared_gate = "mlp.shared_expert.gate_proj", *shared_up = "mlp.shared_expert.up_proj",
+             *shared_down = "mlp.shared_expert.down_proj";
+  const char* shared_expert_gate = "mlp.shared_expert_gate";
   const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
 };
 
 // The products of a layer whose weights or biases have gradients.
 struct TrainedLayer {
   bool query = true, key_value = true, output = true, router = true, gate_up = true, down = true;
+  bool shared_gate_up = true, shared_down = true, shared_expert_gate = true;
   bool query_latent = true, key_value_latent = true;
 };
 
@@ -165,6 +194,7 @@ struct TrainedParameters {
   std::int64_t first_layer = 0;                           // layers before it have no backward
   bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
   AdapterShape adapter;
+  bool narrow = false;  // held matrices stay in bfloat16 where all else is float32
 
   bool all() const { return of_parameter == nullptr; }
 };

@@ -1,9 +1,12 @@
 // A family is a set of properties of ModelShape (plan/model_families.h); nothing here knows its name.
 #include "espalier/plan/parameter_shapes.h"
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <utility>
+
+#include "espalier/base/error.h"
 
 namespace espalier {
 namespace {
@@ -20,23 +23,31 @@ class Walk {
     if (norm.width > 0 && norm.bias) visit(norm.name, ".bias", {{norm.width}}, of_heads);
   }
   // A tensor that never trains.
-  void held(const char* name, const Side& side) const {
-    ParameterShape parameter{prefix_ + name, {side}, layer_, expert_};
+  void held(const TensorShape& tensor) const {
+    if (tensor.sides.empty()) return;
+    ParameterShape parameter{prefix_ + tensor.name, tensor.sides, layer_, expert_};
     parameter.trains = false;
     visit_(parameter);
   }
-  void tensor(const TensorShape& tensor) const {
-    if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides);
+  void tensor(const TensorShape& tensor, bool of_heads = false) const {
+    if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides, of_heads);
   }
   // All weights, then all biases.
-  void projections(std::initializer_list<ProjectionShape> neighbours, const char* fused = "",
-                   bool of_heads = false) const {
-    for (const ProjectionShape& p : neighbours)
-      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, of_heads, fused);
-    for (const ProjectionShape& p : neighbours)
-      if (p.bias) visit(p.name, ".bias", {p.out}, of_heads, fused);
+  void projections(std::initializer_list<ProjectionShape> neighbours, const std::string& fused = "") const {
+    const auto whole = [&](const char* kind) { return fused.empty() ? fused : prefix_ + fused + kind; };
+    weights(neighbours, whole(".weight"));
+    biases(neighbours, whole(".bias"));
     for (const ProjectionShape& p : neighbours)
       if (p.rank > 0) adapter(p);
+  }
+  // `fused`: the whole name of the tensor of files.
+  void weights(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
+    for (const ProjectionShape& p : neighbours)
+      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, p.of_heads, fused);
+  }
+  void biases(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
+    for (const ProjectionShape& p : neighbours)
+      if (p.bias) visit(p.name, ".bias", {p.out}, p.of_heads, fused);
   }
 
  private:
@@ -47,8 +58,7 @@ class Walk {
   }
   void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false,
              const std::string& fused = "") const {
-    visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads,
-            fused.empty() ? fused : prefix_ + fused + kind});
+    visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads, fused});
   }
 
   const std::function<void(const ParameterShape&)>& visit_;
@@ -60,15 +70,13 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
                  const std::function<void(const ParameterShape&)>& visit) {
   const Walk walk(visit, layer_prefix(layer), layer);
   walk.norm(p.attention_norm);
-  walk.projections({p.query_latent, p.key_value_latent}, "", true);
+  walk.projections({p.query_latent, p.key_value_latent});
   walk.norm(p.query_latent_norm, true);
   walk.norm(p.key_value_latent_norm, true);
   walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
   walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
-  walk.tensor(p.conv);
-  walk.tensor(p.a_log);
-  walk.tensor(p.dt_bias);
-  walk.norm(p.mixed_norm);
+  for (const TensorShape* const tensor : {&p.conv, &p.conv_bias, &p.a_log, &p.dt_bias, &p.skip}) walk.tensor(*tensor);
+  walk.tensor(p.mixed_norm, true);
   walk.projections({p.output});
   walk.norm(p.query_norm, true);
   walk.norm(p.key_norm, true);
@@ -82,11 +90,20 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
     return;
   }
   walk.projections({p.router});
-  if (shape.router.correction_bias) walk.held(shape.names.correction_bias, {p.experts});
-  for (std::int64_t e = 0; e < p.experts; ++e)
-    Walk(visit, expert_prefix(shape, layer, e), layer, e).projections({p.gate, p.up});
-  for (std::int64_t e = 0; e < p.experts; ++e)
-    Walk(visit, expert_prefix(shape, layer, e), layer, e).projections({p.down});
+  walk.held(p.correction_bias);
+  const auto packed = [&](const char* name) {
+    return shape.names.packed_experts ? layer_prefix(layer) + shape.names.experts + "." + name : std::string();
+  };
+  const auto each = [&](auto&& of_one) {
+    for (std::int64_t e = 0; e < p.experts; ++e) of_one(Walk(visit, expert_prefix(shape, layer, e), layer, e));
+  };
+  each([&](const Walk& one) { one.weights({p.gate, p.up}, packed("gate_up_proj")); });
+  each([&](const Walk& one) { one.weights({p.down}, packed("down_proj")); });
+  each([&](const Walk& one) { one.biases({p.gate, p.up}, packed("gate_up_proj_bias")); });
+  each([&](const Walk& one) { one.biases({p.down}, packed("down_proj_bias")); });
+  walk.projections({p.shared_gate, p.shared_up});
+  walk.projections({p.shared_down});
+  walk.projections({p.shared_expert_gate});
 }
 
 }  // namespace
@@ -94,10 +111,11 @@ void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t
 std::int64_t LayerParameters::parameters() const {
   return attention_norm.parameters() + query_latent.parameters() + key_value_latent.parameters() +
          query_latent_norm.parameters() + key_value_latent_norm.parameters() + query.parameters() + key.parameters() +
-         value.parameters() + projected_weights() + conv.parameters() + a_log.parameters() + dt_bias.parameters() +
-         mixed_norm.parameters() + output.parameters() + query_norm.parameters() + key_norm.parameters() +
-         sinks.parameters() + attention_post_norm.parameters() + mlp_norm.parameters() + mlp_post_norm.parameters() +
-         (experts > 0 ? router.parameters() + experts * mlp_parameters() : mlp_parameters());
+         value.parameters() + projected_weights() + conv.parameters() + conv_bias.parameters() + a_log.parameters() +
+         dt_bias.parameters() + skip.parameters() + mixed_norm.parameters() + output.parameters() +
+         query_norm.parameters() + key_norm.parameters() + sinks.parameters() + attention_post_norm.parameters() +
+         mlp_norm.parameters() + mlp_post_norm.parameters() + router.parameters() + correction_bias.parameters() +
+         std::max<std::int64_t>(1, experts) * mlp_parameters() + shared_weights() + shared_expert_gate.parameters();
 }
 
 std::int64_t LayerParameters::low_rank() const {
@@ -113,7 +131,7 @@ std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int6
 OuterParameters outer_parameters(const ModelShape& shape) {
   const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::vocabulary};
   OuterParameters p{{"model.embed_tokens", vocabulary, M},
-                    {"model.norm", shape.hidden, shape.norm == NormKind::layer},
+                    {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer},
                     {"lm_head", vocabulary, M}};
   if (shape.tied_head) p.head = {"lm_head", {}, M};
   if (shape.value_head) p.head = {"score", {1}, M, true};
@@ -148,7 +166,11 @@ TrainedWeights trained_weights(const ModelShape& shape) {
     if (p.experts == 0)
       sum.layers += mlp;
     else
-      sum.layers += trains.router ? p.router.weights() : 0, sum.experts += p.experts * mlp;
+      sum.experts += p.experts * mlp;
+    sum.layers += (trains.router ? p.router.weights() : 0) +
+                  (trains.shared_gate_up ? p.shared_gate.weights() + p.shared_up.weights() : 0) +
+                  (trains.shared_down ? p.shared_down.weights() : 0) +
+                  (trains.shared_expert_gate ? p.shared_expert_gate.weights() : 0);
   }
   return sum;
 }
@@ -165,6 +187,12 @@ void for_each_shape(const ModelShape& shape, const std::function<void(const Para
   walk.projections({outer.head});
 }
 
+// Matrices that products and look-ups alone read. Routers are small, and are not.
+bool is_read_by_products(const ModelShape& shape, const ParameterShape& p) {
+  return p.sides.size() == 2 && p.name.ends_with(".weight") && !p.low_rank &&
+         (p.expert >= 0 || p.name.find(text_of(".", shape.names.router, ".")) == p.name.npos);
+}
+
 }  // namespace
 
 void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
@@ -173,6 +201,7 @@ void for_each_parameter(const ModelShape& shape, const std::function<void(const 
   for_each_shape(shape, [&](const ParameterShape& parameter) {
     ParameterShape named = parameter;
     named.trains = shape.trained.of_parameter->at(index++);
+    named.narrow = shape.trained.narrow && !named.trains && is_read_by_products(shape, named);
     visit(named);
   });
 }
@@ -192,8 +221,7 @@ std::int64_t ModelShape::parameters() const {
     return total;
   }
   if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
-  if (with_experts > 0)
-    total += with_experts * (layer_parameters(*this, true).parameters() + (router.correction_bias ? experts : 0));
+  if (with_experts > 0) total += with_experts * layer_parameters(*this, true).parameters();
   if (trained.adapter.rank > 0)
     for (std::int64_t layer = 0; layer < layers; ++layer) total += adapted_parameters(*this, layer).low_rank();
   return total;

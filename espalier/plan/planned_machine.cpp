@@ -54,8 +54,8 @@ double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
       return gpu.attention_flash;
     case AttentionKernels::cudnn:
       if (gpu.attention_cudnn == 0)
-        throw OptionError({"--attention", text_of("own or flash on an ", gpu.title),
-                           "cudnn, whose kernels are for Hopper", "leave it out"});
+        throw OptionError(
+            {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
       return gpu.attention_cudnn;
     case AttentionKernels::automatic:
       break;
@@ -113,11 +113,11 @@ MachineProfile planned_machine(const std::string& machine, DType dtype, Choice<A
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(machine, ignored))
     throw OptionError({"--machine", text_of(names, "or a file with a profile"), "'" + machine + "'",
-                       "the profile of a machine is what espalier keeps in ~/.cache/espalier there"});
+                       "espalier stores a machine's profile in its ~/.cache/espalier"});
   MachineProfile profile = profile_of(read_profile(machine), machine);
   if (profile.dtype != dtype)
     throw OptionError({"--machine", text_of("rates of ", name_of(dtype), ", the --dtype of this plan"),
-                       text_of(machine, " has those of ", name_of(profile.dtype)),
+                       text_of(machine, " has rates of ", name_of(profile.dtype)),
                        text_of("take --dtype ", name_of(profile.dtype), ", or another profile")});
   return profile;
 }

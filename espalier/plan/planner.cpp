@@ -36,10 +36,11 @@ class Search {
   Search(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees, const LocalShape& shape,
          const PlanOptions& options, const MachineProfile& profile)
       : options_(options),
+        cp_(shape.degrees().cp),
         edges_(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window),
-        model_(shape, profile, options.dtype, options.kind),
-        whole_(shape.whole(), profile, options.dtype, options.kind),
-        bytes_(shape, options.dtype, options.kind),
+        model_(shape, profile, options.dtype, options.kind, options.setting),
+        whole_(shape.whole(), profile, options.dtype, options.kind, options.setting),
+        bytes_(shape, options.dtype, options.kind, options.setting),
         large_rows_(profile.large_rows()),
         communication_(shape, options.dtype, options.kind, profile),
         item_seconds_(communication_.seconds_of_units()),
@@ -73,7 +74,7 @@ class Search {
   std::int64_t base_bytes(const DraftCost& cost) const {
     return bytes_.constant() + bytes_.scratch(cost.max_rows, cost.max_path_rows, model_.threads());
   }
-  bool path_may_be_divided() const { return options_.path_state == PathState::automatic && options_.kind.cp > 1; }
+  bool path_may_be_divided() const { return options_.path_state == PathState::automatic && cp_ > 1; }
   bool path_may_be_stored() const {
     return options_.path_state == PathState::automatic && options_.spill_room > 0 &&
            (options_.trunk_state == SavedState::automatic || options_.trunk_state == SavedState::offload);
@@ -88,6 +89,7 @@ class Search {
   Candidate at_budget(Schedule schedule, std::int64_t budget, bool soft, std::vector<TriedPlan>& tried) const;
 
   PlanOptions options_;
+  std::int64_t cp_;
   EdgeIndex edges_;
   CostModel model_, whole_;  // of the rank; of the whole model
   ActivationBytes bytes_;
@@ -122,7 +124,7 @@ Candidate Search::build(Schedule schedule, const LayoutOptions& options) const {
     set_trunk_states(item, states_.of_trunks().front());
     set_wave_states(item, states_.of_waves().front());
   }
-  const bool divided = options_.path_state == PathState::divide && options_.kind.cp > 1;
+  const bool divided = options_.path_state == PathState::divide && cp_ > 1;
   if (divided || options_.path_state == PathState::offload) candidate.path = {0, divided};
   evaluate(candidate);
   return candidate;
@@ -174,7 +176,7 @@ Candidate Search::at_budget(Schedule schedule, std::int64_t budget, bool soft, s
     if (std::ranges::none_of(tried, same)) tried.push_back(made);  // a soft limit often makes what a hard one does
   };
   const auto built = [&](ItemState trunk_state) {
-    return build(schedule, {budget, soft, trunk_state, phased, options_.kind.cp, item_seconds_});
+    return build(schedule, {budget, soft, trunk_state, phased, cp_, item_seconds_});
   };
   Candidate best = built(states_.of_trunks().front());
   best.undegraded = true;
@@ -325,12 +327,12 @@ class Tally {
     const std::int64_t saved =
         100 * (tree.logical_rows - tree.physical_rows) / std::max<std::int64_t>(tree.logical_rows, 1);
     if (tree.schedule == Schedule::phased)
-      return text_of(distinct, " distinct rows are more than a wave holds: what is shared runs once as ",
+      return text_of(distinct, " distinct rows are more than a wave holds: the shared rows run once as ",
                      tree.trunks == 1 ? "a trunk" : text_of(tree.trunks, " trunks"), ", ", saved,
                      "% of the rows saved");
     if (tree.schedule == Schedule::packed)
-      return tree.waves == 1 ? text_of("fits one wave with all it shares, ", saved, "% of the rows saved")
-                             : text_of("a trunk would cost more than repeating what is shared in ", tree.waves,
+      return tree.waves == 1 ? text_of("fits into one wave, ", saved, "% of the rows saved")
+                             : text_of("a trunk would cost more than repeating the shared rows in ", tree.waves,
                                        " waves, ", saved, "% of the rows saved");
     if (tree.trunks > 0) return "nothing shared; longer than a wave, so it runs as a chain of trunks";
     return distinct == tree.logical_rows ? "nothing shared" : "sharing does not pay here";
@@ -388,7 +390,7 @@ std::int64_t peak_of(std::span<const Rollout> rollouts, const std::vector<Prefix
 // What cannot be lowered by any schedule, where it alone is beyond the budget.
 std::string text_of_constant(const ActivationBytes& bytes, const PlanOptions& options) {
   if (bytes.constant() < options.memory_budget) return "";
-  const std::int64_t beside = options.kind.beside_bytes, own = bytes.constant() - bytes.model() - beside;
+  const std::int64_t beside = options.setting.held.beside_bytes, own = bytes.constant() - bytes.model() - beside;
   return text_of("; weights, gradients and optimizer state are ", format_bytes(bytes.model()),
                  beside > 0 ? text_of(", other models ", format_bytes(beside)) : "", ", the process itself takes ",
                  format_bytes(own));
@@ -418,7 +420,7 @@ std::string remedy_for(std::int64_t needed, const PlanOptions& options,
   };
   if (const std::string words = held_back(options); !words.empty()) advise(words, freed(options));
   // What other models would hold in bfloat16 is not known here.
-  if (options.dtype != DType::bfloat16 && options.kind.beside_bytes == 0) {
+  if (options.dtype != DType::bfloat16 && options.setting.held.beside_bytes == 0) {
     PlanOptions changed = options;
     changed.dtype = DType::bfloat16;
     advise(" --dtype bfloat16", changed);
@@ -434,11 +436,12 @@ PlanOptions plan_options_of(const Options& options) {
   out.token_budget = options.token_budget;
   if (!options.memory_budget.empty()) out.memory_budget = parse_bytes(options.memory_budget, "--memory-budget");
   if (!options.memory_budget.empty() && out.memory_budget == 0)
-    throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out for all that is free"});
+    throw OptionError({"--memory-budget", "at least a byte", "0", "Leave it out to use all free memory"});
   out.dtype = options.dtype;
   out.trunk_state = options.trunk_state;
   out.wave_state = options.wave_state;
   out.path_state = options.path_state;
+  out.setting.device = traits_of(options.device);
   return out;
 }
 

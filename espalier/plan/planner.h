@@ -22,17 +22,18 @@ struct PlanOptions {
   std::int64_t token_budget = 0;   // rows in one wave; 0: chosen. No set has more than max(2, budget) rows
   std::int64_t memory_budget = 0;  // bytes for everything held; 0: unlimited
   SavedState trunk_state = SavedState::automatic;  // automatic: kept; where that does not fit, the cheapest that does
-  SavedState wave_state = SavedState::automatic;   // the same, but never stored away
+  SavedState wave_state = SavedState::automatic;   // the same, but never offloaded
   // The path's layers: automatic: in memory; where that does not fit, while they are not in use as many as must be
-  // divided over the ranks of cp, or stored away where trunks may be, whichever is cheaper. On one rank of cp nothing
+  // sharded over cp, or offloaded where trunks may be, whichever is cheaper. On one rank of cp nothing
   // is divided.
   PathState path_state = PathState::automatic;
-  std::int64_t spill_room = 0;  // bytes that may be stored away unasked
+  std::int64_t spill_room = 0;  // bytes that may be offloaded unasked
   DType dtype = DType::float32;
   bool all_logprobs = false;  // masked response tokens have edges too
   bool must_fit = true;       // false: what does not fit is planned all the same, and says what is missing
   bool remedies = true;       // false: what does not fit says so and no more, which saves a few searches
   StepKind kind;
+  StepSetting setting;
 };
 
 // A step that its memory budget cannot hold.
@@ -43,8 +44,8 @@ class StepTooLarge : public MemoryBudgetError {
   std::int64_t needed;  // the least budget that would do
 };
 
-// From the options alone; the kind of step is the caller's (step_kind_of). Errors: OptionError for
-// values it cannot read.
+// From the options alone, with the traits of their device; kind and holdings of a step are the caller's. Errors:
+// OptionError for values it cannot read.
 PlanOptions plan_options_of(const Options& options);
 
 // The plan of one rank: `shape` is its part of the model. `trees` hold every rollout of the rank exactly once.

@@ -20,9 +20,9 @@ namespace {
 class StageWalk {
  public:
   StageWalk(const LocalShape& local, const PlanOptions& options, const MachineProfile& profile)
-      : model_(local, profile, options.dtype, options.kind),
-        forward_(local, profile, options.dtype, forward_of(options.kind)),
-        bytes_(local, options.dtype, kind_of_stage(options.kind, local)),
+      : model_(local, profile, options.dtype, options.kind, options.setting),
+        forward_(local, profile, options.dtype, forward_of(options.kind), options.setting),
+        bytes_(local, options.dtype, options.kind, options.setting),
         local_(local),
         cp_(local.degrees().cp),
         stages_(local.degrees().pp),
@@ -52,17 +52,13 @@ class StageWalk {
   double seconds = 0, idle = 0, flops = 0;  // of it
   double flops_of_all = 0;                  // of all ranks of tp and cp
   PhasePeaks peaks;
-  std::int64_t stored = 0, path_stored = 0;  // most that it has stored away at a time
+  std::int64_t stored = 0, path_stored = 0;  // most that it has offloaded at a time
 
  private:
   struct Load {
     double seconds = 0, flops = 0;
   };
 
-  static StepKind kind_of_stage(StepKind kind, const LocalShape& local) {
-    kind.in_flight = local.degrees().pp - local.place().pp;
-    return kind;
-  }
   static StepKind forward_of(StepKind kind) {
     kind.gradients = kind.counting_pass = false;
     return kind;
@@ -162,8 +158,7 @@ Work work_on(const PlanItem& item, const LocalShape& rank) {
   const std::int64_t parts = is_divided(item, d.cp) ? d.cp : 1;
   const auto share = [parts](std::int64_t whole) { return (whole + parts - 1) / parts; };
   const std::int64_t rows = share(item.set.rows), pairs = share(item.set.pairs), seen = share(item.set.window_pairs);
-  if (rank.place().pp < d.pp - 1)
-    return {rows, pairs, rows, pairs, seen, seen, item.set.forks};  // all layers run all rows
+  if (!rank.is_last_stage()) return {rows, pairs, rows, pairs, seen, seen, item.set.forks};  // all layers run all rows
   return {rows,
           pairs,
           share(item.set.outputs),
@@ -204,21 +199,18 @@ StepForecast forecast(std::span<const StepPlan* const> plans, std::int64_t dp, s
 PlanOptions options_of_rank(const LayoutProblem& problem, const Degrees& degrees) {
   PlanOptions options = problem.options;
   options.must_fit = options.remedies = false;
-  if (problem.shard == Sharding::optimizer) options.kind.optimizer_shares = degrees.dp;
+  if (problem.shard == Sharding::optimizer) options.setting.held.optimizer_shares = degrees.dp;
   for (const ModelShape& other : problem.beside)
-    options.kind.beside_bytes += ActivationBytes(LocalShape(other, degrees, {}), options.dtype, options.kind).model();
-  options.kind.cp = degrees.cp;
-  options.kind.in_flight = degrees.pp;
-  options.kind.temperatures = temperatures_of(problem.shape, problem.rollouts);
+    options.setting.held.beside_bytes +=
+        ActivationBytes(LocalShape(other, degrees, {}), options.dtype, options.kind, options.setting).model();
   return options;
 }
 
 LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, WhichRanks which) {
   Degrees degrees = given;
   if (problem.shard == Sharding::optimizer && degrees.ep > degrees.tp)
-    throw UnsupportedError(
-        {"--shard", "none or full where experts are spread over ranks of dp", name_of(problem.shard),
-         "give --shard full, which divides what ranks hold alike, experts too, or --ep of at most --tp"});
+    throw UnsupportedError({"--shard", "none or full, because experts are sharded over dp", name_of(problem.shard),
+                            "use --shard full, which also shards experts, or --ep of at most --tp"});
   check_degrees(degrees);
   degrees.full = problem.shard == Sharding::full && degrees.dp * degrees.cp > 1;
   LayoutPlan layout;
@@ -229,8 +221,10 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, Which
     layout.parameters = std::max(layout.parameters, stages.back().parameters());
   }
   const PlanOptions options = options_of_rank(problem, degrees);
-  const LocalShape& planned = stages.back();  // as the engine does (LocalShape::last_stage)
-  const auto dealt = deal_trees(problem.trees, degrees.dp, problem.rollouts, planned, options, problem.profile);
+  const LocalShape planned = stages.front().last_stage();
+  const auto [dealt, repeated_rows] =
+      deal_trees(problem.trees, degrees.dp, problem.rollouts, planned, options, problem.profile);
+  layout.repeated_rows = repeated_rows;
   const std::vector<std::int64_t> asked = asked_ranks(dealt, problem, planned, options, which);
   std::vector<StepPlan> plans;
   for (const std::int64_t dp : asked) {
@@ -247,13 +241,17 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& given, Which
              static_cast<std::int64_t>(dealt[static_cast<std::size_t>(dp)].size()));
 
   double sum = 0, most = 0;
+  std::int64_t rows = 0, most_rows = 0;
   for (std::size_t first = 0; first < layout.ranks.size(); first += stages.size()) {
+    rows += layout.ranks[first].rows, most_rows = std::max(most_rows, layout.ranks[first].rows);
     double compute = 0;
     for (std::size_t stage = 0; stage < stages.size(); ++stage)
       compute = std::max(compute, layout.ranks[first + stage].cost.seconds);
     sum += compute, most = std::max(most, compute);
   }
   if (most > 0) layout.balance = sum / static_cast<double>(asked.size()) / most;
+  if (rows > 0)
+    layout.row_balance = static_cast<double>(most_rows) * static_cast<double>(asked.size()) / static_cast<double>(rows);
   const std::int64_t budget = problem.options.memory_budget;
   if (budget > 0) layout.missing_bytes = std::max<std::int64_t>(0, layout.bytes.peak() - budget);
   for (RankCost& rank : layout.ranks) rank.cost.fits = budget == 0 || rank.cost.bytes.peak() <= budget;
@@ -368,6 +366,8 @@ Json to_json(const LayoutPlan& layout) {
             {"bytes", longest == layout.ranks.end() ? Json::object() : bytes_json(longest->traffic.bytes)}}},
           {"by_rank", each},
           {"balance", layout.balance},
+          {"largest_rows_over_mean", layout.row_balance},
+          {"repeated_rows", layout.repeated_rows},
           {"bubble", layout.bubble},
           {"fits", layout.fits()}};
 }
@@ -383,9 +383,15 @@ std::string explain(const LayoutPlan& layout) {
       "%, pipeline bubble ", std::lround(100 * layout.bubble), "%\n", "  a rank: ", format_count(layout.parameters),
       " parameters, peak ", format_bytes(bytes.peak()), " (A ", format_bytes(bytes.a), ", B ", format_bytes(bytes.b),
       ", C ", format_bytes(bytes.c), ")\n");
+  if (layout.degrees.dp > 1)
+    out += text_of("  rows: the rank with most has ", format_percent(layout.row_balance), " of the mean; ",
+                   layout.repeated_rows == 0
+                       ? std::string("no tree is cut")
+                       : text_of("trees are cut, ranks repeat ", format_count(layout.repeated_rows), " rows"),
+                   "\n");
   if (longest == layout.ranks.end()) return out;
-  if (longest->path == PathState::divide) out += "  the path is divided over the ranks of cp\n";
-  if (longest->path == PathState::offload) out += "  the path is stored away\n";
+  if (longest->path == PathState::divide) out += "  the path is sharded over cp\n";
+  if (longest->path == PathState::offload) out += "  the path is offloaded\n";
   std::string given;
   const Json by_axis = bytes_json(longest->traffic.bytes);
   for (const auto& [axis, phases] : by_axis.items()) {

@@ -7,6 +7,7 @@
 //
 //   seconds of a step  = most over dp of compute of the slowest stage + idle time + communication
 //   balance            = mean / most of compute over ranks of dp
+//   row balance        = most / mean of rows over ranks of dp
 //   bubble             = idle share of a stage (plan/pipeline_time.h), over the trees and the waves without a trunk
 #pragma once
 
@@ -26,7 +27,7 @@ struct LayoutProblem {
   PlanOptions options;  // memory_budget: of one rank; must_fit is not read
   const MachineProfile& profile;
   Choice<Sharding> shard = Sharding::none;
-  std::span<const ModelShape> beside = {};  // other models that stand beside the step, held as options.kind says
+  std::span<const ModelShape> beside = {};  // other models that stand beside the step, held as options.setting says
 };
 
 // The ranks of one stage of one place on the axis of dp.
@@ -63,6 +64,8 @@ struct LayoutPlan {
   PhasePeaks bytes;                 // of the rank with most, phase by phase
   double seconds = 0, compute_seconds = 0, communication_seconds = 0;  // the last two of the slowest rank
   double balance = 1, bubble = 0;
+  double row_balance = 1;          // rows of the rank of dp with most over the mean
+  std::int64_t repeated_rows = 0;  // that several ranks of dp run because a tree is cut (plan/dealing.h)
   std::int64_t missing_bytes = 0;  // beyond the budget of one rank; 0: it fits
   bool fits() const { return missing_bytes == 0; }
 };
@@ -81,8 +84,8 @@ LayoutPlan plan_layout(const LayoutProblem& problem, const Degrees& degrees, Whi
 // missing of one rank's budget, and what would help.
 StepPlan step_on_ranks(const LayoutProblem& problem, const LayoutPlan& layout);
 
-// The fullest rank's bytes and the step's seconds under problem.options.schedule alone, of the busiest rank of dp. As
-// cost_of_schedule.
+// The largest peak bytes of any rank and the step's seconds under problem.options.schedule alone, for the busiest rank
+// of dp. As cost_of_schedule.
 ScheduleCost cost_on_ranks(const LayoutProblem& problem, const Degrees& degrees);
 
 Json to_json(const LayoutPlan& layout);

@@ -11,7 +11,7 @@ namespace {
 
 [[noreturn]] void refuse(const Rollout& rollout, const std::string& expected, const std::string& got) {
   throw InputError({rollout.where + ": routed_experts", expected, got,
-                    "Was this rollout made with another model? Without the field tokens are routed freely"});
+                    "Was this rollout made with another model? Without the field, tokens are routed freely"});
 }
 
 // Keeps the layers with experts of records that hold all layers.
@@ -44,15 +44,15 @@ void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shap
   for (Rollout& rollout : rollouts) {
     RecordedExperts& experts = rollout.recorded_experts;
     if (experts.tokens == 0) continue;
-    if (shape.experts == 0) refuse(rollout, "none, as the model has no experts", "some");
+    if (shape.experts == 0) refuse(rollout, "no experts, because the model has none", "some");
     if (experts.layers != expert_layers && experts.layers != shape.layers)
       refuse(rollout,
              expert_layers == shape.layers
-                 ? text_of(shape.layers, " layers a token")
-                 : text_of(expert_layers, " layers a token (those with experts) or ", shape.layers, " (all)"),
+                 ? text_of(shape.layers, " layers per token")
+                 : text_of(expert_layers, " layers per token (those with experts) or ", shape.layers, " (all)"),
              text_of(experts.layers));
     if (experts.chosen != shape.experts_per_token)
-      refuse(rollout, text_of(shape.experts_per_token, " experts a token and layer"), text_of(experts.chosen));
+      refuse(rollout, text_of(shape.experts_per_token, " experts per token and layer"), text_of(experts.chosen));
     if (experts.layers != expert_layers) drop_dense_layers(experts, shape, expert_layers);
     sort_recorded_experts(experts);
     for (auto layer = experts.ids.begin(); layer != experts.ids.end(); layer += experts.chosen) {
@@ -61,7 +61,7 @@ void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shap
       if (*(end - 1) >= shape.experts)
         refuse(rollout, text_of("experts in [0, ", shape.experts, ")"), text_of(*(end - 1)));
       if (const auto twice = std::adjacent_find(layer, end); twice != end)
-        refuse(rollout, "distinct experts of a token and layer", text_of(*twice, " twice"));
+        refuse(rollout, "distinct experts per token and layer", text_of(*twice, " twice"));
     }
   }
 }

@@ -113,7 +113,7 @@ void read_rotary_dim(const Members& config, const Members& rope, const Family& f
   const std::int64_t whole = shape.rotary_dim();  // of latent attention a part of the head
   const auto rotary = static_cast<std::int64_t>(static_cast<double>(whole) * factor);
   if (factor > 1 || rotary < 2 || rotary % 2 != 0)
-    config.fail("partial_rotary_factor", text_of("a share of ", whole, " channels with an even number"));
+    config.fail("partial_rotary_factor", text_of("a fraction of ", whole, " channels with an even number"));
   if (rotary != shape.head_dim) shape.attention.rotary = rotary;
 }
 
@@ -127,6 +127,8 @@ void read_rope(const Members& config, const Family& family, ModelShape& shape) {
     return Members(holder.object != nullptr ? *holder.object : none, config.where(), holder.path);
   };
   const bool nested = full.object != nullptr || sliding.object != nullptr;
+  if (family.rope_stated && whole.object == nullptr)
+    config.fail("rope_scaling", text_of("an object (absent it means yarn in ", family.name, ")"));
   const Members of_full = members(nested ? full : whole);
   read_rotary_dim(config, of_full, family, shape);
   const double theta = config.positive("rope_theta", family.rope_theta);

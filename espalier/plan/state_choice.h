@@ -46,7 +46,7 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path ...": which of its layers are stored away, or divided; empty where none is.
+// "; path ...": which of its layers are offloaded, or divided; empty where none is.
 std::string path_text(const PathPlan& path);
 
 // ", trunks kept, waves recomputed": what the items' states are; empty where all are kept.

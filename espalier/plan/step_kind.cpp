@@ -15,17 +15,22 @@ bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollou
       rollouts, [](const Rollout& rollout) { return rollout.old_logprobs.empty() && !rollout.response_ids.empty(); });
 }
 
-std::int64_t temperatures_of(const ModelShape& shape, std::span<const Rollout> rollouts) {
-  if (shape.value_head) return 1;
-  std::set<double> different;
-  for (const Rollout& rollout : rollouts) different.insert(rollout.temperature);
-  return std::max<std::int64_t>(1, std::ssize(different));
+DeviceTraits traits_of(DeviceType device) {
+  const bool gpu = device != DeviceType::cpu;
+  return {.cuda = false, .queued = gpu, .writes_sums = gpu};
+}
+
+StepKind forward_kind_of(const ModelShape& shape, std::span<const Rollout> rollouts) {
+  if (shape.value_head) return kForwardOnly;
+  std::set<double> temperatures;
+  for (const Rollout& rollout : rollouts) temperatures.insert(rollout.temperature);
+  return {.gradients = false, .temperatures = std::max<std::int64_t>(1, std::ssize(temperatures))};
 }
 
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
                       bool counted) {
-  StepKind kind;
-  kind.queued = kind.writes_sums = options.device != DeviceType::cpu;
+  StepKind kind = forward_kind_of(shape, rollouts);
+  kind.gradients = true;
   if (shape.value_head) return kind;
   kind.whole_rollout = needs_whole_rollout(options, rollouts);
   if (shape.experts == 0) return kind;

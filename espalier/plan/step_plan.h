@@ -117,7 +117,7 @@ struct PlanCost {
   double flops = 0;
   double seconds = 0;
   PhasePeaks bytes;                    // everything the process holds on the device
-  std::int64_t stored_bytes = 0;       // of trunks: most that is stored away at a time
+  std::int64_t stored_bytes = 0;       // of trunks: most that is offloaded at a time
   std::int64_t path_stored_bytes = 0;  // of the path
 
   std::int64_t all_stored() const { return stored_bytes + path_stored_bytes; }

@@ -50,13 +50,14 @@ Matcher group_of(const std::string& word, const ModelShape& shape) {
   if (word == "norms") return is_norm;
   if (word == "attention")
     return [=](const ParameterShape& p) {
-      return (has_part(p.name, "self_attn") || has_part(p.name, "linear_attn")) && !is_norm(p);
+      return (has_part(p.name, "self_attn") || has_part(p.name, "linear_attn") || has_part(p.name, "mamba")) &&
+             !is_norm(p);
     };
   if (word == "router") return below(router);
   if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
   if (word == "mlp")
     return [router](const ParameterShape& p) {
-      return p.expert < 0 && has_part(p.name, "mlp") && !has_part(p.name, router);
+      return p.expert < 0 && (has_part(p.name, "mlp") || has_part(p.name, "feed_forward")) && !has_part(p.name, router);
     };
   return {};
 }
@@ -97,6 +98,9 @@ bool is_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
   return p.expert >= 0 ? has_part(p.name, names.expert_gate) || has_part(p.name, names.expert_up)
                        : p.layer >= 0 && (has_part(p.name, names.gate) || has_part(p.name, names.up));
 }
+bool is_shared_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
+  return has_part(p.name, shape.names.shared_gate) || has_part(p.name, shape.names.shared_up);
+}
 bool is_down(const ModelShape& shape, const ParameterShape& p) {
   return p.layer >= 0 && has_part(p.name, p.expert >= 0 ? shape.names.expert_down : shape.names.down);
 }
@@ -108,6 +112,7 @@ std::string product_of(const ModelShape& shape, const ParameterShape& p) {
   if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
   const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
   if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
+  if (is_shared_gate_or_up(shape, p)) return layer + " gate_proj and up_proj of the shared expert";
   return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
 }
 
@@ -194,6 +199,10 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
     throw UnsupportedError({"--lora-rank", "a model whose attention projects rows to heads",
                             shape.architecture + ", which projects them to latents first",
                             "train its weights (--train)"});
+  if (shape.shared_expert.inner > 0 && choice.target == "all-linear" && !choice.modules)
+    throw UnsupportedError({"--lora-target", "projections of attention, in a model with shared experts",
+                            "all-linear, which names the shared experts of " + shape.architecture,
+                            "give --lora-target q_proj,k_proj,v_proj,o_proj"});
   if (shape.beside_vision)
     throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
                             shape.architecture + ", in whose files peft names modules otherwise",
@@ -266,6 +275,9 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
                                                                    .router = false,
                                                                    .gate_up = false,
                                                                    .down = false,
+                                                                   .shared_gate_up = false,
+                                                                   .shared_down = false,
+                                                                   .shared_expert_gate = false,
                                                                    .query_latent = false,
                                                                    .key_value_latent = false});
   trained.first_layer = shape.layers;
@@ -295,6 +307,9 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
     layer.router = layer.router || has_part(p.name, shape.names.router);
     layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
     layer.down = layer.down || is_down(shape, p);
+    layer.shared_gate_up = layer.shared_gate_up || is_shared_gate_or_up(shape, p);
+    layer.shared_down = layer.shared_down || has_part(p.name, shape.names.shared_down);
+    layer.shared_expert_gate = layer.shared_expert_gate || has_part(p.name, shape.names.shared_expert_gate);
   });
   if (trained.input) trained.first_layer = 0;
 }
@@ -345,6 +360,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   derive(shape, trains);
   shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
+  shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;
   return shape;
 }
 

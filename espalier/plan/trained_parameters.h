@@ -39,7 +39,8 @@ struct AdapterChoice {
   std::shared_ptr<const std::set<std::string>> modules;  // not null: these have adapters, whatever `target` says
   std::filesystem::path directory;                       // their values; empty: B is 0, and A drawn from `seed`
   std::uint64_t seed = 0;
-  bool draws_b = false;  // B is drawn like A: a check that a B of 0 would hide from
+  bool draws_b = false;     // B is drawn like A: a check that a B of 0 would hide from
+  bool value_head = false;  // `directory` has the critic's
 
   bool operator==(const AdapterChoice&) const = default;
 };
@@ -55,6 +56,7 @@ struct TrainedChoice {
   std::string words = "all";
   AdapterChoice adapter;
   bool scores = false;  // of a reward model (--objective reward)
+  bool narrow = false;  // matrices that are held stay in bfloat16 where a float32 run's model is stored so
 };
 
 // Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...

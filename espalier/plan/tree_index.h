@@ -63,6 +63,8 @@ class TreeIndex {
     return leaf_length(leaf_begin) + new_rows_[leaf_end] - new_rows_[leaf_begin + 1];
   }
   const Work& subtree(std::int32_t node) const { return subtree_[node]; }
+  const Work& own(std::int32_t node) const { return node_[node]; }  // of its rows alone
+  std::int32_t end_node(std::int32_t leaf) const { return end_node_[leaf]; }
 
   // Work of the rows at depths [begin, end) of one leaf's path.
   Work work_of_leaf(std::int32_t leaf, std::int32_t begin, std::int32_t end) const;

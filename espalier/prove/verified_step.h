@@ -46,7 +46,7 @@ class ActorStep : public VerifiedStep {
   Actor& actor_;
 };
 
-// Of a reward model; its series are one score a rollout.
+// For a reward model; its series are one score per rollout.
 class RewardStep : public VerifiedStep {
  public:
   explicit RewardStep(Actor& actor) : actor_(actor) {}

@@ -118,26 +118,31 @@ std::vector<Variant> variants_of(const Options& options, std::int32_t longest) {
   return out;
 }
 
+// A B of 0 would hide the gradient of A.
+TrainedChoice checked_choice(const Options& options) {
+  TrainedChoice choice = trained_choice(options);
+  choice.adapter.draws_b = true;
+  return choice;
+}
+std::optional<CriticChoice> checked_critic(const Options& options) {
+  std::optional<CriticChoice> critic = trained_critic(options);
+  if (critic) critic->train.adapter.draws_b = true;
+  return critic;
+}
+
 // Dense and every variant, before any weight is read. What is run in float64 besides is not held to the budget.
 void require_runs_fit(const ModelShape& shape, const Options& options, const MachineProfile& machine,
                       const TrainingData& data, const Mesh& mesh) {
-  const StepKind kind{.optimizer = false};
-  std::vector<HeldModel> held{{local_shape(shape, mesh), kind}};
-  if (!options.critic.empty())
-    held.push_back({local_shape(read_trained_critic_shape(options.critic, options.train), mesh), kind});
+  const HeldState state{.optimizer = false};
+  std::vector<HeldModel> held{{local_shape(shape, mesh), state}};
+  if (const auto critic = checked_critic(options))
+    held.push_back({local_shape(read_critic_shape(*critic), mesh), state});
   std::vector<Variant> runs = variants_of(options, data.longest());
   runs.push_back({"dense", options});
   runs.back().options.schedule = "dense";
   StepsFit fit;
   for (const Variant& run : runs) fit.add(held, run.options, machine, data.mini_batch(0).rollouts, true, mesh);
   fit.require();
-}
-
-// A B of 0 would hide the gradient of A.
-TrainedChoice checked_choice(const Options& options) {
-  TrainedChoice choice = trained_choice(options);
-  choice.adapter.draws_b = true;
-  return choice;
 }
 
 class Verification {
@@ -347,8 +352,9 @@ ChoosingRun float64_run(const Options& options, const MiniBatch& mini_batch, std
   const MachineProfile machine = default_profile(options.device, DType::float64, at::get_num_threads());
   if (critic && !reward) {
     Workspace workspace(arena_limit(exact));
-    Critic value_model(load_value_model(options.critic, DType::float64, static_cast<std::uint64_t>(options.seed),
-                                        silent, mesh, options.train),
+    const CriticChoice choice = *checked_critic(options);
+    Critic value_model(load_value_model(choice.source, DType::float64, static_cast<std::uint64_t>(options.seed), silent,
+                                        mesh, choice.train),
                        exact, machine, workspace);
     value_model.model().decoder.reserve_positions(longest);
     CriticStep step(value_model);
@@ -443,7 +449,7 @@ Verdict verify(const Options& options, Progress& progress, const Mesh& mesh) {
   Actor actor(*model, options, machine);
   std::optional<Critic> critic;
   if (with_critic) {
-    critic.emplace(load_critic(options.critic, options, model->shape, progress, mesh), options, actor.machine,
+    critic.emplace(load_critic(*checked_critic(options), options, model->shape, progress, mesh), options, actor.machine,
                    actor.workspace);
     critic->model().decoder.reserve_positions(longest);
     data.prepare(0, [&](std::span<const Rollout> rollouts) { return critic->values_of(rollouts, progress); });

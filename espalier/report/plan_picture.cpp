@@ -68,7 +68,7 @@ struct Fields {
   [[noreturn]] void refuse(const std::string& name, const std::string& expected) const {
     throw InputError({where, text_of("\"", name, "\" of a picture: ", expected),
                       json.is_object() && json.contains(name) ? json[name].dump().substr(0, 80) : "nothing",
-                      "take the line out; the report is then without its picture"});
+                      "remove the line; the report then has no picture of it"});
   }
   std::int64_t integer(const char* name, std::int64_t least = 0) const {
     if (!json.is_object() || !json.contains(name) || !json[name].is_number_integer()) refuse(name, "an integer");

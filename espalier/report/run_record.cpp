@@ -10,7 +10,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kRemedy = "restore the file, or take the damaged line out; see docs/run_folder.md";
+constexpr const char* kRemedy = "restore the file, or remove the damaged line; see docs/run_folder.md";
 
 void check_step(const Json& line, const std::string& where) {
   constexpr std::int64_t kMost = std::int64_t{1} << 50;
@@ -46,7 +46,7 @@ void read_metrics(const fs::path& path, RunRecord& run) {
     const std::size_t end = text.find('\n', begin);
     if (end == std::string::npos) {
       run.notes.push_back(text_of("The last line of ", path.filename().string(), " (", number,
-                                  ") has no end: the run was stopped while it wrote. It is left out."));
+                                  ") is incomplete, because the run was stopped while writing it. It is skipped."));
       break;
     }
     const std::string where = text_of(path.string(), ":", number);
@@ -54,7 +54,7 @@ void read_metrics(const fs::path& path, RunRecord& run) {
     begin = end + 1;
   }
   if (unknown > 0)
-    run.notes.push_back(text_of(unknown, " lines of ", path.filename().string(), " are of a kind unknown here."));
+    run.notes.push_back(text_of(unknown, " lines of ", path.filename().string(), " have an unknown kind."));
 }
 
 void read_train_output(const fs::path& path, RunRecord& run) {

@@ -99,14 +99,14 @@ class GzipBytes : public ByteStream {
         return 0;
       }
       if (!inside_member_) {
-        if (inflateReset(&inflater_) != Z_OK) throw damaged("a stream that zlib cannot start");
+        if (inflateReset(&inflater_) != Z_OK) throw damaged("an error of zlib at the start");
         inside_member_ = true;
       }
       const int status = inflate(&inflater_, Z_NO_FLUSH);
       if (status == Z_STREAM_END)
         inside_member_ = false;
       else if (status != Z_OK && status != Z_BUF_ERROR)
-        throw damaged(inflater_.msg ? inflater_.msg : "data that zlib cannot unpack");
+        throw damaged(inflater_.msg ? inflater_.msg : "data that zlib cannot decompress");
     }
     return asked - inflater_.avail_out;
   }
@@ -185,7 +185,7 @@ std::unique_ptr<ByteStream> open_file_bytes(const std::string& path, std::int64_
   struct stat status {};
   if (::fstat(descriptor, &status) != 0) throw InputError({path, "a readable file", std::strerror(errno), ""});
   if (S_ISDIR(status.st_mode))
-    throw InputError({path, "a file of rollouts", "a directory", "Name the files in it, such as DIR/*.jsonl"});
+    throw InputError({path, "a file of rollouts", "a directory", "Give the files in it, such as DIR/*.jsonl"});
   total_bytes = S_ISREG(status.st_mode) ? static_cast<std::int64_t>(status.st_size) : 0;
   return stream;
 }

@@ -49,7 +49,7 @@ bool LineReader::refill() {
   if (end_ > kLongestLine)
     throw InputError({name_ + ":" + std::to_string(number_ + 1),
                       "a line of at most " + format_bytes(static_cast<std::int64_t>(kLongestLine)), "a longer one",
-                      "Write one record a line"});
+                      "Write one record per line"});
   if (end_ + kPadding == buffer_.size()) buffer_.resize(2 * (buffer_.size() - kPadding) + kPadding);
   const std::size_t got = stream_.read(buffer_.data() + end_, buffer_.size() - kPadding - end_);
   at_end_ = got == 0;

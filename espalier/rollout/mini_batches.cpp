@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <map>
-#include <ranges>
 #include <string>
 #include <unordered_map>
 
@@ -102,14 +102,16 @@ std::string mini_batch_note(std::span<const Rollout> rollouts, const std::vector
                             std::int64_t size) {
   if (size == 0 || batches.empty()) return "";
   if (all_have_step(rollouts))
-    return text_of("--mini-batch-size ", size, " is not used: every record says its step, ", batches.size(), " in all");
-  const auto sizes = [](const std::vector<std::int64_t>& batch) { return static_cast<std::int64_t>(batch.size()); };
-  const auto whole =
-      std::span(batches).first(std::max<std::size_t>(batches.size() - 1, 1));  // the last holds what is left
-  const auto [least, most] = std::ranges::minmax(whole | std::views::transform(sizes));
+    return text_of("--mini-batch-size ", size, " is not used, because every record has a step: ", batches.size(),
+                   " in all");
+  std::int64_t least = std::numeric_limits<std::int64_t>::max(), most = 0;
+  for (std::size_t b = 0; b < std::max<std::size_t>(batches.size() - 1, 1); ++b) {  // the last may be smaller
+    least = std::min(least, static_cast<std::int64_t>(batches[b].size()));
+    most = std::max(most, static_cast<std::int64_t>(batches[b].size()));
+  }
   if (least == size && most == size) return "";
   if (batches.size() == 1 && most < size)
-    return text_of("--mini-batch-size ", size, " is more than the ", most, " rollouts: they are one mini-batch");
+    return text_of("--mini-batch-size ", size, " is more than the ", most, " rollouts, which form one mini-batch");
   return text_of("--mini-batch-size ", size, ": a group is never split, so mini-batches hold ",
                  least == most ? text_of(least) : text_of(least, " to ", most), " rollouts (", batches.size(),
                  " in all)");

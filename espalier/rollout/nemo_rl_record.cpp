@@ -65,7 +65,7 @@ Rollout assembled(const Sample& sample, const RecordPlace& place) {
   if (sample.token_ids.empty()) throw place.wrong("token_ids", "at least one token", "none");
   const std::int64_t end = used_length(sample, place);
   if (sample.token_loss_mask.empty())
-    throw place.wrong("token_loss_mask", "this field: it tells the response from the prompt", "none");
+    throw place.wrong("token_loss_mask", "this field, which separates the response from the prompt", "none");
   std::int64_t begin = 0;
   const auto mask = response_part(sample.token_loss_mask, sample, 0, end, place, "token_loss_mask");
   while (begin < end && !mask[static_cast<std::size_t>(begin)]) ++begin;

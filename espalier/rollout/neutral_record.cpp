@@ -115,7 +115,7 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
                       text_of(tokens, " or ", tokens - 1, " entries, one per token of prompt and response"),
                       text_of(recorded));
   if (rollout.turn && rollout.trajectory.empty())
-    throw place.wrong("turn", "a field trajectory beside it, which says whose turn it is", "none");
+    throw place.wrong("turn", "a field trajectory in the same record", "none");
   if (seen.mask)
     check_length(rollout.loss_mask.size(), rollout, place, "loss_mask");
   else
@@ -130,7 +130,7 @@ void check_record(Rollout& rollout, const Seen& seen, const RecordPlace& place) 
 // The fields of one response have no meaning beside several; `fields` names the several.
 void refuse_fields_of_one(const Rollout& common, const Seen& seen, std::string_view fields, const RecordPlace& place) {
   const auto refuse = [&](bool given, std::string_view field) {
-    if (given) throw place.wrong(field, text_of("no such field beside ", fields), "one", "");
+    if (given) throw place.wrong(field, text_of("no such field together with ", fields), "one", "");
   };
   refuse(seen.response, "response_ids");
   refuse(seen.mask, "loss_mask");
@@ -159,8 +159,7 @@ void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, Record
     if (answers.ids[side].empty()) throw place.wrong(kAnswerIds[side], "at least one token", "an empty list");
   }
   if (answers.ref_logprob[0].has_value() != answers.ref_logprob[1].has_value())
-    throw place.wrong(kAnswerReferences[answers.ref_logprob[0] ? 1 : 0], "this field beside the other answer's",
-                      "none");
+    throw place.wrong(kAnswerReferences[answers.ref_logprob[0] ? 1 : 0], "this field for both answers", "none");
   for (int side = 0; side < 2; ++side) {
     const PairPlace pair{reader.pairs, side == 0, answers.ref_logprob[side], {}, answers.margin.value_or(0)};
     add_answer(common, seen, std::move(answers.ids[side]), pair, place, out);
@@ -171,8 +170,7 @@ void add_pair(const Rollout& common, const Seen& seen, Answers&& answers, Record
 void add_list(const Rollout& common, const Seen& seen, std::vector<ScoredAnswer>&& answers, RecordReader& reader,
               const RecordPlace& place, std::vector<Rollout>& out) {
   refuse_fields_of_one(common, seen, "answers", place);
-  if (answers.size() < 2)
-    throw place.wrong("answers", "at least two answers, which are compared", text_of(answers.size()));
+  if (answers.size() < 2) throw place.wrong("answers", "at least two answers to compare", text_of(answers.size()));
   for (ScoredAnswer& answer : answers)
     add_answer(common, seen, std::move(answer.ids), {reader.pairs, false, {}, answer.score, 0}, place, out);
   ++reader.pairs;
@@ -193,7 +191,7 @@ std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place
       std::string_view key;
       JsonValue field;
       if (member.unescaped_key().get(key) || member.value().get(field))
-        throw place.wrong(at, kExpected, "an object that is not JSON");
+        throw place.wrong(at, kExpected, "an object with invalid JSON");
       const std::string name = text_of(at, ".", key);
       if (key == "response_ids") {
         read_token_ids(field, place, name, vocabulary, ListShape::flat, answer.ids);
@@ -201,7 +199,7 @@ std::vector<ScoredAnswer> read_answers(JsonValue value, const RecordPlace& place
         answer.score = read_number(field, place, name);
         scored = true;
       } else {
-        throw place.wrong(name, "response_ids and score alone in an answer", "another field");
+        throw place.wrong(name, "only response_ids and score in an answer", "another field");
       }
     }
     if (answer.ids.empty()) throw place.wrong(at + ".response_ids", "at least one token", "none");
@@ -290,11 +288,12 @@ void read_neutral_record(RecordReader& reader, std::string_view line, const Reco
   });
   const bool pair = answers.seen[0] || answers.seen[1];
   if (list && (pair || answers.margin || answers.ref_logprob[0] || answers.ref_logprob[1]))
-    throw place.wrong("answers", "no fields of a pair beside it", "chosen_ids, rejected_ids, margin or ref_..._logps");
+    throw place.wrong("answers", "no fields of a pair in the same record",
+                      "chosen_ids, rejected_ids, margin or ref_..._logps");
   if (list) return add_list(rollout, seen, *std::move(list), reader, place, out);
   if (pair) return add_pair(rollout, seen, std::move(answers), reader, place, out);
   if (answers.ref_logprob[0] || answers.ref_logprob[1] || answers.margin)
-    throw place.wrong("chosen_ids", "this field beside ref_chosen_logps, ref_rejected_logps or margin", "none");
+    throw place.wrong("chosen_ids", "this field together with ref_chosen_logps, ref_rejected_logps or margin", "none");
   check_record(rollout, seen, place);
   out.push_back(std::move(rollout));
 }

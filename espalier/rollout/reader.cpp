@@ -66,7 +66,7 @@ class FileSetReader {
   // Appends the records that the rows of text in a file stand for.
   void read_rows(const std::string& path) {
     if (options_.rows.model.empty())
-      throw InputError({path, "--model DIR, whose tokenizer makes token ids of text", "none", "give --model"});
+      throw InputError({path, "--model DIR, whose tokenizer turns the text into token ids", "none", "give --model"});
     read_by_python(path, {"espalier.texts", "rows", options_.rows.objective, options_.rows.model});
   }
 

@@ -43,8 +43,8 @@ void for_each_element(JsonValue value, const RecordPlace& place, std::string_vie
   bool was_wrapped = false;
   for (auto element : list) {
     JsonValue item;
-    if (element.get(item)) throw place.wrong(field, expected, "a list that is not JSON");
-    if (was_wrapped) throw place.wrong(field, "one list", "several lists", "Write one record a line");
+    if (element.get(item)) throw place.wrong(field, expected, "a list with invalid JSON");
+    if (was_wrapped) throw place.wrong(field, "one list", "several lists", "Write one record per line");
     ondemand::json_type type;
     if (shape == ListShape::flat_or_wrapped && index == 0 && !item.type().get(type) &&
         type == ondemand::json_type::array) {
@@ -62,7 +62,7 @@ InputError RecordPlace::broken(const std::string& got) const {
   return InputError({where(), "one JSON object on the line", got,
                      ends_file ? "The file ends in the middle of a record or without a newline: it may have been cut "
                                  "short while it was written or copied"
-                               : "Write one record a line"});
+                               : "Write one record per line"});
 }
 
 InputError RecordPlace::wrong(std::string_view field, const std::string& expected, const std::string& got,
@@ -109,7 +109,7 @@ void read_mask(JsonValue value, const RecordPlace& place, std::string_view field
         std::string got;
         append_number(got, number);
         throw place.wrong(element_name(field, index), "0 or 1", got,
-                          "A mask keeps or drops a token's loss; it is no weight");
+                          "A mask keeps or drops a token's loss; it is not a weight");
       }
       out.push_back(number == 1);
     } else if (item.get_bool().get(flag) == simdjson::SUCCESS) {
@@ -206,11 +206,11 @@ void for_each_member(ondemand::parser& parser, std::string_view line, const Reco
       throw place.broken(std::string("broken JSON") + (keys.empty() ? "" : " after field \"" + keys.back() + "\""));
     value = field.value();
     if (std::find(keys.begin(), keys.end(), key) != keys.end())
-      throw place.wrong(key, "each field once", "it twice in one record", "Keep one of them");
+      throw place.wrong(key, "each field once", "this field twice in one record", "Keep one of them");
     keys.emplace_back(key);
     visit(keys.back(), value);
   }
-  if (document.current_location().error() != simdjson::OUT_OF_BOUNDS) throw place.broken("more text behind the object");
+  if (document.current_location().error() != simdjson::OUT_OF_BOUNDS) throw place.broken("more text after the object");
 }
 
 }  // namespace espalier

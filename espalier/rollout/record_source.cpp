@@ -17,14 +17,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kArray = "Write one record a line: jq -c '.[]' FILE > FILE.jsonl";
+constexpr const char* kArray = "Write one record per line: jq -c '.[]' FILE > FILE.jsonl";
 constexpr const char* kTable =
     "Tables of completions hold text and no token ids: write neutral JSON Lines (docs/rollout_format.md) where tokens "
     "are "
     "known";
 constexpr const char* kLines = "JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst)";
 constexpr const char* kWhole =
-    "Was it copied or unpacked completely? Dumps of torch, pickle or Parquet are told by their first bytes";
+    "Was it copied or unpacked completely? Dumps of torch, pickle or Parquet are recognised by their first bytes";
 constexpr const char* kByPath = "Save it as a file and give its path: it is read by the Python package";
 constexpr const char* kNeverRead =
     "Write neutral JSON Lines from it (docs/rollout_format.md); tables of completions hold text and no token ids";
@@ -129,10 +129,10 @@ void add_folder(const std::string& path, std::vector<RecordSource>& out) {
   }
   if (steps.empty() && lines.empty() && !for_python)
     throw InputError({path, "a file of rollouts, or a folder of them", "a directory without any",
-                      "Name the files in it, such as DIR/*.jsonl"});
+                      "Give the files in it, such as DIR/*.jsonl"});
   if (!lines.empty() && (for_python || !steps.empty()))
     throw InputError(
-        {path, "a folder of rollouts of one kind", "several", "Name the files in it, such as DIR/*.jsonl"});
+        {path, "a folder of rollouts of one kind", "several", "Give the files in it, such as DIR/*.jsonl"});
   if (steps.empty() && for_python) return out.push_back({path, true, 0});
   std::sort(steps.begin(), steps.end());
   std::sort(lines.begin(), lines.end(), before);

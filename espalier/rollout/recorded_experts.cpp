@@ -32,7 +32,7 @@ class RecordedExpertsReader {
     std::int32_t index = 0;
     for (auto element : list) {
       JsonValue item;
-      if (element.get(item)) throw place_.wrong(at, expected, "a list that is not JSON");
+      if (element.get(item)) throw place_.wrong(at, expected, "a list with invalid JSON");
       visit(item, index++);
     }
   }

@@ -24,11 +24,10 @@ void order_turns(std::span<const Rollout> rollouts, Turns& turns) {
   std::ranges::stable_sort(turns, {}, [&](std::int64_t index) { return *at(index).turn; });
   const auto twin = std::ranges::adjacent_find(turns, {}, [&](std::int64_t index) { return *at(index).turn; });
   if (twin != turns.end())
-    throw InputError(
-        {at(twin[1]).where + ": turn", "each turn of a trajectory once",
-         text_of("turn ", *at(twin[1]).turn, " of trajectory ", at(twin[1]).trajectory, " here and at ",
-                 at(twin[0]).where),
-         "Where an agent branches, give each branch a trajectory of its own; what they share still runs once"});
+    throw InputError({at(twin[1]).where + ": turn", "each turn of a trajectory once",
+                      text_of("turn ", *at(twin[1]).turn, " of trajectory ", at(twin[1]).trajectory, " here and at ",
+                              at(twin[0]).where),
+                      "If an agent branches, give each branch its own trajectory; common tokens still run once"});
 }
 
 // The first two turns of a trajectory whose rewards differ; {-1, -1}: none.
@@ -92,7 +91,7 @@ std::string settle_turn_rewards(std::span<Rollout> rollouts, TurnRewards choice)
     const Rollout &first = rollouts[static_cast<std::size_t>(one)], &second = rollouts[static_cast<std::size_t>(other)];
     throw InputError({second.where + ": reward",
                       text_of("the reward ", *first.reward, " of ", first.where,
-                              ", a turn of the same trajectory, for --turn-rewards outcome"),
+                              ", another turn of the trajectory, for --turn-rewards outcome"),
                       text_of(*second.reward), "--turn-rewards sum adds the rewards of a trajectory's turns"});
   }
   for (const Turns& turns : trajectories.turns) {

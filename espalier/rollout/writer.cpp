@@ -101,8 +101,8 @@ bool all_equal(const std::vector<double>& values) {
 
 std::string rollout_json(const Rollout& rollout, const std::vector<ExtraSeries>& extras) {
   if (rollout.pair.pair >= 0)
-    throw UnsupportedError({rollout.where, "a record of one response where records are written", "a pair of answers",
-                            "train, verify, plan and inspect read pairs"});
+    throw UnsupportedError({rollout.where, "records with one response, because records are written",
+                            "a pair of answers", "train, verify, plan and inspect read pairs"});
   RecordText record(extras);
   add_begin(record, rollout);
   record.add_integers("response_ids", rollout.response_ids);

@@ -7,8 +7,8 @@
 
 namespace espalier {
 
-SleepingTrunk::SleepingTrunk(Arena& arena, SpillQueue& queue)
-    : arena_(arena), queue_(queue), begin_(queue.store_top()) {}
+SleepingTrunk::SleepingTrunk(Arena& arena, SpillQueue& queue, const DecoderSaved& saved, std::int64_t first_layer)
+    : arena_(arena), queue_(queue), saved_(saved), first_layer_(first_layer), begin_(queue.store_top()) {}
 
 // Chunks that were not fetched, after an error, are not wanted any more, and nobody writes to their entries.
 SleepingTrunk::~SleepingTrunk() {
@@ -16,8 +16,23 @@ SleepingTrunk::~SleepingTrunk() {
   queue_.set_store_top(begin_);
 }
 
-void SleepingTrunk::put_away(std::int64_t layer, Arena::Range range) {
-  ESPALIER_INTERNAL_EQ(layer, static_cast<std::int64_t>(layers_.size()));
+std::int64_t SleepingTrunk::number_at(const Stop& stop) const {
+  return stop.is_layer() ? std::max<std::int64_t>(-1, stop.unit - first_layer_) : -1;
+}
+
+void SleepingTrunk::enter(const Stop& stop) {
+  const std::int64_t number = number_at(stop);
+  if (number >= 0 && stop.pass == Pass::backward) bring_back(layers_.at(static_cast<std::size_t>(number)));
+}
+
+void SleepingTrunk::leave(const Stop& stop) {
+  const std::int64_t number = number_at(stop);
+  if (number < 0) return;
+  if (stop.pass == Pass::forward) return put_away(saved_.offload.at(static_cast<std::size_t>(number)));
+  arena_.sleep(layers_.at(static_cast<std::size_t>(number)).range);  // nobody reads it again
+}
+
+void SleepingTrunk::put_away(Arena::Range range) {
   Layer& own = layers_.emplace_back(Layer{range, {}});
   ++away_;
   own.chunks.resize(static_cast<std::size_t>((range.bytes() + kSpillChunkBytes - 1) / kSpillChunkBytes));
@@ -40,9 +55,8 @@ void SleepingTrunk::ask_ahead() {
   asked_ = true;
 }
 
-void SleepingTrunk::bring_back(std::int64_t layer) {
+void SleepingTrunk::bring_back(const Layer& own) {
   ask_ahead();
-  const Layer& own = layers_.at(static_cast<std::size_t>(layer));
   arena_.wake(own.range);
   std::int64_t to = own.range.begin;
   for (const StoredChunk& chunk : own.chunks) {
@@ -53,7 +67,5 @@ void SleepingTrunk::bring_back(std::int64_t layer) {
   }
   --away_;
 }
-
-void SleepingTrunk::let_go(std::int64_t layer) { arena_.sleep(layers_.at(static_cast<std::size_t>(layer)).range); }
 
 }  // namespace espalier

@@ -7,25 +7,26 @@
 
 #include <vector>
 
-#include "espalier/model/layer_keeper.h"
+#include "espalier/model/decoder_pass.h"
 #include "espalier/saved/spill_queue.h"
 
 namespace espalier {
 
-class SleepingTrunk : public LayerKeeper {
+class SleepingTrunk final : public Guest {
  public:
-  // Both must outlive the object. Trunks open and close as a stack, here as in the arena.
-  SleepingTrunk(Arena& arena, SpillQueue& queue);
+  // All must outlive the object; `saved` is that of the trunk's passes. Trunks open and close as a stack, here as in
+  // the arena.
+  SleepingTrunk(Arena& arena, SpillQueue& queue, const DecoderSaved& saved, std::int64_t first_layer);
   ~SleepingTrunk() override;
 
   // The backward is near: its layers are read ahead from now on, as far as there are buffers. Trunks are asked for in
   // the order in which they close.
   void ask_ahead();
 
-  // Errors of all three: those of Store.
-  void put_away(std::int64_t layer, Arena::Range range) override;
-  void bring_back(std::int64_t layer) override;
-  void let_go(std::int64_t layer) override;
+  // In the backward a layer is in memory from one to the other; in the forward it sleeps from its end on. Errors of
+  // both: those of Store.
+  void enter(const Stop& stop) override;
+  void leave(const Stop& stop) override;
 
  private:
   struct Layer {
@@ -33,8 +34,15 @@ class SleepingTrunk : public LayerKeeper {
     std::vector<StoredChunk> chunks;
   };
 
+  void put_away(Arena::Range range);
+  void bring_back(const Layer& layer);
+  // Of the layers that are saved, the number of the one at the stop; -1: none of them.
+  std::int64_t number_at(const Stop& stop) const;
+
   Arena& arena_;
   SpillQueue& queue_;
+  const DecoderSaved& saved_;
+  std::int64_t first_layer_;
   std::int64_t begin_;  // of the trunk in the store
   std::vector<Layer> layers_;
   bool asked_ = false;     // for all chunks, in the order of the backward

@@ -63,12 +63,12 @@ CriticReport Critic::update(const MiniBatch& mini_batch, const std::function<voi
   return report;
 }
 
-std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
-                                        const ModelShape& actor, Progress& progress, const Mesh& mesh) {
-  auto model = load_value_model(directory, options.dtype, static_cast<std::uint64_t>(options.seed), progress, mesh,
-                                options.train);
+std::unique_ptr<ModelState> load_critic(const CriticChoice& critic, const Options& options, const ModelShape& actor,
+                                        Progress& progress, const Mesh& mesh) {
+  auto model = load_value_model(critic.source, options.dtype, static_cast<std::uint64_t>(options.seed), progress, mesh,
+                                critic.train);
   if (model->shape.vocabulary != actor.vocabulary)
-    throw InputError({directory.string(), text_of("a critic with the model's vocabulary of ", actor.vocabulary),
+    throw InputError({critic.source, text_of("a critic with the model's vocabulary of ", actor.vocabulary),
                       text_of("a vocabulary of ", model->shape.vocabulary),
                       "Actor and critic read the same token ids: give a critic with the same tokenizer"});
   return model;

@@ -19,6 +19,7 @@
 #include "espalier/optimizer/adamw.h"
 #include "espalier/step/mini_batch.h"
 #include "espalier/step/pass.h"
+#include "espalier/step/trained_choice.h"
 
 namespace espalier {
 
@@ -61,8 +62,8 @@ class Critic {
 // The critic of --critic: a token classifier with one label, or a language model, whose blocks are taken and which gets
 // a value head from --seed (a note says so). Errors: as read_critic_shape and load_parameters; InputError for another
 // vocabulary than the actor's.
-std::unique_ptr<ModelState> load_critic(const std::filesystem::path& directory, const Options& options,
-                                        const ModelShape& actor, Progress& progress, const Mesh& mesh = mesh_of_one());
+std::unique_ptr<ModelState> load_critic(const CriticChoice& critic, const Options& options, const ModelShape& actor,
+                                        Progress& progress, const Mesh& mesh = mesh_of_one());
 
 // values_of without a critic in training.
 struct ScoredValues {

@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-std::int64_t HeldModel::bytes(DType dtype) const { return ActivationBytes(shape, dtype, kind).model(); }
+std::int64_t HeldModel::bytes(DType dtype) const { return ActivationBytes(shape, dtype, {}, {state, {}}).model(); }
 
 std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype) {
   std::int64_t sum = 0;
@@ -20,9 +20,9 @@ std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held,
 
 std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype) {
   const HeldModel& first = held.front();
-  StepKind kind = first.kind;
-  kind.beside_bytes = bytes_beside(first, held, dtype);
-  return ActivationBytes(first.shape, dtype, kind).constant();
+  HeldState state = first.state;
+  state.beside_bytes = bytes_beside(first, held, dtype);
+  return ActivationBytes(first.shape, dtype, {}, {state, {}}).constant();
 }
 
 namespace {
@@ -42,15 +42,15 @@ void require_room(std::span<const HeldModel> held, const Options& options) {
   const std::int64_t needed = needed_for(held, options.dtype), process = needed - own - beside;
   const std::int64_t room = (given || !in_host_memory ? 0 : resident_bytes()) + arena_limit(options);
   if (needed <= room) return;
-  const char* what = first.kind.optimizer   ? "weights, gradients and optimizer state"
-                     : first.kind.gradients ? "weights and gradients"
-                                            : "weights";
+  const char* what = first.state.optimizer   ? "weights, gradients and optimizer state"
+                     : first.state.gradients ? "weights and gradients"
+                                             : "weights";
   std::string rest = beside > 0 ? text_of(", ", format_bytes(beside), " of other models") : "";
   if (process > 0) rest += text_of(" and ", format_bytes(process), " that the process itself takes");
   std::string remedy = given ? text_of("Raise --memory-budget above ", format_bytes(needed), " (", needed, " bytes)")
-                             : "Free memory, or take a machine with more";
+                             : "Free memory, or use a machine with more";
   if (const std::int64_t in_bfloat16 = needed_for(held, DType::bfloat16); in_bfloat16 < needed)
-    remedy += text_of(", or take --dtype bfloat16, with which ",
+    remedy += text_of(", or use --dtype bfloat16, with which ",
                       in_bfloat16 <= room ? "it fits" : format_bytes(in_bfloat16) + " would do");
   throw MemoryBudgetError({given ? "--memory-budget" : "memory",
                            text_of("more than ", format_bytes(needed), ": ", format_bytes(own), " of ", what, rest),

@@ -13,7 +13,7 @@ namespace espalier {
 
 struct HeldModel {
   LocalShape shape = ModelShape();  // what this rank has of it
-  StepKind kind = kForwardOnly;     // whether gradients and the optimizer's state are held, and on how many ranks
+  HeldState state = kWeightsOnly;   // of it
 
   // Weights, and gradients and the optimizer's state where there are any.
   std::int64_t bytes(DType dtype) const;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -75,10 +76,39 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, Start
 
 ModelViews weight_views(ModelState& state, const LocalShape& shape) {
   const std::array buffers{FlatParameters{state.table, state.weights, state.rooms},
-                           FlatParameters{state.held_table, state.held_weights, state.held_rooms}};
+                           FlatParameters{state.held_table, state.held_weights, state.held_rooms},
+                           FlatParameters{state.narrow_table, state.narrow_weights, {}}};
   ModelViews views = view_model(buffers, shape);
-  if (state.table.divided()) views.keeper = &state.gathered;
+  std::int64_t router = 0;
+  for (LayerViews& layer : views.layers)
+    if (state.corrections_LE.defined() && layer.router.weight.defined())
+      layer.correction_bias_E = state.corrections_LE.select(0, router++);
   return views;
+}
+
+// Undefined where weights serve as they are.
+at::Tensor room_for_corrections(const LocalShape& shape, DType dtype, Device& device) {
+  const at::ScalarType accumulator = accumulator_type(scalar_type(dtype));
+  const std::int64_t routers = shape.own().expert_layers();
+  if (!shape.whole().router.correction_bias || routers == 0 || accumulator == scalar_type(dtype)) return {};
+  const at::Tensor out = device.allocate({routers, shape.own().experts}, accumulator);
+  device.operations().zero(out);
+  return out;
+}
+
+void load_corrections(const ModelState& state, const std::filesystem::path& directory) {
+  if (!state.corrections_LE.defined()) return;
+  const StoredTensors stored(directory);
+  const LocalShape& local = state.decoder.local();
+  const at::Tensor host = at::empty(state.corrections_LE.sizes(), state.corrections_LE.scalar_type());
+  float* values = host_values<float>(host).data();
+  for (std::int64_t layer = local.layers().begin; layer < local.layers().end; ++layer) {
+    if (!state.shape.has_experts(layer)) continue;
+    const SafetensorsEntry& entry = stored.at(layer_prefix(layer) + state.shape.names.correction_bias);
+    convert_values(entry.type, entry.data, DType::float32, values, entry.count);
+    values += entry.count;
+  }
+  state.decoder.device().to_device(host, state.corrections_LE);
 }
 
 bool has_padding(const ParameterTable& table) {
@@ -142,7 +172,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   const Parameter* const weight = state.table.find(kValueWeight);  // the last stage of pp has it
   if (head == ValueHead::fresh && weight != nullptr)
     fill(*weight, *weight, state.table.kept(*weight), {*weight, state.shape.initializer_range, Random(seed)}, host);
-  progress.begin("weights", state.table.size() + state.held_table.size(), "parameters");
+  const std::int64_t beside = state.table.size() + state.held_table.size();
+  progress.begin("weights", beside + state.narrow_table.size(), "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
       [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
@@ -153,9 +184,18 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
         directory, state.held_table, state.dtype, host_bytes(held),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(state.table.size() + done); }, head);
   }
+  at::Tensor narrow;
+  if (state.narrow_table.size() > 0) {
+    narrow = room_for_weights(state, state.narrow_table, state.narrow_weights);
+    load_parameters(
+        directory, state.narrow_table, DType::bfloat16, host_bytes(narrow),
+        [&](std::int64_t done, std::int64_t) { progress.advance_to(beside + done); }, head);
+  }
+  load_corrections(state, directory);
   fill_adapters(state, adapter, host, held);
   device.to_device(host, state.weights);
   if (held.defined()) device.to_device(held, state.held_weights);
+  if (narrow.defined()) device.to_device(narrow, state.narrow_weights);
   progress.end();
 }
 
@@ -173,20 +213,44 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       held_table(model_shape, Parameters::held),
       held_weights(device.allocate({held_table.kept_size()}, scalar_type(dtype))),
       held_rooms(device.allocate({held_table.units().rooms}, scalar_type(dtype))),
+      narrow_table(model_shape, Parameters::narrow),
+      narrow_weights(device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
+      corrections_LE(room_for_corrections(model_shape, dtype, device)),
       gathered({{table, weights, rooms}, {held_table, held_weights, held_rooms}}, ranks),
-      decoder(model_shape, weight_views(*this, model_shape), device, ranks) {
+      decoder(model_shape, weight_views(*this, model_shape), device, ranks, table.divided() ? &gathered : nullptr) {
   if (has_padding(table)) device.operations().zero(weights);
   if (has_padding(held_table)) device.operations().zero(held_weights);
+  if (has_padding(narrow_table)) device.operations().zero(narrow_weights);
 }
 
 namespace {
+
+// Held matrices stay in bfloat16 in float32 alone, and where all of them are stored so.
+void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DType dtype,
+                   const AdapterChoice& adapter) {
+  if (!shape.trained.narrow || dtype != DType::float32) {
+    shape.trained.narrow = false;
+    return;
+  }
+  ModelShape base = shape;
+  base.trained = {};
+  const StoredTensors stored(directory);
+  std::optional<Adapter> changes;
+  if (!adapter.directory.empty()) changes.emplace(adapter.directory, ParameterTable(base));
+  const ParameterTable table(shape, Parameters::narrow);
+  shape.trained.narrow = std::ranges::all_of(table.parameters(), [&](const Parameter& p) {
+    return stored.has(p.name) && stored.at(p.name).type == TensorType::BF16 && !(changes && changes->find(p.name));
+  });
+}
 
 std::unique_ptr<ModelState> load_with_value_head(const std::filesystem::path& directory, CriticShape model, DType dtype,
                                                  std::uint64_t seed, Progress& progress, const Mesh& mesh,
                                                  const TrainedChoice& train, const char* what) {
   model.shape = train_only(std::move(model.shape), train);
+  settle_narrow(model.shape, directory, dtype, train.adapter);
   auto state = std::make_unique<ModelState>(local_shape(model.shape, mesh), dtype, bound_device(), mesh);
-  if (!model.head_is_stored) progress.note(text_of(directory.string(), " is a language model: ", what));
+  if (!model.head_is_stored && !train.adapter.value_head)
+    progress.note(text_of(directory.string(), " is a language model: ", what));
   load_weights(*state, directory, model.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, train.adapter,
                progress);
   return state;
@@ -199,7 +263,8 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
   if (train.scores)
     return load_with_value_head(directory, read_reward_shape(directory), dtype, train.adapter.seed, progress, mesh,
                                 train, "the reward model gets a new head, drawn from --seed");
-  const ModelShape shape = train_only(read_model_shape(directory), train);
+  ModelShape shape = train_only(read_model_shape(directory), train);
+  settle_narrow(shape, directory, dtype, train.adapter);
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   load_weights(*state, directory, ValueHead::stored, 0, train.adapter, progress);
   return state;
@@ -216,14 +281,18 @@ std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
   for (LayerViews& layer : views.layers)
     for (Projection* p : {&layer.query, &layer.key_value, &layer.output, &layer.gate_up, &layer.down})
       p->low_rank.clear();
-  return std::make_unique<Decoder>(model.decoder.local(), std::move(views), model.decoder.device(), model.mesh);
+  return std::make_unique<Decoder>(model.decoder.local(), std::move(views), model.decoder.device(), model.mesh,
+                                   model.decoder.gathering());
 }
 
-std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed, const Mesh& mesh) {
+std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, std::uint64_t seed, const Mesh& mesh) {
+  ModelShape shape = given;
+  shape.trained.narrow = shape.trained.narrow && dtype == DType::float32;
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);
   const at::Tensor host = room_for_weights(*state, state->table, state->weights),
-                   held = room_for_weights(*state, state->held_table, state->held_weights);
+                   held = room_for_weights(*state, state->held_table, state->held_weights),
+                   narrow = room_for_weights(*state, state->narrow_table, state->narrow_weights);
   const Random adapters = adapter_numbers(seed);  // the model's own numbers are the same without adapters
   std::uint64_t stream = 0, adapter_stream = 0;
   const ParameterTable all(shape);
@@ -234,9 +303,12 @@ std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, s
       fill(whole, *here, state->table.kept(*here), start, host);
     if (const Parameter* const here = state->held_table.find(whole.name))
       fill(whole, *here, state->held_table.kept(*here), start, held);
+    if (const Parameter* const here = state->narrow_table.find(whole.name))
+      fill(whole, *here, state->narrow_table.kept(*here), start, narrow);
   }
   state->decoder.device().to_device(host, state->weights);
   state->decoder.device().to_device(held, state->held_weights);
+  state->decoder.device().to_device(narrow, state->narrow_weights);
   return state;
 }
 

@@ -28,6 +28,11 @@ struct ModelState {
   at::Tensor rooms;           // of units that ranks divide (plan/units.h)
   ParameterTable held_table;  // of the others, which never change
   at::Tensor held_weights, held_rooms;
+  ParameterTable narrow_table;  // of held matrices that stay in bfloat16 (TrainedParameters::narrow)
+  at::Tensor narrow_weights;
+  // Correction biases of this rank's routers, in the order of its layers with experts, accumulator dtype: in bfloat16
+  // they would choose other experts. Undefined where there are none, or where weights have that dtype.
+  at::Tensor corrections_LE;
   GatheredWeights gathered;      // brings them together
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`

@@ -28,9 +28,9 @@ Learner::Learner(ModelState& model_state, const Options& run_options, const Mach
       optimizer(its_optimizer) {}
 
 HeldModel Learner::held() const {
-  StepKind kind{.optimizer = optimizer != nullptr};
-  if (optimizer != nullptr) kind.optimizer_shares = optimizer->shares().size();
-  return {model.decoder.local(), kind};
+  HeldState state{.optimizer = optimizer != nullptr};
+  if (optimizer != nullptr) state.optimizer_shares = optimizer->shares().size();
+  return {model.decoder.local(), state};
 }
 
 PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
@@ -39,12 +39,14 @@ PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts
   PassReport report;
   const Decoder& decoder = learner.model.decoder;
   Arena& arena = learner.workspace.arena;
-  const StepKind kind = kind_of_step(learner.held(), learner.workspace.held_beside(learner), learner.options, rollouts,
-                                     routers && routers->took_counts());
+  const StepKind kind =
+      step_kind_of(learner.options, decoder.local().whole(), rollouts, routers && routers->took_counts());
+  HeldState held = learner.held().state;
+  held.beside_bytes = learner.workspace.held_beside(learner);
   {
     const TimedPart timed(timer, part::kPlan);
     report.plan = plan_step(decoder.local().last_stage(), learner.options, learner.machine, rollouts, all_tokens, kind,
-                            learner.model.mesh);
+                            held, learner.model.mesh);
   }
   if (routers) {
     const TimedPart timed(timer, part::kCounting);
@@ -118,11 +120,12 @@ void PassReport::add_update(const AdamW::Update& update) {
 ForwardReport run_forward_pass(const ForwardPass& pass, Head& head) {
   const at::AutoDispatchBelowADInplaceOrView unrecorded;  // torch's autograd records nothing: cheaper calls
   const Timer timer;
-  StepKind kind = kForwardOnly;
-  kind.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.local()}.bytes(pass.options.dtype));
+  StepKind kind = forward_kind_of(pass.decoder.local().whole(), pass.rollouts);
   kind.all_rows_choose = pass.counts != nullptr;
-  const StepPlan plan =
-      plan_step(pass.decoder.local().last_stage(), pass.options, pass.machine, pass.rollouts, true, kind, pass.mesh);
+  HeldState held = kWeightsOnly;
+  held.beside_bytes = pass.workspace.held_beside(HeldModel{pass.decoder.local()}.bytes(pass.options.dtype));
+  const StepPlan plan = plan_step(pass.decoder.local().last_stage(), pass.options, pass.machine, pass.rollouts, true,
+                                  kind, held, pass.mesh);
   const ArenaScope scope(pass.workspace.arena);
   StepPath path(pass.decoder, plan, false, pass.workspace.arena, pass.options.spill_dir);
   StepRun run{pass.decoder, pass.rollouts, *path, pass.workspace.arena, &head, nullptr, true};

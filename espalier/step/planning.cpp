@@ -60,7 +60,7 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalSh
                                     const Mesh& mesh) {
   if (mesh.dp.size() == 1) return trees;
   std::vector<std::vector<PrefixTree>> dealt =
-      deal_trees(std::move(trees), mesh.dp.size(), rollouts, shape, options, machine);
+      deal_trees(std::move(trees), mesh.dp.size(), rollouts, shape, options, machine).by_rank;
   Fingerprint fingerprint;
   fingerprint.add_number(options.memory_budget);
   for (std::size_t rank = 0; rank < dealt.size(); ++rank)
@@ -68,6 +68,10 @@ std::vector<PrefixTree> dealt_trees(std::vector<PrefixTree> trees, const LocalSh
       for (const std::int32_t rollout : tree.leaf_order) fingerprint.add_number(rollout), fingerprint.add_number(rank);
   require_same(mesh.dp, kPlan, fingerprint.value(), kSameInput);
   return std::move(dealt[static_cast<std::size_t>(mesh.dp.rank())]);
+}
+
+DeviceTraits bound_traits() {
+  return {.queued = !bound_device().in_host_memory(), .writes_sums = bound_device().operations().writes_sums};
 }
 
 // With stages, shares and communication; other ranks of dp are taken to have as much.
@@ -86,13 +90,12 @@ void set_cost_of_ranks(StepPlan& plan, const LocalShape& shape, const PlanOption
 }  // namespace
 
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const Mesh& mesh) {
+                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
+                   const Mesh& mesh) {
   PlanOptions plan_options = plan_options_of(options);
   plan_options.all_logprobs = all_logprobs;
   plan_options.kind = kind;
-  plan_options.kind.cp = mesh.cp.size();
-  plan_options.kind.in_flight = mesh.pp.size();  // of the first stage: all plan alike
-  plan_options.kind.temperatures = temperatures_of(shape.whole(), rollouts);
+  plan_options.setting = {held, bound_traits()};
   const auto room = static_cast<double>(room_to_store(bound_device(), options.spill_dir) / mesh.local_ranks);
   plan_options.spill_room = static_cast<std::int64_t>(-maxima_over_ranks(mesh.world, {-room}).front());
   if (plan_options.memory_budget == 0) plan_options.memory_budget = room_of_every_rank(options, mesh);
@@ -105,21 +108,16 @@ StepPlan plan_step(const LocalShape& shape, const Options& options, const Machin
   return plan;
 }
 
-StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
-                      std::span<const Rollout> rollouts, bool counted) {
-  StepKind kind = model.kind.gradients ? step_kind_of(options, model.shape.whole(), rollouts, counted) : model.kind;
-  kind.optimizer = model.kind.optimizer, kind.optimizer_shares = model.kind.optimizer_shares;
-  kind.beside_bytes = beside_bytes;
-  kind.queued = !bound_device().in_host_memory(), kind.writes_sums = bound_device().operations().writes_sums;
-  return kind;
-}
-
 void StepsFit::add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh) {
   for (const HeldModel& model : held) {
-    const StepKind kind = kind_of_step(model, bytes_beside(model, held, options.dtype), options, rollouts);
+    const ModelShape& shape = model.shape.whole();
+    const StepKind kind =
+        model.state.gradients ? step_kind_of(options, shape, rollouts) : forward_kind_of(shape, rollouts);
+    HeldState state = model.state;
+    state.beside_bytes = bytes_beside(model, held, options.dtype);
     try {
-      plan_step(model.shape.last_stage(), options, machine, rollouts, all_logprobs, kind, mesh);
+      plan_step(model.shape.last_stage(), options, machine, rollouts, all_logprobs, kind, state, mesh);
     } catch (const StepTooLarge& step) {
       if (!worst_ || step.needed > worst_->needed) worst_ = step;
     }

@@ -25,13 +25,8 @@ std::int64_t arena_limit(const Options& options);
 // rank's stage, FLOPs of all ranks that share its trees. Errors: CommunicationError where ranks of one part plan
 // differently.
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
-                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind,
+                   std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
                    const Mesh& mesh = mesh_of_one());
-
-// The kind of a step on these rollouts, for a model with `beside_bytes` of other models beside it: forward only,
-// or a gradient, as the model is held. `counted`: as in step_kind_of.
-StepKind kind_of_step(const HeldModel& model, std::int64_t beside_bytes, const Options& options,
-                      std::span<const Rollout> rollouts, bool counted = false);
 
 // Refuses at once, before any weight is read, steps that the budget, or without one what is free, cannot hold: with
 // what the largest of them needs, so that the number that is named is enough for all.

@@ -1,8 +1,8 @@
 // What a run trains, from its options: the words of --train, and adapters (--lora-..., --adapter, and those of a run
-// that
-// --resume continues).
+// that --resume continues).
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "espalier/options/options.h"
@@ -20,8 +20,28 @@ std::string model_source(const Options& options);
 // the adapter's.
 TrainedChoice trained_choice(const Options& options);
 
-// The adapter of a model that is only scored with, or sampled from. With `takes_reward_models` it may be a
-// ...ForSequenceClassification.
+// Whether the model gives every answer one number: a ...ForSequenceClassification, or a language model with an adapter
+// of one.
+bool scores_answers(const Options& options);
+
+// The adapter of a model that is only scored with, or sampled from. With `takes_reward_models` it may give scores.
 TrainedChoice scored_choice(const Options& options, bool takes_reward_models = false);
+
+// A critic: the model directory of its weights, and what of it trains.
+struct CriticChoice {
+  std::string source;
+  TrainedChoice train;
+};
+
+// --critic, else critic/ of what --resume names; empty: there is none.
+std::string critic_directory(const Options& options);
+
+// The critic of a run. Where critic_directory holds an adapter, that is trained on the model that its config names;
+// where --resume continues one, on --critic. Else a run with adapters gives the critic a fresh one of the same rank,
+// scale and kinds of modules, drawn from numbers of its own. Errors: as trained_choice.
+std::optional<CriticChoice> trained_critic(const Options& options);
+// The critic whose values are asked for: --critic, a model directory or an adapter of one.
+std::optional<CriticChoice> scored_critic(const Options& options);
+ModelShape read_critic_shape(const CriticChoice& critic);
 
 }  // namespace espalier

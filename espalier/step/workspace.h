@@ -37,7 +37,7 @@ class Workspace {
 
   Arena arena;
 
-  static constexpr int kArenaDepth = 64;  // what is stored away keeps its addresses
+  static constexpr int kArenaDepth = 64;  // what is offloaded keeps its addresses
 
  private:
   friend class Holder;

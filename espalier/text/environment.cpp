@@ -6,7 +6,7 @@ namespace espalier {
 namespace {
 
 constexpr const char* kMethods = "a class Environment with reset(self, prompt, **fields) and step(self, text)";
-constexpr const char* kStep = "step to return (observation, reward, done), reward being a finite number";
+constexpr const char* kStep = "step to return (observation, reward, done), with a finite reward";
 constexpr const char* kObservation = "an observation: None, a text, a message, or a list of messages";
 
 }  // namespace

@@ -83,7 +83,7 @@ void PythonProcess::fail_ended() {
   if (WIFEXITED(status)) end = text_of("its end with status ", WEXITSTATUS(status));
   if (WIFSIGNALED(status) && ended != 0)
     end = text_of("its end by signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")");
-  throw PythonEnded({name_, "an answer of the Python process", end, "its own output stands above, if there was any"});
+  throw PythonEnded({name_, "an answer of the Python process", end, "its own output, if any, is above"});
 }
 
 void PythonProcess::send(const std::string& line, int patience) {

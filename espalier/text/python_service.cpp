@@ -20,7 +20,7 @@ void PythonService::start() {
   process_ = std::make_unique<PythonProcess>(std::vector<std::string>{"-m", "espalier.texts", service_, path_}, path_);
   const Json first = receive(std::max(patience_, kLeastStart), kNoPlace);
   if (!first.contains("ready"))
-    throw InputError({path_, "the first word of the Python process", first.dump().substr(0, 200), ""});
+    throw InputError({path_, "the greeting of the Python process", first.dump().substr(0, 200), ""});
   ready_ = first["ready"];
 }
 
@@ -28,7 +28,7 @@ Json PythonService::receive(int patience, std::size_t place) {
   Json answer = Json::parse(process_->receive(patience), nullptr, false);
   if (!answer.is_object())
     throw InputError({path_, "an answer of the Python process", "something else on its socket",
-                      "the package espalier of another version may stand on PYTHONPATH"});
+                      "another version of the package espalier may be on PYTHONPATH"});
   if (answer.contains("error")) on_error_(answer["error"], place);
   return answer;
 }

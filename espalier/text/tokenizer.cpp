@@ -48,7 +48,7 @@ void Tokenizer::set_template_arguments(const std::string& text) {
       begin = end + 1;
     }
   }
-  if (arguments.contains("messages")) throw wrong("messages, which are the prompts' own");
+  if (arguments.contains("messages")) throw wrong("messages, which come from the prompts");
   template_arguments_ = arguments.dump();
 }
 
@@ -75,10 +75,11 @@ void Tokenizer::fail(const Json& error) const {
   std::string where = where_(first_ + error["place"].get<std::size_t>());
   if (!where.ends_with("observation")) where += ": prompt";
   if (kind == "no_template")
-    throw InputError({where, "a text, for the model has no chat template", "a list of messages",
+    throw InputError({where, "a text, because the model has no chat template", "a list of messages",
                       "give prompts as texts, or a chat_template in " + directory_ + "/tokenizer_config.json"});
   if (kind == "surrogate")
-    throw InputError({where, "text that UTF-8 can hold", message, "Correct the escape, or write the character itself"});
+    throw InputError(
+        {where, "text that UTF-8 can encode", message, "Correct the escape, or write the character itself"});
   if (kind == "message") throw InputError({where, "messages, each with role and content", message, ""});
   throw InputError({where, "messages that the chat template accepts", message, ""});
 }
@@ -148,7 +149,7 @@ Tokenizer* LazyTokenizer::at_hand(Progress& progress) {
   try {
     return &get();
   } catch (const Error& error) {
-    progress.note(std::string("going on without text: ") + error.what());
+    progress.note(std::string("continuing without text: ") + error.what());
     return nullptr;
   }
 }

@@ -19,7 +19,7 @@ struct EncodedPrompt {
   std::string text;  // of messages: as the chat template renders them
 };
 
-// What an environment answers to a turn, as it gets into the model's tokens.
+// An environment's reply to a turn, in the form in which it becomes tokens.
 struct Observation {
   std::string content;    // JSON text: a text, or with a chat template also a message or a list of messages
   bool is_chat = false;   // the prompt was a list of messages, so the chat template is around this one, too

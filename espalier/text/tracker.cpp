@@ -67,7 +67,7 @@ void Tracker::ask(const Json& request) {
   try {
     service_->ask(request.dump());
   } catch (const Error& error) {
-    progress_.note(std::string("wandb is left out from here on: ") + error.what());
+    progress_.note(std::string("continuing without wandb: ") + error.what());
     service_.reset();
   }
 }

@@ -26,7 +26,7 @@ class Tracker {
   // InputError with wandb's message where a run cannot start.
   Tracker(const Options& options, char verb, Progress& progress);
 
-  // Logs the scalars of a line of metrics.jsonl (observe/metric_tags.h). A process that fails is given up with one
+  // Logs the scalars of a line of metrics.jsonl (observe/metric_tags.h). A process that fails is dropped with one
   // note: training goes on.
   void write(const Json& line);
   // Waits until everything was handed over.

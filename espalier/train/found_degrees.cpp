@@ -48,11 +48,12 @@ FoundDegrees find_degrees(const Options& options, char verb, std::int64_t proces
   const std::vector<Rollout> rollouts = longest_mini_batch(std::move(read), trains ? options.mini_batch_size : 0);
   PlanOptions plan_options = plan_options_of(options);
   plan_options.must_fit = false;
-  plan_options.kind = trains ? step_kind_of(options, shape, rollouts) : kForwardOnly;
+  plan_options.kind = trains ? step_kind_of(options, shape, rollouts) : forward_kind_of(shape, rollouts);
+  plan_options.setting.held = trains ? HeldState() : kWeightsOnly;
   plan_options.all_logprobs = !trains;
-  if (!options.critic.empty())
-    plan_options.kind.beside_bytes =
-        HeldModel{read_trained_critic_shape(options.critic, options.train), plan_options.kind}.bytes(options.dtype);
+  if (const auto critic = trains ? trained_critic(options) : scored_critic(options))
+    plan_options.setting.held.beside_bytes =
+        HeldModel{read_critic_shape(*critic), plan_options.setting.held}.bytes(options.dtype);
   if (plan_options.memory_budget == 0)
     plan_options.memory_budget = resident_bytes() + arena_limit(options) / bound_device().sharing_memory(local);
   MachineProfile profile = machine_profile(options, progress);

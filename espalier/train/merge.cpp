@@ -1,5 +1,6 @@
 #include "espalier/train/merge.h"
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,31 +12,50 @@
 #include "espalier/train/trained_model.h"
 
 namespace espalier {
+namespace {
+
+// Of a critic's or a reward model's adapter with its value head, which a language model lacks.
+ModelShape merged_shape(const std::filesystem::path& adapter, const std::filesystem::path& model) {
+  if (is_reward_adapter(adapter)) return read_reward_shape(model).shape;
+  return is_critic_adapter(adapter) ? read_critic_shape(model).shape : read_model_shape(model);
+}
+
+bool is_of_head(const std::string& name) { return name == kValueWeight || name == kValueBias; }
+
+}  // namespace
 
 MergeReport merge(const std::filesystem::path& directory, const Options& options, Progress& progress) {
   const ClaimedDirectory claimed(options.out, options.overwrite);
-  ModelShape shape = read_model_shape(options.model);
+  ModelShape shape = merged_shape(directory, options.model);
   shape.stored_dtype = stored_dtype(options.model).value_or(shape.stored_dtype);
   const DType to = saved_dtype(options.save_dtype, shape);
   const ParameterTable table(shape);
-  const StoredTensors stored(options.model, table);
   const Adapter adapter(directory, table);
+  std::optional<StoredTensors> checked;
+  const bool brings_head = shape.value_head && adapter.changes(kValueWeight);
+  brings_head ? checked.emplace(options.model) : checked.emplace(options.model, table);
+  const StoredTensors& stored = *checked;
   require_disk_space({{options.out, table.size() * bytes_of(to)}});
   std::vector<double> values;
   const ParameterValues merged = [&](const Parameter& parameter) -> const void* {
-    const SafetensorsEntry& entry = stored.at(parameter.name);
-    values.resize(static_cast<std::size_t>(parameter.count));
-    convert_values(entry.type, entry.data, DType::float64, values.data(), parameter.count);
-    forget_pages(entry);
-    adapter.apply(parameter.name, values);
+    values.assign(static_cast<std::size_t>(parameter.count), 0);
+    if (!is_of_head(parameter.name) || stored.has(parameter.name)) {
+      const SafetensorsEntry& entry = stored.at(parameter.name);
+      convert_values(entry.type, entry.data, DType::float64, values.data(), parameter.count);
+      forget_pages(entry);
+    }
+    if (adapter.changes(parameter.name)) adapter.apply(parameter.name, values);
     return values.data();
   };
   AtomicDirectory out(options.out);
   progress.begin("merging", table.size(), "parameters");
-  write_model_directory(out.path(), options.model, table, DType::float64, merged, to,
-                        {.stored = &stored,
-                         .changed = [&](const std::string& name) { return adapter.changes(name); },
-                         .progress = [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }});
+  write_model_directory(
+      out.path(), options.model, table, DType::float64, merged, to,
+      {.stored = &stored,
+       .changed =
+           [&](const std::string& name) { return adapter.changes(name) || (is_of_head(name) && !stored.has(name)); },
+       .of_sequences = scores_sequences(shape),
+       .progress = [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }});
   out.commit();
   progress.end();
   return {adapter.changed(), static_cast<std::int64_t>(table.parameters().size()), adapter.rank(), adapter.scale()};

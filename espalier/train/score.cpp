@@ -107,7 +107,7 @@ ScoredRollouts score_rollouts(const Decoder& decoder, std::span<const Rollout> r
 }
 
 TextRows scored_rows(const Options& options) {
-  return is_reward_model(options.model) ? TextRows{name_of(ObjectiveKind::reward), options.model} : TextRows{};
+  return scores_answers(options) ? TextRows{name_of(ObjectiveKind::reward), options.model} : TextRows{};
 }
 
 ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) {
@@ -115,7 +115,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   const TrainedChoice choice = scored_choice(options, true);
   if (choice.scores) check_without_logprobs(options);
   std::vector<HeldModel> held{{local_shape(read_trained_shape(options.model, choice), mesh)}};
-  if (options.values) held.push_back({local_shape(read_critic_shape(options.critic).shape, mesh)});
+  if (const auto critic = scored_critic(options)) held.push_back({local_shape(read_critic_shape(*critic), mesh)});
   std::vector<RecordedExperts> experts;
   std::vector<Rollout> rollouts = read_for_model(options.rollouts, held.front().shape.whole(), progress,
                                                  options.temperature, &experts, scored_rows(options));
@@ -155,7 +155,7 @@ ScoreReport score(const Options& options, Progress& progress, const Mesh& mesh) 
   report.physical_rows = scored.physical_rows;
   ScoredValues critic;
   if (options.values) {
-    const auto value_model = load_critic(options.critic, options, model->shape, progress, mesh);
+    const auto value_model = load_critic(*scored_critic(options), options, model->shape, progress, mesh);
     value_model->decoder.reserve_positions(longest_of(rollouts));
     critic = score_values(*value_model, rollouts, options, machine, workspace, progress);
     report.seconds += critic.report.seconds;

@@ -5,6 +5,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/options/options_json.h"
@@ -13,8 +14,10 @@
 namespace espalier {
 namespace {
 
+constexpr const char* kAdapter = "adapter";
+
 [[noreturn]] void refuse(const std::string& where, const std::string& expected, const std::string& got) {
-  throw InputError({where, expected, got, "a trace is what train or grpo writes with --record"});
+  throw InputError({where, expected, got, "traces are written by train or grpo with --record"});
 }
 
 // A file or folder named by a member, inside the trace.
@@ -31,7 +34,7 @@ std::filesystem::path path_member(const std::filesystem::path& directory, const 
 
 std::int64_t step_member(const Json& json, const std::string& where) {
   if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer() || json["step"] < 1)
-    refuse(where, "\"step\", a number from 1", json.dump().substr(0, 80));
+    refuse(where, "\"step\", a number of at least 1", json.dump().substr(0, 80));
   return json["step"].get<std::int64_t>();
 }
 
@@ -55,6 +58,7 @@ Trace read_trace(const std::filesystem::path& directory) {
   Trace trace;
   trace.model = path_member(directory, json, "model", where);
   trace.rollouts = path_member(directory, json, "rollouts", where);
+  if (json.contains("adapter")) trace.adapter = path_member(directory, json, "adapter", where);
   try {
     trace.options = options_from_json(json.value("options", Json::object()), where);
     const Json dtype = json.value("dtype", Json("float32"));
@@ -92,7 +96,13 @@ TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_
   files_.emplace(directory);
   const std::filesystem::path folder = files_->directory.path();
   const DType accumulator = accumulator_of(model.dtype);
-  write_changed_model(folder / "model", model, whole_, masters, accumulator);
+  if (model.shape.trained.adapter.rank > 0) {
+    write_model_without_adapters(folder / "model", model);
+    write_adapter_directory(folder / kAdapter, model.shape, model.source.string(), whole_.table(), accumulator, masters,
+                            accumulator);
+  } else {
+    write_changed_model(folder / "model", model, whole_, masters, accumulator);
+  }
   std::filesystem::create_directory(folder / "checkpoints");
 }
 
@@ -125,6 +135,7 @@ void TraceRecorder::finish() {
   json["recorder"] = "espalier --record";
   json["dtype"] = name_of(model_.dtype);
   json["model"] = "model";
+  if (model_.shape.trained.adapter.rank > 0) json["adapter"] = kAdapter;
   json["rollouts"] = "rollouts.jsonl.gz";
   json["options"] = options_to_json(options_, 't');
   json["steps"] = steps_;

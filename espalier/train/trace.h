@@ -2,7 +2,8 @@
 //
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)
-//   model/            the initial weights
+//   model/            the initial weights; of a run with adapters those of the model below them, as its files have them
+//   adapter/          the initial adapter, of a run that has one, as peft stores it
 //   checkpoints/      step-000010.safetensors: what trains after step 10, Hugging Face names
 #pragma once
 
@@ -30,6 +31,7 @@ struct Trace {
   };
 
   std::filesystem::path model, rollouts;
+  std::filesystem::path adapter;        // empty: none
   Options options;                      // of the recorded run
   std::vector<Step> steps;              // ascending
   std::vector<Checkpoint> checkpoints;  // ascending
@@ -42,8 +44,8 @@ Trace read_trace(const std::filesystem::path& directory);
 // give it their share of each tensor.
 class TraceRecorder {
  public:
-  // `every`: steps between checkpoints. Copies the initial weights. Model and optimizer must outlive the object.
-  // Errors: OptionError.
+  // `every`: steps between checkpoints. Copies the initial weights, and the initial adapter. Model and optimizer must
+  // outlive the object. Errors: OptionError.
   TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
                 const AdamW& optimizer, const Options& options);
 

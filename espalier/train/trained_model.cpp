@@ -2,9 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
+#include "espalier/base/error.h"
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/device/host_values.h"
@@ -48,6 +50,26 @@ void write_changed_model(const std::filesystem::path& directory, const ModelStat
                         {.stored = stored ? &*stored : nullptr,
                          .changed = [&](const std::string& name) { return whole.table().contains(name); },
                          .of_sequences = scores_sequences(model.shape),
+                         .progress = {}});
+}
+
+void write_model_without_adapters(const std::filesystem::path& directory, const ModelState& model) {
+  ModelShape shape = model.shape;
+  shape.trained = {};
+  const ParameterTable table(shape);
+  const StoredTensors stored(model.source, table);
+  const bool alike = std::ranges::all_of(table.parameters(), [&](const Parameter& p) {
+    return stored.at(p.name).type == tensor_type_of(shape.stored_dtype);
+  });
+  const DType to = alike ? shape.stored_dtype : accumulator_of(model.dtype);
+  const ParameterValues none = [](const Parameter& p) -> const void* {
+    ESPALIER_INTERNAL(false, p.name, " is not as its source has it");
+    return nullptr;
+  };
+  write_model_directory(directory, model.source, table, to, none, to,
+                        {.stored = &stored,
+                         .changed = [](const std::string&) { return false; },
+                         .of_sequences = scores_sequences(shape),
                          .progress = {}});
 }
 

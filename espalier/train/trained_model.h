@@ -21,6 +21,9 @@ DType saved_dtype(SaveDType asked, const ModelShape& shape);
 void write_changed_model(const std::filesystem::path& directory, const ModelState& model, const WholeValues& whole,
                          const ParameterValues& masters, DType to);
 
+// On rank 0: the model below the adapters, every number as its source has it.
+void write_model_without_adapters(const std::filesystem::path& directory, const ModelState& model);
+
 // Every rank calls the functions that write; rank 0 does, the others give it their share of each tensor.
 
 // Fills a directory, usually AtomicDirectory::path(), with the weights that the masters round to, and the other files

@@ -46,13 +46,6 @@ std::string critic_folder(const std::string& directory) {
   return (std::filesystem::path(directory) / "critic").string();
 }
 
-// The critic's: --critic, else that of the directory that is continued; empty: there is none.
-std::string critic_source_of(const Options& options) {
-  if (!options.critic.empty() || options.resume.empty()) return options.critic;
-  const std::string former = critic_folder(options.resume);
-  return std::filesystem::exists(former) ? former : "";
-}
-
 bool is_same(const std::string& a, const std::string& b) {
   std::error_code absent;
   return std::filesystem::equivalent(a, b, absent);
@@ -64,10 +57,10 @@ ModelShape trained_shape_of(const Options& options) {
 
 // Actor and critic, both with gradients and moments.
 std::vector<HeldModel> held_models(const Options& options, const Mesh& mesh) {
-  const StepKind kind{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
-  std::vector<HeldModel> held{{local_shape(trained_shape_of(options), mesh), kind}};
-  if (const std::string critic = critic_source_of(options); !critic.empty())
-    held.push_back({local_shape(read_trained_critic_shape(critic, options.train), mesh), kind});
+  const HeldState state{.optimizer_shares = optimizer_ranks(options, mesh).shares.size()};
+  std::vector<HeldModel> held{{local_shape(trained_shape_of(options), mesh), state}};
+  if (const auto critic = trained_critic(options))
+    held.push_back({local_shape(read_critic_shape(*critic), mesh), state});
   return held;
 }
 
@@ -77,8 +70,8 @@ void check_disk_space(const Options& options) {
   const std::int64_t accumulator_bytes =
       LocalShape(shape).parameters(Parameters::trained) * bytes_of(accumulator_of(options.dtype));
   std::int64_t model = bytes_of_saved_model(shape, source_of(options), options);
-  if (const std::string critic = critic_source_of(options); !critic.empty())
-    model += bytes_of_saved_model(read_trained_critic_shape(critic, options.train), critic, options);
+  if (const auto critic = trained_critic(options))
+    model += bytes_of_saved_model(read_critic_shape(*critic), critic->source, options);
   std::vector<ExpectedOutput> outputs;
   if (!options.out.empty()) outputs.push_back({options.out, model});
   const std::int64_t all_weights = shape.parameters() * bytes_of(accumulator_of(options.dtype));
@@ -114,7 +107,7 @@ class Training {
         actor_(*model_, options, machine_, &optimizer_) {
     model_->decoder.reserve_positions(data_.longest());
     for (const std::string& note : data_.notes()) progress.note("note: " + note);
-    if (const std::string critic = critic_source_of(options); !critic.empty()) load_critic_of(critic);
+    if (const auto critic = trained_critic(options)) load_critic_of(*critic);
     if (!options.resume.empty()) resume();
     if (options.objective == ObjectiveKind::dpo) take_reference();
     require_same_start();
@@ -276,7 +269,7 @@ class Training {
     const Timer timer;
     TrainingData data(read_for_model(options_.rollouts, trained_shape_of(options_), progress, options_.temperature,
                                      nullptr, text_rows_of(options_)),
-                      options_, !critic_source_of(options_).empty());
+                      options_, !critic_directory(options_).empty());
     read_seconds_ = timer.total();
     return data;
   }
@@ -326,7 +319,7 @@ class Training {
     weights.add_number(optimizer_.steps_done());
     require_same(mesh_.world, source_of(options_), weights.value(), "give every rank the same model directory");
     require_same_weights(*model_, source_of(options_));
-    if (critic_) require_same_weights(critic_->model(), critic_source_of(options_));
+    if (critic_) require_same_weights(critic_->model(), critic_directory(options_));
   }
 
   // Those that several ranks hold: of ranks with other parts, or that divide them, nothing can be compared.
@@ -345,6 +338,7 @@ class Training {
     };
     add(model.table, model.weights);
     add(model.held_table, model.held_weights);
+    add(model.narrow_table, model.narrow_weights);
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
     if (model.table.divided()) return;
@@ -370,8 +364,8 @@ class Training {
                          text_of(options_.mini_batch_size), "leave it out to continue with that of the former run"});
   }
 
-  void load_critic_of(const std::string& directory) {
-    critic_.emplace(load_critic(directory, options_, model_->shape, progress_, mesh_), options_, machine_,
+  void load_critic_of(const CriticChoice& choice) {
+    critic_.emplace(load_critic(choice, options_, model_->shape, progress_, mesh_), options_, machine_,
                     actor_.workspace);
     critic_->model().decoder.reserve_positions(data_.longest());
     critic_->optimizer();
@@ -384,9 +378,12 @@ class Training {
 
   void write_gradients() {
     const WholeValues actor(*model_), critic(critic_ ? critic_->model() : *model_);
-    const std::string prefix = model_->shape.trained.adapter.rank > 0 ? peft_name("") : "";
-    std::vector<NamedTensors> models{{prefix, actor.table(), actor.of(actor_.gradients.flat())}};
-    if (critic_) models.push_back({"critic.", critic.table(), critic.of(critic_->gradients().flat())});
+    const auto prefix = [](const ModelState& model) {
+      return model.shape.trained.adapter.rank > 0 ? peft_name("") : std::string();
+    };
+    std::vector<NamedTensors> models{{prefix(*model_), actor.table(), actor.of(actor_.gradients.flat())}};
+    if (critic_)
+      models.push_back({"critic." + prefix(critic_->model()), critic.table(), critic.of(critic_->gradients().flat())});
     if (mesh_.writes()) return write_named_tensors(options_.gradients, models, accumulator_of(model_->dtype));
     for (const NamedTensors& model : models)
       for (const Parameter& parameter : model.table.parameters()) model.values(parameter);

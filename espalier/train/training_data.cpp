@@ -101,7 +101,7 @@ void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
                         wanted ? "" : "give --objective dpo or reward to train on pairs"});
     if (!scores && rollout.pair.score)
       throw InputError({rollout.where, "chosen_ids and rejected_ids with --objective dpo", "a list of scored answers",
-                        "write its pairs, or train a reward model: --objective reward"});
+                        "record pairs, or train a reward model with --objective reward"});
   }
 }
 
@@ -128,8 +128,7 @@ std::vector<std::string> notes_on_sets(std::span<const Rollout> rollouts, const 
       equal = equal && first == *rollout.pair.score;
     }
   const auto tied = std::ranges::count_if(lists, [](const auto& list) { return list.second.second; });
-  if (tied > 0)
-    notes.push_back(text_of(tied, " of ", lists.size(), " lists have equal scores throughout: they rank nothing"));
+  if (tied > 0) notes.push_back(text_of(tied, " of ", lists.size(), " lists have only equal scores and rank nothing"));
   return notes;
 }
 
@@ -245,8 +244,8 @@ std::vector<Rollout> read_for_model(const std::string& paths, const ModelShape& 
                                     double temperature, std::vector<RecordedExperts>* experts_as_read,
                                     const TextRows& rows) {
   if (!(temperature > 0))
-    throw OptionError({"--temperature", "a number above 0: log-probs are those of logits divided by it",
-                       text_of(temperature), "leave it out where records say theirs"});
+    throw OptionError({"--temperature", "a number above 0, by which logits are divided", text_of(temperature),
+                       "leave it out if the records have a temperature"});
   ReadOptions options;
   options.vocabulary = shape.vocabulary;
   options.temperature = temperature;

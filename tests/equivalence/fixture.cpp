@@ -64,12 +64,38 @@ Json special_members(const std::string& model_type) {
     return {{"query_pre_attn_scalar", 5}, {"attn_logit_softcapping", 0.8}, {"final_logit_softcapping", 2.0}};
   if (model_type == "gemma3_text") return {{"query_pre_attn_scalar", 5}, {"sliding_window_pattern", 2}};
   if (model_type == "mixtral") return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}};
+  if (model_type == "qwen2_moe" || model_type == "qwen3_next" || model_type == "qwen3_5_moe_text")
+    return {{"shared_expert_intermediate_size", 20}, {"mlp_only_layers", {1}}};
+  // A limit that gates and ups reach.
+  if (model_type == "gpt_oss")
+    return {{"num_local_experts", 8},
+            {"num_experts", nullptr},
+            {"intermediate_size", 12},
+            {"swiglu_limit", 0.5},
+            {"rope_scaling",
+             {{"rope_type", "yarn"},
+              {"factor", 4.0},
+              {"original_max_position_embeddings", 16},
+              {"beta_fast", 4.0},
+              {"truncate", false}}}};
+  // A layer of experts behind dense ones; 4 groups of 2 experts, of which the best 3 are left.
+  if (model_type == "glm4_moe")
+    return {{"n_routed_experts", 8}, {"num_experts", nullptr},     {"n_group", 4},
+            {"topk_group", 3},       {"n_shared_experts", 2},      {"routed_scaling_factor", 1.7},
+            {"use_qk_norm", true},   {"first_k_dense_replace", 1}, {"attention_bias", true}};
   if (model_type == "minimax_m2")
     return {{"num_local_experts", 8}, {"intermediate_size", 12}, {"num_experts", nullptr}, {"rotary_dim", 4}};
   // Heads of values smaller and larger than those of keys; queries with and without a latent.
   if (model_type == "deepseek_v2")
     return {{"num_key_value_heads", 4},
-            {"first_k_dense_replace", 3},
+            {"first_k_dense_replace", 1},
+            {"n_routed_experts", 8},
+            {"num_experts", nullptr},
+            {"n_shared_experts", 1},
+            {"topk_method", "group_limited_greedy"},
+            {"n_group", 4},
+            {"topk_group", 2},
+            {"routed_scaling_factor", 1.3},
             {"q_lora_rank", nullptr},
             {"kv_lora_rank", 11},
             {"qk_nope_head_dim", 6},
@@ -84,8 +110,15 @@ Json special_members(const std::string& model_type) {
               {"mscale", 0.7},
               {"mscale_all_dim", 5.0}}}};
   if (model_type == "deepseek_v3")
-    return {{"num_key_value_heads", 4}, {"first_k_dense_replace", 3}, {"q_lora_rank", 10}, {"kv_lora_rank", 12},
-            {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6},      {"v_head_dim", 13},  {"attention_bias", true}};
+    return {
+        {"n_routed_experts", 8}, {"num_experts", nullptr},   {"n_shared_experts", 2},    {"n_group", 4},
+        {"topk_group", 3},       {"num_experts_per_tok", 3}, {"num_key_value_heads", 4}, {"first_k_dense_replace", 1},
+        {"q_lora_rank", 10},     {"kv_lora_rank", 12},       {"qk_nope_head_dim", 5},    {"qk_rope_head_dim", 6},
+        {"v_head_dim", 13},      {"attention_bias", true}};
+  // Steps that reach their limits; the state's columns are other than its rows.
+  if (model_type == "bamba")
+    return {{"attn_layer_indices", {1}}, {"mamba_n_groups", 2}, {"mamba_n_heads", 4},
+            {"mamba_d_state", 7},        {"mamba_expand", 1},   {"time_step_limit", {0.4, 1.0}}};
   if (model_type == "ministral") return {{"layer_types", {"full_attention", "sliding_attention", "sliding_attention"}}};
   return Json::object();
 }
@@ -104,7 +137,7 @@ ModelShape tiny_shape_of_row(const Family& row, std::int64_t vocabulary) {
                  {"max_position_embeddings", 256},
                  {"sliding_window", 5},
                  {"pad_token_id", nullptr}};
-  if (row.experts)
+  if (row.experts.some)
     config.update(
         {{"num_experts", 8}, {"num_experts_per_tok", 2}, {"moe_intermediate_size", 12}, {"norm_topk_prob", true}});
   config.update(special_members(row.model_type));
@@ -179,8 +212,9 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary) {
 namespace {
 
 ModelShape with_head(ModelShape shape, bool critic) {
-  if (critic) shape.value_head = true, shape.tied_head = false;
-  return shape;
+  if (!critic) return shape;
+  shape.value_head = true, shape.tied_head = false;
+  return train_only(std::move(shape), {});
 }
 
 }  // namespace
@@ -212,8 +246,37 @@ at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter) {
   return flat.narrow(0, parameter.offset, parameter.count).view(parameter.shape);
 }
 
+namespace {
+
+// What a shard has of a whole parameter, as views. Of queries, keys and values a rank has one share each.
+std::vector<at::Tensor> places_of(const at::Tensor& whole, const Shard& shard) {
+  if (shard.dim < 0) return {whole};
+  const std::int64_t here = shard.end - shard.begin;
+  if (shard.sections[0] == 0) return {whole.narrow(shard.dim, shard.begin, here)};
+  const std::int64_t ranks = shard.whole / here, rank = shard.begin / here;
+  std::vector<at::Tensor> out;
+  std::int64_t first = 0;
+  for (const std::int64_t size : shard.sections) {
+    if (size > 0) out.push_back(whole.narrow(shard.dim, first + size / ranks * rank, size / ranks));
+    first += size;
+  }
+  return out;
+}
+
+}  // namespace
+
 at::Tensor part_of(const at::Tensor& whole, const Shard& shard) {
-  return shard.dim < 0 ? whole : whole.narrow(shard.dim, shard.begin, shard.end - shard.begin);
+  const std::vector<at::Tensor> places = places_of(whole, shard);
+  return places.size() == 1 ? places.front() : at::cat(places, shard.dim);
+}
+
+void put_part(const at::Tensor& whole, const Shard& shard, const at::Tensor& part) {
+  std::int64_t first = 0;
+  for (const at::Tensor& place : places_of(whole, shard)) {
+    const std::int64_t here = shard.dim < 0 ? 0 : place.size(shard.dim);
+    place.copy_(shard.dim < 0 ? part : part.narrow(shard.dim, first, here));
+    first += here;
+  }
 }
 
 at::Tensor without_padding(const at::Tensor& local, const Shard& shard) {
@@ -246,7 +309,14 @@ ModelShape drawn_shape(const std::string& family, bool critic) {
 ExactModel make_exact_model(const std::string& family, std::uint64_t seed, bool critic) {
   const ModelShape shape = drawn_shape(family, critic);
   const auto model = random_model(shape, DType::float64, seed);
-  ExactModel exact{model->table, on_host(model->weights)};
+  ExactModel exact{ParameterTable(shape), {}};
+  exact.weights = at::empty({exact.table.size()}, at::kDouble);
+  const auto copy = [&](const ParameterTable& part, const at::Tensor& values) {
+    for (const Parameter& p : part.parameters())
+      exact.weights.narrow(0, exact.table.at(p.name).offset, p.count).copy_(values.narrow(0, p.offset, p.count));
+  };
+  copy(model->table, on_host(model->weights));
+  copy(model->held_table, on_host(model->held_weights));
   double* const values = host_values<double>(exact.weights).data();
   Random random(seed, 99);
   for (const Parameter& p : exact.table.parameters())
@@ -306,6 +376,14 @@ std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, s
   };
   fill(model->table, model->weights);
   fill(model->held_table, model->held_weights);
+  if (model->corrections_LE.defined()) {
+    std::vector<at::Tensor> corrections;
+    for (std::int64_t layer = local.layers().begin; layer < local.layers().end; ++layer)
+      if (local.whole().has_experts(layer))
+        corrections.push_back(
+            parameter_in(exact->weights, exact->table.at(layer_prefix(layer) + local.whole().names.correction_bias)));
+    bound_device().to_device(at::stack(corrections).to(model->corrections_LE.scalar_type()), model->corrections_LE);
+  }
   return model;
 }
 
@@ -419,11 +497,8 @@ std::string base_of(const Parameter& adapter) {
   return adapter.name.substr(0, adapter.name.rfind(".lora_")) + ".weight";
 }
 
-// A model whose weights hold its adapters' products.
-struct Merged {
-  ParameterTable table;
-  at::Tensor weights;
-};
+}  // namespace
+
 Merged merged(const ModelState& model) {
   ModelShape base = model.shape;
   base.trained = {};
@@ -446,8 +521,10 @@ Merged merged(const ModelState& model) {
   return out;
 }
 
+namespace {
+
 // The gradient of what trains from that of the merged weights.
-at::Tensor of_adapters(const ModelState& model, const Merged& whole, const at::Tensor& gradient) {
+at::Tensor of_what_trains(const ModelState& model, const Merged& whole, const at::Tensor& gradient) {
   const at::Tensor out = at::empty({model.table.size()}, gradient.options()),
                    weights = on_host(model.weights).to(gradient.scalar_type());
   const double scale = model.shape.trained.adapter.scale();
@@ -472,24 +549,18 @@ OracleResult run_oracle(const Case& c, DType dtype) {
   const Prepared prepared = prepare(c, dtype, mesh_of_one());
   const MiniBatch batch = prepared.data.mini_batch(0);
   const ModelState& model = *prepared.model;
-  if (model.shape.trained.adapter.rank > 0) {
-    const Merged whole = merged(model);
-    OracleResult result = oracle(model.shape, whole.table, whole.weights, batch.rollouts, batch.advantages, c.options);
-    result.gradient = of_adapters(model, whole, result.gradient.to(at::kDouble));
-    return result;
-  }
+  const Merged whole = merged(model);
   OracleResult result =
-      c.critic
-          ? value_oracle(model.shape, model.table, on_host(model.weights), batch.rollouts, batch.targets, c.options)
-          : oracle(model.shape, model.table, on_host(model.weights), batch.rollouts, batch.advantages, c.options);
-  result.gradient = result.gradient.to(at::kDouble);
+      c.critic ? value_oracle(model.shape, whole.table, whole.weights, batch.rollouts, batch.targets, c.options)
+               : oracle(model.shape, whole.table, whole.weights, batch.rollouts, batch.advantages, c.options);
+  result.gradient = of_what_trains(model, whole, result.gradient.to(at::kDouble));
   return result;
 }
 
 PhasePeaks predicted_arena_bytes(const Case& c, const StepPlan& plan, DType dtype) {
   const bool routers = c.options.router_aux_loss_coef != 0 || c.options.router_z_loss_coef != 0;
-  const StepKind kind{.optimizer = false, .whole_rollout = c.options.policy_loss == "gspo", .all_rows_choose = routers};
-  const ActivationBytes bytes(shape_of(c), dtype, kind);
+  const StepKind kind{.whole_rollout = c.options.policy_loss == "gspo", .all_rows_choose = routers};
+  const ActivationBytes bytes(shape_of(c), dtype, kind, {{.optimizer = false}, {}});
   const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows, kThreads) +
                               bytes.in_flight(plan.chosen.stored_bytes) +
                               bytes.in_flight(plan.chosen.path_stored_bytes);

@@ -34,9 +34,11 @@ ModelShape tiny_shape(const std::string& family, std::int64_t vocabulary = 50);
 std::unique_ptr<ModelState> tiny_model(const std::string& family, DType dtype, std::uint64_t seed, bool critic = false,
                                        const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
-// A parameter in a flat buffer of its table; the part of a whole one that a shard is; a local one without padding.
+// A parameter in a flat buffer of its table; the part of a whole one that a shard is, read and written; a local one
+// without padding.
 at::Tensor parameter_in(const at::Tensor& flat, const Parameter& parameter);
 at::Tensor part_of(const at::Tensor& whole, const Shard& shard);
+void put_part(const at::Tensor& whole, const Shard& shard, const at::Tensor& part);
 at::Tensor without_padding(const at::Tensor& local, const Shard& shard);
 // What a rank keeps of a flat tensor in the table's layout (--shard full), padding 0.
 at::Tensor kept_of(const at::Tensor& flat, const ParameterTable& table);
@@ -89,6 +91,12 @@ inline at::Tensor on_host(const at::Tensor& tensor) { return bound_device().to_h
 
 // One gradient; the model is made anew from the case's seed. Called by every rank of the mesh.
 Outcome run_case(const Case& c, DType dtype = DType::float64, const Mesh& mesh = mesh_of_one());
+// All weights of a model on the host, those that are held and adapters' products included.
+struct Merged {
+  ParameterTable table;
+  at::Tensor weights;
+};
+Merged merged(const ModelState& model);
 // Of adapters: by the chain rule from the gradient of W + s B A,  dA = s B^T dW,  dB = s dW A^T.
 OracleResult run_oracle(const Case& c, DType dtype = DType::float64);
 

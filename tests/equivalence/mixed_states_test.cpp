@@ -53,7 +53,7 @@ void draw_path(StepPlan& plan, Random& draw, std::int64_t layers) {
   plan.path.layers_awake = static_cast<std::int32_t>(draw.integer(0, layers));
 }
 
-// Says when what was stored away is asked for.
+// Says when what was offloaded is asked for.
 class WatchingHead : public Head {
  public:
   WatchingHead(Head& head, const SpillQueue* queue) : head_(head), queue_(queue) {}
@@ -93,13 +93,13 @@ EditedRun run_edited(const Case& c, const std::function<void(StepPlan&)>& edit) 
   model->decoder.reserve_positions(data.longest());
   const MiniBatch batch = data.mini_batch(0);
   const Decoder& decoder = model->decoder;
-  StepKind kind = step_kind_of(options, model->shape, batch.rollouts);
-  kind.optimizer = false;
+  const StepKind kind = step_kind_of(options, model->shape, batch.rollouts);
+  const HeldState held{.optimizer = false};
   StepPlan plan =
-      plan_step(model->shape, options, default_profile("cpu", DType::float64, 2), batch.rollouts, true, kind);
+      plan_step(model->shape, options, default_profile("cpu", DType::float64, 2), batch.rollouts, true, kind, held);
   edit(plan);
 
-  const ActivationBytes bytes(model->shape, DType::float64, kind);
+  const ActivationBytes bytes(model->shape, DType::float64, kind, {held, {}});
   PeakWalk peaks(bytes);
   peaks.run(program_of(plan.items, bytes.waves_in_flight()));
   EditedRun run;
@@ -156,7 +156,7 @@ TEST(MixedStates, GiveTheBitsOfKeptStateInTheBytesThatWerePredicted) {
   EXPECT_GT(asleep, 60);
 }
 
-// What a trunk stored away is asked for while the last wave below it runs, and not before.
+// What a trunk offloaded is asked for while the last wave below it runs, and not before.
 TEST(MixedStates, AreFetchedWhileTheLastWaveRuns) {
   Case c;
   c.rollouts.groups = 1;

@@ -22,15 +22,17 @@ void expect_gradient_is_slope(const std::vector<const char*>& families, bool cri
     TrainingData data(make_rollouts(rollout_options, 5), options, critic);
     if (critic) data.prepare(0, {});
     const MiniBatch batch = data.mini_batch(0);
+    const Merged whole = merged(*model);
+    const at::Tensor& own = whole.weights;
     const auto at_weights = [&](const at::Tensor& weights) {
-      return critic ? value_oracle(model->shape, model->table, weights, batch.rollouts, batch.targets, options)
-                    : oracle(model->shape, model->table, weights, batch.rollouts, batch.advantages, options);
+      return critic ? value_oracle(model->shape, whole.table, weights, batch.rollouts, batch.targets, options)
+                    : oracle(model->shape, whole.table, weights, batch.rollouts, batch.advantages, options);
     };
     const auto loss_at = [&](const at::Tensor& weights) { return at_weights(weights).loss; };
-    const at::Tensor own = on_host(model->weights);
     const at::Tensor gradient = at_weights(own).gradient;
     Random random(7);
-    for (const Parameter& p : model->table.parameters()) {
+    for (const Parameter& trained : model->table.parameters()) {
+      const Parameter& p = whole.table.at(trained.name);
       const auto expert = p.name.find(".experts.");  // two of the eight: they are alike
       if (expert != std::string::npos && p.name[expert + 9] > '1') continue;
       // Along a random direction: central differences err by h^2 f''' / 6 + 1e-16 f / h, about 1e-9 for h = 1e-5.

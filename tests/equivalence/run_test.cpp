@@ -241,7 +241,8 @@ TEST_F(CriticRuns, AStepIsTheCriticsUpdateAndTheActors) {
   const MachineProfile machine = default_profile("cpu", DType::float64, 2);
   AdamW optimizer(model->table, model->weights, AdamWSettings::from(options_));
   Actor actor(*model, options_, machine, &optimizer);
-  Critic critic(load_critic(options_.critic, options_, model->shape, progress), options_, machine, actor.workspace);
+  Critic critic(load_critic(*espalier::trained_critic(options_), options_, model->shape, progress), options_, machine,
+                actor.workspace);
   TrainingData data(read_for_model(options_.rollouts, model->shape, progress), options_, true);
   model->decoder.reserve_positions(data.longest());
   critic.model().decoder.reserve_positions(data.longest());

@@ -111,6 +111,26 @@ TEST(DataParallel, TreesOfDepthTwo) {
   expect_all_layouts(c, {{"phased, budget 6", "phased", 6, "keep"}, {"phased, budget 6", "phased", 6, "recompute"}});
 }
 
+// One tree for all ranks: each runs what is above its part.
+TEST(DataParallel, OneTreeOfAnAgentsTurnsIsCut) {
+  Case c = ragged("qwen3");
+  c.rollouts.groups = 1, c.rollouts.group_size = {24, 24};
+  c.rollouts.prompt_length = {12, 12}, c.rollouts.response_length = {20, 30};
+  c.rollouts.shared_start = 0.4, c.rollouts.continues = 0.4;
+  c.rollouts.one_token_prompt = 0;
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    c.seed = seed;
+    const std::vector<Plan> plans = {{"phased, budget 60", "phased", 60, "keep"}, {"auto", "auto", 0, "auto"}};
+    expect_all_layouts(c, plans);
+    const Outcome alone = run_case(with(c, plans[0]));
+    for (const std::int64_t dp : {2, 4}) {
+      const Outcome rank = run_under({.dp = dp}, with(c, plans[0])).front();
+      EXPECT_GT(rank.report.trunk_rows + rank.report.wave_rows, alone.report.trunk_rows + alone.report.wave_rows)
+          << "ranks repeat what is above their parts";
+    }
+  }
+}
+
 TEST(DataParallel, NoPromptIsComputedOnTwoRanks) {
   Case c;
   c.rollouts.groups = 5, c.rollouts.group_size = {4, 4}, c.rollouts.prompt_length = {9, 30};

@@ -3,48 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
 
 #include "espalier/plan/communication.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/plan/row_shares.h"
 #include "espalier/train/training_data.h"
+#include "tests/parallel/draws.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {
 namespace {
-
-class Draws {
- public:
-  explicit Draws(std::uint64_t seed) : random_(seed) {}
-  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)); }
-  template <class T>
-  T one_of(std::initializer_list<T> choices) {
-    return choices.begin()[below(static_cast<std::int64_t>(choices.size()))];
-  }
-  bool one_in(std::int64_t n) { return below(n) == 0; }
-
- private:
-  std::mt19937_64 random_;
-};
-
-// Up to eight ranks; three layers, four query heads.
-Degrees drawn_degrees(Draws& draws, const ModelShape& shape) {
-  for (;;) {
-    Degrees d{.tp = draws.one_of<std::int64_t>({1, 1, 2, 4}),
-              .cp = draws.one_of<std::int64_t>({1, 1, 2, 3, 4}),
-              .pp = draws.one_of<std::int64_t>({1, 1, 2, 3}),
-              .dp = draws.one_of<std::int64_t>({1, 1, 2, 3, 4}),
-              .ep = 1};
-    if (d.ranks() == 1 || d.ranks() > 8) continue;
-    d.full = d.dp * d.cp > 1 && draws.one_in(4);
-    if (shape.experts > 0) d.ep = draws.one_of<std::int64_t>({1, 2, 4, 8});
-    const bool spreads = d.ranks() / d.pp % d.ep == 0 && d.ep % d.tp == 0 && shape.experts % d.ep == 0;
-    if (d.ep == 1 || spreads) return d;
-  }
-}
 
 Case drawn_case(Draws& draws, std::uint64_t seed) {
   Case c;
@@ -93,8 +61,7 @@ void expect_planned(const Case& c, const Degrees& degrees) {
   const auto batch = data.mini_batch(0).rollouts;
   PlanOptions options;
   options.dtype = DType::float64, options.kind = step_kind_of(c.options, shape_of(c), batch);
-  options.kind.optimizer = false, options.kind.cp = degrees.cp;
-  options.kind.temperatures = temperatures_of(shape_of(c), batch);
+  options.setting.held.optimizer = false;
   constexpr int kThreads = 2;
   const MachineProfile machine = default_profile("cpu", options.dtype, kThreads);
   const std::vector<Outcome> ranks = run_layout(c, degrees).ranks;
@@ -114,7 +81,7 @@ void expect_planned(const Case& c, const Degrees& degrees) {
     const LocalShape local(shape_of(c), degrees, {.dp = dp});
     for (const RankCost& stage : forecast(plans, dp, batch, local, options, machine).stages) {
       const ActivationBytes bytes(LocalShape(shape_of(c), degrees, {.pp = stage.pp, .dp = dp}), options.dtype,
-                                  options.kind);
+                                  options.kind, options.setting);
       const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows, kThreads) +
                                   bytes.in_flight(stage.cost.stored_bytes) +
                                   bytes.in_flight(stage.cost.path_stored_bytes);
@@ -127,12 +94,7 @@ void expect_planned(const Case& c, const Degrees& degrees) {
 }
 
 TEST(GeneratedLayouts, GiveTheGradientOfOneProcess) {
-  unsigned long long first = 1, count = 40;
-  const char* const given = std::getenv("ESPALIER_GENERATED_LAYOUTS");
-  if (given != nullptr) {
-    ASSERT_EQ(std::sscanf(given, "%llu:%llu", &first, &count), 2) << "expected FIRST:COUNT";
-  }
-  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+  for (const std::uint64_t seed : drawn_seeds(40)) {
     Draws draws(seed);
     const Case c = drawn_case(draws, seed);
     const Degrees degrees = drawn_degrees(draws, shape_of(c));

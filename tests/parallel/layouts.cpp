@@ -54,9 +54,9 @@ WholeOutcome run_layout(const Case& c, const Degrees& degrees, DType dtype) {
     for (std::size_t rank = 0; rank < out.ranks.size(); ++rank)
       for (const Parameter& p : tables[rank].parameters()) {
         const at::Tensor local = parameter_in(gradients[rank], p), own = without_padding(local, p.shard);
-        const at::Tensor place = part_of(parameter_in(out.gradient, whole.at(p.name)), p.shard);
-        if (counted && p.shard.counted) place.copy_(own);
-        EXPECT_TRUE(counted || at::equal(place, own)) << p.name << " on rank " << rank;
+        const at::Tensor all = parameter_in(out.gradient, whole.at(p.name));
+        if (counted && p.shard.counted) put_part(all, p.shard, own);
+        EXPECT_TRUE(counted || at::equal(part_of(all, p.shard), own)) << p.name << " on rank " << rank;
         EXPECT_TRUE(local.count_nonzero().equal(own.count_nonzero())) << "padding of " << p.name << " on rank " << rank;
       }
   return out;

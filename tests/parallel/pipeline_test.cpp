@@ -25,7 +25,7 @@ TEST_P(Pipeline, ACriticToo) { expect_all_plans(as_critic(ragged(GetParam())), {
 INSTANTIATE_TEST_SUITE_P(Models, Pipeline,
                          ::testing::Values("llama", "llama-bias", "qwen2", "qwen3-pad", "qwen3", "qwen3-window",
                                            "qwen3-window-sinks", "qwen3-moe", "qwen3-moe-sparse", "qwen3-moe-late",
-                                           "DeepseekV2", "DeepseekV3"),
+                                           "DeepseekV2", "DeepseekV3", "qwen3-next", "qwen3-next-last", "Bamba"),
                          [](const auto& info) { return name_of_family(info.param); });
 
 TEST(PipelineLosses, OfWholeRolloutsAndOfRouters) {
@@ -70,8 +70,8 @@ void expect_planned_memory(const Case& c, std::int64_t stages) {
   PhasePeaks most;
   for (const RankCost& stage :
        forecast(plans, 0, batch, first, options, default_profile("cpu", DType::float64, 1)).stages) {
-    const ActivationBytes bytes(LocalShape(shape_of(c), {.pp = stages}, {.pp = stage.pp}), DType::float64,
-                                options.kind);
+    const ActivationBytes bytes(LocalShape(shape_of(c), {.pp = stages}, {.pp = stage.pp}), DType::float64, options.kind,
+                                options.setting);
     const std::int64_t beside = bytes.constant() + bytes.scratch(plan.max_rows, plan.max_path_rows) +
                                 bytes.in_flight(bytes.path(plan.max_path_rows, plan.path).stored);
     for (auto phase : {&PhasePeaks::a, &PhasePeaks::b, &PhasePeaks::c})

@@ -1,4 +1,4 @@
-// A path whose layers are stored away or divided over ranks (--path-state) where ranks divide rows, layers, heads or
+// A path whose layers are offloaded or divided over ranks (--path-state) where ranks divide rows, layers, heads or
 // weights.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -150,7 +150,7 @@ class BothPaths {
       for (int rank = 0; rank < cp_.size(); ++rank) add(whole_.path(layer, rows_above), layer, rank);
       add(divided_.path(layer, rows_above), layer, cp_.rank());
     }
-    for (KvPath* path : {&divided_, &whole_}) path->end_backward();
+    for (KvPath* path : {&divided_, &whole_}) path->end_backward(0);
   }
   void add(const KvPath::Layer& above, std::int64_t layer, int rank) const {
     above.grad_k.add_(numbers(above.grad_k.size(0), waves_ + layer + rank));

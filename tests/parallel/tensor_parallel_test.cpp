@@ -32,6 +32,26 @@ INSTANTIATE_TEST_SUITE_P(Models, TensorParallel,
                                            "qwen3-moe-late", "DeepseekV2", "DeepseekV3"),
                          [](const auto& info) { return name_of_family(info.param); });
 
+// Key heads with their value heads and channels of the convolution; queries, keys and values are parts of one matrix.
+TEST(TensorParallelStates, EveryPlanGivesTheGradientOfOneProcess) {
+  for (const char* family : {"qwen3-next", "qwen3-next-plain", "qwen3-next-last", "qwen3-next-moe", "Bamba"}) {
+    const Case c = ragged(family);
+    expect_all_plans(c, {0, 7}, {{.tp = 2}});
+    expect_all_plans(c, {7}, {{.tp = 2, .pp = 2}, {.tp = 2, .dp = 2}});
+  }
+  expect_all_plans(as_critic(ragged("qwen3-next-plain")), {7}, {{.tp = 2}});
+}
+
+TEST(TensorParallelStates, AreRefusedWhereHeadsDoNotDivide) {
+  const ModelShape shape = tiny_shape("qwen3-next");
+  try {
+    const LocalShape local(shape, {.tp = 4}, Place{});
+    FAIL() << "4 ranks share 2 key heads";
+  } catch (const OptionError& error) {
+    EXPECT_NE(std::string(error.what()).find("a divisor of the 2 key heads"), std::string::npos) << error.what();
+  }
+}
+
 struct Loss {
   const char *policy_loss, *rollout_is;
   double kl, entropy;

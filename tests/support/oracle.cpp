@@ -103,7 +103,11 @@ Tensor mlp_of(const ModelShape& shape, const Tensor& x, const Weights& w, const 
   };
   const Tensor up = product(x, up_name);
   if (!shape.activation.gated) return product(activation(shape, up), down_name);
-  return product(activation(shape, product(x, gate_name)) * up, down_name);
+  const Tensor gate = product(x, gate_name);
+  if (shape.activation.kind != Activation::clamped) return product(activation(shape, gate) * up, down_name);
+  const Tensor g = gate.clamp_max(shape.activation.limit),
+               u = up.clamp(-shape.activation.limit, shape.activation.limit);
+  return product(g * (1.702 * g).sigmoid() * (u + 1), down_name);
 }
 
 // What a rollout's pass through one router leaves for the router losses.
@@ -125,13 +129,27 @@ void replay(const Rollout& rollout, std::int64_t place, const Tensor& chosen) {
   }
 }
 
+// The scores of experts outside of the best groups become -infinity. A group's own score is the sum of its two best
+// where scores are sigmoids, else its best.
+Tensor of_best_groups(const ModelShape& shape, const Tensor& score) {
+  const std::int64_t n = score.size(0), G = shape.router.groups;
+  const Tensor grouped = score.view({n, G, shape.experts / G});
+  const Tensor best = std::get<0>(at::sort(grouped, -1, /*descending=*/true));
+  const Tensor of_group = best.slice(2, 0, shape.router.sigmoid ? 2 : 1).sum(-1);
+  const Tensor order = std::get<1>(at::sort(of_group, /*stable=*/true, -1, /*descending=*/true));
+  const Tensor kept = at::zeros_like(of_group).scatter_(1, order.slice(1, 0, shape.router.top_groups), 1.0);
+  return at::where(kept.unsqueeze(2).expand_as(grouped).gt(0), grouped, -INFINITY).reshape({n, shape.experts});
+}
+
 // Every expert runs on every token; the weights of those not chosen are zero.
 Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::int64_t layer, const Rollout& rollout,
                std::vector<Routing>& routings) {
-  const Tensor logits = at::matmul(x, w[layer_prefix(layer) + shape.names.router + ".weight"].t());
+  const std::string router = layer_prefix(layer) + shape.names.router;
+  const Tensor logits = affine(x, w[router + ".weight"], w.bias(router + ".bias"));
   const Tensor probability = shape.router.sigmoid ? logits.sigmoid() : logits.softmax(-1);
   Tensor score = probability.detach();
   if (shape.router.correction_bias) score = score + w[layer_prefix(layer) + shape.names.correction_bias].detach();
+  if (shape.router.groups > 1) score = of_best_groups(shape, score);
   // A stable sort: ties go to the lower expert.
   const Tensor order = std::get<1>(at::sort(score, /*stable=*/true, -1, /*descending=*/true));
   const Tensor best = order.slice(1, 0, shape.experts_per_token);
@@ -139,12 +157,48 @@ Tensor experts(const ModelShape& shape, const Weights& w, const Tensor& x, std::
   replay(rollout, static_cast<std::int64_t>(routings.size()), chosen);
   Tensor weight = probability * chosen;
   if (shape.norm_topk_prob) weight = weight / weight.sum(-1, true);
+  weight = weight * shape.router.scaling;
   Tensor out = at::zeros_like(x);
   for (std::int64_t e = 0; e < shape.experts; ++e)
     out = out + weight.slice(1, e, e + 1) * mlp_of(shape, x, w, expert_prefix(shape, layer, e), shape.names.expert_gate,
                                                    shape.names.expert_up, shape.names.expert_down);
+  if (shape.shared_expert.inner > 0) {
+    Tensor shared = mlp_of(shape, x, w, layer_prefix(layer), shape.names.shared_gate, shape.names.shared_up,
+                           shape.names.shared_down);
+    if (shape.shared_expert.gate)
+      shared =
+          shared * at::matmul(x, w[layer_prefix(layer) + shape.names.shared_expert_gate + ".weight"].t()).sigmoid();
+    out = out + shared;
+  }
   routings.push_back({layer, probability, logits.logsumexp(-1), chosen});
   return out;
+}
+
+// Mamba-2, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
+Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
+  const DeltaRuleShape& s = shape.delta_rule;
+  const std::int64_t n = h.size(0), G = s.key_heads, H = s.value_heads, N = s.key_dim, P = s.value_dim, V = H * P,
+                     each = H / G;
+  const auto parts = at::matmul(h, w[p + "in_proj.weight"].t()).split_with_sizes({V, V + 2 * G * N, H}, 1);
+  const Tensor z = parts[0], x = parts[1], conv = w[p + "conv1d.weight"].squeeze(1);
+  const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
+  Tensor c = s.conv_bias ? w[p + "conv1d.bias"] : at::zeros({x.size(1)}, x.options());
+  for (std::int64_t j = 0; j < s.kernel; ++j) c = c + conv.select(1, j) * padded.slice(0, j, j + n);
+  c = c * c.sigmoid();
+  const auto mixed = c.split_with_sizes({V, G * N, G * N}, 1);
+  const auto heads = [&](const Tensor& part) { return part.reshape({n, G, N}).repeat_interleave(each, 1); };
+  const Tensor v = mixed[0].reshape({n, H, P}), b = heads(mixed[1]), q = heads(mixed[2]);
+  const Tensor step = (1 + (parts[2] + w[p + "dt_bias"]).exp()).log().clamp(s.least_step, s.largest_step);
+  const Tensor decay = (-w[p + "A_log"].exp() * step).exp();
+  Tensor state = at::zeros({H, N, P}, x.options());
+  std::vector<Tensor> out;
+  for (std::int64_t t = 0; t < n; ++t) {
+    state = state * decay[t].view({H, 1, 1}) + b[t].unsqueeze(2) * (step[t].unsqueeze(1) * v[t]).unsqueeze(1);
+    out.push_back((state * q[t].unsqueeze(2)).sum(1) + w[p + "D"].unsqueeze(1) * v[t]);
+  }
+  const Tensor u = (at::stack(out).reshape({n, V}) * z * z.sigmoid()).reshape({n, G, V / G});
+  const Tensor y = rms_norm(u, at::ones({1}, u.options()), shape.rms_norm_eps).reshape({n, V}) * w[p + "norm.weight"];
+  return at::matmul(y, w[p + "out_proj.weight"].t());
 }
 
 // The gated delta rule, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
@@ -241,7 +295,9 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
                     p, shape.names.mlp_post_norm);
     };
     if (shape.mixer_of(l) == Mixer::delta_rule) {
-      x = x + added(delta_rule(shape, w, h, p + "linear_attn."), p, shape.names.attention_post_norm);
+      const Tensor mixed =
+          shape.delta_rule.mamba ? mamba(shape, w, h, p + "mamba.") : delta_rule(shape, w, h, p + "linear_attn.");
+      x = x + added(mixed, p, shape.names.attention_post_norm);
       mlp_half();
       continue;
     }
@@ -277,7 +333,7 @@ Tensor hidden_rows(const ModelShape& shape, const Weights& w, const Rollout& rol
         added(affine(attended, w[a + "o_proj.weight"], w.bias(a + "o_proj.bias")), p, shape.names.attention_post_norm);
     mlp_half();
   }
-  return norm(shape, x, w, "model.norm");
+  return norm(shape, x, w, shape.names.final_norm);
 }
 
 // log-softmax over the vocabulary of every row, [n, V].

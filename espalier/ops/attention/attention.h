@@ -1,7 +1,7 @@
 // Shared-prefix attention: the rows of one set attend to the whole path above and, tree-causally, to each other.
 //
-//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j; of these, with a
-//   window W, the rows whose depth is above the depth of r_i less W, so itself and the W - 1 above it on its way
+//   S_ij = scale * q_i . k_j ;  row i sees path row j always, own row j iff j <= r_i < subtree_end_j; with a window W,
+//   only those of them with a depth above depth(r_i) - W: the row itself and the W - 1 before it in its rollout
 //   with a soft cap C: S = C tanh(scale q . k / C)
 //   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
@@ -13,13 +13,13 @@
 // Strides count elements between consecutive rows; heads follow each other at distance D (those of v, out and their
 // gradients at distance Dv), elements at distance 1.
 // Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
-// Cost follows the (row, key) pairs that are seen, in blocks of keys and vectors of neighbouring rows: what no query
-// row sees is skipped block by block. Own rows that nobody sees may be read beside seen ones: they must be finite.
+// The cost is proportional to the visible (row, key) pairs, in blocks of keys and vectors of neighbouring rows: blocks
+// that no query row sees are skipped. Own rows that no row sees may be read beside visible ones: they must be finite.
 // Sums are of accumulator_t<T>. Where bfloat16 multiplies as it is (Bfloat16Products dot and tiles), the weights A and
 // the slopes dS below are rounded to bfloat16 as factors of A V, A^T dO, dS K and dS^T Q; nothing else is.
-// Where sums have a defined order (base/defined_sums.h), out and lse of a query row have the same bits whatever rows
-// stand beside it, however its keys are divided into path and own rows, and with any number of threads; bfloat16 is
-// then multiplied as float32 in the forward.
+// Where sums have a defined order (base/defined_sums.h), out and lse of a query row have the same bits beside any
+// other rows, for any split of its keys into path and own rows, and with any number of threads; bfloat16 is then
+// multiplied as float32 in the forward.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,20 @@
 // The gated delta rule of one value head on one thread (ops/delta_rule.h); compiled once for each instruction set.
 //
+// Rows of a block, with G_i the sum of log gamma over rows up to i, D_ij = e^(G_i - G_j) for j <= i, else 0, S and S'
+// the states around the block, N = strictly lower D (K K^T), P = D (Q K^T), w_i = e^(G_last - G_i), B = diag(beta):
+//   E = (I + N B)^-1 (V - e^G K S)   U = B E   O = e^G Q S + P U   S' = e^(G_last) S + (w K)^T U
+//   dU = P^T dO + w K dS'            dA = (I + B N)^-T dU          dV = B dA        dbeta_i = dA_i . E_i
+//   X = D (dO U^T)                   Y = -strictly lower D (dV U^T)
+//   dQ = e^G dO S^T + X K            dK = dR + dW,   dR = Y K - e^G dV S^T,   dW = Y^T K + X^T Q + w U dS'^T
+//   dS = e^(G_last) dS' + (e^G Q)^T dO - (e^G K)^T dV
+//   d log gamma_i = e^(G_last) <S, dS'> + sum_(t >= i) e^(G_t) (q_t . S dO_t - k_t . S dV_t)
+//                   + sum_(s < i) w_s U_s . (K dS')_s + sum_(t >= i > s) (X_ts q_t . k_s + Y_ts k_t . k_s)
+// Rows that do not read the state first (Mamba-2) have E = V, N = Y = 0 and dR = 0.
+// The forward goes row by row instead, so that a row's bits do not depend on where blocks begin; the backward's sums
+// are those of the plan anyway. G_i - G_j is summed in double from row j on. So is d log gamma, where the terms that
+// are added are those taken away: else what came to far rows would leave rounding errors in rows after which all is
+// forgotten.
+//
 // Shapes: n rows, dk and dv channels; a state is [dk, dv]. A is float or double.
 #pragma once
 
@@ -7,22 +22,42 @@
 
 namespace espalier {
 
+inline constexpr std::int64_t kStateBlockRows = 64;    // at most in a block
+inline constexpr std::int64_t kStateStripBytes = 256;  // of a state's rows go through the recurrence together
+
 template <class A>
 struct HeadRows {
   std::int64_t rows, key_dim, value_dim;
-  const A *q, *k, *v;     // [n, dk], [n, dk], [n, dv]; q and k normalised, q scaled
-  const A *decay, *beta;  // [n]; gamma and beta
+  const A *q, *k, *v;                 // [n, dk], [n, dk], [n, dv]; q and k normalised, q scaled
+  const A *decay, *log_decay, *beta;  // [n]; gamma, its logarithm, beta
+  bool reads = true;                  // the state, before it is written
 };
 
 template <class A>
+struct HeadGradients {
+  A *q, *k, *v;         // [n, dk], [n, dk], [n, dv]
+  A *log_decay, *beta;  // [n]
+};
+
+// Numbers of A that the functions below need beside their arguments.
+constexpr std::int64_t forward_room(std::int64_t key_dim, std::int64_t number_bytes) {
+  return key_dim * (kStateStripBytes / number_bytes);
+}
+constexpr std::int64_t backward_room(std::int64_t key_dim, std::int64_t value_dim) {
+  return kStateBlockRows * (3 * kStateBlockRows + 4 * value_dim + key_dim) + 2 * key_dim * value_dim;
+}
+
+template <class A>
 struct DeltaRuleRanges {
-  // Rows [begin, end): overwrites `state` with the one after them, and o [n, dv] where it is not null.
-  void (*forward)(const HeadRows<A>& head, std::int64_t begin, std::int64_t end, A* state, A* o);
-  // One row: `before` is the state before it, `after` the one behind it; `grad` holds what came to the latter and is
-  // overwritten with what comes to the former. Overwrites grad_q, grad_k [dk], grad_v [dv] and two numbers: the
-  // gradient of log gamma, and of beta. `room`: [3 dv].
-  void (*backward)(const HeadRows<A>& head, std::int64_t row, const A* before, const A* after, const A* grad_o, A* grad,
-                   A* grad_q, A* grad_k, A* grad_v, A* grad_log_decay, A* grad_beta, A* room);
+  // Overwrites `state` with the one after the rows, and o [n, dv] where it is not null.
+  void (*forward)(const HeadRows<A>& head, A* state, A* o, A* room);
+  // At and below the diagonal: the products k k^T and q k^T [n, kStateBlockRows] of value heads that share q and k.
+  // room: [dk, kStateBlockRows].
+  void (*products)(const HeadRows<A>& head, A* keys, A* queries, A* room);
+  // Of at most kStateBlockRows rows that begin with `start`: `grad` holds what came to the state behind them and is
+  // overwritten with what comes to `start`. Overwrites the gradients of the rows.
+  void (*backward)(const HeadRows<A>& head, const A* keys, const A* queries, const A* start, const A* grad_o, A* grad,
+                   const HeadGradients<A>& gradients, A* room);
 };
 
 #define ESPALIER_DELTA_RULE_RANGES(set)   \

@@ -37,24 +37,27 @@ void add_expert_rows(const ExpertRange& range, std::int64_t width, const T* y_NM
 }
 
 template <class T>
-void weigh_expert_gradient(const ExpertRange& range, std::int64_t inner, const T* gate_up_NW,
-                           const accumulator_t<T>* weight_S, T* grad_gate_up_NW, T* act_NF,
+void weigh_expert_gradient(const ExpertRange& range, std::int64_t width, std::int64_t inner, const T* act_NF,
+                           const T* bias_M, const accumulator_t<T>* weight_S, T* grad_y_NM, T* grad_act_NF,
                            accumulator_t<T>* grad_weight_S) {
   using A = accumulator_t<T>;
-#pragma omp parallel for schedule(static) if (range.count * inner > kParallelFrom)
+#pragma omp parallel for schedule(static) if (range.count * (width + inner) > kParallelFrom)
   for (std::int64_t i = 0; i < range.count; ++i) {
-    const T* up = gate_up_NW + i * 2 * inner + inner;
-    T* grad = grad_gate_up_NW + i * 2 * inner;
-    T* act = act_NF + i * inner;
+    const T* act = act_NF + i * inner;
+    T *grad_y = grad_y_NM + i * width, *grad_act = grad_act_NF + i * inner;
     A sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (std::int64_t f = 0; f < inner; ++f) sum += static_cast<A>(grad[inner + f]) * static_cast<A>(up[f]);
+    for (std::int64_t f = 0; f < inner; ++f) sum += static_cast<A>(act[f]) * static_cast<A>(grad_act[f]);
+    if (bias_M != nullptr) {
+#pragma omp simd reduction(+ : sum)
+      for (std::int64_t m = 0; m < width; ++m) sum += static_cast<A>(bias_M[m]) * static_cast<A>(grad_y[m]);
+    }
     grad_weight_S[range.slot[i]] = sum;
     const A weight = weight_S[range.slot[i]];
 #pragma omp simd
-    for (std::int64_t f = 0; f < 2 * inner; ++f) grad[f] = T(static_cast<A>(grad[f]) * weight);
+    for (std::int64_t m = 0; m < width; ++m) grad_y[m] = T(static_cast<A>(grad_y[m]) * weight);
 #pragma omp simd
-    for (std::int64_t f = 0; f < inner; ++f) act[f] = T(static_cast<A>(act[f]) * weight);
+    for (std::int64_t f = 0; f < inner; ++f) grad_act[f] = T(static_cast<A>(grad_act[f]) * weight);
   }
 }
 
@@ -65,11 +68,11 @@ void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T
   for (std::int64_t i = 0; i < count; ++i) out[i] = T((base ? static_cast<A>(base[i]) : A{0}) + sum[i]);
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                       \
-  template void add_expert_rows<T>(const ExpertRange&, std::int64_t, const T*, const accumulator_t<T>*,               \
-                                   accumulator_t<T>*);                                                                \
-  template void weigh_expert_gradient<T>(const ExpertRange&, std::int64_t, const T*, const accumulator_t<T>*, T*, T*, \
-                                         accumulator_t<T>*);                                                          \
+#define ESPALIER_INSTANTIATE(T)                                                                              \
+  template void add_expert_rows<T>(const ExpertRange&, std::int64_t, const T*, const accumulator_t<T>*,      \
+                                   accumulator_t<T>*);                                                       \
+  template void weigh_expert_gradient<T>(const ExpertRange&, std::int64_t, std::int64_t, const T*, const T*, \
+                                         const accumulator_t<T>*, T*, T*, accumulator_t<T>*);                \
   template void round_sum<T>(std::int64_t, const T*, const accumulator_t<T>*, T*);
 ESPALIER_INSTANTIATE(double)
 ESPALIER_INSTANTIATE(float)

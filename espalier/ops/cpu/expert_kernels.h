@@ -29,12 +29,12 @@ template <class T>
 void add_expert_rows(const ExpertRange& range, std::int64_t width, const T* y_NM, const accumulator_t<T>* weight_S,
                      accumulator_t<T>* into_RM);
 
-// With act = silu(gate) up of a row, gradients taken before its weight w:  grad_w = sum_f grad_up_f up_f, since
-// grad_act_f silu(gate_f) = grad_up_f. Overwrites grad_weight at the range's slots; then scales grad_gate_up [N, 2F]
-// and act [N, F] by w.
+// From dL/dy of a row, y = act Wd^T + b being its expert's result, and dL/dact, both before the row's weight w:
+//   grad_w = act . grad_act + b . grad_y  (b null: 0)
+// Overwrites grad_weight at the range's slots; then scales grad_y [N, M] and grad_act [N, F] by w.
 template <class T>
-void weigh_expert_gradient(const ExpertRange& range, std::int64_t inner, const T* gate_up_NW,
-                           const accumulator_t<T>* weight_S, T* grad_gate_up_NW, T* act_NF,
+void weigh_expert_gradient(const ExpertRange& range, std::int64_t width, std::int64_t inner, const T* act_NF,
+                           const T* bias_M, const accumulator_t<T>* weight_S, T* grad_y_NM, T* grad_act_NF,
                            accumulator_t<T>* grad_weight_S);
 
 // out_i = base_i + sum_i (base null: sum), rounded once. out may be base.

@@ -21,7 +21,7 @@ void choose_experts(const at::Tensor& logits_RE, const at::Tensor& given_RK, con
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
     moe::choose_experts<T>(shape_of(logits_RE, choice_RK, rule), pointer<T>(logits_RE), pointer<std::int32_t>(given_RK),
                            pointer<std::int32_t>(choice_RK), pointer<accumulator_t<T>>(weight_RK),
-                           pointer<T>(rule.correction_E));
+                           pointer<accumulator_t<T>>(rule.correction_E));
   });
 }
 
@@ -43,6 +43,9 @@ void sort_by_expert(const at::Tensor& choice_RK, const SortedSlots& sorted) {
                       pointer<std::int32_t>(choice_RK), pointer<std::int32_t>(sorted.begin_E1),
                       pointer<std::int32_t>(sorted.row_S), pointer<std::int32_t>(sorted.slot_S));
 }
+
+// Of one expert; undefined where there is none.
+at::Tensor row_of(const at::Tensor& x_E, std::int64_t e) { return x_E.defined() ? x_E.select(0, e) : at::Tensor(); }
 
 // The rows of one expert: which they are, and where their part of what stands sorted lies (gate and up values).
 struct Expert {
@@ -82,11 +85,11 @@ void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const 
     if (N == 0) continue;
     const at::Tensor rows_NM = scratch.rows_RM.narrow(0, 0, N);  // x, then the result
     expert.gather(x_RM, rows_NM);
-    products.linear(expert.sorted_NW, rows_NM, weights.gate_up_EWM.select(0, e), at::Tensor());
+    products.linear(expert.sorted_NW, rows_NM, weights.gate_up_EWM.select(0, e), row_of(weights.gate_up_bias_EW, e));
     if (!sum_RM.defined()) continue;
     const at::Tensor act_NF = scratch.act_RF.narrow(0, 0, N);
     activation.swiglu(weights.activation, expert.sorted_NW, act_NF);
-    products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), at::Tensor());
+    products.linear(rows_NM, act_NF, weights.down_EMF.select(0, e), row_of(weights.down_bias_EM, e));
     expert.add_rows(rows_NM, weight_RK, sum_RM);
   }
 }
@@ -97,11 +100,12 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
                           const ExpertScratch& scratch) {
   const ProductOperations products = product_operations();
   const SwigluOperations activation = swiglu_operations();
-  const auto add_grad_weight = [&](const at::Tensor& grad_weight, const at::Tensor& grad, const at::Tensor& x) {
+  const auto add_grad_weight = [&](const at::Tensor& grad_weight, const at::Tensor& grad_bias, const at::Tensor& grad,
+                                   const at::Tensor& x) {
     at::Tensor product;
-    if (scratch.product.defined())
+    if (scratch.product.defined() && grad_weight.defined())
       product = scratch.product.view({-1}).narrow(0, 0, grad_weight.numel()).view(grad_weight.sizes());
-    products.add_linear_grad_weight(grad_weight, at::Tensor(), grad, x, product);
+    products.add_linear_grad_weight(grad_weight, grad_bias, grad, x, product);
   };
   for (std::int64_t e = 0; e < weights.gate_up_EWM.size(0); ++e) {
     const Expert expert(sorted, gate_up_SW, e);
@@ -112,16 +116,22 @@ void add_experts_backward(const SortedSlots& sorted, const ExpertWeights& weight
     const at::Tensor grad_gate_up_NW = scratch.grad_gate_up_RW.narrow(0, 0, N);
     expert.gather(grad_sum_RM, rows_NM);
     products.linear_grad_input(act_NF, rows_NM, weights.down_EMF.select(0, e));
+    if (weight_RK.defined()) {
+      const at::Tensor again_NF = grad_gate_up_NW.view({-1}).narrow(0, 0, act_NF.numel()).view(act_NF.sizes());
+      activation.swiglu(weights.activation, expert.sorted_NW, again_NF);
+      dispatch(x_RM.scalar_type(), [&]<class T>() {
+        using A = accumulator_t<T>;
+        moe::weigh_expert_gradient<T>(expert.range, rows_NM.size(1), act_NF.size(1), pointer<T>(again_NF),
+                                      pointer<T>(row_of(weights.down_bias_EM, e)), pointer<A>(weight_RK),
+                                      pointer<T>(rows_NM), pointer<T>(act_NF), pointer<A>(grad_weight_RK));
+      });
+    }
     activation.swiglu_backward(weights.activation, expert.sorted_NW, act_NF, grad_gate_up_NW, act_NF);
-    dispatch(x_RM.scalar_type(), [&]<class T>() {
-      using A = accumulator_t<T>;
-      moe::weigh_expert_gradient<T>(expert.range, act_NF.size(1), pointer<T>(expert.sorted_NW), pointer<A>(weight_RK),
-                                    pointer<T>(grad_gate_up_NW), pointer<T>(act_NF), pointer<A>(grad_weight_RK));
-    });
-    if (grads.down_EMF.defined()) add_grad_weight(grads.down_EMF.select(0, e), rows_NM, act_NF);
-    if (grads.gate_up_EWM.defined()) {
+    if (grads.down_EMF.defined() || grads.down_bias_EM.defined())
+      add_grad_weight(row_of(grads.down_EMF, e), row_of(grads.down_bias_EM, e), rows_NM, act_NF);
+    if (grads.gate_up_EWM.defined() || grads.gate_up_bias_EW.defined()) {
       expert.gather(x_RM, rows_NM);
-      add_grad_weight(grads.gate_up_EWM.select(0, e), grad_gate_up_NW, rows_NM);
+      add_grad_weight(row_of(grads.gate_up_EWM, e), row_of(grads.gate_up_bias_EW, e), grad_gate_up_NW, rows_NM);
     }
     products.linear_grad_input(rows_NM, grad_gate_up_NW, weights.gate_up_EWM.select(0, e));
     expert.add_rows(rows_NM, at::Tensor(), grad_x_sum_RM);

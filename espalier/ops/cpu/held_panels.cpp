@@ -23,24 +23,20 @@ struct Held {
 
 class Registry {
  public:
-  const void* find(const at::Tensor& weight_KN) {
+  const void* find(const at::Tensor& weight_KN, at::ScalarType dtype) {
     const std::shared_lock lock(mutex_);
     if (held_.empty()) return nullptr;
     const auto found = held_.find(weight_KN.const_data_ptr());
     if (found == held_.end()) return nullptr;
     const Held& held = found->second;
     // Packed as contiguous [N, K].
-    const bool whole = held.outputs == weight_KN.size(1) && held.inputs == weight_KN.size(0) &&
-                       held.dtype == weight_KN.scalar_type() && weight_KN.stride(0) == 1 &&
-                       weight_KN.stride(1) == held.inputs;
+    const bool whole = held.outputs == weight_KN.size(1) && held.inputs == weight_KN.size(0) && held.dtype == dtype &&
+                       weight_KN.stride(0) == 1 && weight_KN.stride(1) == held.inputs;
     return whole ? held.panels : nullptr;
   }
-  bool add(const at::Tensor& weight_NK, const void* panels) {
+  bool add(const at::Tensor& weight_NK, at::ScalarType dtype, const void* panels) {
     const std::unique_lock lock(mutex_);
-    return held_
-        .emplace(weight_NK.const_data_ptr(),
-                 Held{weight_NK.size(0), weight_NK.size(1), weight_NK.scalar_type(), panels})
-        .second;
+    return held_.emplace(weight_NK.const_data_ptr(), Held{weight_NK.size(0), weight_NK.size(1), dtype, panels}).second;
   }
   void remove(const at::Tensor& weight_NK) {
     const std::unique_lock lock(mutex_);
@@ -57,35 +53,38 @@ Registry& registry() {
   return of_process;
 }
 
-std::int64_t bytes_of_panels(const at::Tensor& weight_NK) {
+std::int64_t bytes_of_panels(const at::Tensor& weight_NK, at::ScalarType dtype) {
   std::int64_t bytes = 0;
-  dispatch(weight_NK.scalar_type(),
-           [&]<class T>() { bytes = own_products::panel_bytes<T>(weight_NK.size(0), weight_NK.size(1)); });
+  dispatch(dtype, [&]<class T>() { bytes = own_products::panel_bytes<T>(weight_NK.size(0), weight_NK.size(1)); });
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 class Handle {
  public:
-  Handle(const std::vector<at::Tensor>& weights_NK, std::int64_t bytes)
+  Handle(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype, std::int64_t bytes)
       : memory_(at::empty({bytes + kAlignment}, at::kByte)) {
     std::byte* to = static_cast<std::byte*>(memory_.mutable_data_ptr());
     to += -reinterpret_cast<std::intptr_t>(to) & (kAlignment - 1);
     std::vector<std::byte*> places;
     for (const at::Tensor& weight : weights_NK) {
       places.push_back(to);
-      to += bytes_of_panels(weight);
+      to += bytes_of_panels(weight, dtype);
     }
     at::parallel_for(0, static_cast<std::int64_t>(weights_NK.size()), 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const at::Tensor& weight = weights_NK[static_cast<std::size_t>(i)];
-        dispatch(weight.scalar_type(), [&]<class T>() {
-          own_products::pack_panels<T>({pointer<T>(weight), weight.size(1), true}, weight.size(0), weight.size(1),
-                                       places[static_cast<std::size_t>(i)]);
+        dispatch(dtype, [&]<class T>() {
+          own_products::Factor<T> factor{nullptr, weight.size(1), true};
+          if (weight.scalar_type() == dtype)
+            factor.data = pointer<T>(weight);
+          else
+            factor.narrow = pointer<bfloat16>(weight);
+          own_products::pack_panels<T>(factor, weight.size(0), weight.size(1), places[static_cast<std::size_t>(i)]);
         });
       }
     });
     for (std::size_t i = 0; i < weights_NK.size(); ++i)
-      if (registry().add(weights_NK[i], places[i])) weights_NK_.push_back(weights_NK[i]);
+      if (registry().add(weights_NK[i], dtype, places[i])) weights_NK_.push_back(weights_NK[i]);
   }
   ~Handle() {
     for (const at::Tensor& weight : weights_NK_) registry().remove(weight);
@@ -100,18 +99,19 @@ class Handle {
 
 }  // namespace
 
-std::shared_ptr<void> hold_panels(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes) {
+std::shared_ptr<void> hold_panels(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
+                                  std::int64_t most_bytes) {
   std::vector<at::Tensor> held;
   std::int64_t bytes = 0;
   for (const at::Tensor& weight : weights_NK) {
     if (!weight.defined() || weight.dim() != 2 || weight.numel() == 0 || !weight.is_contiguous()) continue;
     held.push_back(weight);
-    bytes += bytes_of_panels(weight);
+    bytes += bytes_of_panels(weight, dtype);
   }
   if (held.empty() || bytes > most_bytes) return nullptr;
-  return std::make_shared<Handle>(held, bytes);
+  return std::make_shared<Handle>(held, dtype, bytes);
 }
 
-const void* held_panels(const at::Tensor& weight_KN) { return registry().find(weight_KN); }
+const void* held_panels(const at::Tensor& weight_KN, at::ScalarType dtype) { return registry().find(weight_KN, dtype); }
 
 }  // namespace espalier

@@ -27,6 +27,7 @@ struct Factor {
   bool steps_adjacent;
   const void* panels =
       nullptr;  // b only: the same numbers as pack_panels leaves them; null: a product packs for itself
+  const bfloat16* narrow = nullptr;  // b of float only: the numbers, which are widened, in place of data
 };
 
 // T: of the factors; Out: T, or accumulator_t<T>. Rows of out and base are adjacent numbers. base null: none; it may be

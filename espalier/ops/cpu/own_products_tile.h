@@ -5,6 +5,8 @@
 // adjacent, else [element][kTileRows].
 #pragma once
 
+#include <type_traits>
+
 #include "espalier/base/simd.h"
 #include "espalier/ops/cpu/own_products.h"
 
@@ -105,8 +107,9 @@ ESPALIER_SIMD_INLINE std::int64_t elements_of(std::int64_t steps) {
 }
 
 // The elements of one line from `from` on, of which `steps` steps are there; widened bfloat16 in the order 1 0 3 2 ...
-template <class T>
-ESPALIER_SIMD_INLINE VectorOf<T> load_along(const T* from, std::int64_t steps) {
+// From: T; or bfloat16, whose numbers are those of a factor of float.
+template <class T, class From>
+ESPALIER_SIMD_INLINE VectorOf<T> load_along(const From* from, std::int64_t steps) {
   constexpr std::int64_t whole = kElementLanes<T> * kStepsOfElement<T>;
 #ifdef ESPALIER_BFLOAT16_DOT
   if (steps >= whole) return load_packed(reinterpret_cast<const StepPair*>(from));
@@ -114,7 +117,9 @@ ESPALIER_SIMD_INLINE VectorOf<T> load_along(const T* from, std::int64_t steps) {
   if (steps > 0) __builtin_memcpy(&v, from, static_cast<std::size_t>(steps) * sizeof(T));
   return v;
 #else
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (!std::is_same_v<T, From>) {
+    return steps >= whole ? load(from) : load_some(from, static_cast<int>(steps > 0 ? steps : 0));
+  } else if constexpr (sizeof(T) == 2) {
     typedef std::uint32_t Raw __attribute__((vector_size(ESPALIER_SIMD_BYTES / 2)));
     Raw raw{};
     const std::int64_t bytes = smaller(steps, whole) * 2;
@@ -130,8 +135,8 @@ ESPALIER_SIMD_INLINE VectorOf<T> load_along(const T* from, std::int64_t steps) {
 }
 
 // Element k of adjacent lines, of which `lines` are there; `from` is the first step of a block of `steps`.
-template <class T>
-ESPALIER_SIMD_INLINE VectorOf<T> load_across(const T* from, std::int64_t stride, std::int64_t k, std::int64_t steps,
+template <class T, class From>
+ESPALIER_SIMD_INLINE VectorOf<T> load_across(const From* from, std::int64_t stride, std::int64_t k, std::int64_t steps,
                                              std::int64_t lines) {
   const int count = static_cast<int>(lines < 0 ? 0 : smaller(lines, kElementLanes<T>));
 #ifdef ESPALIER_BFLOAT16_DOT
@@ -184,28 +189,28 @@ ESPALIER_SIMD_INLINE void transpose_elements(VectorOf<T> (&x)[kElementLanes<T>])
   }
 }
 
-// Lines [line, line + lines) of b as a panel; lines that are not there are 0.
-template <class T>
-__attribute__((noinline)) void pack_panel(const Factor<T>& b, std::int64_t line, std::int64_t lines, std::int64_t step,
-                                          std::int64_t steps, Packed<T>* to) {
+// Lines [line, line + lines) of b, whose numbers are at `data`, as a panel; lines that are not there are 0.
+template <class T, class From>
+__attribute__((noinline)) void pack_panel(const Factor<T>& b, const From* data, std::int64_t line, std::int64_t lines,
+                                          std::int64_t step, std::int64_t steps, Packed<T>* to) {
   constexpr int n = kElementLanes<T>, per = kStepsOfElement<T>;
   const std::int64_t elements = elements_of<T>(steps);
   if (!b.steps_adjacent) {
-    const T* from = b.data + step * b.stride + line;
+    const From* from = data + step * b.stride + line;
     for (std::int64_t k = 0; k < elements; ++k, to += kPanelColumns<T>)
       for (int v = 0; v < kPanelColumns<T>; v += n)
-        store_packed(to + v, load_across(from + v, b.stride, k, steps, lines - v));
+        store_packed(to + v, load_across<T>(from + v, b.stride, k, steps, lines - v));
     return;
   }
   for (std::int64_t k = 0; k < elements; k += n)
     for (int v = 0; v < kPanelColumns<T>; v += n) {
       VectorOf<T> square[n];
-      const T* from = b.data + (line + v) * b.stride + step + k * per;
+      const From* from = data + (line + v) * b.stride + step + k * per;
       Packed<T>* at = to + k * kPanelColumns<T> + v;
       if (v + n <= lines && k + n <= steps / per) {
 #pragma GCC unroll 16
         for (int i = 0; i < n; ++i) {
-          square[i] = load_along(from + i * b.stride, n * per);
+          square[i] = load_along<T>(from + i * b.stride, n * per);
           __builtin_prefetch(from + (kPanelColumns<T> + i) * b.stride, 0, 2);  // the next panel
         }
         transpose_elements<T>(square);
@@ -214,13 +219,21 @@ __attribute__((noinline)) void pack_panel(const Factor<T>& b, std::int64_t line,
       } else {
         VectorOf<T> edge[n];  // in memory, because it is indexed
         for (int i = 0; i < n; ++i)
-          edge[i] = v + i < lines ? load_along(from + i * b.stride, steps - k * per) : VectorOf<T>{};
+          edge[i] = v + i < lines ? load_along<T>(from + i * b.stride, steps - k * per) : VectorOf<T>{};
         __builtin_memcpy(square, edge, sizeof(edge));
         transpose_elements<T>(square);
         __builtin_memcpy(edge, square, sizeof(edge));
         for (int i = 0; i < n && k + i < elements; ++i) store_packed(at + i * kPanelColumns<T>, edge[i]);
       }
     }
+}
+
+template <class T>
+ESPALIER_SIMD_INLINE void pack_panel(const Factor<T>& b, std::int64_t line, std::int64_t lines, std::int64_t step,
+                                     std::int64_t steps, Packed<T>* to) {
+  if constexpr (std::is_same_v<T, float>)
+    if (b.narrow != nullptr) return pack_panel(b, b.narrow, line, lines, step, steps, to);
+  pack_panel(b, b.data, line, lines, step, steps, to);
 }
 
 // Rows of a for the tile; writes up to a vector behind their last element.
@@ -233,11 +246,12 @@ __attribute__((noinline)) void pack_rows(const Factor<T>& a, std::int64_t row, s
     for (std::int64_t r = 0; r < rows; ++r)
       for (std::int64_t k = 0; k < elements; k += n)
         store_packed(to + r * kRowStride<T> + k,
-                     load_along(a.data + (row + r) * a.stride + step + k * per, steps - k * per));
+                     load_along<T>(a.data + (row + r) * a.stride + step + k * per, steps - k * per));
   } else {
     const T* from = a.data + step * a.stride + row;
     for (std::int64_t k = 0; k < elements; ++k, to += kSumRows)  // the next element overwrites what reaches beyond
-      for (int v = 0; v < kSumRows; v += n) store_packed(to + v, load_across(from + v, a.stride, k, steps, rows - v));
+      for (int v = 0; v < kSumRows; v += n)
+        store_packed(to + v, load_across<T>(from + v, a.stride, k, steps, rows - v));
   }
 }
 

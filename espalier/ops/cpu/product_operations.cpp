@@ -23,11 +23,27 @@ own_products::Factor<T> factor_of(const at::Tensor& x, std::int64_t line) {
   return {pointer<T>(x), along, false};
 }
 
+// A weight of bfloat16 beside rows of float32.
+bool is_narrow(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == at::kFloat && b.scalar_type() == at::kBFloat16;
+}
+
+// The weight of a product.
+template <class T>
+own_products::Factor<T> weight_of(const at::Tensor& a_RK, const at::Tensor& b_KN) {
+  if constexpr (std::is_same_v<T, float>)
+    if (is_narrow(a_RK, b_KN)) {
+      const own_products::Factor<bfloat16> narrow = factor_of<bfloat16>(b_KN, 1);
+      return {nullptr, narrow.stride, narrow.steps_adjacent, nullptr, narrow.data};
+    }
+  return factor_of<T>(b_KN, 1);
+}
+
 template <class T, class Out>
 void multiply_own(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK, const at::Tensor& b_KN) {
   const bool from_zero = !base_RN.defined();
-  own_products::Factor<T> b = factor_of<T>(b_KN, 1);
-  if (b.steps_adjacent) b.panels = held_panels(b_KN);
+  own_products::Factor<T> b = weight_of<T>(a_RK, b_KN);
+  if (b.steps_adjacent) b.panels = held_panels(b_KN, a_RK.scalar_type());
   own_products::multiply<T, Out>(
       {out_RN.size(0), out_RN.size(1), a_RK.size(1), factor_of<T>(a_RK, 0), b, pointer<Out>(base_RN),
        from_zero ? 0 : base_RN.stride(0), pointer<Out>(out_RN), out_RN.stride(0)},
@@ -46,9 +62,22 @@ void own_product(const at::Tensor& out, const at::Tensor& base, const at::Tensor
   });
 }
 
+// A weight in float32, until the next call; for the matrix library, which knows no products of two dtypes.
+at::Tensor widened_weight(const at::Tensor& b_KN) {
+  static thread_local at::Tensor room;
+  if (!room.defined() || room.numel() < b_KN.numel()) room = at::empty({b_KN.numel()}, at::kFloat);
+  const bool turned = b_KN.stride(1) != 1;
+  const at::Tensor lines = turned ? b_KN.t() : b_KN;
+  const at::Tensor out = room.narrow(0, 0, b_KN.numel()).view(lines.sizes());
+  rows::convert(lines.size(0), lines.size(1), pointer<bfloat16>(lines), lines.stride(0), pointer<float>(out),
+                lines.size(1));
+  return turned ? out.t() : out;
+}
+
 // out = base + a b; base undefined: 0. The first dimension of out and a are rows.
 void multiply(const at::Tensor& out, const at::Tensor& base, const at::Tensor& a, const at::Tensor& b) {
   if (defined_sums()) return own_product(out, base, a, b);
+  if (is_narrow(a, b)) return multiply(out, base, a, widened_weight(b));
   if (widens_products(a.scalar_type())) return widened_product(out, base, a, b);
   if (a.scalar_type() == at::kBFloat16) return product_of_rows(out, base, a, b);
   at::Tensor into = out;
@@ -101,8 +130,9 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
   });
 }
 
-std::shared_ptr<void> hold_weights(const std::vector<at::Tensor>& weights_NK, std::int64_t most_bytes) {
-  return defined_sums() ? hold_panels(weights_NK, most_bytes) : nullptr;
+std::shared_ptr<void> hold_weights(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
+                                   std::int64_t most_bytes) {
+  return defined_sums() ? hold_panels(weights_NK, dtype, most_bytes) : nullptr;
 }
 
 }  // namespace

@@ -117,7 +117,7 @@ PenaltySums row_backward(const RouterShape& shape, const T* logits, const std::i
 
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
-                    accumulator_t<T>* weight_RK, const T* correction_E) {
+                    accumulator_t<T>* weight_RK, const accumulator_t<T>* correction_E) {
   using A = accumulator_t<T>;
   const std::int64_t E = shape.experts, k = shape.chosen;
 #pragma omp parallel if (shape.rows * E > kParallelFrom)
@@ -132,8 +132,7 @@ void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int
         std::copy(given_RK + r * k, given_RK + (r + 1) * k, choice);
       } else {
         for (std::int64_t e = 0; e < E; ++e)
-          score[static_cast<std::size_t>(e)] =
-              p[static_cast<std::size_t>(e)] + (correction_E ? static_cast<A>(correction_E[e]) : A{0});
+          score[static_cast<std::size_t>(e)] = p[static_cast<std::size_t>(e)] + (correction_E ? correction_E[e] : A{0});
         keep_best_groups(shape, score.data());
         take_largest(E, k, score.data(), choice);
       }
@@ -172,7 +171,7 @@ PenaltySums router_backward(const RouterShape& shape, const T* logits_RE, const 
 
 #define ESPALIER_INSTANTIATE(T)                                                                                        \
   template void choose_experts<T>(const RouterShape&, const T*, const std::int32_t*, std::int32_t*, accumulator_t<T>*, \
-                                  const T*);                                                                           \
+                                  const accumulator_t<T>*);                                                            \
   template PenaltySums router_backward<T>(const RouterShape&, const T*, const std::int32_t*, const accumulator_t<T>*,  \
                                           const RowPenalty&, T*);
 ESPALIER_INSTANTIATE(double)

@@ -20,7 +20,7 @@ namespace espalier::moe {
 // first entry is not negative takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
-                    accumulator_t<T>* weight_RK, const T* correction_E = nullptr);
+                    accumulator_t<T>* weight_RK, const accumulator_t<T>* correction_E = nullptr);
 
 // Null pointers: no such penalty.
 struct RowPenalty {

@@ -1,6 +1,7 @@
 // Norm, rotation, SwiGLU and the moving of rows on a CPU: tensors to the kernels of row_kernels.h.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -146,7 +147,25 @@ void for_each_run(const at::Tensor& id, std::int64_t first, std::int64_t count, 
   }
 }
 
+// Rows of bfloat16 into rows of float32.
+void look_up_widened(const at::Tensor& table, const at::Tensor& id, std::int64_t first, const at::Tensor& x) {
+  const std::int64_t width = row_elements(x);
+  const auto* const ids = pointer<std::int32_t>(id);
+  for_each_run(
+      id, first, table.size(0),
+      [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t r = begin; r < end; ++r)
+          rows::convert(1, width, pointer<bfloat16>(table) + (ids[r] - first) * width, width,
+                        pointer<float>(x) + r * width, width);
+      },
+      [&](std::int64_t begin, std::int64_t end) {
+        std::fill(pointer<float>(x) + begin * width, pointer<float>(x) + end * width, 0.0F);
+      });
+}
+
 void look_up(const at::Tensor& table, const at::Tensor& id, std::int64_t first, const at::Tensor& x) {
+  if (table.scalar_type() == at::kBFloat16 && x.scalar_type() == at::kFloat)
+    return look_up_widened(table, id, first, x);
   const std::int64_t width = row_elements(x);
   dispatch_size(x, [&]<class T>() {
     T* const to = pointer<T>(x);

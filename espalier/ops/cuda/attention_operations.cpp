@@ -12,7 +12,7 @@ void check_taken(const AttentionProblem& problem) {
     throw UnsupportedError({"attention", text_of("heads of at most ", kLargestHead, " elements on a GPU"),
                             text_of(problem.head_dim), "use --device cpu"});
   if (problem.value_dim() != problem.head_dim)
-    throw UnsupportedError({"attention", "keys and values with heads of one size on a GPU",
+    throw UnsupportedError({"attention", "key and value heads of equal size on a GPU",
                             text_of(problem.head_dim, " and ", problem.value_dim()), "use --device cpu"});
   if (problem.window > 0)
     throw UnsupportedError({"attention", "layers without a sliding window on a GPU",

@@ -62,7 +62,7 @@ void Unfinished::check() {
     const CommunicationError error(
         {std::string(entry.name),
          text_of("an answer of every rank within ", entry.timeout, " seconds (--comm-timeout)"),
-         "a collective of GPUs that has begun and does not end", ""});
+         "a collective that started and did not end", ""});
     all_.clear();
     for (Communicator* const communicator : communicators()) communicator->give_up();
     throw error;

@@ -189,7 +189,7 @@ std::unique_ptr<SequenceGraphs> cudnn_without_gpu(const std::string& device_prop
   const auto device = std::make_shared<fe::DeviceProperties>();
   if (const fe::error_t status = device->deserialize({device_properties.begin(), device_properties.end()});
       status.is_bad())
-    throw DeviceError({kWhere, "properties of a device as cuDNN reads them", status.err_msg, ""});
+    throw DeviceError({kWhere, "device properties from cuDNN", status.err_msg, ""});
   return std::make_unique<CudnnGraphs>(device);
 }
 

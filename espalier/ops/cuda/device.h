@@ -1,9 +1,9 @@
 // A GPU as a device (device/device.h), over what runtime.h offers.
 //
 // Operations run in the compute stream, in order. Copies to the host run in the copy stream behind the work that they
-// read; what comes from the host is staged in pinned memory, so that nobody waits for its copy. Reserved addresses are
-// the driver's: pages come when a tensor is first viewed in them, and those that were given back serve again once the
-// work that used them has run, so that giving back waits for nothing.
+// read; what comes from the host is staged in pinned memory, so that the host does not wait for its copy. Reserved
+// addresses are the driver's: pages come when a tensor is first viewed in them, and those that were given back serve
+// again once the work that used them has run, so that giving back waits for nothing.
 #pragma once
 
 #include <array>
@@ -66,7 +66,7 @@ class CudaDevice : public Device {
     PinnedMemory memory;
     Event copied = kNoEvent;
   };
-  // Where values on their way to the host land; free once they were fetched.
+  // Buffers for values in flight to the host; free once they were fetched.
   struct Landing {
     PinnedMemory memory;
     Event copied = kNoEvent;

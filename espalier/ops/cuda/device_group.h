@@ -3,7 +3,7 @@
 //
 // A collective runs behind the work that was given before it and before the work that is given next, and the host does
 // not wait. Each group has its queues, as ranks may come to different groups in different orders. Data to send is
-// copied first and leaves in a queue of its own, so that nobody waits for its receiver.
+// copied first and sent in a queue of its own, so that no rank waits for its receiver.
 #pragma once
 
 #include <deque>
@@ -39,7 +39,7 @@ class DeviceGroup : public Group {
   template <class Call>
   std::unique_ptr<Pending::Work> on_host(Call&& call);
 
-  // A copy on its way to another rank.
+  // A copy in flight to another rank.
   struct Sent {
     at::Tensor copy;
     Event left;

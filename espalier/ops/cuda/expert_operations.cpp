@@ -174,6 +174,7 @@ Part part_of(const SortedSlots& sorted, const at::Tensor& gate_up_SW, const Expe
 // grad_gate_up, act and grad_weight of a part from act's gradient, which act holds.
 void differentiate_activation(const Part& part, const at::Tensor& weight_RK, const at::Tensor& grad_weight_RK) {
   swiglu_operations().swiglu_backward({}, part.gate_up_NW, part.act_NF, part.grad_gate_up_NW, part.act_NF);
+  if (!weight_RK.defined()) return;
   dispatch(part.act_NF.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
     weigh_expert_gradient<T>(part.act_NF.size(0), part.act_NF.size(1), pointer<std::int32_t>(part.slot_N),
@@ -283,9 +284,16 @@ bool runs_grouped(const at::Tensor& x_RM, const ExpertWeights& weights) {
   return has_grouped_products(dtype, weights.down_EMF.size(1), weights.down_EMF.size(2));
 }
 
+void require_plain(const ExpertWeights& weights) {
+  if (weights.activation.kind != Activation::silu || weights.gate_up_bias_EW.defined())
+    throw UnsupportedError(
+        {"experts", "experts with SwiGLU and without biases on a GPU", "others", "use --device cpu"});
+}
+
 void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                  const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                  const ExpertScratch& scratch) {
+  require_plain(weights);
   if (sorted.slot_S.size(0) == 0) return;
   const ForwardCall call{sorted, weights, x_RM, weight_RK, gate_up_SW, sum_RM, scratch};
   runs_grouped(x_RM, weights) ? grouped::forward(call) : one_by_one::forward(call);

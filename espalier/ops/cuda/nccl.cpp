@@ -82,16 +82,16 @@ ncclDataType_t type_of(at::ScalarType dtype) {
     case at::kByte:
       return ncclUint8;
     default:
-      throw InternalError({"NCCL", "a type that it knows", c10::toString(dtype), ""});
+      throw InternalError({"NCCL", "a supported type", c10::toString(dtype), ""});
   }
 }
 
-// A communicator whose calls do not block, so that a rank that does not come is given up in time.
+// A communicator whose calls do not block, so that a missing rank is noticed in time.
 class Line {
  public:
   Line(Group& host, double timeout) : timeout_(timeout) {
     ncclUniqueId id{};
-    if (host.rank() == 0) expect(nccl().GetUniqueId(&id), "a name for the group");
+    if (host.rank() == 0) expect(nccl().GetUniqueId(&id), "an id for the communicator");
     const std::string told = text_of_rank(host, std::string(id.internal, sizeof(id.internal)));
     std::memcpy(id.internal, told.data(), sizeof(id.internal));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -111,7 +111,7 @@ class Line {
 
   void give(Queue queue, const Collective& c) {
     if (comm_ == nullptr)
-      throw CommunicationError({name_of(c.kind), "an answer of every rank", "the end of an earlier collective", ""});
+      throw CommunicationError({name_of(c.kind), "an answer of every rank", "an earlier collective that failed", ""});
     expect(nccl().GroupStart(), name_of(c.kind));
     call(c, stream_of(queue));
     settle(nccl().GroupEnd(), name_of(c.kind));
@@ -174,7 +174,7 @@ class Line {
     if (result == ncclSuccess || result == ncclInProgress) return;
     throw CommunicationError({what, "an answer of every rank",
                               text_of("NCCL: ", nccl().GetErrorString(result), ", ", nccl().GetLastError(comm_)),
-                              "NCCL_DEBUG=INFO in the environment has NCCL say more"});
+                              "set NCCL_DEBUG=INFO for more output from NCCL"});
   }
 
   // Until a call that does not block is done.
@@ -183,7 +183,7 @@ class Line {
     for (expect(result, what); result == ncclInProgress; expect(result, what)) {
       if (Timer::steady_seconds() - begin > timeout_)
         throw CommunicationError(
-            {what, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"), "silence", ""});
+            {what, text_of("an answer of every rank within ", timeout_, " seconds (--comm-timeout)"), "no answer", ""});
       std::this_thread::sleep_for(std::chrono::microseconds(10));
       expect(nccl().CommGetAsyncError(comm_, &result), what);
     }

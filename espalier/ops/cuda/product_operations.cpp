@@ -46,7 +46,7 @@ void add_linear_grad_weight(const at::Tensor& grad_weight_NK, const at::Tensor& 
   });
 }
 
-std::shared_ptr<void> hold_nothing(const std::vector<at::Tensor>&, std::int64_t) { return nullptr; }
+std::shared_ptr<void> hold_nothing(const std::vector<at::Tensor>&, at::ScalarType, std::int64_t) { return nullptr; }
 
 }  // namespace
 

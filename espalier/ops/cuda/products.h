@@ -24,9 +24,9 @@ struct ColumnProduct {
 // a and b or their accumulator's. Matrices, each contiguous in one of its dimensions; out in the second.
 void multiply(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_KN, bool adds);
 
-// out = a b_e for the rows of each expert e, [end_{e-1}, end_e) with end_E (int32) on the device: nobody waits for it.
-// Sums as above, rounded once to the dtype of all three. a and out contiguous, b_EKN or its transpose, too. Only where
-// has_grouped_products.
+// out = a b_e for the rows of each expert e, [end_{e-1}, end_e) with end_E (int32) on the device: the host does not
+// wait for it. Sums as above, rounded once to the dtype of all three. a and out contiguous, b_EKN or its transpose,
+// too. Only where has_grouped_products.
 void multiply_grouped(const at::Tensor& out_RN, const at::Tensor& a_RK, const at::Tensor& b_EKN,
                       const at::Tensor& end_E);
 bool has_grouped_products(at::ScalarType dtype, std::int64_t k, std::int64_t n);

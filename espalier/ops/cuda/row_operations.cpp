@@ -13,13 +13,13 @@ namespace {
 // RMSNorm alone.
 const at::Tensor& weight_of(const NormWeights& weights) {
   if (weights.kind != NormKind::rms || weights.bias_M.defined())
-    throw UnsupportedError({"norm", "RMSNorm as Llama's on a GPU", "another norm", "use --device cpu"});
+    throw UnsupportedError({"norm", "RMSNorm as in Llama on a GPU", "another norm", "use --device cpu"});
   return weights.weight_M;
 }
 void check_taken(const Rotation& rotation) {
   if (!rotation.is_plain())
-    throw UnsupportedError({"rotary positions", "whole heads, rotated in halves, on a GPU", "another rotation or norm",
-                            "use --device cpu"});
+    throw UnsupportedError({"rotary positions", "rotation of whole heads in halves on a GPU",
+                            "another rotation or norm", "use --device cpu"});
 }
 void check_taken(const ActivationRule& rule) {
   if (rule.kind != Activation::silu || !rule.gated)
@@ -170,7 +170,8 @@ void zero_rows_of(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed
 }
 
 void add_scaled(const at::Tensor&, const at::Tensor&, double, const at::Tensor&) {
-  throw UnsupportedError({"scaled rows", "models without factors, norms behind a block's halves or gates on a GPU",
+  throw UnsupportedError({"scaled rows",
+                          "models without residual factors, norms after attention or MLP, or gates on a GPU",
                           "one with them", "use --device cpu"});
 }
 

@@ -73,7 +73,7 @@ void expect_success(cudaError_t status, const char* what) {
   (void)cudaGetLastError();
   if (status == cudaErrorMemoryAllocation)
     throw MemoryBudgetError({"GPU", "memory for " + std::string(what), cudaGetErrorString(status),
-                             "lower --memory-budget, or end what else runs on this GPU (nvidia-smi lists it)"});
+                             "lower --memory-budget, or end other programs on this GPU (nvidia-smi lists them)"});
   throw InternalError({"GPU", what, cudaGetErrorString(status), "please report this"});
 }
 

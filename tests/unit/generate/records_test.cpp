@@ -92,7 +92,7 @@ TEST(Records, TheMemoryBudgetIsSplit) {
   const ModelShape shape = tiny_shape("qwen3");
   Options options;
   std::int64_t last_rows = 0, last_kv = 0;
-  const StepKind forward{.gradients = false, .optimizer = false};
+  const StepKind forward = kForwardOnly;
   const std::int64_t held = ActivationBytes(shape, DType::float32, forward).constant();
   for (const std::int64_t mebibytes : {1, 16, 1024}) {
     options.memory_budget = std::to_string(held + (mebibytes << 20));

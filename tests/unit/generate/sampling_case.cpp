@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "espalier/base/random.h"
+#include "espalier/model/decoder_pass.h"
 #include "espalier/model/path_source.h"
 
 namespace espalier::testing {
@@ -46,7 +47,7 @@ at::Tensor dense_logits_TV(ModelState& model, const std::vector<std::int32_t>& i
   block.hand_over(arena.device());
   const RowRun whole{0, static_cast<std::int32_t>(ids.size()), -1, -1};
   PathSource kv(path, 0, false, subtree_end_T, depth_T, {whole});
-  const DecoderSaved saved = model.decoder.forward({input, kv, arena});
+  const DecoderSaved saved = decoder_forward(model.decoder, {input, kv, arena});
   const at::Tensor hidden = on_host(saved.normed_OM), head = on_host(model.decoder.weights().head_VM);
   if (model.dtype == DType::bfloat16)  // logits of exact products, as the engine's head computes them
     return at::mm(hidden.to(at::kFloat), head.to(at::kFloat).t());

@@ -88,7 +88,7 @@ TEST(Inspection, FindsEveryAnomaly) {
                         [&](const Anomaly& anomaly) { return anomaly.kind == kind; })
         ->text;
   };
-  EXPECT_EQ(text("prompt_differs"), "its prompt parts from that of f:1 (same group) at token 1 of 2");
+  EXPECT_EQ(text("prompt_differs"), "its prompt differs from that of f:1 (same group) at token 1 of 2");
   EXPECT_EQ(text("duplicate_response"), "same tokens as f:1");
   EXPECT_EQ(text("equal_rewards"), "all 2 rewards of its group are 0.5");
 }

@@ -265,7 +265,9 @@ TEST(PrefixTree, APartIsTheTreeOfItsRollouts) {
         const auto leaves = static_cast<std::int32_t>(tree.leaf_order.size());
         for (std::int32_t begin = 0; begin < leaves; ++begin)
           for (std::int32_t end = begin + 1; end <= leaves; ++end) {
-            const PrefixTree part = part_of(tree, begin, end);
+            std::vector<std::int32_t> places(static_cast<std::size_t>(end - begin));
+            std::iota(places.begin(), places.end(), begin);
+            const PrefixTree part = part_of(tree, places);
             std::vector<Rollout> own;
             for (std::int32_t leaf = begin; leaf < end; ++leaf) {
               EXPECT_EQ(part.leaf_order[static_cast<std::size_t>(leaf - begin)],

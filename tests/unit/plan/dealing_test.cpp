@@ -58,7 +58,7 @@ std::vector<std::vector<PrefixTree>> dealt(const std::vector<Rollout>& batch, st
   shape.vocabulary = 1000;
   MachineProfile machine = default_profile(DeviceType::cpu, DType::float32, 2);
   machine.seconds_per_call = 0, machine.bytes_per_second = 1e15;  // all cost is that of rows
-  return deal_trees(build_prefix_trees(batch, ShareMode::whole_trees), ranks, batch, shape, {}, machine);
+  return deal_trees(build_prefix_trees(batch, ShareMode::whole_trees), ranks, batch, shape, {}, machine).by_rank;
 }
 
 TEST(Dealing, ATreeHeavierThanAFairShareIsCutAndNoRolloutIsLost) {

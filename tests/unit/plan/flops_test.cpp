@@ -49,6 +49,11 @@ TEST(Flops, OfTheDeltaRuleAreThoseOfRows) {
   EXPECT_NEAR(flops.attention - plain.attention, 6.0 * 4 * 6 * 5 * 100 - 4 * H * 7000, 1e-6);
   EXPECT_EQ(forward_flops(shape, deep).layers, flops.layers);
   EXPECT_EQ(flops.head, plain.head);
+  // In blocks of 64 rows, where the states before them are made again; attention has five products for two.
+  const Flops backward = backward_flops(shape, work), plain_backward = backward_flops(attention, work);
+  EXPECT_NEAR(backward.attention - plain_backward.attention,
+              100.0 * (4 * (6 + 14) * 6 * 5 + 64 * (4 * (5 * 5 + 4 * 6) + 2 * 2 * 6)) - 2.5 * 4 * H * 7000, 1e-6);
+  EXPECT_NEAR(backward.layers, 2 * flops.layers, 1e-6);
 }
 
 // Latents add a product before that of the heads; heads of keys and values differ in size.

@@ -131,13 +131,34 @@ TEST(LocalShape, WhatCannotBeDividedIsRefused) {
   refused(few, {.tp = 12});
 }
 
-TEST(LocalShape, ModelsWhoseRowsCarryAStateAreNotDivided) {
+TEST(LocalShape, StatesAreDividedByKeyHeadsAndByDepth) {
   ModelShape shape = with_odd_sizes();
   shape.delta_rule = {2, 4, 6, 5, 4};
   shape.mixer_of_layer = {Mixer::delta_rule, Mixer::attention, Mixer::delta_rule};
-  for (const Degrees& degrees : {Degrees{.tp = 2}, {.cp = 2}, {.pp = 2}})
-    EXPECT_THROW(LocalShape(shape, degrees, Place{}), OptionError) << text_of_degrees(degrees);
+  EXPECT_THROW(LocalShape(shape, {.cp = 2}, Place{}), OptionError);
+  EXPECT_THROW(LocalShape(shape, {.tp = 4}, Place{}), OptionError);
   EXPECT_EQ(LocalShape(shape, {.dp = 2}, Place{}).own().states_in(0, 3), 2);
+  const ModelShape last = LocalShape(shape, {.pp = 2}, {.pp = 1}).own();
+  EXPECT_EQ(last.states_in(0, last.layers), 1);
+  const LocalShape second(shape, {.tp = 2}, {.tp = 1});
+  EXPECT_EQ(second.own().delta_rule.state(), shape.delta_rule.state() / 2);
+  // Of 12 channels of queries, 12 of keys and 20 of values the second half each.
+  for_each_parameter(shape, [&](const ParameterShape& parameter) {
+    if (!parameter.name.ends_with("conv1d.weight")) return;
+    std::vector<std::int64_t> ends;
+    for (const Shard::Range& range : second.shard(parameter)->ranges())
+      ends.insert(ends.end(), {range.begin, range.end});
+    EXPECT_EQ(ends, (std::vector<std::int64_t>{6, 12, 18, 24, 34, 44}));
+  });
+  // Mamba-2's z and x of 20, B and C of 12, a step for each of 4 heads.
+  shape.delta_rule.mamba = true;
+  const LocalShape half(shape, {.tp = 2}, {.tp = 1});
+  for_each_parameter(shape, [&](const ParameterShape& parameter) {
+    if (!parameter.name.ends_with("in_proj.weight")) return;
+    std::vector<std::int64_t> ends;
+    for (const Shard::Range& range : half.shard(parameter)->ranges()) ends.insert(ends.end(), {range.begin, range.end});
+    EXPECT_EQ(ends, (std::vector<std::int64_t>{10, 20, 30, 40, 46, 52, 58, 64, 66, 68}));
+  });
 }
 
 // A row's projections, the recurrence of its value heads, the output; attention in the layer between.

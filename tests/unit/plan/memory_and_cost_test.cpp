@@ -47,17 +47,19 @@ TEST(MemoryModel, APathThatSleepsHoldsTheLayersInUse) {
 TEST(MemoryModel, HoldsWeightsGradientsMomentsAndMasters) {
   const ModelShape shape = testing::tiny_shape();
   const std::int64_t n = shape.parameters();
-  const auto per_parameter = [&](DType dtype, const StepKind& kind) {
+  const auto per_parameter = [&](DType dtype, const HeldState& held) {
     ModelShape none = shape;  // the process itself, from a model without parameters
     none.vocabulary = none.layers = none.hidden = 0;
     none.expert_layer.clear();
-    return (ActivationBytes(shape, dtype, kind).constant() - ActivationBytes(none, dtype, kind).constant()) / n;
+    return (ActivationBytes(shape, dtype, {}, {held, {}}).constant() -
+            ActivationBytes(none, dtype, {}, {held, {}}).constant()) /
+           n;
   };
   EXPECT_EQ(per_parameter(DType::float32, {}), 4 + 4 + 8);
   EXPECT_EQ(per_parameter(DType::float64, {}), 8 + 8 + 16);
   EXPECT_EQ(per_parameter(DType::bfloat16, {}), 2 + 4 + 4 + 8);
-  EXPECT_EQ(per_parameter(DType::bfloat16, {.gradients = true, .optimizer = false}), 2 + 4);
-  EXPECT_EQ(per_parameter(DType::float32, {.gradients = false, .optimizer = false}), 4);
+  EXPECT_EQ(per_parameter(DType::bfloat16, {.optimizer = false}), 2 + 4);
+  EXPECT_EQ(per_parameter(DType::float32, kWeightsOnly), 4);
 }
 
 // A thread's packed weights up to 7 MiB (float64: up to 5 MiB and 10 KiB a row, 15 MiB at most), and 12 numbers
@@ -94,7 +96,7 @@ TEST(MemoryModel, BuffersBesideTheArenaAreBounded) {
 // A GPU holds its context in place of the process, and no tensor for a rounded gradient of a weight.
 TEST(MemoryModel, OfAGpuHoldsItsContext) {
   const ModelShape shape = testing::llama_3_8b();
-  const ActivationBytes cpu(shape, DType::bfloat16), gpu(shape, DType::bfloat16, {.cuda = true});
+  const ActivationBytes cpu(shape, DType::bfloat16), gpu(shape, DType::bfloat16, {}, {{}, {.cuda = true}});
   EXPECT_EQ(gpu.constant() - gpu.model(), std::int64_t{1} << 30);
   EXPECT_EQ(gpu.model(), cpu.model());
   EXPECT_EQ(gpu.scratch(1000), 1000 * 32 * 128 * 4 + 1000 * 96 + (14 << 10));
@@ -159,7 +161,7 @@ TEST(MemoryModel, ForwardOnlyHoldsOneLayerAtATime) {
   ModelShape deep = testing::tiny_shape();
   deep.layers = 30;
   deep.expert_layer.assign(30, 0);
-  const StepKind score{.gradients = false, .optimizer = false};
+  const StepKind score = kForwardOnly;
   const ActivationBytes shallow(testing::tiny_shape(), DType::float32, score), bytes(deep, DType::float32, score);
   EXPECT_EQ(shallow.forward_peak(wave, SavedState::keep, true), bytes.forward_peak(wave, SavedState::keep, true));
 }

@@ -150,15 +150,57 @@ TEST(ModelShape, ReadsLatentAttention) {
   other["q_lora_rank"] = nullptr, other["rope_interleave"] = false;
   EXPECT_EQ(model_shape_of(other, "config.json").latent.query, 0);
   EXPECT_FALSE(model_shape_of(other, "config.json").attention.interleaved);
-  other["first_k_dense_replace"] = 3;
-  EXPECT_NE(message<UnsupportedError>(other).find("layers of experts"), std::string::npos)
-      << message<UnsupportedError>(other);
+  EXPECT_EQ(v3.experts, 0);
   for (const auto& [member, value] :
        {std::pair("num_key_value_heads", 64), {"qk_rope_head_dim", 7}, {"v_head_dim", 0}}) {
     other = deepseek_v3_config();
     other[member] = value;
     EXPECT_NE(message<InputError>(other).find(member), std::string::npos) << message<InputError>(other);
   }
+}
+
+// The published counts: 15.7 and 671 thousand millions, without the module that predicts further tokens.
+TEST(ModelShape, ReadsTheExpertsOfLatentAttentionsFamilies) {
+  Json config = deepseek_v3_config();
+  config.update({{"first_k_dense_replace", 3},
+                 {"moe_intermediate_size", 2048},
+                 {"n_group", 8},
+                 {"topk_group", 4},
+                 {"n_routed_experts", 256},
+                 {"n_shared_experts", 1},
+                 {"norm_topk_prob", true},
+                 {"num_experts_per_tok", 8},
+                 {"routed_scaling_factor", 2.5},
+                 {"scoring_func", "sigmoid"},
+                 {"topk_method", "noaux_tc"}});
+  const ModelShape v3 = model_shape_of(config, "config.json");
+  EXPECT_EQ(v3.parameters(), 671026419200);
+  EXPECT_EQ(v3.router.groups, 8);
+  EXPECT_EQ(v3.expert_layers(), 58);
+  config.update({{"architectures", {"DeepseekV2ForCausalLM"}},
+                 {"hidden_size", 2048},
+                 {"intermediate_size", 10944},
+                 {"moe_intermediate_size", 1408},
+                 {"num_hidden_layers", 27},
+                 {"num_attention_heads", 16},
+                 {"num_key_value_heads", 16},
+                 {"q_lora_rank", nullptr},
+                 {"n_routed_experts", 64},
+                 {"n_shared_experts", 2},
+                 {"num_experts_per_tok", 6},
+                 {"first_k_dense_replace", 1},
+                 {"n_group", 1},
+                 {"topk_group", 1},
+                 {"topk_method", "greedy"},
+                 {"scoring_func", "softmax"},
+                 {"vocab_size", 102400}});
+  const ModelShape lite = model_shape_of(config, "config.json");
+  EXPECT_EQ(lite.parameters(), 15706484224);
+  EXPECT_FALSE(lite.norm_topk_prob);  // transformers' router ignores the member
+  config["topk_method"] = "noaux_tc";
+  EXPECT_NE(message<UnsupportedError>(config).find("topk_method"), std::string::npos);
+  config.update({{"topk_method", "greedy"}, {"mlp_bias", true}});
+  EXPECT_NE(message<UnsupportedError>(config).find("mlp_bias"), std::string::npos);
 }
 
 // Scores are scaled by the square of 0.1 m log(factor) + 1 with m = mscale_all_dim, where the rope is rescaled.
@@ -212,6 +254,51 @@ TEST(ModelShape, RefusesWhatIsKnownByName) {
   Json chunked = qwen2_config();
   chunked["layer_types"] = std::vector<std::string>(24, "chunked_attention");
   EXPECT_NE(message<UnsupportedError>(chunked).find("chunked_attention"), std::string::npos);
+}
+
+Json glm4_moe_config() {
+  Json config = qwen3_moe_config();
+  config["architectures"] = {"Glm4MoeForCausalLM"};
+  config.erase("num_experts");
+  config.update({{"n_routed_experts", 16}, {"num_experts_per_tok", 4}, {"n_group", 4}, {"topk_group", 2}});
+  return config;
+}
+
+TEST(ModelShape, ReadsSharedExpertsAndGroups) {
+  Json config = glm4_moe_config();
+  config.update({{"n_shared_experts", 2}, {"routed_scaling_factor", 2.5}, {"first_k_dense_replace", 3}});
+  const ModelShape shape = model_shape_of(config, "");
+  EXPECT_EQ(shape.shared_expert.inner, 2 * shape.expert_inner);
+  EXPECT_FALSE(shape.shared_expert.gate);
+  EXPECT_TRUE(shape.router.sigmoid && shape.router.correction_bias && shape.norm_topk_prob);
+  EXPECT_EQ(std::pair(shape.router.groups, shape.router.top_groups), std::pair(std::int64_t{4}, std::int64_t{2}));
+  EXPECT_EQ(shape.router.scaling, 2.5);
+  EXPECT_EQ(shape.expert_layers(), shape.layers - 3);
+  EXPECT_FALSE(shape.trained.all());  // correction biases are held
+  const auto fails = [](const char* member, int value) {
+    Json damaged = glm4_moe_config();
+    damaged[member] = value;
+    EXPECT_NE(message<InputError>(damaged).find(member), std::string::npos) << member;
+  };
+  fails("n_group", 3), fails("n_group", 16), fails("topk_group", 5);
+  Json few = glm4_moe_config();
+  few["topk_group"] = 1, few["num_experts_per_tok"] = 5;
+  EXPECT_NE(message<InputError>(few).find("topk_group"), std::string::npos);
+}
+
+TEST(ModelShape, ReadsGptOss) {
+  Json config = qwen3_moe_config();
+  config["architectures"] = {"GptOssForCausalLM"};
+  EXPECT_NE(message<InputError>(config).find("rope_scaling"), std::string::npos);  // absent it means yarn
+  config["rope_scaling"] = {{"rope_type", "yarn"}, {"factor", 32.0}, {"truncate", false}};
+  config["quantization_config"] = {{"quant_method", "mxfp4"}};
+  const ModelShape shape = model_shape_of(config, "");
+  EXPECT_TRUE(shape.attention.sinks && shape.expert_bias && shape.router.bias);
+  EXPECT_EQ(shape.activation.limit, 7);
+  EXPECT_EQ(shape.window, 128);
+  EXPECT_TRUE(shape.is_window_layer(0) && !shape.is_window_layer(1));
+  config["swiglu_alpha"] = 1.5;
+  EXPECT_NE(message<UnsupportedError>(config).find("swiglu_alpha"), std::string::npos);
 }
 
 // As the configuration classes of transformers read them.

@@ -118,7 +118,7 @@ TEST(Plan, ThatDoesNotFitIsMadeWhereItNeedNot) {
   const std::vector<Rollout> batch = testing::group_of(3000, 500, 8);
   const MachineProfile h100 = planned_machine("h100", DType::bfloat16);
   PlanOptions options;
-  options.dtype = DType::bfloat16, options.memory_budget = h100.memory_bytes, options.kind.cuda = true;
+  options.dtype = DType::bfloat16, options.memory_budget = h100.memory_bytes, options.setting.device.cuda = true;
   const auto plan = [&](const ModelShape& shape) {
     return make_plan(batch, build_prefix_trees(batch, ShareMode::whole_trees), shape, options, h100);
   };

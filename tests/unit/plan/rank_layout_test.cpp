@@ -21,7 +21,7 @@ class Layouts : public ::testing::Test {
     for (std::int32_t group = 0; group < 16; ++group)
       for (Rollout& rollout : group_of(600, 100, 4, 100000 * group)) batch_.push_back(std::move(rollout));
     trees_ = build_prefix_trees(batch_, ShareMode::whole_trees);
-    options_.dtype = DType::bfloat16, options_.kind.cuda = true;
+    options_.dtype = DType::bfloat16, options_.setting.device.cuda = true;
     options_.memory_budget = h100_.memory_bytes;
   }
 
@@ -85,7 +85,6 @@ TEST_F(Layouts, ContextDividesRows) {
 TEST_F(Layouts, MemoryUnderContextIsThatOfTheEnginesPlan) {
   options_.schedule = Schedule::phased, options_.memory_budget = 0;
   const LayoutPlan split = plan_layout(problem(llama_), {.cp = 4});
-  options_.kind.cp = 4;
   const StepPlan plan = make_plan(batch_, trees_, LocalShape(llama_, {.cp = 4}, {}), options_, h100_);
   EXPECT_EQ(split.bytes.a, plan.chosen.bytes.a);
   EXPECT_EQ(split.bytes.b, plan.chosen.bytes.b);

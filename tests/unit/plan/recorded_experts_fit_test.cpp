@@ -52,12 +52,13 @@ TEST(RouteFit, SortsTheExpertsOfEveryTokenAndLayer) {
 }
 
 TEST(RouteFit, RefusesTheRecordsOfAnotherModel) {
-  expect_refused(rollouts(4, 2, std::vector<std::uint16_t>(8)), shape(), "2 layers a token (those with experts) or 3");
-  expect_refused(rollouts(2, 3, std::vector<std::uint16_t>(6)), shape(), "2 experts a token");
+  expect_refused(rollouts(4, 2, std::vector<std::uint16_t>(8)), shape(),
+                 "2 layers per token (those with experts) or 3");
+  expect_refused(rollouts(2, 3, std::vector<std::uint16_t>(6)), shape(), "2 experts per token");
   expect_refused(rollouts(2, 2, {0, 1, 2, 5}), shape(), "experts in [0, 5)");
   expect_refused(rollouts(2, 2, {0, 1, 2, 2}), shape(), "2 twice");
-  expect_refused(rollouts(2, 2, {0, 1, 2, 3}), testing::tiny_shape(), "the model has no experts");
-  expect_refused(rollouts(2, 2, {0, 1, 2, 3}), testing::qwen3_30b_a3b(), "48 layers a token");
+  expect_refused(rollouts(2, 2, {0, 1, 2, 3}), testing::tiny_shape(), "because the model has none");
+  expect_refused(rollouts(2, 2, {0, 1, 2, 3}), testing::qwen3_30b_a3b(), "48 layers per token");
 }
 
 TEST(RouteFit, TheNoteCountsPromptTokensThatAreNoLongerShared) {

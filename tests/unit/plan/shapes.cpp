@@ -51,7 +51,7 @@ std::vector<Rollout> group_of(std::int32_t prompt, std::int32_t response, std::i
 }
 
 StepPlan planned(const std::vector<Rollout>& batch, const PlanOptions& options, ShareMode share,
-                 const ModelShape& shape) {
+                 const LocalShape& shape) {
   return make_plan(batch, build_prefix_trees(batch, share), shape, options, test_profile());
 }
 

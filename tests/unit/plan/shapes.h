@@ -17,6 +17,6 @@ MachineProfile test_profile();
 // `count` responses of `response` tokens on one prompt; tokens of different responses differ.
 std::vector<Rollout> group_of(std::int32_t prompt, std::int32_t response, std::int32_t count, std::int32_t first = 0);
 StepPlan planned(const std::vector<Rollout>& batch, const PlanOptions& options,
-                 ShareMode share = ShareMode::whole_trees, const ModelShape& shape = tiny_shape());
+                 ShareMode share = ShareMode::whole_trees, const LocalShape& shape = tiny_shape());
 
 }  // namespace espalier::testing

@@ -57,7 +57,7 @@ TEST(StateChoice, TakesNeverMoreTimeThanAUniformStateThatFits) {
     std::set<std::string> states;
     double before = 0;
     for (const int part : {100, 90, 75, 60, 45}) {
-      SCOPED_TRACE(text_of(part, " % of what is kept", stores ? ", stored away" : ""));
+      SCOPED_TRACE(text_of(part, " % of what is kept", stores ? ", offloaded" : ""));
       const std::int64_t budget = constant + (keep - constant) * part / 100;
       const StepPlan plan = plan_of(SavedState::automatic, budget);
       ASSERT_TRUE(plan.chosen.fits);
@@ -140,8 +140,8 @@ TEST(StateChoice, ThePathSleepsWhereItDoesNotFit) {
       EXPECT_GT(plan.chosen.path_stored_bytes, 0);
       EXPECT_LE(plan.path.layers_awake, layers_before);
       layers_before = plan.path.layers_awake;
-      EXPECT_NE(explain(plan).find("of keys, values and their gradients are stored away"), std::string::npos);
-      EXPECT_NE(explain(plan).find("; path stored away"), std::string::npos) << "what was tried";
+      EXPECT_NE(explain(plan).find("of keys, values and their gradients are offloaded"), std::string::npos);
+      EXPECT_NE(explain(plan).find("; path offloaded"), std::string::npos) << "what was tried";
     }
     options.path_state = PathState::keep;
     const StepPlan kept = planned(batch, options, ShareMode::whole_trees, shape);
@@ -178,10 +178,10 @@ TEST(StateChoice, ThePathSleepsOnlyWhereStoringIsAllowed) {
 // Ranks of cp divide a path that does not fit, without a store; where both would do the cheaper one is taken, and a
 // path that fits stays whole.
 TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
-  const ModelShape shape = wide_path_shape();
+  const LocalShape shape(wide_path_shape(), {.cp = 4}, {});
   const std::vector<Rollout> batch = group_of(8000, 60, 2);
   PlanOptions options = phased(500, SavedState::automatic);
-  options.kind.cp = 4, options.spill_room = 0, options.memory_budget = 1;
+  options.spill_room = 0, options.memory_budget = 1;
   const auto plan_with = [&](PathState state) {
     options.path_state = state;
     return planned(batch, options, ShareMode::whole_trees, shape);
@@ -206,14 +206,15 @@ TEST(StateChoice, ThePathIsDividedOverRanksOfCp) {
     EXPECT_LE(plan.path.layers_awake, layers_before);
     EXPECT_GE(plan.chosen.seconds, before * 0.999);
     layers_before = plan.path.layers_awake, before = plan.chosen.seconds;
-    EXPECT_NE(explain(plan).find("divided over the ranks of cp"), std::string::npos);
-    EXPECT_NE(explain(plan).find("; path divided"), std::string::npos) << "what was tried";
+    EXPECT_NE(explain(plan).find("sharded over cp"), std::string::npos);
+    EXPECT_NE(explain(plan).find("; path sharded"), std::string::npos) << "what was tried";
   }
   EXPECT_EQ(plan_with(PathState::divide).path.layers_awake, 0) << "asked for";
   options.memory_budget = 0;
   EXPECT_EQ(plan_with(PathState::automatic).path.state(), PathState::keep) << "what fits stays whole";
-  options.kind.cp = 1;
-  EXPECT_EQ(plan_with(PathState::divide).path.state(), PathState::keep) << "nobody to divide it with";
+  options.path_state = PathState::divide;
+  EXPECT_EQ(planned(batch, options, ShareMode::whole_trees, shape.whole()).path.state(), PathState::keep)
+      << "nobody to divide it with";
 }
 
 TEST(StateChoice, WhatDoesNotFitIsToldWhatHoldsItBack) {

@@ -76,10 +76,10 @@ TEST(MiniBatchNote, SaysWhatBecameOfASizeThatGroupsDoNotFill) {
   };
   EXPECT_EQ(note(10), "--mini-batch-size 10: a group is never split, so mini-batches hold 8 rollouts (5 in all)");
   EXPECT_EQ(note(3), "--mini-batch-size 3: a group is never split, so mini-batches hold 8 rollouts (5 in all)");
-  EXPECT_EQ(note(100), "--mini-batch-size 100 is more than the 40 rollouts: they are one mini-batch");
+  EXPECT_EQ(note(100), "--mini-batch-size 100 is more than the 40 rollouts, which form one mini-batch");
   for (const std::int64_t as_asked : {0, 8, 16, 40}) EXPECT_EQ(note(as_asked), "") << as_asked;  // 16: the last has 8
   for (Rollout& each : rollouts) each.step = 1;
-  EXPECT_EQ(note(8), "--mini-batch-size 8 is not used: every record says its step, 1 in all");
+  EXPECT_EQ(note(8), "--mini-batch-size 8 is not used, because every record has a step: 1 in all");
 }
 
 TEST(MiniBatches, HoldEveryRolloutOnceAndSplitNoGroup) {

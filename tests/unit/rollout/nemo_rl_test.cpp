@@ -71,7 +71,7 @@ TEST(NemoRl, RefusesRowsThatDoNotFit) {
   refuse(R"("input_lengths":[2.5],"token_loss_mask":[[0,1,1]])", "f:1: input_lengths", "got 2.5");
   refuse(R"("input_lengths":[3],"token_loss_mask":[[1,1,1]])", "f:1: token_loss_mask", "a prompt has at least one");
   refuse(R"("input_lengths":[3],"token_loss_mask":[[0,1]])", "f:1: token_loss_mask", "3 entries");
-  refuse(R"("input_lengths":[3])", "f:1: token_loss_mask", "tells the response from the prompt");
+  refuse(R"("input_lengths":[3])", "f:1: token_loss_mask", "separates the response from the prompt");
   refuse(R"("input_lengths":[3],"token_loss_mask":[[0,1,1]],"advantages":[[1,2]])", "f:1: advantages", "got 2");
   refuse(R"("input_lengths":[3],"token_loss_mask":[[0,1,1],[0,1,1]])", "f:1: token_loss_mask", "one list, got several");
   refuse(R"("input_lengths":[3,3],"token_loss_mask":[[0,1,1]])", "f:1: input_lengths", "one number, got 2 numbers");

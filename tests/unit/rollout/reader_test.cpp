@@ -257,7 +257,7 @@ TEST(Reader, RefusesWhatIsNotOneObjectALine) {
   expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2]}\n{\"prompt_ids\":[1],\"resp", "f:2", "cut short");
   expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2],\n\"reward\":1}\n", "f:1", "one JSON object on the line");
   expect_refused("{\"prompt_ids\":[1],\"response_ids\":[2],\"id\":\"\xff\"}", "f:1", "not UTF-8");
-  expect_refused(with("\"reward\":1,\"reward\":2"), "f:1: reward", "each field once, got it twice");
+  expect_refused(with("\"reward\":1,\"reward\":2"), "f:1: reward", "each field once, got this field twice");
   expect_refused(with("\"x\":1,\"x\":2"), "f:1: x", "each field once");
   expect_refused(with("\"reward\":1,\"re\\u0077ard\":2"), "f:1: reward", "each field once");  // the same key, escaped
 }

@@ -234,32 +234,35 @@ TEST_F(Spill, NestedTrunksSleepAndComeBack) {
       SpillQueue queue(std::move(store), 3);
       queue.reserve(200 << 20);
       std::vector<at::Tensor> expected;
-      const auto fill = [&](SleepingTrunk& trunk, std::int64_t numbers, std::vector<at::Tensor>& layers) {
+      const auto fill = [&](SleepingTrunk& trunk, DecoderSaved& saved, std::int64_t numbers,
+                            std::vector<at::Tensor>& layers) {
         for (std::int64_t layer = 0; layer < 3; ++layer) {
           const std::int64_t begin = arena.in_use();
           layers.push_back(arena.take({numbers + layer}, at::kFloat));
           expected.push_back(at::randn({numbers + layer}, at::kFloat));
           device->to_device(expected.back(), layers.back());
-          trunk.put_away(layer, {begin, arena.in_use()});
+          saved.offload.push_back({begin, arena.in_use()});
+          trunk.leave({Stop::Kind::layer, Pass::forward, layer});
         }
       };
       const auto compare = [&](SleepingTrunk& trunk, const std::vector<at::Tensor>& layers) {
         for (std::int64_t layer = 2; layer >= 0; --layer) {
-          trunk.bring_back(layer);
+          trunk.enter({Stop::Kind::layer, Pass::backward, layer});
           EXPECT_TRUE(at::equal(device->to_host(layers[static_cast<std::size_t>(layer)]), expected.back())) << layer;
           expected.pop_back();
-          trunk.let_go(layer);
+          trunk.leave({Stop::Kind::layer, Pass::backward, layer});
         }
       };
       const ArenaScope outer_scope(arena);
       std::vector<at::Tensor> outer_layers, inner_layers;
-      SleepingTrunk outer(arena, queue);
-      fill(outer, 3 << 20, outer_layers);
+      DecoderSaved outer_saved, inner_saved;
+      SleepingTrunk outer(arena, queue, outer_saved, 0);
+      fill(outer, outer_saved, 3 << 20, outer_layers);
       const std::int64_t store_top = queue.store_top();
       {
         const ArenaScope scope(arena);
-        SleepingTrunk inner(arena, queue);
-        fill(inner, 1 << 20, inner_layers);
+        SleepingTrunk inner(arena, queue, inner_saved, 0);
+        fill(inner, inner_saved, 1 << 20, inner_layers);
         EXPECT_GT(queue.store_top(), store_top);
         compare(inner, inner_layers);
       }
@@ -328,7 +331,7 @@ TEST_F(Spill, ASleepingPathHoldsWhatAnAwakeOneHolds) {
           EXPECT_TRUE(at::equal(device->to_host(a.grad_k), device->to_host(b.grad_k))) << layer;
           EXPECT_TRUE(at::equal(device->to_host(a.grad_v), device->to_host(b.grad_v))) << layer;
         }
-        for (KvPath* path : {&asleep, &awake}) path->end_backward();
+        for (KvPath* path : {&asleep, &awake}) path->end_backward(0);
       };
       const auto push = [&](std::int64_t rows) {
         for (KvPath* path : {&asleep, &awake}) path->push(rows, 0);
@@ -384,7 +387,7 @@ TEST_F(Spill, AFlippedBitInAPathIsAnError) {
   const auto pass = [&] {
     for (const std::int64_t layer : {0, 1}) path.begin_forward(layer), path.top(layer).k.fill_(1);
     for (const std::int64_t layer : {1, 0}) path.begin_backward(layer, 10), path.top(layer).grad_k.fill_(2);
-    path.end_backward();
+    path.end_backward(0);
   };
   pass();
   queue.reserve(1);  // comes after what is written

@@ -128,7 +128,7 @@ TEST_F(RewardFile, WhatIsNoNumberIsToldApartFromAnException) {
       {"    return 'much'\n", "str: 'much'"},
       {"    return '1'\n", "str: '1'"},
       {"    return None\n", "NoneType: None"},
-      {"    return float('nan')\n", "nan, which is no finite number"},
+      {"    return float('nan')\n", "nan, which is not a finite number"},
       {"    return {'points': 1}\n", "a dict without 'score': {'points': 1}"},
   };
   for (const auto& [body, got] : cases) {

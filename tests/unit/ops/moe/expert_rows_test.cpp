@@ -52,19 +52,19 @@ TEST(ExpertRows, AddWeightedRowsWhereTheyBelong) {
   EXPECT_EQ(into, (std::vector<float>{4, 7, 1, 1, 34, 45}));
 }
 
-// L = w <c, silu(g) u>: dL/dw and the weighted gradients from the unweighted ones.
+// L = w c . (act Wd^T + b): dL/dw and the weighted gradients from the unweighted ones.
 TEST(ExpertRows, WeighTheGradientOfOneExpert) {
-  const double g = 0.7, u = -1.3, c = 2.1, w = 0.4, silu = g / (1 + std::exp(-g));
-  const double grad_up = c * silu, grad_gate = c * u * 0.25;  // any value: only scaled
   const std::vector<std::int32_t> row{0}, slot{2};
-  std::vector<double> gate_up{g, u}, grad{grad_gate, grad_up}, act{silu * u}, weight{9, 9, w}, grad_weight{7, 7, 7};
-  weigh_expert_gradient<double>({1, row.data(), slot.data()}, 1, gate_up.data(), weight.data(), grad.data(), act.data(),
-                                grad_weight.data());
-  EXPECT_NEAR(grad_weight[2], c * silu * u, 1e-15);
-  EXPECT_EQ(grad_weight[0], 7);
-  EXPECT_DOUBLE_EQ(grad[0], w * grad_gate);
-  EXPECT_DOUBLE_EQ(grad[1], w * grad_up);
-  EXPECT_DOUBLE_EQ(act[0], w * silu * u);
+  const std::vector<double> act{0.7, -1.3}, bias{0.5, -0.25, 2}, weight{9, 9, 0.4};
+  for (const bool biased : {false, true}) {
+    std::vector<double> grad_y{1, -2, 3}, grad_act{0.3, 0.8}, grad_weight{7, 7, 7};
+    weigh_expert_gradient<double>({1, row.data(), slot.data()}, 3, 2, act.data(), biased ? bias.data() : nullptr,
+                                  weight.data(), grad_y.data(), grad_act.data(), grad_weight.data());
+    EXPECT_NEAR(grad_weight[2], 0.7 * 0.3 - 1.3 * 0.8 + (biased ? 0.5 + 0.5 + 6 : 0), 1e-15);
+    EXPECT_EQ(grad_weight[0], 7);
+    EXPECT_EQ(grad_y, (std::vector<double>{0.4 * 1, 0.4 * -2, 0.4 * 3}));
+    EXPECT_EQ(grad_act, (std::vector<double>{0.4 * 0.3, 0.4 * 0.8}));
+  }
 }
 
 TEST(ExpertRows, SumsAreRoundedOnce) {

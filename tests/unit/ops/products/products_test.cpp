@@ -123,6 +123,58 @@ TEST_P(ProductsOf, CompileNothingForAnotherNumberOfRows) {
   EXPECT_LE(resident_bytes() - before, kAllowed);
 }
 
+// Weights of bfloat16 beside rows of float32: what all operations that read them make of the same numbers in float32.
+class NarrowWeights : public ::testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override { at::manual_seed(5); }
+  const WithProducts products_{GetParam()};
+};
+
+TEST_P(NarrowWeights, GiveTheBitsOfTheSameNumbersInFloat32) {
+  for (const auto& [R, N, K] : kSizes) {
+    SCOPED_TRACE(std::to_string(R) + " x " + std::to_string(N) + " x " + std::to_string(K));
+    const at::Tensor weight = random({N, K}), wide = weight.to(at::kFloat), bias = random({N}, at::kFloat);
+    const at::Tensor x = random({R, K}, at::kFloat), base = random({R, N}, at::kFloat);
+    const auto expect_same = [&](const at::Tensor& start, auto&& product) {
+      const at::Tensor found = start.clone(), wanted = start.clone();
+      product(found, weight), product(wanted, wide);
+      EXPECT_TRUE(found.equal(wanted));
+      EXPECT_EQ(found.equal(start), R * N == 0 || K == 0);
+    };
+    expect_same(base,
+                [&](const at::Tensor& out, const at::Tensor& w) { ops.linear_onto(out, out, x, w, at::Tensor()); });
+    expect_same(x, [&](const at::Tensor& out, const at::Tensor& w) { ops.add_linear_grad_input(out, base, w); });
+    if (K == 0) continue;
+    expect_same(base, [&](const at::Tensor& out, const at::Tensor& w) { ops.linear(out, x, w, bias); });
+    expect_same(x, [&](const at::Tensor& out, const at::Tensor& w) { ops.linear_grad_input(out, base, w); });
+    const at::Tensor shared = random({2 * N, K}), part = shared.narrow(0, N, N);  // as a projection of several
+    expect_same(base, [&](const at::Tensor& out, const at::Tensor& w) {
+      ops.linear(out, x, w.is_same(weight) ? part : part.to(at::kFloat), bias);
+    });
+  }
+}
+
+TEST_P(NarrowWeights, AreHeldForRowsOfFloat32) {
+  const at::Tensor weight = random({200, 70}), wide = weight.to(at::kFloat), x = random({3, 70}, at::kFloat);
+  at::Tensor held = at::empty({3, 200}, at::kFloat), plain = at::empty({3, 200}, at::kFloat);
+  ops.linear(plain, x, wide, at::Tensor());
+  const std::shared_ptr<void> panels = ops.hold_weights({weight}, at::kFloat, std::int64_t{1} << 30);
+  EXPECT_EQ(panels != nullptr, GetParam());
+  ops.linear(held, x, weight, at::Tensor());
+  EXPECT_TRUE(held.equal(plain));
+}
+
+TEST_P(NarrowWeights, AreLookedUpInFloat32) {
+  const at::Tensor table = random({40, 33}), id = at::tensor({7, 3, 12, 45, 10, 7}, at::kInt);
+  const at::Tensor found = at::empty({6, 33}, at::kFloat), wanted = at::empty({6, 33}, at::kFloat);
+  for (const std::int64_t first : {0, 5}) {
+    ops.look_up(table, id, first, found), ops.look_up(table.to(at::kFloat), id, first, wanted);
+    EXPECT_TRUE(found.equal(wanted)) << first;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Products, NarrowWeights, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "own" : "library"; });
 INSTANTIATE_TEST_SUITE_P(Kinds, ProductsOf, ::testing::Values(Bfloat16Products::converted, Bfloat16Products::dot),
                          [](const auto& info) { return name_of(info.param); });
 

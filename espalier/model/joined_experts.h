@@ -1,0 +1,34 @@
+// The experts of a rank without rows of its own, on the rows of others, while these run a pass.
+#pragma once
+
+#include "espalier/model/decoder.h"
+#include "espalier/model/guest.h"
+
+namespace espalier {
+
+class JoinedExperts final : public Guest {
+ public:
+  // A backward adds to the gradients of this rank's experts; `grads` may be null where there is none. All must outlive
+  // the object.
+  JoinedExperts(const Decoder& decoder, Arena& arena, ModelViews* grads = nullptr)
+      : decoder_(decoder), arena_(arena), grads_(grads) {}
+
+  void enter(const Stop& stop) override;
+
+ private:
+  class NoKeys final : public KvSource {
+   public:
+    void attend(const LayerAttention&, const at::Tensor&, const at::Tensor&) override {}
+  };
+
+  const Decoder& decoder_;
+  Arena& arena_;
+  ModelViews* grads_;
+  ModelInput no_rows_;
+  NoKeys no_keys_;
+};
+
+// Takes part, without rows, in a forward that others run by decoder_forward.
+void join_decoder_forward(const Decoder& decoder, Arena& arena);
+
+}  // namespace espalier

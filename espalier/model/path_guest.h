@@ -1,0 +1,37 @@
+// The layer of a path that a pass runs, in memory while it does (model/kv_path.h).
+#pragma once
+
+#include <cstdint>
+
+#include "espalier/model/guest.h"
+#include "espalier/model/kv_path.h"
+
+namespace espalier {
+
+class PathGuest : public Guest {
+ public:
+  // The rows of the pass see the first `rows_above` rows of the path, which must outlive the object.
+  PathGuest(KvPath& path, std::int64_t rows_above) : path_(path), rows_above_(rows_above) {}
+
+  void enter(const Stop& stop) override {
+    if (!stop.is_layer()) return;
+    stop.pass == Pass::forward ? path_.begin_forward(stop.unit) : path_.begin_backward(stop.unit, rows_above_);
+  }
+  void leave(const Stop& stop) override {
+    if (stop.is_layer() && stop.pass == Pass::backward) path_.end_backward(stop.unit);
+  }
+
+ protected:
+  KvPath& path_;
+  std::int64_t rows_above_;
+};
+
+// Of a rank without rows, while others of its cp run a wave over the open trunks, which they have divided.
+class JoinedPath final : public PathGuest {
+ public:
+  explicit JoinedPath(KvPath& path) : PathGuest(path, path.rows()) {}
+
+  void enter(const Stop& stop) override;
+};
+
+}  // namespace espalier
