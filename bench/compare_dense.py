@@ -1,6 +1,6 @@
 """espalier against plain PyTorch on the same model and rollouts: the runs alternate, so that both see the same machine.
 
-    python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 5] [--baselines transformers_dense,...]
+    python bench/compare_dense.py [--cells 341/1707/8,1024/1024/8] [--rounds 5] [--baselines transformers_dense,...] [--model qwen3_next]
 
 Each baseline of bench/baselines/ is one process that waits between its updates; `espalier train` is a process an update. In
 every round each baseline and each schedule makes one timed update, after a warm-up, in turn. Prints medians and ratios;
@@ -69,15 +69,24 @@ def espalier_update(schedule, model, rollouts, threads, folder, program=ROOT / "
 
 
 def step_flops(prompt, response, n, shared, shape=workload.SHAPE):
-    """FLOPs of one update: 6 a weight and row in matrices, 4 H D (1 + 2.5) a visible pair; the last token is no input."""
+    """FLOPs of one update: 6 a weight and row in matrices, 4 H D (1 + 2.5) a visible pair; the last token is no input. A layer of the
+    delta rule has (6 + 6 + 14) dk dv + 64 (5 dv + 4 dk) a row and value head and 2 * 64 dk a key head (docs/mathematics.md, (24) and (25))."""
     m, f, d = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     h, j = shape["num_attention_heads"], shape["num_key_value_heads"]
-    layer = m * d * (2 * h + 2 * j) + 3 * m * f
+    types = shape.get("layer_types", ["full_attention"] * shape["num_hidden_layers"])
+    linear, full = types.count("linear_attention"), types.count("full_attention")
     trunk, own = prompt - 1, response  # a response's rows start with the last prompt token
     rows = (trunk if shared else n * trunk) + n * own
     pairs = (1 if shared else n) * trunk * (trunk + 1) / 2 + n * (own * trunk + own * (own + 1) / 2)
-    per_layer = 6 * layer * rows + 14 * h * d * pairs
-    return shape["num_hidden_layers"] * per_layer + 6 * m * shape["vocab_size"] * n * own
+    gated = 1 if not linear else 2  # query and gate
+    flops = full * (6 * (m * d * ((1 + gated) * h + 2 * j) + 3 * m * f) * rows + 14 * h * d * pairs)
+    if linear:
+        dk, dv, hv = shape["linear_key_head_dim"], shape["linear_value_head_dim"], shape["linear_num_value_heads"]
+        keys, values = shape["linear_num_key_heads"] * dk, hv * dv
+        weights = m * (2 * keys + 2 * values + 2 * hv) + values * m + 3 * m * f
+        rule = hv * (26 * dk * dv + 64 * (5 * dv + 4 * dk)) + shape["linear_num_key_heads"] * 2 * 64 * dk
+        flops += linear * rows * (6 * weights + rule)
+    return flops + 6 * m * shape["vocab_size"] * n * own
 
 
 def machine():
@@ -91,7 +100,7 @@ def spread(values):
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values), "each": values}
 
 
-def measure_cell(cell, options, model, folder):
+def measure_cell(cell, options, model, folder, shape=workload.SHAPE):
     prompt, response, n = cell
     rollouts = workload.write_rollouts(folder / "rollouts.jsonl", prompt, response, n, seed=options.seed)
     baselines = {name: Baseline(name, model, rollouts, options.threads) for name in options.baselines}
@@ -109,7 +118,7 @@ def measure_cell(cell, options, model, folder):
     finally:
         for baseline in baselines.values():
             baseline.close()
-    ceiling = step_flops(prompt, response, n, False) / step_flops(prompt, response, n, True)
+    ceiling = step_flops(prompt, response, n, False, shape) / step_flops(prompt, response, n, True, shape)
     return {"prompt": prompt, "response": response, "n": n, "seconds": {name: spread(values) for name, values in totals.items()},
             "loss": {name: update["loss"] for name, update in last.items()},
             "peak_bytes": {name: update.get("process_peak_bytes", update["peak_bytes"]) for name, update in last.items()},
@@ -132,6 +141,7 @@ def print_cell(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=CELLS, help="prompt/response/n, comma separated")
+    parser.add_argument("--model", choices=workload.MODELS, default="qwen3")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_threads())
     parser.add_argument("--baselines", type=lambda text: text.split(","), default=["transformers_dense"])
@@ -142,13 +152,13 @@ def main():
     options = parser.parse_args()
     if not options.program.is_file():
         sys.exit(f"{options.program} is not there: run make first")
-    header = {"machine": machine(), "threads": options.threads, "shape": workload.SHAPE, "date": time.strftime("%Y-%m-%d"),
+    header = {"machine": machine(), "threads": options.threads, "shape": workload.shape_of(options.model), "date": time.strftime("%Y-%m-%d"),
               "command": " ".join(["bench/compare_dense.py", *sys.argv[1:]])}
     with tempfile.TemporaryDirectory(prefix="espalier-bench-") as name:
         folder = Path(name)
-        model = workload.write_model(folder / "model", seed=options.seed)
+        model = workload.write_model(folder / "model", seed=options.seed, name=options.model)
         for text in options.cells.split(","):
-            row = measure_cell(tuple(int(number) for number in text.split("/")), options, model, folder)
+            row = measure_cell(tuple(int(number) for number in text.split("/")), options, model, folder, workload.shape_of(options.model))
             print_cell(row)
             options.results.parent.mkdir(parents=True, exist_ok=True)
             with open(options.results, "a") as out:

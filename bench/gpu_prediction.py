@@ -103,7 +103,7 @@ def section():
     """Lines of Markdown."""
     kept = json.loads(RESULT.read_text())
     lines = ["## On a GPU: predicted, not measured", "",
-             "No GPU was at hand: nothing in this section ran on one. `tools/python bench/gpu_prediction.py run` computes it from bytes and FLOPs and the rates of",
+             "Nothing in this section ran on a GPU. `tools/python bench/gpu_prediction.py run` computes it from bytes and FLOPs and the rates of",
              "[machines.md](machines.md). `espalier selftest --device cuda` measures the same kernels where there is a GPU.", "",
              f"Steps of {kept['layers']} layers of a model's shape with head and embedding, bfloat16, one H100: seconds of one gradient by",
              "`espalier plan --machine h100`, with attention by cuDNN unless the column says otherwise.", "",

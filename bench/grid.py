@@ -165,8 +165,8 @@ def readme_figures(row):
     words = (f"{m['cpu']}, {row['threads']} threads, float32, a Qwen3-like model (hidden {shape['hidden_size']}, {shape['num_hidden_layers']} layers, "
              f"vocabulary {shape['vocab_size']:,}), {row['n']} responses of {row['response']:,} tokens to a prompt of {row['prompt']:,}: a whole "
              f"update takes transformers {median['transformers_dense']:.2f} s, Espalier dense {median['espalier dense']:.2f} s, Espalier shared "
-             f"{median['espalier auto']:.2f} s; at most {row['ceiling']:.2f}x over dense is possible here. Medians of {rounds} "
-             f"round{'s' * (rounds != 1)} in turns, commit {m['commit']}, {row['date']}:")
+             f"{median['espalier auto']:.2f} s. The FLOP ceiling over dense is {row['ceiling']:.2f} here. Medians of {rounds} "
+             f"alternating round{'s' * (rounds != 1)}, commit {m['commit']}, {row['date']}:")
     return "\n".join([*textwrap.wrap(words, 120), "", f"    {PYTHON} {row['command']}", ""])
 
 
@@ -179,12 +179,12 @@ def write_readme(row):
 def report(targets=()):
     grid = newest(RESULTS / "grid.jsonl", lambda r: (r["hidden"], r["layers"], r["n"], r["prefix"]))
     against = newest(RESULTS / "compare_dense.jsonl", lambda r: (r["n"], r["prompt"]))
-    lines = ["# Performance", "", f"Written by `{PYTHON} bench/targets.py report` from `bench/results/`; every figure was measured by the",
-             "command beside it. CPU machines differ and wander: read ratios, not seconds.", "", *targets]
+    lines = ["# Performance", "", "This page lists what was measured, with the command for each figure. Compare ratios rather than seconds: CPUs differ, and their",
+             f"speed varies over time. `{PYTHON} bench/targets.py report` writes the page from `bench/results/`.", "", *targets]
     if grid:
         lines += ["## Schedules against each other", "",
                   f"`{PYTHON} bench/grid.py run`: random weights, heads of 64, vocabulary 8192. Seconds of one whole gradient (plan, forward, loss,",
-                  "backward), medians of runs in turns. Reached: speed-up over the FLOP ceiling.", ""]
+                  'backward), medians of alternating runs. "Reached" is the speed-up divided by the FLOP ceiling.', ""]
         models = sorted({(row["hidden"], row["layers"]) for row in grid})
         for hidden, layers in models:
             rows = [row for row in grid if (row["hidden"], row["layers"]) == (hidden, layers)]

@@ -65,7 +65,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--responses", type=int, default=16)
     arguments = parser.parse_args()
-    head = ["model", "GPUs", "layout", "A GiB", "B GiB", "C GiB", "given GiB", "compute s", "comm. s", "bubble", "balance", "step s", "fits"]
+    head = ["model", "GPUs", "layout", "A GiB", "B GiB", "C GiB", "sent GiB", "compute s", "comm. s", "bubble", "balance", "step s", "fits"]
     print("| " + " | ".join(head) + " |\n| --- | ---: | --- |" + " ---: |" * 3 + " --- |" + " ---: |" * 5 + " --- |")
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -1,4 +1,4 @@
-"""Does a killed run leave anything of what it stored away? Kills `espalier train --trunk-state offload` at random moments.
+"""Does a killed run leave anything of what it offloaded? Kills `espalier train --trunk-state offload` at random moments.
 
     python bench/spill_kills.py [--program build/espalier] [--kills 100]
 

@@ -307,40 +307,40 @@ class Target:
 
 # By importance; `minutes` on two quiet cores at five rounds.
 TARGETS = [
-    Target("dense-512", "own dense against transformers' best dense form, whole updates", 1.3, lambda c: own_dense(c, 512), 2.5),
-    Target("ceiling", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[:4]), 6.7),
-    Target("auto", "auto against the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[:4]), "ceiling"),
-    Target("packed", "phased against packed", 0.97, lambda c: phased_of_packed(c, SIXTHS[:4]), "ceiling"),
-    Target("flops", "FLOPs of a step over its time, of a matrix product's rate in the same turns", 0.9,
+    Target("dense-512", "speed of own dense over transformers' best dense form, whole updates", 1.3, lambda c: own_dense(c, 512), 2.5),
+    Target("ceiling", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[:4]), 6.7),
+    Target("auto", "speed of auto over the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[:4]), "ceiling"),
+    Target("packed", "speed of phased over packed", 0.97, lambda c: phased_of_packed(c, SIXTHS[:4]), "ceiling"),
+    Target("flops", "FLOP rate of a step over that of a matrix product", 0.9,
            lambda c: flop_rate(c, SIXTHS[:4]), "ceiling"),
-    Target("stock", "auto against the best stock shared form (packed 4-D mask, two calls, phased under autograd), whole updates", 1.3,
+    Target("stock", "speed of auto over the best stock shared form (packed 4-D mask, two calls, phased under autograd), whole updates", 1.3,
            lambda c: auto_against_stock(c, STOCK_CELLS), 12.5),
-    Target("attention-forward", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
+    Target("attention-forward", "speed of shared-prefix attention over ATen's flash kernel, forward", 1.0,
            lambda c: attention(c, "forward_over_aten"), 0.8),
-    Target("attention-backward", "the same, backward", 1.5, lambda c: attention(c, "backward_over_aten", beside="aten_backward_over_peak"),
+    Target("attention-backward", "speed of shared-prefix attention over ATen's flash kernel, backward", 1.5, lambda c: attention(c, "backward_over_aten", beside="aten_backward_over_peak"),
            "attention-forward"),
-    Target("attention-bfloat16", "shared-prefix attention against ATen's flash kernel, forward", 1.0,
+    Target("attention-bfloat16", "speed of shared-prefix attention over ATen's flash kernel, forward", 1.0,
            lambda c: attention(c, "forward_over_aten", dtype="bfloat16"), 0.8),
-    Target("attention-bfloat16-backward", "the same, backward", 1.5,
+    Target("attention-bfloat16-backward", "speed of shared-prefix attention over ATen's flash kernel, backward", 1.5,
            lambda c: attention(c, "backward_over_aten", dtype="bfloat16"), "attention-bfloat16"),
-    Target("attention-rate", "rate of attention over that of a matrix product, forward", 0.7,
+    Target("attention-rate", "FLOP rate of attention over that of a matrix product, forward", 0.7,
            lambda c: attention(c, "forward_over_product"), "attention-forward"),
-    Target("attention-rate-backward", "the same, backward", 0.7, lambda c: attention(c, "backward_over_product"), "attention-forward"),
-    Target("bfloat16", "bfloat16 products without bfloat16 instructions over float32's", 0.8, widened_products, 0.8),
-    Target("head", "fused head against materialised logits", 1.0, fused_head, 0.5),
-    Target("rest", "share of a step that is no product, attention or head", 0.1, lambda c: everything_else(c, UPDATES), 2.5, most=True),
+    Target("attention-rate-backward", "FLOP rate of attention over that of a matrix product, backward", 0.7, lambda c: attention(c, "backward_over_product"), "attention-forward"),
+    Target("bfloat16", "rate of bfloat16 products without bfloat16 instructions over that of float32", 0.8, widened_products, 0.8),
+    Target("head", "speed of the fused head over materialised logits", 1.0, fused_head, 0.5),
+    Target("rest", "fraction of a step outside products, attention and head", 0.1, lambda c: everything_else(c, UPDATES), 2.5, most=True),
     Target("planning", "seconds of planning one very large step", 2, planning, 1, most=True),
-    Target("planning-share", "planning, of a step", 0.01, lambda c: planning_share(c, UPDATES), "rest", most=True),
+    Target("planning-share", "fraction of a step spent on planning", 0.01, lambda c: planning_share(c, UPDATES), "rest", most=True),
     Target("reading", "MB/s of JSON Lines read by one core", 200, reading, 1),
     Target("memory", "peak memory, measured over predicted", 0.05, lambda c: predicted_bytes(c, UPDATES), "rest", both=True),
-    Target("prediction", "seconds of a gradient, predicted for the matrix-product rate of these turns, over measured", 0.1,
+    Target("prediction", "predicted over measured seconds of a gradient", 0.1,
            lambda c: predicted_seconds(c, SIXTHS[:4]), "ceiling", both=True),
-    Target("allocations", "large heap blocks in steady state", 0, allocations, 0.2, most=True),
-    Target("regret", "auto against the best of dense, packed, phased", 0.98, regret, 3.3),
-    Target("ceiling-waves", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, WAVES, budget=512), 3.3),
-    Target("ceiling-more", "phased over own dense, of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[4:]), 9.2),
-    Target("auto-more", "auto against the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[4:]), "ceiling-more"),
-    Target("dense-256", "own dense against transformers' best dense form, whole updates", 1.0, lambda c: own_dense(c, 256), 1.7),
+    Target("allocations", "large heap blocks allocated in steady state", 0, allocations, 0.2, most=True),
+    Target("regret", "speed of auto over the best of dense, packed, phased", 0.98, regret, 3.3),
+    Target("ceiling-waves", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, WAVES, budget=512), 3.3),
+    Target("ceiling-more", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[4:]), 9.2),
+    Target("auto-more", "speed of auto over the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[4:]), "ceiling-more"),
+    Target("dense-256", "speed of own dense over transformers' best dense form, whole updates", 1.0, lambda c: own_dense(c, 256), 1.7),
 ]
 
 
@@ -358,7 +358,8 @@ def counts(row):
 def line(row):
     low, high = row["spread"]
     verdict = "yes" if counts(row) else "no" if not row["met"] else "too few rounds"
-    return f"| {row['target']} | {row['case']} | {row['bound']} | {row['measured']:.3g} | {low:.3g} .. {high:.3g} | {verdict} |"
+    what = next((target.what for target in TARGETS if target.name == row["name"]), row["target"])
+    return f"| {what} | {row['case']} | {row['bound']} | {row['measured']:.3g} | {low:.3g} .. {high:.3g} | {verdict} |"
 
 
 HEAD = ["| target | case | bound | measured | spread | met |", "| --- | --- | ---: | ---: | ---: | --- |"]
@@ -430,10 +431,10 @@ def section():
     commands = ", ".join(dict.fromkeys(f"`{grid.PYTHON} {row['command']}` (commit {row['machine']['commit']}, {row['date']})" for row in rows))
     text = [f"{commands}; on {rows[-1]['machine']['cpu']}, {rows[-1]['threads']} threads, float32, torch {rows[-1]['torch']}, transformers "
             f"{rows[-1]['transformers']}: {met} of {len(measured)} met. Hidden 512, 4 layers, 8/2 "
-            "heads of 64, vocabulary 8192 unless the case says otherwise; both sides of every ratio take turns; measured is the median over the "
-            f"rounds, spread that of single rounds. A target is met by its median over at least {LEAST_ROUNDS} rounds. Seconds are predicted "
-            "for the rate of matrix products just before and after each run. Where auto's plan is another schedule's, runs of both count as "
-            "runs of either."]
+            "heads of 64, vocabulary 8192 unless the case says otherwise. The two sides of a ratio run alternately. \"Measured\" is the median over "
+            f"the rounds, \"spread\" the range of single rounds. A target is met if its median over at least {LEAST_ROUNDS} rounds is within the "
+            "bound. Predicted seconds use the rate of matrix products just before and after each run. If auto's plan equals that of another "
+            "schedule, the runs of both count for either."]
     if left_out:
         text.append(f"Not measured: {', '.join(left_out)}.")
     return ["## Targets", "", *text, "", *HEAD, *map(line, measured), ""]

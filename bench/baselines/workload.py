@@ -20,15 +20,30 @@ SHAPE = dict(
     hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=1536,
     vocab_size=8192, max_position_embeddings=32768, rms_norm_eps=1e-6, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     pad_token_id=None, rope_parameters=dict(rope_type="default", rope_theta=1e6))
+# Models by name: how each differs from SHAPE, and its classes in transformers. Qwen3-Next's has three layers of the gated delta rule
+# and one of attention, with the heads of the published model at a quarter of its width.
+MODELS = {
+    "qwen3": (dict(), "Qwen3"),
+    "qwen3_next": (dict(
+        num_hidden_layers=4, num_experts=0, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.25)), "Qwen3Next"),
+}
 CLIP = 0.2
 ADAMW = dict(lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
 MAX_GRAD_NORM = 1.0
 
 
-def write_model(directory, seed=0, **changes):
+def shape_of(name):
+    return {**SHAPE, **MODELS[name][0]}
+
+
+def write_model(directory, seed=0, name="qwen3", **changes):
     torch.manual_seed(seed)
-    config = transformers.Qwen3Config(**{**SHAPE, **changes})
-    transformers.Qwen3ForCausalLM(config).float().save_pretrained(directory)
+    kind = MODELS[name][1]
+    config = getattr(transformers, kind + "Config")(**{**shape_of(name), **changes})
+    getattr(transformers, kind + "ForCausalLM")(config).float().save_pretrained(directory)
     return Path(directory)
 
 

@@ -5,7 +5,7 @@ espalier.texts     the program's tokenizer and reward processes (tokenizers and 
 espalier.hf        shared prompts around an unmodified transformers model (torch >= 2.6, transformers)
 espalier.trl       TRL's GRPO, RLOO, DPO, KTO, reward and SFT trainers with shared prompts
 espalier.verl      verl's FSDP2 engine with shared prompts
-espalier.records   rollouts recorded by other systems, read without executing what their files hold (no torch, no NumPy)
+espalier.records   rollouts recorded by other systems, read without executing their content (no torch, no NumPy)
 """
 
 from espalier.errors import Error, Unsupported

@@ -24,7 +24,7 @@ def library():
         core = ctypes.CDLL(str(path))
     except OSError as error:
         raise Error("device", str(path), "a library that this system can load", str(error),
-                    "Install what it misses (libgomp1 on Debian and Ubuntu), or import torch first, which brings one", 8) from None
+                    "Install the missing library (libgomp1 on Debian and Ubuntu), or import torch first, which contains one", 8) from None
     for name in ("espalier_last_error", "espalier_options", "espalier_plan_json", "espalier_plan_text"):
         getattr(core, name).restype = ctypes.c_char_p
     core.espalier_plan_new.restype = ctypes.c_void_p

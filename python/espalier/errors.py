@@ -2,7 +2,7 @@
 
 
 class Error(Exception):
-    """Says where, what was expected, what was found and what to do; `kind` and `exit_code` are the program's."""
+    """An error with place (`where`), expectation, finding (`got`) and remedy; `kind` and `exit_code` are the program's."""
 
     def __init__(self, kind, where, expected, got, remedy="", exit_code=70):
         self.kind, self.where, self.expected, self.got = kind, where, expected, got
@@ -25,7 +25,7 @@ class Error(Exception):
 
 
 class Unsupported(Error):
-    """Valid, but not supported; the message names what."""
+    """Valid input that is not supported; the message names it."""
 
     def __init__(self, where, expected, got, remedy=""):
         super().__init__("unsupported", where, expected, got, remedy, exit_code=4)

@@ -105,8 +105,8 @@ class Given:
                 self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))
             else:
                 if (out / "run.json").is_file() and not self.options.get("overwrite"):
-                    raise Error("option", "out", "a folder without a run", f"{out}, which holds one",
-                                "Say resume to continue it, or overwrite=True to replace it", 2)
+                    raise Error("option", "out", "a folder without a run", f"{out}, which has one",
+                                "Use resume to continue it, or overwrite=True to replace it", 2)
                 self._made = not out.exists()
                 self._folder = out.absolute() / ".given"
                 self._folder.mkdir(parents=True, exist_ok=True)

@@ -146,12 +146,17 @@ def all_float64(on=True):
 
 def run_ranks(folder, families, how="all"):
     """What both of two processes wrote (hf_ranks.py); `how` is "beside": a third one is outside their device mesh."""
+    return written_by_ranks("hf_ranks.py", folder, 3 if how == "beside" else 2, [how, *families], 900 * len(families))
+
+
+def written_by_ranks(program, folder, count, words, patience):
+    """What the first two of so many processes wrote: PROGRAM FOLDER RANK WORDS."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, str(Path(__file__).with_name("hf_ranks.py")), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank), how, *families], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-             for rank in range(3 if how == "beside" else 2)]
+    command = [sys.executable, str(Path(__file__).with_name(program)), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank), *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             for rank in range(count)]
     try:
-        outputs = [rank.communicate(timeout=900 * len(families))[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=patience)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

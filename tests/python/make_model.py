@@ -78,6 +78,32 @@ FAMILIES = {
     # Two layers whose rows carry a state, one of attention with an output gate.
     "qwen3_5": dict(kind="Qwen3_5", config_kind="Qwen3_5Text", tied=False, sharded=False, config=dict(DELTA_RULE)),
     "qwen3_next": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(DELTA_RULE, num_experts=0)),
+    # Mamba-2 before and behind a layer of attention; steps that reach their limits.
+    "bamba": dict(kind="Bamba", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, attn_layer_indices=[1], mamba_n_groups=2, mamba_n_heads=8, mamba_d_state=10, mamba_expand=1,
+        time_step_limit=(0.4, 1.5), pad_token_id=0)),
+    # Experts beside a shared one: with a gate; behind layers that carry a state; and without one, behind a dense layer, where routers
+    # choose from the best 3 of 4 groups.
+    "qwen2_moe": dict(kind="Qwen2Moe", tied=True, sharded=True, config=dict(
+        num_key_value_heads=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=28,
+        mlp_only_layers=[1])),
+    "qwen3_next_moe": dict(kind="Qwen3Next", tied=False, sharded=False, config=dict(
+        DELTA_RULE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=28)),
+    "qwen3_5_moe": dict(kind="Qwen3_5Moe", config_kind="Qwen3_5MoeText", tied=False, sharded=False, config=dict(
+        DELTA_RULE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=28)),
+    "glm4_moe": dict(kind="Glm4Moe", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2,
+        n_group=4, topk_group=3, routed_scaling_factor=1.7, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
+    # Sinks, biases everywhere, a limit that gates and ups reach, experts of a layer in one tensor.
+    "gpt_oss_moe": dict(kind="GptOss", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=16, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2, sliding_window=7,
+        swiglu_limit=0.6, rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=8.0, beta_slow=1.0,
+                                               truncate=False, original_max_position_embeddings=64))),
+    # Sigmoid scores, a correction bias that decides some choices.
+    "minimax_m2_moe": dict(kind="MiniMaxM2", tied=False, sharded=False, config=dict(
+        num_key_value_heads=2, head_dim=12, intermediate_size=24, num_local_experts=6, num_experts_per_tok=2,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))),
     # Latent attention with dense layers: a model whose queries have no latent, with yarn's two factors; and one with heads of
     # values that are larger than those of keys.
     "deepseek_v2": dict(kind="DeepseekV2", tied=False, sharded=False, config=dict(
@@ -92,6 +118,15 @@ FAMILIES = {
         v_head_dim=10, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=40.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1,
             mscale=1.0, mscale_all_dim=1.0))),
+    # Behind a dense layer experts of the best groups: by a softmax without renormalised weights, and by sigmoids with a correction.
+    "deepseek_v2_moe": dict(kind="DeepseekV2", tied=False, sharded=False, config=dict(
+        first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10,
+        n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=1, topk_method="group_limited_greedy",
+        n_group=4, topk_group=2, routed_scaling_factor=1.3, norm_topk_prob=True)),
+    "deepseek_v3_moe": dict(kind="DeepseekV3", tied=False, sharded=True, config=dict(
+        num_key_value_heads=4, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=10, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, n_shared_experts=2, n_group=4,
+        topk_group=3, routed_scaling_factor=1.7)),
     "starcoder2": dict(kind="Starcoder2", tied=True, sharded=False, config=dict(num_key_value_heads=2, sliding_window=7)),
 }
 # transformers has a token classifier of these that takes the configuration of the text model.
@@ -119,6 +154,10 @@ def make_model(family, directory, seed=1, head="ForCausalLM", **more):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith(".D"):
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith("sinks"):
+                parameter.copy_(noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             elif name.endswith("A_log"):

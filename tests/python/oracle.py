@@ -105,6 +105,13 @@ def by_expert(tensors):
         if not stem.endswith(".experts"):
             out[name] = tensor
             continue
+        if f"{stem}.gate_up_proj_bias" in tensors:  # gpt-oss: inputs before outputs, gate and up in turn
+            for expert, values in enumerate(tensor):
+                part, ending = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
+                values = values.T if values.dim() == 2 else values
+                parts = {"gate_proj": values[::2], "up_proj": values[1::2]} if part == "gate_up_proj" else {part: values}
+                out.update({f"{stem}.{expert}.{name}.{ending}": value.contiguous() for name, value in parts.items()})
+            continue
         for expert, values in enumerate(tensor):
             parts = {"gate_proj": values.chunk(2)[0], "up_proj": values.chunk(2)[1]} if kind == "gate_up_proj" else {kind: values}
             out.update({f"{stem}.{expert}.{part}.weight": value.contiguous() for part, value in parts.items()})
@@ -114,7 +121,7 @@ def by_expert(tensors):
 class Wide(TorchFunctionMode):
     """Keeps float64 wherever transformers asks for float32."""
 
-    CHANGES = (torch.Tensor.to, torch.Tensor.type, torch.arange, torch.tensor, torch.softmax, torch.nn.functional.softmax)
+    CHANGES = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.softmax, torch.arange, torch.tensor, torch.softmax, torch.nn.functional.softmax)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -148,7 +155,7 @@ def widened(model):
 def load_model(directory, dtype, kind=transformers.AutoModelForCausalLM):
     """The model in eval mode with gradients on. dtype float64 replaces what transformers would compute in float32."""
     model = kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
-    if hasattr(model.config, "num_experts_per_tok"):
+    if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
         model.set_experts_implementation("eager")
     if dtype == torch.float64 and not type(model).__name__.startswith(WITH_FORMULAS):
         return widened(model)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from comparison import FLOAT64_RELATIVE, Trained, relative_errors
 from make_model import write_records
@@ -131,3 +132,42 @@ def test_a_trunk_of_a_thousand_turns(espalier, model, tmp_path):
     assert seen["tokens"]["physical"] == unique_tokens(records) == 2001 and len(seen["by_turn"]) == 1000
     rows = espalier("plan", "--model", model, "--rollouts", path, "--json").json["rows"]
     assert rows["physical"] == 2001 and rows["logical"] == sum(turn + 3 for turn in range(1000))
+
+
+def large_tree():
+    """20 trajectories of five turns below one system prompt: 20,000 rows, of which the deepest path has 1,475."""
+    draw = random.Random(SEED)
+    tokens = lambda count: [draw.randrange(3, 60) for _ in range(count)]  # noqa: E731
+    system, records = tokens(500), []
+    for index in range(20):
+        history, tool = system, []
+        for turn in range(5):
+            response = tokens(120 if turn else 195)
+            records.append({"group": 0, "trajectory": index, "turn": turn, "prompt_ids": history + tool, "response_ids": response,
+                            "reward": float(index % 3)})
+            history, tool = history + tool + response, tokens(75)
+    return records
+
+
+def test_a_tree_of_twenty_thousand_rows_has_the_dense_gradient(espalier, program, tmp_path):
+    """Its rows run once under any plan; on two ranks that share it, all but what lies above the cut."""
+    from make_model import make_model
+    from test_parallel import Ranks
+    model = make_model("qwen3_tied", tmp_path / "model", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                       num_key_value_heads=1, head_dim=8, max_position_embeddings=2048)
+    path = write_records(large_tree(), tmp_path / "turns.jsonl")
+    dense = Trained(espalier, model, path, tmp_path / "dense", schedule="dense").gradients
+    for name, plan in {"phased": dict(schedule="phased", token_budget=1500), "recompute": dict(schedule="phased", token_budget=4000, trunk_state="recompute"),
+                       "auto": {}}.items():
+        run = Trained(espalier, model, path, tmp_path / name, **plan)
+        assert max(relative_errors(run.gradients, dense).values()) <= FLOAT64_RELATIVE, name
+        step = run.json["steps"][0]
+        assert step["rows"]["logical"] == 108_500
+        forks = step["rows"]["physical"] - 20_000  # a trunk's last token is the first row of each item below it
+        assert 0 <= forks <= 200, name
+    layout = espalier("plan", "--model", model, "--rollouts", path, "--dtype", "float64", "--dp", 2, "--schedule", "phased", "--json").json["layout"]
+    assert layout["repeated_rows"] == 500 and layout["largest_rows_over_mean"] < 1.01, "ten trajectories and the system prompt each"
+    ranks = Ranks(program, 2, ["train", "--model", model, "--rollouts", path, "--dtype", "float64", "--dp", 2, "--schedule", "phased",
+                               "--gradients", tmp_path / "ranks.safetensors", "--out", tmp_path / "ranks"])
+    assert ranks.end() == [0, 0], ranks.stderr
+    assert max(relative_errors(load_file(tmp_path / "ranks.safetensors"), dense).values()) <= FLOAT64_RELATIVE

@@ -188,7 +188,7 @@ FAULTS = {
     "exit": ("import sys; sys.exit(3)", "SystemExit: 3", "env.py:7"),
     "no tuple": ("return 'x'", "str: 'x'", "env.py"),
     "no number": ("return None, 'much', False", "str: 'much'", "env.py"),
-    "not finite": ("return None, float('nan'), False", "no finite number", "env.py"),
+    "not finite": ("return None, float('nan'), False", "not a finite number", "env.py"),
     "no observation": ("return 3, 1, False", "int: 3", "env.py"),
     "death": ("import os; os._exit(4)", "status 4", "env.py"),
     "late": ("import time; time.sleep(30)", "none within", "env.py"),

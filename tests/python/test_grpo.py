@@ -335,11 +335,11 @@ def test_interrupted_it_says_how_to_continue_and_ends_in_the_same_bits(program, 
     errors = interrupted(program, run, ["--out", run, *words], "warm_start", 3, signal.SIGINT)
     assert "in the warm start" in errors and not list((run / "checkpoints").glob("step-*"))
     done = sum(line["kind"] == "warm_start" for line in metrics(run))
-    errors = interrupted(program, run, ["--resume", run], "step", 1, signal.SIGTERM)
+    errors = interrupted(program, run, ["--resume", run, "--threads", 2], "step", 1, signal.SIGTERM)
     assert "after step" in errors
     lines = metrics(run)
     assert [line["step"] for line in lines if line["kind"] == "warm_start"] == list(range(1, 41)) and done < 40
-    espalier("grpo", "--resume", run)
+    espalier("grpo", "--resume", run, "--threads", 2)
     assert_same_run(run, tmp_path / "whole")
     assert not (run / "checkpoints/warm-start").exists()
 

@@ -7,7 +7,7 @@ import transformers
 
 import espalier.hf
 from espalier.errors import Error, Unsupported
-from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst
+from hf_models import COMMON, PlainWave, all_float64, gradients, loss_of, shared_step, worst, written_by_ranks
 
 IMAGE, PATCH = 90, 3 * 2 * 4 * 4
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
@@ -156,6 +156,16 @@ def test_the_tower_runs_once_for_each_prompt_with_images(case):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_ranks_that_share_a_model_call_its_tower_equally_often(family, tmp_path):
+    """FSDP2 and FSDP1: the mean of both ranks' dense gradients, where they have different numbers of images, or one has none."""
+    for rank in written_by_ranks("hf_image_ranks.py", tmp_path, 2, [family], 600):
+        cases = rank[family]
+        assert "images in a sharded model" in cases.pop("dense") and len(cases) == 6
+        for name, case in cases.items():
+            assert case["gradient"][0] <= ALLOWED and case["log_probs"] <= ALLOWED, (name, case)
+
+
 def test_a_rollout_that_lacks_the_others_images_is_an_error():
     """In a batch without any images the token is text, as in transformers."""
     rollouts = Draw("Qwen2_5_VL").group([(1, 4, 6)], (4, 5))
@@ -174,7 +184,7 @@ def test_verified(case):
 @pytest.mark.parametrize("family", MUTUAL)
 def test_an_image_that_a_trunk_would_cut_is_refused_before_anything_runs(family):
     model, rollouts = make(family), batch(family)
-    with pytest.raises(Unsupported, match="an image cut by a trunk.*Raise wave_tokens"):
+    with pytest.raises(Unsupported, match="an image split by a trunk.*Raise wave_tokens"):
         espalier.hf.phased_step(model, rollouts, loss_of(rollouts), schedule="shared", wave_tokens=11)
     assert not gradients(model)
 
@@ -185,7 +195,7 @@ def test_image_rows_that_do_not_see_each_other_are_refused(family, monkeypatch):
     from espalier.hf.images import Images
     monkeypatch.setattr(Images, "blocks", lambda self, rollout, begin, end: [])
     rollouts = Draw(family).group([(1, 4, 4)], (4, 6))
-    with pytest.raises(Unsupported, match="where rounding explains"):
+    with pytest.raises(Unsupported, match="rounding explains"):
         espalier.hf.phased_step(make(family), rollouts, lambda wave: wave.logprobs.sum())
 
 
@@ -194,7 +204,7 @@ def test_positions_that_forget_the_image_are_refused(monkeypatch):
     from espalier.hf.images import Images
     monkeypatch.setattr(Images, "positions", lambda self, rollout, begin, end: torch.arange(begin, end).expand(3, -1).numpy())
     rollouts = Draw("Qwen2_5_VL").group([(1, 4, 6)], (4, 6))
-    with pytest.raises(Unsupported, match="where rounding explains"):
+    with pytest.raises(Unsupported, match="rounding explains"):
         espalier.hf.phased_step(make("Qwen2_5_VL"), rollouts, lambda wave: wave.logprobs.sum())
 
 

@@ -225,7 +225,7 @@ def test_wrong_records_are_named():
     model = build("Qwen3Moe", dtype=torch.float32)
     rollouts = recorded(model, batch(), missing=0)
     loss, right = loss_of(rollouts), rollouts[3]["routed_experts"]
-    wrong = {"entries, one per token": right[:-2], "layers a token": [token[:2] for token in right], "experts in": [[[0, 9]] * 3] * len(right),
+    wrong = {"entries, one per token": right[:-2], "layers per token": [token[:2] for token in right], "experts in": [[[0, 9]] * 3] * len(right),
              "one of them twice": [[[3, 3]] * 3] * len(right), "integers": [[[.5, 1.]] * 3] * len(right), "and 2 experts": [[[1, 2, 3]] * 3] * len(right)}
     for message, record in wrong.items():
         rollouts[3]["routed_experts"] = record

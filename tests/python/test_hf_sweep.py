@@ -21,20 +21,20 @@ DOCS = Path(__file__).parents[2] / "docs/python.md"
 
 # How a refusal reads, and what the documentation says of it.
 REASONS = {
-    "AttentionInterface": ("attention of the model's own, not through transformers' `AttentionInterface`", "with attention of its own|none in layers"),
+    "AttentionInterface": ("the model's own attention, not through transformers' `AttentionInterface`", "with its own attention|none in layers"),
     "arguments": ("a forward that takes no position ids or keyword arguments", "got fixed arguments"),
-    "positions": ("positions that the model counts itself", "counts its own"),
+    "positions": ("positions counted by the model itself", "counts its own"),
     "encoder": ("an encoder-decoder", "got an encoder-decoder"),
-    "several": ("several attentions in a layer", "expected one attention a layer"),
-    "mask": ("a mask that the model makes itself, or keys of another layer", "mask of the model's own|keys of the call's own rows"),
+    "several": ("several attentions in a layer", "expected one attention per layer"),
+    "mask": ("a mask made by the model itself, or keys of another layer", "mask of the model's own|keys of the call's own rows"),
     "inputs": ("a forward that needs more than token ids", "takes input_ids and returns logits"),
     "sparse": ("keys that are chosen or compressed over the whole call", "chooses or compresses"),
     "state": ("a state that passes along the sequence in the model's own way", "state does not pass|a state that espalier passes on|a state from every"),
-    "bias": ("a bias of attention besides positions", "position_bias"),
+    "bias": ("an attention bias other than for positions", "position_bias"),
     "window": ("a sliding window shorter than a rollout", "within the window"),
     "sinks": ("attention sinks", "attention sinks"),
     "soft-cap": ("soft-capped attention", "softcapping"),
-    "neighbours": ("rows that learn of earlier rows besides attention", "by attention alone|runs rows of several rollouts"),
+    "neighbours": ("rows that read earlier rows other than through attention", "only through attention|runs rows of several rollouts"),
 }
 UNBUILT = {  # what this transformers cannot build tiny, or at all, in this environment
     "gemma3n": "its vision tower needs timm", "gemma4_assistant": "reads another model's keys and values",

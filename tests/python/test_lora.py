@@ -20,7 +20,8 @@ PREFIX = "base_model.model."
 
 
 # Files that hold q, k and v, or gate and up, as one matrix; rows that carry a state.
-WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v3_yarn"}
+WITHOUT_ADAPTERS = {"phi3", "glm4", "qwen3_5", "qwen3_next", "qwen3_next_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "deepseek_v3_yarn",
+                    "deepseek_v2_moe", "deepseek_v3_moe", "bamba"}
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_ADAPTERS))
@@ -30,15 +31,23 @@ def test_families_without_adapters_are_refused_by_name(family, espalier, case, t
     assert "--lora-rank" in refused.stderr and "ForCausalLM" in refused.stderr and not (tmp_path / "out").exists()
 
 
+def test_all_linear_is_refused_where_it_names_shared_experts(espalier, case, tmp_path):
+    base, _, rollouts = case("qwen2_moe")
+    words = ["train", "--model", base, "--rollouts", rollouts, "--lora-rank", 4]
+    refused = espalier(*words, "--out", tmp_path / "out", expect=4).stderr
+    assert "shared experts" in refused and "--lora-target q_proj,k_proj,v_proj,o_proj" in refused
+    espalier(*words, "--lora-target", "q_proj,k_proj,v_proj,o_proj", "--out", tmp_path / "out")
+
+
 def without_adapter_name(tensors):
     return {name.replace(".default.", ".").replace("modules_to_save.", ""): values for name, values in tensors.items()}
 
 
-def make_adapter(base, folder, dtype=torch.float32, **settings):
-    """A peft adapter of the base with random A and B."""
+def make_adapter(base, folder, dtype=torch.float32, kind=transformers.AutoModelForCausalLM, task="CAUSAL_LM", **settings):
+    """A peft adapter of the base with random A and B, and a random head where the task has one."""
     torch.manual_seed(SEED)
-    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype), peft.LoraConfig(
-        task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **settings}))
+    model = peft.get_peft_model(kind.from_pretrained(base, dtype=dtype), peft.LoraConfig(
+        task_type=task, **{"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **settings}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -47,9 +56,19 @@ def make_adapter(base, folder, dtype=torch.float32, **settings):
     return folder
 
 
-def load_peft(base, adapter):
+class OneLabel:
+    """A classifier of the kind with one label, of a language model's directory too."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def from_pretrained(self, *words, **more):
+        return self.kind.from_pretrained(*words, num_labels=1, **more)
+
+
+def load_peft(base, adapter, kind=transformers.AutoModelForCausalLM):
     """peft's model in float64, the oracle's below it, with adapters that train."""
-    model = peft.PeftModel.from_pretrained(oracle.load_model(base, torch.float64), adapter, is_trainable=True, autocast_adapter_dtype=False).double()
+    model = peft.PeftModel.from_pretrained(oracle.load_model(base, torch.float64, kind), adapter, is_trainable=True, autocast_adapter_dtype=False).double()
     for module in model.modules():  # modules_to_save are copies
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             module.forward = oracle.norm64.__get__(module)
@@ -260,3 +279,36 @@ def test_a_plan_holds_no_masters_of_held_weights(espalier, case):
     assert plans[1]["flops"]["chosen"] < plans[0]["flops"]["chosen"]
     full, adapted = (max(plan["predicted"]["chosen"]["peak_bytes"].values()) for plan in plans)
     assert adapted < full
+
+
+@pytest.mark.parametrize("train", [(), ("--train", "norms")], ids=["adapters_alone", "norms_beside"])
+@pytest.mark.parametrize("source", ["fresh", "given"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_recorded_run_is_replayed_to_the_same_bits(dtype, source, train, espalier, case, tmp_path):
+    base, _, rollouts = case("qwen3_tied")
+    adapter = ("--lora-rank", 4, "--lora-alpha", 8) if source == "fresh" else ("--adapter", make_adapter(base, tmp_path / "adapter"))
+    espalier("train", "--model", base, "--rollouts", rollouts, "--dtype", dtype, *adapter, *train, "--mini-batch-size", 6, "--lr", 1e-3, "--epochs", 2,
+             "--record", tmp_path / "trace", "--record-every", 2)
+    assert (tmp_path / "trace/adapter/adapter_config.json").is_file()
+    # The trace needs nothing beside it, and its model has the bits of the one that was given.
+    stored, given = load_file(tmp_path / "trace/model/model.safetensors"), load_file(base / "model.safetensors")
+    assert stored.keys() == given.keys() and all(torch.equal(values, given[name]) for name, values in stored.items())
+    report = espalier("replay", tmp_path / "trace", "--json").json
+    assert len(report["steps"]) > 2 and report["checkpoints"]
+    for step in report["steps"]:
+        assert step["loss"] == step["recorded_loss"] and step["grad_norm"] == step["recorded_grad_norm"] and step["grad_norm"] > 0
+    assert all(checkpoint["max_abs"] == 0 for checkpoint in report["checkpoints"])
+    if dtype == "float64":
+        dense = espalier("replay", tmp_path / "trace", "--schedule", "dense", "--json").json
+        assert max(checkpoint["movement_rel_l2"] for checkpoint in dense["checkpoints"]) <= 1e-6
+        assert all(step["loss"] == pytest.approx(step["recorded_loss"], rel=1e-9, abs=1e-12) for step in dense["steps"])
+
+
+def test_replay_of_rollouts_and_bench_take_adapters(espalier, case, tmp_path):
+    base, _, rollouts = case("qwen3_tied")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    report = espalier("replay", rollouts, "--model", base, "--adapter", adapter, "--dtype", "float64", "--json").json
+    trained = run(espalier, case("qwen3_tied"), tmp_path, "--adapter", adapter, "--out", tmp_path / "out").json
+    assert report["steps"][0]["grad_norm"] == pytest.approx(trained["steps"][0]["grad_norm"], rel=1e-10)
+    timed = espalier("bench", "--model", base, "--rollouts", rollouts, "--lora-rank", 4, "--json").json
+    assert timed["cells"]

@@ -101,6 +101,12 @@ def near(ours, theirs, tolerance=1e-10):
     (2, "qwen3_moe", ["--cp", 2, "--ep", 2]), (4, "qwen3_moe", ["--pp", 2, "--dp", 2, "--ep", 2]),
     (2, "gemma2", ["--tp", 2]), (2, "phi3", ["--tp", 2]), (2, "glm4", ["--tp", 2]), (2, "granite", ["--pp", 2]), (2, "smollm3", ["--pp", 2]),
     (2, "starcoder2", ["--dp", 2, "--shard", "full"]), (2, "olmo3", ["--cp", 2]), (2, "gemma3", ["--tp", 2]),
+    (2, "qwen2_moe", ["--tp", 2]), (2, "qwen2_moe", ["--cp", 2]), (2, "qwen2_moe", ["--dp", 2, "--ep", 2]), (2, "glm4_moe", ["--tp", 2]),
+    (2, "glm4_moe", ["--pp", 2]), (2, "glm4_moe", ["--dp", 2, "--shard", "full"]), (4, "glm4_moe", ["--tp", 2, "--dp", 2, "--ep", 4]),
+    (2, "gpt_oss_moe", ["--tp", 2]), (2, "gpt_oss_moe", ["--cp", 2]), (2, "gpt_oss_moe", ["--pp", 2]), (2, "gpt_oss_moe", ["--dp", 2, "--ep", 2]),
+    (2, "gpt_oss_moe", ["--dp", 2, "--shard", "full"]), (4, "gpt_oss_moe", ["--tp", 2, "--dp", 2, "--ep", 2]),
+    (2, "minimax_m2_moe", ["--dp", 2, "--ep", 2]), (2, "qwen3_next_moe", ["--dp", 2, "--ep", 2]),
+    (2, "qwen3_next_moe", ["--tp", 2]), (2, "qwen3_5", ["--tp", 2]), (2, "qwen3_next", ["--pp", 2]), (4, "qwen3_5", ["--tp", 2, "--pp", 2]),
     (2, "qwen3_moe", ["--dp", 2, "--ep", 2]), (4, "qwen3_moe", ["--tp", 2, "--dp", 2, "--ep", 4, "--router-aux-loss-coef", 0.1])])
 def test_processes_write_what_one_writes(ranks, family, more, espalier, program, model_of, rollouts, tmp_path):
     words = ["train", "--model", model_of(family), "--rollouts", rollouts, "--dtype", "float64", "--save-dtype", "float64", "--lr", 1e-3]

@@ -106,7 +106,7 @@ def test_skyrl_without_steps_has_no_trajectories(skyrl_dump, tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (lambda t, m: m["trajectory_ids"].__setitem__(1, "q_1"), "up to its last step"),
-    (lambda t, m: m["trajectory_ids"].__setitem__(2, "q_0"), "end to end"),
+    (lambda t, m: m["trajectory_ids"].__setitem__(2, "q_0"), "consecutive steps"),
     (lambda t, m: t["is_last_step"].__setitem__(2, False), "is_last_step"),
     (lambda t, m: m["uids"].pop(), "3 entries"),
     (lambda t, m: t["response_mask"].__setitem__((0, 0), 1), "ones without gaps"),

@@ -239,4 +239,4 @@ def test_a_run_that_was_killed_while_writing_is_reported_up_to_there(espalier, t
     espalier("report", tmp_path / "run")
     page = Page((tmp_path / "run/report.html").read_text())
     assert len(page.table("step")) == 7
-    assert any("has no end" in text for text in page.texts)
+    assert any("is incomplete" in text for text in page.texts)

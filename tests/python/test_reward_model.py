@@ -270,7 +270,7 @@ def test_lists_are_for_reward_models_alone(espalier, model_of, tmp_path):
 
 
 @pytest.mark.parametrize("options, expected", [
-    (["--logprobs", "x"], "--logprobs"), (["--ref-model", "x"], "--ref-model"), (["--lora-rank", 4], "--lora-rank"), (["--adapter", "x"], "--adapter"),
+    (["--logprobs", "x"], "--logprobs"), (["--ref-model", "x"], "--ref-model"),
     (["--record", "trace"], "--record"), (["--kl-loss-coef", 0.1], "--kl-loss-coef"), (["--policy-loss", "gspo"], "--policy-loss"),
     (["--router-aux-loss-coef", 0.1], "--router-aux-loss-coef"), (["--critic", "x"], "--critic")])
 def test_options_without_a_meaning_are_refused(options, expected, espalier, model_of, tmp_path):

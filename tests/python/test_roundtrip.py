@@ -30,6 +30,8 @@ def weights(directory):
 def load(directory, dtype="auto"):
     model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    for parameter in model.parameters():  # products may round otherwise where a file's bytes are aligned otherwise
+        parameter.data = parameter.data.clone()
     return model
 
 
@@ -133,3 +135,41 @@ def test_the_gradients_of_a_tied_head_stand_once(espalier, model_of, rollouts, t
     run = Trained(espalier, model_of("qwen3_tied"), rollouts, tmp_path)
     assert "model.embed_tokens.weight" in run.gradients and "lm_head.weight" not in run.gradients
     assert json.loads((run.out / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_a_layer_behind_the_others_that_predicts_further_tokens_is_left_out(espalier, model_of, rollouts, tmp_path):
+    """GLM-4.5 and DeepSeek-V3 store it as one layer more than num_hidden_layers; transformers reads the file without it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text((model_of("glm4_moe") / "config.json").read_text())
+    stored = weights(model_of("glm4_moe"))
+    further = {name.replace(".layers.2.", ".layers.3."): tensor.clone() for name, tensor in stored.items() if ".layers.2." in name}
+    further["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
+    save_file({**stored, **further}, directory / "model.safetensors")
+    runs = [Trained(espalier, model, rollouts, tmp_path / name) for name, model in (("a", model_of("glm4_moe")), ("b", directory))]
+    for name, gradient in runs[0].gradients.items():
+        assert torch.equal(gradient, runs[1].gradients[name]), name
+    assert not [name for name in weights(tmp_path / "b" / "out") if ".layers.3." in name]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2_moe"])
+def test_correction_biases_keep_their_digits_in_bfloat16(family, espalier, model_of, rollouts, tmp_path):
+    """Of two experts whose scores differ by less than bfloat16 tells apart, the bias decides: it is held as the file has it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text((model_of(family) / "config.json").read_text())
+    stored = weights(model_of(family))
+    for name, tensor in stored.items():
+        if name.endswith("correction_bias"):  # experts that only the last digits of a float32 tell apart
+            stored[name] = 8 + torch.linspace(0, 1e-3, len(tensor))
+        elif name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+            stored[name] = torch.zeros_like(tensor)
+    save_file(stored, directory / "model.safetensors")
+    words = ["train", "--model", directory, "--rollouts", rollouts, "--dtype", "bfloat16", "--save-dtype", "bfloat16", "--lr", 1e-3]
+    outcome = espalier(*words, "--out", tmp_path / "out", "--json").json
+    loads = [load for load in outcome["steps"][0]["router"]["load"] if load is not None]
+    assert loads and all(load[0] == 0 and load[-1] > 0 for load in loads), loads
+    after = weights(tmp_path / "out")
+    for name, tensor in stored.items():
+        if name.endswith("correction_bias"):
+            assert after[name].dtype == torch.float32 and torch.equal(after[name], tensor), name

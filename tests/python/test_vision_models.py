@@ -20,6 +20,7 @@ QWEN = dict(hidden_size=16, depth=1, num_heads=2, intermediate_size=16, patch_si
 MODELS = {
     "Gemma3": dict(text="gemma3", vision=SIGLIP, image=dict(image_token_index=96, boi_token_index=94, eoi_token_index=95)),
     "Qwen3_5": dict(text="qwen3_5", vision=QWEN),
+    "Qwen3_5Moe": dict(text="qwen3_5_moe", vision=QWEN),
     "Mistral3": dict(text="mistral", vision=SIGLIP, image=dict(image_token_index=96)),
     "Qwen3VL": dict(text="qwen3_tied", vision=QWEN, rope=dict(mrope_section=[2, 3, 3], mrope_interleaved=True)),
     "Qwen2_5_VL": dict(text="qwen2_untied", vision=QWEN, rope=dict(mrope_section=[2, 2, 2])),
@@ -71,6 +72,8 @@ def test_log_probs_are_those_of_the_whole_model_of_transformers(directories, rec
     rollouts, scored = write_records(records, tmp_path / "rollouts.jsonl"), tmp_path / "scored.jsonl"
     espalier("score", "--model", whole, "--rollouts", rollouts, "--out", scored, "--dtype", "float64")
     model = transformers.AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float64, attn_implementation="eager").eval()
+    if hasattr(model.config.text_config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # the other knows no float64
     wanted, _ = oracle.score(oracle.widened(model), records)
     for found, expected in zip(scored.read_text().splitlines(), wanted, strict=True):
         assert json.loads(found)["logprobs"] == pytest.approx(expected, abs=1e-9, rel=0)

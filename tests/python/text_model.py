@@ -44,20 +44,21 @@ def word_tokenizer(words):
     return tokenizer
 
 
-def make_text_model(directory, tokenizer, chat_template=CHAT_TEMPLATE, seed=1, initializer_range=0.1, **more):
+def make_text_model(directory, tokenizer, chat_template=CHAT_TEMPLATE, seed=1, initializer_range=0.1, kind="Qwen3", **more):
     settings = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                     vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
                     eos_token_id=None, pad_token_id=None, initializer_range=initializer_range)
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**settings, **more})).float()
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **more})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     if chat_template:
-        config["chat_template"] = chat_template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        settings["chat_template"] = chat_template
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 
 

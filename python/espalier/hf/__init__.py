@@ -3,9 +3,9 @@
     result = espalier.hf.phased_step(model, rollouts, loss)     gradients of the sum of loss(wave), every prompt run once
     values = espalier.hf.logprobs(model, rollouts)              log-probs of all response tokens, no gradients
     scores = espalier.hf.score(model, rollouts, entropies=True) the same with entropies and the rows that ran
-    espalier.hf.check(model)                                    refuses by name what would be silently wrong
+    espalier.hf.check(model)                                    refuses by name anything that would be silently wrong
 
-The model stays what it is: LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are fine.
+The model is not changed. LoRA, tied embeddings, non-reentrant checkpointing, autocast, DDP and FSDP are supported.
 """
 
 import time
@@ -30,10 +30,13 @@ __all__ = ["Result", "Scores", "Wave", "check", "logprobs", "phased_step", "scor
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one step. `rows`: token rows run forward; `rows_without_sharing`: those of a dense step. `loss`: the sum over waves;
-    `router_loss`: router_aux_loss_coef times the load-balancing loss. `schedule`: dense, packed or phased. `verification`: the table where
-    this step was compared with the dense one; `verified`: it was, or an earlier step of its regime (verification.py) was. `str()` is a
-    line for a log.
+    """Result of one step. `str()` is a line for a log.
+
+    `rows`: token rows that ran forward. `rows_without_sharing`: the rows of a dense step.
+    `loss`: the sum over waves. `router_loss`: router_aux_loss_coef times the load-balancing loss.
+    `schedule`: dense, packed or phased.
+    `verification`: the table, if this step was compared with the dense one.
+    `verified`: whether this step, or an earlier one of its regime (verification.py), was compared.
     """
     loss: float
     rows: int
@@ -53,21 +56,22 @@ class Result:
 
 def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", schedule="auto", temperature=1.0,
                 router_aux_loss_coef=None, router_aux_loss_scope="rollout", sets=(), verify=False):
-    """Adds the gradients of sum over waves of `loss(wave)` to `.grad`, every shared prompt run once, forward and backward.
+    """Adds the gradients of the sum of `loss(wave)` over all waves to `.grad`. Every shared prompt runs once, forward and backward.
 
-    `rollouts`: dicts with `prompt_ids` and `response_ids`, and `images` where a prompt has any: the dict that the model's processor gives
-    for that prompt (`pixel_values`, `image_grid_thw`, ...), which the vision tower runs once (images.py). `loss(wave)` returns a scalar; a
-    wave holds whole responses, at most `wave_tokens` rows run at once. `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them, as FSDP1
-    always does. `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", what is predicted to be faster: where a
-    model is small and little is shared, calls cost more than rows.
-    `routed_experts` of a rollout: the experts that the inference engine chose, chosen again (routes.py).
-    `router_aux_loss_coef`: of a mixture's load-balancing loss, as transformers defines it, over each rollout and averaged or
-    ("minibatch") over all tokens of the step; it takes one pass more without gradients.
-    `sets`: lists of rollouts that the loss couples, [[0, 1], ...]; each is whole in the wave that `loss` sees. A set that does not fit into one
-    wave takes a second pass (sets.py).
-    `verify`: a model's first step also runs dense, as does every step of a regime that was not compared yet (another schedule, deeper
-    trunks, rollouts beyond the next power of two or another rotary table); beyond what rounding explains `espalier.Error` is raised
-    with the table.
+    `rollouts`: dicts with `prompt_ids` and `response_ids`. Optional: `images`, the dict that the model's processor returned for the prompt
+    (`pixel_values`, `image_grid_thw`, ...; images.py), and `routed_experts`, the experts that the inference engine chose, which are used
+    again (routes.py).
+    `loss(wave)` returns a scalar. A wave holds whole responses. At most `wave_tokens` rows run at once.
+    `trunk_state`: "keep" a prompt's activations until its backward, or "recompute" them. FSDP1 always recomputes.
+    `schedule`: "shared", "dense" (every rollout with its prompt), or "auto", the one that is predicted to be faster. With a small model
+    or little to share, calls cost more than rows.
+    `router_aux_loss_coef`: coefficient of a mixture's load-balancing loss, in transformers' definition. It is computed for each rollout
+    and averaged, or ("minibatch") computed over all tokens of the step. It takes one more pass without gradients.
+    `sets`: lists of rollouts that the loss couples, [[0, 1], ...]. `loss` sees each set whole. A set that does not fit into one wave takes
+    a second pass (sets.py).
+    `verify`: a model's first step also runs dense. So does every step of a new regime: another schedule, deeper trunks, rollouts beyond
+    the next power of two, or another rotary table. If they differ by more than rounding, `espalier.Error` is raised with the table.
+
     Under DDP the gradients are reduced once at the end (not inside `no_sync()`).
     """
     _check_arguments(model, loss, schedule, router_aux_loss_coef)
@@ -76,6 +80,11 @@ def phased_step(model, rollouts, loss, *, wave_tokens=4096, trunk_state="keep", 
     prepared = _prepared(model, rollouts)
     check(model, longest=int(prepared.lengths.max()), by_regime=True)
     check_images(model, prepared, wave_tokens)
+    if _any_images(model, prepared) and ranks.sharded(model):  # a dense call runs the tower in its midst
+        if schedule == "dense" or verify:
+            raise Unsupported("schedule='dense'" if schedule == "dense" else "verify=True",
+                              "text alone, or a model whose parameters are whole on every rank", "images in a sharded model")
+        schedule = "shared"
     sets = coupled.checked(sets, len(prepared))
     if trunk_state == "keep" and ranks.alternating(model):
         trunk_state = "recompute"
@@ -125,9 +134,20 @@ def _prepared(model, rollouts):
     return prepared.with_routes(routes.of(model, prepared))
 
 
+def _any_images(model, prepared):
+    """Whether a rank that shares the model's layers has images."""
+    own = prepared.images is not None
+    return any(ranks.told_by_all(model, own)) if images.takes(model) and ranks.sharded(model) else own
+
+
 def check_images(model, prepared, wave_tokens):
     """Once for each model with images: images.check."""
-    if prepared.images is None:
+    if not images.takes(model) or images.checked(model):
+        return
+    prompt = images.shortest(prepared)
+    if ranks.sharded(model):
+        prompt = next((told for told in ranks.told_by_all(model, prompt) if told is not None), None)
+    if prompt is None:
         return
     inner = ranks.without_replicas(model)
 
@@ -141,7 +161,7 @@ def check_images(model, prepared, wave_tokens):
         few = _prepared(model, records)
         _shared(inner, _parts(model, few, wave_tokens=wave_tokens, trunk_state="keep", gradients=False), seen=seen)
 
-    images.check(model, prepared, plain, shared)
+    images.check(model, prompt, plain, shared)
 
 
 def _check_arguments(model, loss, schedule, router_aux_loss_coef):
@@ -172,13 +192,27 @@ def _shared(model, parts, router=None, **how):
     with implementation.in_use(model), rotary.installed(base_model(model), attention.current), routes.installed(model, replaying):
         if router:
             with torch.no_grad():
-                _run(model, [Executor(model, part, plan, seen=lambda wave: None, router=router) for part, plan in parts])
+                counting = [Executor(model, part, plan, seen=lambda wave: None, router=router) for part, plan in parts]
+                _run(model, counting, _towers(model, counting))
             router.settle()
-        return _run(model, [Executor(model, part, plan, router=router, **how) for part, plan in parts])
+        executors = [Executor(model, part, plan, router=router, **how) for part, plan in parts]
+        return _run(model, executors, _towers(model, executors))
 
 
-def _run(model, executors):
-    ranks.run(model, [step for executor in executors for step in executor.program()], executors[0].device)
+def _towers(model, executors):
+    """The vision tower's calls on all ranks of a sharded model, where any rank has images."""
+    if not (ranks.sharded(model) and images.takes(model)):
+        return None
+    towers = images.ShardedTower(model, [e.tower for e in executors if e.tower is not None], any(e.loss is not None for e in executors))
+    return towers if towers.calls else None
+
+
+def _run(model, executors, towers=None):
+    if towers is not None:
+        towers.begin()
+    ranks.run(model, [step for executor in executors for step in executor.program(towers is not None)], ranks.device_of(model))
+    if towers is not None:
+        towers.finish()
     return executors
 
 
@@ -197,7 +231,7 @@ def _whole_sets(model, rollouts, loss, sets, waves, temperature, wave_tokens):
 def _score(rollouts, model, temperature, wave_tokens, add):
     """Calls add(rollout, log-probs, entropies) for each; returns the rows that ran."""
     if not rollouts:
-        ranks.run(model, [], ranks.device_of(model))
+        _run(model, [], _towers(model, []))
         return 0
     prepared = _prepared(model, rollouts)
     empty = torch.zeros(0, device=ranks.device_of(model))
@@ -216,14 +250,14 @@ def _score(rollouts, model, temperature, wave_tokens, add):
 
 def _router_coefficient(model, given):
     if given is None and getattr(decoder_config(model), "output_router_logits", False):
-        raise Unsupported("config.output_router_logits", "a word on the router's loss, which is no part of loss(wave)", "True",
+        raise Unsupported("config.output_router_logits", "router_aux_loss_coef, because loss(wave) does not contain the router's loss", "True",
                           "Give router_aux_loss_coef (config.router_aux_loss_coef, or 0)")
     return given or 0.0
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of each rollout by response token, and entropies if asked for. `rows` as in `Result`."""
+    """Log-probs of each rollout, one per response token, and entropies if requested. `rows` as in `Result`."""
     logprobs: list
     entropies: list | None
     rows: int

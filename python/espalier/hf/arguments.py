@@ -70,15 +70,15 @@ def gradients_wanted(given):
         raise Error("input", "phased_step", "a call with gradients enabled", mode, "Call it outside, or use espalier.hf.score", 2)
     named = list(unwrapped(given).named_parameters())
     if not any(p.requires_grad for _, p in named):
-        raise Error("input", "model", "a parameter with requires_grad", "none", "requires_grad_(True) what the step trains", 2)
+        raise Error("input", "model", "a parameter with requires_grad", "none", "Set requires_grad_(True) on the trained parameters", 2)
     frozen = next((name for name, p in named if p.is_inference()), None)
     if frozen is not None:
         raise Error("input", f"model.{frozen}", "a parameter made outside of inference mode", "an inference tensor",
                     "Load the model outside of torch.inference_mode()", 2)
     for name, p in named:
         if getattr(p, "_post_accumulate_grad_hooks", None) or getattr(p, "_in_backward_optimizers", None):
-            raise Unsupported(f"model.{name}", "gradients that stay until the step is done",
-                              "a hook that acts on every backward's gradient, as an optimizer in the backward has",
+            raise Unsupported(f"model.{name}", "gradients that are kept until the end of the step",
+                              "a hook on the gradient of every backward, like that of an optimizer in the backward",
                               "Remove register_post_accumulate_grad_hook and step the optimizer after the step")
 
 

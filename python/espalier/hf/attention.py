@@ -140,7 +140,7 @@ class Phase:
             raise Unsupported(layers[missing[0]][0], "attention through transformers' AttentionInterface", f"none in layers {missing}")
         for layer, times in sorted(self.seen.items()):
             if times > 1:
-                raise Unsupported(f"attention layer {layer}", "one attention a layer", f"{times} in one call")
+                raise Unsupported(f"attention layer {layer}", "one attention per layer", f"{times} in one call")
 
 
 def current():

@@ -52,14 +52,14 @@ def attention_layers(model):
 
 
 def check(model, *, longest=None, by_regime=False, probing=True):
-    """Raises `espalier.Unsupported`, naming what phased_step could not do right with this model as it is now. Once for each model it
-    also runs short sequences, alone and shared, and compares their logits (probe.py).
+    """Raises `espalier.Unsupported` with the name of any property of this model that phased_step does not support. Once for each model
+    it also runs short sequences, alone and shared, and compares their logits (probe.py).
 
     `longest`: tokens of the longest rollout; 0: only what needs no call of the model. `by_regime`: the caller runs rollouts with
     different rotary tables apart (rotary.py). `probing`: False inside a trainer's step, where the model was probed before.
     """
     if isinstance(model, torch.nn.DataParallel):
-        raise Unsupported("model", "one replica a process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP")
+        raise Unsupported("model", "one replica per process", "torch.nn.DataParallel", "Use DistributedDataParallel or FSDP")
     if type(model).__name__ == "DeepSpeedEngine":
         raise Unsupported("model", "a model, DDP or FSDP", "a DeepSpeed engine, which forbids a second backward within a step")
     inner, base = unwrapped(model), base_model(model)
@@ -82,7 +82,7 @@ def _check_family(base):
         raise Unsupported(name, "a decoder-only model", "an encoder-decoder")
     can_set = getattr(base, "_can_set_attn_implementation", lambda: getattr(base, "_supports_attention_backend", False))
     if not can_set() or not attention_layers(base):
-        raise Unsupported(name, "attention through transformers' AttentionInterface", "a model with attention of its own")
+        raise Unsupported(name, "attention through transformers' AttentionInterface", "a model with its own attention")
     accepted = inspect.signature(type(base).forward).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()) or "position_ids" not in accepted:
         raise Unsupported(name, "a forward that takes position_ids and passes keyword arguments on", "fixed arguments")

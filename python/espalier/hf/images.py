@@ -5,7 +5,8 @@ Rollouts whose dicts hold equal tensors share them. The planner sees tokens alon
 each such dict: prompts with equal tokens and other images share the rows before the first image.
 
 The tower's features are leaves of the language model's calls, which take them as transformers' `mm_encoder_outputs`; one backward of the
-tower, after the last item with rows of the prompt, spends their summed gradients. Positions are those of the model's `get_rope_index`
+tower, after the last item with rows of the prompt, spends their summed gradients. Under FSDP calls of the tower are collective: all ranks
+make them before their first item, without gradients, and again behind their last one, each with its backward (ShardedTower). Positions are those of the model's `get_rope_index`
 where it has one (M-RoPE: temporal, height, width); a response counts on from the prompt's largest.
 """
 
@@ -26,6 +27,11 @@ _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 _passed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # base model: the modes (training or not) in which its images passed
 
 
+def takes(model):
+    """Whether a model may have images."""
+    return hasattr(base_model(model).base_model, "get_image_features")
+
+
 def of(model, prepared):
     """The Images of these Rollouts, or None where no rollout has any."""
     return Images(model, prepared) if any(record.get(FIELD) for record in prepared.records) else None
@@ -41,6 +47,7 @@ class Images:
         _check_family(model, self.base, self.backbone)
         self.token = _image_token(self.base)
         self.mutual = _see_each_other(self.backbone)
+        self.by_axes = hasattr(self.backbone, "get_rope_index")  # M-RoPE
         self.taken = set(inspect.signature(type(self.backbone).get_image_features).parameters)
         self.forward_takes = {name for part in (self.base, self.backbone) for name in inspect.signature(type(part).forward).parameters}
         self.prompts, self.inputs, self.which, self._known, self._counted = prepared.prompts, [], [], {}, {}
@@ -48,18 +55,18 @@ class Images:
         self.keys = [self._key(i, record, prompt) for i, (record, prompt) in enumerate(zip(prepared.records, prepared.prompts))]
         for i, response in enumerate(prepared.responses):
             if (response == self.token).any():
-                raise Error("input", f"rollouts[{i}]['response_ids']", "no image token", f"id {self.token}", "Images stand in prompts", 3)
+                raise Error("input", f"rollouts[{i}]['response_ids']", "no image token", f"id {self.token}", "Images must be in prompts", 3)
 
     def _key(self, i, record, prompt):
         given, where, at = record.get(FIELD), f"rollouts[{i}]['{FIELD}']", prompt == self.token
         if not given:
             if at.any():
-                raise Error("input", where, f"a dict as the model's processor gives it: the prompt has {at.sum()} image tokens", "none", "", 3)
+                raise Error("input", where, f"the dict of the model's processor, because the prompt has {at.sum()} image tokens", "none", "", 3)
             self.which.append(None)
             return prompt
         unknown = sorted(set(given) - _OF_TOKENS - self.taken)
         if unknown or "pixel_values" not in given:
-            raise Unsupported(where, "pixel_values and what the model's get_image_features takes besides", ", ".join(unknown) or ", ".join(given))
+            raise Unsupported(where, "pixel_values and other arguments of the model's get_image_features", ", ".join(unknown) or ", ".join(given))
         if not at.any():
             raise Error("input", f"rollouts[{i}]['prompt_ids']", f"image tokens (id {self.token})", "none", "Give the processor's input_ids", 3)
         tensors = {name: torch.as_tensor(given[name]) for name in given if name in self.taken and given[name] is not None}
@@ -74,7 +81,7 @@ class Images:
     def positions(self, rollout, begin, end):
         """[A, end - begin] position ids of tokens [begin, end) of a rollout: A = 3 where the model has M-RoPE, else 1."""
         prompt = self.prompts[rollout]
-        if not hasattr(self.backbone, "get_rope_index"):
+        if not self.by_axes:
             return np.arange(begin, end)[None]
         key = (self.which[rollout], prompt.tobytes())
         if key not in self._counted:
@@ -106,7 +113,7 @@ class Images:
         edges = np.flatnonzero(np.diff(np.concatenate([[False], self.prompts[rollout] == self.token, [False]])))
         found = [(b, e) for b, e in zip(edges[::2].tolist(), edges[1::2].tolist()) if b < end and e > begin]
         if any(b < begin or e > end for b, e in found):
-            raise Unsupported(type(self.base).__name__, "an image's rows in one call, since they all see each other", "an image cut by a trunk",
+            raise Unsupported(type(self.base).__name__, "an image's rows in one call, because they all see each other", "an image split by a trunk",
                               f"Raise wave_tokens to {max(e for _, e in found)} or more")
         return found
 
@@ -130,15 +137,13 @@ class Tower:
         """`mm_encoder_outputs` of a call whose image rows are `parts`, (index, rows of its features) in order."""
         for index, _ in parts:
             if index not in self.open:
-                self.open[index] = self._run(index)
+                with torch.set_grad_enabled(self.gradients):
+                    self.open[index] = self._opened(*_features(self.images.backbone, self.images.inputs[index]), index)
         picked = lambda number: torch.cat([self.open[index][2][number][torch.as_tensor(rows, device=self.images.device)] for index, rows in parts])
         return {"image": self.open[parts[0][0]][0](picked)}
 
-    def _run(self, index):
+    def _opened(self, made, features, index):
         """(how a model's output holds such features, features with a graph, leaves)."""
-        with torch.set_grad_enabled(self.gradients):
-            made = self.images.backbone.get_image_features(**self.images.inputs[index], return_dict=True)
-            features = [_flat(made.pooler_output)] + [_flat(x) for x in getattr(made, "deepstack_features", None) or ()]
         wanted = next(int((p == self.images.token).sum()) for p, which in zip(self.images.prompts, self.images.which) if which == index)
         if len(features[0]) != wanted:
             raise Error("input", FIELD, f"features for the prompt's {wanted} image tokens", f"{len(features[0])} of the vision tower", "", 3)
@@ -161,6 +166,76 @@ class Tower:
         return pairs
 
 
+class ShardedTower(Tower):
+    """The towers of all executors of a step, on every rank of a sharded model. `Tower.of_rows` finds what `begin` made.
+
+    A rank with fewer prompts than another calls the tower with a stand-in, so that all call it equally often.
+    """
+
+    def __init__(self, model, towers, gradients):
+        self.model, self.base, self.towers, self.gradients = model, base_model(model), towers, gradients
+        self.own = [(tower, index) for tower in towers for index in range(len(tower.images.inputs))]
+        told = ranks.told_by_all(model, (len(self.own), _outline(self.own[0][0].images.inputs[0]) if self.own else None))
+        self.calls = max(count for count, _ in told)
+        self.outline = next((outline for _, outline in told if outline is not None), None)
+        self.trains = False
+
+    def begin(self):
+        for place in range(self.calls):
+            with torch.no_grad():
+                made, features = self._call(place)
+            self.trains = self.gradients and any(p.requires_grad for p in self.base.parameters())
+            if place < len(self.own):
+                tower, index = self.own[place]
+                tower.open[index] = tower._opened(made, [x.requires_grad_(self.trains) for x in features], index)
+
+    def finish(self):
+        """The tower again with a graph, and its backward at once: FSDP1 allows nothing between the two."""
+        from espalier.hf.step import Seed, backward
+        for place in range(self.calls if self.trains else 0):
+            with torch.enable_grad():
+                _, features = self._call(place)
+            leaves = [None] * len(features)
+            if place < len(self.own):
+                tower, index = self.own[place]
+                leaves = tower.open.pop(index)[2]
+            pairs = [part for x, leaf in zip(features, leaves) if x.requires_grad
+                     for part in (x, torch.zeros_like(x) if leaf is None or leaf.grad is None else leaf.grad)]
+            if pairs:
+                backward(Seed.apply(*pairs))
+
+    def _call(self, place):
+        if place < len(self.own):
+            tower, index = self.own[place]
+            inputs = tower.images.inputs[index]
+        else:
+            inputs = _stand_in(self.outline, ranks.device_of(self.model))
+        made = []
+
+        def run():
+            kind, features = _features(self.base.base_model, inputs)
+            made.append(kind)
+            return features
+
+        features = ranks.inside(self.model, self.base, run)
+        return made[0], features
+
+
+def _outline(inputs):
+    """A dict of tensors without the values that do not matter."""
+    return {name: x.cpu() if not x.is_floating_point() else (x.shape, x.dtype) for name, x in inputs.items()}
+
+
+def _stand_in(outline, device):
+    return {name: x.to(device) if torch.is_tensor(x) else torch.zeros(x[0], dtype=x[1], device=device) for name, x in outline.items()}
+
+
+def _features(backbone, inputs):
+    """The output of get_image_features, and its features as tensors [rows, width]."""
+    made = backbone.get_image_features(**inputs, return_dict=True)
+    return made, [_flat(made.pooler_output)] + [_flat(x) for x in getattr(made, "deepstack_features", None) or ()]
+
+
 def _flat(features):
     """[rows, width] of what a model's get_image_features gives: a tensor for each image, or one of all."""
     parts = features if isinstance(features, (list, tuple)) else [features]
@@ -178,14 +253,12 @@ def _digest(tensors):
 def _image_token(base):
     token = next((value for name in ("image_token_id", "image_token_index") if (value := getattr(base.config, name, None)) is not None), None)
     if token is None:
-        raise Unsupported(type(base).__name__, "a config with image_token_id", "none: images stand elsewhere than in the prompt's tokens")
+        raise Unsupported(type(base).__name__, "a config with image_token_id", "none: its images are not tokens of the prompt")
     return int(token)
 
 
 def _check_family(model, base, backbone):
     name = type(base).__name__
-    if ranks.sharded(model):
-        raise Unsupported(name, "images in a model whose parameters are whole on every rank", "sharded parameters")
     if not hasattr(backbone, "get_image_features") or "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
         raise Unsupported(name, "images as rows of the prompt, from get_image_features and by mm_encoder_outputs", "a model with images of another kind")
     makes_masks = hasattr(_file_of(backbone), "create_masks_for_vision_model")
@@ -203,16 +276,27 @@ def _see_each_other(backbone):
     return hasattr(_file_of(backbone), "get_block_sequence_ids_for_mask") and "token_type_ids" in inspect.signature(type(backbone).forward).parameters
 
 
-def check(model, prepared, dense, shared):
-    """Once for each model: its own calls with the shortest prompt with images, beside shared ones. `dense(rollouts, seen)` and
+def checked(model):
+    base = base_model(model)
+    return base.training in _passed.get(base, ())
+
+
+def shortest(prepared):
+    """The shortest prompt with images, and these; None where there is none."""
+    which = prepared.images.which if prepared.images is not None else []
+    places = [i for i, own in enumerate(which) if own is not None]
+    if not places:
+        return None
+    place = min(places, key=lambda i: len(prepared.prompts[i]))
+    return dict(prompt_ids=prepared.prompts[place], images=prepared.records[place][FIELD])
+
+
+def check(model, prompt, dense, shared):
+    """Once for each model: its own calls with a prompt with images, beside shared ones. `dense(rollouts, seen)` and
     `shared(rollouts, seen)` run rollouts without gradients. Compared are log-probs and entropies of two continuations, as in probe.py."""
     from espalier.hf import probe
     base = base_model(model)
-    if base.training in _passed.get(base, ()):
-        return
-    shortest = min((i for i, which in enumerate(prepared.images.which) if which is not None), key=lambda i: len(prepared.prompts[i]))
-    records = [dict(prompt_ids=prepared.prompts[shortest], response_ids=ids[probe.BEGINNING:], images=prepared.records[shortest][FIELD])
-               for ids in probe.sequences(base, without=(prepared.images.token,))]
+    records = [dict(prompt, response_ids=ids[probe.BEGINNING:]) for ids in probe.sequences(base, without=(_image_token(base),))]
 
     def run(how):
         found = {}
@@ -226,6 +310,6 @@ def check(model, prepared, dense, shared):
         error = float((run(shared) - own).norm())
     layers = getattr(decoder_config(base), "num_hidden_layers", 1)
     if not error <= 2 * (layers + 1) ** .5 * rounding:
-        raise Unsupported(type(base).__name__, "image rows that a response learns of by attention alone",
-                          f"log-probs of shared rows {error:.1e} from the model's own, where rounding explains {rounding:.1e}")
+        raise Unsupported(type(base).__name__, "image rows that responses read only through attention",
+                          f"log-probs of shared rows that differ by {error:.1e} from the model's own; rounding explains {rounding:.1e}")
     _passed.setdefault(base, set()).add(base.training)

@@ -96,9 +96,9 @@ def _compare(model, base):
     if not error <= 2 * (layers + 1) ** .5 * rounding:
         counted = torch.arange(len(tokens[0]), device=device)[None]
         if _distance([call(tokens[0], position_ids=counted)], own[:1]) > 2 * (layers + 1) ** .5 * rounding:
-            raise Unsupported(name, "positions that count from 0, as position_ids say them", "a model that counts its own")
-        raise Unsupported(name, "rows that learn of earlier rows by attention alone",
-                          f"logits of shared rows {error:.1e} from the model's own, where rounding explains {rounding:.1e}")
+            raise Unsupported(name, "positions counted from 0, as in position_ids", "a model that counts its own")
+        raise Unsupported(name, "rows that read earlier rows only through attention",
+                          f"logits of shared rows that differ by {error:.1e} from the model's own; rounding explains {rounding:.1e}")
 
 
 @contextlib.contextmanager

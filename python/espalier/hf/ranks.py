@@ -93,6 +93,29 @@ def _reduce(bucket, group, world):
         g.copy_(part.view_as(g))
 
 
+def told_by_all(model, what):
+    """The answers of all ranks of a sharded model, in rank order."""
+    if not dist.is_initialized():
+        return [what]
+    group = group_of(model)
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, what, group)
+    return everyone
+
+
+def inside(model, base, function):
+    """`function()` as a call of the model, so that the hooks of what wraps it fire. `base`: the model without wrappers."""
+    had = base.__dict__.get("forward")
+    base.forward = lambda *_, **__: function()
+    try:
+        return model()
+    finally:
+        if had is None:
+            del base.forward
+        else:
+            base.forward = had
+
+
 def run(model, program, device):
     """Runs a program of (letter, action). Ranks that share layers first agree on one order and fill their gaps with empty calls."""
     if alternating(model):

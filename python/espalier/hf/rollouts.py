@@ -86,7 +86,7 @@ def _listed(records):
         raise Error("input", "rollouts", "a list of dicts with prompt_ids and response_ids", type(records).__name__, "", 3)
     records = list(records)
     if not records:
-        raise Error("input", "rollouts", "at least one rollout", "none", "Leave the step out where a batch is empty", 3)
+        raise Error("input", "rollouts", "at least one rollout", "none", "Skip the step for an empty batch", 3)
     return records
 
 

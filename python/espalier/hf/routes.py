@@ -62,13 +62,13 @@ class Routes:
         if array.ndim == 3 and array.shape[1] == self.hidden_layers:
             array = array[:, self.layers]
         if array.shape[1:] != (len(self.layers), self.chosen):
-            raise Error("input", where, f"{self.hidden_layers} layers a token, or the {len(self.layers)} with experts, and {self.chosen} experts in each",
-                        f"shape {array.shape}", "Leave the field out, or take the model it was recorded with", 3)
+            raise Error("input", where, f"{self.hidden_layers} layers per token, or the {len(self.layers)} with experts, and {self.chosen} experts in each",
+                        f"shape {array.shape}", "Leave the field out, or use the model with which it was recorded", 3)
         live = np.sort(array[~unrecorded], -1)
         if live.size and (live.min() < 0 or live.max() >= self.experts):
-            raise Error("input", where, f"experts in [0, {self.experts})", f"{live.min()} to {live.max()}", "Take the model it was recorded with", 3)
+            raise Error("input", where, f"experts in [0, {self.experts})", f"{live.min()} to {live.max()}", "Use the model with which it was recorded", 3)
         if (np.diff(live, axis=-1) == 0).any():
-            raise Error("input", where, "different experts for a token in a layer", "one of them twice", "", 3)
+            raise Error("input", where, "distinct experts per token and layer", "one of them twice", "", 3)
         out = np.full((tokens, len(self.layers), self.chosen), -1, np.int16)
         out[np.flatnonzero(~unrecorded)] = live
         return out
@@ -127,7 +127,7 @@ class CallRoutes:
         for layer in self.column:
             if self.seen[layer] != 1:
                 raise Unsupported(FIELD, f"one choice of {self.chosen.shape[2]} of {self.experts} experts in layer {layer}", str(self.seen[layer]),
-                                  "Leave the field out: its experts are chosen in another way, or the layer drops keyword arguments")
+                                  "Leave the field out; the layer chooses experts in another way, or drops keyword arguments")
 
 
 class _Choosing(TorchFunctionMode):

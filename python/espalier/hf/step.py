@@ -18,7 +18,7 @@ from espalier.hf.routers import logits_of, runs_of
 
 
 class Wave:
-    """Whole responses of some rollouts, and what the model says about their tokens.
+    """Whole responses of some rollouts, with the log-probs and entropies of their tokens.
 
     `rollouts`: indices into the step's list, ascending. `rollout`, `position` [E]: which token of which response each value belongs
     to. `logprobs`, `entropies` [E]: natural logarithms, differentiable.
@@ -83,11 +83,12 @@ class Executor:
         self.tower = images.Tower(rollouts.images, loss is not None) if rollouts.images is not None else None
         self.open, self.total, self.rows, self.waves, self.pending = [], 0.0, 0, 0, None
 
-    def program(self):
-        """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py)."""
+    def program(self, with_towers=False):
+        """(letter, action) in order: F a forward, B a backward. Ranks that share layers run the same letters (ranks.py). `with_towers`:
+        somebody else runs the vision tower behind the program (images.ShardedTower)."""
         out, above = [], []
         gradients = self.loss is not None
-        last = self._last_with_images()
+        last = {} if with_towers else self._last_with_images()
         for item in self.plan.items:
             self._image_blocks(item)  # refuses an image that a trunk cuts before anything runs
 

@@ -1,4 +1,4 @@
-"""Differentiable operations for models of one's own. Importing this module registers
+"""Differentiable operations for your own models. Importing this module registers
 
     torch.ops.espalier.shared_prefix_attention    rows over [path | own rows], tree mask, grouped heads (attention.py)
     torch.ops.espalier.linear_logprob             log-probs and entropies, never all logits at once (logprob.py)

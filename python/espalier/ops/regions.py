@@ -115,7 +115,7 @@ def _unfolded(x, rows):
 
 
 class _Part:
-    """The operands of one region as torch's kernels take them, and results on their way back."""
+    """The operands of one region in the form of torch's kernels, and their results back."""
 
     def __init__(self, region, q, k, v, path_k, path_v):
         self.region, self.heads, self.kv_heads = region, q.shape[1], k.shape[1]

@@ -40,7 +40,7 @@ def convert(path, out, *, overwrite=False):
     if not out.name.endswith((".jsonl", ".jsonl.gz")):
         raise RecordError(str(out), "a name that ends in .jsonl or .jsonl.gz", out.name)
     if not overwrite and out.exists() and out.stat().st_size > 0:
-        raise RecordError(str(out), "a file that does not exist yet", "one that exists", "Say overwrite=True to replace it, or choose another name")
+        raise RecordError(str(out), "a file that does not exist yet", "one that exists", "Use overwrite=True to replace it, or choose another name")
     handle, partial = tempfile.mkstemp(dir=out.absolute().parent, prefix=f".{out.name}.")
     try:
         with os.fdopen(handle, "wb") as raw:

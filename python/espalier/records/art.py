@@ -71,7 +71,7 @@ def _nodes(folder, columns):
             continue
         above = None if parent == group else latest.get(parent)
         if parent != group and above is None:
-            raise RecordError(f"{folder}: token {begin}", f"the node {parent} before what continues it", "none")
+            raise RecordError(f"{folder}: token {begin}", f"the node {parent} before the nodes that continue it", "none")
         expected = 0 if above is None else positions[nodes[above].end - 1] + 1
         if positions[begin] != expected:
             raise RecordError(f"{folder}: token {begin}: input_pos", str(expected), str(positions[begin]))

@@ -28,7 +28,7 @@ def zero_or_one(place, field, values):
     mask = as_list(values)
     for at, value in enumerate(mask):
         if value not in (0, 1):
-            raise place.wrong(f"{field}[{at}]", "0 or 1", repr(value)[:40], "A mask keeps or drops a token's loss; it is no weight")
+            raise place.wrong(f"{field}[{at}]", "0 or 1", repr(value)[:40], "A mask keeps or drops a token's loss; it is not a weight")
     return [int(value) for value in mask]
 
 

@@ -315,7 +315,7 @@ def load(stream, where, storage=None):
         raise error.at(where) from None
     except Exception as error:  # whatever a damaged pickle makes the reader stumble over
         raise RecordError(where, "a complete pickle", f"{type(error).__name__}: {error}",
-                          "It was cut short, damaged, or made to mislead; copy or write it again") from None
+                          "It was cut short, damaged or manipulated; copy or write it again") from None
 
 
 def load_bytes(data, where, storage=None):

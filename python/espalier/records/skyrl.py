@@ -115,7 +115,7 @@ def _lineages(path, last, names, count):
         if names is not None and names[index] != name:
             raise Place(path, index).wrong("trajectory_ids", f"{name} up to its last step", names[index])
         if index == begin and name in seen:
-            raise Place(path, index).wrong("trajectory_ids", "steps of a trajectory end to end", f"{name} again after its last step")
+            raise Place(path, index).wrong("trajectory_ids", "consecutive steps of a trajectory", f"{name} again after its last step")
         seen.add(name)
         out.append((name, index - begin, bool(last[index])))
         begin = index + 1 if last[index] else begin

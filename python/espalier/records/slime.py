@@ -44,7 +44,7 @@ def records(contents, notes):
         if other is not None:
             found += 1
             if as_list(other["tokens"]) != as_list(sample["tokens"]):
-                raise place.wrong("tokens", "those of the rollout dump's sample with this index", "others", "Are both of one run?")
+                raise place.wrong("tokens", "the tokens of the rollout dump's sample with this index", "others", "Are both of one run?")
             sample = {**{k: v for k, v in other.items() if v is not None}, **{k: v for k, v in sample.items() if v is not None}}
         merged.append((place, sample))
         out.append(_record(place, sample, notes))
@@ -78,7 +78,7 @@ def _one_per_index(train):
             out.append((place, sample))
             continue
         if as_list(first["tokens"]) != as_list(sample["tokens"]):
-            raise place.wrong("tokens", "those of the other rank's sample with this index", "others")
+            raise place.wrong("tokens", "the tokens of the other rank's sample with this index", "others")
         for name, value in sample.items():
             if first.get(name) is None:
                 first[name] = value

@@ -193,7 +193,7 @@ def _consolidated(held, where):
 def _encoded(entry, where):
     if not isinstance(entry, tuple) or len(entry) != 3 or entry[0] not in DTYPES:
         raise UnsupportedRecords(where, "a tensor as (dtype, shape, bytes)", "a nested tensor or another form",
-                                 "Save the batch before it is made jagged")
+                                 "Save the batch before it becomes a nested tensor")
     dtype, shape, data = entry
     data = bytes(as_list(data)) if isinstance(data, Tensor) else data
     if not isinstance(data, (bytes, bytearray)):

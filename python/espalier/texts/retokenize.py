@@ -60,7 +60,7 @@ def _members(path):
             try:
                 member = json.loads(line)
             except ValueError as error:
-                raise RecordError(f"{path}:{number}", "JSON Lines, one object a line", str(error)) from error
+                raise RecordError(f"{path}:{number}", "JSON Lines, one object per line", str(error)) from error
             if not isinstance(member, dict):
                 raise RecordError(f"{path}:{number}", "a JSON object", type(member).__name__)
             yield number, member
@@ -107,4 +107,4 @@ def _ids(tokenizer, asked, said, where):
             [prompt] = tokenizer.encode([asked])
         return {"prompt_ids": prompt["ids"], "response_ids": tokenizer.ids_as_written(said), "prompt": prompt["text"], "response": said}
     except ServiceError as error:
-        raise RecordError(where, "a prompt and a response that the tokenizer takes", error.fields["message"]) from error
+        raise RecordError(where, "a prompt and a response that the tokenizer accepts", error.fields["message"]) from error

@@ -94,7 +94,7 @@ class RewardFunction:
         try:
             values = list(values)
         except TypeError as error:
-            raise ServiceError("number", f"{type(values).__name__}, where a list of {len(items)} scores belongs") from error
+            raise ServiceError("number", f"{type(values).__name__} instead of a list of {len(items)} scores") from error
         if len(values) != len(items):
             raise ServiceError("number", f"a list of {len(values)} scores for {len(items)} responses")
         for value in values:

@@ -77,7 +77,7 @@ class Rows:
                 used |= {"chosen", "rejected"}
                 out = self._pair(row, where)
         except ServiceError as error:
-            raise RecordError(where, "text that the tokenizer and the chat template take", error.fields["message"]) from error
+            raise RecordError(where, "text that the tokenizer and the chat template accept", error.fields["message"]) from error
         out.update((name, row[name]) for name in _KEPT if row.get(name) is not None)
         meta = {name: value for name, value in row.items() if name not in used and name not in _KEPT}
         return {**out, "meta": meta} if meta else out
@@ -146,7 +146,7 @@ class Rows:
         length = min(_common(*sequences), min(map(len, sequences)) - 1)
         if length < 1:
             raise RecordError(where, "answers that begin with the same token", "other first tokens, or an answer of one token",
-                              "Give the prompt: a record's answers follow one")
+                              "Give the prompt; the answers of a record need one")
         return sequences[0][:length], *(ids[length:] for ids in sequences)
 
     def _look(self, length, prompt):

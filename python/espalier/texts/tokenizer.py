@@ -187,13 +187,13 @@ class ModelTokenizer:
         content = item["content"]
         if not item["chat"]:
             if not isinstance(content, str):
-                raise ServiceError("message", "messages, where the prompt is no list of messages: give a text", place=place)
+                raise ServiceError("message", "messages, although the prompt is not a list of messages: use a text", place=place)
             return content
         said = [{"role": "user", "content": content}] if isinstance(content, str) else [content] if isinstance(content, dict) else content
         history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         _, answered, text = self._rendered([*history, *said], place, arguments).partition(_ANSWER)
         if not answered:
-            raise ServiceError("render", "the template does not show what an assistant said", place=place)
+            raise ServiceError("render", "the template omits the assistant's answer", place=place)
         return text.removeprefix(self._tokenizer.decode([item["last"]], skip_special_tokens=False))
 
     def _rendered(self, messages, place, arguments):

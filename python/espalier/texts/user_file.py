@@ -48,5 +48,5 @@ def finite_number(value):
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ServiceError("number", f"{type(value).__name__}: {value!r}"[:300]) from error
     if not math.isfinite(number):
-        raise ServiceError("number", f"{number}, which is no finite number")
+        raise ServiceError("number", f"{number}, which is not a finite number")
     return number

@@ -3,9 +3,9 @@
     from espalier.trl import GRPOTrainer          (RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer, DistillationTrainer,
                                                    GKDTrainer; the same arguments, and shared_prompts=True)
 
-GRPO and RLOO (rollouts.py): a prompt, with its images, is run once for all micro-batches of an accumulation window. The others (batches.py): what rows of
-a batch have in common from their first token on is run once, in a reference's and a teacher's passes, too. Where a batch cannot be shared
-(packing, a sharded model, what `espalier.hf.check` refuses) TRL's own path runs, with one note.
+GRPO and RLOO (rollouts.py): a prompt, with its images, runs once for all micro-batches of an accumulation window. The others
+(batches.py): the common beginnings of a batch's rows run once, also in the passes of a reference and a teacher. A batch that cannot be
+shared (packing, a sharded model, anything that `espalier.hf.check` refuses) runs TRL's own path, with one note.
 """
 
 from espalier.extras import require

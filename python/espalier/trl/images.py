@@ -34,7 +34,7 @@ def _by_row(given, count):
     each = given.get("num_images")
     if each is None:
         if len(grids if grids is not None else pixels) != count:
-            raise Unsupported("this batch", "num_images, or one image a row", f"{len(pixels)} of {count} rows")
+            raise Unsupported("this batch", "num_images, or one image per row", f"{len(pixels)} of {count} rows")
         each = [1] * count
     ends = torch.tensor([0, *each]).cumsum(0).tolist()
     if grids is not None:
@@ -42,7 +42,7 @@ def _by_row(given, count):
     elif len(pixels) == ends[-1]:
         parts = ends
     else:
-        raise Unsupported("this batch", "pixel_values of one row an image, or image_grid_thw", f"{len(pixels)} rows of {ends[-1]} images")
+        raise Unsupported("this batch", "pixel_values of one row per image, or image_grid_thw", f"{len(pixels)} rows of {ends[-1]} images")
     for row in range(count):
         own = slice(ends[row], ends[row + 1])
         more = {name: value[own] for name, value in (("image_grid_thw", grids), ("image_sizes", sizes)) if value is not None}

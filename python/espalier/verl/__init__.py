@@ -18,11 +18,11 @@ __all__ = ["VENDOR", "adds_up", "register"]
 
 
 def register(*, verify=None, trunk_state=None, schedule=None):
-    """Registers the engines with verl, or gives engines that are made from now on other options. None: the environment variable's value.
+    """Registers the engines with verl. Called again, it changes the options of later engines. None: the environment variable's value.
 
-    `verify` (ESPALIER_VERIFY, else False): every gradient of the first update is compared with verl's own path, and the run stops where they
-    differ by more than rounding explains. `trunk_state` (ESPALIER_TRUNK_STATE, else "keep"): "recompute" gives up a prompt's activations until
-    its backward, for memory, as FSDP1 (strategy=fsdp) always does. `schedule` (ESPALIER_SCHEDULE, else "auto"): "shared" or "dense" overrides
+    `verify` (ESPALIER_VERIFY, else False): every gradient of the first update is compared with verl's own path, and the run stops if they
+    differ by more than rounding. `trunk_state` (ESPALIER_TRUNK_STATE, else "keep"): "recompute" saves memory by dropping a prompt's activations
+    until its backward; FSDP1 (strategy=fsdp) always does so. `schedule` (ESPALIER_SCHEDULE, else "auto"): "shared" or "dense" overrides
     the plan's choice.
     """
     from espalier.verl import engine, options

@@ -16,12 +16,18 @@ class MiniBatch:
         if not bool((self.prompt_lengths > 0).all() and (responses > 0).all()):
             raise ValueError("an empty prompt or response")
 
+    def images(self):
+        """The dict of each row's `multi_modal_inputs`, or None."""
+        rows = [getattr(row, "data", row) for row in self.data.get("multi_modal_inputs", [])]
+        return [{name: x for name, x in (row or {}).items() if x is not None} or None for row in rows] or [None] * len(self.lengths)
+
     def rollouts(self, replayed=False):
-        """With `replayed` their recorded experts, too. verl leaves zeros where nothing was recorded."""
+        """With their images, and with `replayed` their recorded experts, too. verl leaves zeros where nothing was recorded."""
         tokens = self.data["input_ids"].values().cpu().numpy()
         ends = self.lengths.cumsum(0).tolist()
         out = [{"prompt_ids": tokens[end - n:end - n + p], "response_ids": tokens[end - n + p:end]}
                for end, n, p in zip(ends, self.lengths.tolist(), self.prompt_lengths.tolist())]
+        out = [rollout if own is None else dict(rollout, images=own) for rollout, own in zip(out, self.images(), strict=True)]
         if replayed:
             records = self.data["routed_experts"].values().cpu().numpy()
             out = [dict(rollout, routed_experts=records[end - n:end]) for rollout, end, n in zip(out, ends, self.lengths.tolist())]

@@ -13,7 +13,7 @@ from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 from espalier import hf, native
 from espalier.errors import Unsupported
 from espalier.hf import verification
-from espalier.verl import refusals
+from espalier.verl import own_forwards, refusals
 from espalier.verl.batch import MiniBatch
 
 _log = logging.getLogger("espalier")
@@ -40,8 +40,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         batch, reason = self._batch(data, loss_function)
         if reason:
             if refusals.replays(self):
-                raise Unsupported("router_replay.mode=R3", "a batch that espalier.verl shares, since verl's FSDP engine replays nothing", reason,
-                                  "router_replay.mode=disabled runs it without")
+                raise Unsupported("router_replay.mode=R3", "a batch that espalier.verl can share, because verl's FSDP engine has no replay", reason,
+                                  "router_replay.mode=disabled runs it without replay")
             self._note(reason)
             return super().forward_backward_batch(data, loss_function, forward_only)
         return self._log_probs(batch, loss_function) if forward_only else self._update(batch, loss_function)
@@ -55,6 +55,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
             try:
                 batch = MiniBatch(data)
                 longest = int(batch.lengths.max())
+                with own_forwards.in_use(self.module):
+                    reason = refusals.of_rows(self.module, batch)
             except ValueError as problem:
                 reason = f"the batch has {problem}"
         everywhere = torch.tensor([bool(reason), longest], device=get_device_id())
@@ -63,7 +65,8 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         if refused:
             return None, reason or "another rank cannot"
         try:
-            hf.check(self.module, longest=longest)
+            with own_forwards.in_use(self.module):
+                hf.check(self.module, longest=longest)
         except Unsupported as refusal:
             return None, str(refusal)
         return batch, ""
@@ -88,7 +91,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
     def _log_probs(self, batch, loss_function):
         """The whole mini-batch is one micro-batch: all that is held of it are numbers per token."""
         entropies = tu.get_non_tensor_data(data=batch.data, key="calculate_entropy", default=False)
-        with self._autocast():
+        with self._autocast(), own_forwards.in_use(self.module):
             scores = hf.score(self.module, batch.rollouts(refusals.replays(self)), wave_tokens=self._wave_tokens(batch), temperature=batch.temperature,
                               entropies=entropies)
         self._count(scores.rows, batch)
@@ -129,7 +132,7 @@ class SharedPromptsEngine(FSDPEngineWithLMHead):
         replays, verifies = refusals.replays(self), self.options.verify and verification.is_first(self.module)
         before = verification.begin(self.module) if verifies and not replays else None
         try:
-            with self._autocast():
+            with self._autocast(), own_forwards.in_use(self.module):
                 result = hf.phased_step(self.module, batch.rollouts(replays), loss, wave_tokens=self._wave_tokens(batch),
                                         trunk_state=self.options.trunk_state, schedule=self.options.schedule, temperature=batch.temperature,
                                         verify=verifies and replays)
@@ -193,6 +196,7 @@ def register(vendor, taken):
     if ("cuda", vendor) in registered.get("fsdp2", {}):
         return
     native.library()
+    own_forwards.remember()
     EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor=vendor)(SharedPromptsEngine)
     for backends, devices in ((["fsdp", "fsdp2"], ["npu"]), (list(_BACKENDS), ["cuda", "npu", "cpu"])):
         EngineRegistry.register(model_type="language_model", backend=backends, device=devices, vendor=vendor)(_Refused)

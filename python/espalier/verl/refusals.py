@@ -2,10 +2,16 @@
 
 import functools
 
+import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.workers.utils.losses import ppo_loss
+
+from espalier.errors import Error
+from espalier.hf import images
+from espalier.hf.checks import decoder_config
+from espalier.hf.rollouts import Rollouts
 
 # Sums over tokens or rollouts, divided by numbers of the whole mini-batch. The others look at their micro-batch as a whole: geo_mean
 # divides by its rollouts, clip_cov and kl_cov choose tokens among it.
@@ -57,6 +63,26 @@ def of_record(data):
     return ""
 
 
+def of_rows(model, batch):
+    """Why rows cannot be shared for their images or position ids, or ""."""
+    try:
+        prepared = Rollouts(batch.rollouts(), decoder_config(model).vocab_size)
+        prepared = prepared.with_images(images.of(model, prepared))
+    except Error as problem:
+        return f"the batch has images: {problem}" if any(batch.images()) else str(problem)
+    ids, found = batch.data["input_ids"], batch.data["position_ids"]
+    counted = torch.arange(ids.values().numel(), device=ids.device) - torch.repeat_interleave(ids.offsets()[:-1], ids.offsets().diff())
+    if found.dim() == 2:
+        if prepared.images is not None and prepared.images.by_axes:
+            return "position ids of one dimension beside images"
+        return "" if torch.equal(found.values().to(counted.dtype), counted) else "position ids that do not count from 0"
+    wanted = counted.expand(4, -1)  # that of the text, then time, height and width
+    if prepared.images is not None:
+        axes = [torch.from_numpy(np.array(prepared.images.positions(i, 0, int(n)))) for i, n in enumerate(batch.lengths)]
+        wanted = torch.cat([counted[None], torch.cat(axes, 1).expand(3, -1).to(counted)])
+    return "" if torch.equal(found.values().to(counted.dtype), wanted) else "position ids that are not those of get_rope_index"
+
+
 def of_batch(data):
     """Why a mini-batch cannot be shared, or ""."""
     flag = lambda key: tu.get_non_tensor_data(data=data, key=key, default=False)
@@ -64,19 +90,9 @@ def of_batch(data):
         return "the batch has no prompts and responses"
     if tu.get_non_tensor_data(data=data, key="pad_mode", default=DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
         return "the batch is padded"
-    images = data.get("multi_modal_inputs", [])
-    if any(getattr(row, "data", row) for row in images):
-        return "the batch has images"
     for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"):
         if flag(key):
             return key
-    positions, ids = data["position_ids"], data["input_ids"]
-    if positions.dim() == 3:
-        return "position ids of several dimensions"
-    lengths = ids.offsets().diff()
-    counted = torch.arange(ids.values().numel(), device=ids.device) - torch.repeat_interleave(ids.offsets()[:-1], lengths)
-    if not torch.equal(positions.values().to(counted.dtype), counted):
-        return "position ids that do not count from 0"
     temperature = data["temperature"]
     if isinstance(temperature, torch.Tensor) and temperature.unique().numel() > 1:
         return "several temperatures"

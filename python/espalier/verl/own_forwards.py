@@ -1,0 +1,47 @@
+"""transformers' own forwards of the vision models whose classes verl patches.
+
+verl replaces the forwards of Qwen2-VL, Qwen2.5-VL and Qwen3-VL for calls that bring the pixels along. Shared calls take the vision tower's features instead
+(espalier.hf.images), as transformers' own forwards do.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable
+
+from espalier.hf.checks import base_model
+
+_MODULES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_own: dict[type, Callable] = {}  # a class's forward
+
+
+def remember():
+    """Before verl makes an engine: it patches classes then."""
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        except ImportError:
+            continue
+        for kind in vars(module).values():
+            forward = vars(kind).get("forward") if inspect.isclass(kind) and kind.__module__ == module.__name__ else None
+            if forward is not None and forward.__module__.startswith("transformers."):
+                _own.setdefault(kind, forward)
+
+
+def replaced(model):
+    """The classes of a model's modules whose forward is verl's."""
+    kinds = {kind for module in base_model(model).modules() for kind in type(module).__mro__}
+    return [kind for kind in kinds if getattr(vars(kind).get("forward"), "__module__", "").startswith("verl.models.transformers.")]
+
+
+@contextlib.contextmanager
+def in_use(model):
+    """A class whose own forward is not known keeps verl's."""
+    patched = {kind: kind.forward for kind in replaced(model) if kind in _own}
+    for kind in patched:
+        kind.forward = _own[kind]
+    try:
+        yield
+    finally:
+        for kind, forward in patched.items():
+            kind.forward = forward
