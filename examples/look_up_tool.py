@@ -1,10 +1,10 @@
-"""A tool for an agent: the document tells what to ask for, the tool tells what it is now, and that is the answer.
+"""A tool for an agent: the agent looks up a word in its document, asks the tool for it, and answers with the tool's reply.
 
     build/espalier grpo --task retrieval --env examples/look_up_tool.py --turns 2 --out RUN ...     (docs/agents.md)
 
-The prompt is a document of facts and a question: "otter teal ; yak plum ; ... ? otter". In the first turn the agent answers from the
-document, which is what it asks the tool for. The tool answers with the newest fact and the question: "; otter gold ; ? otter". In the
-second turn the agent has to say that: a model that only reads the document says "teal" again.
+The prompt is a document of facts and a question: "otter teal ; yak plum ; ... ? otter". In the first turn the agent answers "teal" from the
+document; this is its question to the tool. The tool replies with a newer fact and the question: "; otter gold ; ? otter". In the second turn
+the right answer is "gold". A model that reads only the document answers "teal" again.
 """
 
 import hashlib

@@ -111,7 +111,7 @@ void sleep_and_wake() {
   device().give_back_host_memory(stored, range.bytes());
 }
 
-// A gradient of a small model whose trunks are stored away; the norm of an update.
+// A gradient of a small model whose trunks are offloaded; the norm of an update.
 Case stored_trunks() {
   Case c;
   c.rollouts = ragged_rollouts();

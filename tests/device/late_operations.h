@@ -28,7 +28,9 @@ class Late {
               &O::choose_tokens, &O::add_scaled, &O::join_sinks, &O::add_sinks_backward, &O::shape_logits,
               &O::gated_norm, &O::add_gated_norm_backward, &O::gate_heads, &O::gate_heads_backward, &O::expand_heads,
               &O::expand_heads_backward>(o);
-    o.hold_weights = [](const std::vector<at::Tensor>&, std::int64_t) { return std::shared_ptr<void>(); };
+    o.hold_weights = [](const std::vector<at::Tensor>&, at::ScalarType, std::int64_t) {
+      return std::shared_ptr<void>();
+    };
     static_assert(std::is_copy_assignable_v<DeltaRuleProblem>, "a problem that holds a reference");
     o.delta_rule = [](const DeltaRuleProblem& problem, const at::Tensor& out) {
       Queue::give([kept = Runs(problem), out] { cpu::operations().delta_rule(kept.problem(), out); });
@@ -48,7 +50,9 @@ class Late {
    public:
     explicit Runs(const DeltaRuleProblem& problem) : of_(problem), runs_(problem.runs.begin(), problem.runs.end()) {}
     DeltaRuleProblem problem() const {
-      return {of_.shape, of_.projected_TW, of_.conv_CK, of_.a_log_H, of_.dt_bias_H, runs_};
+      DeltaRuleProblem problem = of_;
+      problem.runs = runs_;
+      return problem;
     }
 
    private:

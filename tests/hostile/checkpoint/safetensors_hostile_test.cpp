@@ -107,7 +107,7 @@ TEST_F(HostileSafetensors, OverlapsAndHolesAreRefused) {
   EXPECT_HOLDS(header_error(with("[0,8]", "[0,6]")), "(they overlap)");
   EXPECT_HOLDS(header_error(with("[0,8]", "[9,15]")), "(a hole)");
   EXPECT_HOLDS(header_error(with("[1,9]", "[9,15]")), "(a hole)");
-  EXPECT_HOLDS(header_error(with("[0,8]", "[14,8]")), "an end before its begin");
+  EXPECT_HOLDS(header_error(with("[0,8]", "[14,8]")), "an end before the beginning");
   EXPECT_HOLDS(header_error(with("[0,8]", "[8,15]")), "expected 6 bytes for U8 [6], got data_offsets that span 7");
   EXPECT_HOLDS(header_error(with("[0,8]", "[18446744073709551610,18446744073709551616]")), "tensor 'b'");
   EXPECT_HOLDS(header_error(with("[0,8]", "[18446744073709551609,18446744073709551615]")), "(a hole)");
@@ -151,9 +151,9 @@ TEST_F(HostileSafetensors, WrongHeadersAreNamed) {
   EXPECT_HOLDS(header_error("{\"a\xff\":{}}"), "no valid JSON at byte");
   EXPECT_HOLDS(header_error("{\"__metadata__\":{\"format\":7}}"), "the number 7");
   EXPECT_HOLDS(header_error("{\"__metadata__\":\"pt\"}"), "the text 'pt'");
-  EXPECT_HOLDS(header_error("{\"__metadata__\":{},\"__metadata__\":{}}"), "it stands there twice");
+  EXPECT_HOLDS(header_error("{\"__metadata__\":{},\"__metadata__\":{}}"), "this name twice");
   const std::string tensor = R"("a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
-  EXPECT_HOLDS(header_error("{" + tensor + "," + tensor + "}", ""), "it stands there twice");
+  EXPECT_HOLDS(header_error("{" + tensor + "," + tensor + "}", ""), "this name twice");
 }
 
 TEST_F(HostileSafetensors, DeepJsonIsRefusedWithoutDepth) {

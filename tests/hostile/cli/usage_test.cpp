@@ -64,7 +64,7 @@ const std::vector<Wrong>& wrong_usage() {
       {{"train", "--shedule=auto"}, 2, "did you mean --schedule?"},
       {{"inspect", "--lr", "1", "x"}, 2, "an option of train, verify, replay, grpo"},
       {{"train", "--num-generations", "8"}, 2, "did you mean --n? It is an option of plan, generate, grpo, bench"},
-      {{"train", "--help", "zebra"}, 2, "a word of the options of train"},
+      {{"train", "--help", "zebra"}, 2, "a word that occurs in the options of train"},
       {{"--help", "trian"}, 2, "did you mean train?"},
       {{"train", "--policy-loss", "ppo"}, 2, "vanilla"},
       {{"train", "--dtype", "fp16"}, 2, "bfloat16"},
