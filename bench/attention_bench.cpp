@@ -21,7 +21,7 @@
 #include "bench/fma_peak.h"
 #include "bench/spread.h"
 #include "espalier/base/instruction_set.h"
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 
 namespace {
 

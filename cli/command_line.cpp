@@ -5,7 +5,6 @@
 #include <array>
 
 #include "espalier/base/error.h"
-#include "espalier/options/nearest_name.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 #include "espalier/options/trl_names.h"

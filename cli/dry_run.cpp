@@ -9,7 +9,7 @@
 #include "espalier/generate/prompts_file.h"
 #include "espalier/loop/run_start.h"
 #include "espalier/objective/objective.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/text/environment.h"

@@ -7,8 +7,8 @@
 #include "espalier/base/units.h"
 #include "espalier/observe/memory.h"
 #include "espalier/plan/frontier.h"
-#include "espalier/plan/trained_parameters.h"
 #include "espalier/report/frontier_picture.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/trained_choice.h"
 

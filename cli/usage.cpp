@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include "espalier/base/error.h"
-#include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/option_help.h"
 
 namespace espalier::cli {

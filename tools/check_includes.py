@@ -12,15 +12,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
-    "base options observe device parallel rollout text grouping plan ops moe model saved objective gradient phase optimizer checkpoint "
+    "base options observe device parallel rollout text grouping shape program forecast plan ops moe model saved objective gradient phase optimizer checkpoint "
     "measure step train prove generate replay report loop binding"
 ).split()
 # These are pure functions of tokens, shapes and options: no tensor may enter.
-TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "plan"}
+TORCH_FREE = {"base", "options", "rollout", "text", "grouping", "shape", "program", "forecast", "plan"}
 # What calls operations: a pointer, a number type, a thread or an ATen kernel here would be the CPU's alone.
 # binding hands memory of a caller on the host to the kernels.
 ABOVE_OPERATIONS = set(ORDER[ORDER.index("ops") + 1:]) - {"checkpoint", "report", "binding"}
-BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/(?:cpu|attention)/[\w/.]+)|#pragma omp")
+BELOW = re.compile(r"\b(data_ptr|pointer<|dispatch\(|memcpy|memmove|memset|omp\.h|omp_get\w+|espalier/ops/cpu/[\w/.]+)|#pragma omp")
 # Of those, what runs in a step: its tensors are a device's throughout.
 IN_A_STEP = {"model", "moe", "objective", "gradient", "phase", "optimizer", "generate"}
 KERNEL = re.compile(r"(\.(?:zero_|copy_|fill_|add_|mul_|sub_|clone|item)\b|\bat::(?:mm|addmm|cat|add|mul|empty|zeros|ones)\w*\()")

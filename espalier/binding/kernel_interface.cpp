@@ -6,7 +6,7 @@
 #include "espalier/base/dtype.h"
 #include "espalier/base/error.h"
 #include "espalier/binding/guarded.h"
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/ops/cpu/head_kernels.h"
 
 namespace {

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-// Sizes and visibility as in ops/attention/attention.h; every own row is a query row.
+// Sizes and visibility as in ops/cpu/attention/attention.h; every own row is a query row.
 typedef struct {
   int64_t own_rows, path_rows, heads, kv_heads, head_dim;  // T, P, H, J, D
   double scale;

@@ -10,7 +10,7 @@
 // times 2^exponent: bfloat16 holds it exactly.
 //
 // Here each expert has matrices of its own, [outputs, inputs], named as the parameter table names them
-// (plan/parameter_shapes.h): experts.3.gate_proj.weight.
+// (shape/parameter_shapes.h): experts.3.gate_proj.weight.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 
 namespace espalier {
 namespace fs = std::filesystem;

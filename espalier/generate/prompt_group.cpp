@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "espalier/device/scalar_type.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 namespace {

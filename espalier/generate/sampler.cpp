@@ -18,6 +18,7 @@
 #include "espalier/base/units.h"
 #include "espalier/device/control_block.h"
 #include "espalier/device/host_values.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/prompt_group.h"
 #include "espalier/model/decoder_pass.h"
 #include "espalier/model/joined_experts.h"
@@ -25,7 +26,6 @@
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/plan/dealing.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/rollout/record_format.h"
 
 namespace espalier {

@@ -13,7 +13,7 @@
 
 #include "espalier/model/guest.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/units.h"
+#include "espalier/shape/units.h"
 
 namespace espalier {
 

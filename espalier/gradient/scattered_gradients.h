@@ -1,5 +1,5 @@
-// Gradients of weights that ranks divide (--shard full, plan/units.h): each item adds to those of a unit in a room, and
-// what it has added is summed over the ranks into the part that each keeps, while the next unit computes.
+// Gradients of weights that ranks divide (--shard full, shape/units.h): each item adds to those of a unit in a room,
+// and what it has added is summed over the ranks into the part that each keeps, while the next unit computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

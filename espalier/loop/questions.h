@@ -12,7 +12,7 @@
 #include "espalier/generate/turn_texts.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 #include "espalier/text/environment.h"
 
 namespace espalier {

@@ -11,7 +11,7 @@
 #include "espalier/loop/sampling.h"
 #include "espalier/measure/machine.h"
 #include "espalier/options/options_json.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/train_record.h"
 #include "espalier/train/trained_model.h"

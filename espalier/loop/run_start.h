@@ -4,13 +4,13 @@
 #include <memory>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/loop/questions.h"
 #include "espalier/loop/run_folder.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 #include "espalier/step/held_models.h"
 
 namespace espalier {

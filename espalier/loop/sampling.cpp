@@ -5,12 +5,12 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/environment_turns.h"
 #include "espalier/generate/generate_records.h"
 #include "espalier/loop/random_streams.h"
 #include "espalier/loop/shaping.h"
 #include "espalier/observe/timer.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/rollout/json_text.h"
 #include "espalier/text/rollout_text.h"
 

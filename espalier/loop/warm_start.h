@@ -7,11 +7,11 @@
 #include <optional>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/loop/task.h"
 #include "espalier/observe/progress.h"
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/cost_model.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/step.h"

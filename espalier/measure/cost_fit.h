@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/measure/step_profile.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 

@@ -6,8 +6,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/forecast/planned_machine.h"
 #include "espalier/measure/profile_cache.h"
-#include "espalier/plan/planned_machine.h"
 
 namespace espalier {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/device/cuda_library.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/cost_model.h"
 
 namespace espalier {
 

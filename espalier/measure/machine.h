@@ -6,10 +6,10 @@
 // nothing else changes a cached profile.
 #pragma once
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/cost_model.h"
 
 namespace espalier {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/plan/rank_layout.h"
-#include "espalier/plan/row_shares.h"
+#include "espalier/program/row_shares.h"
 
 namespace espalier {
 namespace {

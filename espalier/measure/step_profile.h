@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/observe/timer.h"
 #include "espalier/parallel/traffic_log.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 

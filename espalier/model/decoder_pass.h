@@ -1,5 +1,5 @@
 // A pass of a set of rows through the decoder: from token ids to the normalised hidden rows that the head reads, and
-// back. The arithmetic of each stop (plan/stops.h); what else happens around it is the guests' (model/guest.h).
+// back. The arithmetic of each stop (program/stops.h); what else happens around it is the guests' (model/guest.h).
 //
 // Shapes: T rows, O output rows, M width, L layers of experts, k experts a row. The same code runs dense rows, packed
 // trees, trunks, waves and the rows of a sampler: what differs is in `ModelInput`, in the source of keys and values,
@@ -12,7 +12,7 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/model/decoder.h"
 #include "espalier/model/layer.h"
-#include "espalier/plan/item_state.h"
+#include "espalier/program/item_state.h"
 
 namespace espalier {
 

@@ -1,6 +1,6 @@
-// A set of rows over the open trunks that the ranks of cp have divided (plan/row_shares.h). Each computes the queries,
-// keys and values of its rows; keys and values of all rows are gathered, queries stay. The gradients that ranks have of
-// them, those that waves added to a trunk's included, are summed once, to the rank that has the row.
+// A set of rows over the open trunks that the ranks of cp have divided (program/row_shares.h). Each computes the
+// queries, keys and values of its rows; keys and values of all rows are gathered, queries stay. The gradients that
+// ranks have of them, those that waves added to a trunk's included, are summed once, to the rank that has the row.
 //
 // Every rank of the rank group calls the same functions, also one without rows. Visibility: path_source.h.
 // Shapes: T rows of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size.
@@ -9,11 +9,11 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/device/arena.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/parallel/group.h"
-#include "espalier/plan/block_buffers.h"
-#include "espalier/plan/row_shares.h"
+#include "espalier/program/row_shares.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-// Weights that ranks divide (--shard full, plan/units.h), brought together unit by unit where somebody computes with
+// Weights that ranks divide (--shard full, shape/units.h), brought together unit by unit where somebody computes with
 // them. The next unit gathered into a buffer overwrites the last; layers have two, so that one arrives
 // while the one before it computes.
 #pragma once

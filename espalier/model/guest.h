@@ -1,11 +1,12 @@
-// Whatever must happen around a stop of a pass (plan/stops.h) beside the arithmetic there: gathering weights, summing
-// gradients, bringing a layer of the path or of a trunk to memory, links between stages of pp, experts of other ranks.
+// Whatever must happen around a stop of a pass (program/stops.h) beside the arithmetic there: gathering weights,
+// summing gradients, bringing a layer of the path or of a trunk to memory, links between stages of pp, experts of other
+// ranks.
 #pragma once
 
 #include <initializer_list>
 #include <span>
 
-#include "espalier/plan/stops.h"
+#include "espalier/program/stops.h"
 
 namespace espalier {
 

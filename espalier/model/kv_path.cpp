@@ -4,8 +4,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 

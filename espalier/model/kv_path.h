@@ -17,7 +17,7 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/model/path_window.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

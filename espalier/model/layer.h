@@ -12,7 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/model/layer_context.h"
-#include "espalier/plan/item_state.h"
+#include "espalier/program/item_state.h"
 
 namespace espalier {
 

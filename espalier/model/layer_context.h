@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/model/kv_source.h"
 #include "espalier/model/model_input.h"
 #include "espalier/model/model_views.h"
@@ -18,7 +19,6 @@
 #include "espalier/observe/timer.h"
 #include "espalier/ops/operations.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 

@@ -2,7 +2,7 @@
 // form.
 //
 // Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts: those that
-// this rank has (plan/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the experts
+// this rank has (shape/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the experts
 // of a dense one) are undefined tensors.
 #pragma once
 

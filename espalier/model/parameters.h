@@ -1,10 +1,10 @@
 // Where every parameter of a rank lies in one flat buffer, under its Hugging Face name.
 //
 // Weights, gradients, float32 masters and both moments use the same table; names, order and neighbours are those of
-// plan/parameter_shapes.h. Under --shard full a rank keeps a part of its parameters, one of every unit (plan/units.h):
-// then flat buffers hold these parts, and offsets count in the whole that units make up. A tied head is
-// `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias. Parameters that train and parameters that
-// are held (--train) have a table and a flat buffer each; gradients, masters and moments exist in the first alone.
+// shape/parameter_shapes.h. Under --shard full a rank keeps a part of its parameters, one of every unit
+// (shape/units.h): then flat buffers hold these parts, and offsets count in the whole that units make up. A tied head
+// is `model.embed_tokens.weight` alone; a critic's is kValueWeight, kValueBias. Parameters that train and parameters
+// that are held (--train) have a table and a flat buffer each; gradients, masters and moments exist in the first alone.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "espalier/plan/local_shape.h"
-#include "espalier/plan/units.h"
+#include "espalier/shape/local_shape.h"
+#include "espalier/shape/units.h"
 
 namespace espalier {
 

@@ -12,7 +12,7 @@
 
 #include "espalier/model/kv_path.h"
 #include "espalier/model/kv_source.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 

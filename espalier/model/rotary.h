@@ -14,7 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/ops/rotation.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/plan/model_shape.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier::moe {
 

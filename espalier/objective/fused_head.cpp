@@ -20,8 +20,8 @@
 #include "espalier/device/held_buffers.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 

@@ -3,8 +3,8 @@
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = shaped(hidden_o . weight_v) / temperature_o
 // (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block of
 // rows at a time ([block, V], taken from the arena), in the accumulator type (float32; float64 in float64 runs); all
-// that is taken for it is HeadBuffers (plan/block_buffers.h). Where ranks divide the vocabulary each has the logits of
-// its own tokens, V of them: maxima, sums and targets' logits are exchanged, and the gradients of the hidden rows
+// that is taken for it is HeadBuffers (forecast/block_buffers.h). Where ranks divide the vocabulary each has the logits
+// of its own tokens, V of them: maxima, sums and targets' logits are exchanged, and the gradients of the hidden rows
 // summed.
 #pragma once
 

@@ -11,7 +11,7 @@
 #include "espalier/objective/kl.h"
 #include "espalier/objective/policy_loss.h"
 #include "espalier/objective/rollout_weights.h"
-#include "espalier/plan/step_kind.h"
+#include "espalier/program/step_kind.h"
 
 namespace espalier {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "espalier/options/options.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

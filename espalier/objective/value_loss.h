@@ -14,7 +14,7 @@
 #include "espalier/objective/compensated_sum.h"
 #include "espalier/objective/denominator.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

@@ -5,11 +5,23 @@
 // in this order and in the accumulator dtype. Source: Loshchilov and Hutter, "Decoupled weight decay regularization".
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <cstdint>
 
-#include "espalier/ops/adamw_step.h"
+namespace at {
+class Tensor;
+}
 
 namespace espalier {
+
+// The numbers of one update.
+struct AdamWStep {
+  double lr = 1e-6;
+  double beta1 = 0.9, beta2 = 0.999;
+  double eps = 1e-8;           // outside the root
+  double weight_decay = 0.01;  // decoupled, scaled by lr
+  double grad_scale = 1;       // the clipping factor
+  std::int64_t step = 1;       // t of the bias corrections; the first step is 1
+};
 
 struct OptimizerOperations {
   // Overwrites sum_1 (float64) with sum_i x_i^2, in an order that does not depend on threads.

@@ -1,4 +1,4 @@
-// Shared-prefix attention on tensors; equations and what is visible: ops/attention/attention.h.
+// Shared-prefix attention on tensors; equations and what is visible: ops/cpu/attention/attention.h.
 //
 // Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size, Dv that of
 // values, D unless v says otherwise. Rows may stand at a stride; what follows the rows is contiguous, in one dimension

@@ -4,11 +4,27 @@
 // rule's temperature (1 where that is 0).
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <cstdint>
 
-#include "espalier/ops/choice_rule.h"
+namespace at {
+class Tensor;
+}
 
 namespace espalier {
+
+// How a token is drawn from a row of logits.
+//
+//   p_v = exp(z_v - log sum_w exp z_w), z = logits / temperature, over the whole vocabulary V
+//   kept: the first top_k tokens by (p descending, id ascending); of these the fewest first ones whose p reach
+//         top_p times the p of all top_k
+//   token: drawn from p renormalised over the kept ones, walking them by id until a uniform number is used up
+// top-k before top-p, as vLLM and transformers order them; tokens of equal logits are kept apart by their id.
+struct ChoiceRule {
+  double temperature = 1;  // 0: the likeliest token, the lowest id of several
+  std::int64_t top_k = 0;  // below 1: all
+  double top_p = 1;        // 1: all
+  double inverse_temperature() const { return temperature == 0 ? 1 : 1 / temperature; }  // of the log-prob
+};
 
 struct ChoiceOperations {
   // Token n of row b, begin_b <= n + begin_0 < begin_{b + 1} (int32), is drawn by uniform_n in [0, 1) (float64).

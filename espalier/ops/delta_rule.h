@@ -11,7 +11,7 @@
 // inputs x of the convolution, oldest first. Everything is computed in the accumulator dtype A.
 //
 // Shapes: T rows, Hk key heads and Hv value heads of dk and dv channels, C = 2 Hk dk + Hv dv channels of the
-// convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (plan/model_shape.h says where
+// convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (shape/model_shape.h says where
 // x, z, b and a stand in them), N numbers of a state: S [Hv, dk, dv], then the inputs [K - 1, C]. Mamba-2: W = C + V +
 // Hv.
 #pragma once
@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <span>
 
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

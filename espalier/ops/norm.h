@@ -14,7 +14,7 @@
 
 #include <utility>
 
-#include "espalier/plan/block_kinds.h"
+#include "espalier/shape/block_kinds.h"
 
 namespace espalier {
 

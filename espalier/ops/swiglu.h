@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "espalier/plan/block_kinds.h"
+#include "espalier/shape/block_kinds.h"
 
 namespace espalier {
 

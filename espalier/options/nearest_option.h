@@ -1,4 +1,5 @@
-// The option that an unknown name most likely meant: a typing error, or the word that another trainer has for it.
+// The name or the option that an unknown word most likely meant: a typing error, or the word that another trainer has
+// for it.
 #pragma once
 
 #include <string>
@@ -6,6 +7,10 @@
 #include <vector>
 
 namespace espalier {
+
+// The candidate with the fewest edits (a letter inserted, deleted, changed, or two neighbours swapped) from `name`, or
+// "" where even that one is more than max(2, a third of the name) edits away. The first of equals wins.
+std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
 
 // The one of `options` (names with '-') whose name, or whose name elsewhere ("learning-rate" for lr), is nearest to
 // `name` by the rule of nearest_name; "" where none is near. '_' counts as '-'.

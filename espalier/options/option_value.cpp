@@ -6,7 +6,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/options/values_elsewhere.h"
 
 namespace espalier {

@@ -32,6 +32,10 @@ Place place_of(std::int64_t rank, const Degrees& d) {
   return place;
 }
 
+std::int64_t waves_in_flight(const Degrees& degrees, const Place& place, bool gradients) {
+  return gradients ? degrees.pp - place.pp : 1;
+}
+
 namespace {
 
 bool same_block(const Place& a, const Place& b, const Degrees& d) {

@@ -14,7 +14,7 @@ namespace espalier {
 
 struct Degrees {
   std::int64_t tp = 1, cp = 1, pp = 1, dp = 1, ep = 1;
-  bool full = false;  // --shard full: those who would hold the same weights divide them (plan/units.h)
+  bool full = false;  // --shard full: those who would hold the same weights divide them (shape/units.h)
 
   std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses those of dp, cp and tp
   bool operator==(const Degrees&) const = default;
@@ -27,6 +27,9 @@ struct Place {
   std::int64_t tp = 0, cp = 0, pp = 0, dp = 0, ep = 0;
 };
 Place place_of(std::int64_t rank, const Degrees& degrees);
+
+// Most waves of a stage of pp whose backward has not run (program/program.h).
+std::int64_t waves_in_flight(const Degrees& degrees, const Place& place, bool gradients);
 
 enum class Axis {
   tp,

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/program.h"
+#include "espalier/program/program.h"
 
 namespace espalier {
 
-// A collective of all ranks of a stage, which tell each other the events of their plans (plan/joint_order.h) where
+// A collective of all ranks of a stage, which tell each other the events of their plans (program/joint_order.h) where
 // these may differ. Points into `plan`.
 Program agreed_program(const Mesh& mesh, const StepPlan& plan, bool gradients);
 

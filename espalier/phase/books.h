@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "espalier/phase/step_run.h"
-#include "espalier/plan/program.h"
+#include "espalier/program/program.h"
 
 namespace espalier {
 

@@ -15,9 +15,9 @@
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/objective/fused_head.h"
-#include "espalier/plan/local_shape.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/shape/local_shape.h"
 
 namespace espalier {
 

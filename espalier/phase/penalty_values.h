@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "espalier/phase/step_run.h"
-#include "espalier/plan/program.h"
+#include "espalier/program/program.h"
 
 namespace espalier {
 

@@ -1,4 +1,4 @@
-// The executor: runs the steps of a program (plan/program.h), which says their order, one after the other.
+// The executor: runs the steps of a program (program/program.h), which says their order, one after the other.
 #pragma once
 
 #include "espalier/phase/step_run.h"

@@ -11,7 +11,7 @@
 #include "espalier/model/kv_path.h"
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/phase/head.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/saved/spill_queue.h"
 

@@ -10,6 +10,17 @@
 #include "espalier/plan/tree_cut.h"
 
 namespace espalier {
+namespace {
+
+double seconds_of(const TreeIndex& index, const CostModel& model, Schedule schedule) {
+  if (schedule != Schedule::dense) return model.seconds(index.subtree(0), SavedState::keep);
+  Work work;
+  for (std::int32_t leaf = 0; leaf < index.leaves(); ++leaf)
+    work += index.work_of_leaf(leaf, 0, index.leaf_length(leaf));
+  return model.seconds(work, SavedState::keep);
+}
+
+}  // namespace
 
 std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const std::vector<PrefixTree>& trees,
                                      const LocalShape& shape, const PlanOptions& options,
@@ -18,16 +29,7 @@ std::vector<double> seconds_of_trees(std::span<const Rollout> rollouts, const st
   const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<double> seconds;
-  for (const PrefixTree& tree : trees) {
-    const TreeIndex index(tree, edges, place);
-    Work work;
-    if (options.schedule == Schedule::dense)
-      for (std::int32_t leaf = 0; leaf < index.leaves(); ++leaf)
-        work += index.work_of_leaf(leaf, 0, index.leaf_length(leaf));
-    else
-      work = index.subtree(0);
-    seconds.push_back(model.seconds(work, SavedState::keep));
-  }
+  for (const PrefixTree& tree : trees) seconds.push_back(seconds_of({tree, edges, place}, model, options.schedule));
   return seconds;
 }
 
@@ -111,6 +113,28 @@ PrefixTree tree_of_parts(const PrefixTree& tree, std::span<const TreeCut::Part> 
   return part_of(tree, leaves);
 }
 
+// A divided wave's keys and values travel in every layer, which its predicted seconds leave out: it must save a tenth.
+constexpr double kDividedCost = 1.1;
+
+// Divides the first waves of `order` and deals the others; returns the seconds of the slowest rank.
+double deal(std::vector<PlanItem>& items, const std::vector<std::size_t>& order, std::size_t divided,
+            std::int64_t ranks) {
+  std::vector<double> load(static_cast<std::size_t>(ranks));
+  double together = 0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    PlanItem& item = items[order[i]];
+    if (i < divided) {
+      item.cp_rank = PlanItem::kEveryRank;
+      together += item.seconds;
+      continue;
+    }
+    const auto least = std::ranges::min_element(load);
+    item.cp_rank = static_cast<std::int32_t>(least - load.begin());
+    *least += item.seconds;
+  }
+  return kDividedCost * together / static_cast<double>(ranks) + *std::ranges::max_element(load);
+}
+
 }  // namespace
 
 DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::span<const Rollout> rollouts,
@@ -124,11 +148,11 @@ DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::sp
   const bool shared = options.schedule != Schedule::dense;
   const EdgeIndex edges(rollouts, options.all_logprobs, !shape.whole().value_head, shape.whole().window);
   const CostModel model(shape, profile, options.dtype, options.kind, options.setting);
-  const std::vector<double> seconds = seconds_of_trees(rollouts, trees, shape, options, profile);
   std::vector<std::int32_t> place(rollouts.size());
   std::vector<TreeCut> cuts;
-  for (std::size_t tree = 0; tree < trees.size(); ++tree) {
-    cuts.emplace_back(TreeIndex(trees[tree], edges, place), model, profile.large_rows(), seconds[tree], shared);
+  for (const PrefixTree& tree : trees) {
+    const TreeIndex index(tree, edges, place);
+    cuts.emplace_back(index, model, profile.large_rows(), seconds_of(index, model, options.schedule), shared);
     dealt.repeated_rows -= cuts.back().rows(TreeCut::Part{0, cuts.back().leaves()});
   }
   const Dealt best = deal_cut(cuts, ranks);
@@ -163,6 +187,31 @@ std::vector<std::int64_t> deal_by_weight(std::span<const double> weights, std::i
     loads.emplace(load + weights[tree], rank);
   }
   return rank_of;
+}
+
+void deal_waves(std::vector<PlanItem>& items, std::int64_t ranks) {
+  if (ranks == 1) return;
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    if (items[i].kind == ItemKind::wave) order.push_back(i);
+    deal_waves(items[i].below, ranks);
+  }
+  if (order.empty()) return;
+  std::ranges::stable_sort(order, [&](std::size_t a, std::size_t b) { return items[a].seconds > items[b].seconds; });
+  // Where there are more than a few waves for each rank, the lightest even out what the heaviest leave.
+  const std::size_t most = std::min(order.size(), static_cast<std::size_t>(2 * ranks));
+  std::size_t best = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (std::size_t divided = 0; divided <= most; ++divided)
+    if (const double seconds = deal(items, order, divided, ranks); seconds < least) best = divided, least = seconds;
+  deal(items, order, best, ranks);
+  // Stages of pp have several waves in flight: of those that ranks run together, the same ones on each.
+  for (auto begin = items.begin(); begin != items.end();) {
+    const auto is_trunk = [](const PlanItem& item) { return item.kind == ItemKind::trunk; };
+    const auto end = std::find_if(begin, items.end(), is_trunk);
+    std::stable_partition(begin, end, [](const PlanItem& item) { return item.cp_rank == PlanItem::kEveryRank; });
+    begin = end == items.end() ? end : end + 1;
+  }
 }
 
 }  // namespace espalier

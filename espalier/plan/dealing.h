@@ -1,13 +1,15 @@
-// Trees dealt to data-parallel ranks, whole but for heavy ones, so that no prompt is computed on two of them.
+// Trees dealt to the ranks of dp, whole but for heavy ones, so that no prompt is computed on two of them; waves dealt
+// to the ranks of cp.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/plan/cost_model.h"
 #include "espalier/plan/planner.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 
@@ -31,5 +33,11 @@ struct DealtTrees {
 // best, the one with the fewest rows.
 DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::span<const Rollout> rollouts,
                       const LocalShape& shape, const PlanOptions& options, const MachineProfile& profile);
+
+// Sets PlanItem::cp_rank of all waves. Trunks are divided row by row (program/row_shares.h). Waves are dealt whole
+// where that balances: given the path they do not depend on each other, so none of their keys and values travel. Those
+// of one trunk are dealt by predicted seconds, the heaviest first, each to the rank that has least; as many of the
+// heaviest are divided as make the slowest rank fastest, and these come first.
+void deal_waves(std::vector<PlanItem>& items, std::int64_t ranks);
 
 }  // namespace espalier

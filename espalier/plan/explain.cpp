@@ -7,8 +7,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
-#include "espalier/plan/running_order.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/running_order.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 namespace {

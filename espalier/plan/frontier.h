@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "espalier/base/json_fwd.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/parallel/degrees.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/model_shape.h"
 #include "espalier/plan/planner.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

@@ -161,7 +161,7 @@ void Layout::nest(Place place, const Unit& unit, std::int32_t to, bool ends, std
     const std::int32_t until = static_cast<std::int32_t>(std::min<std::int64_t>(to, from + own));
     const bool last = ends && until == to;
     draft.kind = last ? ItemKind::wave : ItemKind::trunk;
-    draft.blocks.push_back(block_of(place, unit.leaf_begin, unit.leaf_end, from, last ? TreeIndex::kToTheEnd : until));
+    draft.blocks.push_back(block_of(place, unit.leaf_begin, unit.leaf_end, from, last ? kToTheEnd : until));
     count_draft(forest_, edges_, draft);
     place = {place.tree, -1, place.path_rows + static_cast<std::int32_t>(draft.work.rows), place.depth + 1};
     chain.push_back(std::move(draft));

@@ -84,7 +84,7 @@ class Layout {
   template <class Below>
   void nest(Place place, const Unit& unit, std::int32_t to, bool ends, std::vector<Draft>& items, Below below) const;
   Block block_of(const Place& place, std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t from,
-                 std::int32_t to = TreeIndex::kToTheEnd) const;
+                 std::int32_t to = kToTheEnd) const;
   void pack(const Place& place, std::vector<Block>& loose, std::vector<Draft>& items) const;
 
   const Forest& forest_;

@@ -8,7 +8,7 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
-#include "espalier/plan/communication.h"
+#include "espalier/forecast/communication.h"
 #include "espalier/plan/layout.h"
 #include "espalier/plan/state_choice.h"
 

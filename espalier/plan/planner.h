@@ -10,10 +10,10 @@
 
 #include "espalier/base/dtype.h"
 #include "espalier/base/error.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/grouping/prefix_tree.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 

@@ -7,11 +7,10 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/base/units.h"
+#include "espalier/forecast/memory_model.h"
+#include "espalier/forecast/pipeline_time.h"
 #include "espalier/plan/dealing.h"
-#include "espalier/plan/memory_model.h"
-#include "espalier/plan/pipeline_time.h"
-#include "espalier/plan/row_shares.h"
-#include "espalier/plan/wave_dealing.h"
+#include "espalier/program/row_shares.h"
 
 namespace espalier {
 namespace {

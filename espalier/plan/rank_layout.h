@@ -2,20 +2,20 @@
 // others and how long it waits.
 //
 // Every rank of dp has a plan of its own, made as the engine makes it: for its trees (plan/dealing.h), from what a rank
-// has of the model (plan/local_shape.h). With pp a stage runs its layers of the plan; with cp a rank has 1 / cp of the
+// has of the model (shape/local_shape.h). With pp a stage runs its layers of the plan; with cp a rank has 1 / cp of the
 // rows of every set. Ranks of tp are alike.
 //
 //   seconds of a step  = most over dp of compute of the slowest stage + idle time + communication
 //   balance            = mean / most of compute over ranks of dp
 //   row balance        = most / mean of rows over ranks of dp
-//   bubble             = idle share of a stage (plan/pipeline_time.h), over the trees and the waves without a trunk
+//   bubble             = idle share of a stage (forecast/pipeline_time.h), over the trees and the waves without a trunk
 #pragma once
 
 #include <span>
 #include <string>
 #include <vector>
 
-#include "espalier/plan/communication.h"
+#include "espalier/forecast/communication.h"
 #include "espalier/plan/planner.h"
 
 namespace espalier {

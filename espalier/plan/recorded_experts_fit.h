@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "espalier/plan/model_shape.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier {
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/plan/cost_model.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/plan/tree_index.h"
 
 namespace espalier {

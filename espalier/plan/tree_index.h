@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/plan/flops.h"
+#include "espalier/program/draft_item.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {
@@ -77,8 +77,6 @@ class TreeIndex {
   template <class Visit>
   void for_each_node(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin, std::int32_t end,
                      Visit visit) const;
-
-  static constexpr std::int32_t kToTheEnd = INT32_MAX;
 
  private:
   Work work_of_node(std::int32_t node, std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin,

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/flops.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/forecast/flops.h"
+#include "espalier/program/step_plan.h"
 
 namespace espalier {
 namespace {

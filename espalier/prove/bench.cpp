@@ -15,7 +15,7 @@
 #include "espalier/measure/cost_fit.h"
 #include "espalier/measure/machine.h"
 #include "espalier/plan/planner.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"

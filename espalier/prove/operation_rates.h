@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "espalier/device/device.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/observe/progress.h"
-#include "espalier/plan/cost_model.h"
 
 namespace espalier {
 

@@ -10,7 +10,7 @@
 #include "espalier/device/host_values.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/trained_choice.h"
 #include "espalier/train/trace.h"

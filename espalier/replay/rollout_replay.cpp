@@ -8,7 +8,7 @@
 #include "espalier/checkpoint/model_directory.h"
 #include "espalier/measure/machine.h"
 #include "espalier/parallel/agreement.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/step.h"
 #include "espalier/step/trained_choice.h"

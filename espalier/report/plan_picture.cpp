@@ -6,7 +6,7 @@
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
 #include "espalier/grouping/prefix_tree.h"
-#include "espalier/plan/running_order.h"
+#include "espalier/program/running_order.h"
 
 namespace espalier {
 namespace {

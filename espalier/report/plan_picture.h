@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 
 namespace espalier {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "espalier/options/nearest_name.h"
+#include "espalier/options/nearest_option.h"
 #include "espalier/rollout/line_reader.h"
 #include "espalier/rollout/python_records.h"
 #include "espalier/rollout/record_format.h"

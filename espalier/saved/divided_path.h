@@ -4,7 +4,7 @@
 // divided evenly. A layer that is used is gathered into the one place that all layers share, the next one meanwhile
 // into a room; gradients that ranks have added there are summed to those who keep the rows while the next layer is
 // computed. These are collectives: every rank of cp goes through the same layers, in the same order
-// (plan/joint_order.h).
+// (program/joint_order.h).
 //
 // Shapes: P rows that the path has room for, C = ceil(P / R) of a rank, W elements of a row's keys, or values.
 #pragma once
@@ -14,10 +14,10 @@
 #include <array>
 #include <vector>
 
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/model/path_keeper.h"
 #include "espalier/parallel/group.h"
-#include "espalier/plan/block_buffers.h"
-#include "espalier/plan/row_shares.h"
+#include "espalier/program/row_shares.h"
 
 namespace espalier {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 
 namespace espalier {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 
 namespace espalier {
 

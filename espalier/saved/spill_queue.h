@@ -20,7 +20,7 @@ namespace espalier {
 
 class SpillQueue {
  public:
-  // `chunks` buffers of kSpillChunkBytes (plan/memory_model.h) each, in memory that the device copies fast. Reading
+  // `chunks` buffers of kSpillChunkBytes (forecast/memory_model.h) each, in memory that the device copies fast. Reading
   // ahead leaves `for_writing` of them.
   SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0, Device& device = bound_device());
   ~SpillQueue();  // drops what has not begun

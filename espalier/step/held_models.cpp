@@ -3,8 +3,8 @@
 #include "espalier/base/error.h"
 #include "espalier/base/units.h"
 #include "espalier/device/device.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/observe/memory.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/step/planning.h"
 
 namespace espalier {

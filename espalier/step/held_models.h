@@ -6,8 +6,8 @@
 #include <span>
 
 #include "espalier/options/options.h"
-#include "espalier/plan/local_shape.h"
-#include "espalier/plan/step_kind.h"
+#include "espalier/program/step_kind.h"
+#include "espalier/shape/local_shape.h"
 
 namespace espalier {
 

@@ -11,7 +11,7 @@
 #include "espalier/model/parameters.h"
 #include "espalier/observe/progress.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 
 namespace espalier {
 
@@ -25,7 +25,7 @@ struct ModelState {
   DType dtype;
   ParameterTable table;       // of the parameters that train; all unless --train says otherwise
   at::Tensor weights;         // flat, in the table's layout, on the device
-  at::Tensor rooms;           // of units that ranks divide (plan/units.h)
+  at::Tensor rooms;           // of units that ranks divide (shape/units.h)
   ParameterTable held_table;  // of the others, which never change
   at::Tensor held_weights, held_rooms;
   ParameterTable narrow_table;  // of held matrices that stay in bfloat16 (TrainedParameters::narrow)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/device/arena.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/gradient/gradient_set.h"
 #include "espalier/measure/step_profile.h"
 #include "espalier/observe/progress.h"
@@ -17,8 +18,7 @@
 #include "espalier/optimizer/adamw.h"
 #include "espalier/options/options.h"
 #include "espalier/phase/step_run.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/model_state.h"
 #include "espalier/step/router_step.h"

@@ -13,7 +13,6 @@
 #include "espalier/plan/dealing.h"
 #include "espalier/plan/planner.h"
 #include "espalier/plan/rank_layout.h"
-#include "espalier/plan/wave_dealing.h"
 #include "espalier/saved/store.h"
 
 namespace espalier {

@@ -6,11 +6,11 @@
 #include <span>
 #include <vector>
 
+#include "espalier/forecast/cost_model.h"
 #include "espalier/options/options.h"
 #include "espalier/parallel/mesh.h"
-#include "espalier/plan/cost_model.h"
 #include "espalier/plan/planner.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/held_models.h"
 

@@ -11,7 +11,7 @@
 #include "espalier/moe/chosen_experts.h"
 #include "espalier/moe/load_accounting.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/model_state.h"
 

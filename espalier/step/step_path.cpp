@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/saved/divided_path.h"
 #include "espalier/saved/sleeping_path.h"
 

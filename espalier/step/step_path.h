@@ -7,7 +7,7 @@
 
 #include "espalier/model/decoder.h"
 #include "espalier/model/kv_path.h"
-#include "espalier/plan/step_plan.h"
+#include "espalier/program/step_plan.h"
 #include "espalier/saved/spill_queue.h"
 
 namespace espalier {

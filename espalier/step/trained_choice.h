@@ -6,7 +6,7 @@
 #include <string>
 
 #include "espalier/options/options.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 
 namespace espalier {
 

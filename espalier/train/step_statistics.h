@@ -5,7 +5,7 @@
 #include <span>
 
 #include "espalier/base/json.h"
-#include "espalier/plan/cost_model.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/rollout/rollout.h"
 #include "espalier/step/step.h"
 

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "espalier/base/json.h"
+#include "espalier/forecast/cost_model.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/cost_model.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 #include "espalier/step/step.h"
 
 namespace espalier {

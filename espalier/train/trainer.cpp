@@ -18,7 +18,7 @@
 #include "espalier/observe/timer.h"
 #include "espalier/options/options_json.h"
 #include "espalier/parallel/agreement.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/step/held_models.h"
 #include "espalier/step/planning.h"
 #include "espalier/step/reward_step.h"

@@ -10,9 +10,9 @@
 
 #include "espalier/observe/progress.h"
 #include "espalier/options/options.h"
-#include "espalier/plan/model_shape.h"
 #include "espalier/rollout/reader.h"
 #include "espalier/rollout/rollout.h"
+#include "espalier/shape/model_shape.h"
 #include "espalier/step/mini_batch.h"
 
 namespace espalier {

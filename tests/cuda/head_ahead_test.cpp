@@ -7,10 +7,10 @@
 
 #include "espalier/device/arena.h"
 #include "espalier/device/control_block.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/cuda/device.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/block_buffers.h"
 #include "tests/cuda/emulated_runtime.h"
 
 namespace espalier::testing {

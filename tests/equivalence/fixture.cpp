@@ -17,10 +17,10 @@
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
-#include "espalier/ops/attention/attention.h"
-#include "espalier/plan/memory_model.h"
-#include "espalier/plan/model_families.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/forecast/memory_model.h"
+#include "espalier/ops/cpu/attention/attention.h"
+#include "espalier/shape/model_families.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/train/training_data.h"
 
 namespace espalier::testing {

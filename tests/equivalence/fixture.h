@@ -64,7 +64,7 @@ struct Case {
   std::function<void(std::vector<Rollout>&, const ModelState&)> edit = {};  // of the generated rollouts; may be empty
 };
 
-// The rows of the table of families, plan/model_families.h, each a name that `family` takes.
+// The rows of the table of families, shape/model_families.h, each a name that `family` takes.
 std::vector<std::string> families_of_table();
 
 // Of this family, on ragged rollouts.

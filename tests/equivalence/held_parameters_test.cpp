@@ -13,10 +13,10 @@
 #include "espalier/base/error.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/safetensors.h"
-#include "espalier/plan/memory_model.h"
-#include "espalier/plan/trained_parameters.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/prove/verify.h"
 #include "espalier/replay/replay.h"
+#include "espalier/shape/trained_parameters.h"
 #include "espalier/train/trainer.h"
 #include "tests/equivalence/fixture.h"
 

@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
+#include "espalier/forecast/flops.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/model/products.h"
-#include "espalier/plan/flops.h"
-#include "espalier/plan/memory_model.h"
 #include "tests/equivalence/fixture.h"
 
 namespace espalier::testing {

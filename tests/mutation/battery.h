@@ -1,6 +1,6 @@
 // The comparisons that every deliberate fault has to face: the suites' own, on few and small cases.
 //
-//   plan         every rollout's rows and edges once (plan/step_plan.h: validate)
+//   plan         every rollout's rows and edges once (program/step_plan.h: validate)
 //   autograd     log-probs or values, loss and gradients of shared plans against torch autograd on a plain forward
 //   repetition   the same step twice on one actor: the same bits
 //   ranks        the same on two ranks with trees of their own, and an update whose state they share

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "espalier/plan/communication.h"
+#include "espalier/forecast/communication.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "espalier/plan/row_shares.h"
+#include "espalier/program/row_shares.h"
 #include "tests/parallel/layouts.h"
 
 namespace espalier::testing {

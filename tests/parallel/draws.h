@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "espalier/parallel/degrees.h"
-#include "espalier/plan/model_shape.h"
+#include "espalier/shape/model_shape.h"
 
 namespace espalier::testing {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"
 

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "espalier/plan/communication.h"
+#include "espalier/forecast/communication.h"
 #include "espalier/plan/rank_layout.h"
-#include "espalier/plan/row_shares.h"
+#include "espalier/program/row_shares.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/draws.h"
 #include "tests/parallel/layouts.h"

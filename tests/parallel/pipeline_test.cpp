@@ -6,8 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "espalier/forecast/pipeline_time.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/pipeline_time.h"
 #include "espalier/plan/rank_layout.h"
 #include "espalier/train/training_data.h"
 #include "tests/parallel/layouts.h"

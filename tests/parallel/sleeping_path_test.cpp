@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "espalier/model/kv_path.h"
-#include "espalier/plan/joint_order.h"
+#include "espalier/program/joint_order.h"
 #include "espalier/saved/divided_path.h"
 #include "tests/parallel/layouts.h"
 

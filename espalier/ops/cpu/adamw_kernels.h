@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "espalier/base/dtype.h"
-#include "espalier/ops/adamw_step.h"
+#include "espalier/ops/adamw.h"
 
 namespace espalier {
 

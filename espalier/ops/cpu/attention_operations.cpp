@@ -1,4 +1,4 @@
-// Attention on a CPU: tensors to the kernels of ops/attention/attention.h.
+// Attention on a CPU: tensors to the kernels of ops/cpu/attention/attention.h.
 #include <algorithm>
 #include <cmath>
 

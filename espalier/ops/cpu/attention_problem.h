@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "espalier/ops/attention.h"
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/ops/cpu/dispatch.h"
 
 namespace espalier::attention {

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "espalier/base/dtype.h"
-#include "espalier/plan/block_kinds.h"
+#include "espalier/shape/block_kinds.h"
 
 namespace espalier::rows {
 

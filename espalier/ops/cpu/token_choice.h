@@ -1,4 +1,4 @@
-// One token from one row of logits (ops/choice_rule.h): the likeliest, or one drawn from those that top-k and top-p
+// One token from one row of logits (ops/choice.h): the likeliest, or one drawn from those that top-k and top-p
 // leave.
 //
 // Arithmetic in double.
@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "espalier/ops/choice_rule.h"
+#include "espalier/ops/choice.h"
 #include "espalier/ops/cpu/head_kernels.h"
 
 namespace espalier {

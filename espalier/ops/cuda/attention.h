@@ -1,4 +1,4 @@
-// Shared-prefix attention on a device: contract in ops/attention/attention.h. Head sizes up to 256.
+// Shared-prefix attention on a device: contract in ops/cpu/attention/attention.h. Head sizes up to 256.
 //
 // Plain kernels for every type: exact, no tensor cores; for float32 and float64, which tensor cores do not have, and
 // for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16: tensor cores.
@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 
 namespace espalier::cuda {
 

@@ -1,9 +1,9 @@
-// Tokens drawn on a device: contract in ops/choice.h, rule in ops/choice_rule.h.
+// Tokens drawn on a device: contract in ops/choice.h, rule in ops/choice.h.
 #pragma once
 
 #include <cstdint>
 
-#include "espalier/ops/choice_rule.h"
+#include "espalier/ops/choice.h"
 
 namespace espalier::cuda {
 

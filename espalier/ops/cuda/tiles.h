@@ -5,7 +5,7 @@
 // number of 64 bytes begin at either half of the banks by themselves: four orders, each for two rows, do for them.
 #pragma once
 
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/ops/cuda/ptx.h"
 
 namespace espalier::cuda {

@@ -6,8 +6,8 @@
 
 #include "espalier/base/error.h"
 #include "espalier/base/json.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/generate/generate_records.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/train/score.h"
 #include "tests/unit/generate/sampling_case.h"
 

@@ -6,8 +6,8 @@
 
 #include <stdexcept>
 
+#include "espalier/forecast/memory_model.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/memory_model.h"
 #include "tests/unit/generate/sampling_case.h"
 
 namespace espalier::testing {

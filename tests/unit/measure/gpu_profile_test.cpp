@@ -9,7 +9,7 @@
 #include <fstream>
 #include <string>
 
-#include "espalier/plan/planned_machine.h"
+#include "espalier/forecast/planned_machine.h"
 
 namespace espalier {
 namespace {

@@ -12,9 +12,9 @@
 #include "espalier/base/error.h"
 #include "espalier/base/instruction_set.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/forecast/block_buffers.h"
 #include "espalier/objective/fused_head.h"
 #include "espalier/ops/cpu/head_kernels.h"
-#include "espalier/plan/block_buffers.h"
 
 namespace espalier {
 namespace {

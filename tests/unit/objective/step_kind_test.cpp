@@ -1,5 +1,5 @@
 // What kind of step a batch asks for: the planner and the objective must agree on it.
-#include "espalier/plan/step_kind.h"
+#include "espalier/program/step_kind.h"
 
 #include <gtest/gtest.h>
 

@@ -2,7 +2,6 @@
 
 #include <set>
 
-#include "espalier/options/nearest_name.h"
 #include "espalier/options/nearest_option.h"
 #include "espalier/options/option_value.h"
 #include "espalier/options/options_json.h"

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/json.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {

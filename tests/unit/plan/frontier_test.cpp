@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/plan/shapes.h"
 

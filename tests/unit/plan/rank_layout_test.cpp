@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/communication.h"
+#include "espalier/forecast/communication.h"
+#include "espalier/forecast/planned_machine.h"
+#include "espalier/plan/dealing.h"
 #include "espalier/plan/layout_search.h"
-#include "espalier/plan/planned_machine.h"
-#include "espalier/plan/wave_dealing.h"
 #include "tests/unit/plan/shapes.h"
 
 namespace espalier {

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/forecast/memory_model.h"
 #include "espalier/model/kv_path.h"
 #include "espalier/ops/operations.h"
-#include "espalier/plan/memory_model.h"
 #include "espalier/saved/sleeping_path.h"
 #include "espalier/saved/sleeping_trunk.h"
 #include "espalier/saved/spill_file.h"

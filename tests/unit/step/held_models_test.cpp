@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
-#include "espalier/plan/memory_model.h"
+#include "espalier/forecast/memory_model.h"
 
 namespace espalier {
 namespace {

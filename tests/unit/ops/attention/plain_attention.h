@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "espalier/ops/attention/attention.h"
+#include "espalier/ops/cpu/attention/attention.h"
 
 namespace espalier::attention_test {
 

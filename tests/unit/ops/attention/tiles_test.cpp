@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "espalier/base/instruction_set.h"
-#include "espalier/ops/attention/cpu/kernels.h"
+#include "espalier/ops/cpu/attention/kernels.h"
 #include "tests/unit/ops/attention/amx_by_signal.h"
 
 namespace espalier {

@@ -1,0 +1,365 @@
+#include "espalier/forecast/block_buffers.h"
+
+#include <algorithm>
+
+namespace espalier {
+namespace {
+
+constexpr std::int64_t kHeadBlockRows = 256;
+constexpr std::int64_t kHeadBlockBytes = std::int64_t{64} << 20;  // of logits
+// Where products write sums: a GPU's, which wants some thousand rows and has the memory.
+constexpr std::int64_t kLargeHeadBlockRows = 4096;
+constexpr std::int64_t kLargeHeadBlockBytes = std::int64_t{512} << 20;
+constexpr std::int64_t kHeadWidenedBytes = std::int64_t{16} << 20;  // of weights held in the accumulator's type at once
+
+constexpr Element kActivation = Element::activation, kAccumulator = Element::accumulator, kInt32 = Element::int32;
+
+std::int64_t q_width(const BlockShape& b) { return b.shape.query_width(); }
+std::int64_t k_width(const BlockShape& b) { return b.shape.key_width(); }
+std::int64_t v_width(const BlockShape& b) { return b.shape.value_width(); }
+// Of what the query's projection gives.
+std::int64_t query_width(const BlockShape& b) { return (b.shape.attention.output_gate ? 2 : 1) * q_width(b); }
+
+// The gradient of a weight [outputs, inputs] before it is added, where it is rounded first.
+template <class Stage>
+BufferList::Place add_product(BufferList& list, const BlockShape& b, std::string_view name, std::int64_t outputs,
+                              std::int64_t inputs, Stage stage) {
+  return b.rounds_weight_gradients ? list.add(name, outputs, inputs, kActivation, stage) : BufferList::Place{};
+}
+
+// x A^T, or the gradient of it: one at a time (model/products.h).
+std::int64_t low_rank_bytes(const BlockShape& b, std::int64_t rows) {
+  return arena_bytes(rows * b.shape.trained.adapter.rank * b.bytes.activation);
+}
+const AdaptedLayer& adapted(const BlockShape& b) { return b.shape.trained.adapter.somewhere; }
+
+std::int64_t mlp_backward_bytes(const BlockShape& b, const BlockRows& rows) {
+  return rows.experts ? ExpertBackwardBuffers(b, rows.continuing).peak()
+                      : DenseBackwardBuffers(b, rows.continuing).peak();
+}
+
+}  // namespace
+
+std::int64_t mlp_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  return rows.experts ? ExpertForwardBuffers(b, rows.continuing, with_output).peak()
+                      : DenseForwardBuffers(b, rows.continuing, with_output).peak();
+}
+
+PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradients) : BufferList(b.bytes) {
+  k_PW = add("keys", rows, k_width(b));
+  v_PW = add("values", rows, v_width(b));
+  if (!with_gradients) return;
+  grad_k_PW = add("gradients of keys", rows, k_width(b), kAccumulator);
+  grad_v_PW = add("gradients of values", rows, v_width(b), kAccumulator);
+}
+
+ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {
+  if (with_gradients) grad_normed_OM = add("gradient of normed outputs", outputs, b.shape.hidden);
+  final_stream_OM = add("final stream", outputs, b.shape.hidden);
+  normed_OM = add("normed outputs", outputs, b.shape.hidden);
+  final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kAccumulator);
+}
+
+StateBuffers::StateBuffers(const BlockShape& b, bool with_gradients) : BufferList(b.bytes) {
+  const std::int64_t layers = b.shape.states_in(0, b.shape.layers), N = b.shape.delta_rule.state();
+  if (layers == 0) return;
+  states_LN = add("states", layers, N, kAccumulator);
+  if (with_gradients) grad_states_LN = add("gradients of states", layers, N, kAccumulator);
+}
+
+StreamBuffer::StreamBuffer(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  stream_TM = add("stream", rows, b.shape.hidden);
+}
+
+AttentionSavedBuffers::AttentionSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const ModelShape& s = b.shape;
+  const std::int64_t R = rows.continuing;
+  if (b.has_norms_before()) norm_rstd_T = add("1/rms of inputs", rows.all, Buffer::kVector, kAccumulator);
+  if (rows.mixer == Mixer::delta_rule) {
+    projected_TW = add("projected rows", rows.all, s.delta_rule.projected());
+    mixed_TV = add("mixed rows", rows.all, s.delta_rule.value_width());
+    stream_mid_RM = add("stream after the mixer", R, s.hidden);
+    return;
+  }
+  if (s.has_latents()) {
+    if (s.latent.query > 0) {
+      query_latent_RC = add("latents of queries", R, s.latent.query);
+      query_latent_rstd_R = add("1/rms of latents of queries", R, Buffer::kVector, kAccumulator);
+    }
+    latent_TC = add("latents of keys and values", rows.all, s.latent.key_value);
+    latent_rstd_T = add("1/rms of latents", rows.all, Buffer::kVector, kAccumulator);
+    rotary_key_TK = add("shared keys", rows.all, s.latent.rotary);
+  }
+  kv_TW = add("keys and values", rows.all, s.key_value_width());
+  q_RW = add("queries", R, query_width(b));
+  attended_RW = add("attended values", R, s.attended_width());
+  lse_HR = add("log-sum-exp of attention", s.heads, R, kAccumulator);
+  stream_mid_RM = add("stream after attention", R, s.hidden);
+  if (!b.has_norms_after()) return;
+  branch_RM = add("output of attention", R, s.hidden);
+  branch_rstd_R = add("1/rms of attention's output", R, Buffer::kVector, kAccumulator);
+}
+
+MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const ModelShape& s = b.shape;
+  const std::int64_t R = rows.continuing, k = s.experts_per_token;
+  if (b.has_norms_before()) mlp_rstd_R = add("1/rms before the MLP", R, Buffer::kVector, kAccumulator);
+  if (!rows.experts) {
+    gate_up_RW = add("gate and up", R, s.gate_up_width());
+    if (!b.has_norms_after()) return;
+    branch_RM = add("output of the MLP", R, s.hidden);
+    branch_rstd_R = add("1/rms of the MLP's output", R, Buffer::kVector, kAccumulator);
+    return;
+  }
+  gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
+  router_logits_RE = add("router logits", R, s.experts);
+  router_choice_RK = add("experts chosen", R, k, kInt32);
+  router_weight_RK = add("weights of experts", R, k, kAccumulator);
+  if (s.shared_expert.inner == 0) return;
+  shared_gate_up_RW = add("gate and up of the shared expert", R, 2 * s.shared_expert.inner);
+  if (!s.shared_expert.gate) return;
+  shared_logit_R1 = add("logits of the shared expert's gate", R, 1);
+  shared_weight_R1 = add("weights of the shared expert", R, 1, kAccumulator);
+}
+
+DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
+    : BufferList(b.bytes) {
+  if (b.has_norms_before()) normed_RM = add("normed", rows, b.shape.hidden, kActivation, Stage::up);
+  if (with_output || b.has_norms_after()) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
+  if (act_RF.index >= 0 && b.finishes_branch())
+    branch_RM = add("addition to the stream", rows, b.shape.hidden, kActivation, Stage::down);
+  if (adapted(b).gate || adapted(b).up) nest(Stage::up, low_rank_bytes(b, rows));
+  if (adapted(b).down && act_RF.index >= 0) nest(Stage::down, low_rank_bytes(b, rows));
+}
+
+DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden, F = b.shape.inner;
+  act_RF = add("activation", rows, F, kActivation, Stage::down, Stage::up);
+  down_product = add_product(*this, b, "product for down", M, F, Stage::down);
+  if (b.finishes_branch()) grad_branch_RM = add("gradient of the MLP's output", rows, M, kActivation, Stage::down);
+  normed_RM = add("normed", rows, M, kActivation, Stage::up);
+  gate_up_product = add_product(*this, b, "product for gate and up", b.shape.gate_up_width(), M, Stage::up);
+  if (adapted(b).gate || adapted(b).up) nest(Stage::up, low_rank_bytes(b, rows));
+  if (adapted(b).down) nest(Stage::down, low_rank_bytes(b, rows));
+}
+
+ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
+    : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden;
+  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::shared);
+  if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
+  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
+  if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
+  if (with_output && b.shape.shared_expert.inner > 0)
+    shared_act_RF =
+        add("activation of the shared expert", rows, b.shape.shared_expert.inner, kActivation, Stage::shared);
+}
+
+ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
+  const std::int64_t M = b.shape.hidden, F = b.shape.expert_inner, E = b.shape.experts, k = b.shape.experts_per_token;
+  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::router);
+  grad_weight_RK = add("gradient of weights", rows, k, kAccumulator, Stage::experts, Stage::router);
+  grad_normed_sum_RM = add("gradient of normed", rows, M, kAccumulator, Stage::experts, Stage::router);
+  const SharedExpert& shared = b.shape.shared_expert;
+  if (shared.gate)
+    grad_shared_weight_R1 =
+        add("gradient of the shared expert's weights", rows, 1, kAccumulator, Stage::experts, Stage::router);
+  expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
+  act_RF = add("activation of an expert", rows, F, kActivation, Stage::experts);
+  grad_gate_up_RW = add("gradient of gate and up of an expert", rows, 2 * F, kActivation, Stage::experts);
+  expert_product = add_product(*this, b, "product for an expert", 2 * F, M, Stage::experts);
+  if (shared.inner > 0) {
+    const std::int64_t W = 2 * shared.inner;
+    shared_act_RF = add("activation of the shared expert", rows, shared.inner, kActivation, Stage::shared);
+    grad_shared_gate_up_RW = add("gradient of gate and up of the shared expert", rows, W, kActivation, Stage::shared);
+    shared_product = add_product(*this, b, "product for the shared expert", W, M, Stage::shared);
+  }
+  grad_logits_RE = add("gradient of router logits", rows, E, kActivation, Stage::router);
+  router_product = add_product(*this, b, "product for the router", E, M, Stage::router);
+  if (!shared.gate) return;
+  grad_shared_logit_R1 = add("gradient of logits of the shared expert's gate", rows, 1, kActivation, Stage::router);
+  shared_gate_product = add_product(*this, b, "product for the shared expert's gate", 1, M, Stage::router);
+}
+
+LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)
+    : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
+  if (b.has_norms_before()) normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
+  if (b.shape.latent.query > 0)
+    query_latent_RC = add("normed latents of queries", R, b.shape.latent.query, kActivation, Stage::projection);
+  if (b.shape.has_latents())
+    latent_TC = add("normed latents", T, b.shape.latent.key_value, kActivation, Stage::projection);
+  rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
+  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, k_width(b), kActivation, Stage::attention);
+  if (!rows.in_path && b.shape.has_latents()) value_TW = add("values", T, v_width(b), kActivation, Stage::attention);
+  if (b.shape.attention.output_gate) {
+    query_RW = add("queries without gates", R, q_width(b), kActivation, Stage::attention);
+    gated_RW = add("gated values", R, q_width(b), kActivation, Stage::residual);
+  }
+  if (rows.narrow) residual_RM = add("stream of outputs", R, M, kActivation, Stage::residual);
+  if (b.finishes_branch()) branch_RM = add("addition to the stream", R, M, kActivation, Stage::residual);
+  if (adapted(b).key || adapted(b).value) nest(Stage::projection, low_rank_bytes(b, T));
+  if (adapted(b).query) nest(Stage::projection, low_rank_bytes(b, R));
+  if (adapted(b).output) nest(Stage::residual, low_rank_bytes(b, R));
+  nest(Stage::mlp, mlp_forward_bytes(b, rows, with_output));
+  if (rows.ranks > 1)
+    nest(Stage::attention, DividedForwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+}
+
+LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, Q = q_width(b), K = k_width(b),
+                     V = v_width(b), A = b.shape.attended_width(), KV = b.shape.key_value_width();
+  const LatentShape& latent = b.shape.latent;
+  const bool latents = b.shape.has_latents(), query_latents = latents && latent.query > 0;
+  grad_attended_RW = add("gradient of attended values", R, A, kActivation, Stage::mlp, Stage::input);
+  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  const bool gated = b.shape.attention.output_gate;
+  if (gated) gated_RW = add("gated values", R, A, kActivation, Stage::output);
+  if (R > 0) output_product = add_product(*this, b, "product for the output", M, A, Stage::output);
+  if (R > 0 && b.finishes_branch())
+    grad_branch_RM = add("gradient of attention's output", R, M, kActivation, Stage::output);
+  grad_q_RW = add("gradient of queries", R, query_width(b), kActivation, Stage::attention, Stage::input);
+  grad_kv_TW = add("gradient of keys and values", T, KV, kActivation, Stage::attention, Stage::input);
+  if (latents)
+    grad_rotary_key_TK = add("gradient of shared keys", T, latent.rotary, kActivation, Stage::attention, Stage::input);
+  rotated_q_RW = add("rotated queries", R, Q, kActivation, Stage::attention);
+  if (!rows.in_path) rotated_k_TW = add("rotated keys", T, K, kActivation, Stage::attention);
+  grad_rotated_q_RW = add("gradient of rotated queries", R, Q, kActivation, Stage::attention);
+  if (gated) query_RW = add("queries without gates", R, Q, kActivation, Stage::attention);
+  if (gated) grad_query_RW = rotated_q_RW;  // which attention's backward has read by then
+  if (!rows.in_path) grad_k_TW = add("gradient of rotated keys", T, K, kAccumulator, Stage::attention);
+  if (!rows.in_path) grad_v_TW = add("gradient of values", T, V, kAccumulator, Stage::attention);
+  if (latents) {
+    if (!rows.in_path) value_TW = add("values", T, V, kActivation, Stage::attention);
+    grad_rotary_key_sum_TK = add("sum over heads for shared keys", T, latent.rotary, kAccumulator, Stage::attention);
+    grad_latent_TC = add("gradient of latents", T, latent.key_value, kActivation, Stage::key_value, Stage::input);
+    if (query_latents)
+      grad_query_latent_RC =
+          add("gradient of latents of queries", R, latent.query, kActivation, Stage::key_value, Stage::input);
+  }
+  normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
+  kv_product =
+      add_product(*this, b, "product for keys and values", KV, latents ? latent.key_value : M, Stage::key_value);
+  if (latents) {
+    latent_TC = add("normed latents", T, latent.key_value, kActivation, Stage::key_value);
+    latent_product =
+        add_product(*this, b, "product for latents", std::max(latent.key_value, latent.rotary), M, Stage::key_value);
+  }
+  if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
+  if (R > 0)
+    query_product =
+        add_product(*this, b, "product for queries", query_width(b), query_latents ? latent.query : M, Stage::query);
+  if (R > 0 && query_latents) {
+    query_latent_RC = add("normed latents of queries", R, latent.query, kActivation, Stage::query);
+    query_latent_product = add_product(*this, b, "product for latents of queries", latent.query, M, Stage::query);
+  }
+  if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
+  for (const Stage stage : {Stage::key_value, Stage::input})
+    if (adapted(b).key || adapted(b).value) nest(stage, low_rank_bytes(b, T));
+  for (const Stage stage : {Stage::query, Stage::input})
+    if (adapted(b).query) nest(stage, low_rank_bytes(b, R));
+  if (adapted(b).output) nest(Stage::output, low_rank_bytes(b, R));
+  if (rows.ranks > 1)
+    nest(Stage::attention, DividedBackwardBuffers(b, RowShares(T * rows.ranks, rows.ranks), true).peak());
+}
+
+DeltaForwardBuffers::DeltaForwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = b.shape.delta_rule.value_width();
+  normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  states_FN = add("states at forks", rows.forks, b.shape.delta_rule.state(), kAccumulator, Stage::rows);
+  gated_TV = add("gated rows", T, V, kActivation, Stage::output);
+  if (!rows.narrow) return;
+  gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
+  residual_RM = add("stream of outputs", R, M, kActivation, Stage::output);
+}
+
+DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
+  const DeltaRuleShape& s = b.shape.delta_rule;
+  const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = s.value_width();
+  grad_mixed_TV = add("gradient of mixed rows", T, V, kActivation, Stage::mlp, Stage::input);
+  if (R > 0) nest(Stage::mlp, mlp_backward_bytes(b, rows));
+  gated_TV = add("gated rows", T, V, kActivation, Stage::output);
+  if (rows.narrow) gated_RV = add("gated rows of outputs", R, V, kActivation, Stage::output);
+  if (rows.narrow) grad_gated_RV = add("gradient of gated rows of outputs", R, V, kActivation, Stage::output);
+  output_product = add_product(*this, b, "product for the output", M, V, Stage::output);
+  grad_projected_TW = add("gradient of projected rows", T, s.projected(), kActivation, Stage::rows, Stage::input);
+  states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
+  grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
+  normed_TM = add("normed", T, M, kActivation, Stage::input);
+  projected_product = add_product(*this, b, "product for projected rows", s.projected(), M, Stage::input);
+}
+
+std::int64_t layer_forward_bytes(const BlockShape& b, const BlockRows& rows, bool with_output) {
+  if (rows.mixer == Mixer::attention) return LayerForwardBuffers(b, rows, with_output).peak();
+  return std::max(DeltaForwardBuffers(b, rows).peak(), mlp_forward_bytes(b, rows, with_output));
+}
+std::int64_t layer_backward_bytes(const BlockShape& b, const BlockRows& rows) {
+  return rows.mixer == Mixer::attention ? LayerBackwardBuffers(b, rows).peak() : DeltaBackwardBuffers(b, rows).peak();
+}
+
+DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
+    : BufferList(b.bytes) {
+  const std::int64_t K = k_width(b), V = v_width(b), most = shares.most();
+  if (!in_path) {
+    k_SW = add("keys of a divided set", shares.rows(), K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", shares.rows(), V, kActivation, Stage::exchange, Stage::attention);
+  }
+  part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+  whole = add("keys and values of all ranks", shares.ranks() * most, K + V, kActivation, Stage::exchange);
+}
+
+DividedBackwardBuffers::DividedBackwardBuffers(const BlockShape& b, const RowShares& shares, bool in_path)
+    : BufferList(b.bytes) {
+  const std::int64_t K = k_width(b), V = v_width(b), S = shares.rows(), most = shares.most(),
+                     all = shares.ranks() * most;
+  if (!in_path) {
+    grad_k_SW = add("gradient of keys of a divided set", S, K, kAccumulator, Stage::exchange, Stage::owners);
+    grad_v_SW = add("gradient of values of a divided set", S, V, kAccumulator, Stage::exchange, Stage::owners);
+    k_SW = add("keys of a divided set", S, K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a divided set", S, V, kActivation, Stage::exchange, Stage::attention);
+    part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+    whole = add("keys and values of all ranks", all, K + V, kActivation, Stage::exchange);
+  }
+  grad_part = add("gradient of own keys and values", most, K + V, kAccumulator, Stage::owners);
+  grad_whole = add("gradient of keys and values for all ranks", all, K + V, kAccumulator, Stage::owners);
+}
+
+DecoderBackwardBuffers::DecoderBackwardBuffers(const BlockShape& b, std::int64_t rows, std::int64_t outputs)
+    : BufferList(b.bytes) {
+  grad_stream_OM = add("gradient of the final stream", outputs, b.shape.hidden);
+  grad_stream_TM = add("gradient of the stream", rows, b.shape.hidden);
+}
+
+namespace {
+
+std::int64_t head_block_rows(std::int64_t outputs, std::int64_t row_bytes, HeadWay way) {
+  const std::int64_t bytes = way.writes_sums ? kLargeHeadBlockBytes : kHeadBlockBytes;
+  const std::int64_t rows = way.writes_sums ? kLargeHeadBlockRows : kHeadBlockRows;
+  return std::min(outputs, std::clamp<std::int64_t>(bytes / row_bytes, 1, rows));
+}
+
+}  // namespace
+
+HeadBuffers::HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
+                         bool with_gradients, HeadWay way)
+    : BufferList(bytes),
+      block_rows(head_block_rows(outputs, vocabulary * bytes.accumulator, way)),
+      vocabulary_run(vocabulary) {
+  if (outputs == 0) return;
+  const std::size_t blocks = with_gradients && way.ahead && outputs > block_rows ? 2 : 1;
+  for (std::size_t i = 0; i < blocks; ++i) rooms[i].logits_BV = add("logits", block_rows, vocabulary, kAccumulator);
+  if (bytes.activation == bytes.accumulator || (way.writes_sums && !with_gradients)) return;
+  if (way.writes_sums) {
+    grad_logits_BV = add("narrowed gradient of logits", block_rows, vocabulary, kActivation);
+    grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kAccumulator);
+    return;
+  }
+  vocabulary_run = std::min(vocabulary, std::max<std::int64_t>(1, kHeadWidenedBytes / (width * bytes.accumulator)));
+  weight_run_NM = add("widened weights", vocabulary_run, width, kAccumulator);
+  for (std::size_t i = 0; i < blocks; ++i)
+    rooms[i].hidden_BM = add("widened hidden rows", block_rows, width, kAccumulator);
+  if (with_gradients) grad_hidden_BM = add("gradient of hidden rows", block_rows, width, kAccumulator);
+}
+
+}  // namespace espalier

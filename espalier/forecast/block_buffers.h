@@ -1,0 +1,210 @@
+// The buffers of every block of the engine (device/buffers.h): what model/, objective/ and phase/ take from the arena,
+// and all that the memory model knows of them.
+//
+// T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
+// head size, Dv that of values, C width of a latent, M width, F inner width (of one expert in expert layers), E
+// experts, k of them a row, V vocabulary. A member that a block does not need is not declared. Members are named by
+// their shape; W is a width of several parts.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "espalier/device/buffers.h"
+#include "espalier/program/row_shares.h"
+#include "espalier/shape/model_shape.h"
+
+namespace espalier {
+
+// Sizes common to the blocks of a run.
+struct BlockShape {
+  const ModelShape& shape;
+  ElementBytes bytes;
+  bool rounds_weight_gradients;  // a product is rounded in a tensor of its own before it is added (ops/products.h)
+
+  bool has_norms_before() const { return shape.norm_place != NormPlace::after; }
+  bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
+  // Whether what a half of a block adds to the stream is more than its last product.
+  bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
+};
+
+// The rows of one layer.
+struct BlockRows {
+  std::int64_t all = 0, continuing = 0;  // T, R
+  bool narrow = false;                   // only output rows continue
+  bool in_path = false;                  // keys, values and their gradients are the path's
+  bool experts = false;
+  std::int64_t ranks = 1;  // of cp, each of which has so many rows of a divided trunk at most
+  Mixer mixer = Mixer::attention;
+  std::int64_t forks = 0;  // states that rows of the set leave for others of it, where rows carry a state
+};
+
+// The states that a trunk leaves for everything below it, one per layer whose rows carry one, and the sums of their
+// gradients; N numbers each (ops/delta_rule.h).
+struct StateBuffers : BufferList {
+  StateBuffers(const BlockShape& block, bool with_gradients);
+  Place states_LN, grad_states_LN;
+};
+
+// Keys and values of one layer, and their accumulators.
+struct PathBuffers : BufferList {
+  PathBuffers(const BlockShape& block, std::int64_t rows, bool with_gradients);
+  Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D], [P, J*Dv]
+};
+
+// Buffers that an item holds from its forward to the end of its backward, besides those of its layers.
+struct ItemBuffers : BufferList {
+  ItemBuffers(const BlockShape& block, std::int64_t outputs, bool with_gradients);
+  Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
+};
+
+// The input of a layer, or of the end.
+struct StreamBuffer : BufferList {
+  StreamBuffer(const BlockShape& block, std::int64_t rows);
+  Place stream_TM;
+};
+
+// State that a layer saves for its backward besides its input: in the first half of the block, and in the second.
+struct AttentionSavedBuffers : BufferList {
+  AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
+  Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
+  Place projected_TW, mixed_TV;    // of the delta rule, in place of the four between
+  // With latent attention: the latent before its norm, and the rotated row that all keys share.
+  Place query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
+};
+
+struct MlpSavedBuffers : BufferList {
+  MlpSavedBuffers(const BlockShape& block, const BlockRows& rows);
+  Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
+  Place branch_RM, branch_rstd_R;                              // what comes into a norm after the MLP
+  Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
+  // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its own gate per row.
+  Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
+};
+
+// The most that the second half of a block takes while it runs forward.
+std::int64_t mlp_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
+
+// The second half of a block. Without output (recomputation) it stops after gate_up, or before the norm behind it.
+struct DenseForwardBuffers : BufferList {
+  enum class Stage { up, down };
+  DenseForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, act_RF;
+  Place branch_RM;  // what is added to the stream, where that is more than a product
+};
+
+struct DenseBackwardBuffers : BufferList {
+  enum class Stage { down, up };
+  DenseBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place act_RF, down_product, normed_RM, gate_up_product;
+  Place grad_branch_RM;
+};
+
+// An expert's scratch is that of all rows, since all rows may choose the same expert.
+struct ExpertForwardBuffers : BufferList {
+  enum class Stage { experts, shared };
+  ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
+  Place normed_RM, sum_RM, expert_rows_RM, act_RF, shared_act_RF;
+};
+
+struct ExpertBackwardBuffers : BufferList {
+  enum class Stage { experts, shared, router };
+  ExpertBackwardBuffers(const BlockShape& block, std::int64_t rows);
+  Place normed_RM, grad_weight_RK, grad_normed_sum_RM;
+  Place expert_rows_RM, act_RF, grad_gate_up_RW, expert_product;
+  Place shared_act_RF, grad_shared_gate_up_RW, shared_product, grad_shared_weight_R1;
+  Place grad_logits_RE, router_product, grad_shared_logit_R1, shared_gate_product;
+};
+
+struct LayerForwardBuffers : BufferList {
+  enum class Stage { projection, attention, residual, mlp };
+  LayerForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output);
+  Place normed_TM, query_input_RM;   // the latter where the block is narrow
+  Place query_latent_RC, latent_TC;  // normed
+  Place rotated_q_RW, rotated_k_TW, query_RW;
+  Place value_TW;     // of latent attention
+  Place gated_RW;     // where attention has an output gate
+  Place residual_RM;  // where the block is narrow
+  Place branch_RM;    // as of the second half
+};
+
+struct LayerBackwardBuffers : BufferList {
+  enum class Stage { mlp, output, attention, key_value, query, input };
+  LayerBackwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place grad_attended_RW, gated_RW, output_product, grad_branch_RM, query_RW, grad_query_RW;
+  Place grad_q_RW, grad_kv_TW;
+  Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
+  Place normed_TM, kv_product, query_input_RM, query_product;
+  Place query_part_RM;  // where the block is narrow
+  // With latent attention. Normed latents become the gradients of their norms' results.
+  Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
+  Place grad_latent_TC, latent_TC, latent_product;  // the latter of the shared key, too
+  Place grad_query_latent_RC, query_latent_RC, query_latent_product;
+};
+
+// The first half of a block whose rows carry a state (model/delta_layer.h), without its MLP.
+struct DeltaForwardBuffers : BufferList {
+  enum class Stage { projection, rows, output };
+  DeltaForwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place normed_TM, states_FN, gated_TV;
+  Place gated_RV, residual_RM;  // where the block is narrow
+};
+
+struct DeltaBackwardBuffers : BufferList {
+  enum class Stage { mlp, output, rows, input };
+  DeltaBackwardBuffers(const BlockShape& block, const BlockRows& rows);
+  Place grad_mixed_TV, grad_gated_RV, gated_TV, gated_RV, output_product;
+  Place grad_projected_TW, states_FN, grad_states_FN;
+  Place normed_TM, projected_product;
+};
+
+// The most that a layer takes while it runs, whatever mixes its rows.
+std::int64_t layer_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
+std::int64_t layer_backward_bytes(const BlockShape& block, const BlockRows& rows);
+
+// Keys and values of a divided set (model/divided_source.h): those of all S rows, and what the ranks of cp exchange of
+// them: of each rank keys of `most` rows, and behind them values. A trunk's are in the path.
+struct DividedForwardBuffers : BufferList {
+  enum class Stage { exchange, attention };
+  DividedForwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
+  Place k_SW, v_SW, part, whole;
+};
+
+struct DividedBackwardBuffers : BufferList {
+  enum class Stage { exchange, attention, owners };
+  DividedBackwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
+  Place k_SW, v_SW, part, whole;
+  Place grad_k_SW, grad_v_SW, grad_part, grad_whole;
+};
+
+// The backward of an item's layers, under their own buffers.
+struct DecoderBackwardBuffers : BufferList {
+  DecoderBackwardBuffers(const BlockShape& block, std::int64_t rows, std::int64_t outputs);
+  Place grad_stream_OM, grad_stream_TM;
+};
+
+// How a device computes the head.
+struct HeadWay {
+  bool ahead = false;        // the next block is computed while the host has this one's log-probs
+  bool writes_sums = false;  // its products do (ops/products.h)
+};
+
+// The head's block of logits. Where the run's dtype is narrower than its sums, hidden rows and a run of the
+// vocabulary's rows are widened first; or, where products write sums, the gradient of the logits is narrowed.
+struct HeadBuffers : BufferList {
+  HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
+              bool with_gradients, HeadWay way = {});
+  bool widens() const { return rooms[0].hidden_BM.index >= 0; }
+  bool narrows() const { return grad_logits_BV.index >= 0; }
+  bool has_two() const { return rooms[1].logits_BV.index >= 0; }
+  // Buffers of a block from its product until its gradient is passed on.
+  struct Room {
+    Place logits_BV, hidden_BM;
+  };
+  std::int64_t block_rows, vocabulary_run;  // rows with logits at once; rows of the vocabulary widened at once
+  std::array<Room, 2> rooms;
+  Place weight_run_NM, grad_logits_BV, grad_hidden_BM;
+};
+
+}  // namespace espalier

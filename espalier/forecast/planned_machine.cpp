@@ -1,0 +1,125 @@
+// Rates by name. A GPU's matrix product of r rows reads the weights once and multiplies:
+//   seconds = bytes of the weights / bandwidth + FLOPs / rate    so that    rate(r) = 1 / (b / (2 r bandwidth) + 1 /
+//   rate)
+// for each of the weights, of b bytes: few rows are bound by memory, many by the units.
+#include "espalier/forecast/planned_machine.h"
+
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "espalier/base/error.h"
+#include "espalier/base/json.h"
+
+namespace espalier {
+namespace {
+
+// Published peaks; sources in docs/machines.md, which a test compares with this table.
+struct Gpu {
+  const char* name;
+  const char* title;
+  double bfloat16, float32, float64;  // FLOP/s of matrix products
+  // FLOP/s of forward and backward together in bfloat16, by kernels: this library's, counted from what was compiled;
+  // FlashAttention-2's and cuDNN's, as measured by their writers. 0: they do not run there.
+  double attention_own, attention_flash, attention_cudnn;
+  double bytes_per_second;
+  std::int64_t memory_bytes;
+  double host_bytes_per_second;  // to the host's memory and back, each way
+  double link, network;          // that one GPU sends, to a neighbour and to another machine
+};
+constexpr Gpu kGpus[] = {
+    {"h100", "NVIDIA H100 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 3.35e12, std::int64_t{79} << 30, 64e9,
+     450e9, 50e9},
+    {"h200", "NVIDIA H200 SXM", 989e12, 67e12, 67e12, 150e12, 320e12, 500e12, 4.8e12, std::int64_t{139} << 30, 64e9,
+     450e9, 50e9},
+    {"a100", "NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 19.5e12, 100e12, 180e12, 0, 2.04e12, std::int64_t{79} << 30,
+     32e9, 300e9, 25e9},
+};
+// What large products and copies reach of the peaks: measured on an H200, 790 TFLOP/s and 4.3 TB/s.
+constexpr double kReachedFlops = 0.8, kReachedBytes = 0.9;
+constexpr double kReachedLink = 0.8;  // of a link's peak by large collectives; round, not measured
+// Attention in float32 and float64 has no published rate: half of what products reach.
+constexpr double kPlainAttention = 0.5;
+constexpr double kLaunchSeconds = 4e-6;
+
+// As a run takes them: auto is cuDNN's where there are any, FlashAttention-2 elsewhere.
+double attention_rate(const Gpu& gpu, AttentionKernels kernels) {
+  switch (kernels) {
+    case AttentionKernels::own:
+      return gpu.attention_own;
+    case AttentionKernels::flash:
+      return gpu.attention_flash;
+    case AttentionKernels::cudnn:
+      if (gpu.attention_cudnn == 0)
+        throw OptionError(
+            {"--attention", text_of("own or flash on an ", gpu.title), "cudnn, which needs Hopper", "leave it out"});
+      return gpu.attention_cudnn;
+    case AttentionKernels::automatic:
+      break;
+  }
+  return std::max(gpu.attention_flash, gpu.attention_cudnn);
+}
+
+MachineProfile profile_of_gpu(const Gpu& gpu, DType dtype, AttentionKernels kernels) {
+  const double peak = dtype == DType::bfloat16 ? gpu.bfloat16 : dtype == DType::float32 ? gpu.float32 : gpu.float64;
+  MachineProfile profile;
+  profile.name = gpu.title;
+  profile.source = "published";
+  profile.device = "cuda";
+  profile.dtype = dtype;
+  profile.bytes_per_second = kReachedBytes * gpu.bytes_per_second;
+  for (std::int64_t rows = 1; rows <= 8192; rows *= rows < 64 ? 4 : 2) {
+    const double reading =
+        static_cast<double>(bytes_of(dtype)) / (2 * static_cast<double>(rows) * profile.bytes_per_second);
+    profile.matrix.push_back({rows, 1 / (reading + 1 / (kReachedFlops * peak))});
+  }
+  profile.attention_flops_per_second =
+      dtype == DType::bfloat16 ? attention_rate(gpu, kernels) : kPlainAttention * kReachedFlops * peak;
+  profile.seconds_per_call = kLaunchSeconds;
+  profile.spill_bytes_per_second = kReachedBytes * gpu.host_bytes_per_second;
+  profile.memory_bytes = gpu.memory_bytes;
+  profile.link_bytes_per_second = kReachedLink * gpu.link;
+  profile.network_bytes_per_second = kReachedLink * gpu.network;
+  return profile;
+}
+
+Json read_profile(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();
+  try {
+    if (!path.ends_with(".toml")) return Json::parse(text.str());
+    std::ostringstream json;
+    json << toml::json_formatter(toml::parse(text.str(), path));
+    return Json::parse(json.str());
+  } catch (const nlohmann::json::exception& problem) {
+    throw InputError({path, "a machine profile in JSON", problem.what(), ""});
+  } catch (const toml::parse_error& problem) {
+    throw InputError({path, "a machine profile in TOML", std::string(problem.description()), ""});
+  }
+}
+
+}  // namespace
+
+MachineProfile planned_machine(const std::string& machine, DType dtype, Choice<AttentionKernels> attention) {
+  std::string names;
+  for (const Gpu& gpu : kGpus) {
+    if (machine == gpu.name) return profile_of_gpu(gpu, dtype, attention);
+    names += text_of(gpu.name, ", ");
+  }
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(machine, ignored))
+    throw OptionError({"--machine", text_of(names, "or a file with a profile"), "'" + machine + "'",
+                       "espalier stores a machine's profile in its ~/.cache/espalier"});
+  MachineProfile profile = profile_of(read_profile(machine), machine);
+  if (profile.dtype != dtype)
+    throw OptionError({"--machine", text_of("rates of ", name_of(dtype), ", the --dtype of this plan"),
+                       text_of(machine, " has rates of ", name_of(profile.dtype)),
+                       text_of("take --dtype ", name_of(profile.dtype), ", or another profile")});
+  return profile;
+}
+
+}  // namespace espalier

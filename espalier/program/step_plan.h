@@ -1,0 +1,181 @@
+// The plan of one optimizer step: trunks, waves, the rows of each, and the predicted cost.
+//
+// A plan is a pure function of the prefix trees, the model's shape, the options and the machine's profile. It holds no
+// tensors. The schedule (program/schedule.h) walks it: forward a trunk, run everything below it, backward the trunk.
+//
+// Row rule. A rollout of length n occupies depths 0 .. n-1; the row at depth d holds token d and predicts token d+1.
+// A set of rows is a forest of segments in depth-first order. Row i sees every row of the path above, and row j of its
+// own set iff j <= i < subtree_end(segment of j). So the row at depth d sees exactly d+1 rows, in any plan.
+//
+// The fork. Where a trunk ends at a fork, its last token is not a row of the trunk: every item below starts with that
+// token again, as a segment of one row above the rest, and so carries the edges to the different next tokens. Rollouts
+// that end at the fork are counted by that segment in the first item below, and nowhere else. A chain (a run cut for
+// the budget) has no fork and repeats nothing.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "espalier/base/json_fwd.h"
+#include "espalier/options/choices.h"
+#include "espalier/program/item_state.h"
+#include "espalier/rollout/rollout.h"
+
+namespace espalier {
+
+// Rows [row, row + end - begin) hold tokens [begin, end) of `rollout`, at positions begin .. end-1. The rollouts that
+// run through them are set.rollouts[first, last): all of them have these tokens.
+struct RowSegment {
+  std::int32_t rollout;
+  std::int32_t begin, end;
+  std::int32_t row;
+  std::int32_t subtree_end;   // one past the last row below this segment (itself included)
+  std::int32_t multiplicity;  // last - first: what a shared row counts in statistics
+  std::int32_t first, last;
+
+  bool operator==(const RowSegment&) const = default;
+};
+
+// Token `position` of the response of `rollout` (id `target`) is predicted by `row`.
+struct LossEdge {
+  std::int32_t row;
+  std::int32_t target;
+  std::int32_t rollout;
+  std::int32_t position;
+};
+
+struct RowSet {
+  std::vector<RowSegment> segments;    // ordered by row, without gaps
+  std::vector<std::int32_t> rollouts;  // of this item, depth-first; see RowSegment
+  std::int32_t rows = 0;
+  std::int32_t outputs = 0;       // rows with at least one edge, once for each temperature among its edges
+  std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
+  std::int64_t output_pairs = 0;  // those of outputs
+  std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
+  std::int64_t forks = 0;                                  // runs that others of the set follow
+
+  bool operator==(const RowSet&) const = default;
+};
+
+// Rows [begin, end) of a set without a branch among them: segments that nothing but the next one follows are one run.
+struct RowRun {
+  std::int32_t begin, end;
+  std::int32_t parent;  // number of the run that it follows; -1: none of the set
+  std::int32_t fork;    // number among the runs that others follow; -1: none does
+};
+// In the order of the rows.
+std::vector<RowRun> runs_of(const RowSet& set);
+
+// The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
+// the item runs, since a step may have hundreds of millions.
+std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
+
+// The first edge of each output, in that order: of each row, or by temperature of each (row, temperature).
+std::vector<LossEdge> outputs_of(const std::vector<LossEdge>& edges, std::span<const Rollout> rollouts,
+                                 bool by_temperature);
+
+enum class ItemKind { wave, trunk };
+
+struct PlanItem {
+  static constexpr std::int32_t kEveryRank = -1;
+
+  ItemKind kind = ItemKind::wave;
+  RowSet set;
+  std::int32_t path_rows = 0;          // rows of the open trunks above
+  ItemState state;                     // a wave stores nothing away
+  std::int32_t cp_rank = kEveryRank;   // of cp, that runs the item; kEveryRank: each runs its share of the rows
+  std::vector<PlanItem> below;         // trunks only, in plan order
+  std::vector<std::int32_t> finished;  // rollouts whose last edge is in this set; those without edges: nowhere
+  double flops = 0;                    // forward + backward (+ recompute)
+  double seconds = 0;                  // predicted
+
+  bool operator==(const PlanItem&) const = default;  // the same rows in the same order, at the same predicted cost
+};
+
+struct TreePlan {
+  Schedule schedule = Schedule::dense;  // what runs for this tree
+  std::int64_t rollouts = 0;
+  std::int64_t trunks = 0, waves = 0;  // waves that hold rows of this tree
+  std::int64_t logical_rows = 0, physical_rows = 0;
+  std::string reason;
+};
+
+struct PhasePeaks {
+  std::int64_t a = 0, b = 0, c = 0;  // bytes: trunk forwards, waves, trunk backwards; 0 where there is no trunk
+  std::int64_t peak() const { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
+  // With `held` bytes beside them in every phase that ran.
+  PhasePeaks above(std::int64_t held) const {
+    return {a == 0 ? 0 : held + a, b == 0 ? 0 : held + b, c == 0 ? 0 : held + c};
+  }
+};
+
+// Bytes that a rank sends in collectives, in the same phases.
+struct PlanCost {
+  double flops = 0;
+  double seconds = 0;
+  PhasePeaks bytes;                    // everything the process holds on the device
+  std::int64_t stored_bytes = 0;       // of trunks: most that is offloaded at a time
+  std::int64_t path_stored_bytes = 0;  // of the path
+
+  std::int64_t all_stored() const { return stored_bytes + path_stored_bytes; }
+
+  bool fits = true;  // within the memory budget
+};
+
+// One way that was tried to run a step within the memory budget.
+struct TriedPlan {
+  std::string what;
+  PlanCost cost;
+};
+
+// Where the path is: of the first layers always in memory, of the others while they are in use, and otherwise in a
+// store or, in parts, on the ranks of cp.
+struct PathPlan {
+  static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
+
+  std::int32_t layers_awake = kEveryLayer;
+  bool divided = false;
+
+  PathState state() const {
+    return layers_awake == kEveryLayer ? PathState::keep : divided ? PathState::divide : PathState::offload;
+  }
+};
+
+struct StepPlan {
+  std::vector<PlanItem> items;
+  std::vector<TreePlan> trees;
+  std::int64_t logical_rows = 0;  // rows a dense run forwards: the sum of rollout lengths
+  std::int64_t trunk_rows = 0, wave_rows = 0;
+  std::int64_t trunks = 0, waves = 0;
+  std::int32_t max_path_rows = 0;  // most rows that are open at once, below any item
+  std::int32_t max_rows = 0;       // most rows of one set
+  PathPlan path;
+  std::int64_t token_budget = 0;   // rows in one wave
+  bool budget_given = false;       // then no set has more than max(token_budget, 2) rows
+  std::int64_t memory_budget = 0;  // bytes; 0: unlimited
+  std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
+  std::string remedy;              // what would make it fit, for a person; empty where it does
+  bool all_logprobs = false;       // masked response tokens have edges too
+  bool by_temperature = true;      // false: a critic's, whose outputs know no temperature
+  std::int64_t window = 0;         // of the model's layers that have one; 0: none has
+  Schedule requested = Schedule::automatic;
+  PlanCost chosen;
+  std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits
+  PlanCost dense, packed, phased;  // the same step under one schedule throughout
+  double ceiling = 1;              // FLOPs dense / FLOPs with every shared row once (mathematics, section 9)
+  std::string machine;             // the profile that predicted the seconds, in a line
+
+  std::int64_t physical_rows() const { return trunk_rows + wave_rows; }
+};
+
+// Each rollout's rows and edges appear exactly once, every row sees exactly its path, counts add up.
+// Throws InternalError naming the first item that breaks a rule.
+void validate(const StepPlan& plan, std::span<const Rollout> rollouts);
+
+Json to_json(const StepPlan& plan);
+std::string explain(const StepPlan& plan);  // for a person
+
+}  // namespace espalier

@@ -1,0 +1,553 @@
+// config.json -> ModelShape, by the row of its family (model_families.h).
+#include "espalier/shape/model_shape.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include "espalier/shape/config_members.h"
+#include "espalier/shape/expert_config.h"
+#include "espalier/shape/model_families.h"
+#include "espalier/shape/rope_config.h"
+#include "espalier/shape/trained_parameters.h"
+
+namespace espalier {
+namespace {
+
+constexpr const char* kLanguageModel = "ForCausalLM";
+constexpr const char* kClassifier = "ForTokenClassification";
+constexpr const char* kSequenceClassifier = "ForSequenceClassification";
+constexpr const char* kWithVision = "ForConditionalGeneration";
+
+struct Architecture {
+  const Family& family;
+  bool classifier = false;
+  bool of_sequences = false;
+};
+
+Architecture architecture_of(const Members& config, bool critic) {
+  std::string architecture, model_type;
+  if (config.has("architectures")) {
+    const Json& list = config.at("architectures");
+    if (!list.is_array() || list.empty() || !list[0].is_string()) config.fail("architectures", "a list of one name");
+    architecture = list[0].get<std::string>();
+  } else {
+    model_type = config.text("model_type", "");
+    if (model_type.empty()) config.fail("architectures", "a list of one name");
+  }
+  std::string supported;
+  for (const Family& family : model_families()) {
+    const std::string name = family.name;
+    if (architecture == name + kLanguageModel || (architecture.empty() && model_type == family.model_type)) {
+      if (critic && !family.classifier)
+        throw UnsupportedError({config.where(), text_of("a family that transformers has a ", kClassifier, " of"),
+                                "'" + architecture + "'", "use another model as the critic, or as the reward model"});
+      return {family};
+    }
+    if (critic && family.classifier && architecture == name + kClassifier) return {family, true};
+    if (critic && family.classifier && architecture == name + kSequenceClassifier) return {family, true, true};
+    if (!critic || family.classifier)
+      supported += text_of(supported.empty() ? "" : ", ", name, critic ? kClassifier : kLanguageModel);
+  }
+  const std::string name = architecture.empty() ? model_type : architecture;
+  const bool served = !critic && (architecture.empty() || name.ends_with(kLanguageModel));
+  const char* remedy = served                                  ? kServedInPython
+                       : critic && name.ends_with(kWithVision) ? "give its text model in a directory of its own"
+                                                               : "";
+  throw UnsupportedError({config.where(), "one of the architectures " + supported, "'" + name + "'", remedy});
+}
+
+void refuse_dropout(const Members& config) {
+  for (const char* name :
+       {"attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop",
+        "resid_dropout", "residual_dropout", "embd_pdrop", "embedding_dropout", "attn_pdrop", "dropout"}) {
+    if (!config.has(name)) continue;
+    if (!config.at(name).is_number()) config.fail(name, "a number");
+    if (config.at(name).get<double>() != 0)
+      config.refuse(text_of(name, " = ", shown(config.at(name))),
+                    text_of("no dropout (a shared row must be the same in every rollout; set ", name, " to 0)"));
+  }
+}
+
+// layer_types, or nothing where it is absent: 1 for layers with a window.
+std::vector<std::uint8_t> read_layer_types(const Members& config, std::int64_t layers) {
+  std::vector<std::uint8_t> windowed;
+  if (!config.has("layer_types")) return windowed;
+  const Json& types = config.at("layer_types");
+  if (!types.is_array() || types.size() != static_cast<std::size_t>(layers))
+    config.fail("layer_types", text_of("a list of ", layers, " names"));
+  for (const Json& type : types) {
+    if (type != "sliding_attention" && type != "full_attention")
+      config.refuse("layer type " + shown(type), "layers of full_attention and sliding_attention");
+    windowed.push_back(type == "sliding_attention");
+  }
+  return windowed;
+}
+
+// As the families' classes of transformers read them. A window that no rollout is longer than is none.
+void read_windows(const Members& config, const Family& family, ModelShape& shape) {
+  constexpr std::int64_t kMaxWindowLayersAbsent = 28;  // of the configuration classes
+  constexpr std::int64_t kLongest = 1 << 30;
+  const auto layers = static_cast<std::size_t>(shape.layers);
+  std::vector<std::uint8_t> windowed = read_layer_types(config, shape.layers);
+  const auto windows = [&] { return std::ranges::count(windowed, 1) > 0; };
+  if (family.windows == Windows::none) {
+    if (windows() || config.flag("use_sliding_window", false))
+      config.refuse("layers with a sliding window", text_of("layers of full attention in ", family.name));
+    return;
+  }
+  const bool by_flag = family.windows == Windows::all_if_used || family.windows == Windows::some_if_used ||
+                       family.windows == Windows::unrotated_if_used;
+  const bool used = !by_flag || config.flag("use_sliding_window", false);
+  const bool is_null = config.is_null("sliding_window") || (!config.has("sliding_window") && family.window == 0);
+  if (family.windows == Windows::all || family.windows == Windows::all_if_used) {
+    windowed.assign(layers, 1);
+  } else if (windowed.empty()) {
+    const std::int64_t first = config.integer("max_window_layers", 0, 1 << 20, kMaxWindowLayersAbsent);
+    const std::int64_t period = config.integer("sliding_window_pattern", 1, 1 << 20, family.window_period);
+    for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+      windowed.push_back(family.windows == Windows::by_types       ? period == 0 || (layer + 1) % period != 0
+                         : family.windows == Windows::some_if_used ? used && layer >= first
+                                                                   : used && !is_null && !shape.rotates(layer));
+  } else if (windows() && (!used || (is_null && family.windows != Windows::by_types))) {
+    config.fail(used ? "sliding_window" : "use_sliding_window",
+                text_of(used ? "a number of rows" : "true", " (layer_types has layers of sliding_attention)"));
+  }
+  if (shape.has_window_rope) shape.window_layer = windowed;  // their rotation is another, whatever the window is
+  if (!used || is_null || !windows()) return;
+  const std::int64_t window = config.integer("sliding_window", 1, std::int64_t{1} << 40, family.window);
+  if (window > kLongest) return;
+  shape.window = window;
+  shape.window_layer = std::move(windowed);
+}
+
+// layer_types, or one layer of attention after three whose rows carry a state.
+void read_mixers(const Members& config, const Family& family, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
+  DeltaRuleShape& s = shape.delta_rule;
+  s.by_key_head = family.by_key_head;
+  s.key_heads = config.integer("linear_num_key_heads", 1, kMost, 16);
+  s.value_heads = config.integer("linear_num_value_heads", 1, kMost, 32);
+  s.key_dim = config.integer("linear_key_head_dim", 1, kMost, 128);
+  s.value_dim = config.integer("linear_value_head_dim", 1, kMost, 128);
+  s.kernel = config.integer("linear_conv_kernel_dim", 1, kMostKernel, 4);
+  if (s.value_heads % s.key_heads != 0)
+    config.fail("linear_num_value_heads", text_of("a multiple of linear_num_key_heads = ", s.key_heads));
+  shape.attention.output_gate = true;
+  const std::int64_t interval = config.integer("full_attention_interval", 1, kMost, 4);
+  const bool named = config.has("layer_types");
+  if (named && (!config.at("layer_types").is_array() ||
+                config.at("layer_types").size() != static_cast<std::size_t>(shape.layers)))
+    config.fail("layer_types", text_of("a list of ", shape.layers, " names"));
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    const Json type = named ? config.at("layer_types")[static_cast<std::size_t>(layer)]
+                            : Json((layer + 1) % interval != 0 ? "linear_attention" : "full_attention");
+    if (type != "linear_attention" && type != "full_attention")
+      config.refuse("layer type " + shown(type), "layers of full_attention and linear_attention");
+    shape.mixer_of_layer.push_back(type == "full_attention" ? Mixer::attention : Mixer::delta_rule);
+  }
+}
+
+// Mamba-2 in all layers but those of attn_layer_indices.
+void read_mamba(const Members& config, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kMostKernel = 32;
+  DeltaRuleShape& s = shape.delta_rule;
+  s.mamba = true;
+  s.key_heads = config.integer("mamba_n_groups", 1, kMost, 1);
+  s.value_heads = config.integer("mamba_n_heads", 1, kMost, 128);
+  s.key_dim = config.integer("mamba_d_state", 1, kMost, 256);
+  s.kernel = config.integer("mamba_d_conv", 1, kMostKernel, 4);
+  const std::int64_t width = config.integer("mamba_expand", 1, kMost, 2) * shape.hidden;
+  const bool stated = config.has("mamba_d_head") && config.at("mamba_d_head") != Json("auto");
+  s.value_dim = stated ? config.integer("mamba_d_head", 1, kMost, 1) : width / s.value_heads;
+  if (s.value_heads * s.value_dim != width)
+    config.fail("mamba_n_heads", text_of("heads that are together mamba_expand * hidden_size = ", width, " wide"));
+  if (s.value_heads % s.key_heads != 0)
+    config.fail("mamba_n_heads", text_of("a multiple of mamba_n_groups = ", s.key_heads));
+  s.conv_bias = config.flag("mamba_conv_bias", true);
+  if (config.flag("mamba_proj_bias", false)) config.refuse("mamba_proj_bias = true", "projections without biases");
+  if (config.has("time_step_limit") && !config.is_null("time_step_limit")) {
+    const Json& limit = config.at("time_step_limit");
+    const bool infinite = limit.is_array() && limit.size() == 2 && limit[1] == Json({{"__float__", "Infinity"}});
+    if (!limit.is_array() || limit.size() != 2 || !limit[0].is_number() || !(infinite || limit[1].is_number()))
+      config.fail("time_step_limit", "two numbers");
+    s.least_step = limit[0].get<double>();
+    if (!infinite) s.largest_step = limit[1].get<double>();
+  }
+  shape.mixer_of_layer.assign(static_cast<std::size_t>(shape.layers), Mixer::delta_rule);
+  if (!config.has("attn_layer_indices") || config.is_null("attn_layer_indices")) return;
+  const Json& attention = config.at("attn_layer_indices");
+  if (!attention.is_array()) config.fail("attn_layer_indices", "a list of layers");
+  for (const Json& layer : attention) {
+    if (!layer.is_number_integer() || layer.get<std::int64_t>() < 0 || layer.get<std::int64_t>() >= shape.layers)
+      config.fail("attn_layer_indices", text_of("numbers of layers below ", shape.layers));
+    shape.mixer_of_layer[layer.get<std::size_t>()] = Mixer::attention;
+  }
+}
+
+// As the configuration classes of transformers have it: heads of queries and keys are qk_nope_head_dim and
+// qk_rope_head_dim channels, every head has keys and values of its own, and head_dim says nothing.
+void read_latents(const Members& config, ModelShape& shape) {
+  constexpr std::int64_t kMost = 1 << 20, kLargestHead = 2048;
+  LatentShape& s = shape.latent;
+  s.query = config.is_null("q_lora_rank") ? 0 : config.integer("q_lora_rank", 1, kMost, 1536);
+  s.key_value = config.integer("kv_lora_rank", 1, kMost, 512);
+  s.plain = config.integer("qk_nope_head_dim", 1, kLargestHead, 128);
+  s.rotary = config.integer("qk_rope_head_dim", 2, kLargestHead, 64);
+  s.value = config.integer("v_head_dim", 1, kLargestHead, 128);
+  if (s.rotary % 2 != 0) config.fail("qk_rope_head_dim", "even");
+  if (config.has("num_key_value_heads") && shape.kv_heads != shape.heads)
+    config.fail("num_key_value_heads", text_of("num_attention_heads = ", shape.heads));
+  shape.kv_heads = shape.heads;
+  shape.head_dim = s.plain + s.rotary;
+  shape.attention.rotary = s.rotary;
+}
+
+// no_rope_layers, 1 for layers that rotate; or all but each no_rope_layer_interval-th.
+void read_unrotated(const Members& config, ModelShape& shape) {
+  const std::int64_t interval = config.integer("no_rope_layer_interval", 1, 1 << 20, 4);
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    shape.unrotated_layer.push_back((layer + 1) % interval == 0);
+  if (!config.has("no_rope_layers")) return;
+  const Json& rotates = config.at("no_rope_layers");
+  const std::string expected =
+      text_of("a list of ", shape.layers, " numbers, 1 for a layer that rotates and 0 for others");
+  if (!rotates.is_array() || rotates.size() != static_cast<std::size_t>(shape.layers))
+    config.fail("no_rope_layers", expected);
+  for (std::size_t layer = 0; layer < rotates.size(); ++layer) {
+    if (rotates[layer] != Json(0) && rotates[layer] != Json(1)) config.fail("no_rope_layers", expected);
+    shape.unrotated_layer[layer] = rotates[layer] == Json(0);
+  }
+}
+
+bool has_bias(const Members& config, Biases biases) {
+  switch (biases) {
+    case Biases::none:
+      return false;
+    case Biases::always:
+      return true;
+    case Biases::attention_bias:
+      return config.flag("attention_bias", false);
+    case Biases::attention_bias_on:
+      return config.flag("attention_bias", true);
+    case Biases::use_bias:
+      return config.flag("use_bias", true);
+    case Biases::qkv_bias_on:
+      return config.flag("qkv_bias", true);
+  }
+  return false;
+}
+
+// A number above 0, or nothing: null says that there is none.
+double read_cap(const Members& config, const char* name, double absent) {
+  return config.is_null(name) ? 0 : config.positive(name, absent > 0 ? absent : 0);
+}
+
+void read_scales(const Members& config, const Family& family, ModelShape& shape) {
+  if (family.scales_embedding) shape.scales.embedding = std::sqrt(static_cast<double>(shape.hidden));
+  if (family.query_scalar > 0)
+    shape.attention.scale = 1 / std::sqrt(config.positive("query_pre_attn_scalar", family.query_scalar));
+  if (family.caps) {
+    shape.attention.soft_cap = read_cap(config, "attn_logit_softcapping", family.attention_cap);
+    shape.scales.logit_cap = read_cap(config, "final_logit_softcapping", family.logit_cap);
+  }
+  if (config.flag("use_bidirectional_attention", false))
+    config.refuse("use_bidirectional_attention = true", "rows that see no later ones");
+  if (!family.multipliers) return;
+  shape.scales.embedding = config.positive("embedding_multiplier", 1);
+  shape.scales.residual = config.positive("residual_multiplier", 1);
+  shape.scales.logits = 1 / config.positive("logits_scaling", 1);
+  shape.attention.scale = config.positive("attention_multiplier", 1);
+}
+
+void read_activation(const Members& config, const Family& family, ModelShape& shape) {
+  const char* member = family.activation_member;
+  const std::string name = config.text(member, family.activation);
+  shape.activation.gated = family.gated;
+  if (family.experts.clamped) {
+    constexpr double kSlope = 1.702;
+    if (name != "silu" || config.positive("swiglu_alpha", kSlope) != kSlope)
+      config.refuse(text_of(member, " '", name, "' with swiglu_alpha = ", config.positive("swiglu_alpha", kSlope)),
+                    "silu with swiglu_alpha = 1.702");
+    shape.activation.kind = Activation::clamped;
+    shape.activation.limit = config.positive("swiglu_limit", 7);
+    return;
+  }
+  if (name == "silu" || name == "swish")
+    shape.activation.kind = Activation::silu;
+  else if (name == "gelu_pytorch_tanh" || name == "gelu_new")
+    shape.activation.kind = Activation::gelu_tanh;
+  else if (name == "gelu")
+    shape.activation.kind = Activation::gelu;
+  else
+    config.refuse(text_of(member, " '", name, "'"), text_of(member, " silu, gelu or gelu_pytorch_tanh"));
+}
+
+DType read_dtype(const Members& config) {
+  const std::string name = config.text("dtype", config.text("torch_dtype", "float32"));
+  if (name == "float64") return DType::float64;
+  if (name == "bfloat16") return DType::bfloat16;
+  // There is no float16 here; such weights are widened when they are read.
+  if (name == "float32" || name == "float16") return DType::float32;
+  config.refuse("dtype '" + name + "'", "weights in float64, float32, bfloat16 or float16");
+}
+
+void check_heads(const Members& config, const ModelShape& shape) {
+  if (shape.heads % shape.kv_heads != 0)
+    config.fail("num_key_value_heads", text_of("a divisor of num_attention_heads = ", shape.heads));
+  if (shape.head_dim % 2 != 0) config.fail("head_dim", text_of("even (it is ", shape.head_dim, ")"));
+}
+
+// A token classifier has two labels unless its config says otherwise.
+void check_one_label(const Members& config) {
+  const char* expected = "one label: a critic gives one number a token";
+  if (config.has("id2label")) {
+    if (!config.at("id2label").is_object() || config.at("id2label").size() != 1) config.fail("id2label", expected);
+  } else if (!config.has("num_labels") || config.at("num_labels") != Json(1)) {
+    config.fail("num_labels", expected);
+  }
+}
+
+// Experts that files hold in MXFP4 are read into bfloat16 (checkpoint/packed_experts.h).
+void refuse_quantisation(const Members& config, const Family& family) {
+  if (!config.has("quantization_config")) return;
+  const Json& stated = config.at("quantization_config");
+  const bool mxfp4 = stated.is_object() && stated.value("quant_method", Json()) == Json("mxfp4");
+  if (mxfp4 && family.names.packed_experts) return;
+  config.refuse(mxfp4 ? "quantization_config of method mxfp4" : "quantization_config",
+                family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
+                                            : "weights that are not quantised");
+}
+
+ModelShape shape_of_family(const Members& config, const Family& family) {
+  ModelShape shape;
+  shape.architecture = text_of(family.name, kLanguageModel);
+  shape.layers = config.integer("num_hidden_layers", 1, 10000);
+  shape.hidden = config.integer("hidden_size", 1, 1 << 20);
+  // Without dense layers nothing is of this width.
+  shape.inner = family.experts.everywhere ? config.integer("intermediate_size", 1, 1 << 24, 1)
+                                          : config.integer("intermediate_size", 1, 1 << 24);
+  shape.heads = family.heads > 0 ? config.integer("num_attention_heads", 1, 65536, family.heads)
+                                 : config.integer("num_attention_heads", 1, 65536);
+  const bool as_heads = family.kv_heads == 0 || config.is_null("num_key_value_heads");
+  shape.kv_heads = config.integer("num_key_value_heads", 1, shape.heads, as_heads ? shape.heads : family.kv_heads);
+  if (!config.has("head_dim") && !family.latent && family.head_dim == 0 && shape.hidden % shape.heads != 0)
+    config.fail("hidden_size",
+                text_of("a multiple of num_attention_heads = ", shape.heads, " where head_dim is absent"));
+  shape.head_dim = config.integer("head_dim", 1, 4096, family.head_dim ? family.head_dim : shape.hidden / shape.heads);
+  if (family.latent)
+    read_latents(config, shape);
+  else
+    check_heads(config, shape);
+  shape.vocabulary = family.vocabulary > 0 ? config.integer("vocab_size", 1, 1 << 26, family.vocabulary)
+                                           : config.integer("vocab_size", 1, 1 << 26);
+  shape.max_positions = config.integer("max_position_embeddings", 1, 1 << 30, family.max_positions);
+  shape.rms_norm_eps = config.positive(family.eps_member, family.eps);
+  shape.initializer_range = config.positive("initializer_range", 0.02);
+  shape.tied_head = config.flag("tie_word_embeddings", family.tied_head);
+  const std::int64_t pad = config.is_null("pad_token_id") ? -1 : family.pad_token;
+  if (config.has("pad_token_id")) {
+    shape.pad_token = config.integer("pad_token_id", -shape.vocabulary, shape.vocabulary - 1);
+    if (shape.pad_token < 0) shape.pad_token += shape.vocabulary;  // from the end, as nn.Embedding counts
+  } else if (pad >= 0) {
+    shape.pad_token = pad < shape.vocabulary ? pad : -1;
+  }
+  shape.qkv_bias = has_bias(config, family.qkv_bias);
+  shape.output_bias = has_bias(config, family.output_bias);
+  shape.mlp_bias =
+      (family.mlp_bias_member && config.flag("mlp_bias", false)) || (family.mlp_bias_as_output && shape.output_bias);
+  shape.qk_norm = family.qk_norm_member ? config.flag("use_qk_norm", false) : family.qk_norm;
+  shape.attention.wide_norm = family.wide_norm;
+  shape.attention.sinks = family.sinks;
+  shape.norm = family.norm;
+  shape.norm_place = family.norm_place;
+  shape.names = family.names;
+  shape.stored_dtype = read_dtype(config);
+  shape.expert_layer.assign(shape.layers, 0);
+  read_rope(config, family, shape);
+  if (family.unrotated_layers) read_unrotated(config, shape);
+  read_scales(config, family, shape);
+  // Qwen3-Next may have no experts.
+  if (family.experts.some && !(family.delta_rule && config.integer("num_experts", 0, 65536, 512) == 0)) {
+    read_experts(config, family, shape);
+  }
+
+  refuse_dropout(config);
+  if (family.mamba)
+    read_mamba(config, shape);
+  else if (family.delta_rule)
+    read_mixers(config, family, shape);
+  else
+    read_windows(config, family, shape);
+  read_activation(config, family, shape);
+  refuse_quantisation(config, family);
+  return shape;
+}
+
+// What never trains is held from the start.
+ModelShape with_held(ModelShape shape) {
+  return shape.router.correction_bias && shape.expert_layers() > 0 ? train_only(std::move(shape), {}) : shape;
+}
+
+const Family& family_named(std::string_view name) {
+  const std::span<const Family> families = model_families();
+  return *std::ranges::find(families, name, [](const Family& family) { return std::string_view(family.name); });
+}
+
+// The row of a model with a vision tower, or null: the config is not such a model's.
+const VisionFamily* vision_family_of(const Members& config) {
+  if (!config.has("architectures") || !config.at("architectures").is_array() || config.at("architectures").empty() ||
+      !config.at("architectures")[0].is_string())
+    return nullptr;
+  const std::string architecture = config.at("architectures")[0].get<std::string>();
+  std::string type, types;
+  if (config.has("text_config") && config.at("text_config").is_object())
+    type = Members(config.at("text_config"), config.where(), "text_config.").text("model_type", "");
+  else
+    type = config.text("model_type", "");
+  for (const VisionFamily& row : vision_families()) {
+    if (architecture != text_of(row.name, kWithVision)) continue;
+    if (type.empty() || type == row.text_type) return &row;
+    types += text_of(types.empty() ? "" : " or ", row.text_type);
+  }
+  if (!types.empty()) config.refuse("a text model of type '" + type + "'", "a text model of type " + types);
+  return nullptr;
+}
+
+// The text model's members, with those of the whole model that hold for it.
+Json text_config_of(const Members& config) {
+  Json text = Json::object();
+  if (config.has("text_config")) {
+    if (!config.at("text_config").is_object()) config.fail("text_config", "an object");
+    text = config.at("text_config");
+  } else {
+    for (const auto& [name, value] : config.all().items())
+      if (name != "vision_config") text[name] = value;
+  }
+  for (const char* name : {"tie_word_embeddings", "dtype", "torch_dtype", "quantization_config"})
+    if (config.has(name)) text[name] = config.at(name);
+  return text;
+}
+
+ModelShape shape_beside_vision(const Members& config, const VisionFamily& row) {
+  const Family& family = family_named(row.family);
+  const Json text = text_config_of(config);
+  const Members members(text, config.where(), "text_config.");
+  // Where the text model has a configuration class of its own, absent members mean other values than the family's.
+  if (std::string_view(row.text_type) != family.model_type) {
+    for (const char* name : {"num_key_value_heads", "max_position_embeddings", "rms_norm_eps"})
+      if (!members.has(name)) members.fail(name, "a number");
+    if (!members.has("rope_theta") && !members.has("rope_parameters")) members.fail("rope_theta", "a number");
+  }
+  ModelShape shape = shape_of_family(members, family);
+  shape.architecture = text_of(row.name, kWithVision);
+  shape.beside_vision = true;
+  for (const char* name : {"image_token_id", "image_token_index", "video_token_id", "vision_start_token_id",
+                           "vision_end_token_id", "boi_token_index", "eoi_token_index"})
+    if (config.has(name))
+      shape.image_tokens.push_back(static_cast<std::int32_t>(config.integer(name, 0, std::int64_t{1} << 30)));
+  return shape;
+}
+
+// "Qwen/Qwen3-0.6B": two words of a name and a slash between them.
+bool is_name_on_hub(const std::string& text) {
+  const auto plain = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+  };
+  const std::size_t slash = text.find('/');
+  return slash != text.npos && slash > 0 && slash + 1 < text.size() && text[0] != '.' &&
+         std::all_of(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(slash), plain) &&
+         std::all_of(text.begin() + static_cast<std::ptrdiff_t>(slash) + 1, text.end(), plain);
+}
+
+Json read_config(const std::filesystem::path& path) {
+  std::error_code ignored;
+  const std::string where = path.string();
+  std::ifstream in(path, std::ios::binary);
+  if (!in || std::filesystem::is_directory(path, ignored)) {
+    const bool named = is_name_on_hub(where) && !std::filesystem::exists(path, ignored);
+    throw InputError({where, named ? "a model directory on this machine" : "a Hugging Face config.json",
+                      named ? "no such directory" : "no readable file",
+                      named ? "If it is a model on the Hugging Face Hub, download it: hf download " + where +
+                                  " --local-dir " + path.filename().string() + ", and give that directory"
+                            : "Give a model directory or its config.json"});
+  }
+  std::ostringstream text;
+  text << in.rdbuf();
+  try {
+    return Json::parse(text.str());
+  } catch (const nlohmann::json::exception& problem) {
+    throw InputError({where, "JSON", problem.what(), ""});
+  }
+}
+
+std::filesystem::path config_path(const std::filesystem::path& given) {
+  std::error_code ignored;
+  return std::filesystem::is_directory(given, ignored) ? given / "config.json" : given;
+}
+
+void check_object(const Json& json, const std::string& where) {
+  if (!json.is_object()) throw InputError({where, "a JSON object", shown(json), ""});
+}
+
+}  // namespace
+
+ModelShape model_shape_of(const Json& json, const std::string& where) {
+  check_object(json, where);
+  const Members config(json, where);
+  if (const VisionFamily* row = vision_family_of(config)) return with_held(shape_beside_vision(config, *row));
+  return with_held(shape_of_family(config, architecture_of(config, false).family));
+}
+
+CriticShape critic_shape_of(const Json& json, const std::string& where) {
+  check_object(json, where);
+  const Members config(json, where);
+  if (!config.has("architectures")) config.fail("architectures", "a list of one name");
+  const Architecture architecture = architecture_of(config, true);
+  if (architecture.classifier) check_one_label(config);
+  ModelShape shape = shape_of_family(config, architecture.family);
+  shape.architecture = text_of(architecture.family.name, architecture.of_sequences ? kSequenceClassifier : kClassifier);
+  shape.value_head = true;
+  shape.tied_head = false;
+  return {with_held(std::move(shape)), architecture.classifier};
+}
+
+CriticShape read_reward_shape(const std::filesystem::path& given) {
+  CriticShape model = read_critic_shape(given);
+  std::string& architecture = model.shape.architecture;
+  if (architecture.ends_with(kSequenceClassifier)) return model;
+  if (model.head_is_stored)
+    throw InputError({given.string(), text_of("a model ", kLanguageModel, " or ", kSequenceClassifier),
+                      "'" + architecture + "', whose head has a bias",
+                      "give the language model that it began from, or a reward model"});
+  architecture.replace(architecture.size() - std::string_view(kClassifier).size(), std::string::npos,
+                       kSequenceClassifier);
+  model.shape = with_held(std::move(model.shape));
+  return model;
+}
+
+bool is_reward_model(const std::filesystem::path& given) {
+  const Json config = read_config(config_path(given));
+  const auto names = config.find("architectures");
+  return names != config.end() && names->is_array() && names->size() == 1 && names->front().is_string() &&
+         names->front().get<std::string>().ends_with(kSequenceClassifier);
+}
+
+bool scores_sequences(const ModelShape& shape) { return shape.architecture.ends_with(kSequenceClassifier); }
+
+ModelShape read_model_shape(const std::filesystem::path& given) {
+  const std::filesystem::path path = config_path(given);
+  return model_shape_of(read_config(path), path.string());
+}
+
+CriticShape read_critic_shape(const std::filesystem::path& given) {
+  const std::filesystem::path path = config_path(given);
+  return critic_shape_of(read_config(path), path.string());
+}
+
+std::int64_t ModelShape::expert_layers() const {
+  return std::count(expert_layer.begin(), expert_layer.end(), std::uint8_t{1});
+}
+
+}  // namespace espalier

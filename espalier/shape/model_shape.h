@@ -1,0 +1,318 @@
+// The numbers of a model that decide cost and memory, read from a Hugging Face config.json. No weights, no tensors.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "espalier/base/dtype.h"
+#include "espalier/base/json_fwd.h"
+#include "espalier/shape/block_kinds.h"
+
+namespace espalier {
+
+// How the frequencies of rotary positions are rescaled ("rope_type"; model/rotary.h has the equations).
+enum class RopeType : std::uint8_t { llama3, linear, yarn, longrope };
+struct RopeScaling {
+  double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+  std::int64_t original_max_position_embeddings = 8192;
+  RopeType type = RopeType::llama3;
+  double attention_factor = 1;                              // cos and sin are multiplied by it (yarn, longrope)
+  double beta_fast = 32, beta_slow = 1;                     // yarn
+  bool truncate = true;                                     // yarn: the ramp's ends are whole numbers
+  std::vector<double> short_factor = {}, long_factor = {};  // longrope, one per frequency
+};
+
+// The rotation of some layers.
+struct Rope {
+  double theta = 10000;
+  bool has_scaling = false;
+  RopeScaling scaling;
+};
+
+// Where the two norms of a block stand: x + f(norm(x)), x + norm(f(norm(x))), x + norm(f(x)).
+enum class NormPlace : std::uint8_t { before, both, after };
+
+// What attention has beside q, k and v. 0 or false: not there.
+struct AttentionShape {
+  double scale = 0;          // of q k; 0: 1/sqrt(head_dim)
+  double soft_cap = 0;       // scores become cap tanh(score / cap)
+  std::int64_t rotary = 0;   // the first channels of a head, which rotate; 0: all of them
+  bool interleaved = false;  // channels 2i and 2i + 1 rotate together, not i and i + rotary/2
+  bool wide_norm = false;    // qk_norm is over all heads of a row, not over each head
+  bool sinks = false;        // a trained logit per head joins each row's softmax; it has no value
+  bool output_gate = false;  // q_proj gives query and gate [2 D] per head; attended values times sigmoid(gate)
+};
+
+// Latent attention (DeepSeek-V2, DeepSeek-V3): rows are projected to a narrow latent, its norm to heads. A head of
+// queries and keys has channels without rotation and behind them those that rotate; the latter of a key are one row for
+// all heads, projected beside the latent.
+struct LatentShape {
+  std::int64_t query = 0;                         // C of queries; 0: their heads are projected from the rows
+  std::int64_t key_value = 0;                     // C of keys and values; 0: there is no latent attention
+  std::int64_t plain = 0, rotary = 0, value = 0;  // channels of a head: of q and k, without and with rotation; of v
+  double norm_eps = 1e-6;
+
+  std::int64_t heads() const { return plain + value; }  // channels that the keys' and values' latent gives to a head
+};
+
+// Factors and caps of the whole model.
+struct Scales {
+  double embedding = 1, residual = 1;  // of looked-up rows; of what each half of a block adds
+  double logits = 1;                   // logits are multiplied by it
+  double logit_cap = 0;                // then become cap tanh(logit / cap); 0: not
+};
+
+// How a router scores and chooses (ops/experts.h). The defaults are a softmax and its k largest.
+struct RouterKind {
+  bool sigmoid = false;                     // scores are sigmoids of the logits
+  bool correction_bias = false;             // is added to the scores for the choice alone; held, never trained
+  bool after_choice = false;                // the softmax is over the chosen logits alone
+  bool bias = false;                        // of the router's projection
+  std::int64_t groups = 1, top_groups = 1;  // experts are chosen from the best groups
+  double scaling = 1;                       // of the weights
+};
+
+// An MLP beside the experts, which every row has; inner = 0: none.
+struct SharedExpert {
+  std::int64_t inner = 0;
+  bool gate = false;  // its output times sigmoid(row . gate weight)
+};
+
+// What mixes the rows of a layer.
+enum class Mixer : std::uint8_t { attention, delta_rule };
+
+// The gated delta rule (Qwen3-Next, Qwen3.5), or Mamba-2, which does not read its state before it writes: both behind a
+// short convolution (ops/delta_rule.h).
+struct DeltaRuleShape {
+  std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
+  std::int64_t kernel = 0;                                                  // rows of the convolution
+  // What a row is projected to: q, k, v, z, b, a, each of all heads (Qwen3.5); or by key head q, k, v, z, and behind
+  // them by key head b, a (Qwen3-Next).
+  bool by_key_head = false;
+  // Mamba-2: a row is projected to z, v, k, q of all heads and one number a head; the convolution's channels are v, k,
+  // q, with biases or without; the step of a row is within [least_step, largest_step].
+  bool mamba = false, conv_bias = false;
+  double least_step = 0, largest_step = std::numeric_limits<double>::infinity();
+
+  std::int64_t channels() const { return 2 * key_heads * key_dim + value_width(); }  // of the convolution
+  std::int64_t value_width() const { return value_heads * value_dim; }
+  std::int64_t projected() const { return channels() + value_width() + (mamba ? 1 : 2) * value_heads; }
+  std::int64_t matrix() const { return value_heads * key_dim * value_dim; }  // numbers of S
+  std::int64_t state() const { return matrix() + (kernel - 1) * channels(); }
+
+  // Channels of the convolution where q and k of one key head, and v of its value heads, begin.
+  struct Channels {
+    std::int64_t q, k, v;
+  };
+  Channels channels(std::int64_t key_head) const {
+    const std::int64_t keys = key_heads * key_dim, key = key_head * key_dim,
+                       value = key_head * (value_heads / key_heads) * value_dim;
+    if (mamba) return {value_width() + keys + key, value_width() + key, value};
+    return {key, keys + key, 2 * keys + value};
+  }
+
+  // Columns of a projected row where one key head has q, k, and what its value heads have: v, z, b, a; of Mamba-2 b is
+  // a.
+  struct Columns {
+    std::int64_t q, k, v, z, b, a;
+  };
+  Columns columns(std::int64_t key_head) const {
+    const std::int64_t each = value_heads / key_heads, width = each * value_dim, g = key_head;
+    const std::int64_t keys = key_heads * key_dim, ends = channels() + value_width();
+    if (mamba) {
+      const std::int64_t v = value_width(), step = ends + g * each;
+      return {2 * v + keys + g * key_dim, 2 * v + g * key_dim, v + g * width, g * width, step, step};
+    }
+    if (by_key_head) {
+      const std::int64_t first = g * 2 * (key_dim + width), q = first + key_dim;
+      return {first, q, q + key_dim, q + key_dim + width, ends + 2 * g * each, ends + (2 * g + 1) * each};
+    }
+    return {g * key_dim,     keys + g * key_dim,           2 * keys + g * width, channels() + g * width,
+            ends + g * each, ends + value_heads + g * each};
+  }
+};
+
+// How a family calls its parameters. "": there is none. Fused names are those of files alone
+// (checkpoint/fused_names.h): each parameter has a name of its own here.
+struct ParameterNames {
+  const char* attention_norm = "input_layernorm";
+  const char* attention_post_norm = "";
+  const char* mlp_norm = "post_attention_layernorm";
+  const char* mlp_post_norm = "";
+  const char* final_norm = "model.norm";
+  const char *gate = "mlp.gate_proj", *up = "mlp.up_proj", *down = "mlp.down_proj";
+  const char* router = "mlp.gate";
+  const char* correction_bias = "mlp.gate.e_score_correction_bias";
+  const char* experts = "mlp.experts";  // their module; those of an expert are
+  // Files hold the experts of a layer as <experts>.gate_up_proj [E, M, 2 F], a column of gate and one of up in turn,
+  // and down_proj [E, F, M], with their biases beside them (gpt-oss; checkpoint/packed_experts.h).
+  bool packed_experts = false;
+  const char *expert_gate = "gate_proj", *expert_up = "up_proj", *expert_down = "down_proj";
+  const char *shared_gate = "mlp.shared_expert.gate_proj", *shared_up = "mlp.shared_expert.up_proj",
+             *shared_down = "mlp.shared_expert.down_proj";
+  const char* shared_expert_gate = "mlp.shared_expert_gate";
+  const char *fused_qkv = "", *fused_gate_up = "";  // one matrix in files: q, k, v; gate, up
+};
+
+// The products of a layer whose weights or biases have gradients.
+struct TrainedLayer {
+  bool query = true, key_value = true, output = true, router = true, gate_up = true, down = true;
+  bool shared_gate_up = true, shared_down = true, shared_expert_gate = true;
+  bool query_latent = true, key_value_latent = true;
+};
+
+// The projections of a layer that have a LoRA adapter.
+struct AdaptedLayer {
+  bool query = false, key = false, value = false, output = false, gate = false, up = false, down = false;
+
+  bool any() const { return query || key || value || output || gate || up || down; }
+  bool operator==(const AdaptedLayer&) const = default;
+};
+
+// y = x W^T + b + s (x A^T) B^T with A [r, in], B [out, r]; s = alpha / r, or alpha / sqrt(r).
+struct AdapterShape {
+  std::int64_t rank = 0;  // r; 0: there are no adapters
+  double alpha = 16;
+  bool root_of_rank = false;           // rslora
+  std::vector<AdaptedLayer> of_layer;  // one per layer
+  AdaptedLayer somewhere;              // in any layer
+
+  double scale() const;
+};
+
+// Which parameters train (--train, shape/trained_parameters.h); all by default. The others are held: they have no
+// gradient, master or moment. A backward runs from the last layer to `first_layer`.
+struct TrainedParameters {
+  std::string words = "all";
+  std::shared_ptr<const std::vector<bool>> of_parameter;  // in the order of for_each_parameter; null: all
+  std::vector<TrainedLayer> of_layer;                     // one per layer; empty: all
+  bool head = true;                                       // the matrix of the head
+  std::int64_t first_layer = 0;                           // layers before it have no backward
+  bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
+  AdapterShape adapter;
+  bool narrow = false;  // held matrices stay in bfloat16 where all else is float32
+
+  bool all() const { return of_parameter == nullptr; }
+};
+
+struct ModelShape {
+  std::string architecture;                            // "LlamaForCausalLM", ...
+  std::int64_t layers = 0, hidden = 0, inner = 0;      // L, M, F
+  std::int64_t heads = 0, kv_heads = 0, head_dim = 0;  // H, J, D
+  std::int64_t vocabulary = 0;                         // V
+  std::int64_t max_positions = 0;
+  double rms_norm_eps = 1e-6;
+  double rope_theta = 10000;
+  bool has_rope_scaling = false;
+  RopeScaling rope_scaling;
+  bool tied_head = false;
+  std::int64_t pad_token = -1;  // its look-ups in the embedding have no gradient (nn.Embedding's padding_idx); -1: none
+  bool value_head = false;      // a critic: one number a row (score.weight [1, M], score.bias [1]), tied to nothing
+  bool qkv_bias = false;        // q, k, v projections (Qwen2, or attention_bias)
+  bool output_bias = false;     // o projection (Llama with attention_bias)
+  bool mlp_bias = false;        // Llama with mlp_bias
+  bool qk_norm = false;         // Qwen3
+  double initializer_range = 0.02;
+  // Mixture of experts; experts = 0: dense.
+  std::int64_t experts = 0, experts_per_token = 0, expert_inner = 0;
+  bool norm_topk_prob = false;
+  std::vector<std::uint8_t> expert_layer;  // one per layer, 1: its MLP is experts
+  // Rows of some layers see themselves and the window - 1 rows above them on their way, those of the others all rows.
+  std::int64_t window = 0;                 // 0: no layer has a window
+  std::vector<std::uint8_t> window_layer;  // one per layer, 1: it has
+  // Layers with a window may rotate otherwise (Gemma 3, OLMo 3); others, one per layer and 1, not at all (SmolLM3).
+  bool has_window_rope = false;
+  Rope window_rope;
+  std::vector<std::uint8_t> unrotated_layer;
+  // Empty: attention in all layers.
+  std::vector<Mixer> mixer_of_layer;
+  DeltaRuleShape delta_rule;
+  AttentionShape attention;
+  LatentShape latent;
+  NormKind norm = NormKind::rms;
+  NormPlace norm_place = NormPlace::before;
+  ActivationRule activation;
+  Scales scales;
+  RouterKind router;
+  SharedExpert shared_expert;
+  bool expert_bias = false;  // of gate, up and down of experts (gpt-oss)
+  ParameterNames names;
+  // The text part of a model with a vision tower. The tower does not run here, so rollouts must not hold the tokens
+  // that stand for images and videos, or for their beginnings and ends.
+  bool beside_vision = false;
+  std::vector<std::int32_t> image_tokens;
+  DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
+  TrainedParameters trained;
+
+  bool has_experts(std::int64_t layer) const {  // in place of a dense MLP
+    return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
+  }
+  std::int64_t expert_layers() const;  // how many have them
+  // Rows that a row of the layer sees at most, itself included; 0: all above it.
+  std::int64_t window_of(std::int64_t layer) const { return is_window_layer(layer) ? window : 0; }
+  Mixer mixer_of(std::int64_t layer) const {
+    return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
+  }
+  bool has_states() const { return states_in(0, layers) > 0; }
+  // Layers of [begin, end) whose rows carry a state.
+  std::int64_t states_in(std::int64_t begin, std::int64_t end) const {
+    std::int64_t count = 0;
+    for (std::int64_t layer = begin; layer < end; ++layer) count += mixer_of(layer) != Mixer::attention;
+    return count;
+  }
+  bool rotates(std::int64_t layer) const {
+    return unrotated_layer.empty() || unrotated_layer[static_cast<std::size_t>(layer)] == 0;
+  }
+  // Columns of what the MLP's activation reads: gate and up, or up alone.
+  std::int64_t gate_up_width() const { return (activation.gated ? 2 : 1) * inner; }
+  Rope rope() const { return {rope_theta, has_rope_scaling, rope_scaling}; }
+  std::int64_t rotary_dim() const { return attention.rotary > 0 ? attention.rotary : head_dim; }
+  // Whether the layer is of the kind that has the window, whatever its size.
+  bool is_window_layer(std::int64_t layer) const {
+    return !window_layer.empty() && window_layer[static_cast<std::size_t>(layer)] != 0;
+  }
+  std::int64_t parameters() const;  // tied weights once (shape/parameter_shapes.h)
+  bool has_latents() const { return latent.key_value > 0; }
+  std::int64_t value_dim() const { return has_latents() ? latent.value : head_dim; }  // of a head of values
+  std::int64_t query_width() const { return heads * head_dim; }
+  std::int64_t attended_width() const { return heads * value_dim(); }
+  std::int64_t key_width() const { return kv_heads * head_dim; }
+  std::int64_t value_width() const { return kv_heads * value_dim(); }
+  // Columns of the product that gives keys and values.
+  std::int64_t key_value_width() const {
+    return has_latents() ? kv_heads * latent.heads() : key_width() + value_width();
+  }
+  std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
+};
+
+// Of ...ForConditionalGeneration, a text model beside a vision tower (shape/model_families.h), the shape is the text
+// model's. Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name),
+// UnsupportedError for what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here
+// has, other rope types, other activations than SiLU, other architectures).
+ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
+ModelShape model_shape_of(const Json& config, const std::string& where);
+
+// A critic's shape, with value_head set. In ...ForTokenClassification and ...ForSequenceClassification with one label
+// the head is stored with the weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the
+// head (classifier_dropout) is none, as in verl. `architecture` of a language model becomes the token classifier's.
+// Errors: as above.
+struct CriticShape {
+  ModelShape shape;
+  bool head_is_stored = false;
+};
+CriticShape read_critic_shape(const std::filesystem::path& directory_or_config);
+CriticShape critic_shape_of(const Json& config, const std::string& where);
+
+// A reward model's: as a critic's, but a ...ForSequenceClassification with one label, whose head has no bias, or the
+// language model that it begins from. Errors: as above; InputError for a token classifier.
+CriticShape read_reward_shape(const std::filesystem::path& directory_or_config);
+// True for ...ForSequenceClassification: score.bias is 0, does not train and is not written.
+bool scores_sequences(const ModelShape& shape);
+// True where config.json names a ...ForSequenceClassification. Errors: as above for a config that cannot be read.
+bool is_reward_model(const std::filesystem::path& directory_or_config);
+
+}  // namespace espalier

@@ -1,0 +1,230 @@
+// A family is a set of properties of ModelShape (shape/model_families.h); nothing here knows its name.
+#include "espalier/shape/parameter_shapes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <utility>
+
+#include "espalier/base/error.h"
+
+namespace espalier {
+namespace {
+
+// Visits the parameters of blocks under one prefix.
+class Walk {
+ public:
+  Walk(const std::function<void(const ParameterShape&)>& visit, std::string prefix, std::int64_t layer,
+       std::int64_t expert = -1)
+      : visit_(visit), prefix_(std::move(prefix)), layer_(layer), expert_(expert) {}
+
+  void norm(const NormShape& norm, bool of_heads = false) const {
+    if (norm.width > 0) visit(norm.name, ".weight", {{norm.width}}, of_heads);
+    if (norm.width > 0 && norm.bias) visit(norm.name, ".bias", {{norm.width}}, of_heads);
+  }
+  // A tensor that never trains.
+  void held(const TensorShape& tensor) const {
+    if (tensor.sides.empty()) return;
+    ParameterShape parameter{prefix_ + tensor.name, tensor.sides, layer_, expert_};
+    parameter.trains = false;
+    visit_(parameter);
+  }
+  void tensor(const TensorShape& tensor, bool of_heads = false) const {
+    if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides, of_heads);
+  }
+  // All weights, then all biases.
+  void projections(std::initializer_list<ProjectionShape> neighbours, const std::string& fused = "") const {
+    const auto whole = [&](const char* kind) { return fused.empty() ? fused : prefix_ + fused + kind; };
+    weights(neighbours, whole(".weight"));
+    biases(neighbours, whole(".bias"));
+    for (const ProjectionShape& p : neighbours)
+      if (p.rank > 0) adapter(p);
+  }
+  // `fused`: the whole name of the tensor of files.
+  void weights(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
+    for (const ProjectionShape& p : neighbours)
+      if (p.weights() > 0) visit(p.name, ".weight", {p.out, p.in}, p.of_heads, fused);
+  }
+  void biases(std::initializer_list<ProjectionShape> neighbours, const std::string& fused) const {
+    for (const ProjectionShape& p : neighbours)
+      if (p.bias) visit(p.name, ".bias", {p.out}, p.of_heads, fused);
+  }
+
+ private:
+  void adapter(const ProjectionShape& p) const {
+    const Side rank{p.rank};
+    visit_({prefix_ + p.name + ".lora_A.weight", {rank, p.in}, layer_, expert_, false, "", true, true});
+    visit_({prefix_ + p.name + ".lora_B.weight", {p.out, rank}, layer_, expert_, false, "", true, true});
+  }
+  void visit(const char* name, const char* kind, std::vector<Side> sides, bool of_heads = false,
+             const std::string& fused = "") const {
+    visit_({prefix_ + name + kind, std::move(sides), layer_, expert_, of_heads, fused});
+  }
+
+  const std::function<void(const ParameterShape&)>& visit_;
+  std::string prefix_;
+  std::int64_t layer_, expert_;
+};
+
+void visit_layer(const ModelShape& shape, const LayerParameters& p, std::int64_t layer,
+                 const std::function<void(const ParameterShape&)>& visit) {
+  const Walk walk(visit, layer_prefix(layer), layer);
+  walk.norm(p.attention_norm);
+  walk.projections({p.query_latent, p.key_value_latent});
+  walk.norm(p.query_latent_norm, true);
+  walk.norm(p.key_value_latent_norm, true);
+  walk.projections({p.query, p.key, p.value}, shape.names.fused_qkv);
+  walk.projections({p.projected[0], p.projected[1], p.projected[2], p.projected[3]});
+  for (const TensorShape* const tensor : {&p.conv, &p.conv_bias, &p.a_log, &p.dt_bias, &p.skip}) walk.tensor(*tensor);
+  walk.tensor(p.mixed_norm, true);
+  walk.projections({p.output});
+  walk.norm(p.query_norm, true);
+  walk.norm(p.key_norm, true);
+  walk.tensor(p.sinks);
+  walk.norm(p.attention_post_norm);
+  walk.norm(p.mlp_norm);
+  walk.norm(p.mlp_post_norm);
+  if (p.experts == 0) {
+    walk.projections({p.gate, p.up}, shape.names.fused_gate_up);
+    walk.projections({p.down});
+    return;
+  }
+  walk.projections({p.router});
+  walk.held(p.correction_bias);
+  const auto packed = [&](const char* name) {
+    return shape.names.packed_experts ? layer_prefix(layer) + shape.names.experts + "." + name : std::string();
+  };
+  const auto each = [&](auto&& of_one) {
+    for (std::int64_t e = 0; e < p.experts; ++e) of_one(Walk(visit, expert_prefix(shape, layer, e), layer, e));
+  };
+  each([&](const Walk& one) { one.weights({p.gate, p.up}, packed("gate_up_proj")); });
+  each([&](const Walk& one) { one.weights({p.down}, packed("down_proj")); });
+  each([&](const Walk& one) { one.biases({p.gate, p.up}, packed("gate_up_proj_bias")); });
+  each([&](const Walk& one) { one.biases({p.down}, packed("down_proj_bias")); });
+  walk.projections({p.shared_gate, p.shared_up});
+  walk.projections({p.shared_down});
+  walk.projections({p.shared_expert_gate});
+}
+
+}  // namespace
+
+std::int64_t LayerParameters::parameters() const {
+  return attention_norm.parameters() + query_latent.parameters() + key_value_latent.parameters() +
+         query_latent_norm.parameters() + key_value_latent_norm.parameters() + query.parameters() + key.parameters() +
+         value.parameters() + projected_weights() + conv.parameters() + conv_bias.parameters() + a_log.parameters() +
+         dt_bias.parameters() + skip.parameters() + mixed_norm.parameters() + output.parameters() +
+         query_norm.parameters() + key_norm.parameters() + sinks.parameters() + attention_post_norm.parameters() +
+         mlp_norm.parameters() + mlp_post_norm.parameters() + router.parameters() + correction_bias.parameters() +
+         std::max<std::int64_t>(1, experts) * mlp_parameters() + shared_weights() + shared_expert_gate.parameters();
+}
+
+std::int64_t LayerParameters::low_rank() const {
+  return query.low_rank() + key.low_rank() + value.low_rank() + output.low_rank() + gate.low_rank() + up.low_rank() +
+         down.low_rank();
+}
+
+std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
+std::string expert_prefix(const ModelShape& shape, std::int64_t layer, std::int64_t expert) {
+  return layer_prefix(layer) + shape.names.experts + "." + std::to_string(expert) + ".";
+}
+
+OuterParameters outer_parameters(const ModelShape& shape) {
+  const Side M{shape.hidden}, vocabulary{shape.vocabulary, Cut::vocabulary};
+  OuterParameters p{{"model.embed_tokens", vocabulary, M},
+                    {shape.names.final_norm, shape.hidden, shape.norm == NormKind::layer},
+                    {"lm_head", vocabulary, M}};
+  if (shape.tied_head) p.head = {"lm_head", {}, M};
+  if (shape.value_head) p.head = {"score", {1}, M, true};
+  return p;
+}
+
+LayerParameters adapted_parameters(const ModelShape& shape, std::int64_t layer) {
+  LayerParameters p = layer_parameters(shape, shape.has_experts(layer), shape.mixer_of(layer));
+  const AdapterShape& adapter = shape.trained.adapter;
+  if (adapter.rank == 0) return p;
+  const AdaptedLayer& has = adapter.of_layer[static_cast<std::size_t>(layer)];
+  const auto set = [&](ProjectionShape& projection, bool adapted) { projection.rank = adapted ? adapter.rank : 0; };
+  set(p.query, has.query), set(p.key, has.key), set(p.value, has.value), set(p.output, has.output);
+  set(p.gate, has.gate), set(p.up, has.up), set(p.down, has.down);
+  return p;
+}
+
+TrainedWeights trained_weights(const ModelShape& shape) {
+  TrainedWeights sum;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    const LayerParameters p = adapted_parameters(shape, layer);
+    sum.layers += p.low_rank();
+    const TrainedLayer trains =
+        shape.trained.all() ? TrainedLayer{} : shape.trained.of_layer[static_cast<std::size_t>(layer)];
+    const std::int64_t mlp =
+        (trains.gate_up ? p.gate.weights() + p.up.weights() : 0) + (trains.down ? p.down.weights() : 0);
+    sum.layers += (trains.query_latent ? p.query_latent.weights() : 0) +
+                  (trains.key_value_latent ? p.key_value_latent.weights() : 0);
+    sum.layers += (trains.query ? p.query.weights() : 0) +
+                  (trains.key_value ? p.key.weights() + p.value.weights() + p.projected_weights() : 0) +
+                  (trains.output ? p.output.weights() : 0);
+    if (p.experts == 0)
+      sum.layers += mlp;
+    else
+      sum.experts += p.experts * mlp;
+    sum.layers += (trains.router ? p.router.weights() : 0) +
+                  (trains.shared_gate_up ? p.shared_gate.weights() + p.shared_up.weights() : 0) +
+                  (trains.shared_down ? p.shared_down.weights() : 0) +
+                  (trains.shared_expert_gate ? p.shared_expert_gate.weights() : 0);
+  }
+  return sum;
+}
+
+namespace {
+
+void for_each_shape(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
+  const OuterParameters outer = outer_parameters(shape);
+  const Walk walk(visit, "", -1);
+  walk.projections({outer.embedding});
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    visit_layer(shape, adapted_parameters(shape, layer), layer, visit);
+  walk.norm(outer.final_norm);
+  walk.projections({outer.head});
+}
+
+// Matrices that products and look-ups alone read. Routers are small, and are not.
+bool is_read_by_products(const ModelShape& shape, const ParameterShape& p) {
+  return p.sides.size() == 2 && p.name.ends_with(".weight") && !p.low_rank &&
+         (p.expert >= 0 || p.name.find(text_of(".", shape.names.router, ".")) == p.name.npos);
+}
+
+}  // namespace
+
+void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
+  if (shape.trained.all()) return for_each_shape(shape, visit);
+  std::size_t index = 0;
+  for_each_shape(shape, [&](const ParameterShape& parameter) {
+    ParameterShape named = parameter;
+    named.trains = shape.trained.of_parameter->at(index++);
+    named.narrow = shape.trained.narrow && !named.trains && is_read_by_products(shape, named);
+    visit(named);
+  });
+}
+
+double AdapterShape::scale() const {
+  const auto r = static_cast<double>(rank);
+  return rank == 0 ? 0 : alpha / (root_of_rank ? std::sqrt(r) : r);
+}
+
+std::int64_t ModelShape::parameters() const {
+  const OuterParameters outer = outer_parameters(*this);
+  const std::int64_t with_experts = expert_layers();
+  std::int64_t total = outer.embedding.parameters() + outer.final_norm.parameters() + outer.head.parameters();
+  if (has_states()) {
+    for (std::int64_t layer = 0; layer < layers; ++layer)
+      total += layer_parameters(*this, has_experts(layer), mixer_of(layer)).parameters();
+    return total;
+  }
+  if (with_experts < layers) total += (layers - with_experts) * layer_parameters(*this, false).parameters();
+  if (with_experts > 0) total += with_experts * layer_parameters(*this, true).parameters();
+  if (trained.adapter.rank > 0)
+    for (std::int64_t layer = 0; layer < layers; ++layer) total += adapted_parameters(*this, layer).low_rank();
+  return total;
+}
+
+}  // namespace espalier

@@ -1,0 +1,13 @@
+// Rotary positions as a config.json states them.
+#pragma once
+
+#include "espalier/shape/config_members.h"
+#include "espalier/shape/model_families.h"
+
+namespace espalier {
+
+// Fills the members of `shape` that say how queries and keys rotate. Errors: InputError, UnsupportedError for types of
+// scaling that are not in RopeType.
+void read_rope(const Members& config, const Family& family, ModelShape& shape);
+
+}  // namespace espalier

@@ -1,0 +1,375 @@
+#include "espalier/shape/trained_parameters.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <regex>
+#include <set>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "espalier/base/error.h"
+#include "espalier/shape/parameter_shapes.h"
+
+namespace espalier {
+namespace {
+
+constexpr const char* kExpected =
+    "all, or a list of embeddings, norms, attention, mlp, router, experts, head, names of modules (o_proj) and regular "
+    "expressions over tensor names";
+
+[[noreturn]] void refuse(const std::string& got, const std::string& remedy) {
+  throw OptionError({"--train", kExpected, got, remedy});
+}
+
+using Matcher = std::function<bool(const ParameterShape&)>;
+
+bool has_part(const std::string& name, const std::string& part) {
+  const std::size_t at = ("." + name).find("." + part + ".");
+  return at != std::string::npos;
+}
+
+// Null: no group has this name.
+Matcher group_of(const std::string& word, const ModelShape& shape) {
+  const OuterParameters outer = outer_parameters(shape);
+  const std::string embedding = outer.embedding.name, head = shape.tied_head ? embedding : outer.head.name;
+  const auto below = [](std::string part) {
+    return [part = std::move(part)](const ParameterShape& p) { return has_part(p.name, part); };
+  };
+  const auto starts = [](std::string prefix) {
+    return [prefix = std::move(prefix)](const ParameterShape& p) { return p.name.starts_with(prefix + "."); };
+  };
+  const auto is_norm = [](const ParameterShape& p) {
+    return p.name.ends_with("norm.weight") || p.name.ends_with("norm.bias");
+  };
+  const std::string router = shape.names.router;
+  if (word == "all") return [](const ParameterShape&) { return true; };
+  if (word == "embeddings") return starts(embedding);
+  if (word == "head") return starts(head);
+  if (word == "norms") return is_norm;
+  if (word == "attention")
+    return [=](const ParameterShape& p) {
+      return (has_part(p.name, "self_attn") || has_part(p.name, "linear_attn") || has_part(p.name, "mamba")) &&
+             !is_norm(p);
+    };
+  if (word == "router") return below(router);
+  if (word == "experts") return [](const ParameterShape& p) { return p.expert >= 0; };
+  if (word == "mlp")
+    return [router](const ParameterShape& p) {
+      return p.expert < 0 && (has_part(p.name, "mlp") || has_part(p.name, "feed_forward")) && !has_part(p.name, router);
+    };
+  return {};
+}
+
+bool is_plain(const std::string& item) {
+  return std::ranges::all_of(item, [](char c) {
+    return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+  });
+}
+
+Matcher matcher_of(const std::string& item, const ModelShape& shape) {
+  if (Matcher group = group_of(item, shape)) return group;
+  if (is_plain(item)) return [item](const ParameterShape& p) { return has_part(p.name, item); };
+  try {
+    return [expression = std::regex(item)](const ParameterShape& p) { return std::regex_match(p.name, expression); };
+  } catch (const std::regex_error& error) {
+    refuse("'" + item + "', a damaged expression: " + error.what(), "");
+  }
+}
+
+// At commas outside of brackets.
+std::vector<std::string> split(const std::string& words) {
+  std::vector<std::string> items(1);
+  int depth = 0;
+  for (const char c : words) {
+    if (c == '(' || c == '[' || c == '{') ++depth;
+    if (c == ')' || c == ']' || c == '}') --depth;
+    if (c == ',' && depth <= 0)
+      items.emplace_back();
+    else if (c != ' ' || depth > 0)
+      items.back() += c;
+  }
+  return items;
+}
+
+bool is_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
+  const ParameterNames& names = shape.names;
+  return p.expert >= 0 ? has_part(p.name, names.expert_gate) || has_part(p.name, names.expert_up)
+                       : p.layer >= 0 && (has_part(p.name, names.gate) || has_part(p.name, names.up));
+}
+bool is_shared_gate_or_up(const ModelShape& shape, const ParameterShape& p) {
+  return has_part(p.name, shape.names.shared_gate) || has_part(p.name, shape.names.shared_up);
+}
+bool is_down(const ModelShape& shape, const ParameterShape& p) {
+  return p.layer >= 0 && has_part(p.name, p.expert >= 0 ? shape.names.expert_down : shape.names.down);
+}
+
+// What one product reads together trains together: its gradient is one tensor.
+std::string product_of(const ModelShape& shape, const ParameterShape& p) {
+  const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
+  if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
+  if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
+  const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
+  if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
+  if (is_shared_gate_or_up(shape, p)) return layer + " gate_proj and up_proj of the shared expert";
+  return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
+}
+
+void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
+  std::map<std::string, bool> products;
+  std::size_t index = 0;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    const bool trained = trains[index++];
+    const std::string product = p.low_rank ? std::string() : product_of(shape, p);
+    if (product.empty()) return;
+    if (const auto [found, added] = products.emplace(product, trained); !added && found->second != trained)
+      refuse("a part of layer " + product, "one product computes these together: train all of them, or none");
+  });
+}
+
+constexpr const char* kLowA = ".lora_A.weight";
+
+constexpr const char* kTargets =
+    "all-linear, or a list of names of modules (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or a "
+    "regular expression over whole names of modules";
+
+[[noreturn]] void refuse_target(const std::string& got, const std::string& remedy) {
+  throw OptionError({"--lora-target", kTargets, got, remedy});
+}
+
+// The projections of a layer that may have an adapter, and where AdaptedLayer notes it.
+struct Slot {
+  ProjectionShape LayerParameters::*projection;
+  bool AdaptedLayer::*adapted;
+};
+constexpr Slot kSlots[] = {
+    {&LayerParameters::query, &AdaptedLayer::query}, {&LayerParameters::key, &AdaptedLayer::key},
+    {&LayerParameters::value, &AdaptedLayer::value}, {&LayerParameters::output, &AdaptedLayer::output},
+    {&LayerParameters::gate, &AdaptedLayer::gate},   {&LayerParameters::up, &AdaptedLayer::up},
+    {&LayerParameters::down, &AdaptedLayer::down}};
+
+// Calls visit(slot, projection, name of the module) for those of the layer.
+void for_each_slot(const ModelShape& shape, std::int64_t layer, auto&& visit) {
+  const LayerParameters p = layer_parameters(shape, shape.has_experts(layer));
+  for (const Slot& slot : kSlots) {
+    const ProjectionShape& projection = p.*slot.projection;
+    const bool of_expert = p.experts > 0 && (slot.adapted == &AdaptedLayer::gate || slot.adapted == &AdaptedLayer::up ||
+                                             slot.adapted == &AdaptedLayer::down);
+    if (!of_expert && projection.weights() > 0) visit(slot, projection, layer_prefix(layer) + projection.name);
+  }
+}
+
+// Whether the item of --lora-target names a module, as peft reads it.
+std::function<bool(const std::string&)> target_of(const std::string& item) {
+  if (item == "all-linear") return [](const std::string&) { return true; };
+  if (is_plain(item))
+    return [item](const std::string& module) { return module == item || module.ends_with("." + item); };
+  try {
+    return [expression = std::regex(item)](const std::string& module) { return std::regex_match(module, expression); };
+  } catch (const std::regex_error& error) {
+    refuse_target("'" + item + "', a damaged expression: " + error.what(), "");
+  }
+}
+
+// A matrix of the model that the item names and that cannot have an adapter here; empty: there is none. Names do not
+// reach experts, as in peft, where a layer's experts are one parameter.
+std::string named_beside(const ModelShape& shape, const std::string& item, const std::set<std::string>& modules) {
+  if (item == "all-linear") return {};
+  const auto matches = target_of(item);
+  std::string found;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    constexpr std::string_view kWeight = ".weight";
+    if (p.sides.size() != 2 || !p.name.ends_with(kWeight) || (p.expert >= 0 && is_plain(item))) return;
+    const std::string module = p.name.substr(0, p.name.size() - kWeight.size());
+    if (found.empty() && !modules.contains(module) && matches(module)) found = module;
+  });
+  return found;
+}
+
+AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
+  if (shape.names.fused_qkv[0] != '\0' || shape.names.fused_gate_up[0] != '\0')
+    throw UnsupportedError({"--lora-rank", "a model whose files hold q, k, v, gate and up as matrices of their own",
+                            shape.architecture + ", which holds some as one", "train its weights (--train)"});
+  if (shape.has_states())
+    throw UnsupportedError({"--lora-rank", "a model whose layers are all attention",
+                            shape.architecture + ", which has layers of the delta rule",
+                            "train its weights (--train)"});
+  if (shape.has_latents())
+    throw UnsupportedError({"--lora-rank", "a model whose attention projects rows to heads",
+                            shape.architecture + ", which projects them to latents first",
+                            "train its weights (--train)"});
+  if (shape.shared_expert.inner > 0 && choice.target == "all-linear" && !choice.modules)
+    throw UnsupportedError({"--lora-target", "projections of attention, in a model with shared experts",
+                            "all-linear, which names the shared experts of " + shape.architecture,
+                            "give --lora-target q_proj,k_proj,v_proj,o_proj"});
+  if (shape.beside_vision)
+    throw UnsupportedError({"--lora-rank", "a text model in a directory of its own",
+                            shape.architecture + ", in whose files peft names modules otherwise",
+                            "train its weights (--train)"});
+  AdapterShape out{choice.rank, choice.alpha, choice.root_of_rank, {}, {}};
+  out.of_layer.resize(static_cast<std::size_t>(shape.layers));
+  const std::vector<std::string> all = adaptable_modules(shape);
+  const std::set<std::string> adaptable(all.begin(), all.end());
+  std::set<std::string> chosen;
+  if (choice.modules) chosen = *choice.modules;
+  for (const std::string& item : choice.modules ? std::vector<std::string>{} : split(choice.target)) {
+    if (const std::string other = named_beside(shape, item, adaptable); !other.empty())
+      refuse_target("'" + item + "', which names " + other,
+                    "adapters stand beside q, k, v, o projections and dense gate, up and down projections");
+    const auto matches = target_of(item);
+    const std::size_t before = chosen.size();
+    for (const std::string& module : all)
+      if (matches(module)) chosen.insert(module);
+    if (item.empty() || (chosen.size() == before && std::ranges::none_of(all, matches)))
+      refuse_target("'" + item + "', which names nothing of " + shape.architecture, "");
+  }
+  for (const std::string& module : chosen)
+    if (!adaptable.contains(module))
+      throw UnsupportedError({"--adapter: '" + module + "'",
+                              "adapters of q, k, v, o projections and of dense gate, up and down projections",
+                              "one of another module", "merge it into the model (espalier merge)"});
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) {
+    AdaptedLayer& here = out.of_layer[static_cast<std::size_t>(layer)];
+    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string& module) {
+      if (!chosen.contains(module)) return;
+      here.*slot.adapted = out.somewhere.*slot.adapted = true;
+      if (const std::int64_t most = std::min(p.out.size, p.in.size); choice.rank > most)
+        throw OptionError({"--lora-rank", text_of("at most ", most, ", the smaller side of ", module),
+                           text_of(choice.rank), "take a smaller rank, or leave the module out of --lora-target"});
+    });
+  }
+  return out;
+}
+
+void check_beside_adapters(const std::vector<ParameterShape>& parameters, const std::vector<bool>& trains) {
+  std::set<std::string> adapted;
+  for (const ParameterShape& p : parameters)
+    if (p.low_rank && p.name.ends_with(kLowA))
+      adapted.insert(p.name.substr(0, p.name.size() - std::string_view(kLowA).size()) + ".weight");
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (trains[i] && adapted.contains(parameters[i].name))
+      refuse("'" + parameters[i].name + "', which has an adapter", "leave it out of --train or of --lora-target");
+}
+
+// "norms lora(r=8, alpha=16): q_proj, v_proj": what a checkpoint is compared by.
+std::string words_with_adapters(const ModelShape& shape, const std::string& words) {
+  const AdapterShape& adapter = shape.trained.adapter;
+  std::map<std::string, std::string> layers_of;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    for_each_slot(shape, layer, [&](const Slot& slot, const ProjectionShape& p, const std::string&) {
+      if (adapter.of_layer[static_cast<std::size_t>(layer)].*slot.adapted) layers_of[p.name] += text_of(" ", layer);
+    });
+  std::string out = text_of(words == "all" ? "" : words + " ", "lora(r=", adapter.rank, ", alpha=", adapter.alpha,
+                            adapter.root_of_rank ? ", rslora)" : ")");
+  for (const auto& [name, layers] : layers_of) out += " " + name + layers;
+  return out;
+}
+
+// Sets what follows from `of_parameter`.
+void derive(ModelShape& shape, const std::vector<bool>& trains) {
+  TrainedParameters& trained = shape.trained;
+  trained.of_layer.assign(static_cast<std::size_t>(shape.layers), {.query = false,
+                                                                   .key_value = false,
+                                                                   .output = false,
+                                                                   .router = false,
+                                                                   .gate_up = false,
+                                                                   .down = false,
+                                                                   .shared_gate_up = false,
+                                                                   .shared_down = false,
+                                                                   .shared_expert_gate = false,
+                                                                   .query_latent = false,
+                                                                   .key_value_latent = false});
+  trained.first_layer = shape.layers;
+  trained.input = trained.head = false;
+  const OuterParameters outer = outer_parameters(shape);
+  std::size_t index = 0;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    if (!trains[index++]) return;
+    if (p.low_rank) {  // the weights that it stands beside do not train
+      trained.first_layer = std::min(trained.first_layer, p.layer);
+      return;
+    }
+    if (p.layer < 0) {
+      const bool embedding = p.name.starts_with(outer.embedding.name);
+      trained.input = trained.input || embedding;
+      trained.head = trained.head || p.name.starts_with(outer.head.name) || (embedding && shape.tied_head);
+      return;
+    }
+    trained.first_layer = std::min(trained.first_layer, p.layer);
+    TrainedLayer& layer = trained.of_layer[static_cast<std::size_t>(p.layer)];
+    layer.query_latent = layer.query_latent || has_part(p.name, "q_a_proj");
+    layer.key_value_latent = layer.key_value_latent || has_part(p.name, "kv_a_proj_with_mqa");
+    layer.query = layer.query || has_part(p.name, "q_proj") || has_part(p.name, "q_b_proj");
+    layer.key_value = layer.key_value || has_part(p.name, "k_proj") || has_part(p.name, "kv_b_proj") ||
+                      p.name.find(".in_proj_") != p.name.npos;
+    layer.output = layer.output || has_part(p.name, "o_proj") || has_part(p.name, "out_proj");
+    layer.router = layer.router || has_part(p.name, shape.names.router);
+    layer.gate_up = layer.gate_up || is_gate_or_up(shape, p);
+    layer.down = layer.down || is_down(shape, p);
+    layer.shared_gate_up = layer.shared_gate_up || is_shared_gate_or_up(shape, p);
+    layer.shared_down = layer.shared_down || has_part(p.name, shape.names.shared_down);
+    layer.shared_expert_gate = layer.shared_expert_gate || has_part(p.name, shape.names.shared_expert_gate);
+  });
+  if (trained.input) trained.first_layer = 0;
+}
+
+}  // namespace
+
+std::vector<std::string> adaptable_modules(const ModelShape& shape) {
+  std::vector<std::string> out;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    for_each_slot(shape, layer,
+                  [&](const Slot&, const ProjectionShape&, const std::string& module) { out.push_back(module); });
+  return out;
+}
+
+bool trains_adapters_alone(const ModelShape& shape) {
+  bool alone = shape.trained.adapter.rank > 0;
+  for_each_parameter(shape, [&](const ParameterShape& p) { alone = alone && (p.low_rank || !p.trains); });
+  return alone;
+}
+
+ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
+  shape.trained = {};
+  const bool adapted = choice.adapter.rank > 0;
+  if (adapted) shape.trained.adapter = adapters_of(shape, choice.adapter);
+  std::vector<ParameterShape> parameters;
+  for_each_parameter(shape, [&](const ParameterShape& p) { parameters.push_back(p); });
+  std::vector<bool> trains(parameters.size(), false);
+  for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = parameters[i].low_rank;
+  const bool all_held = adapted && choice.words == "all";
+  for (const std::string& item : all_held ? std::vector<std::string>() : split(choice.words)) {
+    if (item.empty()) refuse("'" + choice.words + "'", "");
+    const Matcher matches = matcher_of(item, shape);
+    bool any = false;
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (!parameters[i].low_rank && matches(parameters[i])) any = trains[i] = true;
+    if (!any && !shape.value_head)
+      refuse("'" + item + "', which names nothing of " + shape.architecture,
+             "names are those of the tensors in model.safetensors");
+  }
+  if (shape.value_head)
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (parameters[i].name.starts_with(outer_parameters(shape).head.name))
+        trains[i] = parameters[i].name.ends_with(".weight") || !scores_sequences(shape);
+  for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = trains[i] && parameters[i].trains;
+  if (!adapted && std::ranges::find(trains, false) == trains.end()) return shape;
+  if (adapted) check_beside_adapters(parameters, trains);
+  check_products(shape, trains);
+  derive(shape, trains);
+  shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
+  shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
+  shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;
+  return shape;
+}
+
+ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
+  return train_only(choice.scores ? read_reward_shape(directory).shape : read_model_shape(directory), choice);
+}
+
+ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice) {
+  return train_only(read_critic_shape(directory).shape, choice);
+}
+
+}  // namespace espalier

@@ -1,0 +1,77 @@
+// --train: which parameters of a model train, from words or expressions over their Hugging Face names.
+//
+// The words, separated by commas, each stand for a group of parameters:
+//   all         everything (the default)
+//   embeddings  the token embedding; of a tied head the head, too
+//   norms       every RMSNorm
+//   attention   query, key, value and output projections
+//   mlp         dense MLPs
+//   router      routers of expert layers
+//   experts     experts of expert layers
+//   head        the language-model head; a critic's value head
+// A module's name ("o_proj") stands for all parameters of such modules. Anything with other characters than letters,
+// digits and "_" is a regular expression (ECMAScript) that matches a whole tensor name: "model.layers.3[01]\\..*".
+// The value head of a critic or reward model always trains; a reward model's has no bias.
+//
+// With adapters (--lora-rank, --adapter) these train, and of the model's own parameters what the words name: nothing
+// where they are "all".
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "espalier/options/choices.h"
+#include "espalier/shape/model_shape.h"
+
+namespace espalier {
+
+// The adapters of a run.
+struct AdapterChoice {
+  std::int64_t rank = 0;  // 0: none
+  double alpha = 16;
+  bool root_of_rank = false;
+  std::string target = "all-linear";                     // --lora-target
+  std::shared_ptr<const std::set<std::string>> modules;  // not null: these have adapters, whatever `target` says
+  std::filesystem::path directory;                       // their values; empty: B is 0, and A drawn from `seed`
+  std::uint64_t seed = 0;
+  bool draws_b = false;     // B is drawn like A: a check that a B of 0 would hide from
+  bool value_head = false;  // `directory` has the critic's
+
+  bool operator==(const AdapterChoice&) const = default;
+};
+
+// What trains: the words of --train, and adapters.
+struct TrainedChoice {
+  TrainedChoice() = default;
+  TrainedChoice(std::string of_words) : words(std::move(of_words)) {}  // NOLINT(google-explicit-constructor)
+  TrainedChoice(const char* of_words) : words(of_words) {}             // NOLINT(google-explicit-constructor)
+  TrainedChoice(std::string of_words, AdapterChoice adapters)
+      : words(std::move(of_words)), adapter(std::move(adapters)) {}
+
+  std::string words = "all";
+  AdapterChoice adapter;
+  bool scores = false;  // of a reward model (--objective reward)
+  bool narrow = false;  // matrices that are held stay in bfloat16 where a float32 run's model is stored so
+};
+
+// Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
+std::vector<std::string> adaptable_modules(const ModelShape& shape);
+
+// True where nothing of the model itself trains: without its adapters it is what it was.
+bool trains_adapters_alone(const ModelShape& shape);
+
+// The shape with its `trained` set. Errors: OptionError for an unknown word, a damaged expression, an item that
+// matches nothing (a critic may lack what an item names), for parts of what one product computes: keys and values;
+// gate and up; a matrix of all experts of a layer; for targets of adapters that match nothing, or a module that cannot
+// have one, or one whose weights train besides; and for a rank above the smaller side of a target.
+ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
+// The same of a model directory or its config.json, a reward model's where choice.scores; of a critic's.
+ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
+ModelShape read_trained_critic_shape(const std::filesystem::path& directory, const TrainedChoice& choice);
+
+}  // namespace espalier

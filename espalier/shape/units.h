@@ -1,0 +1,60 @@
+// Units: what ranks divide under --shard full, and bring together when it is used. Each layer is one, the embedding,
+// the final norm and the head; of a layer whose experts are spread over ranks, its experts are one of their own.
+//
+// Ranks that would hold the same elements of a unit, n of them, keep ceil(elements / n) each: rank r those from
+// r ceil(elements / n) on, the last ones with padding behind them (0). Weights, gradients, masters and moments are
+// divided alike; a rank's flat buffers hold its parts of all units end to end. A unit is brought together in a room:
+// layers in two rooms in turn, so that the next one comes, and the gradient of the one before goes, while one is in
+// use; embedding and head in turn in another, the final norm in a fourth. A unit that no other rank has stays where it
+// is.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "espalier/shape/local_shape.h"
+
+namespace espalier {
+
+// Elements [first, first + count) of a parameter, which lie at `place` of a flat buffer.
+struct Kept {
+  std::int64_t first = 0, count = 0, place = 0;
+};
+
+struct Unit {
+  // Beside the layers of a rank, which are numbered from 0.
+  static constexpr std::int64_t kEmbedding = -1, kFinalNorm = -2, kHead = -3;
+
+  std::int64_t what = kEmbedding;
+  std::int64_t layer = 0;             // in the whole model, of a layer
+  bool experts = false;               // divided over Axis::expert_replicas, all others over Axis::replicas
+  std::int64_t begin = 0, count = 0;  // of the elements of this rank's parameters, in their order
+  std::int64_t ranks = 1, rank = 0;   // how many divide it, and which of them this one is
+  std::int64_t place = 0;             // of the part, in flat buffers of what this rank keeps
+  std::int64_t room = 0;              // of the whole, in the buffer of rooms
+  std::int64_t sum = 0;               // of the part of a sum of gradients, in a buffer for those of one layer
+  bool divided() const { return ranks > 1; }
+  std::int64_t part() const { return (count + ranks - 1) / ranks; }
+  std::int64_t whole() const { return part() * ranks; }  // with padding
+  // The part of a parameter's elements [first, first + elements) that the nth of the sharding ranks keeps.
+  Kept kept(std::int64_t first, std::int64_t elements, std::int64_t nth) const;
+};
+
+std::string name_of(const Unit& unit);  // "layer 3", "experts of layer 3", "embedding"
+
+struct Units {
+  std::vector<Unit> all;   // in the order of the parameters
+  std::int64_t kept = 0;   // elements of the parts of this rank
+  std::int64_t rooms = 0;  // elements of all rooms
+  std::int64_t sums = 0;   // elements of the parts of one layer, or of another unit, at most
+
+  const Unit& at(std::int64_t element) const;  // the one that has it
+};
+// Parameters that train and parameters that are held are divided separately: each have units of their own.
+Units units_of(const LocalShape& shape, Parameters which = Parameters::all);
+
+// The unit that the head reads: the embedding where they are tied.
+std::int64_t head_unit(const ModelShape& shape);
+
+}  // namespace espalier
