@@ -201,6 +201,8 @@ Tensor mamba(const ModelShape& shape, const Weights& w, const Tensor& h, const s
   return at::matmul(y, w[p + "out_proj.weight"].t());
 }
 
+Recurrence replaced_delta_rule = nullptr;
+
 // The gated delta rule, one row at a time. h [n, M] is the normed input; the result is what the mixer adds.
 Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, const std::string& p) {
   const DeltaRuleShape& s = shape.delta_rule;
@@ -220,6 +222,11 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
     z = at::matmul(h, w[p + "in_proj_z.weight"].t()).view({n, Hv, dv});
     b = at::matmul(h, w[p + "in_proj_b.weight"].t()), a = at::matmul(h, w[p + "in_proj_a.weight"].t());
   }
+  const auto gated_output = [&](const Tensor& mixed) {
+    const Tensor o = rms_norm(mixed, w[p + "norm.weight"], shape.rms_norm_eps) * z * z.sigmoid();
+    return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
+  };
+  if (replaced_delta_rule != nullptr) return gated_output(replaced_delta_rule(q, k, v).reshape({n, Hv, dv}));
   const Tensor x = at::cat({q, k, v}, 1), conv = w[p + "conv1d.weight"].squeeze(1);
   const Tensor padded = at::cat({at::zeros({s.kernel - 1, x.size(1)}, x.options()), x});
   Tensor c = at::zeros_like(x);
@@ -240,8 +247,7 @@ Tensor delta_rule(const ModelShape& shape, const Weights& w, const Tensor& h, co
     state = state + k[t].unsqueeze(2) * (beta[t].unsqueeze(1) * error).unsqueeze(1);
     out.push_back((state * q[t].unsqueeze(2)).sum(1));
   }
-  const Tensor o = rms_norm(at::stack(out), w[p + "norm.weight"], shape.rms_norm_eps) * z * z.sigmoid();
-  return at::matmul(o.reshape({n, Hv * dv}), w[p + "out_proj.weight"].t());
+  return gated_output(at::stack(out));
 }
 
 // Queries and keys [n, H, D] and values [n, H, Dv] of latent attention, from the normed input h [n, M].
@@ -471,6 +477,8 @@ Weights leaves_of(const ParameterTable& table, const Tensor& weights) {
 }
 
 }  // namespace
+
+void replace_delta_rule(Recurrence recurrence) { replaced_delta_rule = recurrence; }
 
 RecordedExperts routes_of(const ModelShape& shape, const ParameterTable& table, const Tensor& weights,
                           const Rollout& rollout) {

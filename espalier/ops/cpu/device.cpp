@@ -73,6 +73,10 @@ Device& flash_cpu_device() {
   return device;
 }
 
+std::unique_ptr<Device> cpu::device_with(const Operations& operations) {
+  return std::make_unique<CpuDevice>(operations);
+}
+
 const Operations& cpu::operations() {
   static const Operations all{norm_operations(),    rotation_operations(),   swiglu_operations(),
                               product_operations(), moving_operations(),     attention_operations(),

@@ -1,7 +1,13 @@
 // The operations of a CPU, group by group: tensors to the kernels of this folder.
 #pragma once
 
+#include <memory>
+
 #include "espalier/ops/operations.h"
+
+namespace espalier {
+class Device;
+}
 
 namespace espalier::cpu {
 
@@ -22,5 +28,8 @@ LatentOperations latent_operations();
 // All of them; with attention by ATen's FlashAttention.
 const Operations& operations();
 const Operations& flash_operations();
+
+// The processors of this machine with these operations, which must outlive the device.
+std::unique_ptr<Device> device_with(const Operations& operations);
 
 }  // namespace espalier::cpu
