@@ -1,9 +1,9 @@
-// The buffers of every block of the engine (device/buffers.h): what model/, objective/ and phase/ take from the arena,
-// and all that the memory model knows of them.
+// The buffers of every block of the engine (device/buffers.h). model/, objective/ and phase/ take them from the arena,
+// and the memory model adds them up.
 //
 // T rows, R rows that continue past keys and values, O output rows, P path rows, H query heads, J key/value heads, D
 // head size, Dv that of values, C width of a latent, M width, F inner width (of one expert in expert layers), E
-// experts, k of them a row, V vocabulary. A member that a block does not need is not declared. Members are named by
+// experts, k of them a row, V vocabulary. A block does not declare members that it does not need. Members are named by
 // their shape; W is a width of several parts.
 #pragma once
 
@@ -20,11 +20,11 @@ namespace espalier {
 struct BlockShape {
   const ModelShape& shape;
   ElementBytes bytes;
-  bool rounds_weight_gradients;  // a product is rounded in a tensor of its own before it is added (ops/products.h)
+  bool rounds_weight_gradients;  // a product is rounded in its own tensor before it is added (ops/products.h)
 
   bool has_norms_before() const { return shape.norm_place != NormPlace::after; }
   bool has_norms_after() const { return shape.norm_place != NormPlace::before; }
-  // Whether what a half of a block adds to the stream is more than its last product.
+  // Whether half a block changes its last product before adding it to the stream.
   bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 };
 
@@ -32,14 +32,14 @@ struct BlockShape {
 struct BlockRows {
   std::int64_t all = 0, continuing = 0;  // T, R
   bool narrow = false;                   // only output rows continue
-  bool in_path = false;                  // keys, values and their gradients are the path's
+  bool in_path = false;                  // keys, values and their gradients are in the path
   bool experts = false;
-  std::int64_t ranks = 1;  // of cp, each of which has so many rows of a divided trunk at most
+  std::int64_t ranks = 1;  // ranks of cp; each has at most these rows of a sharded trunk
   Mixer mixer = Mixer::attention;
-  std::int64_t forks = 0;  // states that rows of the set leave for others of it, where rows carry a state
+  std::int64_t forks = 0;  // recurrent states passed between runs of the set
 };
 
-// The states that a trunk leaves for everything below it, one per layer whose rows carry one, and the sums of their
+// The states that a trunk leaves for everything below it, one for each recurrent layer, and the sums of their
 // gradients; N numbers each (ops/delta_rule.h).
 struct StateBuffers : BufferList {
   StateBuffers(const BlockShape& block, bool with_gradients);
@@ -52,24 +52,24 @@ struct PathBuffers : BufferList {
   Place k_PW, v_PW, grad_k_PW, grad_v_PW;  // [P, J*D], [P, J*Dv]
 };
 
-// Buffers that an item holds from its forward to the end of its backward, besides those of its layers.
+// Buffers that an item holds from its forward to the end of its backward, besides its layers' buffers.
 struct ItemBuffers : BufferList {
   ItemBuffers(const BlockShape& block, std::int64_t outputs, bool with_gradients);
   Place grad_normed_OM, final_stream_OM, normed_OM, final_rstd_O;
 };
 
-// The input of a layer, or of the end.
+// The input of a layer, or of the final norm.
 struct StreamBuffer : BufferList {
   StreamBuffer(const BlockShape& block, std::int64_t rows);
   Place stream_TM;
 };
 
-// State that a layer saves for its backward besides its input: in the first half of the block, and in the second.
+// State that a layer saves for its backward besides its input: first half of the block, then second half.
 struct AttentionSavedBuffers : BufferList {
   AttentionSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place norm_rstd_T, kv_TW, q_RW, attended_RW, lse_HR, stream_mid_RM;
-  Place branch_RM, branch_rstd_R;  // what comes into a norm after attention
-  Place projected_TW, mixed_TV;    // of the delta rule, in place of the four between
+  Place branch_RM, branch_rstd_R;  // input of the norm after attention
+  Place projected_TW, mixed_TV;    // of the delta rule, instead of keys, values, queries and attention's results
   // With latent attention: the latent before its norm, and the rotated row that all keys share.
   Place query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
 };
@@ -77,13 +77,13 @@ struct AttentionSavedBuffers : BufferList {
 struct MlpSavedBuffers : BufferList {
   MlpSavedBuffers(const BlockShape& block, const BlockRows& rows);
   Place mlp_rstd_R, gate_up_RW;                                // gate and up with experts [R*k, 2*F]
-  Place branch_RM, branch_rstd_R;                              // what comes into a norm after the MLP
+  Place branch_RM, branch_rstd_R;                              // input of the norm after the MLP
   Place router_logits_RE, router_choice_RK, router_weight_RK;  // experts only
-  // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its own gate per row.
+  // With a shared expert: its gate and up [R, 2*F]; the logit and the weight of its gate, one per row.
   Place shared_gate_up_RW, shared_logit_R1, shared_weight_R1;
 };
 
-// The most that the second half of a block takes while it runs forward.
+// The peak bytes of the forward of the second half of a block.
 std::int64_t mlp_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
 
 // The second half of a block. Without output (recomputation) it stops after gate_up, or before the norm behind it.
@@ -91,7 +91,7 @@ struct DenseForwardBuffers : BufferList {
   enum class Stage { up, down };
   DenseForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
   Place normed_RM, act_RF;
-  Place branch_RM;  // what is added to the stream, where that is more than a product
+  Place branch_RM;  // the addition to the stream, if it is more than a product
 };
 
 struct DenseBackwardBuffers : BufferList {
@@ -101,7 +101,7 @@ struct DenseBackwardBuffers : BufferList {
   Place grad_branch_RM;
 };
 
-// An expert's scratch is that of all rows, since all rows may choose the same expert.
+// An expert's scratch covers all rows, because all rows may choose the same expert.
 struct ExpertForwardBuffers : BufferList {
   enum class Stage { experts, shared };
   ExpertForwardBuffers(const BlockShape& block, std::int64_t rows, bool with_output);
@@ -120,13 +120,13 @@ struct ExpertBackwardBuffers : BufferList {
 struct LayerForwardBuffers : BufferList {
   enum class Stage { projection, attention, residual, mlp };
   LayerForwardBuffers(const BlockShape& block, const BlockRows& rows, bool with_output);
-  Place normed_TM, query_input_RM;   // the latter where the block is narrow
+  Place normed_TM, query_input_RM;   // the latter if the block is narrow
   Place query_latent_RC, latent_TC;  // normed
   Place rotated_q_RW, rotated_k_TW, query_RW;
-  Place value_TW;     // of latent attention
-  Place gated_RW;     // where attention has an output gate
+  Place value_TW;     // with latent attention
+  Place gated_RW;     // if attention has an output gate
   Place residual_RM;  // where the block is narrow
-  Place branch_RM;    // as of the second half
+  Place branch_RM;    // as in the second half
 };
 
 struct LayerBackwardBuffers : BufferList {
@@ -137,13 +137,13 @@ struct LayerBackwardBuffers : BufferList {
   Place rotated_q_RW, rotated_k_TW, grad_rotated_q_RW, grad_k_TW, grad_v_TW;
   Place normed_TM, kv_product, query_input_RM, query_product;
   Place query_part_RM;  // where the block is narrow
-  // With latent attention. Normed latents become the gradients of their norms' results.
+  // With latent attention. Normed latents are overwritten with the gradients of the norms' results.
   Place value_TW, grad_rotary_key_sum_TK, grad_rotary_key_TK;
-  Place grad_latent_TC, latent_TC, latent_product;  // the latter of the shared key, too
+  Place grad_latent_TC, latent_TC, latent_product;  // the latter also for the shared key
   Place grad_query_latent_RC, query_latent_RC, query_latent_product;
 };
 
-// The first half of a block whose rows carry a state (model/delta_layer.h), without its MLP.
+// The first half of a recurrent block (model/delta_layer.h), without its MLP.
 struct DeltaForwardBuffers : BufferList {
   enum class Stage { projection, rows, output };
   DeltaForwardBuffers(const BlockShape& block, const BlockRows& rows);
@@ -159,12 +159,12 @@ struct DeltaBackwardBuffers : BufferList {
   Place normed_TM, projected_product;
 };
 
-// The most that a layer takes while it runs, whatever mixes its rows.
+// The peak bytes of a layer's forward, with attention or the delta rule.
 std::int64_t layer_forward_bytes(const BlockShape& block, const BlockRows& rows, bool with_output);
 std::int64_t layer_backward_bytes(const BlockShape& block, const BlockRows& rows);
 
-// Keys and values of a divided set (model/divided_source.h): those of all S rows, and what the ranks of cp exchange of
-// them: of each rank keys of `most` rows, and behind them values. A trunk's are in the path.
+// Keys and values of a set sharded over cp (model/divided_source.h): of all S rows, and the exchange buffers: for each
+// rank keys of `most` rows, then values. A trunk's keys and values are in the path.
 struct DividedForwardBuffers : BufferList {
   enum class Stage { exchange, attention };
   DividedForwardBuffers(const BlockShape& block, const RowShares& shares, bool in_path);
@@ -178,7 +178,7 @@ struct DividedBackwardBuffers : BufferList {
   Place grad_k_SW, grad_v_SW, grad_part, grad_whole;
 };
 
-// The backward of an item's layers, under their own buffers.
+// Buffers of an item's backward, below the layers' own buffers.
 struct DecoderBackwardBuffers : BufferList {
   DecoderBackwardBuffers(const BlockShape& block, std::int64_t rows, std::int64_t outputs);
   Place grad_stream_OM, grad_stream_TM;
@@ -186,19 +186,19 @@ struct DecoderBackwardBuffers : BufferList {
 
 // How a device computes the head.
 struct HeadWay {
-  bool ahead = false;        // the next block is computed while the host has this one's log-probs
-  bool writes_sums = false;  // its products do (ops/products.h)
+  bool ahead = false;        // the next block computes while the host reads this block's log-probs
+  bool writes_sums = false;  // its products write sums (ops/products.h)
 };
 
-// The head's block of logits. Where the run's dtype is narrower than its sums, hidden rows and a run of the
-// vocabulary's rows are widened first; or, where products write sums, the gradient of the logits is narrowed.
+// The head's block of logits. If the run's dtype is narrower than its sums, hidden rows and a run of the vocabulary's
+// rows are widened first; or, if products write sums, the gradient of the logits is narrowed.
 struct HeadBuffers : BufferList {
   HeadBuffers(ElementBytes bytes, std::int64_t outputs, std::int64_t vocabulary, std::int64_t width,
               bool with_gradients, HeadWay way = {});
   bool widens() const { return rooms[0].hidden_BM.index >= 0; }
   bool narrows() const { return grad_logits_BV.index >= 0; }
   bool has_two() const { return rooms[1].logits_BV.index >= 0; }
-  // Buffers of a block from its product until its gradient is passed on.
+  // Buffers of a block from its product until its gradient is used.
   struct Room {
     Place logits_BV, hidden_BM;
   };

@@ -1,30 +1,30 @@
-// Bytes that one rank of a layout sends in a step, for every collective, and the seconds they take.
+// Bytes that one rank of a layout sends in a step in every collective, and the seconds for them.
 //
 // T rows of a set, O of them with edges, R of a layer that continue (all, or the outputs in a narrow last layer), M
-// width, k experts a row, E experts, b bytes of an activation, s of a sum. n ranks share the axis; nothing is given
-// where n = 1. A rank of tp gives, of every set,
+// width, k experts a row, E experts, b bytes of an activation, s of a sum. n ranks share the axis; nothing is sent if n
+// = 1. A rank of tp sends for every set
 //   forward   T M b (embedding), R M b a layer (attention's output), R M b a dense layer, R M s a layer of experts
 //   (MLP) head      8 (3 O + edges) for maximum and sums of the logits; with gradients O M b (s where b is narrower)
 //   backward  T M b a layer (norm before attention), R M b a dense layer, R (M + k) s a layer of experts
 //   recompute R M b a layer
-// and once a step its share of the gradients of key/value heads and head norms that several ranks hold. A rank of ep,
-// of a layer of experts with r = k R / tp choices, of which (ep - 1) / ep go elsewhere,
+// and once a step its share of the gradients of key/value heads and head norms that several ranks hold. A rank of ep
+// sends for a layer of experts with r = k R / tp choices, of which (ep - 1) / ep go to other ranks,
 //   forward   8 E (ep - 1) / ep for counts, 2 r M b
 //   backward  the same counts, r (2 M b + M s + 2 s)
-// so that what is planned is met exactly where choices are even; without rows of its own for an event of others
-// (program/joint_order.h) the counts, and back what came to its experts. A rank of cp gives, of a set whose S rows on
-// the rank with most are a share, with J key/value heads of size D,
+// The forecast is exact if choices are even. A rank that joins an event without rows (program/joint_order.h) sends the
+// counts and returns the results of its experts. A rank of cp sends for a sharded set, with S rows on the rank with the
+// most and J key/value heads of size D,
 //   forward   2 S J D b a layer; for a wave once more in the backward, and once more where attention is recomputed
 //   backward  2 n S J D s a layer
 //   both      16 bytes an edge where derivatives need whole rollouts, 8 L E a rollout where router losses do
-// and of a wave that was dealt whole nothing. Where ranks of cp divide the path (saved/divided_path.h), each of which
-// has C of P rows that are open, all give, of every event of one of them, joined ones included, of a layer that is
-// divided and does not lie there already,
+// and nothing for a wave that was dealt whole. If the path is sharded over cp (saved/divided_path.h) and each rank
+// keeps C of its P open rows, every rank sends for every event of any of them, joined events included, for a sharded
+// layer that is not gathered already,
 //   forward   2 C J D b of the rows above; nothing where a pass begins with the layer that the one before it ended with
 //   backward  the same, of a trunk with its own rows; and 2 n C J D s of the rows above
-// pp: T M b to the next stage and back, and once a
-// step the gradient of a tied embedding. Gradients are given once to those who hold the same weights. Where n ranks
-// divide these (shape/units.h), each gives of a unit of U elements, for every event of the joint order,
+// A rank of pp sends T M b to the next stage and back, and once a step the gradient of a tied embedding. Gradients are
+// summed once over the ranks that hold the same weights. If weights are sharded over n ranks (shape/units.h), each rank
+// sends for a unit of U elements, for every event of the joint order,
 //   forward   U / n b: what it keeps; of the head also U s, unless derivatives need whole rollouts
 //   backward  U / n b and U s; of the embedding U s alone; of the head both where derivatives need whole rollouts
 // Source: the calls in model/, objective/ and gradient/; a test compares what their groups count.
@@ -42,16 +42,16 @@ namespace espalier {
 struct PlannedTraffic {
   TrafficBytes bytes;
   double seconds = 0;            // in phases and reduction
-  double reduction_seconds = 0;  // of them, after the last backward
+  double reduction_seconds = 0;  // part of these, after the last backward
 };
 
 class Communication {
  public:
   Communication(const LocalShape& local, DType dtype, const StepKind& kind, const MachineProfile& profile);
 
-  // `plans`: of the ranks of dp, this one's among them, for the same `rollouts`.
+  // `plans`: of all ranks of dp, this rank included, for the same `rollouts`.
   PlannedTraffic of(std::span<const StepPlan* const> plans, std::span<const Rollout> rollouts) const;
-  // The same if all ranks of dp had this one's plan.
+  // The same, assuming that all ranks of dp have this rank's plan.
   PlannedTraffic of(const StepPlan& plan, std::span<const Rollout> rollouts) const;
   // Seconds to gather units and to sum their gradients, for a trunk or a wave of any number of rows. 0 where
   // weights are not sharded.
@@ -63,7 +63,7 @@ class Communication {
   class Walk;
 
   LocalShape local_;
-  Units units_, held_units_;  // of what trains and what is held; none unless weights are divided
+  Units units_, held_units_;  // of trained and of held parameters; empty unless weights are sharded
   ElementBytes bytes_;
   StepKind kind_;
   MachineProfile profile_;

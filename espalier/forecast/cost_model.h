@@ -1,6 +1,6 @@
 // Seconds of a set of rows on one machine: matrix products at a rate that grows with the number of rows, attention,
-// what is bound by memory, and an overhead for every call. Products of experts run at the rate of the rows of one
-// expert: R rows give each of E experts about R k / E.
+// memory-bound passes, and an overhead for every call. Products of experts run at the rate for the rows of one expert:
+// R rows give each of E experts about R k / E.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace espalier {
 
 // Seconds by the parts of a step that --profile measures: matrix products of the layers; attention; norms, rotations,
-// activations and what no part claims; the head.
+// activations and all unassigned time; the head.
 struct CostParts {
   double products = 0, attention = 0, rows = 0, head = 0;
 
@@ -26,8 +26,8 @@ struct CostParts {
   CostParts operator*(const CostParts& factors) const;
 };
 
-// Few constants, measured once per machine (or defaults). Matrix rates are those of products [rows, M] x [M, N] with
-// the weights read from memory, so that small row counts are slow by measurement, not by assumption.
+// A few constants, measured once per machine (or defaults). Matrix rates are measured on products [rows, M] x [M, N]
+// with the weights read from memory, so that the slowness of small row counts is measured, not assumed.
 struct MachineProfile {
   // Rows at which the rates of gradients of weights and of the head's products are measured.
   static constexpr std::int64_t kGradientRows = 1024, kHeadRows = 256;
@@ -40,20 +40,20 @@ struct MachineProfile {
   std::string source = "default";  // or "measured", "published"
   std::string device = "cpu";      // or "cuda"
   DType dtype = DType::float32;
-  int threads = 1;           // that ran when it was measured; each has buffers of its own
+  int threads = 1;           // used in the measurement; each has its own buffers
   std::vector<Rate> matrix;  // ascending rows; between them the time is linear in rows
-  // Gradients of weights, summed in the accumulator dtype, from many rows; products of the head's block of logits,
-  // which a CPU makes in the accumulator dtype. 0: as the table says.
+  // Gradients of weights, summed in the accumulator dtype over many rows; products of the head's block of logits,
+  // computed in the accumulator dtype on a CPU. 0: use the table.
   double weight_gradient_flops_per_second = 0, head_flops_per_second = 0;
   double attention_flops_per_second = 0;
   double bytes_per_second = 0;          // of memory-bound passes
-  double spill_bytes_per_second = 5e8;  // to where trunks are offloaded, and from there
+  double spill_bytes_per_second = 5e8;  // to and from the store of offloaded trunks
   double seconds_per_call = 0;          // overhead of one kernel
-  std::int64_t memory_bytes = 0;        // that the device has; 0: not said
-  // Ranks that share a machine, what one of them sends to a neighbour there, and to another machine; stated.
+  std::int64_t memory_bytes = 0;        // memory of the device; 0: unknown
+  // Ranks per machine, and bytes a second that a rank sends within it and to another machine. Stated, not measured.
   std::int64_t ranks_per_machine = 8;
   double link_bytes_per_second = 2e9, network_bytes_per_second = 1e9;
-  // Measured over predicted seconds of steps that ran here, part by part; 1 until `bench` has fitted them.
+  // Measured over predicted seconds of steps on this machine, by part; 1 until `bench` has fitted them.
   CostParts fit = {1, 1, 1, 1};
   std::int64_t fitted_steps = 0;
 
@@ -63,8 +63,8 @@ struct MachineProfile {
   std::string line() const;  // for a person, one line
 };
 
-// Round figures for a machine that was not measured: a CPU, whose rates `threads` scales, or with "cuda" the published
-// rates of an H100.
+// Round figures for a machine without measurements: a CPU with rates proportional to `threads`, or with "cuda" the
+// published rates of an H100.
 MachineProfile default_profile(Choice<DeviceType> device, DType dtype, int threads);
 
 Json to_json(const MachineProfile& profile);
@@ -73,15 +73,15 @@ MachineProfile profile_of(const Json& json, const std::string& where);
 
 class CostModel {
  public:
-  // For one rank: its layers, its part of every product. Rows are assumed to choose experts evenly.
+  // For one rank: its layers, and its part of every product. Assumes that rows choose experts evenly.
   CostModel(const LocalShape& local, const MachineProfile& profile, DType dtype, const StepKind& kind = {},
             const StepSetting& setting = {});
 
-  // All that a step runs for one set of rows: forward, backward, perhaps the forward or a part of it again.
+  // The seconds of one set of rows in a step: forward, backward, and any recomputation.
   CostParts parts(const Work& work, ItemState state) const;
   double flops(const Work& work, ItemState state) const { return all_flops(work, state).total(); }
-  // With what storing away costs: the part of writing and reading that does not hide behind forward and backward, and
-  // the copies. `path`: what the item moves between the path's store and memory.
+  // The sum, plus the cost of offloading: the part of writing and reading not hidden behind forward and backward, and
+  // the copies. `path`: the bytes that the item moves between the path's store and memory.
   double seconds(const Work& work, ItemState state, const PathTraffic& path = {}) const;
   const ActivationBytes& bytes() const { return bytes_; }
   int threads() const { return profile_.threads; }
@@ -89,24 +89,24 @@ class CostModel {
   double marginal_seconds(const Work& work, std::int64_t full_rows) const;
 
  private:
-  // The part that grows with the work alone, at the rates of sets of `rows` rows; before the fit.
+  // The part proportional to the work, at the rates for sets of `rows` rows; before the fit.
   CostParts variable_parts(const Flops& flops, const Work& work, std::int64_t rows, double passes) const;
   Flops all_flops(const Work& work, ItemState state) const;
   // The time of an item; `again` is the part of a forward that its backward repeats.
   double passes_of(double again) const;
-  // For one row, one pair and so on: a step's FLOPs are linear in the work and computed very often.
+  // FLOPs for one row, one pair and so on: a step's FLOPs are linear in the work and computed very often.
   struct UnitFlops {
     Flops row, pair, output, output_pair, window_pair, window_output_pair;
   };
   UnitFlops unit_flops(ItemState state) const;
   double rows_per_expert(std::int64_t rows) const;
-  // The rate of layers' products of so many rows; `gradients` is the fraction of them that are gradients of weights.
+  // Seconds of the layers' products at this row count; `gradients`: the fraction of FLOPs in gradients of weights.
   double product_seconds(double flops, double rows, double gradients) const;
   double head_seconds(double flops, std::int64_t outputs) const;
 
   ModelShape shape_;
-  // Experts that are here; of the rows' products with experts the share that is computed here, and how many times as
-  // many rows as this rank's own choose among them, where ranks of ep exchange rows.
+  // The number of experts on this rank; the fraction of the rows' expert products computed here; and the rows that
+  // choose among these experts, as a multiple of this rank's rows, because ranks of ep exchange rows.
   double experts_, expert_share_, row_sets_;
   bool has_head_;  // the last stage of pp
   MachineProfile profile_;
@@ -116,9 +116,9 @@ class CostModel {
   double expert_layers_ = 0;
   double bytes_per_row_ = 0;          // memory-bound traffic of one row and pass through all layers
   double logit_bytes_ = 0;            // and of the logits of one output row
-  double backward_share_ = 1;         // of the layers: those that have a backward
-  double gradient_bytes_ = 0;         // every item reads and writes the accumulators of the layers' weights once,
-  double expert_gradient_bytes_ = 0;  // and those of the experts that it reaches
+  double backward_share_ = 1;         // fraction of layers that have a backward
+  double gradient_bytes_ = 0;         // read and written once by every item: the accumulators of the layers' weights,
+  double expert_gradient_bytes_ = 0;  // and the accumulators of the experts that it reaches
   double head_gradient_bytes_ = 0;
 };
 

@@ -1,11 +1,11 @@
 // Floating-point operations of a set of rows (mathematics, section 9).
 //
-// Per row 2 x (weights in matrices), per visible (query, key) pair of a layer 4 H D. Backward: 2 x for matrices
-// (gradients of inputs and of weights; of held matrices 1 x), 2.5 x for attention; layers below the first one that
-// trains have none. The last layer's query, attention, output and MLP, the final norm and the head run for output rows
-// (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows where their choices are
-// wanted. Where rows carry a state: 6 dk dv per row and value head, whatever the depth. T rows, O output rows, H query
-// heads, J key/value heads, D head size, M width, F inner width, L layers, V vocabulary.
+// Per row: 2 x (weights in matrices). Per visible (query, key) pair of a layer: 4 H D. Backward: 2 x for matrices
+// (gradients of inputs and of weights; 1 x for held matrices), 2.5 x for attention; layers below the first trained one
+// have no backward. The last layer's query, attention, output and MLP, the final norm and the head run for output rows
+// (rows with edges) only; its K and V for all rows. A last layer of experts runs all rows if their choices are needed.
+// Recurrent layers: 6 dk dv per row and value head, at any depth. T rows, O output rows, H query heads, J key/value
+// heads, D head size, M width, F inner width, L layers, V vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,13 @@ struct Flops {
 
 Flops forward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops backward_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
-// The second forward of rows whose activations were dropped, and a counting pass: the layers, not the head. For
-// rows that recompute gate and up only: those products.
+// The second forward of rows with recomputed activations, and a counting pass: the layers without the head. For rows
+// that recompute only gate and up: those products.
 Flops recompute_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 Flops gate_up_flops(const ModelShape& shape, const Work& work, bool all_rows_choose = false);
 
-// All that a step of this kind runs: forward, and with gradients backward [+ recomputation, counting pass]. Where the
-// objective needs whole rollouts the head runs twice forwards: its log-probs are needed before their gradients, and
+// The FLOPs of a step of this kind: forward, and with gradients backward [+ recomputation, counting pass]. If the
+// objective needs whole rollouts, the head runs forward twice: its log-probs are needed before their gradients, and
 // logits are not kept.
 Flops step_flops(const ModelShape& shape, const Work& work, const StepKind& kind, ItemState state);
 

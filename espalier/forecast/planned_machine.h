@@ -1,4 +1,4 @@
-// The machine that a plan is for, where it is not the one at hand: a GPU known by name, or a profile in a file.
+// The machine of a plan for other hardware: a GPU known by name, or a profile in a file.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace espalier {
 
-// `machine`: h100, h200 or a100, with rates from published figures (docs/machines.md), attention's in bfloat16 that of
-// the kernels of `attention`; or a profile in JSON, or in TOML where the name ends in .toml, as to_json(MachineProfile)
-// writes it, whose rate of attention is that of the kernels that were measured. Errors: OptionError for a name that is
-// neither, for a profile of another dtype, and for cudnn on what is no Hopper; InputError for a file that is no
-// profile.
+// `machine`: h100, h200 or a100, with rates from published figures (docs/machines.md); the bfloat16 rate of attention
+// is that of the kernels chosen by `attention`. Or a profile file in JSON, or in TOML if the name ends in .toml, as
+// written by to_json(MachineProfile); its rate of attention is that of the measured kernels. Errors: OptionError for an
+// unknown name, for a profile of another dtype, and for cudnn on a GPU other than Hopper; InputError for a file that is
+// not a profile.
 MachineProfile planned_machine(const std::string& machine, DType dtype,
                                Choice<AttentionKernels> attention = AttentionKernels::automatic);
 

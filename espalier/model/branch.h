@@ -9,12 +9,12 @@ namespace espalier {
 
 struct Branch {
   at::Tensor norm_M;            // undefined: no norm
-  at::Tensor value_RM, rstd_R;  // b and its 1/rms, kept where there is a norm
+  at::Tensor value_RM, rstd_R;  // b and its 1/rms, kept if there is a norm
   Projection projection;        // the last product
 };
 
-// Overwrites out with base + f norm(x W^T + bias); where out is undefined only the branch's members are filled again.
-// added [R, M]: scratch where context.finishes_branch().
+// Overwrites out with base + f norm(x W^T + bias). If out is undefined, only the branch's members are recomputed. added
+// [R, M]: scratch if context.finishes_branch().
 void add_branch(const LayerContext& context, const Branch& branch, const at::Tensor& base_RM, const at::Tensor& x_RK,
                 const at::Tensor& added_RM, const at::Tensor& out_RM);
 

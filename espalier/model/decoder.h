@@ -1,4 +1,4 @@
-// The decoder of one rank: its weights, its tables of rotations, and what its layers are told in a pass
+// The decoder of one rank: its weights, its rotary tables, and the arguments of its layers in a pass
 // (model/decoder_pass.h).
 #pragma once
 
@@ -12,20 +12,20 @@ namespace espalier {
 
 // Arguments common to the forward and the backward of a set of rows.
 struct DecoderRun {
-  const ModelInput& input;  // handed over
+  const ModelInput& input;  // copied to the device before
   KvSource& kv;
   Arena& arena;
-  Timer* timer = nullptr;  // books the parts of the work; may be null
+  Timer* timer = nullptr;  // times the parts of the work; may be null
 };
 
 class Decoder {
  public:
-  // `weights` are read in every pass and lie on the device; their dtype is the dtype of all activations. `gathering`
-  // brings those that ranks divide together; null where none are. Both and the mesh must outlive the decoder.
+  // `weights` are on the device and read in every pass; their dtype is the dtype of all activations. `gathering`
+  // gathers sharded weights; null if weights are not sharded. Both and the mesh must outlive the decoder.
   Decoder(const LocalShape& shape, ModelViews weights, Device& device, const Mesh& mesh = mesh_of_one(),
           Guest* gathering = nullptr);
 
-  // Makes rotary tables for positions below `positions`; must cover every row.
+  // Builds rotary tables for positions below `positions`, which must cover every row.
   void reserve_positions(std::int64_t positions);
   std::int64_t positions() const { return rotary_.positions(); }
 
@@ -35,22 +35,22 @@ class Decoder {
   const ModelViews& weights() const { return weights_; }
   Guest* gathering() const { return gathering_; }
   Device& device() const { return device_; }
-  // The backward ends at this layer: nothing before it trains.
+  // The backward ends at this layer, because nothing before it trains.
   std::int64_t first_layer() const { return shape_.trained.first_layer; }
-  // False where none of its layers saves anything, since nothing in or below them trains.
+  // False if no layer saves anything, because nothing in or below its layers trains.
   bool has_backward() const { return first_layer() < shape_.layers; }
-  // The sizes that its buffer declarations depend on.
+  // The sizes on which its buffer declarations depend.
   BlockShape block() const;
   at::ScalarType dtype() const { return weights_.layers.front().dtype; }
-  // What becomes of the head's product.
+  // The changes applied to the head's product.
   LogitShape logits() const { return {shape_.scales.logits, shape_.scales.logit_cap}; }
-  // Looked-up rows are multiplied by it.
+  // The factor of looked-up rows.
   double embedding_factor() const;
-  // The norm of `views`, which are the weights or their gradients.
+  // The final norm in `views`: the weights or their gradients.
   NormWeights final_norm(const ModelViews& views) const {
     return {views.final_norm_M, shape_.norm, views.final_norm_bias_M};
   }
-  // False where the last block runs all rows, because its router's choices count.
+  // False if the last block runs all rows because its router's choices are counted.
   bool last_block_is_narrow(const ModelInput& input) const;
   LayerContext layer(const DecoderRun& run, std::int64_t layer, const RouterPenalties* penalties = nullptr) const;
 
@@ -58,7 +58,7 @@ class Decoder {
   const RotaryTables& rotary(std::int64_t layer) const;
 
   LocalShape local_;
-  ModelShape shape_;  // of this rank: local_.own()
+  ModelShape shape_;  // this rank's part: local_.own()
   ModelViews weights_;
   RotaryTables rotary_, window_rotary_, no_rotary_;
   Device& device_;

@@ -1,9 +1,9 @@
 // A pass of a set of rows through the decoder: from token ids to the normalised hidden rows that the head reads, and
-// back. The arithmetic of each stop (program/stops.h); what else happens around it is the guests' (model/guest.h).
+// back. The arithmetic of each stop (program/stops.h) is here; guests do the work around it (model/guest.h).
 //
 // Shapes: T rows, O output rows, M width, L layers of experts, k experts a row. The same code runs dense rows, packed
-// trees, trunks, waves and the rows of a sampler: what differs is in `ModelInput`, in the source of keys and values,
-// and in what is kept for the backward.
+// trees, trunks, waves and the rows of a sampler. They differ in `ModelInput`, in the source of keys and values, and in
+// the state kept for the backward.
 #pragma once
 
 #include <optional>
@@ -17,27 +17,27 @@
 namespace espalier {
 
 struct DecoderSaved {
-  ItemState state;                                      // of the layers' members
-  std::vector<LayerSaved> layers;                       // those that a backward follows
-  std::vector<Arena::Range> offload;                    // of each of these, what ItemState says is stored away
+  ItemState state;                                      // the treatment of the layers' members
+  std::vector<LayerSaved> layers;                       // the layers with a backward
+  std::vector<Arena::Range> offload;                    // for each of these, the range that ItemState offloads
   at::Tensor final_stream_OM, normed_OM, final_rstd_O;  // undefined without output rows
-  // Experts that rows chose, [L, max(T, O), k] (int32), where input.keeps_choices; a narrow last layer has only its
-  // output rows.
+  // Experts chosen by the rows, [L, max(T, O), k] (int32), if input.keeps_choices; a narrow last layer has its output
+  // rows only.
   at::Tensor choice_LTK;
 };
 
 class DecoderForward {
  public:
   // Overwrites `saved`. Everything in it is taken from the arena and stays valid until the caller releases it. `state`:
-  // what happens to the layers' activations until the backward; nothing where there is no backward.
+  // the treatment of the layers' activations until the backward; empty without a backward.
   DecoderForward(const Decoder& decoder, const DecoderRun& run, std::optional<ItemState> state, DecoderSaved& saved);
 
   void run(const Stop& stop);
-  // Behind the last stop: saved.normed_OM is the input of the head.
+  // Called after the last stop: saved.normed_OM is the input of the head.
   void finish();
 
-  // Rows between two stops, [T, M]: the input of this rank's first layer before it, its last layer's output behind
-  // that.
+  // The rows between two stops, [T, M]: before this rank's first layer its input, after the last layer its
+  // output.
   const at::Tensor& stream_TM() const { return stream_TM_; }
 
  private:
@@ -51,16 +51,16 @@ class DecoderForward {
   bool saves_;
   DecoderSaved& saved_;
   StreamBuffer stream_;
-  std::int64_t kept_from_ = 0;   // of the arena: streams and saved layers
-  std::int64_t saved_from_ = 0;  // of these the next layer's
+  std::int64_t kept_from_ = 0;   // arena offset of streams and saved layers
+  std::int64_t saved_from_ = 0;  // arena offset of the next layer's members
   at::Tensor stream_TM_;
 };
 
 class DecoderBackward {
  public:
-  // Given dL/d(normed_OM), adds every parameter's gradient but the head's to `grads` (accumulator dtype), and this
-  // set's part to the gradients of what its rows attended to. Consumes `saved`. The gradients that later rows added to
-  // the set's own keys and values enter here. All arguments must outlive the object.
+  // Given dL/d(normed_OM), adds every parameter's gradient except the head's to `grads` (accumulator dtype), and this
+  // set's contribution to the gradients of the keys and values that its rows attended to. Consumes `saved`. Includes
+  // the gradients that later rows added to the set's own keys and values. All arguments must outlive the object.
   DecoderBackward(const Decoder& decoder, const DecoderRun& run, DecoderSaved& saved, const at::Tensor& grad_normed_OM,
                   ModelViews& grads, const RouterPenalties& penalties);
 
@@ -83,10 +83,10 @@ class DecoderBackward {
   DecoderBackwardBuffers declared_;
   HeldBuffers held_;
   at::Tensor grad_stream_TM_;
-  at::Tensor grad_stream_;  // grad_stream_TM, or before a narrow last block the output rows'
+  at::Tensor grad_stream_;  // grad_stream_TM, or the output rows' gradient above a narrow last block
 };
 
-// A forward that nothing follows, of one rank of pp.
+// A forward without a backward, on one stage of pp.
 DecoderSaved decoder_forward(const Decoder& decoder, const DecoderRun& run);
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-// The first half of a block whose rows carry a state: the gated delta rule (ops/delta_rule.h).
+// The first half of a recurrent block: the gated delta rule (ops/delta_rule.h).
 //
 //   n = norm(x);  y = x + gated_norm(delta_rule(n Wp^T), n Wp^T) Wo^T
 //
@@ -11,7 +11,7 @@
 
 namespace espalier {
 
-// Fills `saved` up to stream_mid. States go from run to run as the source says.
+// Fills `saved` up to stream_mid. The source connects the states of runs.
 void delta_forward(const LayerContext& context, LayerSaved& saved);
 
 // As add_layer_backward (model/layer.h), which calls it.

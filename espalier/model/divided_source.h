@@ -1,9 +1,9 @@
-// A set of rows over the open trunks that the ranks of cp have divided (program/row_shares.h). Each computes the
-// queries, keys and values of its rows; keys and values of all rows are gathered, queries stay. The gradients that
-// ranks have of them, those that waves added to a trunk's included, are summed once, to the rank that has the row.
+// A set of rows over the open trunks, sharded over cp (program/row_shares.h). Each rank computes the queries, keys and
+// values of its rows; keys and values of all rows are gathered, queries stay. Their gradients, including waves'
+// contributions to a trunk, are reduced once to the rank that has the row.
 //
-// Every rank of the rank group calls the same functions, also one without rows. Visibility: path_source.h.
-// Shapes: T rows of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size.
+// Every rank of the rank group calls the same functions, even without rows. Visibility: path_source.h. Shapes: T rows
+// of this rank, S of the set, P rows of the path that they see, J key/value heads, D head size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,17 +19,17 @@ namespace espalier {
 
 // On the device, int32.
 struct DividedRows {
-  at::Tensor row_S;         // of the set: those of rank 0, of rank 1, ...
-  at::Tensor own_T;         // those of this rank
-  at::Tensor output_own_O;  // of the set: the row of each output of this rank
+  at::Tensor row_S;         // rows of the set: rank 0's, rank 1's, ...
+  at::Tensor own_T;         // this rank's rows of the set
+  at::Tensor output_own_O;  // the set's row of each output of this rank
   at::Tensor counted_T;     // 0, 1, ... T-1
 };
 
 class DividedSource final : public KvSource {
  public:
-  // `is_trunk`: the rows are those that the path was last opened for. The arguments must outlive the object; `dtype`
-  // is that of activations. subtree_end_S (int32) lies on the device, and so does depth_S (int32), which
-  // only layers with a window read.
+  // `is_trunk`: the path was last opened for these rows. The arguments must outlive the object; `dtype` is the dtype
+  // of activations. subtree_end_S (int32) and depth_S (int32) are on the device; only layers with a window read
+  // depth_S.
   DividedSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_S, at::Tensor depth_S,
                 const RowShares& shares, const DividedRows& rows, const BlockShape& block, at::ScalarType dtype,
                 Group& cp, Arena& arena);
@@ -40,7 +40,7 @@ class DividedSource final : public KvSource {
                     const KeysValues& grad_own) override;
 
  private:
-  // In a buffer of ranks, the first rows of the one at `place`: [rows, J*D] and [rows, J*Dv].
+  // In a buffer of several ranks' parts, the first rows of part `place`: [rows, J*D] and [rows, J*Dv].
   KeysValues parts_of(const at::Tensor& whole, std::int64_t place, std::int64_t rows) const;
   at::Tensor set_rows_of(std::int64_t rank) const;
   void gather(const LayerAttention& attention, const at::Tensor& part, const at::Tensor& whole,
@@ -59,7 +59,7 @@ class DividedSource final : public KvSource {
   at::ScalarType dtype_;
   Group& cp_;
   Arena& arena_;
-  std::int64_t kept_layers_ = 0;  // of a trunk: whose keys and values are in the path
+  std::int64_t kept_layers_ = 0;  // for a trunk: layers with keys and values in the path
 };
 
 }  // namespace espalier

@@ -1,8 +1,8 @@
-// Rows to the ranks that have the experts they chose, and back.
+// Sends rows to the ranks of their chosen experts, and results back.
 //
-// Ranks of ep have E / ep whole experts each. Rows that ranks of tp have in common are dealt to them in runs, so that
-// each is sent by one; a row that rollouts share is one row. Rows stand sorted by expert on both sides, so neither side
-// needs to be told more than how many come.
+// Each rank of ep has E / ep whole experts. Ranks of tp have the same rows; each sends one run of them, so that every
+// row is sent once. A row shared by rollouts is one row. Rows are sorted by expert on both sides, so the ranks exchange
+// only counts.
 //
 // Shapes: R rows, M width, k experts a row, S slots (row and expert) of this rank's run of rows, N slots that arrive
 // here, E experts of this rank.
@@ -18,20 +18,20 @@ namespace espalier {
 
 class ExpertExchange {
  public:
-  // Every rank of ep makes one with the choices of its rows, which may be none.
+  // Every rank of ep creates one with the choices of its rows; it may have no rows.
   ExpertExchange(const LayerContext& context, const at::Tensor& choice_RK);
 
-  // The rows that this rank sends: [begin, begin + count) of R.
+  // The rows sent by this rank: [begin, begin + count) of R.
   at::Tensor run_of(const at::Tensor& x_R) const { return x_R.narrow(0, begin_, count_); }
-  const SortedSlots& sent() const { return sent_; }          // of the run, all experts
-  const SortedSlots& received() const { return received_; }  // E experts, one a row
+  const SortedSlots& sent() const { return sent_; }          // slots of the run, for all experts
+  const SortedSlots& received() const { return received_; }  // slots that arrive here, for E experts, one slot a row
   std::int64_t arriving() const { return arriving_; }        // N
 
-  // From the rows of a run: what the slots' experts get, [N, ...], taken from the arena.
+  // The inputs of this rank's experts, [N, ...], from the rows of a run; taken from the arena.
   at::Tensor rows_to_experts(const at::Tensor& x_R) const;
-  // The same of numbers of slots, [rows of the run, k] to [N, 1].
+  // The same for one number per slot, [rows of the run, k] to [N, 1].
   at::Tensor slots_to_experts(const at::Tensor& x_RK) const;
-  // Back: [N, ...] to [S, ...] in the order of sent(), taken from the arena.
+  // The way back: [N, ...] to [S, ...] in the order of sent(), taken from the arena.
   at::Tensor from_experts(const at::Tensor& y_N) const;
 
  private:

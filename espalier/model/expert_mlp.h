@@ -3,8 +3,8 @@
 //   n = norm(y);  (S, w) = router(n Wr^T);  [g_e u_e] = n Wgu_e^T
 //   z = y + sum_{e in S} w_e (f(g_e) u_e) Wd_e^T
 //
-// A shared expert, where the shape has one, adds its own MLP for every row, times sigmoid(n . gate) where it has a
-// gate: it is a layer of one expert that each row chooses, and runs as such.
+// If the shape has a shared expert, it adds its MLP for every row, times sigmoid(n . gate) if it has a gate. It runs as
+// a layer of one expert that every row chooses.
 //
 // Rows are sorted by expert (ops/experts.h). Sums over a row's experts are kept in the accumulator dtype and rounded
 // once. context.penalties holds the router losses. Shapes: R rows, M width, E experts, k of them a row, F inner
@@ -19,7 +19,7 @@ void expert_mlp_forward(const LayerContext& context, LayerSaved& saved, const at
 void add_expert_mlp_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                              const LayerViews& grads);
 
-// The same without own rows: experts of this rank run the rows of others (mesh.ep of several ranks).
+// The same without own rows: this rank's experts run the rows of other ranks (mesh.ep of several ranks).
 void join_experts_forward(const LayerContext& context);
 void join_experts_backward(const LayerContext& context, const LayerViews& grads);
 

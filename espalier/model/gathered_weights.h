@@ -1,6 +1,6 @@
-// Weights that ranks divide (--shard full, shape/units.h), brought together unit by unit where somebody computes with
-// them. The next unit gathered into a buffer overwrites the last; layers have two, so that one arrives
-// while the one before it computes.
+// Gathers sharded weights (--shard full, shape/units.h) unit by unit before they are used. A unit gathered into a
+// room overwrites the previous one; layers have two rooms, so that one layer arrives while the previous one
+// computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,12 +20,12 @@ inline Group& holders_of(const Unit& unit, const Mesh& mesh) {
 
 class GatheredWeights final : public Guest {
  public:
-  // The buffers as view_model takes them. Their tables and the mesh must outlive the object.
+  // `buffers` as for view_model. Their tables and the mesh must outlive the object.
   GatheredWeights(std::vector<FlatParameters> buffers, const Mesh& mesh) : buffers_(std::move(buffers)), mesh_(mesh) {}
 
-  // A layer's weights begin to come while the stop before it computes.
+  // Starts to gather a layer's weights while the previous stop computes.
   void ahead(const Stop& stop) override;
-  // The views of the stop's weights hold what all ranks have of it, until another unit takes its room.
+  // Afterwards the views of the stop's weights hold the whole unit, until another unit takes its room.
   void enter(const Stop& stop) override;
 
  private:
@@ -33,8 +33,8 @@ class GatheredWeights final : public Guest {
 
   std::vector<FlatParameters> buffers_;
   const Mesh& mesh_;
-  std::int64_t asked_ = 0;       // the unit that is coming, if any is
-  std::vector<Pending> coming_;  // what it consists of
+  std::int64_t asked_ = 0;       // the unit being gathered, if any
+  std::vector<Pending> coming_;  // its collectives
 };
 
 }  // namespace espalier

@@ -1,5 +1,5 @@
-// Whatever must happen around a stop of a pass (program/stops.h) beside the arithmetic there: gathering weights,
-// summing gradients, bringing a layer of the path or of a trunk to memory, links between stages of pp, experts of other
+// Work around a stop of a pass (program/stops.h) besides its arithmetic: gathering weights, summing
+// gradients, fetching a layer of the path or of a trunk, links between stages of pp, experts of other
 // ranks.
 #pragma once
 
@@ -14,16 +14,16 @@ class Guest {
  public:
   virtual ~Guest() = default;
 
-  // The stop comes next: what takes time may begin.
+  // The stop comes next: slow work may begin.
   virtual void ahead(const Stop&) {}
   // Before the work at the stop, and after it.
   virtual void enter(const Stop&) {}
   virtual void leave(const Stop&) {}
 };
 
-// Goes through the stops. At each, every guest enters, in the order of the list, and hears of the stop behind it; then
-// `run(stop)` works, and every guest leaves. A null guest is none. A rank that joins others without rows walks with
-// guests alone: their collectives are those of the ranks that have rows.
+// Goes through the stops. At each stop every guest enters, in the order of the list, and is told the next stop; then
+// `run(stop)` works, and every guest leaves. Null guests are skipped. A rank that joins others without rows walks with
+// guests only, so that its collectives match those of the ranks with rows.
 template <class Run>
 void walk(std::span<const Stop> stops, std::initializer_list<Guest*> guests, Run&& run) {
   const auto each = [&](auto&& act) {

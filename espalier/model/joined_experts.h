@@ -1,4 +1,4 @@
-// The experts of a rank without rows of its own, on the rows of others, while these run a pass.
+// The experts of a rank without own rows, applied to the rows of ranks that run a pass.
 #pragma once
 
 #include "espalier/model/decoder.h"
@@ -8,8 +8,8 @@ namespace espalier {
 
 class JoinedExperts final : public Guest {
  public:
-  // A backward adds to the gradients of this rank's experts; `grads` may be null where there is none. All must outlive
-  // the object.
+  // A backward adds to the gradients of this rank's experts; `grads` may be null in a forward. All must outlive the
+  // object.
   JoinedExperts(const Decoder& decoder, Arena& arena, ModelViews* grads = nullptr)
       : decoder_(decoder), arena_(arena), grads_(grads) {}
 
@@ -28,7 +28,7 @@ class JoinedExperts final : public Guest {
   NoKeys no_keys_;
 };
 
-// Takes part, without rows, in a forward that others run by decoder_forward.
+// Takes part, without rows, in a decoder_forward of other ranks.
 void join_decoder_forward(const Decoder& decoder, Arena& arena);
 
 }  // namespace espalier

@@ -1,13 +1,13 @@
-// Keys and values of the open trunks, end to end, and the gradients that everything below adds to them.
+// Keys and values of the open trunks, end to end, and the sum of their gradients from everything below.
 //
 // Shapes: P rows of the open trunks, J key/value heads, D head size, Dv that of values. A stack: a trunk's rows are
 // pushed when its forward begins and popped after its backward. Gradients are kept in float32 (float64 in float64
-// runs), so that any number of waves adds up without loss (mathematics, section 2). Every trunk knows how many
-// contributions the plan promises; reading a trunk's gradient before the last one, or adding after, is an error, not a
-// wrong number.
+// runs), so that any number of waves adds up without loss (mathematics, section 2). Every trunk knows its planned
+// number of contributions. Reading its gradient before the last contribution, or adding after it, is an error rather
+// than a wrong number.
 //
-// Layers that are not in use may sleep: who reads or writes a layer says so before, in the order of a pass. Where ranks
-// of cp divide them (saved/divided_path.h) they do so together, also one without rows of its own.
+// Layers that are not in use may be offloaded or sharded, so a pass announces each layer before it reads or writes it.
+// With a path sharded over cp (saved/divided_path.h) all ranks of cp announce it together, even those without rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,45 +28,45 @@ class KvPath {
     at::Tensor grad_k, grad_v;  // of the same shapes, accumulator dtype; undefined in forward-only passes
   };
 
-  // Takes `capacity` rows for every layer from the arena. With a keeper all layers but the first `layers_awake` sleep
-  // while they are not in use; it must outlive the object.
+  // Takes `capacity` rows for every layer from the arena. With a keeper only the first `layers_awake` layers stay in
+  // memory while they are not in use; the keeper must outlive the object.
   KvPath(const ModelShape& shape, std::int64_t capacity, at::ScalarType dtype, bool with_gradients, Arena& arena,
          PathKeeper* keeper = nullptr, std::int64_t layers_awake = 0);
 
-  // The state [N] that a trunk leaves in one recurrent layer, and the sum of its gradients; undefined: 0, none.
+  // A trunk's final state [N] in one recurrent layer, and the sum of its gradients. Undefined: 0; not needed.
   struct State {
     at::Tensor state_N, grad_state_N;
   };
-  // The same of all such layers, in order.
+  // The same for all recurrent layers, in order.
   struct States {
     at::Tensor states_LN, grad_states_LN;
   };
 
   std::int64_t rows() const { return rows_; }
-  // Opens `rows` more rows for a trunk below which `contributions` sets of rows will add gradients. Zeroes gradients.
-  // The states are the caller's and stay until the trunk is popped.
+  // Opens `rows` more rows for a trunk; `contributions` sets of rows below will add gradients. Zeroes gradients. The
+  // caller owns the states and keeps them until the trunk is popped.
   void push(std::int64_t rows, std::int64_t contributions, const States& states = {});
   void pop();
 
-  // A set of rows runs a layer: forwards from the first to the last, or, `rows_above` being those of the path that
-  // it sees, backwards. The layer can be read and written until the next one begins, or the backward ends.
+  // Announces that a set of rows runs a layer: forward from the first to the last layer, or backward, with `rows_above`
+  // visible rows of the path. The layer can be read and written until the next one begins or the backward ends.
   void begin_forward(std::int64_t layer);
   void begin_backward(std::int64_t layer, std::int64_t rows_above);
   void end_backward(std::int64_t layer);
   bool sleeps() const { return window_.has_value(); }
 
   Layer path(std::int64_t layer, std::int64_t rows) const;  // the first `rows` rows
-  Layer top(std::int64_t layer) const;                      // rows of the innermost trunk
+  Layer top(std::int64_t layer) const;                      // the rows of the innermost trunk
 
-  // Among the layers whose rows carry a state, the number of this one.
+  // The index of this layer among the recurrent layers.
   std::int64_t number_of_state(std::int64_t layer) const { return state_.at(static_cast<std::size_t>(layer)); }
-  // The state of the innermost trunk, or of the last of the trunks that make up the first `rows` rows.
+  // The state of the innermost trunk, or of the trunk that ends at path row `rows`.
   State state_of_top(std::int64_t layer) const { return state_of(layer, trunks_.size()); }
   State state_above(std::int64_t layer, std::int64_t rows) const;
 
-  // A set of rows below `rows` path rows has added its part to `layer`.
+  // Records that a set of rows below `rows` path rows has added its contribution to `layer`.
   void count_contribution(std::int64_t layer, std::int64_t rows);
-  // The innermost trunk's backward reads `layer`.
+  // Checks that `layer` is complete before the innermost trunk's backward reads it.
   void expect_complete(std::int64_t layer) const;
 
  private:
@@ -77,16 +77,16 @@ class KvPath {
     States states;
   };
 
-  State state_of(std::int64_t layer, std::size_t trunks) const;  // of the last of the first so many
+  State state_of(std::int64_t layer, std::size_t trunks) const;  // state of trunk number `trunks`, counted from 1
   Layer slice(std::int64_t layer, std::int64_t begin, std::int64_t end) const;
   void zero_gradients(std::int64_t layer, std::int64_t begin, std::int64_t end);
 
   Device& device_;
   std::int64_t capacity_, rows_ = 0;
   std::vector<Layer> layers_;
-  std::vector<std::int64_t> state_;  // number of a layer among those whose rows carry a state
+  std::vector<std::int64_t> state_;  // index of a layer among the recurrent layers
   std::vector<Trunk> trunks_;
-  std::optional<PathWindow> window_;  // none: no layer sleeps
+  std::optional<PathWindow> window_;  // empty: all layers stay in memory
 };
 
 }  // namespace espalier

@@ -31,7 +31,7 @@ void latent_forward(const LayerContext& context, const Latent& weights, const La
                     const at::Tensor& x_RM, const at::Tensor& normed_RC, const at::Tensor& y_RN);
 
 // Overwrites grad_latent_RC with the gradient of x down^T + b, and the scratch normed_RC; adds to the gradients of `up`
-// and the norm. The caller computes those of `down` and x.
+// and the norm. The caller computes the gradients of `down` and x.
 void add_latent_backward(const LayerContext& context, const Latent& weights, const Latent& grads,
                          const LatentSaved& saved, const at::Tensor& grad_RN, const at::Tensor& normed_RC,
                          const at::Tensor& product_NC, const at::Tensor& grad_latent_RC);

@@ -2,8 +2,8 @@
 //
 //   n = norm(x);  q = rot(qnorm(n Wq^T)), k = rot(knorm(n Wk^T)), v = n Wv^T
 //   y = x + attention(q, k, v, source) Wo^T;  z = y + mlp(norm(y))  (mlp.h: dense or experts)
-// Norms may stand before or behind each half, or both (branch.h). In latent attention q, k and v come out of latents
-// (latent.h), and keys share a row (ops/latent.h).
+// Each half may have a norm before it, after it, or both (branch.h). In latent attention q, k and v are computed from
+// latents (latent.h), and all keys share a rotated row (ops/latent.h).
 //
 // Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row.
@@ -16,19 +16,19 @@
 
 namespace espalier {
 
-// Takes the members of the first half of a block from the arena; of the second.
+// Take the members of the first half of a block from the arena, and of the second half.
 void take_attention_saved(const LayerContext& context, LayerSaved& saved);
 void take_mlp_saved(const LayerContext& context, LayerSaved& saved);
 
-// Fills `saved` and overwrites stream_out [R, M]; where stream_out is undefined it stops after gate_up (recomputation).
-// Keys and values that the source keeps are written there. stream_out may be stream_mid.
+// Fills `saved` and overwrites stream_out [R, M]. If stream_out is undefined, it stops after gate_up (recomputation).
+// Keys and values are written to the source if it keeps them. stream_out may be stream_mid.
 void layer_forward(const LayerContext& context, LayerSaved& saved, const at::Tensor& stream_out_RM);
 
-// Takes and fills what `state` says is made again, from what is there.
+// Recomputes the members that `state` drops from the saved ones, and takes their buffers.
 void layer_forward_again(const LayerContext& context, LayerSaved& saved, ItemState state);
 
-// grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself
-// where all rows continue. Adds to `grads`, and to the gradients of what the rows attended to. Consumes `saved`.
+// grad_stream_RM holds dL/dz on entry and is overwritten. Overwrites grad_in_TM with dL/dx; it is grad_stream itself if
+// all rows continue. Adds to `grads`, and to the gradients of the attended keys and values. Consumes `saved`.
 void add_layer_backward(const LayerContext& context, LayerSaved& saved, const at::Tensor& grad_stream_RM,
                         const at::Tensor& grad_in_TM, const LayerViews& grads);
 

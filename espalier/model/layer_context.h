@@ -1,4 +1,4 @@
-// Common to the two halves of a decoder block: the state saved for the backward, and the arguments of a run.
+// Types shared by the two halves of a decoder block: the state saved for the backward, and the arguments of a run.
 //
 // Shapes: T rows, R rows that continue past the keys and values (all, or in a narrow last block those with an output),
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, k of them a row, L layers of
@@ -22,15 +22,15 @@
 
 namespace espalier {
 
-// State that the backward of one block needs. Everything else is recomputed from it, cheaply, row by row.
+// State for the backward of one block. Everything else is recomputed from it cheaply, row by row.
 struct LayerSaved {
   at::Tensor stream_in_TM;
   at::Tensor norm_rstd_T, kv_TW;         // [T, 2*J*D] before norm and rotation, or of latents [T, J*(N + Dv)]
   at::Tensor q_RW, attended_RW, lse_HR;  // [R, H*D], q before norm and rotation; [R, H*Dv]
-  // Of latent attention: latents before their norm, and the rotated row that all keys share.
+  // Latent attention: latents before their norm, and the rotated row that all keys share.
   at::Tensor query_latent_RC, query_latent_rstd_R, latent_TC, latent_rstd_T, rotary_key_TK;
-  at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, where a norm follows it
-  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), in place of the two lines above
+  at::Tensor branch_RM, branch_rstd_R;  // o_proj's result, if a norm follows it
+  at::Tensor projected_TW, mixed_TV;    // of the delta rule (ops/delta_rule.h), instead of the two lines above
   at::Tensor stream_mid_RM, mlp_rstd_R;
   at::Tensor mlp_branch_RM, mlp_branch_rstd_R;
   at::Tensor gate_up_RW;  // [R, 2*F]; with experts [R*k, 2*F], sorted by expert
@@ -38,28 +38,28 @@ struct LayerSaved {
   at::Tensor shared_gate_up_RW, shared_logit_R1, shared_weight_R1;  // of the shared expert
 };
 
-// Router losses that the backward of each layer of experts adds, and where it leaves their values. Empty: none.
+// Router losses added by the backward of each expert layer, and the buffer for their values. Empty: none.
 struct RouterPenalties {
   std::vector<RouterPenalty> of_layer;  // [L]
   at::Tensor value_L2;                  // float64, overwritten: the auxiliary and the z penalty, summed over rows
 };
 
 struct LayerContext {
-  const ModelShape& shape;  // of this rank: LocalShape::own()
+  const ModelShape& shape;  // this rank's part: LocalShape::own()
   const LayerViews& weights;
-  const RotaryTables& rotary;  // of this layer's kind
+  const RotaryTables& rotary;  // for this layer's kind
   const ModelInput& input;
   KvSource& kv;
   std::int64_t layer;
   bool narrow;  // only output rows continue
   Arena& arena;
-  Timer* timer;  // where matrix products and attention book their time; may be null
+  Timer* timer;  // times matrix products and attention; may be null
   const Mesh& mesh;
-  const RouterPenalties* penalties = nullptr;  // of a backward; may be null
+  const RouterPenalties* penalties = nullptr;  // for a backward; may be null
   const Operations& ops = arena.device().operations();
   const Products products{ops, timer, mesh.tp, arena};
 
-  // The norms of `views`, which are the weights or their gradients.
+  // The norms in `views`: the weights or their gradients.
   NormWeights attention_norm(const LayerViews& views) const {
     return {views.attention_norm_M, shape.norm, views.attention_norm_bias_M};
   }
@@ -69,10 +69,10 @@ struct LayerContext {
   bool finishes_branch() const { return has_norms_after() || shape.scales.residual != 1; }
 
   at::ScalarType dtype() const { return weights.dtype; }
-  // The sizes that the block's buffer declarations depend on.
+  // The sizes on which the block's buffer declarations depend.
   BlockShape block() const;
   BlockRows block_rows() const;
-  // Overwrites x_R with x_T at the output rows; in blocks where all rows continue it is x itself.
+  // Overwrites x_R with x_T at the output rows. If all rows continue, returns x itself.
   at::Tensor continuing_rows(const at::Tensor& x_TM, const at::Tensor& x_RM) const;
 };
 

@@ -1,9 +1,9 @@
-// A flat buffer seen as a model: one tensor view per matrix a product reads. Weights and their gradients share the
-// form.
+// Views of a flat buffer as a model: one tensor for each matrix of a product. Weights and gradients use the same
+// type.
 //
-// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts: those that
-// this rank has (shape/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the experts
-// of a dense one) are undefined tensors.
+// Shapes: V vocabulary, M width, H query heads, J key/value heads, D head size, F inner width, E experts; all of them
+// this rank's part (shape/local_shape.h). Absent parts (biases, QK-norm, the dense MLP of an expert layer and the
+// experts of a dense one) are undefined tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,11 +27,11 @@ struct Projection {
   at::Tensor weight, bias;  // [out, in], [out]
   std::vector<LowRank> low_rank;
 
-  bool trains() const { return weight.defined() || bias.defined() || !low_rank.empty(); }  // of gradients
+  bool trains() const { return weight.defined() || bias.defined() || !low_rank.empty(); }  // for gradients
 };
 
 struct LayerViews {
-  at::ScalarType dtype = at::kFloat;  // of rows; matrices that are held may be bfloat16 beside float32
+  at::ScalarType dtype = at::kFloat;  // dtype of rows; held matrices may be bfloat16 beside float32
   at::Tensor attention_norm_M;
   Projection query;               // [H*D, M], or from latents [H*D, C]
   Projection key_value;           // [2*J*D, M], keys then values, or from latents [J*(N + Dv), C] (ops/latent.h)
@@ -41,39 +41,39 @@ struct LayerViews {
   Projection rotary_key;                      // [K, M]
   at::Tensor query_latent_norm_C, key_value_latent_norm_C;
   Projection output;     // [M, H*D]
-  Projection projected;  // [W, M], of the delta rule, in place of query, key and value
+  Projection projected;  // [W, M], of the delta rule, instead of query, key and value
   at::Tensor conv_CK, a_log_H, dt_bias_H, conv_bias_C, skip_H;  // ops/delta_rule.h
   at::Tensor mixed_norm;
   at::Tensor mlp_norm_M;
   at::Tensor attention_norm_bias_M, mlp_norm_bias_M;
-  at::Tensor attention_post_norm_M, mlp_post_norm_M;  // of what each half adds to the stream
+  at::Tensor attention_post_norm_M, mlp_post_norm_M;  // norms of each half's addition to the stream
   Projection gate_up;                                 // [2*F, M], gate then up
   Projection down;                                    // [M, F]
   Projection router;                                  // [E, M], all experts
   at::Tensor expert_gate_up_EWM, expert_down_EMF;     // [E, 2*F, M], [E, M, F], F of one expert
   at::Tensor expert_gate_up_bias_EW, expert_down_bias_EM;
-  at::Tensor correction_bias_E;            // of the router's choice, accumulator dtype; has no gradient
+  at::Tensor correction_bias_E;            // for the router's choice, accumulator dtype; has no gradient
   Projection shared_gate_up, shared_down;  // of the shared expert, [2*F, M], [M, F]
   Projection shared_expert_gate;           // [1, M]
 };
 
 struct ModelViews {
   at::Tensor embedding_VM;         // without padding, as head_VM
-  std::vector<LayerViews> layers;  // of this rank
+  std::vector<LayerViews> layers;  // this rank's layers
   at::Tensor final_norm_M, final_norm_bias_M;
-  at::Tensor head_VM;                // the embedding itself where the head is tied; undefined in a critic
+  at::Tensor head_VM;                // the embedding itself if the head is tied; undefined in a critic
   at::Tensor value_M, value_bias_1;  // a critic's head; undefined elsewhere
 };
 
-// A flat buffer (contiguous, table.kept_size() elements), and the rooms of the units that ranks divide
-// (table.units().rooms elements).
+// A flat buffer (contiguous, table.kept_size() elements), and the rooms for sharded units (table.units().rooms
+// elements).
 struct FlatParameters {
   const ParameterTable& table;
   at::Tensor flat, rooms;
 };
 
-// Views into the buffers, which have each parameter at most once. A parameter that none of them has is undefined. Rows
-// have the dtype of the first buffer.
+// Views into the buffers. Each parameter occurs in at most one buffer; a parameter in none is undefined. Rows have the
+// dtype of the first buffer.
 ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape);
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-// The layer of a path that a pass runs, in memory while it does (model/kv_path.h).
+// Keeps the path's layer of the current stop in memory (model/kv_path.h).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace espalier {
 
 class PathGuest : public Guest {
  public:
-  // The rows of the pass see the first `rows_above` rows of the path, which must outlive the object.
+  // The rows of the pass see the first `rows_above` rows of the path. The path must outlive the object.
   PathGuest(KvPath& path, std::int64_t rows_above) : path_(path), rows_above_(rows_above) {}
 
   void enter(const Stop& stop) override {
@@ -26,7 +26,7 @@ class PathGuest : public Guest {
   std::int64_t rows_above_;
 };
 
-// Of a rank without rows, while others of its cp run a wave over the open trunks, which they have divided.
+// For a rank without rows, while other ranks of its cp group run a wave over a sharded path.
 class JoinedPath final : public PathGuest {
  public:
   explicit JoinedPath(KvPath& path) : PathGuest(path, path.rows()) {}

@@ -1,6 +1,6 @@
-// Interface that stores the path's tensors of layers that are not in use (saved/). The path says which rows count.
+// Interface for storing the path's tensors of layers not in use (saved/). The path decides which rows are valid.
 //
-// Shapes: P rows that a path has room for, W elements of a row's keys, or values.
+// Shapes: P rows of the path's capacity, W elements of a row's keys, or values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,23 +21,23 @@ class PathKeeper {
     Kind kind = Kind::keys;
     std::int64_t layer = 0;
     Arena::Range range = {};
-    at::Tensor rows_PW = {};  // undefined where it is nothing
+    at::Tensor rows_PW = {};  // undefined if there is nothing to keep
 
     bool is_gradient() const { return kind == Kind::grad_keys || kind == Kind::grad_values; }
   };
 
   virtual ~PathKeeper() = default;
 
-  // Whether all layers lie in one place, where those of the layer in use are.
+  // Whether all layers share one buffer, which holds the layer in use.
   virtual bool one_place() const = 0;
-  // One more member, which is not in use from now on; returns its number.
+  // Registers a member, which is not in use from now on; returns its number.
   virtual int add(const Member& member) = 0;
-  // The next to be brought back, after those asked for before: it comes while others compute.
+  // Requests a member ahead of bring_back. Requests are served in order, while others compute.
   virtual void ask(int member, std::int64_t rows) = 0;
-  // The member is in its place again, its first `rows` rows are those that were put away last; the others are
-  // undefined. It is the first of those asked for, or none is.
+  // Brings the member back: its first `rows` rows are as they were last put away, the others are undefined. It must be
+  // the oldest request, or there are no requests.
   virtual void bring_back(int member, std::int64_t rows) = 0;
-  // The member is not in use. Its rows [begin, end) have changed and are kept; of the others what was kept before.
+  // Puts the member away. Its rows [begin, end) have changed and are stored; for other rows the stored values stay.
   virtual void put_away(int member, std::int64_t begin, std::int64_t end) = 0;
 };
 

@@ -1,8 +1,8 @@
 // A set of rows over the open trunks: row i sees the first P rows of the path, and row j of its own set if and only if
-// j <= i < subtree_end[j]; in a layer with a window W of these the rows less than W above it, by depth along the path.
+// j <= i < subtree_end[j]. A layer with a window W keeps only rows less than W above row i, by depth along the path.
 // The keys and values of a trunk stay at the top of the path for everything below.
 //
-// Shapes: T rows, P rows of the path that they see.
+// Shapes: T rows, P visible rows of the path.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,9 +18,9 @@ namespace espalier {
 
 class PathSource final : public KvSource {
  public:
-  // `is_trunk`: the rows are those that the path was last opened for, behind the P others. subtree_end_T (int32) lies
-  // on the device, and depth_T (int32), which only layers with a window read. The path must outlive the object.
-  // `runs`: of the rows, where some layer's carry a state.
+  // `is_trunk`: the path was last opened for these rows, after the P others. subtree_end_T (int32) and depth_T (int32)
+  // are on the device; only layers with a window read depth_T. The path must outlive the object. `runs`: of the rows,
+  // if some layers are recurrent.
   PathSource(KvPath& path, std::int64_t path_rows, bool is_trunk, at::Tensor subtree_end_T, at::Tensor depth_T = {},
              std::vector<RowRun> runs = {})
       : path_(path),
@@ -39,7 +39,7 @@ class PathSource final : public KvSource {
                              const at::Tensor& grad_states_FN) const override;
   void count_runs_backward(std::int64_t layer) override { path_.count_contribution(layer, path_rows_); }
   KeysValues gathered(std::int64_t layer) const override;
-  // Counts this set's part towards the gradients of every trunk that it sees.
+  // Counts as this set's contribution to every trunk that it sees.
   void add_backward(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR,
                     const at::Tensor& grad_attended_RW, const at::Tensor& grad_q_RW,
                     const KeysValues& grad_own) override;

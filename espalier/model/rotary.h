@@ -1,7 +1,7 @@
 // Rotary position tables: cos and sin of position * inv_freq, one row per position.
 //
 //   inv_freq_i = theta^(-2i/K), rescaled as the config says;  table_pi = a cos or a sin (p inv_freq_i)
-//   llama3: long wavelengths are divided by `factor`, short ones kept, those between blended
+//   llama3: long wavelengths are divided by `factor`, short ones kept, those in between blended
 //   linear: all are divided by `factor`
 //   yarn: frequency i is divided by `factor` by as much as the ramp of i between the channels that turn beta_fast and
 //         beta_slow times in the original context says; a is the attention factor
@@ -18,7 +18,7 @@
 
 namespace espalier {
 
-// In the host's memory. Errors: UnsupportedError for more positions than the original context of longrope.
+// In host memory. Errors: UnsupportedError for more positions than the original context of longrope.
 RotaryTables make_rotary_tables(const Rope& rope, std::int64_t rotary_dim, std::int64_t positions,
                                 at::ScalarType accumulator);
 

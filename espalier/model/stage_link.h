@@ -1,4 +1,4 @@
-// The links between stages of pp: the rows between two of them, and the gradients of these.
+// The links between stages of pp: they send rows to the next stage, and gradients back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,11 @@ namespace espalier {
 
 class StageLink final : public Guest {
  public:
-  // `stream_TM`: of the pass, what goes into its next stop. Both must outlive the object.
+  // `stream_TM`: the pass's input of its next stop. Both must outlive the object.
   StageLink(const Decoder& decoder, const at::Tensor& stream_TM) : decoder_(decoder), stream_TM_(stream_TM) {}
 
-  // Overwrites the stream at this rank's first layer of a pass with that of the stage before it, and sends it on
-  // behind its last.
+  // At this rank's first layer of a pass overwrites the stream with the previous stage's; after the last layer sends it
+  // on.
   void enter(const Stop& stop) override;
   void leave(const Stop& stop) override;
 

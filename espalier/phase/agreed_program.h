@@ -1,4 +1,4 @@
-// The program of a rank, in the order that it has in common with the ranks that it meets in its layers.
+// The program of a rank, in the order shared with every rank that it meets in collectives inside layers.
 #pragma once
 
 #include "espalier/parallel/mesh.h"
@@ -6,8 +6,8 @@
 
 namespace espalier {
 
-// A collective of all ranks of a stage, which tell each other the events of their plans (program/joint_order.h) where
-// these may differ. Points into `plan`.
+// A collective of all ranks of a stage: they exchange the events of their plans (program/joint_order.h) if the plans
+// may differ. The result points into `plan`.
 Program agreed_program(const Mesh& mesh, const StepPlan& plan, bool gradients);
 
 }  // namespace espalier

@@ -1,4 +1,4 @@
-// Where the time, the peak and the bytes of every step of a program are booked.
+// Records the time, the peak and the bytes of every step of a program.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class Books {
   Books(const StepRun& step, const std::vector<std::unique_ptr<Arena>>& regions, RunResult& result)
       : step_(step), regions_(regions), result_(result) {}
 
-  // Runs the work of a step and books it.
+  // Runs the work of a step and records it.
   template <class Work>
   void book(const Step& step, Work&& work) {
     const Begun begun = begin();
@@ -25,7 +25,7 @@ class Books {
     end(step, begun);
   }
 
-  // Asks the device how long the work took: at the end, so that nobody waits before.
+  // Asks the device how long the work took. Called once at the end, because asking waits for the device.
   void finish();
 
  private:

@@ -1,5 +1,5 @@
-// The critic's head in a step: one value for every row with edges, whatever number of rollouts share it, and the value
-// loss's derivatives.
+// The critic's head in a step: one value for every row with edges, also where rollouts share the row, and the
+// derivatives of the value loss.
 //
 // The value of response token t is that of the row before it (the last row of the prompt for t = 0), so its edges are
 // the log-prob's. Source: verl 0.9, values[:, -response_length - 1 : -1].
@@ -18,13 +18,13 @@ namespace espalier {
 
 class CriticHead : public Head {
  public:
-  // Forward only without `objective` and `gradients`. The arguments must outlive the object.
+  // Without `objective` and `gradients` it runs forward only. The arguments must outlive the object.
   CriticHead(const Decoder& decoder, std::span<const Rollout> rollouts, ValueSlopes* objective = nullptr,
              GradientSet* gradients = nullptr);
 
   void score(const HeadWork& work) override;
 
-  // One series per rollout, one value per response token; NaN where none was asked for.
+  // One series per rollout, one value per response token; NaN for tokens without a requested value.
   std::vector<std::vector<double>>& values() { return values_; }
 
  private:

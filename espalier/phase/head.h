@@ -22,15 +22,15 @@ class Head {
  public:
   virtual ~Head() = default;
 
-  // True where the derivative of a token needs the whole rollout: then the head's gradient is that of add_backward.
+  // True if the derivative of a token depends on the whole rollout. The head's gradient then comes from add_backward.
   virtual bool needs_whole_rollout() const { return false; }
 
-  // Computes what the item's edges ask for and keeps it. Where gradients are wanted and a token's derivative is its
-  // own, writes grad_normed and adds the gradients of the head's parameters in the same pass.
+  // Computes and keeps the outputs of the item's edges. With gradients, and if needs_whole_rollout() is false, it also
+  // writes grad_normed and adds the gradients of the head's parameters in the same pass.
   virtual void score(const HeadWork& work) = 0;
-  // The objective for the rollouts whose last edge was in this item.
+  // Evaluates the objective for the rollouts whose last edge was in this item.
   virtual void finish_rollouts(const PlanItem&) {}
-  // The gradient of what `score` could not know: writes grad_normed and adds the gradients of the head's parameters.
+  // The backward if needs_whole_rollout() is true: writes grad_normed and adds the gradients of the head's parameters.
   virtual void add_backward(const HeadWork&) {}
 };
 

@@ -1,4 +1,4 @@
-// One plan item on its way: forward with its log-probs and losses, later its backward.
+// The run of one plan item: the forward with its log-probs and losses, later the backward.
 #pragma once
 
 #include <memory>
@@ -13,30 +13,30 @@ namespace espalier {
 
 class ItemRun {
  public:
-  // Takes what it needs from the arena; the caller releases it after the backward.
+  // Takes its buffers from the arena; the caller releases them after the backward.
   ItemRun(const StepRun& step, const PlanItem& item, Arena& arena);
 
-  // Forwards the rows and has the head score their edges. Token-level objectives take their derivative in the same
-  // pass; sequence-level ones are evaluated for the rollouts whose last log-prob this was.
+  // Runs the rows forward and lets the head score their edges. Token-level objectives take their derivative in the same
+  // pass. Sequence-level objectives are evaluated for the rollouts whose last log-prob was in this item.
   void forward();
 
-  // Adds the gradients of every parameter and of the path above. A trunk's comes after everything below it. Overwrites
-  // penalty [expert layers, 2] with the values of the router losses; undefined where there are none.
+  // Adds the gradients of every parameter and of the path above. A trunk's backward runs after everything below it.
+  // Overwrites penalty [expert layers, 2] with the values of the router losses; undefined without router losses.
   void add_backward(const at::Tensor& penalty_L2);
 
-  // The backward is near: what was stored away is fetched ahead.
+  // Announces that the backward is near: offloaded layers are fetched ahead.
   void ask_ahead() {
     if (sleeping_) sleeping_->ask_ahead();
   }
 
   std::int64_t rows() const { return input_.model.rows(); }
-  // Of a trunk: what its layers whose rows carry a state leave, and room for the gradients of that.
+  // For a trunk: the final states of its recurrent layers, and the buffers for their gradients.
   const KvPath::States& states() const { return states_; }
 
  private:
   HeadWork head_work() const { return {item_, input_, saved_.normed_OM, grad_normed_OM_}; }
   void take_choices();
-  // Counts of choices that other ranks of cp have made of the item's rollouts, where losses need them all.
+  // Adds the router choices that other ranks of cp counted for the item's rollouts, if a loss needs all of them.
   void join_counts();
   DecoderRun decoder_run() { return {input_.model, *kv_, arena_, step_.timer}; }
   RouterPenalties penalties(const at::Tensor& value_L2) const;
@@ -50,11 +50,11 @@ class ItemRun {
   PathGuest path_;
   DecoderSaved saved_;
   at::Tensor grad_normed_OM_;
-  std::unique_ptr<SleepingTrunk> sleeping_;  // its layers, where the plan stores them away
+  std::unique_ptr<SleepingTrunk> sleeping_;  // the trunk's layers, if the plan offloads them
 };
 
-// Run by a rank without an item of its own while others run forward, or add_backward. `on_path`: they are ranks of
-// its cp, and divide the path.
+// Called by a rank without an item of its own while others run forward() or add_backward(). `on_path`: the others are
+// ranks of its cp group, and the path is sharded over cp.
 void join(const StepRun& step, Pass pass, bool on_path);
 
 }  // namespace espalier

@@ -16,13 +16,13 @@ namespace espalier {
 
 // Series of one rollout, one value per response token.
 struct RolloutSeries {
-  std::vector<double> logprob, entropy;            // NaN where no log-prob was asked for
+  std::vector<double> logprob, entropy;            // NaN for tokens without a requested log-prob
   std::vector<double> grad_logprob, grad_entropy;  // dL/d...; kept only for sequence-level objectives
 };
 
 class LanguageHead : public Head {
  public:
-  // Forward only without `objective` and `gradients`. The arguments must outlive the object.
+  // Without `objective` and `gradients` it runs forward only. The arguments must outlive the object.
   LanguageHead(const Decoder& decoder, std::span<const Rollout> rollouts, Arena& arena, Objective* objective = nullptr,
                GradientSet* gradients = nullptr);
 
@@ -38,7 +38,7 @@ class LanguageHead : public Head {
   HeadGradients gradients(const HeadWork& work) const { return {work.grad_normed_OM, gradients_->views().head_VM}; }
   void keep(std::span<const LossEdge> edges, std::span<const double> logprob, std::span<const double> entropy);
   void score_forward(const HeadWork& work);
-  // Takes the scores and derivatives of other ranks of cp for the edges of a sharded set.
+  // Merges the scores and derivatives that other ranks of cp computed for the edges of a sharded set.
   void join_scores(const HeadWork& work);
   void join_derivatives(const HeadWork& work);
   void score_with_gradient(const HeadWork& work);

@@ -1,4 +1,4 @@
-// The values of the router losses, which stay on the device until all items have run.
+// The values of the router losses. They stay on the device until all items have run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,9 +12,9 @@ class PenaltyValues {
  public:
   PenaltyValues(const StepRun& step, const Program& program);
 
-  // [expert layers, 2] of the next backward of an own item; undefined without router losses.
+  // The buffer [expert layers, 2] for the next backward of an own item; undefined without router losses.
   at::Tensor next() { return values_IL2_.defined() ? values_IL2_.select(0, backwards_++) : at::Tensor(); }
-  // In the order of the backwards, which ends in the first layer.
+  // Adds the values in the order of the backwards, which ends in the first layer.
   void add_up() const;
 
  private:

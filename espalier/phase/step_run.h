@@ -19,7 +19,7 @@ namespace espalier {
 
 struct PhaseSeconds {
   double trunk_forward = 0, waves = 0, trunk_backward = 0;
-  double waiting = 0;  // of these, for what the neighbours among the stages of pp send
+  double waiting = 0;  // of these, waiting for neighbouring stages of pp
 };
 
 // State common to all items of one run.
@@ -28,15 +28,15 @@ struct StepRun {
   std::span<const Rollout> rollouts;
   KvPath& path;
   Arena& arena;
-  Head* head = nullptr;                       // null: the decoder alone, for its routers' choices
+  Head* head = nullptr;                       // null: the decoder runs alone, for its routers' choices
   GradientSet* gradients = nullptr;           // null: forward only
   bool all_logprobs = false;                  // masked tokens too
   moe::LoadAccounting* accounting = nullptr;  // router losses; null: none
-  moe::ChoiceRecord choices = {};             // of the routers, written down or made again
+  moe::ChoiceRecord choices = {};             // routers' choices to record or to replay
 
-  std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item, for progress; may be empty
-  Timer* timer = nullptr;                                    // books the parts of a step; may be null
-  SpillQueue* spill = nullptr;  // where stored-away trunks wait; null where the plan has none
+  std::function<void(std::int64_t rows_done)> on_rows = {};  // called after every item to report progress; may be empty
+  Timer* timer = nullptr;                                    // times the parts of a step; may be null
+  SpillQueue* spill = nullptr;                               // holds offloaded trunks; null if the plan has none
 
   bool trains() const { return gradients != nullptr; }
 };
@@ -46,8 +46,8 @@ struct RunResult {
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
   PhaseSeconds seconds;
   PhasePeaks arena_bytes;                                   // high-water mark of the arena in each phase
-  TrafficBytes bytes;                                       // that this rank gave to others; nothing of the reduction
-  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds, where called
+  TrafficBytes bytes;                                       // sent by this rank to others, without the reduction
+  double last_backward_began = 0, last_backward_ended = 0;  // Timer::steady_seconds, if it was called
 };
 
 }  // namespace espalier

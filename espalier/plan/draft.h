@@ -21,7 +21,7 @@ void count_draft(const Forest& forest, const EdgeIndex& edges, Draft& draft);
 struct DraftCost {
   double flops = 0, seconds = 0;
   std::int32_t max_path_rows = 0;
-  std::int64_t max_rows = 0;  // of one set
+  std::int64_t max_rows = 0;  // the largest number of rows in one set
   std::int64_t items = 0;
 };
 // Adds the item and everything below it.

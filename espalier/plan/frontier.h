@@ -1,7 +1,7 @@
 // The capacity frontier: the longest prompt of a group that one step of a model runs within a memory budget.
 //
-// A group is n responses of equal length to one prompt. A dense step runs one rollout a micro-batch and never cuts it,
-// a packed one the whole group at once; a phased one is what the planner makes of it, chains of trunks included.
+// A group is n responses of equal length to one prompt. A dense step runs one rollout per micro-batch and never cuts
+// it; a packed step runs the whole group at once; a phased step is the planner's choice, chains of trunks included.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct FrontierCell {
 
   std::int64_t n = 0;       // responses
   std::string way;          // "dense", "packed", "phased, keep", ...
-  std::int64_t prompt = 0;  // tokens; 0: not even one fits
+  std::int64_t prompt = 0;  // tokens; 0: no prompt fits
   Limit limit = Limit::memory;
   std::int64_t token_budget = 0;  // rows in one wave of that plan
   PlanCost cost;                  // of the step with that prompt
@@ -42,14 +42,14 @@ struct Frontier {
   std::vector<FrontierCell> cells;  // by size, then by way
 
   const FrontierCell& cell(std::size_t size, std::size_t way) const { return cells[size * ways.size() + way]; }
-  // Tokens of a rollout over those of the dense cell with as many responses; 0 where that one holds none.
+  // Tokens of a rollout over the tokens of the dense cell with the same number of responses; 0 if the dense cell is 0.
   double factor(std::size_t size, std::size_t way) const;
 };
 
-// `options` without schedule and trunk state, which the ways say; its memory budget is one. Stored state fits
-// options.spill_room. On several ranks the budget and the room are those of one, and `ranks` says how they divide the
-// model. Prompts end at the model's positions, and are found to within a 256th. Plans very many steps:
-// seconds. `on_cell` is told how many cells are done; may be empty.
+// `options`: schedule and trunk state are ignored, because the ways set them; the memory budget must be set. Offloaded
+// state must fit options.spill_room. On several ranks budget and spill room are per rank, and `ranks` is the layout.
+// Prompts are limited by the model's positions and found to within a 256th. Takes seconds, because it plans very many
+// steps. `on_cell` receives the number of finished cells; may be empty.
 Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, const MachineProfile& profile,
                        std::vector<std::int64_t> sizes, std::int64_t response, const FrontierRanks& ranks = {},
                        const std::function<void(std::int64_t cells)>& on_cell = {});

@@ -1,4 +1,4 @@
-// --layout auto: the degrees of so many processes that take least predicted time and fit.
+// --layout auto: the degrees for a number of processes with the least predicted time that fit.
 #pragma once
 
 #include <string>
@@ -15,8 +15,8 @@ struct SearchedAxes {
 
 struct TriedLayout {
   Degrees degrees;
-  double seconds = 0;           // 0 where weights and state alone do not fit
-  std::int64_t peak_bytes = 0;  // of the rank with most
+  double seconds = 0;           // 0 if weights and state alone do not fit
+  std::int64_t peak_bytes = 0;  // maximum over ranks
   bool fits = false;
 };
 
@@ -26,8 +26,8 @@ struct FoundLayout {
   std::string reason;              // for a person
 };
 
-// Every way to divide `ranks` that divides the model; each is planned for its busiest rank. Where none fits, the one
-// that needs least. Errors: OptionError where no way divides the model.
+// Plans every combination of degrees of `ranks` that divides the model, for its busiest rank. If none fits, returns the
+// one that needs the least memory. Errors: OptionError if no combination divides the model.
 FoundLayout find_layout(const LayoutProblem& problem, std::int64_t ranks, const SearchedAxes& axes = {});
 
 Json to_json(const TriedLayout& tried);

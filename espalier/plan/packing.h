@@ -7,10 +7,10 @@
 
 namespace espalier {
 
-// Indices of `rows` for each bin; in a bin, and among bins, ascending. A block larger than `capacity` has a bin of its
-// own. Once the number of bins is known, the largest bin is made as small as that number allows: waves of equal size
-// need less memory than full ones and a remainder. Where so many ranks share the bins there is a multiple of `ranks` of
-// them, if there are blocks enough and they come out even. O(n log n) a pass. Deterministic.
+// The indices of `rows` in each bin, ascending in a bin and among bins. A block larger than `capacity` has its own bin.
+// The largest bin is as small as the number of bins allows: waves of equal size need less memory than full waves and a
+// remainder. If several ranks share the bins, their number is a multiple of `ranks`, provided that there are enough
+// blocks and the bins come out even. O(n log n) per pass. Deterministic.
 std::vector<std::vector<std::int32_t>> pack_blocks(std::span<const std::int64_t> rows, std::int64_t capacity,
                                                    std::int64_t ranks = 1);
 

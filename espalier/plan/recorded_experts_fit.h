@@ -1,4 +1,4 @@
-// Recorded experts of rollouts against the model that is to choose them again.
+// Checks recorded experts of rollouts against the model that will replay them.
 #pragma once
 
 #include <span>
@@ -10,13 +10,13 @@
 
 namespace espalier {
 
-// Checks every record of experts and sorts it. A record may hold all layers or those with experts alone; afterwards it
-// holds the latter. Errors: InputError with the rollout's place where layers, experts a token or an expert's number are
-// not the model's, or where the model has no experts.
+// Checks and sorts every record of experts. A record may hold all layers or only expert layers; afterwards it holds
+// expert layers only. Errors: InputError with the rollout's place if the layers, the experts per token or an expert's
+// number do not match the model, or if the model has no experts.
 void fit_recorded_experts(std::vector<Rollout>& rollouts, const ModelShape& shape);
 
-// How many rollouts have records, and how many prompt tokens are not shared because their records differ; empty where
-// there are none.
+// A note: how many rollouts have records, and how many prompt tokens are not shared because their records differ; empty
+// without records.
 std::string recorded_experts_note(std::span<const Rollout> rollouts);
 
 }  // namespace espalier

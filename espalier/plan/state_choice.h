@@ -1,4 +1,4 @@
-// Which state every trunk and every wave of a draft takes: the least predicted time that fits.
+// Chooses the state of every trunk and wave of a draft: the least predicted time that fits.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ class StateChoice {
   std::span<const ItemState> of_waves() const { return waves_; }
   bool any() const { return trunks_.size() > 1 || waves_.size() > 1; }
 
-  // Sets the states of the items, which follow each other, and of everything below them. `room`: bytes above what is
-  // held throughout. Where nothing fits: the states that need least. Each wave takes the cheapest state that fits
-  // beside the open trunks; trunks of one item take the cheapest state for all that fits, then each a cheaper one that
-  // still does.
+  // Sets the states of consecutive items and of everything below them. `room`: bytes beyond those held throughout. If
+  // nothing fits, it sets the states that need the least. Each wave takes the cheapest state that fits beside the open
+  // trunks. Trunks of one item first share the cheapest state that fits; then each takes a cheaper one if that still
+  // fits.
   void choose(std::vector<Draft>& items, std::int64_t room) const;
 
  private:
@@ -35,9 +35,9 @@ class StateChoice {
 
   void choose_item(Draft& item, std::int64_t room, std::int64_t in_flight) const;
   void refine(Draft& item, std::int64_t room, std::int64_t in_flight, Found best) const;
-  // Sets the states of the waves below, `held` bytes being open above them.
+  // Sets the states of the waves below, with `held` bytes open above them.
   void choose_waves(Draft& item, std::int64_t held, std::int64_t room) const;
-  // With states of waves chosen for those of its trunks.
+  // Weighs the item with the waves' states chosen for its trunks' states.
   Found weigh(Draft& item, std::int64_t room, std::int64_t in_flight) const;
 
   const CostModel& model_;
@@ -46,10 +46,10 @@ class StateChoice {
   std::vector<ItemState> trunks_, waves_;
 };
 
-// "; path ...": which of its layers are offloaded, or divided; empty where none is.
+// "; path ...": how many of its layers are offloaded or sharded; empty if none are.
 std::string path_text(const PathPlan& path);
 
-// ", trunks kept, waves recomputed": what the items' states are; empty where all are kept.
+// ", trunks kept, waves recomputed": the items' states; empty if all are kept.
 std::string states_text(const std::vector<Draft>& items);
 
 }  // namespace espalier

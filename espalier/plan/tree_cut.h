@@ -1,9 +1,9 @@
-// A prefix tree cut into parts for several ranks, each of which runs all that is above its part.
+// Cuts a prefix tree into parts for several ranks. Each rank also runs the rows above its part.
 //
 // Parts are runs [begin, end) of PrefixTree::leaf_order. A part has the rows of the union of its rollouts' paths, so a
 // cut before leaf k repeats the rows that leaves k - 1 and k share:
 //   rows(begin, end) = length(begin) + sum over k in (begin, end) of length(k) - shared(k)
-// and predicted seconds alike, with a node's own seconds in place of its rows.
+// Predicted seconds follow the same formula, with a node's seconds in place of its rows.
 #pragma once
 
 #include <cstdint>
@@ -22,26 +22,26 @@ class TreeCut {
     bool operator==(const Part&) const = default;
   };
 
-  // `seconds`: of the whole tree by itself. What is not its rows' stays with every rank that has a part.
+  // `seconds`: of the whole tree alone. Seconds that do not depend on rows are counted for every rank with a part.
   // `shared`: false under --schedule dense, where every rollout runs all of its rows and a cut repeats none.
   TreeCut(const TreeIndex& index, const CostModel& model, std::int64_t full_rows, double seconds, bool shared);
 
   std::int32_t leaves() const { return static_cast<std::int32_t>(path_rows_.size()); }
   std::int64_t rows(Part part) const;
   double seconds(Part part) const;
-  // Of the longest rollout alone: no part that has it takes less.
+  // The seconds of the longest rollout alone, the lower bound of any part that contains it.
   double longest_leaf() const;
 
-  // The fewest rows in all with no part above `limit` seconds, but for rollouts that are so by themselves. In order.
-  // O(leaves) time.
+  // The parts with the fewest rows in total such that no part exceeds `limit` seconds, except single rollouts that
+  // exceed it alone. In order. O(leaves) time.
   std::vector<Part> parts(double limit) const;
 
-  // Of several parts on one rank, ascending: what they have in common counts once.
+  // The rows of several parts on one rank, ascending; common rows count once.
   std::int64_t rows(std::span<const Part> parts) const;
   double seconds(std::span<const Part> parts) const;
 
  private:
-  // By leaf, from the root to its last token; and what of that it shares with the leaf before.
+  // By leaf: rows from the root to its last token; and the rows it shares with the previous leaf.
   std::vector<std::int64_t> path_rows_, shared_rows_;
   std::vector<double> path_seconds_, shared_seconds_;
   // Prefix sums of path - shared.

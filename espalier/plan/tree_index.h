@@ -14,12 +14,12 @@
 
 namespace espalier {
 
-// Which rows of a rollout have a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
+// The rows of a rollout with a loss edge: the row at depth d predicts response token d + 1 - prompt_length.
 class EdgeIndex {
  public:
-  // `by_temperature`: a row is one output for each temperature of its edges. `window`: of the model, 0 without one. The
-  // rollouts must outlive the object.
-  // Errors: InternalError where a loss mask has not one entry a response token.
+  // `by_temperature`: a row is one output for each temperature of its edges. `window`: the model's, 0 without one.
+  // The rollouts must outlive the object. Errors: InternalError where a loss mask has not one entry a response
+  // token.
   EdgeIndex(std::span<const Rollout> rollouts, bool all_logprobs, bool by_temperature, std::int64_t window);
 
   std::int64_t window() const { return window_; }
@@ -28,8 +28,8 @@ class EdgeIndex {
   std::int32_t last_row(std::int32_t rollout) const { return last_row_[rollout]; }
   std::int32_t length(std::int32_t rollout) const { return rollouts_[rollout].length(); }
 
-  // Adds to work.outputs and their pairs those of the rows at depths [begin, end), which all of `rollouts`
-  // that reach them share.
+  // Adds the rows at depths [begin, end), shared by all of `rollouts` that reach them, to work.outputs and their
+  // pairs.
   void add_outputs(std::span<const std::int32_t> rollouts, std::int32_t begin, std::int32_t end, Work& work) const;
 
  private:
@@ -68,8 +68,8 @@ class TreeIndex {
 
   // Work of the rows at depths [begin, end) of one leaf's path.
   Work work_of_leaf(std::int32_t leaf, std::int32_t begin, std::int32_t end) const;
-  // Work of the rows of leaves [leaf_begin, leaf_end) at depths [begin, end); where end is not the end of all paths,
-  // the paths coincide down to it.
+  // Work of the rows of leaves [leaf_begin, leaf_end) at depths [begin, end). If `end` is not the end of all paths, the
+  // paths coincide down to it.
   Work work_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin, std::int32_t end) const;
 
   // Calls visit(node, leaf_begin, leaf_end, begin, end) in depth-first order for every node that leaves
@@ -86,7 +86,7 @@ class TreeIndex {
   const PrefixTree* tree_;
   const EdgeIndex* edges_;
   std::vector<std::int32_t> end_node_;  // by leaf
-  std::vector<std::int64_t> new_rows_;  // prefix sums over leaves of the rows not shared with the leaf before
+  std::vector<std::int64_t> new_rows_;  // prefix sums over leaves of the rows not shared with the previous leaf
   std::int64_t forks_of_leaves(std::int32_t leaf_begin, std::int32_t leaf_end, std::int32_t begin) const;
 
   std::vector<Work> node_, subtree_;  // all leaves below
@@ -103,7 +103,7 @@ void TreeIndex::for_each_node(std::int32_t leaf_begin, std::int32_t leaf_end, st
     visit(index, at.leaf_begin > leaf_begin ? at.leaf_begin : leaf_begin,
           at.leaf_end < leaf_end ? at.leaf_end : leaf_end, low, high);
   };
-  // Nodes above the range's own: on the way up from the first leaf. A clipped path is nothing else.
+  // Nodes above the range: found on the way up from the first leaf. A clipped path has no others.
   const bool path = end != kToTheEnd;
   std::vector<std::int32_t> above;
   for (std::int32_t at = end_node_[leaf_begin]; at >= 0 && node(at).end > begin; at = node(at).parent)

@@ -1,9 +1,9 @@
-// Where the saved members of an item's layers are between its forward and its backward.
+// The treatment of an item's saved members between its forward and its backward.
 //
-// Three groups of members, which cost unlike much to keep and to rebuild: the stream (the inputs of the layers: narrow,
-// and only the forward from the first layer on makes them again), the first half of a block (keys, values, queries, the
-// result of attention, the stream after it: dear where paths are long) and the second (gate and up, or those of
-// experts, and the router's: more than half of all bytes, and one product away from the stream).
+// There are three groups of members, which differ in cost. The stream: the inputs of the layers; small, and rebuilt
+// only by a forward from the first layer. The first half of a block: keys, values, queries, the result of attention,
+// the stream after it; expensive to recompute if paths are long. The second half: gate and up, of the MLP or of
+// experts, and the router's members; more than half of all bytes, and one product away from the stream.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct ItemState {
   constexpr ItemState() = default;
   constexpr ItemState(Member of_stream, Member of_attention, Member of_mlp)
       : stream(of_stream), attention(of_attention), mlp(of_mlp) {}
-  // The meaning of a word of --trunk-state or --wave-state; automatic: keep.
+  // The state for a value of --trunk-state or --wave-state; automatic: keep.
   constexpr ItemState(SavedState all)  // NOLINT: the word is the state
       : stream(all == SavedState::offload ? Member::offload : Member::keep),
         attention(all == SavedState::offload     ? Member::offload
@@ -38,8 +38,8 @@ struct ItemState {
   constexpr bool stores() const {
     return stream == Member::offload || attention == Member::offload || mlp == Member::offload;
   }
-  // The stored members of a layer form one range, in the order in which they lie; where the first half of a
-  // block is recomputed the second is, too.
+  // The stored members of a layer form one contiguous range; if the first half of a block is recomputed, the second
+  // half is too.
   constexpr bool possible() const {
     const bool gap = stream == Member::offload && attention == Member::keep && mlp == Member::offload;
     return stream != Member::recompute && !gap && (!recomputes_attention() || recomputes_mlp());
@@ -60,8 +60,8 @@ void count_states(const std::vector<Item>& items, Kind kind, std::map<std::strin
   }
 }
 
-// States that a plan may choose, of trunks and of waves; the first is that of plenty, those of waves come by rising
-// time.
+// The states that a plan may choose for trunks and for waves. The first is the one used when memory is ample; states of
+// waves are in order of increasing time.
 inline constexpr ItemState::Member kKeep = ItemState::Member::keep, kRecompute = ItemState::Member::recompute,
                                    kOffload = ItemState::Member::offload;
 inline constexpr ItemState kTrunkStates[] = {

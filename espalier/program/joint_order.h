@@ -1,6 +1,6 @@
-// Ranks that run other rows than each other, as those of dp do, still meet in every layer where experts are spread over
-// them (ep), weights divided (--shard full) or the path over ranks of cp (--path-state divide): they go through the
-// events of their plans in one common order, and a rank without rows of its own for an event joins it.
+// The common order of events for ranks that run different rows, such as the ranks of dp. They meet in every layer under
+// ep, under --shard full and under --path-state divide. So they go through the events of their plans in one order, and
+// a rank without rows for an event joins it.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,24 @@
 
 namespace espalier {
 
-// The events of a rank of cp, in order, as letters; a wave dealt to it alone is 'b', all others are run by every
-// rank of its cp at the same time.
+// The events of a rank of cp, in order, as letters. A wave dealt to it alone is 'b'; every other event is run by all
+// ranks of its cp group at the same time.
 std::string events_of(const std::vector<PlanItem>& items, std::int64_t cp_rank = 0);
 
 struct JointEvent {
   Event event;
-  std::vector<std::uint8_t> own;  // by rank: it has such an event of its own here; else it joins without rows
+  std::vector<std::uint8_t> own;  // by rank: true if it has its own event here; otherwise it joins without rows
 };
 
-// The shortest order that a simple rule finds in which every rank's events are contained in theirs: the next event is
-// that of the rank with most to do, the lowest among equals; all who are about to run such an event do. Ranks of one cp
-// come to what they run together at the same place. `events`: of neighbours among dp x cp, counted with cp fastest,
-// beginning with number `first`.
+// An order that contains every rank's events in sequence, kept short by a simple rule: the next event is the one of the
+// rank with the most events left, the lowest among equals; every rank whose next event is of this kind runs it. Ranks
+// of one cp group reach their common events at the same place. `events`: of neighbours in dp x cp, counted with cp
+// fastest, beginning with number `first`.
 std::vector<JointEvent> joint_order(std::vector<std::string> events, std::int64_t cp = 1, std::int64_t first = 0);
 
-// Which of the ranks of dp x cp go through events together with the one at `place`: itself alone where all ranks of ep
-// have the same rows, all where they divide the weights. Where any divides its path whole groups of cp go together, and
-// with experts where stages of pp have several waves in flight, for ranks of one cp must have the same ones.
+// The ranks of dp x cp that go through events together with the rank at `place`: only itself if all ranks of ep have
+// the same rows, all ranks if weights are sharded. Whole groups of cp go together if a path is sharded over cp, and
+// also with ep if stages of pp have several waves in flight, because ranks of one cp group must have the same waves.
 struct RankRange {
   std::int64_t begin = 0, count = 1;
 };

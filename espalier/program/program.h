@@ -1,10 +1,10 @@
-// The order of a pass as a list: what a rank runs, step by step. Executor, memory walk and byte forecast read it.
+// The program of a rank: the steps that it runs in a pass. Executor, memory walk and byte forecast read it.
 //
-// Stage s of S stages of pp, counted from 0, has up to S - s waves in flight: it runs the forward of so many before
-// the backward of the first, then one forward and one backward in turn. Waves end in the order they began, so each has
-// a region of memory to itself. Before a trunk's forward and its backward all waves have ended. The last stage, the
-// only one, or one without gradients ends every wave before the next step. Where ranks meet that have other rows than
-// each other, waves of others count among those in flight, so that all stages keep one order.
+// Stage s of S stages of pp, counted from 0, has up to S - s waves in flight: it runs that many forwards before the
+// first backward, then one forward and one backward in turn. Waves end in the order they began, and each has its own
+// region of memory. All waves have ended before a trunk's forward and before its backward. The last stage, a single
+// stage, and a pass without gradients end every wave before the next step. If ranks with different rows meet, waves of
+// other ranks count as in flight, so that all stages keep one order.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +27,12 @@ template <class Item>
 struct StepOf {
   Pass pass = Pass::forward;
   ItemKind kind = ItemKind::wave;
-  bool on_path = false;          // ranks of its cp run it, and divide the path
-  bool last_below = false;       // forward of a wave or backward of a trunk: the rank's last of the trunk around it
-  std::int32_t region = 0;       // of a wave, from its forward to its backward
-  const Item* own = nullptr;     // null: other ranks run it; this one joins without rows
-  std::int64_t reports = 0;      // of a trunk's forward: backwards below, at any depth, that add to its gradients
-  std::int64_t rows_behind = 0;  // of an own item: rows of the plan up to the rank's next one
+  bool on_path = false;          // run by ranks of its cp group, with the path sharded over cp
+  bool last_below = false;       // forward of a wave or backward of a trunk: the rank's last one below its trunk
+  std::int32_t region = 0;       // memory region of a wave, from its forward to its backward
+  const Item* own = nullptr;     // null: other ranks run the item; this rank joins without rows
+  std::int64_t reports = 0;      // for a trunk's forward: backwards below, at any depth, that add to its gradients
+  std::int64_t rows_behind = 0;  // for an own item: rows of the plan up to the rank's next item
 
   bool operator==(const StepOf&) const = default;
 };
@@ -42,18 +42,18 @@ using ProgramOf = std::vector<StepOf<Item>>;
 using Step = StepOf<PlanItem>;
 using Program = ProgramOf<PlanItem>;
 
-// All items, those of every rank of cp, in the order of the schedule.
+// The program of all items, of every rank of cp, in the order of the schedule.
 Program program_of(std::span<const PlanItem> items, std::int64_t in_flight);
 ProgramOf<Draft> program_of(std::span<const Draft> items, std::int64_t in_flight);
 
-// A rank that goes through `order` with its neighbours: `member` is its number among them.
+// A rank's place in the joint order: `member` is its number among the ranks that share the order.
 struct Seat {
   std::size_t member = 0;
   std::int64_t cp_rank = 0, cp = 1;
   std::int64_t in_flight = 1;
-  bool path_divided = false;  // by its ranks of cp
+  bool path_divided = false;  // sharded over its cp group
 };
-// Steps with the same number are the same event on every rank of the order that is at the same stage of pp.
+// Steps with the same number are the same event on every rank of the order at the same stage of pp.
 Program program_of(const std::vector<PlanItem>& items, const std::vector<JointEvent>& order, const Seat& seat);
 
 std::int64_t count_backwards(const Program& program);

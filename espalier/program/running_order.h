@@ -1,4 +1,4 @@
-// A plan as the list of what runs, one after the other: for pictures of it.
+// A plan as the list of its runs in order, for pictures of it.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +13,10 @@ struct RunEntry {
   char phase;  // 'A' a trunk's forward, 'B' a wave, 'C' a trunk's backward
   const PlanItem* item;
   int level;       // open trunks above
-  double seconds;  // predicted; of a trunk's passes the forward is one in three, or in four where it is recomputed
+  double seconds;  // predicted; a trunk's forward is a third of its time, or a quarter if it is recomputed
 };
 
-// Points into `items`. At most `most` entries: the first ones.
+// The first `most` entries at most. They point into `items`.
 std::vector<RunEntry> running_order(std::span<const PlanItem> items, std::size_t most);
 
 }  // namespace espalier

@@ -1,5 +1,5 @@
-// What a step computes beyond its rows, found from options, model and rollouts; what its process holds; and how its
-// device works. Where a rank stands among others is LocalShape's.
+// The kind of a step, from options, model and rollouts: what it computes beyond its rows, what its process holds, and
+// how its device works. The rank's position is in LocalShape.
 #pragma once
 
 #include <cstdint>
@@ -11,35 +11,35 @@
 
 namespace espalier {
 
-// The work.
+// The work of a step.
 struct StepKind {
   bool gradients = true;         // false: forward only
   bool whole_rollout = false;    // the objective's derivative needs whole rollouts: the head runs again in the backward
   bool all_rows_choose = false;  // router losses or whole loads: a last layer of experts runs all rows
   bool counting_pass = false;    // a forward pass for the routers' choices comes first
-  bool counts_rollouts = false;  // router losses by rollout: ranks that divide one join its choices
-  std::int64_t temperatures = 1;  // most outputs of one row
+  bool counts_rollouts = false;  // router losses per rollout: ranks of cp sum the choices of a sharded rollout
+  std::int64_t temperatures = 1;  // the largest number of outputs of one row
 };
 
 inline constexpr StepKind kForwardOnly{.gradients = false};
 
-// What a process holds of a model while it runs steps with it, beside its weights.
+// The state that a process holds for a model in its steps, besides the weights.
 struct HeldState {
-  bool gradients = true;              // accumulators of what trains
+  bool gradients = true;              // accumulators of the trained parameters
   bool optimizer = true;              // moments, and masters in bfloat16
-  std::int64_t optimizer_shares = 1;  // ranks that keep a share each of what `optimizer` stands for
-  std::int64_t beside_bytes = 0;      // of other models
+  std::int64_t optimizer_shares = 1;  // ranks over which the optimizer state is sharded
+  std::int64_t beside_bytes = 0;      // held by other models
 };
 
 inline constexpr HeldState kWeightsOnly{.gradients = false, .optimizer = false};
 
 struct DeviceTraits {
-  bool cuda = false;         // a GPU: its context and libraries are held in place of the process
-  bool queued = false;       // its work waits in queues: the head computes a block of logits ahead
-  bool writes_sums = false;  // its products do (ops/products.h)
+  bool cuda = false;         // a GPU: counts its context and libraries instead of the process
+  bool queued = false;       // its work is queued: the head computes a block of logits ahead
+  bool writes_sums = false;  // its products write sums (ops/products.h)
 };
 
-// Of a device that need not be there.
+// The traits of a device type; the device need not be present.
 DeviceTraits traits_of(DeviceType device);
 
 struct StepSetting {
@@ -47,15 +47,15 @@ struct StepSetting {
   DeviceTraits device;
 };
 
-// True where a token's derivative depends on other tokens of its rollout: by the policy loss, or because sequence
-// importance weights hold the current log-probs, where a rollout has no old ones.
+// True if a token's derivative depends on other tokens of its rollout: because of the policy loss, or because sequence
+// importance weights use the current log-probs of rollouts without old ones.
 bool needs_whole_rollout(const Options& options, std::span<const Rollout> rollouts);
 
 // The kind of a gradient on these rollouts. A critic (`shape` with a value head) has neither policy nor router losses.
 // `counted`: the routers' choices at these weights are known, so that no counting pass is needed.
 StepKind step_kind_of(const Options& options, const ModelShape& shape, std::span<const Rollout> rollouts,
                       bool counted = false);
-// Of a pass without gradients.
+// The kind of a pass without gradients.
 StepKind forward_kind_of(const ModelShape& shape, std::span<const Rollout> rollouts);
 
 }  // namespace espalier

@@ -33,7 +33,7 @@ struct RowSegment {
   std::int32_t begin, end;
   std::int32_t row;
   std::int32_t subtree_end;   // one past the last row below this segment (itself included)
-  std::int32_t multiplicity;  // last - first: what a shared row counts in statistics
+  std::int32_t multiplicity;  // last - first: the weight of a shared row in statistics
   std::int32_t first, last;
 
   bool operator==(const RowSegment&) const = default;
@@ -53,24 +53,24 @@ struct RowSet {
   std::int32_t rows = 0;
   std::int32_t outputs = 0;       // rows with at least one edge, once for each temperature among its edges
   std::int64_t pairs = 0;         // visible (query row, key row) pairs, path included
-  std::int64_t output_pairs = 0;  // those of outputs
-  std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 where no layer has one
-  std::int64_t forks = 0;                                  // runs that others of the set follow
+  std::int64_t output_pairs = 0;  // pairs of output rows
+  std::int64_t window_pairs = 0, window_output_pairs = 0;  // in layers with a window; 0 if no layer has one
+  std::int64_t forks = 0;                                  // runs that other runs of the set follow
 
   bool operator==(const RowSet&) const = default;
 };
 
-// Rows [begin, end) of a set without a branch among them: segments that nothing but the next one follows are one run.
+// Rows [begin, end) of a set without a branch: consecutive segments, each followed by the next one only, form one run.
 struct RowRun {
   std::int32_t begin, end;
-  std::int32_t parent;  // number of the run that it follows; -1: none of the set
-  std::int32_t fork;    // number among the runs that others follow; -1: none does
+  std::int32_t parent;  // index of the run that it follows; -1: none in the set
+  std::int32_t fork;    // index among the runs that others follow; -1: no run follows it
 };
 // In the order of the rows.
 std::vector<RowRun> runs_of(const RowSet& set);
 
-// The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are made when
-// the item runs, since a step may have hundreds of millions.
+// The edges of a set, ordered by (row, rollout): response tokens whose mask is 1, or all of them. They are built when
+// the item runs, because a step may have hundreds of millions.
 std::vector<LossEdge> edges_of(const RowSet& set, std::span<const Rollout> rollouts, bool all_logprobs);
 
 // The first edge of each output, in that order: of each row, or by temperature of each (row, temperature).
@@ -85,10 +85,10 @@ struct PlanItem {
   ItemKind kind = ItemKind::wave;
   RowSet set;
   std::int32_t path_rows = 0;          // rows of the open trunks above
-  ItemState state;                     // a wave stores nothing away
-  std::int32_t cp_rank = kEveryRank;   // of cp, that runs the item; kEveryRank: each runs its share of the rows
+  ItemState state;                     // waves are never offloaded
+  std::int32_t cp_rank = kEveryRank;   // the rank of cp that runs the item; kEveryRank: each runs its share of rows
   std::vector<PlanItem> below;         // trunks only, in plan order
-  std::vector<std::int32_t> finished;  // rollouts whose last edge is in this set; those without edges: nowhere
+  std::vector<std::int32_t> finished;  // rollouts whose last edge is in this set; rollouts without edges are in no item
   double flops = 0;                    // forward + backward (+ recompute)
   double seconds = 0;                  // predicted
 
@@ -96,7 +96,7 @@ struct PlanItem {
 };
 
 struct TreePlan {
-  Schedule schedule = Schedule::dense;  // what runs for this tree
+  Schedule schedule = Schedule::dense;  // the schedule of this tree
   std::int64_t rollouts = 0;
   std::int64_t trunks = 0, waves = 0;  // waves that hold rows of this tree
   std::int64_t logical_rows = 0, physical_rows = 0;
@@ -104,20 +104,20 @@ struct TreePlan {
 };
 
 struct PhasePeaks {
-  std::int64_t a = 0, b = 0, c = 0;  // bytes: trunk forwards, waves, trunk backwards; 0 where there is no trunk
+  std::int64_t a = 0, b = 0, c = 0;  // bytes: trunk forwards, waves, trunk backwards; 0 without a trunk
   std::int64_t peak() const { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
-  // With `held` bytes beside them in every phase that ran.
+  // The peaks plus `held` bytes in every phase that ran.
   PhasePeaks above(std::int64_t held) const {
     return {a == 0 ? 0 : held + a, b == 0 ? 0 : held + b, c == 0 ? 0 : held + c};
   }
 };
 
-// Bytes that a rank sends in collectives, in the same phases.
+// The predicted cost of a plan.
 struct PlanCost {
   double flops = 0;
   double seconds = 0;
-  PhasePeaks bytes;                    // everything the process holds on the device
-  std::int64_t stored_bytes = 0;       // of trunks: most that is offloaded at a time
+  PhasePeaks bytes;                    // all bytes that the process holds on the device
+  std::int64_t stored_bytes = 0;       // of trunks: the most bytes offloaded at a time
   std::int64_t path_stored_bytes = 0;  // of the path
 
   std::int64_t all_stored() const { return stored_bytes + path_stored_bytes; }
@@ -125,14 +125,14 @@ struct PlanCost {
   bool fits = true;  // within the memory budget
 };
 
-// One way that was tried to run a step within the memory budget.
+// One attempt to run a step within the memory budget.
 struct TriedPlan {
   std::string what;
   PlanCost cost;
 };
 
-// Where the path is: of the first layers always in memory, of the others while they are in use, and otherwise in a
-// store or, in parts, on the ranks of cp.
+// The location of the path. The first layers are always in memory. The other layers are in memory while in use, and
+// otherwise in a store or sharded over cp.
 struct PathPlan {
   static constexpr std::int32_t kEveryLayer = std::numeric_limits<std::int32_t>::max();
 
@@ -147,32 +147,32 @@ struct PathPlan {
 struct StepPlan {
   std::vector<PlanItem> items;
   std::vector<TreePlan> trees;
-  std::int64_t logical_rows = 0;  // rows a dense run forwards: the sum of rollout lengths
+  std::int64_t logical_rows = 0;  // rows of a dense run: the sum of rollout lengths
   std::int64_t trunk_rows = 0, wave_rows = 0;
   std::int64_t trunks = 0, waves = 0;
-  std::int32_t max_path_rows = 0;  // most rows that are open at once, below any item
+  std::int32_t max_path_rows = 0;  // most rows open at once, above any item
   std::int32_t max_rows = 0;       // most rows of one set
   PathPlan path;
   std::int64_t token_budget = 0;   // rows in one wave
-  bool budget_given = false;       // then no set has more than max(token_budget, 2) rows
+  bool budget_given = false;       // true: no set has more than max(token_budget, 2) rows
   std::int64_t memory_budget = 0;  // bytes; 0: unlimited
   std::int64_t missing_bytes = 0;  // beyond the budget; 0: the plan fits
-  std::string remedy;              // what would make it fit, for a person; empty where it does
+  std::string remedy;              // options that would make it fit, for a person; empty if it fits
   bool all_logprobs = false;       // masked response tokens have edges too
-  bool by_temperature = true;      // false: a critic's, whose outputs know no temperature
-  std::int64_t window = 0;         // of the model's layers that have one; 0: none has
+  bool by_temperature = true;      // false: a critic's plan, whose outputs have no temperature
+  std::int64_t window = 0;         // of the model's layers with a window; 0: no layer has one
   Schedule requested = Schedule::automatic;
   PlanCost chosen;
-  std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty where the first one fits
+  std::vector<TriedPlan> tried;    // under the chosen schedule, in order; empty if the first attempt fits
   PlanCost dense, packed, phased;  // the same step under one schedule throughout
   double ceiling = 1;              // FLOPs dense / FLOPs with every shared row once (mathematics, section 9)
-  std::string machine;             // the profile that predicted the seconds, in a line
+  std::string machine;             // one line about the profile that predicted the seconds
 
   std::int64_t physical_rows() const { return trunk_rows + wave_rows; }
 };
 
-// Each rollout's rows and edges appear exactly once, every row sees exactly its path, counts add up.
-// Throws InternalError naming the first item that breaks a rule.
+// Checks that each rollout's rows and edges appear exactly once, that every row sees exactly its path, and that counts
+// add up. Throws InternalError naming the first item that breaks a rule.
 void validate(const StepPlan& plan, std::span<const Rollout> rollouts);
 
 Json to_json(const StepPlan& plan);

@@ -1,7 +1,7 @@
-// The stops of a pass: embedding, layers, final norm and head, each of them where this rank's stage of pp has it.
+// The stops of a pass: embedding, layers, final norm and head, as far as this rank's stage of pp has them.
 //
-// One list says in which order a pass goes through them. Executor and sampler walk it (model/guest.h), with rows and
-// without, and the forecast of bytes reads it: the collectives around the stops run in this order on every rank.
+// One list defines their order. The executor and the sampler walk it (model/guest.h), with and without rows, and the
+// byte forecast reads it: the collectives around the stops run in this order on every rank.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@ struct Stop {
 
   Kind kind = Kind::layer;
   Pass pass = Pass::forward;
-  std::int64_t unit = 0;  // of the parameters there (shape/units.h); of a layer its number on this rank
+  std::int64_t unit = 0;  // the unit of its parameters (shape/units.h); for a layer its number on this rank
   bool reads_weights = true;
   bool adds_gradients = false;
 
   bool is_layer() const { return kind == Kind::layer; }
 };
 
-// All stops but the head. A backward ends above the layers and the embedding whose gradients nobody needs.
+// All stops except the head. A backward leaves out the layers and the embedding below the first trained parameter.
 std::vector<Stop> decoder_stops(const LocalShape& local, Pass pass);
 
-// When the head computes its gradient: never, in the forward that scores, or in the backward, when whole rollouts are
-// scored.
+// When the head computes its gradient: never, in the scoring forward, or, if it needs whole rollouts, in the
+// backward.
 enum class HeadGradient : std::uint8_t { none, in_forward, in_backward };
 
-// The head's stop: behind the others of a forward, before those of a backward. Nothing on other stages of pp than the
+// The head's stop: after all others in a forward, before all others in a backward. Empty on stages of pp other than the
 // last, and in a backward that does not compute the head's gradient.
 std::optional<Stop> head_stop(const LocalShape& local, Pass pass, HeadGradient when);
 

@@ -1,5 +1,5 @@
-// Tensors of a path for layers that are not in use, in a store of its own: written back where it changed, read ahead of
-// the layer's turn. Every range has its place there as long as the path lives.
+// Offloads the path's tensors of layers that are not in use to a store of their own: changed rows are written back, and
+// a layer is read ahead of its turn. Every range keeps its place in the store as long as the path exists.
 #pragma once
 
 #include <deque>
@@ -13,13 +13,13 @@ namespace espalier {
 
 class SleepingPath : public PathKeeper {
  public:
-  // Both must outlive the object. The queue keeps buffers for writing, for both ways are under way at once.
+  // Both must outlive the object. The queue reserves buffers for writing, because reads and writes overlap.
   SleepingPath(Arena& arena, SpillQueue& queue) : arena_(arena), queue_(queue) {}
   ~SleepingPath() override;
 
   bool one_place() const override { return false; }
   int add(const Member& member) override;
-  // Errors of the three: those of Store.
+  // The three functions throw the errors of Store.
   void ask(int member, std::int64_t rows) override;
   void bring_back(int member, std::int64_t rows) override;
   void put_away(int member, std::int64_t begin, std::int64_t end) override;
@@ -31,7 +31,7 @@ class SleepingPath : public PathKeeper {
     std::vector<StoredChunk> chunks;
   };
 
-  // The chunks that the first `rows` of a member begin in.
+  // The chunks in which the first `rows` of a member begin.
   std::span<StoredChunk> chunks_of(int member, std::int64_t rows);
 
   Arena& arena_;

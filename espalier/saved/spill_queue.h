@@ -1,7 +1,7 @@
-// Chunks on their way to a store and back, written and read by one thread while others compute.
+// Moves chunks to a store and back on one thread while others compute.
 //
-// A bounded number of chunks is in flight. Writes go first, otherwise jobs run in the order in which
-// they were asked for. An error of the thread is thrown by the next call that waits, on the caller's thread.
+// A bounded number of chunks is in flight. Writes go first; otherwise jobs run in the order of the calls. An error of
+// the thread is thrown by the next call that waits, on the caller's thread.
 #pragma once
 
 #include <condition_variable>
@@ -21,37 +21,37 @@ namespace espalier {
 class SpillQueue {
  public:
   // `chunks` buffers of kSpillChunkBytes (forecast/memory_model.h) each, in memory that the device copies fast. Reading
-  // ahead leaves `for_writing` of them.
+  // ahead leaves `for_writing` of them free.
   SpillQueue(std::unique_ptr<Store> store, int chunks, int for_writing = 0, Device& device = bound_device());
-  ~SpillQueue();  // drops what has not begun
+  ~SpillQueue();  // drops jobs that have not begun
   SpillQueue(const SpillQueue&) = delete;
   SpillQueue& operator=(const SpillQueue&) = delete;
 
-  // Space in the store for so many bytes, before anything is written. Errors: those of Store::reserve.
+  // Reserves this many bytes in the store before anything is written. Throws the errors of Store::reserve.
   void reserve(std::int64_t bytes);
 
-  // A free buffer, as soon as there is one; it goes back by write or give_back.
+  // Waits for a free buffer. write or give_back returns it.
   std::byte* room();
-  // Writes the buffer's bytes, the chunk's as they are now. The chunk must stay in its place until they are read or the
-  // queue is gone, and may be written again.
+  // Writes the buffer's bytes to the chunk as it is now. The chunk must not move until its bytes are read or the queue
+  // is gone, and may be written again.
   void write(StoredChunk& chunk, std::byte* room);
-  // Asks for a written chunk. Chunks arrive in the order of the calls, read ahead as far as there are buffers.
+  // Requests a written chunk. Chunks arrive in the order of the calls, read ahead as far as buffers allow.
   void ask(const StoredChunk& chunk);
-  // The buffer with the oldest chunk that was asked for and not yet taken.
+  // The buffer with the oldest chunk that was requested and not yet taken.
   std::byte* take();
-  std::int64_t asked() const { return asked_; }  // for and not taken
+  std::int64_t asked() const { return asked_; }  // chunks requested and not taken
   void give_back(std::byte* room);
-  // Waits for what is written. Chunks that were asked for and not taken are not wanted any more. Throws nothing.
+  // Waits for writes. Drops chunks that were requested and not taken. Throws nothing.
   void forget();
 
-  // The store is filled as a stack.
+  // The store is a stack; this is its top.
   std::int64_t store_top() const { return store_top_; }
   void set_store_top(std::int64_t top) { store_top_ = top; }
 
  private:
   struct Job {
-    StoredChunk* chunk;  // null: space is reserved
-    StoredChunk now;     // as it is when the job is made
+    StoredChunk* chunk;  // null: the job reserves space
+    StoredChunk now;     // its state when the job was made
     std::byte* room = nullptr;
   };
 
@@ -67,11 +67,11 @@ class SpillQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> writes_;                // and reservations
-  std::deque<const StoredChunk*> reads_;  // in the order asked for
+  std::deque<const StoredChunk*> reads_;  // in the order of the requests
   std::vector<std::byte*> free_;          // the one used last at the end
   std::size_t for_writing_;
   std::deque<std::byte*> read_;  // oldest first
-  std::int64_t asked_ = 0;       // chunks asked for and not taken
+  std::int64_t asked_ = 0;       // chunks requested and not taken
   std::exception_ptr error_;
   bool stops_ = false, works_ = false;
   std::thread thread_;

@@ -1,8 +1,8 @@
 // PPO's critic: a decoder with one number a row, trained on the same rollouts through the same plans as the actor.
 //
-// In a step the critic moves first, as in verl: values (once, before the first update on the rollouts), advantages and
-// targets from them (train/training_data.h), then for every mini-batch update() and the actor's run_step. Actor and
-// critic take turns, so one workspace serves both.
+// In a step the critic is updated first, as in verl: values are computed once, before the first update on the rollouts;
+// they give advantages and targets (train/training_data.h); then every mini-batch runs update() and the actor's
+// run_step. Actor and critic take turns, so they share one workspace.
 #pragma once
 
 #include <cstdint>
@@ -25,47 +25,47 @@ namespace espalier {
 
 struct CriticReport : PassReport {
   ValueLossParts loss = {};
-  TokenSeries values = {};    // NaN where none was asked for
-  AdamW::Update update = {};  // by update() alone, like the next two
+  TokenSeries values = {};    // NaN for tokens without a requested value
+  AdamW::Update update = {};  // set by update() only, like the next two
   std::int64_t step = 0;      // from 1
-  double values_seconds = 0;  // of values_of since the update before
+  double values_seconds = 0;  // spent in values_of since the previous update
 };
 
 class Critic {
  public:
-  // `model` has a value head. --critic-lr is the learning rate; router losses are the actor's alone. `workspace` must
+  // `model` has a value head. --critic-lr is the learning rate; only the actor has router losses. `workspace` must
   // outlive the critic.
   Critic(std::unique_ptr<ModelState> model, const Options& options, const MachineProfile& machine,
          Workspace& workspace);
 
-  // Values of all response tokens, masked ones too: forward only, what is shared is run once.
+  // Values of all response tokens, masked ones included. Forward only; shared rows run once.
   TokenSeries values_of(std::span<const Rollout> rollouts, Progress& progress);
 
   // Overwrites gradients() with the gradient of the value loss around the rollouts' `values` towards
   // mini_batch.targets.
   CriticReport compute_gradient(const MiniBatch& mini_batch, bool all_tokens);
-  // compute_gradient and one AdamW update, clipped on its own. `on_share` is told the share of its rows that have run.
+  // compute_gradient and one AdamW update, clipped separately. `on_share` receives the fraction of rows that have run.
   CriticReport update(const MiniBatch& mini_batch, const std::function<void(double share)>& on_share = {});
 
   ModelState& model() { return *model_; }
   const GradientSet& gradients() const { return learner_.gradients; }
   Learner& learner() { return learner_; }
-  AdamW& optimizer();  // made when first asked for
+  AdamW& optimizer();  // created on first use
 
  private:
   std::unique_ptr<ModelState> model_;
   Learner learner_;
   std::optional<AdamW> optimizer_;
-  double values_seconds_ = 0;  // of values_of since the last update
+  double values_seconds_ = 0;  // spent in values_of since the last update
 };
 
-// The critic of --critic: a token classifier with one label, or a language model, whose blocks are taken and which gets
-// a value head from --seed (a note says so). Errors: as read_critic_shape and load_parameters; InputError for another
-// vocabulary than the actor's.
+// The critic of --critic: a token classifier with one label, or the blocks of a language model under a new value head
+// drawn from --seed (a note says so). Errors: as read_critic_shape and load_parameters; InputError if its vocabulary
+// differs from the actor's.
 std::unique_ptr<ModelState> load_critic(const CriticChoice& critic, const Options& options, const ModelShape& actor,
                                         Progress& progress, const Mesh& mesh = mesh_of_one());
 
-// values_of without a critic in training.
+// The result of values_of without a critic in training.
 struct ScoredValues {
   TokenSeries values;
   ForwardReport report;

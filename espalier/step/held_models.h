@@ -1,5 +1,5 @@
-// The models that a process holds and what training keeps with each, known from shapes alone: what must fit before any
-// weight is read, and the bytes beside the steps of one of them. For a running process: step/workspace.h.
+// The models that a process holds, with their training state, computed from shapes alone: whether they fit before any
+// weight is read, and how many bytes stand beside the steps of one model. For a running process: step/workspace.h.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@
 namespace espalier {
 
 struct HeldModel {
-  LocalShape shape = ModelShape();  // what this rank has of it
-  HeldState state = kWeightsOnly;   // of it
+  LocalShape shape = ModelShape();  // this rank's part
+  HeldState state = kWeightsOnly;   // what is held besides weights
 
-  // Weights, and gradients and the optimizer's state where there are any.
+  // Bytes of weights, and of gradients and optimizer state if there are any.
   std::int64_t bytes(DType dtype) const;
 };
 
 // Bytes of all models but `one`.
 std::int64_t bytes_beside(const HeldModel& one, std::span<const HeldModel> held, DType dtype);
 
-// All of them, and what the process itself takes.
+// Bytes of all models and of the process itself.
 std::int64_t bytes_held(std::span<const HeldModel> held, DType dtype);
 
-// Refuses at once, before any weight is read, models that --memory-budget cannot hold, or without a budget those that
-// what is free cannot hold. The first is the one that --model names. Errors: MemoryBudgetError.
+// Refuses models that do not fit --memory-budget, or without a budget the free memory, before any weight is read. The
+// first model is the one of --model. Errors: MemoryBudgetError.
 void require_room(std::span<const HeldModel> held, const Options& options);
 
 }  // namespace espalier

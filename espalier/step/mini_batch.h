@@ -13,7 +13,7 @@ using TokenSeries = std::vector<std::vector<double>>;  // one series per rollout
 struct MiniBatch {
   std::span<const Rollout> rollouts;
   std::span<const std::vector<double>> advantages;    // one series per rollout
-  std::span<const std::vector<double>> targets = {};  // of the critic's values; empty without a critic
+  std::span<const std::vector<double>> targets = {};  // for the critic's values; empty without a critic
 };
 
 }  // namespace espalier

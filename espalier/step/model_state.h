@@ -1,4 +1,4 @@
-// A model in memory: its shape, where every parameter lies, and the weights themselves.
+// A model in memory: its shape, the table of its parameters, and the weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,49 +16,49 @@
 namespace espalier {
 
 struct ModelState {
-  // Weights uninitialised, but for padding, which is 0. One rank has all of the shape.
+  // Weights are uninitialised, except for padding, which is 0. With one rank the shape is the whole model.
   ModelState(const LocalShape& model_shape, DType model_dtype, Device& device = bound_device(),
              const Mesh& ranks = mesh_of_one());
 
   const Mesh& mesh;  // must outlive the object
   ModelShape shape;  // of the whole model
   DType dtype;
-  ParameterTable table;       // of the parameters that train; all unless --train says otherwise
+  ParameterTable table;       // trained parameters; all unless --train selects some
   at::Tensor weights;         // flat, in the table's layout, on the device
-  at::Tensor rooms;           // of units that ranks divide (shape/units.h)
-  ParameterTable held_table;  // of the others, which never change
+  at::Tensor rooms;           // buffers for gathered units (shape/units.h)
+  ParameterTable held_table;  // held parameters, which never change
   at::Tensor held_weights, held_rooms;
-  ParameterTable narrow_table;  // of held matrices that stay in bfloat16 (TrainedParameters::narrow)
+  ParameterTable narrow_table;  // held matrices that stay in bfloat16 (TrainedParameters::narrow)
   at::Tensor narrow_weights;
-  // Correction biases of this rank's routers, in the order of its layers with experts, accumulator dtype: in bfloat16
-  // they would choose other experts. Undefined where there are none, or where weights have that dtype.
+  // Correction biases of this rank's routers, in the order of its expert layers, in the accumulator dtype, because
+  // rounded to bfloat16 they would choose other experts. Undefined if there are none, or if weights have that dtype.
   at::Tensor corrections_LE;
-  GatheredWeights gathered;      // brings them together
+  GatheredWeights gathered;      // gathers units of sharded weights
   std::filesystem::path source;  // the directory they came from; empty for random weights
   Decoder decoder;               // reads `weights`
-  std::int64_t updates = 0;      // optimizer steps since they were loaded: tells these weights from later ones
+  std::int64_t updates = 0;      // optimizer steps since loading; identifies these weights
 };
 
 // This rank's part of a model. Errors: as LocalShape.
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh);
 
-// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: what trains. Errors: as
+// Weights of a Hugging Face directory, converted to dtype, and adapters. `train`: the parameters that train. Errors: as
 // read_model_shape, train_only, load_parameters and Adapter.
 std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, DType dtype, Progress& progress,
                                        const Mesh& mesh = mesh_of_one(), const TrainedChoice& train = {});
 
-// A critic's weights: those of a token classifier with one label; or the blocks of a language model under a new value
-// head, normal(0, initializer_range) from `seed` with bias 0, which a note says. Errors: as read_critic_shape and
+// A critic's weights: a token classifier with one label; or the blocks of a language model under a new value head,
+// normal(0, initializer_range) from `seed` with bias 0, reported in a note. Errors: as read_critic_shape and
 // load_parameters.
 std::unique_ptr<ModelState> load_value_model(const std::filesystem::path& directory, DType dtype, std::uint64_t seed,
                                              Progress& progress, const Mesh& mesh = mesh_of_one(),
                                              const TrainedChoice& train = {});
 
-// Decodes with the same weights, without the adapters. The model must outlive it.
+// A decoder with the same weights and without the adapters. The model must outlive it.
 std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model);
 
-// Random weights as Hugging Face initialises them: matrices normal(0, initializer_range), biases 0, norms 1; adapters
-// as peft does, A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine and under every layout.
+// Random weights, initialised as in Hugging Face: matrices normal(0, initializer_range), biases 0, norms 1; adapters as
+// in peft: A uniform within 1 / sqrt(inputs), B 0. The same numbers on every machine and under every layout.
 std::unique_ptr<ModelState> random_model(const ModelShape& shape, DType dtype, std::uint64_t seed,
                                          const Mesh& mesh = mesh_of_one());
 

@@ -1,4 +1,4 @@
-// Counts of a step summed over the ranks of dp, cp and pp: every rank then reports what one process would.
+// Sums the counts of a step over dp, cp and pp, so that every rank reports the numbers of a single process.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +12,19 @@
 
 namespace espalier {
 
-// Parts of a loss whose denominators are the whole mini-batch's, so that they add.
+// Sums parts of a loss. Their denominators are counted over the whole mini-batch, so the parts add up.
 void add_over_ranks(const Mesh& mesh, LossParts& parts);
 void add_over_ranks(const Mesh& mesh, ValueLossParts& parts);
 
-// Series of rollouts whose tokens were scored on one rank or another, NaN elsewhere: all of them on every rank.
+// Merges series whose tokens were scored on different ranks (NaN elsewhere): every rank then has all values.
 void gather_series(const Mesh& mesh, std::vector<RolloutSeries>& series);
 void gather_series(const Mesh& mesh, TokenSeries& values);
 
-// Gathers the routers' choices for rollouts, each of which ran on one rank, to every rank.
+// Gathers the routers' choices to every rank. Each rollout ran on one rank.
 void gather_choices(Group& dp, moe::ChosenExperts& choices);
 
-// The report of all ranks: rows are summed; trunks, waves and FLOPs over dp, since ranks of cp share them; seconds and
-// bytes are those of the rank with most; schedules are those of any. The plan keeps the items and trees of this rank.
+// The report of all ranks. Rows are summed; trunks, waves and FLOPs over dp only, because ranks of cp share them;
+// seconds and bytes are maxima; schedules are the union. The plan keeps the items and trees of this rank.
 PassReport joined(const Mesh& mesh, PassReport report);
 
 }  // namespace espalier

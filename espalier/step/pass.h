@@ -1,5 +1,5 @@
-// One walk over a plan: forward only, or with gradients. The same for an actor and for a critic; what differs is the
-// head on top of the decoder (phase/head.h).
+// One walk over a plan, forward only or with gradients. Actor and critic share it; they differ in the head on top of
+// the decoder (phase/head.h).
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@
 
 namespace espalier {
 
-// A model that is trained: what its steps work on and what outlives them. Learners whose steps take turns share one
+// A trained model: the state that its steps read and write. Learners whose steps take turns share one
 // workspace.
 struct Learner : Holder {
   Learner(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile, Workspace& shared,
           AdamW* its_optimizer = nullptr);
 
-  // Weights and gradients, and the optimizer's state where there is one.
+  // Weights and gradients, and the optimizer's state if there is one.
   HeldModel held() const;
   std::int64_t held_bytes() const override { return held().bytes(model.dtype); }
 
@@ -41,9 +41,9 @@ struct Learner : Holder {
   MachineProfile machine;
   GradientSet gradients;
   Workspace& workspace;
-  AdamW* optimizer;                                 // null: gradients alone are computed
-  moe::ChoiceRecord choices = {};                   // what the steps do with the choices of routers
-  std::function<void(double share)> on_share = {};  // told the share of a step's rows that have run; may be empty
+  AdamW* optimizer;                                 // null: only gradients are computed
+  moe::ChoiceRecord choices = {};                   // routers' choices to record or to replay
+  std::function<void(double share)> on_share = {};  // receives the fraction of rows that have run; may be empty
 };
 
 struct StepSeconds {
@@ -51,29 +51,29 @@ struct StepSeconds {
   PhaseSeconds phases;
 };
 
-// Over all ranks: rows are summed, bytes and seconds are the largest of any rank. `plan`: this rank's items and
+// Over all ranks: rows are summed, bytes and seconds are the maximum. `plan`: this rank's items and
 // trees.
 struct PassReport {
   StepPlan plan;
-  std::vector<Schedule> schedules;  // that any tree ran under, each once
+  std::vector<Schedule> schedules;  // the schedules of all trees, each once
   std::int64_t trunk_rows = 0, wave_rows = 0, trunk_forwards = 0;
-  PhasePeaks peak_bytes;   // measured: everything held, plus the arena's high-water mark in each phase
-  PhasePeaks arena_bytes;  // measured: the high-water marks alone
-  double idle_share = 0;   // measured: of the time of the stages of pp, without work
+  PhasePeaks peak_bytes;   // measured: all held bytes plus the arena's high-water mark, by phase
+  PhasePeaks arena_bytes;  // measured: the high-water marks only
+  double idle_share = 0;   // measured: fraction of the pp stages' time without work
   StepSeconds seconds;
-  TrafficBytes bytes;                  // that this rank gave to others
+  TrafficBytes bytes;                  // sent by this rank to others
   std::optional<StepProfile> profile;  // with --profile
 
-  // Books the update that followed.
+  // Records the update that followed.
   void add_update(const AdamW::Update& update);
 };
 
-// Overwrites learner.gradients with the gradient of what the head computes, summed over ranks. `routers` may be null.
-// `all_tokens`: the head scores masked tokens too. `timer` began where the report's seconds begin.
+// Overwrites learner.gradients with the gradient of the head's loss, summed over ranks. `routers` may be null.
+// `all_tokens`: the head scores masked tokens too. The report's seconds count from the start of `timer`.
 PassReport run_gradient_pass(Learner& learner, std::span<const Rollout> rollouts, Head& head, RouterStep* routers,
                              bool all_tokens, Timer& timer);
 
-// Moves the weights by learner.gradients. There must be an optimizer.
+// Updates the weights by learner.gradients. Requires an optimizer.
 AdamW::Update update_weights(Learner& learner);
 
 struct ForwardPass {
@@ -83,17 +83,17 @@ struct ForwardPass {
   const MachineProfile& machine;
   Workspace& workspace;
   Progress& progress;
-  std::string_view task;                  // what progress calls it
-  moe::LoadAccounting* counts = nullptr;  // gets the choices of the routers; may be null
+  std::string_view task;                  // its name in progress reports
+  moe::LoadAccounting* counts = nullptr;  // counts the routers' choices; may be null
   const Mesh& mesh = mesh_of_one();
 };
 
 struct ForwardReport {
-  std::int64_t logical_rows = 0, physical_rows = 0;  // of all ranks
+  std::int64_t logical_rows = 0, physical_rows = 0;  // summed over all ranks
   double seconds = 0;                                // plan and forward passes
 };
 
-// All response tokens, masked ones too.
+// Scores all response tokens, masked ones included.
 ForwardReport run_forward_pass(const ForwardPass& pass, Head& head);
 
 }  // namespace espalier

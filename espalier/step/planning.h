@@ -1,4 +1,4 @@
-// Planning before a step's first row runs: its plan, and the bytes that it may take.
+// Planning before a step's first row runs: the plan, and the bytes that it may use.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,23 @@
 
 namespace espalier {
 
-// Bytes the arena may grow to: --memory-budget, else what is free.
+// The limit of the arena in bytes: --memory-budget, else the free memory.
 std::int64_t arena_limit(const Options& options);
 
-// The plan of this rank's part of one mini-batch: prefix trees, dealt to the ranks of dp, and how the options and
-// the machine say to run them. A rank may have none. Without a memory budget it is made for the rank with least room,
-// so that all plan alike. With several ranks the chosen cost is: seconds with communication and waiting, bytes of this
-// rank's stage, FLOPs of all ranks that share its trees. Errors: CommunicationError where ranks of one part plan
+// The plan of this rank's part of one mini-batch: its prefix trees, dealt over dp, run as the options and the machine
+// require. A rank may have no trees. Without a memory budget all ranks plan for the rank with the least free memory, so
+// that their plans agree. With several ranks the chosen cost has: seconds with communication and waiting, bytes of this
+// rank's stage, FLOPs of all ranks that share its trees. Errors: CommunicationError if ranks of one part plan
 // differently.
 StepPlan plan_step(const LocalShape& shape, const Options& options, const MachineProfile& machine,
                    std::span<const Rollout> rollouts, bool all_logprobs, const StepKind& kind, const HeldState& held,
                    const Mesh& mesh = mesh_of_one());
 
-// Refuses at once, before any weight is read, steps that the budget, or without one what is free, cannot hold: with
-// what the largest of them needs, so that the number that is named is enough for all.
+// Refuses steps that do not fit the budget, or without a budget the free memory, before any weight is read. The message
+// names the need of the largest step, so that one number is enough for all.
 class StepsFit {
  public:
-  // One step of each of the models on these rollouts. Every rank calls it. Errors: those of plan_step but for memory.
+  // Adds a step of each model on these rollouts. Every rank calls it. Errors: those of plan_step except for memory.
   void add(std::span<const HeldModel> held, const Options& options, const MachineProfile& machine,
            std::span<const Rollout> rollouts, bool all_logprobs, const Mesh& mesh);
   // Errors: StepTooLarge.

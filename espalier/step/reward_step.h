@@ -1,6 +1,6 @@
 // One update of a reward model (--objective reward). The derivative of a set needs the scores of all its answers, so a
-// mini-batch runs forward once before its update; then every answer has one weight, dL / dr, and the sets may be cut
-// over waves and ranks as the plan likes. Prompts are shared in both passes.
+// mini-batch runs forward once before its update. Then every answer has one weight, dL / dr, and the plan may split a
+// set over waves and ranks. Prompts are shared in both passes.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@
 namespace espalier {
 
 struct RewardGradient : PassReport {
-  std::vector<double> scores;  // of every rollout
+  std::vector<double> scores;  // one per rollout
   ScoreLoss loss;
 };
 

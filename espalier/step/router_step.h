@@ -1,4 +1,4 @@
-// The routers of one step: their losses and loads, and the counting pass that a loss over the mini-batch needs.
+// The routers of one step: losses, loads, and the counting pass that a loss over the mini-batch needs.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace espalier {
 
 // Choices counted while rollouts were scored, for a loss over a mini-batch of them at the same weights.
 struct ScoredChoices {
-  // Nothing counted yet. `model` must have experts.
+  // Starts with no counts. `model` must have experts.
   ScoredChoices(const ModelState& model, std::span<const Rollout> rollouts);
 
   moe::LoadAccounting counts;
@@ -30,25 +30,25 @@ struct ScoredChoices {
 // Losses and loads of the routers of a model with experts; a shared token counts once per rollout.
 struct RouterReport {
   double aux_loss = 0, z_loss = 0;  // before their coefficients, layers summed
-  double weighted_loss = 0;         // what they add to the step's loss
+  double weighted_loss = 0;         // their addition to the step's loss
   std::string_view counts;          // "update pass", "counting pass", "score pass"; empty: no experts
-  // Choices of every expert, by layer. Empty: a dense layer, or, without a router loss, a last layer: it runs only rows
-  // that predict something, and counting the others would cost their pass through it.
+  // The number of choices of every expert, by layer. Empty for a dense layer. Also empty for the last layer without a
+  // router loss: that layer runs output rows only, and counting the other rows would cost a pass through it.
   std::vector<std::vector<std::int64_t>> load;
 };
 
 class RouterStep {
  public:
-  // Does nothing for models without experts. `scored` (may be null) is used where a loss needs counts before any
-  // backward, the weights have not changed since, and every one of the rollouts was counted. Errors: OptionError for a
-  // router loss of a model without routers.
+  // Does nothing for models without experts. `scored` (may be null) is used if a loss needs counts before any backward,
+  // the weights have not changed since, and every rollout was counted. Errors: OptionError for a router loss of a model
+  // without routers.
   RouterStep(const ModelState& model, std::span<const Rollout> rollouts, const Options& options,
              const ScoredChoices* scored = nullptr);
 
-  bool took_counts() const { return took_counts_; }  // those of `scored`
+  bool took_counts() const { return took_counts_; }  // the counts of `scored` were used
 
-  // One forward of the plan for the routers' choices alone, where a loss needs them before any backward. `choices`: as
-  // in the pass that follows.
+  // Runs the plan forward for the routers' choices only, if a loss needs them before any backward. `choices`: as in the
+  // pass that follows.
   void count_choices(const StepPlan& plan, Arena& arena, const moe::ChoiceRecord& choices);
 
   moe::LoadAccounting* accounting() { return accounting_ ? &*accounting_ : nullptr; }

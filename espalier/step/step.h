@@ -26,11 +26,11 @@ struct Actor : private OwnWorkspace, Learner {
   Actor(ModelState& model_state, const Options& run_options, const MachineProfile& machine_profile,
         AdamW* its_optimizer = nullptr);
 
-  const ScoredChoices* scored = nullptr;  // routers' choices counted by a score pass; may be null
+  const ScoredChoices* scored = nullptr;  // routers' choices counted in a score pass; may be null
 };
 
 struct GradientReport : PassReport {
-  LossParts loss = {};  // loss: with the router losses
+  LossParts loss = {};  // `loss` includes the router losses
   RouterReport router = {};
   std::vector<RolloutSeries> series = {};  // per rollout of the mini-batch
 };
@@ -39,17 +39,17 @@ struct StepReport {
   std::int64_t step = 0;  // from 1
   GradientReport gradient;
   AdamW::Update update;
-  std::optional<double> reward;                       // mean over the rollouts that have one
-  std::optional<CriticReport> critic;                 // of its update, before the actor's
-  std::vector<std::pair<std::string, double>> means;  // of an objective over pairs, by TRL's names
+  std::optional<double> reward;                       // mean over the rollouts with a reward
+  std::optional<CriticReport> critic;                 // report of the critic's update, which runs before the actor's
+  std::vector<std::pair<std::string, double>> means;  // for an objective over pairs, with TRL's names
 };
 
 // Overwrites actor.gradients with the gradient of the mini-batch's loss. `all_logprobs`: masked tokens' log-probs too.
 GradientReport compute_gradient(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs);
 
-// One update. With a critic (null: none) it moves first, as in verl: its values and targets are older than both
-// updates. `all_logprobs`: masked tokens' log-probs too, at the weights before the update; the update is bit for bit
-// that without them. `on_share` is told the share of the step's rows that have run, the critic's first; may be empty.
+// One update. A critic (null: none) is updated first, as in verl: its values and targets are from before both updates.
+// `all_logprobs`: masked tokens' log-probs too, at the weights before the update; the update stays bitwise identical.
+// `on_share` receives the fraction of the step's rows that have run, the critic's first; may be empty.
 StepReport run_step(Actor& actor, const MiniBatch& mini_batch, bool all_logprobs, Critic* critic = nullptr,
                     const std::function<void(double share)>& on_share = {});
 

@@ -1,4 +1,4 @@
-// The path of one run of a plan, and who keeps what sleeps of it.
+// The path of one run of a plan, and the keeper of its layers that are not in use.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ namespace espalier {
 
 class StepPath {
  public:
-  // Takes the rows that the plan opens from the arena. Errors: those of Store::reserve, before any row runs.
+  // Takes the path's rows from the arena. Throws the errors of Store::reserve, before any row runs.
   StepPath(const Decoder& decoder, const StepPlan& plan, bool with_gradients, Arena& arena,
            const std::string& spill_dir);
 

@@ -1,7 +1,7 @@
-// Memory common to the models of a process, and of each of them: the one place that knows the bytes beside a step.
+// The memory of a process's models, shared and separate: the only place that knows the bytes beside a step.
 //
-// Learners, a reference and a sampler take turns, so one arena serves all of them. Each enters what it holds here as
-// long as it exists; a plan is told what all the others hold.
+// Learners, a reference and a sampler take turns, so they share one arena. Each registers its held bytes here while it
+// exists; a plan counts the bytes of all the others.
 #pragma once
 
 #include <cstdint>
@@ -31,20 +31,20 @@ class Workspace {
  public:
   explicit Workspace(std::int64_t arena_limit) : arena(arena_limit, bound_device(), kArenaDepth) {}
 
-  std::int64_t held_bytes() const;                         // by everybody
-  std::int64_t held_beside(const Holder& holder) const;    // by everybody else
-  std::int64_t held_beside(std::int64_t own_bytes) const;  // beside weights of so many bytes that a holder entered
+  std::int64_t held_bytes() const;                         // of all holders
+  std::int64_t held_beside(const Holder& holder) const;    // of all other holders
+  std::int64_t held_beside(std::int64_t own_bytes) const;  // beside weights of this size, registered by a holder
 
   Arena arena;
 
-  static constexpr int kArenaDepth = 64;  // what is offloaded keeps its addresses
+  static constexpr int kArenaDepth = 64;  // offloaded ranges keep their addresses
 
  private:
   friend class Holder;
   std::vector<const Holder*> holders_;
 };
 
-// A number of bytes: weights that are only read, a sampler's keys and values.
+// A plain number of bytes: read-only weights, a sampler's keys and values.
 class HeldBytes final : public Holder {
  public:
   HeldBytes(Workspace& workspace, std::int64_t bytes) : Holder(workspace), bytes_(bytes) {}
