@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <queue>
+#include <set>
 #include <utility>
 
 #include "espalier/plan/tree_cut.h"
@@ -47,15 +48,15 @@ struct Dealt {
   std::int64_t rows = 0;                   // that all ranks run
 };
 
-// Trees of more than `heavy` seconds are cut into parts of at most `limit`. Parts on one rank share what they have in
+// The trees of `is_cut` are cut into parts of at most `limit` seconds. Parts on one rank share what they have in
 // common.
-Dealt deal_pieces(const std::vector<TreeCut>& trees, double heavy, double limit, std::int64_t ranks) {
+Dealt deal_pieces(const std::vector<TreeCut>& trees, const std::vector<bool>& is_cut, double limit,
+                  std::int64_t ranks) {
   std::vector<Piece> pieces;
   std::vector<double> seconds;
   for (std::size_t tree = 0; tree < trees.size(); ++tree) {
     const TreeCut::Part whole = {0, trees[tree].leaves()};
-    const bool is_cut = trees[tree].seconds(whole) > heavy;
-    for (const TreeCut::Part part : is_cut ? trees[tree].parts(limit) : std::vector<TreeCut::Part>{whole})
+    for (const TreeCut::Part part : is_cut[tree] ? trees[tree].parts(limit) : std::vector<TreeCut::Part>{whole})
       pieces.push_back({tree, part}), seconds.push_back(trees[tree].seconds(part));
   }
   Dealt dealt;
@@ -78,6 +79,30 @@ Dealt deal_pieces(const std::vector<TreeCut>& trees, double heavy, double limit,
   return dealt;
 }
 
+// Which trees are tried for cutting: those of more than `heavy` seconds, and with them some of the lightest, whose cuts
+// repeat least: those that are left over where every rank has equally many, and several other numbers of them.
+std::vector<std::vector<bool>> trees_to_cut(const std::vector<double>& seconds, double heavy, std::int64_t ranks) {
+  std::vector<bool> cut(seconds.size());
+  std::vector<std::size_t> light;
+  for (std::size_t tree = 0; tree < seconds.size(); ++tree)
+    if (seconds[tree] > heavy)
+      cut[tree] = true;
+    else
+      light.push_back(tree);
+  std::ranges::stable_sort(light, {}, [&](std::size_t tree) { return seconds[tree]; });
+  const auto most = std::min(light.size(), static_cast<std::size_t>(2 * ranks));
+  std::set<std::size_t> numbers = {0, seconds.size() % static_cast<std::size_t>(ranks)};
+  for (std::size_t number = 1; number <= most; number *= 2) numbers.insert(number);
+  std::vector<std::vector<bool>> out;
+  std::size_t done = 0;
+  for (const std::size_t number : numbers) {
+    if (number > most) break;
+    while (done < number) cut[light[done++]] = true;
+    out.push_back(cut);
+  }
+  return out;
+}
+
 // The limit of a part's seconds decides how trees are cut. Many are tried: below a fair share, whose small parts even
 // ranks out and join again where they meet, and above it; of those that make the slowest rank about as fast as any
 // does, the one that repeats least.
@@ -87,20 +112,23 @@ Dealt deal_cut(const std::vector<TreeCut>& trees, std::int64_t ranks) {
   constexpr double kAsGood = 1.02;               // above the least seconds
   constexpr double kHeavy = 1.05;                // of a fair share
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  Dealt whole = deal_pieces(trees, kInfinity, kInfinity, ranks);
-  double sum = 0, longest_leaf = 0;
+  Dealt whole = deal_pieces(trees, std::vector<bool>(trees.size()), kInfinity, ranks);
+  std::vector<double> seconds;
+  double longest_leaf = 0;
   for (const TreeCut& tree : trees) {
-    sum += tree.seconds(TreeCut::Part{0, tree.leaves()});
+    seconds.push_back(tree.seconds(TreeCut::Part{0, tree.leaves()}));
     longest_leaf = std::max(longest_leaf, tree.longest_leaf());
   }
-  const double fair = std::max(sum / static_cast<double>(ranks), longest_leaf);  // no dealing is faster
+  const double share = std::accumulate(seconds.begin(), seconds.end(), 0.0) / static_cast<double>(ranks);
+  const double fair = std::max(share, longest_leaf);  // no dealing is faster
   if (fair > kWorthCutting * whole.longest) return whole;
   std::vector<Dealt> tried;
   double least = kWorthCutting * whole.longest;
-  for (double limit = kFirst * fair; limit <= kAsGood * least; limit *= kStep) {
-    tried.push_back(deal_pieces(trees, kHeavy * sum / static_cast<double>(ranks), limit, ranks));
-    least = std::min(least, tried.back().longest);
-  }
+  for (const std::vector<bool>& is_cut : trees_to_cut(seconds, kHeavy * share, ranks))
+    for (double limit = kFirst * fair; limit <= kAsGood * least; limit *= kStep) {
+      tried.push_back(deal_pieces(trees, is_cut, limit, ranks));
+      least = std::min(least, tried.back().longest);
+    }
   std::erase_if(tried, [&](const Dealt& dealt) { return dealt.longest > kAsGood * least; });
   if (tried.empty()) return whole;
   return *std::ranges::min_element(tried, {}, [](const Dealt& dealt) { return std::pair(dealt.rows, dealt.longest); });

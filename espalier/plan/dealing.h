@@ -28,9 +28,10 @@ struct DealtTrees {
 };
 
 // A tree that takes more than 1 / ranks of the total time is cut between its rollouts if that shortens the slowest rank
-// by a tenth or more. Parts on one rank become one tree again. Every rank runs the rows above its part, so the cut is
-// chosen to repeat few rows (plan/tree_cut.h): among the tried cuts whose slowest rank is within 2 % of the best, the
-// one with the fewest rows.
+// by a tenth or more. So are some of the lightest trees if whole ones leave ranks uneven (three equal trees on two).
+// Parts on one rank become one tree again. Every rank runs the rows above its part, so the cut is chosen to repeat few
+// rows (plan/tree_cut.h): among the tried cuts whose slowest rank is within 2 % of the best, the one with the fewest
+// rows.
 DealtTrees deal_trees(std::vector<PrefixTree> trees, std::int64_t ranks, std::span<const Rollout> rollouts,
                       const LocalShape& shape, const PlanOptions& options, const MachineProfile& profile);
 

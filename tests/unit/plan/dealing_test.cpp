@@ -83,14 +83,15 @@ TEST(Dealing, ATreeIsCutIntoAsManyPartsAsThereAreRanks) {
     }
 }
 
+// Where ranks have equally many of them.
 TEST(Dealing, EqualTreesStayWhole) {
   std::vector<Rollout> batch;
-  for (int prompt = 1; prompt <= 5; ++prompt)
+  for (int prompt = 1; prompt <= 6; ++prompt)
     for (const Rollout& rollout : group(prompt, 4)) batch.push_back(rollout);
-  for (const std::int64_t ranks : {2, 4, 5}) {
+  for (const std::int64_t ranks : {2, 3, 6}) {
     std::size_t trees = 0;
     for (const auto& of_rank : dealt(batch, ranks)) trees += of_rank.size();
-    EXPECT_EQ(trees, 5u) << ranks;
+    EXPECT_EQ(trees, 6u) << ranks;
   }
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "espalier/base/error.h"
 #include "espalier/plan/dealing.h"
 #include "tests/support/make_rollouts.h"
 #include "tests/unit/plan/shapes.h"
@@ -191,6 +192,29 @@ TEST(TreeCut, ATreeIsCutWhereItRepeatsLeast) {
     for (const std::int32_t rollout : of_rank.front().leaf_order)
       EXPECT_EQ(batch[static_cast<std::size_t>(rollout)].prompt_ids.back(),
                 batch[static_cast<std::size_t>(of_rank.front().leaf_order.front())].prompt_ids.back());
+}
+
+// Equal trees that ranks cannot share out: some are cut, and most stay whole.
+TEST(TreeCut, TreesLeftOverAreCut) {
+  for (const auto& [groups, ranks] : {std::pair{3, 2}, {12, 8}, {5, 4}, {7, 2}, {9, 64}}) {
+    std::vector<Rollout> batch;
+    for (std::int32_t group = 0; group < groups; ++group)
+      for (Rollout& rollout : testing::group_of(100, 200, 8, 100000 * (group + 1))) batch.push_back(std::move(rollout));
+    const auto trees = build_prefix_trees(batch, ShareMode::whole_trees);
+    ASSERT_EQ(std::ssize(trees), groups);
+    const DealtTrees dealt = deal_trees(trees, ranks, batch, testing::tiny_shape(), {}, testing::test_profile());
+    std::int64_t most = 0, all = 0, parts = 0;
+    for (const auto& of_rank : dealt.by_rank) {
+      std::int64_t rows = 0;
+      for (const PrefixTree& tree : of_rank) rows += tree.physical_tokens(), ++parts;
+      most = std::max(most, rows), all += rows;
+    }
+    SCOPED_TRACE(text_of(groups, " trees on ", ranks, " ranks"));
+    // A tree has 1,700 rows. A part ends at a rollout, 200 rows, and repeats the prompt, 100.
+    EXPECT_LE(most, std::max<std::int64_t>(all / ranks + 300, 300));
+    EXPECT_LE(dealt.repeated_rows, 100 * (parts - groups));
+    EXPECT_LE(parts, groups + ranks) << "one part more for each rank evens them out";
+  }
 }
 
 // Groups below one system prompt are one tree; ranks have whole groups all the same.
