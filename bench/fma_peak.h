@@ -1,4 +1,4 @@
-// What the multiply-add units of all threads can do: fused products in registers, nothing read or written.
+// The peak rate of all threads' multiply-add units: fused products in registers, nothing read or written.
 #pragma once
 
 #include <immintrin.h>

@@ -36,15 +36,15 @@ enum class ValueHead {
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
 
-// The dtype that most numbers of a model's weight files have, float32 for float16; nothing where there are no weights.
-// config.json may say otherwise. Reads headers alone. Errors: as load_parameters for files that are damaged or missing.
+// The dtype of most numbers in a model's weight files, float32 for float16; empty without weights. config.json may
+// differ. Reads only headers. Errors: as load_parameters for damaged or missing files.
 std::optional<DType> stored_dtype(const std::filesystem::path& directory);
 
 // load_parameters from one safetensors file of any name, such as a checkpoint of a trace.
 void load_named_tensors(const std::filesystem::path& file, const ParameterTable& table, DType dtype, void* flat,
                         const ElementProgress& progress = {});
 
-// The tensors of a model directory as they are stored: what a run that holds them writes again, bit for bit.
+// The stored tensors of a model directory, so that a run can write held ones again bit for bit.
 class StoredTensors {
  public:
   // Errors: as load_parameters, for damaged files.
@@ -57,8 +57,8 @@ class StoredTensors {
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;
 
-  // Of a model with a vision tower: the tensors that are no part of its text model, and the name in the files of a
-  // tensor of the text model, whose names everywhere else are those of a text model on its own.
+  // For a model with a vision tower: the tensors outside its text model, and the file name of a text model's tensor.
+  // Everywhere else tensors have the names of a plain text model.
   const std::vector<const SafetensorsEntry*>& beside_text() const;
   std::string file_name(const std::string& name) const;
 
@@ -75,13 +75,13 @@ struct WriteOptions {
   ElementProgress progress;
 };
 
-// Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as `to`
-// in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
+// Fills the directory `target` (usually AtomicDirectory::path(), created when absent) with a model: the weights as
+// `to` in model.safetensors, or in shards with their index, and the content of the other files at the top of `source`:
 // no weight files in any format, no hidden files, no folders. config.json states `to` as its dtype and is otherwise
-// copied byte for byte; that of a language model becomes a token (sequence) classifier's with one label where the
-// table has a value head. Of ...ForConditionalGeneration the weights are those of the text model under the names of the
-// source, and all other tensors of the source as they are. Errors: InputError for an unreadable source, OptionError for
-// a failing output.
+// copied byte for byte; a language model's becomes that of a token (sequence) classifier with one label if the table
+// has a value head. For ...ForConditionalGeneration the text model's weights get the names of the source, and all
+// other tensors of the source are copied. Errors: InputError for an unreadable source, OptionError for a failing
+// output.
 void write_model_directory(const std::filesystem::path& target, const std::filesystem::path& source,
                            const ParameterTable& table, DType from, const ParameterValues& values, DType to,
                            const WriteOptions& options = {});

@@ -9,7 +9,7 @@
 // (gate_up_proj: N = 2 F, K = M). A number is +-0, 0.5, 1, 1.5, 2, 3, 4 or 6 (OCP Microscaling Formats, version 1.0),
 // times 2^exponent: bfloat16 holds it exactly.
 //
-// Here each expert has matrices of its own, [outputs, inputs], named as the parameter table names them
+// In memory each expert has its own matrices, [outputs, inputs], with the names of the parameter table
 // (shape/parameter_shapes.h): experts.3.gate_proj.weight.
 #pragma once
 
@@ -25,18 +25,18 @@
 
 namespace espalier {
 
-// Replaces packed tensors by their parts, which `parts` keeps; their values are made when they are read. Tensors of
-// another form do not change.
+// Replaces packed tensors by their parts, which `parts` keeps; values are unpacked when read. Other tensors do not
+// change.
 void split_packed_experts(std::map<std::string, const SafetensorsEntry*>& tensors, std::list<SafetensorsEntry>& parts);
 
-// How a tensor of files is made of the parameters of all experts.
+// How a file's tensor is composed of the parameters of all experts.
 enum class Packed : std::uint8_t { none, gate_up, down, gate_up_bias, down_bias };
 Packed packed_as(std::string_view name);
 
 // The shape of the tensor from the number of its parts and the shape of one of them: [outputs, inputs] or [outputs].
 std::vector<std::int64_t> packed_shape(Packed kind, std::int64_t parts, const std::vector<std::int64_t>& part);
 
-// Overwrites `out` with one expert's slice: of gate and up, or of down (`up` null). Elements of so many bytes.
+// Overwrites `out` with one expert's slice: of gate and up, or of down (`up` null). `bytes`: of an element.
 void pack(Packed kind, const std::vector<std::int64_t>& part, std::int64_t element_bytes, const std::byte* first,
           const std::byte* up, std::byte* out);
 

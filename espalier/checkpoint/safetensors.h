@@ -1,8 +1,8 @@
 // The safetensors format: 8 bytes header length (little endian), a JSON header, then the data of all tensors without
 // holes. Source: the format's description in its public repository, huggingface/safetensors.
 //
-// The reader maps the file and believes nothing: every number of the header is checked against the file before a
-// pointer is handed out. The writer's bytes depend on its arguments alone.
+// The reader maps the file and trusts nothing: every number of the header is checked against the file before a pointer
+// is returned. The writer's bytes depend on its arguments only.
 #pragma once
 
 #include <cstddef>
@@ -43,11 +43,11 @@ struct SafetensorsEntry {
   std::function<void(std::byte* out)> unpack = {};
 };
 
-// The entry's values one behind the other: in the file, or in `room`, which is overwritten.
+// The entry's values, contiguous: in the file, or in `room`, which is overwritten.
 const std::byte* values_of(const SafetensorsEntry& entry, std::vector<std::byte>& room);
 
-// Gives back the pages of the mapped file that hold nothing but this entry's data. Reading it again reads the file
-// again.
+// Releases the pages of the mapped file that hold only this entry's data. Later reads load them again from the
+// file.
 void forget_pages(const SafetensorsEntry& entry);
 
 class SafetensorsFile {

@@ -1,10 +1,10 @@
-// The one place activations live: a stack of bytes in a single reserved range of addresses.
+// The memory of all activations: a stack of bytes in a single reserved range of addresses.
 //
 // A step's buffers are taken and released in last-in, first-out order (a trunk's state outlives the waves below it, a
 // wave's layers are freed backwards), so a stack holds them without fragmentation, without an allocation in steady
 // state, and with a high-water mark that is the step's true peak. Pages are touched on first use and reused afterwards.
-// A range that is not read for a while may sleep: its addresses stay valid, its pages go back to the machine and serve
-// the buffers above it.
+// A range that is not needed for a while may sleep: its addresses stay valid, and its pages are returned for the
+// buffers above it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +39,7 @@ class Arena {
   std::int64_t in_use() const { return top_; }                 // the stack's depth, sleeping ranges included
   std::int64_t held() const { return top_ - asleep_; }         // without them
   std::int64_t high_water() const { return high_water_; }      // the most held since the reset
-  std::int64_t touched() const { return touched_ - asleep_; }  // what the arena holds of the machine's memory
+  std::int64_t touched() const { return touched_ - asleep_; }  // memory that the arena takes from the system
   void reset_high_water() { high_water_ = held(); }
   void release_to(std::int64_t mark);
 

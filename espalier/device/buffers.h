@@ -1,7 +1,7 @@
-// Buffers of a block of the engine while it runs, as data: the arena allocates them, the planner adds them up.
+// The buffers of a running block, as data: the arena allocates them, the planner adds them up.
 //
-// A block runs in stages. A buffer is held from the first stage that needs it to the last; the buffers that begin in a
-// stage are taken in the order of their declaration. The arena is a stack: the last to begin ends first.
+// A block runs in block stages. A buffer is held from the first to the last stage that needs it; buffers that begin in
+// a stage are taken in the order of their declaration. The arena is a stack: the last buffer to begin ends first.
 //
 // A planner makes very many of these lists: adding to one is a few additions.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace espalier {
 
-// Bytes that the arena's stack advances by: whole cache lines, which are also the widest vectors.
+// The bytes by which the arena's stack advances: whole cache lines, which are as wide as the widest vectors.
 constexpr std::int64_t arena_bytes(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 enum class Element : std::uint8_t {
@@ -49,7 +49,7 @@ struct Buffer {
 class BufferList {
  public:
   static constexpr int kMostBuffers = 24, kMostStages = 8;
-  // Where a buffer stands in the list; -1: it was not declared.
+  // The index of a buffer in the list; -1: not declared.
   struct Place {
     int index = -1;
   };
@@ -71,16 +71,16 @@ class BufferList {
     buffers_[static_cast<std::size_t>(count_)] = buffer;
     return {count_++};
   }
-  // Held in one stage only.
+  // Adds a buffer held in one stage only.
   template <class Stage>
   Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element, Stage stage) {
     return add(name, rows, width, element, stage, stage);
   }
-  // For a block of one stage.
+  // Adds a buffer to a block with one stage.
   Place add(std::string_view name, std::int64_t rows, std::int64_t width, Element element = Element::activation) {
     return add(name, rows, width, element, 0, 0);
   }
-  // Blocks that run inside a stage take at most so many bytes.
+  // Declares the most bytes of blocks that run inside a stage.
   template <class Stage>
   void nest(Stage stage, std::int64_t bytes) {
     std::int64_t& most = nested_[static_cast<int>(stage)];
@@ -91,13 +91,13 @@ class BufferList {
   const Buffer& operator[](Place place) const { return buffers_[static_cast<std::size_t>(place.index)]; }
 
   std::int64_t held(int stage) const { return held_[stage]; }  // bytes of the block's own buffers
-  // The most of any stage, what runs inside included.
+  // The peak over stages, blocks inside included.
   std::int64_t peak() const {
     std::int64_t most = 0;
     for (int stage = 0; stage < kMostStages; ++stage) most = std::max(most, held_[stage] + nested_[stage]);
     return most;
   }
-  // Whether each buffer ends before those below it in the stack.
+  // Checks that each buffer ends before the buffers below it in the stack.
   void expect_stack() const;
 
  private:

@@ -1,8 +1,8 @@
 // A place where tensors live and operations run: the host's processors, or a GPU.
 //
-// `operations()` holds everything that runs on tensors. Operations run in the order of their calls, but maybe later:
-// what one wrote is read by the next, and by the host only through to_host. An operation's tensors may be released in
-// the arena they are from, or dropped, as soon as the call returns.
+// `operations()` holds everything that runs on tensors. Operations run in the order of their calls, but possibly later:
+// the next operation can read the results, the host only through to_host. An operation's tensors may be released in
+// their arena, or dropped, as soon as the call returns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ class Device {
 
   const Operations& operations() const { return operations_; }
   virtual std::string_view name() const = 0;
-  // Whether its memory is the host's: what waits for long then waits in a file, otherwise in the host's memory.
+  // Whether its memory is the host's. If so, data is offloaded to a file, otherwise to host memory.
   virtual bool in_host_memory() const { return false; }
   // Ranks, of `local_ranks` on this machine, that share its memory: each has a GPU of its own.
   int sharing_memory(int local_ranks) const { return in_host_memory() ? local_ranks : 1; }
@@ -37,8 +37,8 @@ class Device {
   virtual std::int64_t free_bytes() = 0;
   // Seconds of a steady clock, once everything called so far has run.
   virtual double seconds() = 0;
-  // A place in the order of the work, and the seconds between two of them: what is called between them has taken so
-  // long. Only the second waits. Use each moment in one call only.
+  // A place in the order of the work, and the seconds of the work between two of them. Only the second waits. Use each
+  // moment in one call only.
   struct Moment {
     double seconds = 0;
     std::int64_t event = -1;
@@ -81,11 +81,11 @@ class Device {
   // The values as a tensor [n] of the device.
   at::Tensor upload(std::vector<double> values);
 
-  // A rank group for tensors of this device and of the host, made of a rank group for tensors of the host. Every rank
-  // calls this at the same place. `timeout`: seconds until a rank that others wait for is considered dead. Errors:
+  // A rank group for tensors of this device and of the host, built on a rank group for host tensors. Every rank calls
+  // this at the same place. `timeout`: seconds until a rank that others wait for is considered dead. Errors:
   // CommunicationError; DeviceError if ranks of this device cannot reach each other.
   virtual std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout);
-  // For a rank that is a thread of a process: this device, or another one like it where ranks cannot share it.
+  // For a rank that is a thread: this device, or a similar one if ranks cannot share it.
   virtual Device& of_thread() { return *this; }
 
  private:

@@ -181,7 +181,7 @@ inline Work work_of(const PlanItem& item) {
           item.set.forks};
 }
 
-// Peak bytes of a program by phase, without constant and path bytes, which belong to the step.
+// Peak bytes of a rank program by phase, without constant and path bytes, which belong to the step.
 class PeakWalk {
  public:
   explicit PeakWalk(const ActivationBytes& bytes) : bytes_(bytes) {}

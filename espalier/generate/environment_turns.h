@@ -1,4 +1,4 @@
-// The trajectories of one sampling: prompts begun by an environment, turns answered by it, rewards added up.
+// The trajectories of one sampling: an environment begins prompts, answers turns and gives rewards, which are summed.
 #pragma once
 
 #include <future>
@@ -15,22 +15,22 @@ namespace espalier {
 
 class EnvironmentTurns final : public Turns {
  public:
-  // n trajectories of each prompt begin. Every one is a prompt of its own in prompts(), to be sampled with n = 1: what
-  // reset returned stands at its end, in the last message of the user where the prompt is a list of messages. `stops`
-  // may be null. A rank of dp plays the trajectories of the prompts that are dealt to it, `longest` tokens each, and
-  // tells the others what reset returned; of ranks of tp the first asks its environment, for all. Errors: those of
-  // Environment and TurnTexts.
+  // Begins n trajectories of each prompt. Each is a separate prompt in prompts(), to be sampled with n = 1, and ends
+  // with the observation of reset (in the user's last message if the prompt is a list of messages). `stops` may be
+  // null. A rank of dp plays the trajectories of its prompts, `longest` tokens each, and sends reset's observations
+  // to the others; among ranks of tp only the first asks the environment. Errors: those of Environment and
+  // TurnTexts.
   EnvironmentTurns(Environment& environment, TurnTexts& texts, const StopStrings* stops,
                    std::span<const Prompt> prompts, std::int64_t n, std::int64_t longest, const Mesh& mesh);
 
   const std::vector<Prompt>& prompts() const { return prompts_; }
 
-  // The environment is asked in a thread of its own. Errors: those of Environment and TurnTexts.
+  // The environment is called on a separate thread. Errors: those of Environment and TurnTexts.
   void ask(std::vector<EndedTurn> turns) override;
   std::vector<NextTurn> answers() override;
 
-  // Adds to the result of prompts()[i]: `reward`, the sum of its turns' rewards, where it came to its end; and what it
-  // carries: `turns`, `turn_rewards`, `response`. Every rank calls it.
+  // Adds to the result of prompts()[i]: `reward`, the sum of its turns' rewards, if it ended; and the carried fields
+  // `turns`, `turn_rewards`, `response`. Every rank calls it.
   void add_to(std::vector<Rollout>& rollouts);
 
  private:

@@ -10,8 +10,8 @@
 
 namespace espalier {
 
-// The settings that --n, --temperature, --top-k, --top-p, --max-response-length, --max-num-seqs, --token-budget and
-// --seed state. Stop ids and the limit of keys and values are left open.
+// The settings of --n, --temperature, --top-k, --top-p, --max-response-length, --max-num-seqs, --token-budget and
+// --seed. Stop ids and the limit of keys and values are not set.
 SamplingSettings sampling_settings(const Options& options);
 
 // --stop-ids, or eos_token_id (a number or a list) of generation_config.json, or else of config.json, in the model's
@@ -22,9 +22,9 @@ std::vector<std::int32_t> stop_ids(const Options& options, std::int64_t vocabula
 // Errors: OptionError for --turns without --env and --env beside --reward.
 void check_environment(const Options& options);
 
-// Splits the memory that --memory-budget states, or else what is free, into activations and keys and values: fills
-// `settings.token_budget` and `settings.kv_limit_bytes`, where they are open.
-// For one rank; all ranks of the mesh use the settings of the rank with least memory.
+// Splits --memory-budget, or else the free memory, into activations and keys and values: sets `settings.token_budget`
+// and `settings.kv_limit_bytes` if they are not set. For one rank; all ranks of the mesh use the settings of the rank
+// with the least memory.
 void plan_memory(const LocalShape& shape, const Options& options, SamplingSettings& settings,
                  const Mesh& mesh = mesh_of_one());
 

@@ -1,9 +1,9 @@
-// Rows that append to sequences held elsewhere: tokens of prompts being read, or the newest token of each response.
+// The source for rows that append to sequences held elsewhere: tokens of prompts, or the newest token of each response.
 //
-// Every row belongs to one group, groups in order. The rows of a group see the group's path [P] and, of the rows kept
-// in `own`, those that the attention contract lets them see: own row j iff j <= r < subtree_end[j] for a row kept at r;
-// in a layer with a window W, of both those less than W above it. Keys and values of the group's rows are written to
-// `own` before anything reads them; rows of `own` that nobody wrote must hold finite numbers.
+// Every row belongs to one group, groups in order. The rows of a group see the group's path [P] and rows kept in `own`:
+// a row kept at r sees own row j iff j <= r < subtree_end[j]. A layer with a window W keeps only rows less than W above
+// it. Keys and values of the group's rows are written to `own` before anything reads them; unwritten rows of `own` must
+// hold finite numbers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ struct RowGroup {
   const KvPath* path = nullptr;  // may be `own` where path_rows is 0
   std::int64_t path_rows = 0;    // P
 
-  // In layers whose rows carry a state: rows [begin, end) of the group, and the states of all such layers that they
-  // begin with (undefined: 0) and leave, which may be the same ones.
+  // For recurrent layers: rows [begin, end) of the group, and the states of all such layers before them (undefined: 0)
+  // and after them; both may be the same tensors.
   struct Run {
     std::int64_t begin, end;
     at::Tensor start_LN, end_LN;
@@ -39,8 +39,8 @@ class GroupSource final : public KvSource {
  public:
   // The next rows of the set. Its pointers must outlive the object.
   void add(RowGroup group) { groups_.push_back({std::move(group), {}, {}, {}, {}}); }
-  // Hands the groups over with the block, whose own hand_over comes after; no group may be added then. output_row: the
-  // rows of the set with an output, ascending.
+  // Adds the groups to the block, whose hand_over comes later; no group may be added afterwards. output_row: the rows
+  // of the set with an output, ascending.
   void add_to(ControlBlock& block, std::span<const std::int32_t> output_row);
 
   void attend(const LayerAttention& attention, const at::Tensor& attended_RW, const at::Tensor& lse_HR) override;

@@ -1,6 +1,6 @@
-// The keys and values of one prompt, held once, and of the responses that continue it, close together behind it.
+// The keys and values of one prompt, held once, and of its responses, packed behind it.
 //
-// P prompt rows, M width. Memory is the group's own, so that groups come and go in any order; pages are touched as rows
+// P prompt rows, M width. Each group has its own memory, so that groups can end in any order; pages are touched as rows
 // are written.
 #pragma once
 

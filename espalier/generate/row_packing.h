@@ -1,7 +1,7 @@
-// Where the rows of growing sequences lie in one buffer: each a run of rows with some room behind it.
+// Packs the rows of growing sequences into one buffer: each sequence is a run of rows with spare rows behind it.
 //
-// Rows without use cost attention as much as rows with, so runs stand close together. Room is made for several rows at
-// once, and only then are runs moved: a sequence mostly grows by a row a step, so a step moves little on average.
+// Attention reads spare rows too, so runs are packed closely. Runs are moved only to make room for several rows at
+// once: a sequence mostly grows by one row a step, so a step moves little on average.
 #pragma once
 
 #include <cstdint>

@@ -6,8 +6,8 @@
 // prompt. Distinct prompts are dealt to the ranks of dp; those of tp decode the same ones, each with its heads.
 //
 // With `turns` a response is a trajectory: where the model stops, an observation's tokens follow and sampling goes on.
-// Keys and values stay, so an observation costs its own rows, several of them in one step. While some trajectories wait
-// for their observations, the others are decoded.
+// Keys and values stay, so an observation costs only its own rows, several of them in one step. While some trajectories
+// wait for observations, the others are decoded.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@
 
 namespace espalier {
 
-// More rows at once make no product faster.
+// More rows at once do not make products faster.
 inline constexpr std::int64_t kMostDecoded = 1024, kMostPromptRows = 1024;
 // Tokens that the other trajectories get while some wait for their observations.
 inline constexpr std::int64_t kStepsAhead = 4;
@@ -76,7 +76,7 @@ struct Generated {
 std::int64_t positions_needed(const ModelShape& shape, std::span<const Prompt> prompts,
                               const SamplingSettings& settings);
 
-// Bytes of activations that so many rows at once take.
+// Bytes of activations for `rows` rows at once.
 std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t rows);
 
 // Responses in prompt order, n for each prompt: prompt_ids, response_ids (the stop token included), loss_mask all 1,
@@ -85,10 +85,10 @@ std::int64_t sampling_bytes(const LocalShape& shape, DType dtype, std::int64_t r
 //
 // With `turns` observations stand in response_ids, with loss_mask 0 and rollout_logprobs 0. A trajectory ends where the
 // environment says so ("finish_reason": "done"), after most_turns turns ("turns"), or where an observation and one more
-// token no longer fit ("length"); in the last two cases the last observation is left out. Answers of `turns` are taken
-// up at most kStepsAhead steps after they were asked for, at steps that do not depend on how long they took. A failure
-// of `turns` ends the sampling of its rank; unfinished trajectories are then cut ("abort"). Every rank is told the
-// failure of the first one that has one.
+// token no longer fit ("length"); in the last two cases the last observation is left out. Answers of `turns` are used
+// at most kStepsAhead steps after the request, at steps that do not depend on their duration. A failure of `turns` ends
+// the sampling of its rank; unfinished trajectories are then cut ("abort"). Every rank is told the failure of the first
+// one that has one.
 //
 // rollout_logprobs are log-softmax(logits / temperature) over the whole vocabulary, before top-k and top-p: what
 // training computes again. At temperature 0 they are those of temperature 1, which is then also the record's.

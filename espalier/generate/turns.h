@@ -22,9 +22,9 @@ class Turns {
  public:
   virtual ~Turns() = default;
 
-  // Begins to ask what follows some turns, and returns at once.
+  // Starts to ask for the answers to some turns, and returns at once.
   virtual void ask(std::vector<EndedTurn> turns) = 0;
-  // The answers to what was asked last, in order; waits for them. Errors: InputError.
+  // Waits for the answers to the last request, in order. Errors: InputError.
   virtual std::vector<NextTurn> answers() = 0;
 };
 

@@ -1,4 +1,4 @@
-// One accumulator per parameter: the sum of everything the phases add, in float32 (float64 in float64 runs).
+// One accumulator per parameter: the sum of all contributions of the phases, in float32 (float64 in float64 runs).
 //
 // Only functions named add_... write here, and only through `views()`.
 #pragma once
@@ -17,29 +17,29 @@ namespace espalier {
 
 class GradientSet {
  public:
-  // Gradients of the table's parameters that train. Table and mesh must outlive the object, which does not move.
+  // Gradients of the table's trained parameters. Table and mesh must outlive the object, which does not move.
   GradientSet(const ParameterTable& table, const LocalShape& shape, at::ScalarType accumulator,
               Device& device = bound_device(), const Mesh& mesh = mesh_of_one());
   GradientSet(const GradientSet&) = delete;
   GradientSet& operator=(const GradientSet&) = delete;
 
   void zero();
-  // Where several ranks hold a parameter and each has computed a share of its gradient (Shard::partial_gradient), makes
-  // it the sum. Once a step, after the last backward; every rank of tp calls it.
+  // Sums over tp the gradients of parameters of which several ranks computed a part (Shard::partial_gradient). Once a
+  // step, after the last backward; every rank of tp calls it.
   void add_shares(Group& tp);
-  // Announces this rank's last backward of the step: a layer that it has left is summed over replicas from then
-  // on, and nobody else may touch it before `finish_sums`.
+  // Announces this rank's last backward of the step: a layer is summed over replicas as soon as it is done, and must
+  // not be used before `finish_sums`.
   void begin_last_backward();
-  // Every accumulator <- its sum over the ranks that hold the same weights. Every one of them calls it.
+  // Every accumulator <- its sum over the ranks that hold the same weights. All of these ranks call it.
   void finish_sums();
-  std::int64_t given_ahead() const { return sums_ ? sums_->given() : 0; }  // bytes, to sums begun before `finish_sums`
+  std::int64_t given_ahead() const { return sums_ ? sums_->given() : 0; }  // bytes in sums begun before `finish_sums`
   ModelViews& views() { return views_; }
-  // What sums them over ranks around the stops of a pass; null where nobody else has the same weights.
+  // The guest that sums gradients over ranks around the stops of a pass; null if no other rank has the same weights.
   Guest* guest();
   Device& device() const { return device_; }
   const ParameterTable& table() const { return table_; }
   const at::Tensor& flat() const { return flat_; }                                        // in the table's layout
-  std::int64_t room_bytes() const { return static_cast<std::int64_t>(rooms_.nbytes()); }  // of divided units
+  std::int64_t room_bytes() const { return static_cast<std::int64_t>(rooms_.nbytes()); }  // of sharded units
   // The kept part of a parameter in flat().
   at::Tensor kept(const Parameter& parameter) const;
 
@@ -47,8 +47,8 @@ class GradientSet {
   const ParameterTable& table_;
   Device& device_;
   at::Tensor flat_, rooms_;
-  std::optional<ScatteredGradients> scattered_;  // where weights are divided
-  std::optional<ReplicaSums> sums_;              // where others hold the same
+  std::optional<ScatteredGradients> scattered_;  // if weights are sharded
+  std::optional<ReplicaSums> sums_;              // if other ranks hold the same weights
   ModelViews views_;
 };
 

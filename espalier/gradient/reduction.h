@@ -6,8 +6,8 @@
 
 namespace espalier {
 
-// Every accumulator <- its sum over the ranks that hold the same weights, those that hold copies of it within tp, and,
-// of a tied embedding, the stages of pp that do; the same bits on all of them. After the last backward of the step.
+// Every accumulator <- its sum over the ranks that hold the same weights, over copies within tp, and for a tied
+// embedding over its stages of pp. Bitwise identical on all of them. Called after the last backward of a step.
 void sum_over_ranks(GradientSet& gradients, const Mesh& mesh);
 
 }  // namespace espalier

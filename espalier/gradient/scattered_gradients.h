@@ -1,5 +1,5 @@
-// Gradients of weights that ranks divide (--shard full, shape/units.h): each item adds to those of a unit in a room,
-// and what it has added is summed over the ranks into the part that each keeps, while the next unit computes.
+// Gradients of sharded weights (--shard full, shape/units.h): each item adds to a unit's gradients in a room. They are
+// reduced over the ranks into the part of each rank while the next unit computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,16 +15,16 @@ namespace espalier {
 
 class ScatteredGradients final : public Guest {
  public:
-  // `kept` and `rooms` as view_model takes them; behind the rooms is place for the sums of a layer. Table and mesh must
-  // outlive the object.
+  // `kept` and `rooms` as for view_model; the sums of a layer follow the rooms. Table and mesh must outlive the
+  // object.
   ScatteredGradients(const ParameterTable& table, at::Tensor kept, at::Tensor rooms, const Mesh& mesh, Device& device);
 
   // The views of the stop's gradients hold 0 from now on.
   void enter(const Stop& stop) override;
-  // Sums over the ranks what was added to the views, and adds it to each rank's part, at the end of the step at the
+  // Reduces the gradients in the views over the ranks and adds them to each rank's part, at the end of the step at the
   // latest.
   void leave(const Stop& stop) override;
-  // Waits until released gradients are summed and kept.
+  // Waits until all released gradients are reduced and added.
   void finish();
 
  private:
@@ -40,7 +40,7 @@ class ScatteredGradients final : public Guest {
   at::Tensor first_row_1_;  // the number 0, on the device
   const Mesh& mesh_;
   Device& device_;
-  std::vector<Leaving> leaving_;  // what was let go last
+  std::vector<Leaving> leaving_;  // units released last
 };
 
 }  // namespace espalier

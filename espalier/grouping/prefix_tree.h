@@ -1,4 +1,4 @@
-// Prefix trees: what two rollouts have in common stands once. Built from token identity alone (token_identity.h).
+// Prefix trees: tokens common to several rollouts occur once. Built from token identity alone (token_identity.h).
 //
 // A node is a run of consecutive tokens, depth range [begin, end) of every rollout below it; a root-to-node path is a
 // rollout's prompt + response. Several rollouts may end at one node (equal rollouts, or one a prefix of another), and a
@@ -34,8 +34,8 @@ struct PrefixTree {
   std::int64_t logical_tokens() const;   // sum of node length x multiplicity
 };
 
-// The tree of some rollouts of another one, those at these places of its leaf_order, ascending: what they share stands
-// once in it, too.
+// The tree of some rollouts of another tree, given by places in its leaf_order, ascending. Shared tokens occur
+// once.
 PrefixTree part_of(const PrefixTree& tree, std::span<const std::int32_t> leaves);
 
 // The forest of some rollouts; trees in order of their first rollout, children in order of their first rollout.

@@ -1,5 +1,5 @@
-// When two tokens of rollouts are the same: equal ids, and where experts were recorded equal experts in every layer.
-// A token with a record differs from one without.
+// Equality of tokens of rollouts: equal ids and, if experts were recorded, equal experts in every layer. A token with a
+// record differs from one without.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// A checkpoint of the closed loop: a Hugging Face directory whose espalier/ holds masters, moments and counters. That
-// is all: what is random is a function of the seed and the counters.
+// A checkpoint of the closed loop: a Hugging Face directory whose espalier/ holds masters, moments and counters. No
+// random state is needed: all random numbers are functions of the seed and the counters.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct LoopState {
   std::string prompts;             // Questions::fingerprint
 };
 
-// Complete or absent. `critic` may be null; it goes to critic/. Every rank calls it, and returns when it is there.
-// Errors: OptionError.
+// Writes a checkpoint, complete or absent. `critic` may be null; it goes to critic/. Every rank calls it, and it
+// returns when the checkpoint exists. Errors: OptionError.
 void save_checkpoint(const std::filesystem::path& directory, const LoopState& state, const ModelState& model,
                      const AdamW& optimizer, Critic* critic, const Options& options);
 

@@ -1,4 +1,4 @@
-// One's own prompts as questions of the closed loop: --prompts, --val-prompts, and --reward or --env.
+// The user's prompts as questions of the closed loop: --prompts, --val-prompts, and --reward or --env.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ class FileQuestions final : public Questions {
   FileQuestions(const Options& options, const std::filesystem::path& source, const ModelShape& shape,
                 Progress& progress);
 
-  // Goes through the file in an order of its own for every pass, a function of --seed and the pass.
+  // Goes through the file in a different order in every pass, a function of --seed and the pass.
   std::vector<Prompt> train(const Draw& draw, std::int64_t count) override;
   std::vector<Prompt> held_out() override { return held_out_; }
   std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) override;

@@ -9,8 +9,8 @@
 //     ref log-probs  by the weights the loop started from, where --kl-loss-coef is not 0
 //     steps          advantages over the batch, --epochs passes over mini-batches of --mini-batch-size
 //
-// Everything is a function of the options: the same command gives the same bits. A run that was killed continues from
-// its newest checkpoint to the bits that it would have reached.
+// Everything is a function of the options: the same command gives bitwise identical results. A killed run continues
+// from its newest checkpoint, and its results are bitwise identical to those of an uninterrupted run.
 #pragma once
 
 #include <filesystem>
@@ -32,11 +32,11 @@ struct GrpoReport {
   bool nothing_left = false;       // ended early: --filter-groups found no group of unequal rewards
 };
 
-// Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees every
-// line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done.
-// On an interrupt what was begun of a batch's steps is finished and saved, then Interrupted is thrown. Errors:
-// OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each.
-// Every rank of the mesh runs it; rank 0 writes, rewards and sees the lines. --out must be a folder that all of them
+// Works in the folder --out, or continues the run in --resume (or in --out, where that is one). `on_line` sees
+// every line of metrics.jsonl as it is written. No new batch is begun once --steps optimizer steps are done. On
+// an interrupt the batch's running steps are finished and saved, then Interrupted is thrown. Errors:
+// OptionError, InputError, UnsupportedError, and those of the parts; the run can be continued after each. Every
+// rank of the mesh runs it; rank 0 writes, rewards and sees the lines. --out must be a folder that all of them
 // see.
 GrpoReport grpo(const Options& options, Progress& progress, const MetricLine& on_line,
                 const Mesh& mesh = mesh_of_one());

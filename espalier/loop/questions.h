@@ -22,7 +22,7 @@ struct Judgement {
   double right = 0;   // what `accuracy` is the mean of
 };
 
-// Where in a run prompts are drawn. All of it follows from the options and the run so far.
+// The place in a run at which prompts are drawn. It follows from the options and the run so far.
 struct Draw {
   std::int64_t batch = 0, sampling = 0;  // from 0; several samplings with --filter-groups
   std::int64_t drawn = 0;                // prompts that were drawn for training before
@@ -32,20 +32,20 @@ class Questions {
  public:
   virtual ~Questions() = default;
 
-  // The next `count` prompts for training. They carry `prompt` (its text), `data_source`, `ground_truth` and what else
-  // their file has; their `group` is the caller's to set.
+  // The next `count` prompts for training. They carry `prompt` (its text), `data_source`, `ground_truth` and the file's
+  // other fields; the caller sets their `group`.
   virtual std::vector<Prompt> train(const Draw& draw, std::int64_t count) = 0;
   // The first --val-size held-out prompts, always the same; none where there are none.
   virtual std::vector<Prompt> held_out() = 0;
 
-  // Adds `response`, its text, to what the rollouts carry, and tells how good each is. Errors: those of RewardFunction.
+  // Adds `response`, its text, to the rollouts' carried fields, and scores them. Errors: those of RewardFunction.
   virtual std::vector<Judgement> judge(std::vector<Rollout>& rollouts, Progress& progress) = 0;
 
   virtual std::int64_t longest_prompt() const = 0;                // tokens
   virtual const std::vector<std::int32_t>& stop_ids() const = 0;  // what ends a response
   virtual StopStrings* stops() { return nullptr; }                // texts that end a response
   virtual TurnTexts& turn_texts() = 0;                            // for an environment
-  // Tells one set of prompts from another, for a run that continues; empty where the options say it all.
+  // Identifies the set of prompts when a run continues; empty if the options identify it.
   virtual std::string fingerprint() const = 0;
 
   // The turns of --env, whose rewards replace judge(); null: judge() gives the rewards.
@@ -56,8 +56,8 @@ class Questions {
   std::unique_ptr<Environment> environment_;
 };
 
-// `source`: the directory that the model's tokenizer is read from. Everything that can be wrong with prompts, tokenizer
-// and reward function is found here. Errors: OptionError, InputError, UnsupportedError.
+// `source`: the directory of the model's tokenizer. All errors of prompts, tokenizer and reward function are found
+// here. Errors: OptionError, InputError, UnsupportedError.
 std::unique_ptr<Questions> make_questions(const Options& options, const std::filesystem::path& source,
                                           const ModelShape& shape, Progress& progress);
 

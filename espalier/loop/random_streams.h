@@ -1,5 +1,5 @@
-// Random numbers of a closed loop, and the stream of --seed that each is drawn from. Each is a function of the seed
-// and of a place in the run, so a run that continues needs no random state.
+// The random streams of a closed loop, derived from --seed, one for each use. Each is a function of the seed and of a
+// place in the run, so a run that continues needs no random state.
 #pragma once
 
 #include <cstdint>

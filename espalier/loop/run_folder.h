@@ -59,8 +59,8 @@ class RunFolder {
   int lock_ = -1;
 };
 
-// The options that a run continues with: those it was started with; what `given` holds that is neither the default nor
-// the same wins where it does not change the results so far (--steps, --show, how often is saved and evaluated, ...).
+// The options of a continued run: the original ones, overridden by options in `given` that are not defaults. Only
+// options that do not affect the results so far may change (--steps, --show, how often to save and evaluate, ...).
 // Errors: OptionError naming an option that may not change.
 Options continued_options(const Options& given, const Json& recorded, const std::string& where);
 

@@ -22,7 +22,7 @@ struct RunStart {
   std::unique_ptr<Questions> questions;
 };
 
-// Models that a run holds from its first batch on: the trained model, a reference where there is a KL term, a critic.
+// The models that a run holds from its first batch on: the trained model, a reference if there is a KL term, a critic.
 std::vector<HeldModel> models_of_loop(const ModelShape& shape, const Options& options,
                                       const Mesh& mesh = mesh_of_one());
 
@@ -38,9 +38,9 @@ CheckedRun check_new_run(const Options& options, Progress& progress, const Mesh&
 // of it.
 void require_new_run(const Options& options);
 
-// Opens --resume, or --out; writes run.json where it is new or its options have changed.
-// Rank 0 does, the others are told what it found. Errors: OptionError, InputError, UnsupportedError; nothing has been
-// written then.
+// Opens --resume, or --out; writes run.json where it is new or its options have changed. Rank 0 does this and
+// sends the result to the others. Errors: OptionError, InputError, UnsupportedError; nothing has been written
+// then.
 RunStart start_run(const Options& given, Progress& progress, const Mesh& mesh = mesh_of_one());
 
 }  // namespace espalier

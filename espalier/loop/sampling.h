@@ -1,4 +1,4 @@
-// The policy's answers: the rollouts of a batch with their rewards, and the held-out problems of an evaluation.
+// Samples the policy: the rollouts of a batch with their rewards, and answers to held-out problems.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Holds the cost model to steps that ran: measured over predicted seconds, part by part.
+// Fits the cost model to measured steps: measured over predicted seconds, by part.
 //
 // Only `bench` fits: it writes the factors into the machine's cached profile, from which every plan reads them, so that
 // the same command gives the same plan until the next `bench`.
@@ -25,11 +25,11 @@ class CostFit {
   // A step that ran; `predicted` by a profile without a fit; the rate of a large matrix product at about that time.
   void add(const CostParts& measured, const CostParts& predicted, double product_flops_per_second);
 
-  // Medians over the steps of measured / predicted, as if products had run at the rate of the profile: others who use
-  // the machine slow a step and the product beside it alike. 1 for a part that the steps hardly have.
+  // Medians over the steps of measured / predicted, corrected for the rate of a product measured beside each step,
+  // because other load on the machine slows both alike. 1 for a part that is negligible in the steps.
   CostParts factors(const MachineProfile& machine) const;
-  // Why the factors would tell more about the moment than about the machine: fewer than kLeastSteps of at least 0.2 s,
-  // products at less than two thirds of the profile's rate, steps whose ratios differ by more than a tenth between the
+  // The reason to reject the factors as not typical of the machine: fewer than kLeastSteps steps of at least 0.2 s,
+  // products at less than two thirds of the profile's rate, ratios that differ by more than a tenth between the
   // quarters, or factors outside 1/2 ... 2. "": they may be kept.
   std::string why_not(const MachineProfile& machine) const;
   std::int64_t steps() const { return static_cast<std::int64_t>(ratios_.size()); }

@@ -16,11 +16,11 @@ namespace espalier {
 // Cached where it was measured before with these threads and dtype; measured and cached otherwise.
 MachineProfile machine_profile(const Options& options, Progress& progress);
 
-// That of rank 0, on every rank: all plan alike.
+// The profile of rank 0 on every rank, so that all plan alike.
 MachineProfile machine_profile(const Options& options, Progress& progress, const Mesh& mesh);
 
-// The same before something is measured: a profile that was taken while others used the machine, so that products
-// run faster now than it says by more than a tenth, is measured again and kept. A note says so.
+// The same before a measurement: if products now run more than a tenth faster than the profile says (it was taken under
+// load), the profile is measured again and kept, with a note.
 MachineProfile current_machine_profile(const Options& options, Progress& progress);
 
 // Rates of matrix products by rows, of attention, of copying, and the cost of one call, each the best of a few runs in

@@ -37,52 +37,52 @@ struct RowOwners {
 
 class LoadAccounting {
  public:
-  // `lengths`: prompt + response of every rollout of the mini-batch. `shape.rows` is not read. `keep_rollouts`: counts
-  // of each rollout are kept, whatever the losses need; then other accountings can take them.
+  // `lengths`: prompt + response of every rollout of the mini-batch. `shape.rows` is not read. `keep_rollouts`: keeps
+  // the counts of each rollout even if no loss needs them, so that other accountings can take them.
   LoadAccounting(std::int64_t layers, const RouterShape& shape, std::vector<std::int64_t> lengths, RouterLosses losses,
                  bool keep_rollouts = false);
 
-  // Whether every row must run a last block of experts, not only those with an output. Where it need not, that layer
-  // is not counted, since its router sees output rows alone.
+  // Whether all rows must run a last expert block, not only output rows. If not, that layer is not counted, because its
+  // router sees output rows only.
   bool all_rows_choose() const { return losses_.any() || keep_rollouts_; }
   bool has_losses() const { return losses_.any(); }
   // Scope minibatch: the counts of all rows are needed before the first backward.
   bool needs_counts_first() const { return losses_.aux_coef != 0 && losses_.scope == AuxScope::minibatch; }
   // After a counting pass: rows that are forwarded again are not counted again.
   void finish_counting() { counting_ = false; }
-  // In place of a counting pass: rollout i of this mini-batch is rollout `of[i]` of `counted`, which kept rollouts and
-  // counted all of them at the same weights. Errors: InternalError where shapes or lengths differ.
+  // Replaces a counting pass: rollout i of this mini-batch is rollout `of[i]` of `counted`, which kept the counts of
+  // all rollouts at the same weights. Errors: InternalError if shapes or lengths differ.
   void take_counts(const LoadAccounting& counted, std::span<const std::int64_t> of);
 
-  // Before anything is counted, where ranks count different rows of the same rollouts.
+  // Called before any counting if ranks count different rows of the same rollouts.
   void count_apart();
-  // Then: what was counted for these rollouts since the last join, [rollouts, layers, E], where losses need the counts
-  // of whole rollouts; else empty. And its sum over ranks, which every rank joins to its counts. Loads stay apart.
+  // Afterwards not_joined returns the counts of these rollouts since the last join, [rollouts, layers, E], or nothing
+  // if no loss needs the counts of whole rollouts; join takes their sum over ranks. Loads are not joined.
   std::vector<std::int64_t> not_joined(std::span<const std::int32_t> rollouts) const;
   void join(std::span<const std::int32_t> rollouts, std::span<const std::int64_t> sum);
 
   // Adds the choices of a set's rows, once for each owner. Called once per row and layer.
   void add_choices(std::int64_t layer, std::span<const RowOwners> owners, const std::int32_t* choice_RK);
 
-  // The penalties of a set's rows, as RouterPenalty reads them; one group for each element of `owners`.
+  // The penalties of a set's rows in the form of RouterPenalty; one group for each element of `owners`.
   struct Penalty {
     std::vector<std::int32_t> group_R;
-    std::vector<double> probability_GE, z_G;  // empty where the loss is off
+    std::vector<double> probability_GE, z_G;  // empty if the loss is off
   };
-  // Errors: InternalError where a row's rollouts were not counted to their end.
+  // Errors: InternalError if a row's rollouts were not counted to their end.
   Penalty penalty(std::int64_t layer, std::span<const RowOwners> owners) const;
 
   // Adds penalty values of some rows, as router_backward returns them.
   void add(const PenaltySums& sums) { sums_.aux += sums.aux, sums_.z += sums.z; }
 
-  // Losses so far, before their coefficients; 0 where a loss is off.
+  // Losses so far, before their coefficients; 0 if a loss is off.
   double aux_loss() const { return losses_.aux_coef == 0 ? 0 : sums_.aux / losses_.aux_coef; }
   double z_loss() const { return losses_.z_coef == 0 ? 0 : sums_.z / losses_.z_coef; }
   double weighted_loss() const { return sums_.aux + sums_.z; }
 
   // C_e of a layer over the mini-batch, [E]; all 0 in a dense layer.
   std::span<const std::int64_t> load(std::int64_t layer) const;
-  // The same of all layers, [layers, E], for ranks that counted parts of a mini-batch and add them.
+  // The same for all layers, [layers, E]. Ranks that counted parts of a mini-batch sum these.
   std::span<std::int64_t> all_loads() { return of_mini_batch_; }
 
  private:
@@ -99,8 +99,8 @@ class LoadAccounting {
   RouterLosses losses_;
   bool keep_rollouts_;
   bool counting_ = true;
-  std::vector<std::int64_t> of_rollout_;     // [N, layers, E]; where kept, or scope rollout with the auxiliary loss
-  std::vector<std::int64_t> not_joined_;     // of those, what other ranks do not know yet; empty: nobody counts apart
+  std::vector<std::int64_t> of_rollout_;     // [N, layers, E]; if kept, or with scope rollout and the auxiliary loss
+  std::vector<std::int64_t> not_joined_;     // counts unknown to other ranks; empty: ranks do not count apart
   std::vector<std::int64_t> of_mini_batch_;  // [layers, E]
   PenaltySums sums_;
 };

@@ -18,8 +18,8 @@ Aggregation value_aggregation(const Options& options);
 
 std::int64_t count_loss_tokens(const Rollout& rollout);
 
-// Sums over the whole mini-batch that a loss needs. Counted from its records before the first row runs, on every rank,
-// for every rank has read them all: what a rank computes itself never enters a denominator.
+// Sums over the whole mini-batch that a loss needs, counted from its records before the first row runs. Every rank
+// reads all records, so every rank has the same sums; computed values never enter a denominator.
 struct MiniBatchTotals {
   std::int64_t rollouts = 0, loss_tokens = 0;
   std::int32_t longest_response = 0;
@@ -27,7 +27,7 @@ struct MiniBatchTotals {
   static MiniBatchTotals of(std::span<const Rollout> rollouts);
 };
 
-// Where a divisor is 0, the mini-batch's own holds: its longest response, its loss tokens.
+// A divisor of 0 stands for the mini-batch's own value: its longest response, its loss tokens.
 struct AggregationDivisors {
   double longest = 0;             // of seq-mean-token-sum-norm: --loss-scale-factor
   double loss_tokens = 0;         // of token-mean: --token-mean-divisor, or what the records have

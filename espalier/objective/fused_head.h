@@ -1,11 +1,11 @@
 // Head and log-prob in one: log-probs, entropies and their gradients without ever holding rows x vocabulary.
 //
 // Shapes: O output rows, M width, V vocabulary, E edges. z_ov = shaped(hidden_o . weight_v) / temperature_o
-// (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block of
-// rows at a time ([block, V], taken from the arena), in the accumulator type (float32; float64 in float64 runs); all
-// that is taken for it is HeadBuffers (forecast/block_buffers.h). Where ranks divide the vocabulary each has the logits
-// of its own tokens, V of them: maxima, sums and targets' logits are exchanged, and the gradients of the hidden rows
-// summed.
+// (LogitShape); log-prob, entropy and the gradient of a logit are those of ops/head.h. Logits exist for one block
+// of rows at a time ([block, V], in the arena), in the accumulator type (float32; float64 in float64 runs);
+// HeadBuffers (forecast/block_buffers.h) declares all buffers. If the vocabulary is sharded over tp, each rank has
+// the logits of its own V tokens: maxima, sums and targets' logits are exchanged, and the gradients of the hidden
+// rows are summed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,24 +27,24 @@ struct HeadEdge {
   std::int32_t target;
 };
 
-// The edges of some output rows, for the host and for the device.
+// The edges of a set of output rows, on the host and on the device.
 struct HeadEdges {
   std::vector<std::int32_t> begin{0};            // [O + 1]: edges [begin_o, begin_{o + 1}) leave row o
-  at::Tensor temperature_O, begin_O1, target_E;  // of the device, once the block was handed over
+  at::Tensor temperature_O, begin_O1, target_E;  // on the device, after the block's hand_over
 
-  // Adds them to the block; this object must not move before it is handed over. Errors: InternalError for edges that
-  // are out of order or of range.
+  // Adds the edges to the block; this object must not move before hand_over. Errors: InternalError for edges that are
+  // out of order or out of range.
   void add_to(ControlBlock& block, std::span<const double> temperature, std::span<const HeadEdge> edges,
               std::int64_t vocabulary);
   std::size_t size() const { return static_cast<std::size_t>(begin.back()); }
 };
 
-// Which tokens the rows of a head's weight are, and who has the others.
+// The tokens of a head's weight rows, and the ranks that have the others.
 struct VocabularyPart {
   std::int64_t first = 0;    // the rows are the tokens from here on
-  std::int64_t largest = 0;  // rows of the largest part, by which all ranks cut the same blocks; 0: this one
+  std::int64_t largest = 0;  // rows of the largest part, so that all ranks cut equal blocks; 0: this part
   Group& tp = mesh_of_one().tp;
-  LogitShape logits = {};  // what becomes of the product
+  LogitShape logits = {};  // changes of the product
 };
 
 struct HeadProblem {
@@ -59,14 +59,14 @@ struct HeadGradients {
   at::Tensor grad_weight_VM;  // accumulator dtype, added to; undefined: the weight has no gradient
 };
 
-// Asked once a block of rows, blocks in order: given the log-probs and entropies of edges [first, first + n),
-// overwrites dL/dlogprob and dL/dentropy, each [n].
+// Called once per block of rows, in order: given the log-probs and entropies of edges [first, first + n), overwrites
+// dL/dlogprob and dL/dentropy, each [n].
 using HeadObjective =
     std::function<void(std::size_t first, std::span<const double> logprob, std::span<const double> entropy,
                        std::span<double> grad_logprob, std::span<double> grad_entropy)>;
 
-// Calls visit with the first row of each block and its logits, those of hidden_o . weight_v, [block, V] in the
-// accumulator type, which are gone after the call: for who samples from them.
+// For samplers: calls visit with the first row of each block and its logits hidden_o . weight_v, [block, V] in the
+// accumulator type. The logits are valid during the call only.
 using LogitsFunction = std::function<void(std::int64_t first_row, const at::Tensor& logits_BV)>;
 void for_each_logits(const at::Tensor& hidden_OM, const at::Tensor& weight_VM, const VocabularyPart& part,
                      const LogitsFunction& visit, Arena& arena);

@@ -2,9 +2,9 @@
 //
 //   L = agg(policy loss) - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)
 //
-// Advantages and every denominator are known before the first wave, so each token (or, for sequence-level losses, each
-// rollout) adds its part on its own, in any order. All arithmetic in double. Formulas: docs/objectives.md; meaning of
-// every name: verl 0.9. An object is used from one thread.
+// Advantages and all denominators are known before the first wave, so each token (or, for sequence-level losses, each
+// rollout) adds its part independently, in any order. All arithmetic is in double. Formulas: docs/objectives.md;
+// meaning of the names: verl 0.9. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ class Objective {
   Objective(std::span<const Rollout> rollouts, std::span<const std::vector<double>> advantages, const Options& options);
   ~Objective();
 
-  // True where a token's derivative depends on other tokens of its rollout (gspo; sequence importance weights where a
-  // rollout has no old log-probs): then only add_rollout may be used.
+  // True if a token's derivative depends on other tokens of its rollout (gspo; sequence importance weights of a rollout
+  // without old log-probs). Then only add_rollout may be used.
   bool needs_whole_rollout() const;
 
   // Adds the edges' parts to parts() and overwrites their derivatives. Masked tokens give zeros and add nothing.

@@ -39,7 +39,7 @@ struct ScoreLoss {
 // `scores`: r of every rollout. Errors: InputError for a rollout that is of no set.
 ScoreLoss score_loss(std::span<const Rollout> rollouts, std::span<const double> scores, const Options& options);
 
-// The derivative of score_loss, as a head asks for it: only an answer's last token has one.
+// The derivative of score_loss in the form that a head takes: only an answer's last token has one.
 class ScoreSlopes : public ValueSlopes {
  public:
   explicit ScoreSlopes(std::span<const double> slope) : slope_(slope) {}

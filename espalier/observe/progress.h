@@ -1,4 +1,4 @@
-// How long work reports its progress. The library only calls it; the program decides what is shown.
+// The interface through which long work reports progress. The library only calls it; the program decides what to show.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace espalier {
 
-// Effect of an interrupt (Ctrl-C, SIGTERM) on work that reports. A second one always ends the program at once.
+// The effect of an interrupt (Ctrl-C, SIGTERM) on reporting work. A second interrupt always ends the program at once.
 enum class OnInterrupt {
   stop,    // the next report throws Interrupted; the program ends work that does not report for some seconds
   unwind,  // the next report throws, however late it comes: the caller catches it and saves first
@@ -34,7 +34,7 @@ class Progress {
   virtual void end() = 0;
   virtual void note(std::string_view text) = 0;  // a remark of one line: what was decided, what was ignored
 
-  virtual void part(std::string_view) {}         // what the task is at, until the next begin; empty: nothing
+  virtual void part(std::string_view) {}         // the current part of the task, until the next begin; empty: none
   virtual void on_interrupt(OnInterrupt) {}      // from now on; at first `stop`
   virtual int interrupted() const { return 0; }  // the signal that came; 0: none
 };

@@ -1,4 +1,4 @@
-// Where the seconds of a piece of work went: named parts that never overlap, so that with the rest they add up.
+// The seconds of a piece of work by named parts. Parts never overlap, so parts and rest add up to the total.
 #pragma once
 
 #include <chrono>

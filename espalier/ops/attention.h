@@ -1,8 +1,8 @@
 // Shared-prefix attention on tensors; equations and what is visible: ops/cpu/attention/attention.h.
 //
 // Shapes: Q query rows, T own rows, P rows of the path, H query heads, J key/value heads, D head size, Dv that of
-// values, D unless v says otherwise. Rows may stand at a stride; what follows the rows is contiguous, in one dimension
-// or two. lse and the gradients of keys and values are in the accumulator dtype.
+// values, D unless v says otherwise. Rows may have a stride; the other one or two dimensions are contiguous. lse and
+// the gradients of keys and values are in the accumulator dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,8 @@ struct AttentionProblem {
   at::Tensor path_k_P, path_v_P;     // [P, J D], [P, J Dv]
   at::Tensor query_row_Q;            // int32, own row of each query, ascending; undefined: query i is own row i
   at::Tensor subtree_end_T;          // int32: query at own row i sees own row j iff j <= i < subtree_end[j]
-  std::int64_t window = 0;           // and sees no row this far above itself, or farther; 0: all that
-  at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read where there is a window
+  std::int64_t window = 0;           // a row sees only rows less than this far above it; 0: all
+  at::Tensor depth_T = {};           // int32, of each own row; path row j has depth j. Read if there is a window
   double scale = 0;                  // of scores; 0: 1/sqrt(D)
   double soft_cap = 0;               // scores become cap tanh(score / cap); 0: as they are
 
@@ -40,11 +40,11 @@ struct AttentionGradients {
 struct AttentionOperations {
   // Overwrites out [Q, H Dv] and lse [H, Q] (natural logarithm).
   void (*attention)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
-  // With what `attention` gave. Overwrites the gradient of q, adds to the others.
+  // Takes the results of `attention`. Overwrites the gradient of q, adds to the others.
   void (*add_attention_backward)(const AttentionProblem& problem, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
                                  const at::Tensor& grad_out_Q, const AttentionGradients& gradients);
-  // A logit per head joins the softmax of each row and has no value (sinks): lse' = log(exp lse + exp sink),
-  // out' = out exp(lse - lse'), in place. With out' and lse' add_attention_backward is that of the whole.
+  // A logit per head joins the softmax of each row and has no value (sinks): lse' = log(exp lse + exp sink), out' = out
+  // exp(lse - lse'), in place. With out' and lse' add_attention_backward gives the gradient including the sinks.
   void (*join_sinks)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ);
   // grad_sink_h -= sum_q exp(sink_h - lse'_hq) (grad_out_q . out'_q)_h, in the accumulator dtype.
   void (*add_sinks_backward)(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ,

@@ -1,4 +1,4 @@
-// Layers that carry a state from row to row: the gated delta rule behind a short convolution, and the gates around it.
+// Recurrent layers, with a state from row to row: the gated delta rule after a short convolution, and its gates.
 //
 // One value head h over key head g = h / (Hv / Hk), row t of a run:
 //   c_t = silu(sum_j conv_j x_{t-K+1+j})  of every channel of q, k and v;  q and k of a head divided by sqrt(sum of
@@ -7,8 +7,8 @@
 // Mamba-2 (DeltaRuleShape::mamba) has no norms of q and k and does not read the state first, its convolution may have
 // biases, and a value passes beside the state:
 //   s_t = clamp(softplus(a_t + dt)),  beta_t = s_t,  gamma_t = exp(-e^A s_t),  e_t = v_t,  o_t = S_t^T q_t + D v_t
-// A run is a stretch of rows without a branch. It begins with the state of what it follows: S, and the last K - 1
-// inputs x of the convolution, oldest first. Everything is computed in the accumulator dtype A.
+// A run is a sequence of rows without a branch. It begins with the final state of the run before it: S, and the last K
+// - 1 inputs x of the convolution, oldest first. All arithmetic is in the accumulator dtype A.
 //
 // Shapes: T rows, Hk key heads and Hv value heads of dk and dv channels, C = 2 Hk dk + Hv dv channels of the
 // convolution (q, k, v), V = Hv dv, W = C + V + 2 Hv columns that a row is projected to (shape/model_shape.h says where
@@ -29,18 +29,18 @@ namespace espalier {
 struct StateRun {
   std::int64_t begin = 0, end = 0;
   at::Tensor start_N;  // undefined: 0
-  at::Tensor end_N;    // overwritten; undefined: nothing follows. May be start_N where there is no backward
-  // Of a backward: what comes to the state that the run began with is added; what came to the one that it left is
+  at::Tensor end_N;    // overwritten; undefined: nothing follows. May be start_N without a backward
+  // For a backward: the gradient of the run's first state is added to; the gradient of its last state is
   // complete.
   at::Tensor grad_start_N, grad_end_N;  // undefined: dropped; 0
-  bool forks = false;                   // other runs of the set begin with the state that it leaves
+  bool forks = false;                   // other runs of the set begin with its last state
 };
 
 struct DeltaRuleProblem {
   DeltaRuleShape shape;
   at::Tensor projected_TW, conv_CK, a_log_H, dt_bias_H;
   at::Tensor conv_bias_C, skip_H;  // of Mamba-2: the convolution's biases, or undefined; D
-  std::span<const StateRun> runs;  // together all rows; a run after those that it follows
+  std::span<const StateRun> runs;  // together all rows; a run comes after its predecessor
 };
 
 struct DeltaRuleGradients {
@@ -59,14 +59,14 @@ struct GatedNormProblem {
 };
 
 struct DeltaRuleOperations {
-  // Overwrites o; undefined: the states alone are wanted.
+  // Overwrites o; undefined: computes the states only.
   void (*delta_rule)(const DeltaRuleProblem& problem, const at::Tensor& o_TV);
-  // Runs from the last to the first: the gradient of a state is complete when its run comes.
+  // Goes from the last run to the first, so that the gradient of a run's last state is complete.
   void (*add_delta_rule_backward)(const DeltaRuleProblem& problem, const at::Tensor& grad_o_TV,
                                   const DeltaRuleGradients& gradients);
   // Overwrites y.
   void (*gated_norm)(const GatedNormProblem& problem, const at::Tensor& y_TV);
-  // Overwrites grad_o, which may be grad_y, and z in grad_projected. Adds to grad_weight (A) where it is defined.
+  // Overwrites grad_o, which may be grad_y, and z in grad_projected. Adds to grad_weight (A) if it is defined.
   void (*add_gated_norm_backward)(const GatedNormProblem& problem, const at::Tensor& grad_y_TV,
                                   const at::Tensor& grad_o_TV, const at::Tensor& grad_projected_TW,
                                   const at::Tensor& grad_weight);

@@ -53,8 +53,8 @@ struct ExpertScratch {
 };
 
 struct ExpertOperations {
-  // Overwrites choice (by falling probability) and weight. Where recorded [R, k] (int32) is given, a row whose first
-  // entry is not negative takes its S from there.
+  // Overwrites choice (by falling probability) and weight. If given_RK (int32) is defined, a row with a non-negative
+  // first entry takes its S from there.
   void (*choose_experts)(const at::Tensor& logits_RE, const at::Tensor& given_RK, const RouterRule& rule,
                          const at::Tensor& choice_RK, const at::Tensor& weight_RK);
   // dL/dlogits from dL/dweight and the penalties. Overwrites grad_logits, and where there is a penalty penalties [2]

@@ -1,7 +1,7 @@
-// Everything that runs on tensors: one table of functions per device, bound once a run (Device::operations).
+// All operations on tensors: one table of functions per device, bound once per run (Device::operations).
 //
-// Model, objective, optimizer and sampler call these and nothing else on a device's tensors. An operation is described
-// in its own header. Operations named add_... add to some of their results, and say which.
+// Model, objective, optimizer and sampler use nothing else on a device's tensors. Each operation is described in its
+// own header. Operations named add_... add to some of their results and document which.
 #pragma once
 
 #include "espalier/ops/adamw.h"

@@ -1,4 +1,4 @@
-// Matrix products, written so that sums land where they are kept.
+// Matrix products that add directly into their destination.
 //
 // Shapes: R rows, N outputs, K inputs. Weights are [N, K] as Hugging Face stores them. Bias may be undefined. On a CPU
 // a weight may be bfloat16 where rows and results are float32: the bits are those of the weight in float32.
@@ -25,17 +25,17 @@ struct ProductOperations {
   void (*add_linear_grad_input)(const at::Tensor& grad_x_RK, const at::Tensor& grad_RN, const at::Tensor& weight_NK);
   // Whether linear and linear_grad_input of bfloat16 may be written in float32, the factors as they are.
   bool writes_sums;
-  // Whether products of this dtype are rounded to it before they are added to a gradient of the accumulator dtype.
+  // Whether products of this dtype are rounded to it before being added to a gradient in the accumulator dtype.
   bool (*rounds_weight_gradients)(at::ScalarType dtype);
   // grad_weight += grad^T x and grad_bias += column sums of grad, in the accumulator dtype, or grad_weight in that of
   // grad and x. Where it is another and products are rounded, product_NK (dtype of grad and x) is overwritten with
   // them. Undefined: the weight, or the bias, has no gradient.
   void (*add_linear_grad_weight)(const at::Tensor& grad_weight_NK, const at::Tensor& grad_bias_N,
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
-  // Holds copies of the weights in the order that the kernels of `linear` and `linear_onto` read them, and the weights
-  // themselves, until the result goes; none where nothing is won or the copies took more than `most_bytes`. For few
-  // rows of `dtype` at a time (sampling). The weights must not change before; a view of one is not known. No bits
-  // depend on it.
+  // Holds the weights, and copies of them packed for the kernels of `linear` and `linear_onto`, until the result is
+  // destroyed; empty if that gains nothing or the copies would exceed `most_bytes`. For few rows of `dtype` at a time
+  // (sampling). The weights must not change meanwhile; views of a weight are not recognised. Results do not depend on
+  // it, bit for bit.
   std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
                                         std::int64_t most_bytes);
 };

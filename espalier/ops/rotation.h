@@ -31,7 +31,7 @@ struct Rotation {
 
   std::int64_t head_width() const { return head_dim > 0 ? head_dim : 2 * tables.cos.size(1); }
   bool has_wide_norm() const { return norm_weight_D.defined() && norm_weight_D.size(0) != head_width(); }
-  // As kernels of RMSNorm and rotated halves take it.
+  // Whether the kernels for RMSNorm and rotated halves can run it.
   bool is_plain() const {
     return head_width() == 2 * tables.cos.size(1) && first == 0 && !interleaved && norm == NormKind::rms &&
            !has_wide_norm();

@@ -3,10 +3,10 @@
 // One update: the gradient's global norm decides the clipping factor, the factor enters the moments, the moments move
 // the masters, the masters are rounded into the weights. In float32 and float64 the masters are the weights.
 //
-// Ranks that share the state keep masters and moments of a contiguous part of the elements each, move those weights and
-// send them to the others (ZeRO, stage 1). Where they divide the weights, too, each moves what it keeps (ZeRO, stage
-// 3). Where ranks have parts of the model, the norm is that of the whole gradient: a part that several of them hold
-// counts once (Shard::counted).
+// With a sharded state each rank keeps masters and moments of a contiguous range of elements, updates those
+// weights and sends them to the others (ZeRO-1). With sharded weights each rank updates its own part (ZeRO-3).
+// With a model in parts the norm covers the whole gradient; a part on several ranks counts once
+// (Shard::counted).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,13 +25,13 @@ struct AdamWSettings {
   std::int64_t warmup_steps = 0;
   LrSchedule schedule = LrSchedule::constant;
   double min_lr_ratio = 0;
-  std::int64_t total_steps = 0;  // of the schedule; 0: not known yet
+  std::int64_t total_steps = 0;  // of the schedule; 0: unknown
 
   static AdamWSettings from(const Options& options);
 };
 
-// The factor that brings a gradient of this norm to at most `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 where
-// max_norm is 0. Source: torch.nn.utils.clip_grad_norm_.
+// The factor that limits a gradient of this norm to `max_norm`: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0.
+// Source: torch.nn.utils.clip_grad_norm_.
 double clip_factor(double norm, double max_norm);
 
 // Learning rate of step t = 1, 2, ... of T = total_steps, with w = warmup_steps, s = t - 1 and r = min_lr_ratio:
@@ -40,10 +40,10 @@ double clip_factor(double norm, double max_norm);
 // Source: the schedules of transformers and verl, whose first step of a warm-up has rate 0; mathematics section 17.
 double learning_rate(const AdamWSettings& settings, std::int64_t step);
 
-// The ranks that an optimizer works with.
+// The ranks of an optimizer.
 struct OptimizerRanks {
-  Group& shares = mesh_of_one().dp;    // under --shard: each of them keeps a part of the state
-  Group& world = mesh_of_one().world;  // together they have the whole gradient
+  Group& shares = mesh_of_one().dp;    // under --shard: each keeps a part of the state
+  Group& world = mesh_of_one().world;  // together these ranks have the whole gradient
 };
 OptimizerRanks optimizer_ranks(const Options& options, const Mesh& mesh);
 
@@ -57,13 +57,13 @@ class AdamW {
     double grad_norm = 0, clip_factor = 1, lr = 0;
     double seconds = 0;
   };
-  // One update from the gradient of the table's parameters, the same on every rank that holds them. Every rank of the
-  // world calls it. Errors: InputError, on all of them, where the norm is not finite; nothing has been changed then.
+  // One update from the gradient of the table's parameters, which must be equal on all ranks that hold them. Every rank
+  // of the world calls it. Errors: InputError, on all ranks, if the norm is not finite; nothing has changed then.
   Update step(const at::Tensor& gradient);
 
   std::int64_t steps_done() const { return steps_done_; }
   void set_steps_done(std::int64_t steps) { steps_done_ = steps; }
-  // The last step of the run, for a schedule whose options do not name it (--lr-total-steps).
+  // Sets the last step of the run, for a schedule without --lr-total-steps.
   void set_last_step(std::int64_t step) {
     if (settings_.total_steps == 0) settings_.total_steps = step;
   }
@@ -73,7 +73,7 @@ class AdamW {
   const at::Tensor& exp_avg() const { return exp_avg_; }
   const at::Tensor& exp_avg_sq() const { return exp_avg_sq_; }
 
-  // Rounds masters that somebody else has written into the weights, on all ranks.
+  // Rounds masters into the weights on all ranks, after other code has written the masters.
   void masters_changed();
 
   struct Range {
@@ -86,7 +86,7 @@ class AdamW {
   Group& shares() const { return ranks_.shares; }
 
  private:
-  void share_weights();  // the own part goes to the other ranks
+  void share_weights();  // sends this rank's part to the others
   double norm_of(const at::Tensor& gradient) const;
   bool decays(const Parameter& parameter) const;
 

@@ -42,10 +42,10 @@ std::span<const char* const> words_of(KlLossType);
 const char* name_of(PolicyLoss value);
 const char* name_of(KlLossType value);
 
-// Which of the words it is. Errors: OptionError with `where` for none of them.
+// The index of `word`. Errors: OptionError with `where` for an unknown word.
 std::size_t place_among(std::span<const char* const> words, std::string_view word, std::string_view where);
 
-// "auto|dense|packed": the words that can be said.
+// "auto|dense|packed": the accepted words.
 std::string joined(std::span<const char* const> words);
 
 // A choice as a member of Options: an enum that takes its words too.

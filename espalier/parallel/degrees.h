@@ -14,7 +14,7 @@ namespace espalier {
 
 struct Degrees {
   std::int64_t tp = 1, cp = 1, pp = 1, dp = 1, ep = 1;
-  bool full = false;  // --shard full: those who would hold the same weights divide them (shape/units.h)
+  bool full = false;  // --shard full: weights are sharded over the ranks that would hold copies (shape/units.h)
 
   std::int64_t ranks() const { return tp * cp * pp * dp; }  // ep reuses those of dp, cp and tp
   bool operator==(const Degrees&) const = default;
@@ -22,7 +22,7 @@ struct Degrees {
 Degrees degrees_of(const Options& options);
 std::string text_of_degrees(const Degrees& degrees);  // "tp 2, dp 4, shard full": those above 1; "one rank"
 
-// Where one rank stands on every axis, from 0.
+// The position of one rank on every axis, from 0.
 struct Place {
   std::int64_t tp = 0, cp = 0, pp = 0, dp = 0, ep = 0;
 };
@@ -55,8 +55,8 @@ struct AxisBytes {
   std::int64_t total() const { return tp + cp + pp + dp + ep; }
 };
 
-// The same of a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. None has
-// the exchange of plans, losses and log-probs between ranks.
+// The same for a step, by phase: trunk forwards, waves, trunk backwards, and the sums of gradients after them. The
+// exchange of plans, losses and log-probs is not included.
 struct TrafficBytes {
   AxisBytes a, b, c, reduction;
 

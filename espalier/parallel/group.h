@@ -1,9 +1,9 @@
-// Ranks that share one axis of a run: processes, or threads in tests. Code above sees collectives alone; whether
-// threads or a communication library carry them is below.
+// A rank group: the ranks that share one axis of a run, as processes, or as threads in tests. Callers see only
+// collectives, not whether threads or a communication library implement them.
 //
 // Every rank of a group calls the same collectives in the same order, with equal shapes (but for exchange) and dtypes.
 // Tensors are contiguous. A group of one is a real object: sums are the tensor itself, nothing is moved or counted.
-// Errors: CommunicationError where another rank is gone, does something else, or is silent for --comm-timeout.
+// Errors: CommunicationError if another rank has died, calls something else, or is silent for --comm-timeout.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,19 +19,19 @@
 
 namespace espalier {
 
-// A collective that was started. Until wait() has returned its tensors are its own: nobody writes them, and nobody
-// reads what it overwrites. They outlive it.
+// A started collective. Until wait() has returned, its inputs must not be written and its outputs must not be read. The
+// tensors must outlive it.
 class [[nodiscard]] Pending {
  public:
-  // As those who carry it see it.
+  // The implementation's side.
   class Work {
    public:
     virtual ~Work() = default;
     virtual void wait() = 0;                    // Errors: CommunicationError
-    virtual double ended() const { return 0; }  // Timer::steady_seconds, once it was waited for; 0: nobody knows
+    virtual double ended() const { return 0; }  // Timer::steady_seconds, after the wait; 0: unknown
   };
 
-  Pending() = default;  // nothing is under way
+  Pending() = default;  // no collective
   explicit Pending(std::unique_ptr<Work> work, std::shared_ptr<CollectiveEvent> event = nullptr)
       : work_(std::move(work)), event_(std::move(event)) {}
   Pending(Pending&&) noexcept = default;
@@ -88,7 +88,7 @@ class Group {
   // root; the part of a gather; the whole of a scatter_sum; the rows of an exchange that go to other ranks. Counted
   // when a collective is started.
   std::int64_t bytes() const { return bytes_; }
-  // From now on collectives are entered under the axis' name; null: none is.
+  // Logs collectives from now on under the axis' name; null: stops logging.
   void record(std::shared_ptr<TrafficLog> log, std::string_view axis) { log_ = std::move(log), axis_ = axis; }
   // Seconds that this rank has spent in `receive`.
   double waited() const { return waited_; }
@@ -107,9 +107,9 @@ class Group {
 
  private:
   bool alone() const { return size_ == 1; }
-  // Counts and enters a collective that begins; null: nobody asks.
+  // Counts and logs a starting collective; null: there is no log.
   std::shared_ptr<CollectiveEvent> begin(std::string_view call, std::int64_t bytes, std::string of = {});
-  // One that is waited for at once.
+  // A collective that is waited for at once.
   template <class Call>
   void run(std::string_view name, std::int64_t bytes, Call&& call);
 
@@ -124,7 +124,7 @@ class Group {
 std::vector<double> sums_over_ranks(Group& group, std::vector<double> values);
 void add_over_ranks(Group& group, std::span<std::int64_t> counts);  // in place
 std::vector<double> maxima_over_ranks(Group& group, std::vector<double> values);
-// Each value from a rank that has it, all of which have the same: NaN on those that have not.
+// Each value from any rank that has it (NaN elsewhere). Ranks that have a value must agree.
 std::vector<double> values_of_any(Group& group, std::vector<double> values);
 // The text of rank `root`.
 std::string text_of_rank(Group& group, const std::string& text, int root = 0);

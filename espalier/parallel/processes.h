@@ -1,4 +1,4 @@
-// The ranks of a run as processes: they meet at a store, Gloo carries their collectives.
+// The ranks of a run as processes: they find each other through a store, and Gloo runs their collectives.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@ namespace espalier {
 
 class Processes {
  public:
-  // Ranks start one after another: while they look for each other, so many seconds are waited in any case.
+  // Ranks start one after another: the least number of seconds that they wait for each other at the start.
   static constexpr double kStart = 10;
 
   // Finds the rendezvous; rank 0 makes it if the launcher does not. `timeout`: seconds until a silent rank is
@@ -23,13 +23,13 @@ class Processes {
   // Connects every rank with those that share an axis with it. Called once. Errors: CommunicationError.
   const Mesh& connect(const Degrees& degrees);
 
-  // The text that `make` returns on rank 0, sent to all before they connect. Errors: CommunicationError where rank 0
-  // failed or says nothing.
+  // The text that `make` returns on rank 0, sent to all ranks before they connect. Errors: CommunicationError if rank 0
+  // failed or is silent.
   std::string told_by_rank_0(const std::string& what, const std::function<std::string()>& make);
 
-  // Where something failed: true on the rank that calls it first, whose message is the one to be shown.
+  // After a failure: true on the first rank that calls it. The message of that rank is shown.
   bool is_first_to_fail();
-  // "rank 2": those that did not call is_first_to_fail within half a second; empty: all did, or nobody knows.
+  // "rank 2": the ranks that did not call is_first_to_fail within half a second; empty: none, or unknown.
   std::string silent_ranks();
 
  private:

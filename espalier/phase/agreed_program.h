@@ -1,4 +1,4 @@
-// The program of a rank, in the order shared with every rank that it meets in collectives inside layers.
+// The rank program in the order shared with every rank that this rank meets in collectives inside layers.
 #pragma once
 
 #include "espalier/parallel/mesh.h"

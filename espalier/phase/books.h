@@ -1,4 +1,4 @@
-// Records the time, the peak and the bytes of every step of a program.
+// Records the time, the peak and the bytes of every step of a rank program.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The executor: runs the steps of a program (program/program.h) in its order.
+// The executor: runs the steps of a rank program (program/program.h) in order.
 #pragma once
 
 #include "espalier/phase/step_run.h"

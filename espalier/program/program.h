@@ -1,4 +1,4 @@
-// The program of a rank: the steps that it runs in a pass. Executor, memory walk and byte forecast read it.
+// The rank program: the steps that a rank runs in a pass. Executor, memory walk and byte forecast read it.
 //
 // Stage s of S stages of pp, counted from 0, has up to S - s waves in flight: it runs that many forwards before the
 // first backward, then one forward and one backward in turn. Waves end in the order they began, and each has its own
@@ -42,7 +42,7 @@ using ProgramOf = std::vector<StepOf<Item>>;
 using Step = StepOf<PlanItem>;
 using Program = ProgramOf<PlanItem>;
 
-// The program of all items, of every rank of cp, in the order of the schedule.
+// The rank program of all items, of every rank of cp, in the order of the schedule.
 Program program_of(std::span<const PlanItem> items, std::int64_t in_flight);
 ProgramOf<Draft> program_of(std::span<const Draft> items, std::int64_t in_flight);
 

@@ -1,7 +1,7 @@
 // `bench`: dense against packed, phased and auto, on the same rollouts and weights, in one process.
 //
-// Every figure is the median of runs taken in turns (dense, packed, phased, auto, dense, ...), so that a machine whose
-// speed wanders shifts all of them alike. The gradients of the very runs that were timed are compared with dense.
+// Every figure is the median of alternating runs (dense, packed, phased, auto, dense, ...), so that changes in the
+// machine's speed affect all of them alike. The gradients of the timed runs themselves are compared with dense.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Every operation of a device against the CPU's answer in float64, on the same inputs.
+// Compares every operation of a device with the CPU's result in float64, on the same inputs.
 //
 // Inputs are random and rounded to the dtype first, so both sides compute from the same numbers. An error is the
 // largest difference of a result, relative to the largest value of the CPU's answer. It may be

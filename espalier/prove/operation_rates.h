@@ -1,4 +1,4 @@
-// How fast operations run on a device, against what they move and multiply.
+// The speed of operations on a device, relative to their bytes and FLOPs.
 //
 // Bytes are those that an operation has to read and write once, FLOPs those of its products (docs/mathematics.md); a
 // formula, not a count.

@@ -1,4 +1,4 @@
-// `verify`: the same step dense and shared, compared number by number, measured against what rounding alone does.
+// `verify`: compares the same step dense and shared, number by number, relative to the effect of rounding.
 //
 // The floor of a number is the larger of two distances from the dense run: to a dense run that adds in another order
 // (rollouts reversed, one a wave), and, below float64, to a dense run in float64. A matrix of an expert has at least

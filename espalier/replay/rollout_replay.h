@@ -1,5 +1,5 @@
-// `replay` of recorded rollouts that are no trace: the optimizer steps in order, and how far the log-probs of our
-// policy are from those that were recorded for it.
+// `replay` of recorded rollouts without a trace: repeats the optimizer steps in order, and compares the policy's
+// log-probs with the recorded ones.
 #pragma once
 
 #include <functional>

@@ -1,4 +1,4 @@
-// Text and numbers as they stand on the page.
+// Text and numbers in the form of the page.
 #pragma once
 
 #include <string>

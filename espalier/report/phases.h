@@ -1,4 +1,4 @@
-// Where the seconds and bytes of steps went: the phases that the page names, and sums over them.
+// The seconds and bytes of steps by the page's phases, and sums over them.
 #pragma once
 
 #include <string>

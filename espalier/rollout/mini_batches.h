@@ -1,4 +1,4 @@
-// Which rollouts belong together: groups for advantages, mini-batches for optimizer steps.
+// Divides rollouts into groups for advantages and mini-batches for optimizer steps.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ bool all_have_step(std::span<const Rollout> rollouts);
 // itself. size 0: all in one. InputError where only some records have a step; OptionError for a negative size.
 std::vector<std::vector<std::int64_t>> cut_mini_batches(std::span<const Rollout> rollouts, std::int64_t size);
 
-// A note for the user where mini-batches have another size than the `size` asked for; "" where they have not.
+// A note for the user if mini-batches differ in size from `size`; "" if they do not.
 std::string mini_batch_note(std::span<const Rollout> rollouts, const std::vector<std::vector<std::int64_t>>& batches,
                             std::int64_t size);
 

@@ -1,11 +1,11 @@
 // One rank's part of a model: its heads, inner columns, vocabulary rows, layers and experts.
 //
-// Everything a rank does follows from this: the sizes its blocks compute with (own()), its parameter table and views,
-// its part of the K/V path, its FLOPs and bytes. With one rank it is the whole shape. A side of a parameter (Cut) that
-// tp ranks divide is cut into parts of ceil(size / parts): where that is more than is left, the local rows (columns)
-// behind `end` are padding. Padding is 0 in weights, gradients and moments, stays 0, and is never in a file.
-// Key/value heads fewer than ranks are held by several: then each of these ranks computes a part of their gradient.
-// Experts are divided by tp like the dense MLP where ep is 1; else ranks hold whole experts, E / ep each.
+// It determines the sizes of a rank's blocks (own()), its parameter table and views, its part of the K/V path, its
+// FLOPs and bytes. With one rank it is the whole shape. A side of a parameter (Cut) that is sharded over tp is cut into
+// parts of ceil(size / parts); local rows (columns) after `end` are padding. Padding is 0 in weights, gradients and
+// moments, stays 0, and is never in a file. If there are fewer key/value heads than ranks, several ranks hold a head,
+// and each of them computes a part of its gradient. Experts are sharded over tp like the dense MLP if ep is 1;
+// otherwise each rank holds E / ep whole experts.
 #pragma once
 
 #include <array>
@@ -21,19 +21,19 @@ namespace espalier {
 
 // A rank's part of one parameter.
 struct Shard {
-  int dim = -1;                     // the dimension that is divided; -1: none, all of it is here
-  std::int64_t begin = 0, end = 0;  // of that dimension, [begin, end) is here; the first (only) one where dim is -1
-  std::int64_t local = 0;           // its extent here: end - begin, and padding behind it
+  int dim = -1;                     // the sharded dimension; -1: none, this rank has all of it
+  std::int64_t begin = 0, end = 0;  // this rank's range of that dimension; of the first (only) one if dim is -1
+  std::int64_t local = 0;           // its extent on this rank: end - begin, then padding
   std::int64_t whole = 0;           // its extent in files
-  std::array<std::int32_t, 5> sections = {};  // of files, a part of each is here; 0: no such section
+  std::array<std::int32_t, 5> sections = {};  // sections in files, of which a rank has a part each; 0: no such section
   std::int64_t copies = 1;                    // neighbouring ranks of tp that hold the same part, this one included
-  bool partial_gradient = false;              // each of these copies has a share of the gradient: they are to be summed
+  bool partial_gradient = false;              // each copy has a part of the gradient: they must be summed
   bool of_expert = false;  // copies elsewhere: Axis::expert_replicas where ep > 1, else Axis::replicas
   bool first = true;       // true on one of all ranks that hold the part
-  bool counted = true;     // where a global norm counts what is kept: on that one, on all that divide the part
+  bool counted = true;     // a global norm counts this part here
   bool padded() const { return local > end - begin; }
 
-  // What of the divided dimension is here, in this order.
+  // This rank's ranges of the sharded dimension, in order.
   struct Range {
     std::int64_t begin, end;
   };
@@ -44,9 +44,9 @@ class LocalShape {
  public:
   // One rank has everything.
   LocalShape(const ModelShape& whole) : LocalShape(whole, Degrees{}, Place{}) {}  // NOLINT(google-explicit-constructor)
-  // Errors: OptionError where the model cannot be divided so: tp must divide the query heads, and divide or be a
-  // multiple of the key/value heads; ep must divide the experts and be a multiple of tp, or 1; and every rank must get
-  // something.
+  // Errors: OptionError if the model cannot be split this way: tp must divide the query heads, and divide or be a
+  // multiple of the key/value heads; ep must divide the experts and be a multiple of tp, or 1; and no rank may be
+  // empty.
   LocalShape(const ModelShape& whole, const Degrees& degrees, const Place& place);
 
   const ModelShape& whole() const { return whole_; }
@@ -77,14 +77,14 @@ class LocalShape {
   Range experts() const { return experts_; }
   Range vocabulary() const;  // rows of embedding and head, without padding
 
-  // Nothing where another rank has the parameter.
+  // Empty if another rank has the parameter.
   std::optional<Shard> shard(const ParameterShape& parameter) const;
 
   // Elements of this rank's parameters, padding included.
   std::int64_t parameters(Parameters which = Parameters::all) const;
 
  private:
-  // Into how many parts tp ranks cut a side, and which of them is here.
+  // The number of parts into which tp cuts a side, and this rank's part.
   struct Portion {
     std::int64_t parts = 1, index = 0;
   };

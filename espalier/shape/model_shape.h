@@ -14,7 +14,7 @@
 
 namespace espalier {
 
-// How the frequencies of rotary positions are rescaled ("rope_type"; model/rotary.h has the equations).
+// The rescaling of rotary frequencies ("rope_type"; equations in model/rotary.h).
 enum class RopeType : std::uint8_t { llama3, linear, yarn, longrope };
 struct RopeScaling {
   double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
@@ -33,10 +33,10 @@ struct Rope {
   RopeScaling scaling;
 };
 
-// Where the two norms of a block stand: x + f(norm(x)), x + norm(f(norm(x))), x + norm(f(x)).
+// The places of a block's norms: x + f(norm(x)), x + norm(f(norm(x))), x + norm(f(x)).
 enum class NormPlace : std::uint8_t { before, both, after };
 
-// What attention has beside q, k and v. 0 or false: not there.
+// Parts of attention besides q, k and v. 0 or false: absent.
 struct AttentionShape {
   double scale = 0;          // of q k; 0: 1/sqrt(head_dim)
   double soft_cap = 0;       // scores become cap tanh(score / cap)
@@ -82,7 +82,7 @@ struct SharedExpert {
   bool gate = false;  // its output times sigmoid(row . gate weight)
 };
 
-// What mixes the rows of a layer.
+// The operation that mixes the rows of a layer.
 enum class Mixer : std::uint8_t { attention, delta_rule };
 
 // The gated delta rule (Qwen3-Next, Qwen3.5), or Mamba-2, which does not read its state before it writes: both behind a
@@ -90,8 +90,8 @@ enum class Mixer : std::uint8_t { attention, delta_rule };
 struct DeltaRuleShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;  // sizes of one head
   std::int64_t kernel = 0;                                                  // rows of the convolution
-  // What a row is projected to: q, k, v, z, b, a, each of all heads (Qwen3.5); or by key head q, k, v, z, and behind
-  // them by key head b, a (Qwen3-Next).
+  // The columns of a projected row: q, k, v, z, b, a, each for all heads (Qwen3.5); or q, k, v, z by key head, then b,
+  // a by key head (Qwen3-Next).
   bool by_key_head = false;
   // Mamba-2: a row is projected to z, v, k, q of all heads and one number a head; the convolution's channels are v, k,
   // q, with biases or without; the step of a row is within [least_step, largest_step].
@@ -136,8 +136,8 @@ struct DeltaRuleShape {
   }
 };
 
-// How a family calls its parameters. "": there is none. Fused names are those of files alone
-// (checkpoint/fused_names.h): each parameter has a name of its own here.
+// A family's parameter names. "": absent. Fused names occur in files only (checkpoint/fused_names.h); here each
+// parameter has its own name.
 struct ParameterNames {
   const char* attention_norm = "input_layernorm";
   const char* attention_post_norm = "";
@@ -241,8 +241,8 @@ struct ModelShape {
   SharedExpert shared_expert;
   bool expert_bias = false;  // of gate, up and down of experts (gpt-oss)
   ParameterNames names;
-  // The text part of a model with a vision tower. The tower does not run here, so rollouts must not hold the tokens
-  // that stand for images and videos, or for their beginnings and ends.
+  // The text part of a model with a vision tower. The tower does not run here, so rollouts must not contain the tokens
+  // for images and videos, or for their begin and end.
   bool beside_vision = false;
   std::vector<std::int32_t> image_tokens;
   DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
@@ -252,13 +252,13 @@ struct ModelShape {
     return !expert_layer.empty() && expert_layer[static_cast<std::size_t>(layer)] != 0;
   }
   std::int64_t expert_layers() const;  // how many have them
-  // Rows that a row of the layer sees at most, itself included; 0: all above it.
+  // The most rows that a row of the layer sees, itself included; 0: all above it.
   std::int64_t window_of(std::int64_t layer) const { return is_window_layer(layer) ? window : 0; }
   Mixer mixer_of(std::int64_t layer) const {
     return mixer_of_layer.empty() ? Mixer::attention : mixer_of_layer[static_cast<std::size_t>(layer)];
   }
   bool has_states() const { return states_in(0, layers) > 0; }
-  // Layers of [begin, end) whose rows carry a state.
+  // The number of recurrent layers in [begin, end).
   std::int64_t states_in(std::int64_t begin, std::int64_t end) const {
     std::int64_t count = 0;
     for (std::int64_t layer = begin; layer < end; ++layer) count += mixer_of(layer) != Mixer::attention;
@@ -289,7 +289,7 @@ struct ModelShape {
   std::int64_t head_width() const { return value_head ? 1 : vocabulary; }  // numbers a row gets from the head
 };
 
-// Of ...ForConditionalGeneration, a text model beside a vision tower (shape/model_families.h), the shape is the text
+// For ...ForConditionalGeneration, a text model with a vision tower (shape/model_families.h), the shape is the text
 // model's. Errors: InputError (missing file, bad JSON, missing or absurd member, with the member's name),
 // UnsupportedError for what is known but refused (mathematics, section 8: dropout, kinds of layers that no family here
 // has, other rope types, other activations than SiLU, other architectures).
@@ -297,7 +297,7 @@ ModelShape read_model_shape(const std::filesystem::path& directory_or_config);
 ModelShape model_shape_of(const Json& config, const std::string& where);
 
 // A critic's shape, with value_head set. In ...ForTokenClassification and ...ForSequenceClassification with one label
-// the head is stored with the weights; of ...ForCausalLM the blocks are taken and the head is new. Dropout before the
+// the head is stored with the weights; from ...ForCausalLM the blocks are used and the head is new. Dropout before the
 // head (classifier_dropout) is none, as in verl. `architecture` of a language model becomes the token classifier's.
 // Errors: as above.
 struct CriticShape {

@@ -1,5 +1,5 @@
-// The parameters of a model, described once: the projections and norms of its blocks, their names, their sizes, and
-// what ranks may divide. Count, table, views, FLOPs and shards are made from this.
+// The parameters of a model, described once: the projections and norms of its blocks, their names, sizes and sharded
+// sides. Counts, tables, views, FLOPs and shards are derived from this.
 //
 // M width, H query heads, J key/value heads, D head size, F inner width, E experts, V vocabulary.
 #pragma once
@@ -44,7 +44,7 @@ struct NormShape {
   std::int64_t parameters() const { return bias ? 2 * width : width; }
 };
 
-// A parameter of another form. None: no sides.
+// A parameter of another form. Absent: no sides.
 struct TensorShape {
   const char* name = "";  // the whole of it, behind the layer's prefix
   std::vector<Side> sides = {};
@@ -60,10 +60,10 @@ struct TensorShape {
 struct LayerParameters {
   NormShape attention_norm;
   ProjectionShape query, key, value, output;
-  // Of latent attention; behind them `query` projects a latent's norm, and `key` one to keys and values of each head.
+  // With latent attention: `query` then projects a latent's norm, and `key` one to keys and values of each head.
   ProjectionShape query_latent, key_value_latent;
   NormShape query_latent_norm, key_value_latent_norm;
-  // Of the delta rule, in place of query, key and value; their rows are DeltaRuleShape::projected().
+  // With the delta rule, instead of query, key and value; DeltaRuleShape::projected() rows.
   std::array<ProjectionShape, 4> projected;
   TensorShape conv, conv_bias, a_log, dt_bias, skip;
   TensorShape mixed_norm;          // over the channels of each value head; of Mamba-2 a weight for each channel
@@ -216,7 +216,7 @@ struct ParameterShape {
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
 };
 
-// Which parameters a table, or a list of units, has: of those that are held either the narrow ones or the others.
+// The parameters of a table, or of a list of units. Held parameters are either narrow or not.
 enum class Parameters { all, trained, held, narrow };
 inline bool belongs(const ParameterShape& parameter, Parameters which) {
   switch (which) {
@@ -232,7 +232,7 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
   return false;
 }
 
-// Elements of the matrices of layers that train: of dense ones and routers, and of experts.
+// Elements of trained matrices in layers: dense ones and routers, and experts.
 struct TrainedWeights {
   std::int64_t layers = 0, experts = 0;
 };

@@ -13,8 +13,8 @@
 // digits and "_" is a regular expression (ECMAScript) that matches a whole tensor name: "model.layers.3[01]\\..*".
 // The value head of a critic or reward model always trains; a reward model's has no bias.
 //
-// With adapters (--lora-rank, --adapter) these train, and of the model's own parameters what the words name: nothing
-// where they are "all".
+// With adapters (--lora-rank, --adapter) the adapters train, and the model's own parameters named by the words; none if
+// the words are "all".
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct AdapterChoice {
   bool operator==(const AdapterChoice&) const = default;
 };
 
-// What trains: the words of --train, and adapters.
+// The choice of trained parameters: the words of --train, and adapters.
 struct TrainedChoice {
   TrainedChoice() = default;
   TrainedChoice(std::string of_words) : words(std::move(of_words)) {}  // NOLINT(google-explicit-constructor)
@@ -62,7 +62,7 @@ struct TrainedChoice {
 // Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
 std::vector<std::string> adaptable_modules(const ModelShape& shape);
 
-// True where nothing of the model itself trains: without its adapters it is what it was.
+// True if only adapters train, so that the model without them does not change.
 bool trains_adapters_alone(const ModelShape& shape);
 
 // The shape with its `trained` set. Errors: OptionError for an unknown word, a damaged expression, an item that

@@ -1,12 +1,12 @@
-// Units: what ranks divide under --shard full, and bring together when it is used. Each layer is one, the embedding,
-// the final norm and the head; of a layer whose experts are spread over ranks, its experts are one of their own.
+// Units: the parts of a model that are sharded under --shard full and gathered for use. Each layer is a unit, and so
+// are the embedding, the final norm and the head. With ep the experts of a layer are a separate unit.
 //
-// Ranks that would hold the same elements of a unit, n of them, keep ceil(elements / n) each: rank r those from
-// r ceil(elements / n) on, the last ones with padding behind them (0). Weights, gradients, masters and moments are
-// divided alike; a rank's flat buffers hold its parts of all units end to end. A unit is brought together in a room:
-// layers in two rooms in turn, so that the next one comes, and the gradient of the one before goes, while one is in
-// use; embedding and head in turn in another, the final norm in a fourth. A unit that no other rank has stays where it
-// is.
+// Each of the n ranks that would hold copies of a unit keeps ceil(elements / n) elements: rank r from r
+// ceil(elements / n) on, the last ones with padding (0). Weights, gradients, masters and moments are sharded alike;
+// a rank's flat buffers hold its parts of all units end to end. A unit is gathered in a room. Layers use two rooms
+// in turn, so that the next layer is gathered, and the previous layer's gradient reduced, while one is in use.
+// Embedding and head take turns in a third room; the final norm has a fourth. A unit on a single rank stays in
+// place.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +28,9 @@ struct Unit {
 
   std::int64_t what = kEmbedding;
   std::int64_t layer = 0;             // in the whole model, of a layer
-  bool experts = false;               // divided over Axis::expert_replicas, all others over Axis::replicas
+  bool experts = false;               // sharded over Axis::expert_replicas, all others over Axis::replicas
   std::int64_t begin = 0, count = 0;  // of the elements of this rank's parameters, in their order
-  std::int64_t ranks = 1, rank = 0;   // how many divide it, and which of them this one is
+  std::int64_t ranks = 1, rank = 0;   // the number of its shards, and this rank's
   std::int64_t place = 0;             // of the part, in flat buffers of what this rank keeps
   std::int64_t room = 0;              // of the whole, in the buffer of rooms
   std::int64_t sum = 0;               // of the part of a sum of gradients, in a buffer for those of one layer

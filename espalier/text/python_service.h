@@ -1,4 +1,4 @@
-// A service of python/espalier/texts: a process that stays, is asked, and is started again where it died.
+// A service of python/espalier/texts: a long-lived process that answers requests and is restarted if it dies.
 #pragma once
 
 #include <cstddef>

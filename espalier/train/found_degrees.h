@@ -14,7 +14,7 @@ struct FoundDegrees {
   std::string reason;
 };
 
-// Degrees for so many processes, `local` of them here, on the mini-batch with most tokens. `verb`: its letter. Reads
+// Degrees for `processes` ranks, `local` of them here, on the mini-batch with most tokens. `verb`: its letter. Reads
 // config.json and the rollouts, no weights. Errors: those of reading; OptionError where nothing divides the model.
 FoundDegrees find_degrees(const Options& options, char verb, std::int64_t processes, std::int64_t local,
                           Progress& progress);

@@ -1,6 +1,6 @@
-// --objective dpo over recorded pairs. The derivative of a pair needs the log-probs of both answers whole, so that
-// every mini-batch is run forward once before its update; prompts are shared in that pass, too. The pass makes the loss
-// linear (objective/pair_loss.h), and the update is an ordinary one: pairs may be cut over waves as the plan likes.
+// --objective dpo over recorded pairs. The derivative of a pair needs all log-probs of both answers, so every
+// mini-batch runs forward once before its update; prompts are shared in that pass too. Afterwards the loss is linear
+// (objective/pair_loss.h) and the update is an ordinary one: the plan may split a pair over waves.
 #pragma once
 
 #include <functional>
@@ -19,9 +19,9 @@ class PairTraining {
  public:
   explicit PairTraining(const Options& options) : options_(options) {}
 
-  // Records without ref_..._logps, of which some call for a reference model.
+  // The number of records without ref_..._logps; above 0 a reference model is needed.
   bool needs_reference(std::span<const Rollout> rollouts) const;
-  // The reference of all rollouts: as recorded, else from `logprobs_of`, which may be empty where nothing is needed.
+  // The reference of all rollouts: as recorded, else from `logprobs_of`, which may be empty if it is not needed.
   void take_reference(std::span<const Rollout> rollouts, const LogprobFunction& logprobs_of);
 
   // The loss of the mini-batch around the weights of `logprobs_of`. Errors: as linear_pairs.

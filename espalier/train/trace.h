@@ -1,4 +1,4 @@
-// A trace: a directory with everything that a run's updates depend on, so that anybody can run them again.
+// A trace: a directory with everything that a run's updates depend on, so that anyone can repeat them.
 //
 //   trace.json        versions, options, dtype, the steps and the checkpoints that were recorded
 //   rollouts.jsonl.gz records with `step` (other names as trace.json says)

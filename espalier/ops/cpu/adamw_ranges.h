@@ -1,5 +1,5 @@
-// One block of a flat buffer, on one thread: what adamw_kernels.cpp spreads over the threads. Compiled once for each
-// instruction set.
+// AdamW on one block of a flat buffer and one thread; adamw_kernels.cpp spreads blocks over threads. Compiled once for
+// each instruction set.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace espalier {
 
-// The numbers of AdamWStep as they multiply, rounded to T once as torch rounds its scalars.
+// The factors derived from AdamWStep, each rounded to T once, as torch rounds its scalars.
 template <class T>
 struct AdamWFactors {
   T grad_scale;

@@ -1,4 +1,4 @@
-// Attention of tensors as attention of rows: what the devices' operations hand to their kernels.
+// Converts an attention problem on tensors to one on rows, the form that the devices' kernels take.
 #pragma once
 
 #include <type_traits>

@@ -1,6 +1,6 @@
-// bfloat16 products by the matrix library where the processor has instructions for them. The library compiles a kernel
-// for every number of rows that it has not seen, in about half a millisecond, and keeps it: 0.6 MiB (measured). Rows
-// are therefore given to it in pieces of a few sizes, so that a run of any length compiles a bounded number.
+// bfloat16 products by the matrix library, on processors with instructions for them. The library compiles a kernel for
+// every new number of rows, in about half a millisecond, and keeps it: 0.6 MiB (measured). Rows are therefore passed in
+// pieces of a few sizes, so that a run of any length compiles a bounded number of kernels.
 //
 // R rows, N columns, K summed over. All bfloat16, each contiguous along one of its dimensions.
 #pragma once
@@ -11,16 +11,16 @@
 
 namespace espalier {
 
-// Pieces of a product of R rows: whole ones of the first size, then of the second; where there are at most
-// kFewPieceRows, one of that. The last one is padded.
+// Pieces of a product of R rows: full pieces of the first size, then of the second; one piece of kFewPieceRows if that
+// is enough. The last piece is padded.
 inline constexpr std::int64_t kPieceRows = 256, kSmallPieceRows = 32, kFewPieceRows = 8;
 
 // out_RN = base_RN + a_RK b_KN; base undefined: 0; it may be out.
 void product_of_rows(const at::Tensor& out_RN, const at::Tensor& base_RN, const at::Tensor& a_RK,
                      const at::Tensor& b_KN);
 
-// sum_NK += grad_RN^T x_RK, sum in float32. A whole piece's product is rounded to bfloat16 before it is added; the rows
-// beyond are multiplied in float32 (widened_products.h). Overwrites product_NK.
+// sum_NK += grad_RN^T x_RK, sum in float32. The product of a full piece is rounded to bfloat16 before it is added; the
+// remaining rows are multiplied in float32 (widened_products.h). Overwrites product_NK.
 void add_product_over_rows(const at::Tensor& sum_NK, const at::Tensor& grad_RN, const at::Tensor& x_RK,
                            const at::Tensor& product_NK);
 

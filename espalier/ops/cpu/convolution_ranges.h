@@ -1,7 +1,7 @@
-// What stands around a recurrence, on a range of channels of one thread (ops/delta_rule.h); compiled once for each
+// The operations around a recurrence on a range of channels, on one thread (ops/delta_rule.h). Compiled once for each
 // instruction set. silu(x) = x s, s = 1 / (1 + e^-x).
 //
-// Shapes: n rows, W channels, K rows of the convolution; T is what rows are stored in, A what is computed in.
+// Shapes: n rows, W channels, K rows of the convolution; T is the type of stored rows, A the type of arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct ConvolutionRanges {
   // y = silu(x), and the gradient of x from that of y, in place.
   void (*silu)(std::int64_t width, const A* x, A* y);
   void (*silu_backward)(std::int64_t width, const A* x, A* grad);
-  // y = scale u / |u| with u = silu(x), |u|^2 = the sum of squares + 1e-6. Returns 1 / |u|, which the gradient takes.
+  // y = scale u / |u| with u = silu(x), |u|^2 = the sum of squares + 1e-6. Returns 1 / |u| for the gradient.
   A (*unit)(std::int64_t width, const A* x, A scale, A* y);
   void (*unit_backward)(std::int64_t width, const A* x, const A* y, A scale, A inverse, A* grad);
 };
@@ -38,7 +38,7 @@ struct GatedHeadRanges {
   // Overwrites grad_o, which may be grad_y, and grad_z; adds to sums of the weight's gradient.
   void (*norm_backward)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, const T* grad_y, T* grad_o,
                         T* grad_z, double* sums);
-  // y = weight u r with u = o silu(z),  r = 1 / sqrt(mean u^2 + eps). The backward as that of `norm`.
+  // y = weight u r with u = o silu(z), r = 1 / sqrt(mean u^2 + eps). The backward is like that of `norm`.
   void (*gate_then_norm)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, T* y);
   void (*gate_then_norm_backward)(std::int64_t width, A eps, const T* o, const T* z, const T* weight, const T* grad_y,
                                   T* grad_o, T* grad_z, double* sums);

@@ -9,11 +9,11 @@
 //   dS = e^(G_last) dS' + (e^G Q)^T dO - (e^G K)^T dV
 //   d log gamma_i = e^(G_last) <S, dS'> + sum_(t >= i) e^(G_t) (q_t . S dO_t - k_t . S dV_t)
 //                   + sum_(s < i) w_s U_s . (K dS')_s + sum_(t >= i > s) (X_ts q_t . k_s + Y_ts k_t . k_s)
-// Rows that do not read the state first (Mamba-2) have E = V, N = Y = 0 and dR = 0.
-// The forward goes row by row instead, so that a row's bits do not depend on where blocks begin; the backward's sums
-// are those of the plan anyway. G_i - G_j is summed in double from row j on. So is d log gamma, where the terms that
-// are added are those taken away: else what came to far rows would leave rounding errors in rows after which all is
-// forgotten.
+// Rows that do not read the state first (Mamba-2) have E = V, N = Y = 0 and dR = 0. The forward goes row by row
+// instead, so that a row's bits do not depend on the block boundaries; the order of the backward's sums depends on
+// the plan anyway. G_i - G_j is summed in double from row j on. So is d log gamma, with exactly the added terms
+// subtracted again; otherwise large terms of distant rows would leave rounding errors in rows whose state is fully
+// decayed.
 //
 // Shapes: n rows, dk and dv channels; a state is [dk, dv]. A is float or double.
 #pragma once
@@ -22,15 +22,15 @@
 
 namespace espalier {
 
-inline constexpr std::int64_t kStateBlockRows = 64;    // at most in a block
-inline constexpr std::int64_t kStateStripBytes = 256;  // of a state's rows go through the recurrence together
+inline constexpr std::int64_t kStateBlockRows = 64;    // the most rows of a block
+inline constexpr std::int64_t kStateStripBytes = 256;  // bytes of a state's rows per pass of the recurrence
 
 template <class A>
 struct HeadRows {
   std::int64_t rows, key_dim, value_dim;
   const A *q, *k, *v;                 // [n, dk], [n, dk], [n, dv]; q and k normalised, q scaled
   const A *decay, *log_decay, *beta;  // [n]; gamma, its logarithm, beta
-  bool reads = true;                  // the state, before it is written
+  bool reads = true;                  // reads the state before writing it
 };
 
 template <class A>
@@ -39,7 +39,7 @@ struct HeadGradients {
   A *log_decay, *beta;  // [n]
 };
 
-// Numbers of A that the functions below need beside their arguments.
+// Numbers of type A that the functions below need as scratch.
 constexpr std::int64_t forward_room(std::int64_t key_dim, std::int64_t number_bytes) {
   return key_dim * (kStateStripBytes / number_bytes);
 }
@@ -49,13 +49,13 @@ constexpr std::int64_t backward_room(std::int64_t key_dim, std::int64_t value_di
 
 template <class A>
 struct DeltaRuleRanges {
-  // Overwrites `state` with the one after the rows, and o [n, dv] where it is not null.
+  // Overwrites `state` with the state after the rows, and o [n, dv] if it is not null.
   void (*forward)(const HeadRows<A>& head, A* state, A* o, A* room);
   // At and below the diagonal: the products k k^T and q k^T [n, kStateBlockRows] of value heads that share q and k.
   // room: [dk, kStateBlockRows].
   void (*products)(const HeadRows<A>& head, A* keys, A* queries, A* room);
-  // Of at most kStateBlockRows rows that begin with `start`: `grad` holds what came to the state behind them and is
-  // overwritten with what comes to `start`. Overwrites the gradients of the rows.
+  // The backward of at most kStateBlockRows rows that begin with state `start`: `grad` holds the gradient of the state
+  // after them and is overwritten with the gradient of `start`. Overwrites the gradients of the rows.
   void (*backward)(const HeadRows<A>& head, const A* keys, const A* queries, const A* start, const A* grad_o, A* grad,
                    const HeadGradients<A>& gradients, A* room);
 };

@@ -1,4 +1,4 @@
-// From ATen's run-time dtype to the types the kernels are written for, once per operation.
+// Dispatches from ATen's run-time dtype to the kernels' types, once per operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ void dispatch(at::ScalarType dtype, Body&& body) {
   }
 }
 
-// The same for what sums are kept in: float or double.
+// The same for the type of sums: float or double.
 template <class Body>
 void dispatch_sums(at::ScalarType dtype, Body&& body) {
   dtype == at::kDouble ? body.template operator()<double>() : body.template operator()<float>();

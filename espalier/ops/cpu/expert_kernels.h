@@ -1,4 +1,4 @@
-// Rows sorted by expert, so that each expert's products run over one contiguous range without padding; and the
+// Sorts rows by expert, so that each expert's products run over one contiguous range without padding; and the
 // memory-bound kernels on such ranges.
 //
 // Shapes: R rows, E experts, k experts a row, S = R k slots (slot r k + j: row r at its j-th expert), N rows of one

@@ -1,15 +1,15 @@
 // The fused head on one row of logits, without torch.
 //
-// z_v = raw_v / temperature, y_v = z_v - max z, s = sum_v exp y_v; log p_v = y_v - log s;
-// entropy = log s - sum_v y_v exp(y_v) / s. Nothing overflows, however large the logits are, and the maximum is taken
-// out before anything is rounded.
+// z_v = raw_v / temperature, y_v = z_v - max z, s = sum_v exp y_v; log p_v = y_v - log s; entropy = log s -
+// sum_v y_v exp(y_v) / s. Logits of any size do not overflow: the maximum is subtracted before any
+// rounding.
 #pragma once
 
 #include <cstdint>
 
 namespace espalier {
 
-inline constexpr std::int64_t kParallelLogits = 1 << 15;  // fewer are done before other threads have woken
+inline constexpr std::int64_t kParallelLogits = 1 << 15;  // fewer logits are finished before other threads wake
 
 // Sums over a part of a row's logits. Parts with the same maximum can be added.
 struct HeadRowParts {
@@ -32,7 +32,7 @@ inline double token_logprob(double raw, double inverse_temperature, const HeadRo
 // Sums are kept in double over runs of 1024 values. One pass over memory.
 HeadRowParts compute_row_parts(const float* raw, std::int64_t columns, double inverse_temperature);
 HeadRowParts compute_row_parts(const double* raw, std::int64_t columns, double inverse_temperature);
-// The same sums with a maximum that is larger, or the same: then bit for bit.
+// The same sums for a larger maximum; for an equal maximum bitwise identical.
 HeadRowParts with_maximum(const HeadRowParts& parts, double max_raw, double inverse_temperature);
 // The sums of a row from parts that hold all its logits.
 HeadRowSums row_sums_of(const HeadRowParts& whole);

@@ -1,4 +1,4 @@
-// The operations of a CPU, group by group: tensors to the kernels of this folder.
+// The operations of a CPU by group: they pass tensors to the kernels of this folder.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ SwigluOperations swiglu_operations();
 ProductOperations product_operations();
 MovingOperations moving_operations();
 AttentionOperations attention_operations();
-AttentionOperations flash_attention_operations();  // by ATen's FlashAttention, where it can (ops/composed/attention.h)
+AttentionOperations flash_attention_operations();  // by ATen's FlashAttention if it can (ops/composed/attention.h)
 HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();

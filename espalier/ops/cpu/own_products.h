@@ -1,5 +1,5 @@
-// Matrix products whose sums have one defined order, so that every row of a result has the same bits whatever rows
-// stand beside it, and however threads, tiles and vectors divide the work.
+// Matrix products whose sums have one defined order. The bits of a result's row do not depend on the other rows, nor on
+// the split of work over threads, tiles and vectors.
 //
 //   out_ln = base_ln + sum_k a_lk b_nk
 // The order: steps k are cut into blocks of kSumBlock<T>, from 0 on. A block is one chain of fused multiply-adds from
@@ -25,13 +25,12 @@ struct Factor {
   const T* data;
   std::int64_t stride;
   bool steps_adjacent;
-  const void* panels =
-      nullptr;  // b only: the same numbers as pack_panels leaves them; null: a product packs for itself
-  const bfloat16* narrow = nullptr;  // b of float only: the numbers, which are widened, in place of data
+  const void* panels = nullptr;      // b only: the same numbers packed by pack_panels; null: the product packs them
+  const bfloat16* narrow = nullptr;  // float b only: narrow numbers to widen, instead of data
 };
 
-// T: of the factors; Out: T, or accumulator_t<T>. Rows of out and base are adjacent numbers. base null: none; it may be
-// out.
+// T: type of the factors; Out: T, or accumulator_t<T>. Rows of out and base are contiguous. base may be null, and may
+// be out.
 template <class T, class Out>
 struct Product {
   std::int64_t rows, columns, steps;
@@ -46,7 +45,7 @@ struct Range {
   std::int64_t begin, end;
 };
 
-// What each instruction set offers. Columns of a part begin at multiples of `panel`; scratch is aligned to 64 bytes.
+// The functions of an instruction set. Columns of a part begin at multiples of `panel`; scratch is 64-byte aligned.
 template <class T, class Out>
 struct Kernel {
   std::int64_t panel;
@@ -55,11 +54,11 @@ struct Kernel {
   void (*pack)(const Factor<T>& b, std::int64_t columns, std::int64_t steps, void* to);
 };
 
-// Overwrites out. Columns are divided among threads, or rows where columns are few; threads: at most so many.
+// Overwrites out. Threads share the columns, or the rows if there are few columns. `threads`: the most threads used.
 template <class T, class Out>
 void multiply(const Product<T, Out>& product, int threads);
 
-// All of a factor in the order that the kernels read it, for products with few rows: there packing takes longer than
+// Packs a whole factor in the order of the kernels, for products with few rows, where packing takes longer than
 // multiplying. `to` is aligned to 64 bytes.
 template <class T>
 std::int64_t panel_bytes(std::int64_t columns, std::int64_t steps);

@@ -1,4 +1,4 @@
-// The router of an expert layer: which experts a row goes to, with what weights, and back.
+// The router of an expert layer: the experts and weights of every row, and the backward.
 //
 //   p = softmax(logits) or sigmoid(logits);  S = the k largest p + correction in the best groups, ties to the lower
 //   index w_j = scaling p_j, or with `renormalise` scaling p_j / sum_S p penalties of a row:  sum_e g_e p_e  (auxiliary
@@ -16,8 +16,8 @@
 
 namespace espalier::moe {
 
-// Overwrites choice [R, k] (by falling probability) and weight [R, k]. Where recorded [R, k] is given, a row whose
-// first entry is not negative takes its S from there (k distinct experts) instead of the k largest.
+// Overwrites choice [R, k] (by falling probability) and weight [R, k]. If recorded [R, k] is given, a row with a
+// non-negative first entry takes its S from there (k distinct experts) instead of the k largest.
 template <class T>
 void choose_experts(const RouterShape& shape, const T* logits_RE, const std::int32_t* given_RK, std::int32_t* choice_RK,
                     accumulator_t<T>* weight_RK, const accumulator_t<T>* correction_E = nullptr);

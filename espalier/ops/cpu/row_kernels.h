@@ -1,9 +1,9 @@
-// The parts of a block that are bound by memory, each in one pass over its rows, forward and backward.
+// The memory-bound parts of a block, each in one pass over its rows, forward and backward.
 //
-// Plain pointers; T is float, double or bfloat16, A = accumulator_t<T> (sums, statistics, parameter gradients).
-// Rows follow each other at a stride in elements. "Overwrites" and "adds to" are said for every output. Parameter
-// gradients are added in a fixed order for a given thread count. In bfloat16 norms and rotations are computed in float
-// and rounded as Hugging Face does.
+// Plain pointers; T is float, double or bfloat16, A = accumulator_t<T> (sums, statistics, parameter gradients). Row
+// strides are in elements. Every output is documented as overwritten or added to. Parameter gradients are added in a
+// fixed order for a given thread count. In bfloat16 norms and rotations are computed in float and rounded as in Hugging
+// Face.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace espalier::rows {
 
-// Weights of a norm; a bias is that of NormKind::layer.
+// Weights of a norm; only NormKind::layer has a bias.
 template <class T>
 struct NormParameters {
   NormParameters(const T* of, NormKind of_kind = NormKind::rms,
@@ -23,7 +23,7 @@ struct NormParameters {
   const T *weight, *bias;
   NormKind kind;
 };
-// To infer T from the other arguments alone.
+// Lets T be inferred from the other arguments only.
 template <class T>
 struct Same {
   using Type = T;
@@ -56,11 +56,11 @@ struct HeadShape {
   std::int64_t rows = 0, heads = 0, head_dim = 0;
   double eps = 1e-6;
   const std::int32_t* position = nullptr;  // [rows]
-  std::int64_t rotary = -1;                // first channels that rotate; below 0: all
+  std::int64_t rotary = -1;                // number of first channels that rotate; below 0: all
   bool interleaved = false;                // even and odd channels are the pairs; without a norm
   bool wide_norm = false;                  // over all heads of a row, norm_weight [heads * D]
   NormKind norm = NormKind::rms;           // not layer
-  std::int64_t first = 0;                  // the first channel that may rotate, without a norm: those before it stay
+  std::int64_t first = 0;                  // the first channel that may rotate, without a norm; earlier ones stay
 
   std::int64_t rotating() const { return rotary < 0 ? head_dim : rotary; }
 };
@@ -68,7 +68,7 @@ template <class T>
 void norm_rotate(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
                  const accumulator_t<T>* cos, const accumulator_t<T>* sin, T* out, std::int64_t out_stride);
 
-// G is T or A. Overwrites grad_in; adds to grad_norm_weight [D] where norm_weight is given.
+// G is T or A. Overwrites grad_in; adds to grad_norm_weight [D] if norm_weight is given.
 template <class T, class G>
 void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t in_stride, const T* norm_weight,
                               const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,
@@ -80,8 +80,8 @@ void add_norm_rotate_backward(const HeadShape& shape, const T* in, std::int64_t 
 template <class T>
 void swiglu(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up, T* act);
 
-// Overwrites grad_gate_up [rows, 2F] or [rows, F], which may be gate_up itself; also overwrites act (as swiglu) where
-// it is given. act may be grad_act itself.
+// Overwrites grad_gate_up [rows, 2F] or [rows, F], which may be gate_up itself; also overwrites act (as swiglu) if it
+// is given. act may be grad_act itself.
 template <class T>
 void swiglu_backward(const ActivationRule& rule, std::int64_t rows, std::int64_t inner, const T* gate_up,
                      const T* grad_act, T* grad_gate_up, T* act);

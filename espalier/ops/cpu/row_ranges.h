@@ -1,8 +1,8 @@
-// The row kernels on one thread: rows (or columns, or elements) [begin, end) of what row_kernels.h declares. Compiled
-// once for each instruction set; row_kernels.cpp picks the set and shares the range among threads.
+// The kernels of row_kernels.h on one thread, for rows (or columns, or elements) [begin, end). Compiled once for each
+// instruction set; row_kernels.cpp chooses the set and splits the range over threads.
 //
-// Tables of function pointers, so that a set is chosen once per call. `sums` [width] (or [head_dim]) receives the
-// parameter gradient of these rows, added to what it holds; the caller adds it to the parameter's accumulator.
+// Tables of function pointers, so that a set is chosen once per call. The parameter gradient of these rows is added to
+// `sums` [width] (or [head_dim]); the caller adds `sums` to the parameter's accumulator.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct NormRanges {
                       const T* norm_weight, const A* cos, const A* sin, T* out, std::int64_t out_stride);
 };
 
-// The gradient arrives as G.
+// G: the type of the incoming gradient.
 template <class T, class G>
 struct RotateBackwardRanges {
   using A = accumulator_t<T>;

@@ -5,8 +5,8 @@
 
 namespace espalier::ESPALIER_SIMD {
 
-// The value a store to T and a load would give: to nearest, ties to even. Stays within the float's 32 bits, which costs
-// half of a conversion to 16 bits and back.
+// The value after a store to T and a load: to nearest, ties to even. Stays within the float's 32 bits, at half the cost
+// of a conversion to 16 bits and back.
 template <class T>
 ESPALIER_SIMD_INLINE Vector<T> rounded(Vector<T> v) {
   if constexpr (sizeof(T) == 2) {
@@ -18,9 +18,9 @@ ESPALIER_SIMD_INLINE Vector<T> rounded(Vector<T> v) {
   }
 }
 
-// Partial sums of a row in lanes whose number no instruction set changes: 16 of float, 8 of double, in as many vectors
-// as that takes. The halves of the lanes are added until one is left. Every instruction set with fused products gives
-// the same bits.
+// Partial sums of a row in a fixed number of lanes for all instruction sets: 16 of float, 8 of double, in one or more
+// vectors. The halves of the lanes are added until one is left. Every instruction set with fused products gives the
+// same bits.
 template <class T>
 struct RowSum {
   static constexpr int kParts = 64 / ESPALIER_SIMD_BYTES, kStep = kParts * kLanes<T>;
@@ -41,7 +41,7 @@ struct RowSum {
   }
 };
 
-// Calls body(part, index, count) for one step of a RowSum from `begin` on, of at most `count` values.
+// Calls body(part, index, count) for one step of a RowSum from `begin` on, with at most `count` values.
 template <class T, class Body>
 ESPALIER_SIMD_INLINE void for_parts(std::int64_t begin, std::int64_t count, Body body) {
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// Products of small matrices that lie in the caches, for files of espalier_simd_sources.
+// Products of small matrices in the caches, for files of espalier_simd_sources.
 #pragma once
 
 #include "espalier/base/simd.h"
@@ -11,8 +11,8 @@ struct LeftFactor {
   const A* at;
   std::int64_t row, step;
 };
-// Which elements of a left factor, or of a result, count: all; those with step (column) <= row; those with step >= row.
-// Others that share a tile with them must be 0.
+// The elements of a left factor, or of a result, that count: all; step (column) <= row; step >= row. Other elements in
+// the same tile must be 0.
 enum class Triangle : std::uint8_t { none, lower, upper };
 
 namespace detail {
@@ -66,8 +66,8 @@ void product_column(std::int64_t rows, std::int64_t steps, LeftFactor<A> left, T
 
 }  // namespace detail
 
-// out = keep out + factor left right, with right [steps, columns] and out [rows, columns] at strides; out is not read
-// where keep is 0. `triangle` is the left factor's. Where `lower_out`, only out's tiles at and below the diagonal are
+// out = keep out + factor left right, with right [steps, columns] and out [rows, columns] at strides; out is not
+// read if keep is 0. `triangle`: of the left factor. `lower_out`: only out's tiles at and below the diagonal are
 // written.
 template <class A>
 void small_product(std::int64_t rows, std::int64_t columns, std::int64_t steps, const LeftFactor<A>& left,

@@ -1,5 +1,5 @@
-// One token from one row of logits (ops/choice.h): the likeliest, or one drawn from those that top-k and top-p
-// leave.
+// Chooses one token from one row of logits (ops/choice.h): the likeliest, or one drawn from the tokens left by top-k
+// and top-p.
 //
 // Arithmetic in double.
 #pragma once
@@ -15,7 +15,7 @@ namespace espalier {
 
 struct TokenChoice {
   std::int32_t token = 0;
-  double logprob = 0;  // over the whole vocabulary, at the rule's temperature (1 where that is 0)
+  double logprob = 0;  // over the whole vocabulary, at the rule's temperature (1 if that is 0)
 };
 
 // Scratch memory of one thread.

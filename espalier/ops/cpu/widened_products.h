@@ -1,6 +1,6 @@
-// bfloat16 products where the processor has no instructions for them: panels of both factors are widened to float32 and
-// multiplied in float32, and a sum is rounded once, when it is whole. The matrix library's own way runs at a tenth of
-// that there.
+// bfloat16 products for processors without instructions for them: panels of both factors are widened to float32 and
+// multiplied in float32, and a complete sum is rounded once. There the matrix library runs at a tenth of this
+// speed.
 //
 // R rows, N columns, K summed over.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace espalier {
 
-// Whether products of this dtype are made so in this process.
+// Whether this process computes products of this dtype in this way.
 bool widens_products(at::ScalarType dtype);
 
 // out_RN = base_RN + a_RK b_KN. a, b: bfloat16, each contiguous along one of its dimensions. out: bfloat16, or float32,

@@ -1,6 +1,6 @@
-// ATen's operations for CUDA on this run's memory and stream. They are called through ATen's dispatcher, which is in
-// the libraries that the program has; their kernels come with libtorch_cuda.so, which is opened when they are asked
-// for. Results are in memory of ATen's allocator.
+// ATen's operations for CUDA on this run's memory and stream. They are called through ATen's dispatcher, which the
+// program links; their kernels are in libtorch_cuda.so, which is opened on first use. Results are in memory of ATen's
+// allocator.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace espalier::cuda {
 // Opens ATen once, on GPU `index`. Returns the loader's error, or "".
 const std::string& open_aten(int index);
 
-// While it lives ATen's work goes to the compute stream.
+// During its lifetime ATen's work goes to the compute stream.
 class OnOurStream {
  public:
   OnOurStream();
@@ -28,7 +28,7 @@ class OnOurStream {
 
 // ATen's name for the GPU of this process.
 at::Device aten_device();
-// A tensor of the device as ATen sees it: the same memory.
+// A view of a device tensor for ATen: the same memory.
 at::Tensor seen_by_aten(const at::Tensor& tensor);
 
 }  // namespace espalier::cuda

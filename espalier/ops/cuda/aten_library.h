@@ -14,7 +14,7 @@ class AtenLibrary : public LibraryAttention {
   at::Tensor on_device(const std::vector<std::int32_t>& whole_numbers) const override;
 };
 
-// Composed of the library's calls where it takes the problem, else the kernels of attention_operations().
+// Attention composed of the library's calls if it takes the problem, else the kernels of attention_operations().
 template <const AtenLibrary& (*library)()>
 AttentionOperations composed_operations() {
   AttentionOperations all = attention_operations();

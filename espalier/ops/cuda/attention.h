@@ -1,7 +1,7 @@
 // Shared-prefix attention on a device: contract in ops/cpu/attention/attention.h. Head sizes up to 256.
 //
-// Plain kernels for every type: exact, no tensor cores; for float32 and float64, which tensor cores do not have, and
-// for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16: tensor cores.
+// Plain kernels for every type, exact and without tensor cores: for float32 and float64, which tensor cores lack, and
+// for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16 use tensor cores.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,13 @@ void add_plain_attention_backward(const attention::Shape& shape, const attention
                                   attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
                                   attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
 
-// On tensor cores: heads of 64, 96, 128, 192 and 256 elements whose rows stand at multiples of 16 bytes and whose tiles
-// fit the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or sm_120 has). Weights and
-// slopes are rounded to bfloat16 as factors of the second products, sums are in float32.
+// Tensor cores take heads of 64, 96, 128, 192 and 256 elements with rows at multiples of 16 bytes, if their tiles fit
+// the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or sm_120 has). Weights and slopes
+// are rounded to bfloat16 as factors of the second products; sums are in float32.
 bool takes_tiles(const attention::Shape& shape, const attention::Inputs<bfloat16>& in);
 void tiled_attention(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                      attention::Rows<bfloat16> out, float* lse_HQ);
-// grad_out stands as `in` does.
+// grad_out has the layout of `in`.
 void add_tiled_attention_backward(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                                   attention::Rows<const bfloat16> out, const float* lse_HQ,
                                   attention::Rows<const bfloat16> grad_out,

@@ -1,4 +1,4 @@
-// Tokens drawn on a device: contract in ops/choice.h, rule in ops/choice.h.
+// Draws tokens on a device: contract and rule in ops/choice.h.
 #pragma once
 
 #include <cstdint>

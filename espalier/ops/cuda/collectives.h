@@ -1,5 +1,5 @@
-// Collectives between the GPUs of a group's ranks, as work of queues (runtime.h): NCCL in the CUDA library, in tests
-// the group of the same ranks on the host.
+// Collectives between the GPUs of a rank group, queued as work (runtime.h): NCCL in the CUDA library, in tests the host
+// group of the same ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,11 @@
 
 namespace espalier::cuda {
 
-// parallel/group.h describes it. Tensors are the device's, contiguous, and stay until it has run.
+// The calls are described in parallel/group.h. Tensors are on the device, contiguous, and must exist until it has run.
 struct Collective {
   enum class Kind { sum, maximum, gather, scatter_sum, exchange, broadcast, send, receive };
   Kind kind;
-  at::Tensor from, to;  // of a sum, a maximum and a broadcast the same; a send has no `to`, a receive no `from`
+  at::Tensor from, to;  // equal for a sum, a maximum and a broadcast; a send has no `to`, a receive no `from`
   int peer = 0;         // the root of a broadcast, the other rank of a send or receive
   std::vector<std::int64_t> send_rows = {}, receive_rows = {};  // of an exchange
 };
@@ -32,27 +32,27 @@ class Communicator {
   virtual ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
-  // Gives it to the queue. Every rank gives the collectives of a group in the same order; what one rank sends to
-  // another, the other receives in that order. Errors: CommunicationError.
+  // Queues the collective. Every rank queues the collectives of a group in the same order; sends between two ranks are
+  // received in order. Errors: CommunicationError.
   virtual void give(Queue queue, const Collective& collective) = 0;
-  // Calls what asks the host's group, whose ranks may wait for work of this one's queues, which goes on meanwhile.
+  // Runs a call of the host's group, whose ranks may wait for this rank's queues; the queues continue meanwhile.
   virtual void on_host(const std::function<void()>& call) = 0;
-  // Ends what is under way and refuses what comes, so that the queues run on: other ranks are gone.
+  // Cancels running collectives and refuses new ones, so that the queues continue after other ranks have died.
   virtual void give_up() = 0;
 };
 
-// Every rank of `host` calls it at the same place. `timeout`: seconds. Errors: CommunicationError; DeviceError where
-// this library cannot.
+// Every rank of `host` calls it at the same place. `timeout`: seconds. Errors: CommunicationError; DeviceError if this
+// library has no collectives.
 std::unique_ptr<Communicator> join(const std::shared_ptr<Group>& host, double timeout);
 
-// Collectives that were given to queues and are not known to have ended.
+// Queued collectives that are not known to have ended.
 class Unfinished {
  public:
-  // `begin` and `end`: the places in its queue before and behind it, forgotten here.
+  // `begin` and `end`: the events before and after it in its queue; this object forgets them.
   void add(std::string_view name, Event begin, Event end, double timeout);
   bool empty() const { return all_.empty(); }
-  // Errors: CommunicationError where one has begun and not ended for longer than its timeout; every communicator of
-  // this rank gives up then, and all are dropped.
+  // Errors: CommunicationError if a collective has run for longer than its timeout; every communicator of this rank
+  // then gives up, and all collectives are dropped.
   void check();
 
  private:
@@ -60,7 +60,7 @@ class Unfinished {
     std::string_view name;
     Event begin, end;
     double timeout;
-    double began = -1;  // seconds of a steady clock at which it was first seen to have begun
+    double began = -1;  // when it was first seen running, by a steady clock
   };
   std::deque<Entry> all_;
 };
@@ -68,7 +68,7 @@ class Unfinished {
 // The unfinished collectives of this rank.
 Unfinished& unfinished();
 
-// Returns when the event has happened. Errors: CommunicationError where a collective does not end.
+// Returns when the event has happened. Errors: CommunicationError if a collective does not end.
 void wait_until(Event event);
 
 }  // namespace espalier::cuda

@@ -1,4 +1,4 @@
-// Sums down the columns of a matrix, in an order that depends on its shape alone; biases.
+// Column sums of a matrix, in an order that depends on its shape only; biases.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace espalier::cuda {
 template <class S, class Out>
 void add_parts(std::int64_t parts, std::int64_t width, const S* part, Out* into);
 
-// into_m += sum_r factor_r x_rm (factor null: 1), in the type S of the sums.
+// into_m += sum_r factor_r x_rm (factor null: 1), summed in type S.
 template <class S, class T, class Out>
 void add_column_sums(std::int64_t rows, std::int64_t width, const T* x, std::int64_t stride, const double* factor,
                      Out* into);

@@ -1,4 +1,4 @@
-// Attention by graphs of cuDNN as the calls that attention is composed of (ops/composed/attention.h).
+// Attention composed of cuDNN graphs (ops/composed/attention.h).
 #pragma once
 
 #include "espalier/ops/attention.h"
@@ -7,14 +7,14 @@
 
 namespace espalier::cuda {
 
-// On GPU `index` of a compute capability (the major number), in bfloat16 and heads of a multiple of 8 elements up to
-// 256, where each own row has a query; else the kernels of attention_operations(). Its own memory comes from ATen's
-// allocator. Errors: DeviceError where this torch has no CUDA; those of open_cudnn.
+// For GPU `index` of a compute capability (the major number): bfloat16, heads of a multiple of 8 elements up to 256,
+// and a query for each own row; other problems use attention_operations(). Its memory comes from ATen's allocator.
+// Errors: DeviceError if this torch has no CUDA; those of open_cudnn.
 AttentionOperations open_cudnn_attention(int index, int capability);
 
 class CudnnAttention : public AtenLibrary {
  public:
-  // cuDNN keeps the gradients of all scores of a backward, in bfloat16: 8 MB a head for a square of so many rows.
+  // cuDNN keeps the gradients of all scores of a backward, in bfloat16: 8 MB a head for a square of this many rows.
   static constexpr std::int64_t kBackwardRows = 2048;
 
   explicit CudnnAttention(SequenceGraphs& graphs, std::int64_t backward_rows = kBackwardRows)

@@ -1,9 +1,9 @@
-// A GPU as a device (device/device.h), over what runtime.h offers.
+// A GPU as a device (device/device.h), on top of runtime.h.
 //
-// Operations run in the compute stream, in order. Copies to the host run in the copy stream behind the work that they
-// read; what comes from the host is staged in pinned memory, so that the host does not wait for its copy. Reserved
-// addresses are the driver's: pages come when a tensor is first viewed in them, and those that were given back serve
-// again once the work that used them has run, so that giving back waits for nothing.
+// Operations run in the compute stream, in order. Copies to the host run in the copy stream after the work that they
+// read. Data from the host is staged in pinned memory, so that the host does not wait for the copy. Reserved addresses
+// come from the driver: pages are mapped when a tensor is first viewed in them. Returned pages are reused once the work
+// that used them has run, so returning them does not wait.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ class PinnedMemory {
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
-  std::byte* of(std::size_t bytes);  // what it held may be lost
+  std::byte* of(std::size_t bytes);  // its content may be lost
 
  private:
   void* memory_ = nullptr;
@@ -57,25 +57,25 @@ class CudaDevice : public Device {
   at::Tensor adopt(const at::Tensor& host) override;
   std::shared_ptr<Group> connect(std::shared_ptr<Group> host, double timeout) override;
 
-  // Whether a tensor, which may have no elements, is of this device.
+  // Whether a tensor, possibly empty, is on this device.
   bool holds(const at::Tensor& tensor) const;
 
  private:
-  // One of the blocks that values wait in until their copy to the device has run.
+  // A block that holds values until their copy to the device has run.
   struct Staging {
     PinnedMemory memory;
     Event copied = kNoEvent;
   };
-  // Buffers for values in flight to the host; free once they were fetched.
+  // Buffers for values in flight to the host; free once the values are fetched.
   struct Landing {
     PinnedMemory memory;
     Event copied = kNoEvent;
     bool free = true;
   };
   struct Range {
-    std::vector<Page> pages;  // kNoPage: none is there
+    std::vector<Page> pages;  // kNoPage: not mapped
   };
-  // A page that work given before it was given back may still use.
+  // A returned page that earlier work may still use.
   struct Leaving {
     Page page;
     std::byte* at;

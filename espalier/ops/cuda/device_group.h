@@ -1,9 +1,9 @@
-// A group of ranks, each with a GPU: collectives of the device's tensors are work of queues, those of the host's are
-// the host's group's.
+// A rank group with one GPU per rank: collectives of device tensors are queued work, collectives of host tensors go to
+// the host's group.
 //
-// A collective runs behind the work that was given before it and before the work that is given next, and the host does
-// not wait. Each group has its queues, as ranks may come to different groups in different orders. Data to send is
-// copied first and sent in a queue of its own, so that no rank waits for its receiver.
+// A collective runs after earlier work and before later work, and the host does not wait. Each group has its own
+// queues, because ranks may reach different groups in different orders. Data to send is copied first and sent in a
+// separate queue, so that no rank waits for its receiver.
 #pragma once
 
 #include <deque>
@@ -16,7 +16,7 @@ namespace espalier::cuda {
 
 class DeviceGroup : public Group {
  public:
-  // `timeout`: seconds that a collective may take from its begin.
+  // `timeout`: seconds from the begin of a collective.
   DeviceGroup(std::shared_ptr<Group> host, double timeout, CudaDevice& device);
 
  private:
@@ -30,12 +30,12 @@ class DeviceGroup : public Group {
   void do_send(const at::Tensor& x, int to) override;
   void do_receive(const at::Tensor& x, int from) override;
 
-  // Behind the work given so far; the place in the queue behind it.
+  // Queues a collective after all earlier work; returns the event after it.
   Event give(Queue queue, const Collective& collective);
-  // Before the work that is given once it was waited for, or next, too.
+  // Starts a collective; work given after its wait, or the next work too, runs after it.
   std::unique_ptr<Pending::Work> start(const Collective& collective);
   void run(const Collective& collective);
-  // Runs a call of the host's group while this rank's queues go on.
+  // Runs a call of the host's group while this rank's queues continue.
   template <class Call>
   std::unique_ptr<Pending::Work> on_host(Call&& call);
 

@@ -1,4 +1,4 @@
-// Routers and the rows of experts on a device: contracts in ops/experts.h, ops/cpu/router_kernels.h.
+// Routers and experts' rows on a device: contracts in ops/experts.h, ops/cpu/router_kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ void choose_experts(const moe::RouterShape& shape, const T* logits_RE, const std
                     std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
 
 struct Penalty {
-  const std::int32_t* group;  // [R]; null: no penalty of that kind, here and below
+  const std::int32_t* group;  // [R]; null: no such penalty, also below
   const double *probability, *z;
 };
-// Overwrites grad_logits, and where it is given penalties [2].
+// Overwrites grad_logits, and penalties [2] if given.
 template <class T>
 void router_backward(const moe::RouterShape& shape, const T* logits_RE, const std::int32_t* choice_RK,
                      const accumulator_t<T>* grad_weight_RK, const Penalty& penalty, T* grad_logits_RE,
@@ -32,13 +32,13 @@ void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK
 struct Places {
   std::int64_t first, count;
 };
-// Overwrites place_S: where each slot stands.
+// Overwrites place_S with the place of each slot.
 void find_places(std::int64_t slots, const std::int32_t* slot_S, std::int32_t* place_S);
-// Overwrites end_E: how many of the window's places are those of experts 0 to e.
+// Overwrites end_E with the number of the window's places for experts 0 to e.
 void find_ends(std::int64_t experts, Places window, const std::int32_t* begin_E1, std::int32_t* end_E);
 
-// sum_r += w_s y_s over those of the `chosen` slots of each row that stand in the window, whose rows y has, in their
-// order. weight null: 1.
+// sum_r += w_s y_s over each row's `chosen` slots inside the window, in order; y has the window's rows. weight null:
+// 1.
 template <class T>
 void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width, Places window,
                      const std::int32_t* place_S, const T* y_NM, const accumulator_t<T>* weight_S,

@@ -5,9 +5,9 @@
 
 namespace espalier::cuda {
 
-// On GPU `index`, in bfloat16 and heads of a multiple of 8 elements up to 256, where each own row has a query; else the
-// kernels of attention_operations(). Its own memory comes from ATen's allocator. Errors: DeviceError where this torch
-// has no CUDA.
+// For GPU `index`: bfloat16, heads of a multiple of 8 elements up to 256, and a query for each own row; other
+// problems use attention_operations(). Its memory comes from ATen's allocator. Errors: DeviceError if this torch has
+// no CUDA.
 AttentionOperations open_flash_attention(int index);
 
 }  // namespace espalier::cuda

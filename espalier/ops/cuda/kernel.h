@@ -1,7 +1,7 @@
-// The language of kernels: CUDA under nvcc; under a C++ compiler the emulation that came before this header.
+// The language of kernels: CUDA under nvcc; under a C++ compiler the emulation included before this header.
 //
-// T is what is stored (float, double or bfloat16), A = accumulator_t<T> what is computed with. Sums over a warp or a
-// block are made in one order, whatever the schedule.
+// T is the stored type (float, double or bfloat16), A = accumulator_t<T> the type of arithmetic. Sums over a warp or a
+// block have one order under any schedule.
 #pragma once
 
 #include <cmath>
@@ -60,7 +60,7 @@ template <class T>
 __device__ __forceinline__ T narrowed(accumulator_t<T> x) {
   return Narrow<T>::of(x);
 }
-// The value that a T would hold.
+// x rounded to T.
 template <class T>
 __device__ __forceinline__ accumulator_t<T> rounded(accumulator_t<T> x) {
   return widened(narrowed<T>(x));
@@ -113,7 +113,7 @@ __device__ __forceinline__ std::int64_t grid_thread() {
   return static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-// Sums over groups of kLanes neighbouring lanes; every lane of the warp calls, and has its group's.
+// Sums over groups of kLanes neighbouring lanes. Every lane of the warp calls it and gets its group's sum.
 template <int kLanes = 32, class A>
 __device__ __forceinline__ A warp_sum(A x) {
 #pragma unroll
@@ -130,7 +130,7 @@ __device__ __forceinline__ A warp_max(A x) {
   return x;
 }
 
-// The sum over a block of whole warps, in every thread. `scratch` is of this function until the next barrier.
+// The sum over a block of whole warps, in every thread. `scratch` belongs to this function until the next barrier.
 template <class A>
 __device__ __forceinline__ A block_sum(A x, A (&scratch)[32]) {
   const unsigned lane = threadIdx.x % 32, warps = blockDim.x / 32;

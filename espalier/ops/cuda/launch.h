@@ -1,6 +1,6 @@
-// Launches, and what operations ask of the CUDA runtime beside them.
+// Kernel launches, and other uses of the CUDA runtime by operations.
 //
-// Under nvcc launch() is the driver's; under a C++ compiler it is the emulation's. The functions of the runtime are in
+// Under nvcc launch() uses CUDA; under a C++ compiler it uses the emulation. The functions of the runtime are in
 // runtime.cpp of the CUDA library, and in tests/cuda for the emulation. All work goes to one stream, in order.
 #pragma once
 
@@ -19,14 +19,14 @@ using Stream = CUstream_st*;
 
 // The stream of this run's work.
 Stream stream();
-// Bytes of shared memory that one block may ask for on this GPU.
+// The most bytes of shared memory of one block on this GPU.
 std::int64_t most_shared_bytes();
 // Lets a kernel's blocks have more than 48 KiB of shared memory. Errors: InternalError.
 void allow_shared_bytes(const void* kernel, std::int64_t bytes);
-// Errors: InternalError with the runtime's message about the launch before.
+// Errors: InternalError with the runtime's message about the previous launch.
 void expect_launched(const char* what);
 
-// Memory for the work of one operation: bytes of the device, given back in the order of the stream.
+// Device memory for the work of one operation, freed in the order of the stream.
 void* take_scratch(std::size_t bytes);
 void give_back_scratch(void* memory);
 
@@ -74,7 +74,7 @@ void launch(void (*kernel)(Parameters...), Blocks blocks, int threads, std::int6
 #endif
 }
 
-// Whole warps for so many items, at most `most` threads.
+// Threads in whole warps for this number of items, at most `most`.
 inline int threads_for(std::int64_t items, int most) {
   const std::int64_t whole = ceil_div(items < 1 ? 1 : items, 32) * 32;
   return static_cast<int>(whole < most ? whole : most);
@@ -85,7 +85,7 @@ bool aligned_16(const Pointers*... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Calls body with 16 bytes of T as pack where that is possible, else with one element.
+// Calls body with a pack of 16 bytes of T if possible, else with one element.
 template <class T, class Body>
 void with_pack(bool possible, Body&& body) {
   constexpr int kWhole = 16 / static_cast<int>(sizeof(T));

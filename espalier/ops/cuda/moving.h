@@ -1,5 +1,5 @@
-// Rows moved between tensors of a device: contracts in ops/moving.h. To move numbers only their bytes matter; rows are
-// given in elements of `size` bytes and stand at strides in elements.
+// Moves rows between tensors of a device: contracts in ops/moving.h. Moves depend only on the element size `size` in
+// bytes; widths and strides are in elements.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct RowsFrom {
   std::int64_t stride = 0;
 };
 
-// x_r = table[id_r - first], or 0 where that is not one of the table's rows; `size` bytes an element.
+// x_r = table[id_r - first], or 0 if the table has no such row; `size`: bytes of an element.
 void look_up(std::int64_t rows, std::int64_t width, int size, RowsFrom table, std::int64_t table_rows,
              const std::int32_t* id, std::int64_t first, RowsTo x);
 // into[row_r] = x_r; rows do not repeat.
@@ -27,7 +27,7 @@ void zero_rows(std::int64_t rows, std::int64_t width, int size, RowsTo x, const 
 // out_r = in_r.
 void copy_rows(std::int64_t rows, std::int64_t width, int size, RowsFrom in, RowsTo out);
 
-// into[id_r - first] += x_r where that is one of its rows, r in order, the sum rounded once; contiguous.
+// into[id_r - first] += x_r if that row exists, r in order, the sum rounded once; contiguous.
 template <class In, class Out>
 void add_look_up_backward(std::int64_t rows, std::int64_t width, const In* x, const std::int32_t* id,
                           std::int64_t first, std::int64_t into_rows, Out* into);

@@ -1,5 +1,5 @@
 // RMSNorm, rotation and SwiGLU on a device. Equations, shapes and roundings: ops/norm.h, ops/rotation.h, ops/swiglu.h,
-// ops/cpu/row_kernels.h. T is float, double or bfloat16; all rows of a tensor stand at its stride, in elements.
+// ops/cpu/row_kernels.h. T is float, double or bfloat16; row strides are in elements.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ void norm(std::int64_t rows, std::int64_t width, const T* stream, const T* weigh
 template <class T>
 void norm_again(std::int64_t rows, std::int64_t width, const T* stream, const T* weight, const accumulator_t<T>* rstd,
                 T* y);
-// The width whose column sums fit a block's shared memory on every GPU.
+// The largest width with column sums that fit a block's shared memory on every GPU.
 inline constexpr std::int64_t kWidestNorm = 96 * 1024;  // bytes of accumulators
 // Adds to grad_stream and grad_weight (null: it has no gradient); the order of additions depends on `rows` alone.
 template <class T>
@@ -31,7 +31,7 @@ struct Heads {
 template <class T>
 void rotate(const Heads& shape, const T* in, std::int64_t in_stride, const T* weight, const accumulator_t<T>* cos,
             const accumulator_t<T>* sin, T* out, std::int64_t out_stride);
-// G is T or accumulator_t<T>. Overwrites grad_in; adds to grad_weight where there is a weight.
+// G is T or accumulator_t<T>. Overwrites grad_in; adds to grad_weight if there is a weight.
 template <class T, class G>
 void add_rotate_backward(const Heads& shape, const T* in, std::int64_t in_stride, const T* weight,
                          const accumulator_t<T>* cos, const accumulator_t<T>* sin, const G* grad_out,

@@ -1,8 +1,8 @@
-// The operations of a GPU, group by group: tensors to the kernels of this folder.
+// The operations of a GPU by group: they pass tensors to the kernels of this folder.
 //
-// A device's tensors are ATen's CPU tensors whose memory is the device's: everything above the operations only narrows
-// and views them, which touches no memory. Compiled without CUDA: the kernels behind the launchers are the CUDA
-// library's, or the emulation's.
+// Device tensors are ATen CPU tensors that point to device memory: code above the operations only narrows and views
+// them, which touches no memory. Compiled without CUDA: the launchers call the kernels of the CUDA library, or of the
+// emulation.
 #pragma once
 
 #include "espalier/ops/operations.h"

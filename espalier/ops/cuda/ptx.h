@@ -73,8 +73,8 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const unsigned (&a)[4],
 #endif
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory: lane l has the address of row l % 8 of matrix l / 8, and
-// receives of each matrix row l / 4, columns 2 (l % 4) and the next; with `transposed` those of the transposed matrix.
+// Loads four 8 x 8 matrices of 16-bit elements from shared memory: lane l gives the address of row l % 8 of matrix l /
+// 8, and receives row l / 4, columns 2 (l % 4) and the next, of each matrix, or of its transpose if `transposed`.
 template <bool transposed>
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const bfloat16* row ESPALIER_TWIN_SITE) {
 #ifdef __CUDACC__
@@ -118,7 +118,7 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const bfloat16* ro
 #endif
 }
 
-// 16 bytes from global to shared memory, under way until its group was waited for; zeros where not `inside`.
+// Copies 16 bytes from global to shared memory, in flight until its group is waited for; zeros if not `inside`.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool inside ESPALIER_TWIN_SITE) {
 #ifdef __CUDACC__
   const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -135,7 +135,7 @@ __device__ __forceinline__ void cp_async_commit() {
   emulation::commit_copies();
 #endif
 }
-// Until at most `left` groups of this thread are under way.
+// Waits until at most `left` groups of this thread are in flight.
 template <int left>
 __device__ __forceinline__ void cp_async_wait() {
 #ifdef __CUDACC__

@@ -1,10 +1,10 @@
 // Description for a cuDNN graph: attention within sequences of rows, and the memory that it reads and writes.
 //
-// Sequence b has n_b queries and m_b keys (int32, [B, 1, 1, 1] each); of every tensor x an offset o_b (int64, elements,
-// [B + 1, 1, 1, 1]) says where its first row lies. Element (b, h, i, d) of x, i below n_b or m_b, is at
+// Sequence b has n_b queries and m_b keys (int32, [B, 1, 1, 1] each). Every tensor x has an offset o_b (int64,
+// elements, [B + 1, 1, 1, 1]) to its first row. Element (b, h, i, d) of x, with i below n_b or m_b, is at
 //   x + o_b + h stride[1] + i stride[2] + d
-// so that sequences of any length share a graph: it is made for B sequences of at most `queries` and `keys` rows, all
-// powers of two, and those that are not there have length 0.
+// Sequences of any length can share a graph: it is built for B sequences of at most `queries` and `keys` rows, all
+// powers of two, and unused sequences have length 0.
 //
 //   out = softmax(scale q k^T) v ;  stats = the natural logarithm of the softmax's denominator
 // Causal: query i sees keys 0 to i.
@@ -22,9 +22,9 @@ namespace espalier::cuda {
 
 struct SequenceGraph {
   bool backward = false, causal = false;
-  std::int64_t sequences = 0, queries = 0, keys = 0;                            // B, and the most rows of one
+  std::int64_t sequences = 0, queries = 0, keys = 0;                            // B, and the most rows of a sequence
   std::int64_t query_heads = 0, key_heads = 0, head_size = 0;                   // H, J, D
-  std::int64_t q_row = 0, k_row = 0, v_row = 0, out_row = 0, grad_out_row = 0;  // elements from row to row
+  std::int64_t q_row = 0, k_row = 0, v_row = 0, out_row = 0, grad_out_row = 0;  // row strides in elements
   double scale = 1;
 
   auto operator<=>(const SequenceGraph&) const = default;
@@ -33,7 +33,7 @@ struct SequenceGraph {
 enum class Operand : std::uint8_t { q, k, v, out, stats, grad_out, grad_q, grad_k, grad_v };
 inline constexpr std::size_t kOperands = 9;
 
-// Addresses of one run: of each operand of the graph and of its offsets, and the lengths.
+// The addresses of one run: each operand of the graph and its offsets, and the lengths.
 struct SequenceAddresses {
   std::array<void*, kOperands> operand{}, offset{};
   void* queries = nullptr;
@@ -51,11 +51,11 @@ std::vector<OperandPlace> places_of(const SequenceGraph& graph);
 // The smallest power of two that holds `rows`, at least `least`.
 std::int64_t size_class(std::int64_t rows, std::int64_t least);
 
-// Graphs, each built when it is first asked for and kept.
+// Graphs, built on first use and kept.
 class SequenceGraphs {
  public:
   virtual ~SequenceGraphs() = default;
-  // Bytes that a run of the graph wants for itself. Errors: DeviceError where the library has no such graph.
+  // Workspace bytes of a run of the graph. Errors: DeviceError if the library has no such graph.
   virtual std::int64_t workspace_bytes(const SequenceGraph& graph) = 0;
   virtual void run(const SequenceGraph& graph, const SequenceAddresses& addresses, void* workspace) = 0;
 };

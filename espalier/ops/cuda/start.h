@@ -1,4 +1,4 @@
-// The CUDA library's own: the GPU it works on, and errors of the runtime.
+// Internal to the CUDA library: its GPU, and errors of the runtime.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,12 +7,12 @@
 
 namespace espalier::cuda {
 
-// Once, before any work: the GPU of this process and the streams of its work.
+// Selects the GPU of this process and creates its streams. Called once, before any work.
 void start(int index, int capability);
 int gpu_index();
 int capability();  // the major number of its compute capability
 cudaStream_t stream_of(Queue queue);
-// Errors: MemoryBudgetError where memory is short, else InternalError.
+// Errors: MemoryBudgetError if memory is short, else InternalError.
 void expect_success(cudaError_t status, const char* what);
 
 }  // namespace espalier::cuda

@@ -1,8 +1,8 @@
-// Tiles of rows of one head in shared memory, and what the tiled attention kernels share.
+// Tiles of rows of one head in shared memory, and the common parts of the tiled attention kernels.
 //
-// Rows of a tile are D elements, a multiple of 32; their pieces of 16 bytes are stored in another order in each row of
-// eight, so that ldmatrix, which reads the same piece of eight rows at a time, meets each bank once. Rows of an odd
-// number of 64 bytes begin at either half of the banks by themselves: four orders, each for two rows, do for them.
+// Rows of a tile have D elements, a multiple of 32. Their 16-byte pieces are stored in a different order in each of
+// eight rows, so that ldmatrix, which reads the same piece of eight rows at a time, meets each bank once. Rows of an
+// odd number of 64 bytes start at alternating halves of the banks, so four orders, each for two rows, are enough.
 #pragma once
 
 #include "espalier/ops/cpu/attention/attention.h"
@@ -23,7 +23,7 @@ __device__ __forceinline__ bfloat16* piece_at(bfloat16* tile, int row, int piece
   return tile + row * D + (D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row / 2 & 3)) * 8;
 }
 
-// Begins the copies of rows [first, first + kRows) of a head; those from `rows` on are zeros.
+// Starts to copy rows [first, first + kRows) of a head; rows from `rows` on are zeros.
 template <int D, int kRows>
 __device__ __forceinline__ void fetch_tile(bfloat16* tile, const bfloat16* data, std::int64_t stride,
                                            std::int64_t first, std::int64_t rows) {

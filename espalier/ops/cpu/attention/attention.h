@@ -5,21 +5,21 @@
 //   with a soft cap C: S = C tanh(scale q . k / C)
 //   out_i = sum_j softmax_j(S_i)_j v_j ;  lse_i = log sum_j exp S_ij   (mathematics, sections 1, 4, 5)
 //
-// Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of J; query head h
-// reads key/value head h / (H/J)), D head size, Dv that of values, D unless it is given. Query row i stands at own row
-// r_i = query_row ? query_row[i] : i
-// (ascending; an own row may occur twice). T, Q and P may be 0. Every own row sees at least itself.
-// Path row j has depth j, own row j has depth[j].
-// Strides count elements between consecutive rows; heads follow each other at distance D (those of v, out and their
-// gradients at distance Dv), elements at distance 1.
-// Deterministic: for one machine, thread count and problem the same bits. No copies of the path.
-// The cost is proportional to the visible (row, key) pairs, in blocks of keys and vectors of neighbouring rows: blocks
-// that no query row sees are skipped. Own rows that no row sees may be read beside visible ones: they must be finite.
-// Sums are of accumulator_t<T>. Where bfloat16 multiplies as it is (Bfloat16Products dot and tiles), the weights A and
-// the slopes dS below are rounded to bfloat16 as factors of A V, A^T dO, dS K and dS^T Q; nothing else is.
-// Where sums have a defined order (base/defined_sums.h), out and lse of a query row have the same bits beside any
-// other rows, for any split of its keys into path and own rows, and with any number of threads; bfloat16 is then
-// multiplied as float32 in the forward.
+// Shapes: T own rows, Q query rows, P path rows, H query heads, J key/value heads (H a multiple of
+// J; query head h reads key/value head h / (H/J)), D head size, Dv head size of values (default D).
+// Query row i is own row r_i = query_row ? query_row[i] : i (ascending; an own row may occur
+// twice). T, Q and P may be 0. Every own row sees at least itself. Path row j has depth j, own row
+// j has depth[j]. Strides count elements between consecutive rows; heads are D elements apart (Dv
+// for v, out and their gradients), and elements are adjacent. Deterministic: the same bits for the
+// same machine, thread count and problem. The path is not copied. The cost is proportional to the
+// visible (row, key) pairs, in blocks of keys and vectors of neighbouring rows; blocks without a
+// visible pair are skipped. Own rows that no row sees may be read with visible ones, so they must
+// be finite. Sums use accumulator_t<T>. If bfloat16 is multiplied directly (Bfloat16Products dot
+// and tiles), the weights A and the slopes dS below are rounded to bfloat16 as factors of A V, A^T
+// dO, dS K and dS^T Q, and nothing else is. With sums of defined order (base/defined_sums.h), out
+// and lse of a query row have the same bits beside any other rows, for any split of its keys into
+// path and own rows, and with any number of threads; the forward then multiplies bfloat16 as
+// float32.
 #pragma once
 
 #include <cstdint>
@@ -42,13 +42,13 @@ struct Shape {
   const std::int32_t* query_row = nullptr;    // [Q] or null
   const std::int32_t* subtree_end = nullptr;  // [T], one per own row
   std::int64_t window = 0;                    // W; 0: none
-  const std::int32_t* depth = nullptr;        // [T], one per own row; read where there is a window
+  const std::int32_t* depth = nullptr;        // [T], one per own row; read if there is a window
   double soft_cap = 0;                        // C: S = C tanh(scale q k / C); 0: none
-  bool keys_whole = false;                    // threads do not divide the keys of a query row in the forward
+  bool keys_whole = false;                    // the forward does not split a query row's keys over threads
   std::int64_t value_dim = 0;                 // Dv; 0: D
 
   std::int64_t values() const { return value_dim > 0 ? value_dim : head_dim; }
-  // As operands with heads of Dv have it.
+  // The same shape for operands with heads of Dv.
   Shape of_values() const {
     Shape shape = *this;
     shape.head_dim = values();
@@ -67,8 +67,8 @@ struct Inputs {
 template <class T>
 void forward(const Shape& shape, const Inputs<T>& in, Rows<T> out, accumulator_t<T>* lse_HQ);
 
-// Problems of fewer multiply-adds (H (D + Dv) of each pair of a query row and a key) run on the calling thread, since
-// others would take longer to wake than to work. Tests of threads set 0.
+// Problems with fewer multiply-adds (H (D + Dv) for each pair of a query row and a key) run on the calling thread,
+// because waking other threads would take longer. Tests of threads set 0.
 inline constexpr std::int64_t kLeastSharedWork = 1 << 19;
 void set_least_shared_work(std::int64_t multiply_adds);
 
@@ -79,7 +79,7 @@ struct Gradients {
   Rows<accumulator_t<T>> path_k, path_v;  // [P, J, D], [P, J, Dv], added to
 };
 
-// With dO = grad_out and the out and lse that forward gave:
+// With dO = grad_out and the out and lse of the forward:
 //   D_i = dO_i . out_i ;  A = exp(S - lse) ;  dS = A o (dO V^T - D)
 //   with a soft cap dS is multiplied by 1 - (S / C)^2
 //   dQ = scale dS K ;  gK += scale dS^T Q ;  gV += A^T dO

@@ -1,6 +1,6 @@
 // Entry points of each instruction set for dispatch.cpp: one table per element type.
 //
-// The kernels own no memory: the caller hands them `scratch` of the size they ask for, aligned to kScratchAlignment.
+// The kernels own no memory: the caller passes `scratch` of the required size, aligned to kScratchAlignment.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// How the factors of attention's products are laid out, and the products on them. Per instruction set (base/simd.h).
+// Layouts of the factors of attention's products, and the products on them. Per instruction set (base/simd.h).
 //
 // PlainOperands<T>: factors are numbers of the accumulator type. PairedOperands (paired_operands.h): pairs of bfloat16.
-// Both offer the same members, k standing for a number of indices a product sums over:
+// Both have the same members; k is the number of indices that a product sums over:
 //   Factor, steps(k) factors hold k indices; rows(n): rows of sums computed where n are wanted
 //   columns [steps(D)][W], lanes [steps(W)][padded]  right factors, sums over D and over lanes
 //   keys [rows(n)][steps(D)], across               left factors, sums over D and over keys
@@ -12,7 +12,7 @@
 
 namespace espalier::ESPALIER_SIMD {
 
-// Where a softmax puts its results; null where nobody asks.
+// The destinations of a softmax's results; null if not needed.
 template <class Factor>
 struct WeightPlaces {
   Factor *by_key = nullptr, *by_lane = nullptr;
@@ -24,14 +24,14 @@ struct PlainOperands {
   using A = accumulator_t<T>;
   using Factor = A;
   using Products = VectorProducts;
-  static constexpr Left kAcross = Left::rows_adjacent;  // across is keys as they are
-  static constexpr bool kInPlace = true;                // scores become weights where they stand, in both roles
-  static constexpr int kKeyStep = 1;                    // blocks are entered at multiples of it
+  static constexpr Left kAcross = Left::rows_adjacent;  // across is the same layout as keys
+  static constexpr bool kInPlace = true;                // weights overwrite scores, in both roles
+  static constexpr int kKeyStep = 1;                    // blocks start at multiples of it
   static constexpr int kVectorStep = 1;
 
   static std::int64_t steps(std::int64_t k) { return k; }
   static std::int64_t rows(std::int64_t n) { return n; }
-  // Keys that meet a panel at once: their block of scores and of values stays in the cache next to the core.
+  // Keys that one panel multiplies at once: their block of scores and of values stays in the core's cache.
   static std::int64_t key_block(std::int64_t head_dim) {
     const std::int64_t keys = 65536 / static_cast<std::int64_t>(sizeof(A)) / head_dim;
     return keys >= Products::kKeys ? Products::kKeys : keys <= 48 ? 48 : keys / 12 * 12;
@@ -82,7 +82,7 @@ struct PlainOperands {
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) store(to.by_lane + (j + k) * kPanel<A> + v * kLanes<A>, weight[k][v]);
   }
-  // Clears the padding that products read behind n keys.
+  // Clears the padding that products read after n keys.
   static void clear_behind(const WeightPlaces<Factor>&, std::int64_t) {}
 };
 

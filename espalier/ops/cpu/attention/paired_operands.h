@@ -1,4 +1,4 @@
-// Operands of attention on bfloat16 that multiplies as it is, with float32 sums: factors are pairs (pairs.h).
+// Operands of attention that multiplies bfloat16 directly, with float32 sums: factors are pairs (pairs.h).
 //
 // Rounded to bfloat16, to nearest: the weights P before P V and P^T dO, the slopes dS before dS K and dS^T Q. Their
 // sums, lse, D and all gradients of keys and values are float32; the row sums of P are of unrounded numbers.
@@ -51,7 +51,7 @@ struct PairedOperands {
   static std::int64_t steps(std::int64_t k) { return round_up(ceil_div(k, 2), P::kSteps); }
   static std::int64_t rows(std::int64_t count) { return round_up(count, P::kRows); }
   static std::int64_t key_block(std::int64_t) { return P::kKeys; }
-  // Sums that start inside of the block may take their last step behind it.
+  // Sums that start inside the block may take their last step after it.
   static std::int64_t across_stride(std::int64_t block, std::int64_t) { return steps(block + 2 * (P::kSteps - 1)); }
   static std::int64_t across_size(std::int64_t block, std::int64_t head_dim) {
     return rows(head_dim) * across_stride(block, head_dim);

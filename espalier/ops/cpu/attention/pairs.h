@@ -2,7 +2,7 @@
 // empty in sets without them.
 //
 //   c + a . b per 32-bit lane: c + (a.low * b.low + a.high * b.high), sums in float32, no product rounded to bfloat16.
-// Rounding to bfloat16 goes to nearest, ties to even; the instructions take subnormal numbers for 0.
+// Rounding to bfloat16 is to nearest, ties to even; the instructions treat subnormal numbers as 0.
 #pragma once
 
 #include "espalier/base/simd.h"
@@ -10,7 +10,7 @@
 #ifdef __AVX512BF16__
 namespace espalier::ESPALIER_SIMD {
 
-// Two bfloat16 that stand next to each other along the direction a product sums over; the first in the low half.
+// Two bfloat16 that are neighbours along the dimension of summation; the first is in the low half.
 enum class Pair : std::uint32_t {};
 using Pairs = IntegerVector<float>;
 
@@ -26,11 +26,11 @@ ESPALIER_SIMD_INLINE FloatVector fma(Pairs a, Pairs b, FloatVector c) {
       _mm512_dpbf16_ps(reinterpret<__m512>(c), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
 }
 
-// Numbers next to each other: low[0], low[1], ..., high[0], high[1], ...
+// Pairs of adjacent numbers: low[0], low[1], ..., high[0], high[1], ...
 ESPALIER_SIMD_INLINE Pairs rounded_pairs(FloatVector low, FloatVector high) {
   return reinterpret<Pairs>(_mm512_cvtne2ps_pbh(reinterpret<__m512>(high), reinterpret<__m512>(low)));
 }
-// (low[0], high[0]), (low[1], high[1]), ... of numbers next to each other.
+// Pairs (low[0], high[0]), (low[1], high[1]), ... from the first and second half of adjacent numbers.
 ESPALIER_SIMD_INLINE Pairs interleave(Pairs adjacent) {
   typedef std::int16_t Halves __attribute__((vector_size(ESPALIER_SIMD_BYTES)));
   Halves order{};

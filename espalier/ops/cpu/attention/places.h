@@ -1,10 +1,10 @@
-// Which lanes and which keys meet: panels of query rows, blocks of keys, and what of a block a panel sees.
-// Per instruction set (see base/simd.h).
+// The pairing of lanes and keys: panels of query rows, blocks of keys, and the keys of a block visible to a panel. Per
+// instruction set (see base/simd.h).
 //
-// The H/J query heads that share a key/value head are folded into rows: lane = query row * (H/J) + head of the group.
-// A panel is kPanel consecutive lanes; lanes behind the last are zero and stand at the last row. The rows that see own
-// key j are those in [j, subtree_end_j), so the lanes that see anything of a block stand next to each other: a block
-// costs what its vectors of lanes and its visible keys cost, whatever else the panel holds.
+// The H/J query heads that share a key/value head are folded into rows: lane = query row * (H/J) + head of the group. A
+// panel is kPanel consecutive lanes; lanes after the last are zero and belong to the last row. Own key j is visible to
+// the rows in [j, subtree_end_j), so the lanes that see any key of a block are contiguous. The cost of a block depends
+// only on these vectors of lanes and on its visible keys, not on the rest of the panel.
 #pragma once
 
 #include "espalier/ops/cpu/attention/attention.h"
@@ -26,7 +26,7 @@ ESPALIER_SIMD_INLINE std::int64_t whole_vectors(std::int64_t n) {
   return round_up(n, kLanes<A>);
 }
 
-// Scores are formed with +-Q, exactly, and multiplied by |scale| inside the exponent: a maximum of S stays one of
+// Scores are formed exactly with +-Q and multiplied by |scale| inside the exponent, so a maximum of S is a maximum of
 // scale S.
 template <class A>
 ESPALIER_SIMD_INLINE A sign(double scale) {
@@ -37,7 +37,7 @@ ESPALIER_SIMD_INLINE A magnitude(double scale) {
   return static_cast<A>(scale < 0 ? -scale : scale);
 }
 
-// Hands out pieces of one buffer, each aligned to a cache line.
+// Cuts one buffer into pieces, each aligned to a cache line.
 class Carver {
  public:
   explicit Carver(void* base) : at_(static_cast<char*>(base)) {}
@@ -60,8 +60,8 @@ class Carver {
 struct Lanes {
   std::int64_t first = 0, count = 0;
   std::int64_t query_min = 0, query_max = 0;
-  std::int32_t row_min = 0, row_max = 0;      // own rows at which they stand
-  std::int32_t depth_min = 0, depth_max = 0;  // of these rows; with a window
+  std::int32_t row_min = 0, row_max = 0;      // their own rows
+  std::int32_t depth_min = 0, depth_max = 0;  // depths of these rows; with a window
 };
 ESPALIER_SIMD_INLINE std::int32_t own_row(const Shape& shape, std::int64_t query) {
   return shape.query_row ? shape.query_row[query] : static_cast<std::int32_t>(query);
@@ -117,7 +117,7 @@ ESPALIER_SIMD_INLINE T* lane_row(const Shape& shape, Rows<T> rows, std::int64_t 
   return rows.data + lane / group * rows.stride + (head * group + lane % group) * shape.head_dim;
 }
 
-// The rows of n lanes of a panel, from lane `from` on; null behind the panel's last.
+// The rows of n lanes of a panel, from lane `from` on; null after the panel's last lane.
 template <class T, int n>
 struct LaneRows {
   T* row[n];
@@ -134,7 +134,7 @@ struct KeyBlock {
   const std::int32_t* ends = nullptr;  // subtree_end of its keys
   std::int32_t end_min = 0, end_max = 0;
   const std::int32_t* depths = nullptr;       // of own keys, with a window
-  std::int32_t depth_min = 0, depth_max = 0;  // of all keys, with a window
+  std::int32_t depth_min = 0, depth_max = 0;  // depths of all keys, with a window
 
   ESPALIER_SIMD_INLINE std::int32_t depth(std::int64_t j) const {
     return ends ? depths[j] : static_cast<std::int32_t>(begin + j);
@@ -191,8 +191,8 @@ class KeyBlocks {
   std::int32_t* range_;
 };
 
-// Keys of a block that lanes see: [first, end), seen by some lane of the vectors [vector, vector + vectors) and by none
-// outside of them; masked where not all of these lanes see all of these keys. end 0 where nothing is seen.
+// The visible keys of a block: [first, end), seen by some lane of the vectors [vector, vector + vectors) and by no
+// other lane. `masked`: not all of these lanes see all of these keys. end 0: no key is visible.
 struct Visible {
   std::int64_t first = 0, end = 0;
   int vector = 0, vectors = 0;
@@ -200,7 +200,7 @@ struct Visible {
   std::int64_t keys() const { return end - first; }
 };
 
-// The first query in [from, to) whose own row is not below `row`; `to` where there is none.
+// The first query in [from, to) whose own row is at least `row`; `to` if there is none.
 ESPALIER_SIMD_INLINE std::int64_t first_query_at(const Shape& shape, std::int64_t from, std::int64_t to,
                                                  std::int32_t row) {
   if (!shape.query_row) return greater(from, lesser(to, row));
@@ -221,7 +221,7 @@ ESPALIER_SIMD_INLINE Visible visible(const Shape& shape, const KeyBlock& block, 
   Visible v;
   v.end = block.count;
   v.vectors = static_cast<int>(round_up(ceil_div(p.count, kLanes<A>), vector_step));
-  // With a window, keys at depths up to `none` are seen by no lane, those behind `some` by every lane.
+  // With a window, keys at depths up to `none` are seen by no lane, and keys deeper than `some` by every lane.
   const bool windowed = shape.window > 0;
   const std::int64_t none = windowed ? p.depth_min - shape.window : 0, some = windowed ? p.depth_max - shape.window : 0;
   if (windowed && block.depth_max <= none) return Visible{};
@@ -235,7 +235,7 @@ ESPALIER_SIMD_INLINE Visible visible(const Shape& shape, const KeyBlock& block, 
   }
   if (block.begin > p.row_max || block.end_max <= p.row_min) return Visible{};
   std::int32_t row_min = p.row_min, row_max = p.row_max;
-  if (block.begin > row_min || block.end_max <= row_max) {  // some rows stand before the block or behind its subtrees
+  if (block.begin > row_min || block.end_max <= row_max) {  // some rows are before the block or after its subtrees
     const std::int64_t behind = p.query_max + 1, group = shape.heads / shape.kv_heads;
     const std::int64_t from = first_query_at(shape, p.query_min, behind, static_cast<std::int32_t>(block.begin));
     const std::int64_t to = first_query_at(shape, from, behind, block.end_max);

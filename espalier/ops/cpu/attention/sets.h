@@ -1,4 +1,4 @@
-// Which operands a compiled version of the kernels has: base/simd.h's three sets, and for bfloat16 three more that
+// The operands of each compiled version of the kernels: base/simd.h's three sets, and for bfloat16 three more that
 // multiply pairs. Per instruction set; included by forward.cpp and backward.cpp.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Register-blocked products on panels: the inner loops of attention. Per instruction set (see base/simd.h).
 //
-// A panel is kPanel rows of queries laid side by side in vector lanes, so that scores, maxima, masks and sums of many
-// rows are plain vector arithmetic and keys and values are read, one factor at a time, in their natural layout:
+// A panel is kPanel rows of queries side by side in vector lanes. Scores, maxima, masks and sums of many rows are then
+// plain vector arithmetic, and keys and values are read, one factor at a time, in their natural layout:
 //   scores    S[n][W]  = X[n][k] . Y[k][W]              (K Q^T, V dO^T)
 //   weighted  C[D][W]  = C o alpha + X[k][D]^T . S[k][W]  (V^T P^T, K^T dS^T)
 //   outer     C[n][D] += S[n][k] . R[k][D]              (P^T dO, dS^T Q)
@@ -51,7 +51,7 @@ ESPALIER_SIMD_INLINE void with_vectors(int vectors, Body&& body) {
   body(Int<1>{});
 }
 
-// Where the left factor of (row, step) stands: left[row * stride + step] or left[step * stride + row].
+// The place of the left factor of (row, step): left[row * stride + step] or left[step * stride + row].
 enum class Left { steps_adjacent, rows_adjacent };
 
 template <Left layout, int rows, int vectors, class E, class V>
@@ -96,7 +96,7 @@ __attribute__((noinline)) void scores(std::int64_t n, std::int64_t steps, const 
   });
 }
 
-// C = C o alpha + X^T S; without alpha: C += X^T S. X is read as `layout` says, rows (of X^T) being those of C.
+// C = C o alpha + X^T S; without alpha: C += X^T S. `layout`: of X; the rows of X^T are the rows of C.
 template <int vectors, bool with_alpha, Left layout, class E, class A>
 __attribute__((noinline)) void weighted(std::int64_t steps, std::int64_t rows_of_c, const E* x, std::int64_t stride,
                                         const E* s, A* c, const A* alpha) {
@@ -143,7 +143,7 @@ void outer(std::int64_t n, std::int64_t steps, const E* s, std::int64_t s_stride
            std::int64_t stride) {
   const int all = static_cast<int>(stride / kLanes<A>), groups = (all + kTileVectors - 1) / kTileVectors;
   for (int g = 0, from = 0; g < groups; ++g) {
-    const int vectors = (all - from + groups - g - 1) / (groups - g);  // as even as can be: 6 = 3 + 3
+    const int vectors = (all - from + groups - g - 1) / (groups - g);  // as even as possible: 6 = 3 + 3
     with_vectors(vectors, [&](auto count) {
       outer_columns<decltype(count)::value>(n, steps, s, s_stride, r_panel + from * kLanes<A>, c + from * kLanes<A>,
                                             stride);
@@ -154,10 +154,10 @@ void outer(std::int64_t n, std::int64_t steps, const E* s, std::int64_t s_stride
 
 // These products, for operands.h to name.
 struct VectorProducts {
-  // Factors that a sum takes at a time, rows and vectors of sums that are computed together.
+  // Factors per step of a sum, rows and vectors of sums computed together.
   static constexpr int kSteps = 1, kRows = 1, kVectors = 1;
   static constexpr int kKeys = 120;  // most keys of a block: whole tiles
-  struct Session {};                 // what a thread holds while it multiplies
+  struct Session {};                 // a thread's state while it multiplies
 
   template <int vectors, bool with_top, class E, class A>
   static void scores(std::int64_t n, std::int64_t steps, const E* x, const E* y, A* s, A* top) {
