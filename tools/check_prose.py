@@ -1,7 +1,9 @@
-"""Sentences that a reader stumbles over: those that open with "Of", "Those", "Whose" or "Who", and statements that open with "What".
+"""Sentences that a reader stumbles over: openings and phrases that stand where a noun and a verb belong.
 
-Put the noun first: "Of so many ranks, those that ..." becomes "Ranks that ...". Questions may open with "What" and "Who". Checks the
-documents, the help of options, comments of C++ headers, and docstrings of Python. Exit 1 with one line for each sentence.
+Openings: "Of", "Those", "Whose", "Who", and statements with "What". "Of so many ranks, those that ..." becomes "Ranks that ...".
+Questions may open with "What" and "Who". Phrases: those of PHRASES, each with its remedy. Checks the documents, the help of options,
+comments of C++ headers, and docstrings of Python. Before that it checks itself on texts with planted faults.
+Exit 1 with one line for each sentence.
 """
 
 import ast
@@ -11,22 +13,47 @@ import sys
 from check_includes import ROOT, tracked
 
 OPENING = re.compile(r"(?:^|(?<=[.:;|] ))(Of|Those|Whose|Who|What)\b(?! else\b)[^.?|\n]*\??")
+PHRASES = {
+    r"\bsaid anew\b": "given again",
+    r"\b(?:is|are) on (?:its|their) way\b": "in flight",
+    r"\b[Dd]ear(?:er|est)? (?:to|where)\b": "expensive",
+    r"\bgives? the bits of\b": "is bitwise identical to",
+    r"\bdivided? (?:over|among) (?:the )?(?:ranks|cp|dp|tp)\b|\b[Rr]anks (?:of \w+ )?(?:have )?divided?\b": "sharded over the axis",
+    r"\bthe fullest\b": "the maximum over ranks",
+    r"\b(?:is|are) given up\b": "is considered dead",
+    r"\bunlike much\b": "differ in cost",
+    r"\b(?:that|those) of plenty\b": "the one used when memory is ample",
+    r"\b[Ww]hoever\b": "the noun",
+    r"\bso many (?:ranks|bytes|rows|seconds|processes|chunks)\b": "the number's name",
+}
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
 CODE_BLOCK = re.compile(r"^```.*?^```", re.M | re.S)
 HELP = re.compile(r'"((?:[^"\\]|\\.)*)"\)\s*$', re.M)
 
 
-def sentences_at_fault(text):
-    """(line number, beginning of the sentence) for every fault in running text."""
+def faults_of_prose(text):
+    """(line number, complaint) for every fault in running text."""
     for number, line in enumerate(text.split("\n"), 1):
         for match in OPENING.finditer(line):
             if not match.group(0).endswith("?"):
-                yield number, match.group(0)[:60]
+                yield number, f'a sentence that opens with "{match.group(0)[:60]}": put its noun first'
+        for phrase, remedy in PHRASES.items():
+            for match in re.finditer(phrase, line):
+                yield number, f'"{match.group(0)}": write {remedy}'
 
 
 def prose_of_document(text):
     text = CODE_BLOCK.sub(lambda block: "\n" * block.group(0).count("\n"), text)
     return "\n".join("" if line.startswith("    ") else line.lstrip("|*-# ") for line in text.split("\n"))
+
+
+def prose_of_help(text):
+    return "\n".join(next(iter(HELP.findall(line)), "") for line in text.split("\n"))
+
+
+def prose_of_comments(text):
+    """Comments of C++, in their lines."""
+    return "\n".join(line.partition("//")[2].strip() for line in text.split("\n"))
 
 
 def prose_of_docstrings(text):
@@ -39,29 +66,36 @@ def prose_of_docstrings(text):
     return "\n".join(lines)
 
 
-def prose_of_comments(text):
-    """Comments of C++, in their lines."""
-    return "\n".join(line.partition("//")[2].strip() for line in text.split("\n"))
+PROSE_OF = {".md": prose_of_document, ".def": prose_of_help, ".h": prose_of_comments, ".py": prose_of_docstrings}
 
 
-def faults_of(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    if name.endswith(".md"):
-        text = prose_of_document(text)
-    elif name.endswith(".def"):
-        text = "\n".join(next(iter(HELP.findall(line)), "") for line in text.split("\n"))
-    elif name.endswith(".h"):
-        text = prose_of_comments(text)
-    elif name.endswith(".py"):
-        text = prose_of_docstrings(text)
-    for number, sentence in sentences_at_fault(text):
-        yield f"{name}:{number}: a sentence that opens with \"{sentence}\": put its noun first"
+def faults_of(name, text):
+    """One line for each fault in the prose of a file."""
+    prose = PROSE_OF[name[name.rindex("."):]](text)
+    return [f"{name}:{number}: {complaint}" for number, complaint in faults_of_prose(prose)]
+
+
+# Texts with their lines at fault: a check that finds nothing must not pass.
+PLANTED = {
+    "planted.md": ("# What is a rank?\nOf so many ranks one writes.\n\n```\nOf code.\n```\n| a | What a rank writes |\n", [2, 2, 7]),
+    "planted.def": ('row(lr, number, 1e-6, "rate", "Learning rate.")\nrow(n, number, 1, "", "Those who sample.")\n', [2]),
+    "planted.h": ("// Rows of a set. What the ranks divide over dp.\nint rows = 0;  // whoever holds it: those of plenty\n", [1, 1, 2, 2]),
+    "planted.py": ('"""Of the module."""\nOF = "Of text"\n\n\ndef rows():\n    """Rows, whose bytes are on their way."""\n', [1, 6]),
+}
+
+
+def check_itself():
+    for name, (text, lines) in PLANTED.items():
+        found = [int(fault.split(":")[1]) for fault in faults_of(name, text)]
+        if found != lines:
+            sys.exit(f"check_prose.py is broken: in {name} it finds faults in lines {found}, and they are in {lines}")
 
 
 def main():
-    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h")
-    faults = [fault for name in names for fault in faults_of(name)]
-    print("\n".join(faults + [f"{len(names)} texts, {len(faults)} sentences at fault"]))
+    check_itself()
+    names = tracked(*DOCUMENTS, "espalier/options/option_table.def", "python/espalier/**.py", "examples/*.py", "cli/*.h", "bench/*.h", "espalier/**.h")
+    faults = [fault for name in names for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
+    print("\n".join(faults + [f"{len(names)} texts, {len(faults)} faults"]))
     return 1 if faults else 0
 
 
