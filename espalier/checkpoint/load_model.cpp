@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/checkpoint/nf4_tensors.h"
 #include "espalier/checkpoint/packed_experts.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/model/parameters.h"
@@ -131,7 +133,17 @@ SafetensorsEntry rows_of(const SafetensorsEntry& whole, std::string name, std::i
   part.shape[0] = rows;
   part.count = rows * whole.shape[1];
   part.bytes = part.count * bytes_of(whole.type);
-  part.data = whole.data + first * whole.shape[1] * bytes_of(whole.type);
+  const std::int64_t begin = first * whole.shape[1] * bytes_of(whole.type);
+  if (whole.unpack) {
+    part.nf4 = nullptr;
+    part.unpack = [of_whole = whole.unpack, whole_bytes = whole.bytes, begin, bytes = part.bytes](std::byte* out) {
+      std::vector<std::byte> all(static_cast<std::size_t>(whole_bytes));
+      of_whole(all.data());
+      std::memcpy(out, all.data() + begin, static_cast<std::size_t>(bytes));
+    };
+  } else {
+    part.data = whole.data + begin;
+  }
   return part;
 }
 
@@ -218,6 +230,7 @@ Tensors open_model(const fs::path& directory) {
   } else {
     throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
   }
+  join_nf4_tensors(tensors.by_name, tensors.parts, directory.string());
   split_packed_experts(tensors.by_name, tensors.parts);
   split_fused_experts(tensors);
   split_fused_matrices(tensors);
@@ -355,7 +368,64 @@ void load(const Tensors& tensors, const ParameterTable& table, DType dtype, void
   }
 }
 
+nf4::Rounding rounding_of(TensorType type) {
+  if (type == TensorType::BF16) return nf4::Rounding::bfloat16;
+  return type == TensorType::F16 ? nf4::Rounding::float16 : nf4::Rounding::float32;
+}
+
+// The matrix as a quantised model's files have it; else quantised.
+std::shared_ptr<const nf4::Matrix> in_nf4(const SafetensorsEntry& entry, bool nested, const std::string& where) {
+  const std::string place = where + ": tensor '" + entry.name + "'";
+  if (entry.nf4) {
+    if (entry.nf4->nested() == nested) return entry.nf4;
+    throw InputError({place, nested ? "nested absmax, as config.json says" : "absmax that is not nested",
+                      nested ? "others" : "nested ones",
+                      "Set bnb_4bit_use_double_quant in config.json as the files are"});
+  }
+  if (entry.type == TensorType::F64)
+    throw UnsupportedError(
+        {place, "F32, F16 or BF16, which --weights nf4 quantises", name_of(entry.type), "leave --weights out"});
+  std::vector<std::byte> room;
+  const std::byte* const values = values_of(entry, room);
+  const std::int64_t columns = entry.shape[1];
+  return std::make_shared<const nf4::Matrix>(
+      nf4::quantise(entry.shape[0], columns, rounding_of(entry.type), [&](std::int64_t row, float* out) {
+        convert_values(entry.type, values + row * columns * bytes_of(entry.type), DType::float32, out, columns);
+      }));
+}
+
 }  // namespace
+
+void write_nf4(const nf4::Matrix& matrix, const Parameter& p, void* flat) {
+  std::byte* out = static_cast<std::byte*>(flat) + p.offset;
+  const std::vector<Shard::Range> rows =
+      p.shard.dim == 0 ? p.shard.ranges() : std::vector<Shard::Range>{{0, p.shape[0]}};
+  const std::int64_t first = p.shard.dim == 1 ? p.shard.begin : 0;
+  for (const Shard::Range& range : rows)
+    for (std::int64_t n = range.begin; n < range.end; ++n, out += p.nf4_row)
+      nf4::write_row(matrix, n, first, first + p.shape[1], out);
+}
+
+void load_nf4(const fs::path& directory, const ParameterTable& table, bool nested, void* flat,
+              const ElementProgress& progress, ValueHead head) {
+  const Tensors tensors = open_model(directory);
+  const std::vector<const SafetensorsEntry*> entries = match(tensors, table, head);
+  const bool quantised =
+      std::ranges::any_of(tensors.by_name, [](const auto& item) { return item.second->nf4 != nullptr; });
+  std::int64_t done = 0;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const Parameter& p = table.parameters()[i];
+    if (quantised && !entries[i]->nf4)
+      throw UnsupportedError({directory.string() + ": tensor '" + p.name + "'",
+                              "NF4, since config.json does not name its module in llm_int8_skip_modules",
+                              name_of(entries[i]->type),
+                              "leave --weights out: matrices are then held in the model's dtype"});
+    write_nf4(*in_nf4(*entries[i], nested, directory.string()), p, flat);
+    forget_pages(*entries[i]);
+    done += p.shape[0] * p.shape[1];
+    if (progress) progress(done, 0);
+  }
+}
 
 void load_parameters(const fs::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress, ValueHead head) {

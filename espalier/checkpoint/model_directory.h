@@ -16,6 +16,9 @@
 #include "espalier/model/parameters.h"
 
 namespace espalier {
+namespace nf4 {
+struct Matrix;
+}
 
 // Called from the loading or writing thread after every tensor: elements done and in all.
 using ElementProgress = std::function<void(std::int64_t done, std::int64_t total)>;
@@ -35,6 +38,15 @@ enum class ValueHead {
 // weights in other number formats (quantised models) and for pickled weights.
 void load_parameters(const std::filesystem::path& directory, const ParameterTable& table, DType dtype, void* flat,
                      const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
+
+// The same of a table of parameters in NF4, as rows of bytes (base/nf4.h): as the directory has them, or quantised from
+// float32, float16 or bfloat16. Further errors: UnsupportedError for a matrix that a quantised model's files hold in
+// another form than its config says. `progress`: of numbers, without their sum.
+void load_nf4(const std::filesystem::path& directory, const ParameterTable& table, bool nested, void* flat,
+              const ElementProgress& progress = {}, ValueHead head = ValueHead::stored);
+
+// Overwrites the parameter's rows in a table of parameters in NF4 with this rank's part of a whole matrix.
+void write_nf4(const nf4::Matrix& matrix, const Parameter& parameter, void* flat);
 
 // The dtype of most numbers in a model's weight files, float32 for float16; empty without weights. config.json may
 // differ. Reads only headers. Errors: as load_parameters for damaged or missing files.

@@ -189,6 +189,7 @@ std::string fingerprint_of(const ModelShape& shape) {
     for (const std::uint8_t layer : shape.window_layer) out << (layer != 0 ? '1' : '0');
   }
   append_further(shape, out);
+  if (shape.trained.nf4_parameters) out << " weights=nf4";
   if (!shape.trained.all()) out << kTrain << shape.trained.words;  // the last
   return std::move(out).str();
 }

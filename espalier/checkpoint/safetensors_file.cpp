@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 #include "espalier/checkpoint/safetensors.h"
 #include "espalier/checkpoint/safetensors_header.h"
 
@@ -68,11 +69,13 @@ const std::byte* values_of(const SafetensorsEntry& entry, std::vector<std::byte>
 }
 
 void forget_pages(const SafetensorsEntry& entry) {
-  if (entry.data == nullptr) return;
+  const auto* const first = entry.nf4 ? reinterpret_cast<const std::byte*>(entry.nf4->codes) : entry.data;
+  const std::int64_t bytes = entry.nf4 ? entry.count / 2 : entry.bytes;
+  if (first == nullptr) return;
   const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto data = reinterpret_cast<std::uintptr_t>(entry.data);
+  const auto data = reinterpret_cast<std::uintptr_t>(first);
   const std::uintptr_t begin = (data + page - 1) / page * page;
-  const std::uintptr_t end = (data + static_cast<std::uintptr_t>(entry.bytes)) / page * page;
+  const std::uintptr_t end = (data + static_cast<std::uintptr_t>(bytes)) / page * page;
   if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 

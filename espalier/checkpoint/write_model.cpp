@@ -139,7 +139,8 @@ void write_tensors(OutputFile& output, const ParameterTable& table, std::span<co
   SafetensorsWriter writer(output, specs);
   for (const FileTensor& tensor : tensors) {
     if (tensor.stored != nullptr) {
-      writer.append(tensor.stored->data, tensor.stored->bytes);
+      std::vector<std::byte> room;
+      writer.append(values_of(*tensor.stored, room), tensor.stored->bytes);
       forget_pages(*tensor.stored);
     }
     const auto give = [&](const Parameter& parameter, const Sink& sink) {

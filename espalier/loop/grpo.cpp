@@ -234,8 +234,9 @@ void Loop::prepare() {
   }
   if (reference_)
     reference_bytes_.emplace(
-        actor_->workspace, static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
-                                                     reference_->narrow_weights.nbytes()));
+        actor_->workspace,
+        static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
+                                  reference_->narrow_weights.nbytes() + reference_->nf4_weights.nbytes()));
   if (!options_.record.empty()) {
     Options recorded = options_;
     if (recorded.lr_total_steps == 0) recorded.lr_total_steps = last_step_;

@@ -18,7 +18,7 @@ class Viewer {
     const FlatParameters* const buffer = holder_of(name);
     if (buffer == nullptr) return {};
     const Parameter& parameter = buffer->table.at(name);
-    return elements(*buffer, parameter, parameter.count).view(parameter.shape);
+    return elements(*buffer, parameter, parameter.count).view(parameter.buffer_shape());
   }
   at::Tensor norm(const std::string& prefix, const NormShape& norm) const {
     return norm.width > 0 ? one(prefix + norm.name + ".weight") : at::Tensor();
@@ -40,14 +40,17 @@ class Viewer {
     return out;
   }
 
-  // Gapless parameters from the first to the last named, seen as one tensor.
+  // Gapless parameters from the first to the last named, seen as one tensor; of matrices in NF4 the last dimension is
+  // that of their bytes.
   at::Tensor range(const std::string& first, const std::string& last, at::IntArrayRef shape) const {
     const FlatParameters* const buffer = holder_of(first);
     if (buffer == nullptr) return {};
     const Parameter &a = buffer->table.at(first), &b = buffer->table.at(last);
     const at::Tensor values = elements(*buffer, a, b.offset + b.count - a.offset);
-    ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(shape), first, " to ", last);
-    return values.view(shape);
+    std::vector<std::int64_t> stored = shape.vec();
+    if (a.nf4_row > 0) stored.back() = a.nf4_row;
+    ESPALIER_INTERNAL_EQ(values.numel(), c10::multiply_integers(stored), first, " to ", last);
+    return values.view(stored);
   }
 
   // Of a matrix whose rows are divided, those that are not padding.
@@ -86,7 +89,7 @@ class Viewer {
     const std::string first = prefix + joined.begin()->name + kind;
     const FlatParameters* const buffer = holder_of(first);
     if (buffer == nullptr) return {};
-    std::vector<std::int64_t> shape = buffer->table.at(first).shape;
+    std::vector<std::int64_t> shape = buffer->table.at(first).buffer_shape();
     shape[0] = 0;
     for (const ProjectionShape& p : joined) shape[0] += buffer->table.at(prefix + p.name + kind).shape[0];
     return range(first, prefix + (joined.end() - 1)->name + kind, shape);

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 
 namespace espalier {
 
@@ -12,6 +13,10 @@ std::vector<std::int64_t> Parameter::whole_shape() const {
   std::vector<std::int64_t> whole = shape;
   if (shard.dim >= 0) whole[static_cast<std::size_t>(shard.dim)] = shard.whole;
   return whole;
+}
+
+std::vector<std::int64_t> Parameter::buffer_shape() const {
+  return nf4_row > 0 ? std::vector<std::int64_t>{shape[0], nf4_row} : shape;
 }
 
 // One run of all rows, or one of each row; of each range.
@@ -46,7 +51,7 @@ ParameterTable::ParameterTable(const LocalShape& shape, Parameters which) : divi
   for_each_parameter(shape.whole(), [&](const ParameterShape& parameter) {
     const std::optional<Shard> shard = shape.shard(parameter);
     if (shard && belongs(parameter, which))
-      add(parameter, *shard);
+      add(parameter, *shard, which == Parameters::nf4, shape.whole().trained.nf4_nested);
     else
       elsewhere_.insert(parameter.name);
   });
@@ -77,11 +82,12 @@ const Parameter& ParameterTable::at(const std::string& name) const {
   return *found;
 }
 
-void ParameterTable::add(const ParameterShape& whole, const Shard& shard) {
+void ParameterTable::add(const ParameterShape& whole, const Shard& shard, bool nf4, bool nested) {
   Parameter parameter{whole.name, {}, size_, 1, shard, whole.fused, whole.low_rank};
   for (const Side& side : whole.sides) parameter.shape.push_back(side.size);
   if (shard.dim >= 0) parameter.shape[static_cast<std::size_t>(shard.dim)] = shard.local;
-  for (const std::int64_t size : parameter.shape) {
+  if (nf4) parameter.nf4_row = nf4::row_bytes(parameter.shape[1], nested);
+  for (const std::int64_t size : parameter.buffer_shape()) {
     ESPALIER_INTERNAL(size > 0, "parameter '", whole.name, "' has a dimension of ", size);
     ESPALIER_INTERNAL(!__builtin_mul_overflow(parameter.count, size, &parameter.count), "parameter '", whole.name,
                       "' is too large");

@@ -1,7 +1,8 @@
 // Matrix products that add directly into their destination.
 //
 // Shapes: R rows, N outputs, K inputs. Weights are [N, K] as Hugging Face stores them. Bias may be undefined. On a CPU
-// a weight may be bfloat16 where rows and results are float32: the bits are those of the weight in float32.
+// a weight may be bfloat16 where rows and results are float32: the bits are those of the weight in float32. It may be
+// rows of bytes in NF4 (base/nf4.h): the bits are those of the numbers that they stand for, in the dtype of the rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +35,8 @@ struct ProductOperations {
                                  const at::Tensor& grad_RN, const at::Tensor& x_RK, const at::Tensor& product_NK);
   // Holds the weights, and copies of them packed for the kernels of `linear` and `linear_onto`, until the result is
   // destroyed; empty if that gains nothing or the copies would exceed `most_bytes`. For few rows of `dtype` at a time
-  // (sampling). The weights must not change meanwhile; views of a weight are not recognised. Results do not depend on
-  // it, bit for bit.
+  // (sampling). The weights must not change meanwhile; views of a weight are not recognised. Weights in
+  // NF4 are left out. Results do not depend on it, bit for bit.
   std::shared_ptr<void> (*hold_weights)(const std::vector<at::Tensor>& weights_NK, at::ScalarType dtype,
                                         std::int64_t most_bytes);
 };

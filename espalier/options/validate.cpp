@@ -45,14 +45,6 @@ void check_adapters(const Options& options) {
                             text_of(options.lora_dropout), "leave --lora-dropout out"});
 }
 
-// Options whose implementation is not complete.
-void refuse_incomplete(const Options& options) {
-  const auto refuse = [](bool given, const char* name) {
-    if (given) throw UnsupportedError({name, "an option that this version runs", "the option", ""});
-  };
-  refuse(options.weights != HeldWeights::source, "--weights");
-}
-
 }  // namespace
 
 Aggregation policy_aggregation(const Options& options) {
@@ -70,7 +62,6 @@ void validate(const Options& options) {
   check_objective_kind(options);
   check_ratios(options);
   check_adapters(options);
-  refuse_incomplete(options);
   const std::size_t betas = parse_numbers("--betas", options.betas).size();
   if (betas != 2)
     throw OptionError({"--betas", "two numbers, for the first and the second moment", text_of(betas), ""});

@@ -48,6 +48,8 @@ struct Verdict {
   Distance loss;                           // absolute
   double loss_dense = 0, loss_shared = 0;  // shared: of the schedule farthest from dense
   Distance optimizer;  // largest absolute difference of a weight after one update; reported, not judged
+  // Held matrices in NF4: every run, that in float64 too, multiplies by the numbers that they stand for.
+  std::int64_t nf4_matrices = 0;
   // Below float64, of a model with experts: how many choices of a dense run that chooses freely differ from those of
   // float64, which all runs compared repeat. Experts that rollouts record are not among them. Reported, not judged.
   std::optional<moe::ChoiceDifference> router;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 
 namespace espalier {
 namespace {
@@ -64,6 +65,7 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
       place_(place),
       waves_in_flight_(espalier::waves_in_flight(degrees, place, true)) {
   if (!(degrees == Degrees{})) check(whole, degrees);
+  if (whole.trained.nf4_parameters) check_nf4_blocks();
   layers_ = {whole.layers * place.pp / degrees.pp, whole.layers * (place.pp + 1) / degrees.pp};
   experts_ = part(whole.experts, degrees.ep, place.ep);
   own_.heads = ceil_div(whole.heads, portion(Cut::heads).parts);
@@ -92,6 +94,18 @@ LocalShape::LocalShape(const ModelShape& whole, const Degrees& degrees, const Pl
   if (!whole.mixer_of_layer.empty())
     own_.mixer_of_layer.assign(whole.mixer_of_layer.begin() + layers_.begin,
                                whole.mixer_of_layer.begin() + layers_.end);
+}
+
+// Ranks of tp divide the inputs of some matrices: between blocks.
+void LocalShape::check_nf4_blocks() const {
+  for_each_parameter(whole_, [&](const ParameterShape& parameter) {
+    if (!parameter.nf4 || parameter.sides[1].cut == Cut::none) return;
+    const Portion p = portion(parameter.sides[1].cut);
+    if (const std::int64_t size = parameter.sides[1].size; size % (p.parts * nf4::kBlock) != 0)
+      throw OptionError({"--tp with --weights nf4",
+                         text_of("ranks that divide the ", size / nf4::kBlock, " blocks of a row of ", parameter.name),
+                         text_of(p.parts), "take fewer ranks of tp, or leave --weights out"});
+  });
 }
 
 LocalShape::Portion LocalShape::portion(Cut cut) const {
@@ -171,7 +185,7 @@ std::optional<Shard> LocalShape::shard(const ParameterShape& parameter) const {
 }
 
 std::int64_t LocalShape::parameters(Parameters which) const {
-  if ((which == Parameters::held || which == Parameters::narrow) && whole_.trained.all()) return 0;
+  if (which != Parameters::all && which != Parameters::trained && whole_.trained.all()) return 0;
   const bool every = which == Parameters::all || whole_.trained.all();
   if (every && degrees_ == Degrees{}) return whole_.parameters();
   std::int64_t total = 0;
@@ -181,6 +195,10 @@ std::int64_t LocalShape::parameters(Parameters which) const {
     std::int64_t count = 1;
     for (const Side& side : parameter.sides) count *= side.size;
     if (here->dim >= 0) count = count / here->whole * here->local;
+    if (which == Parameters::nf4) {
+      const std::int64_t columns = here->dim == 1 ? here->local : parameter.sides[1].size;
+      count = count / columns * nf4::row_bytes(columns, whole_.trained.nf4_nested);
+    }
     total += count;
   });
   return total;

@@ -80,7 +80,7 @@ class LocalShape {
   // Empty if another rank has the parameter.
   std::optional<Shard> shard(const ParameterShape& parameter) const;
 
-  // Elements of this rank's parameters, padding included.
+  // Elements of this rank's parameters, padding included; of those in NF4 bytes.
   std::int64_t parameters(Parameters which = Parameters::all) const;
 
  private:
@@ -89,6 +89,7 @@ class LocalShape {
     std::int64_t parts = 1, index = 0;
   };
   Portion portion(Cut cut) const;
+  void check_nf4_blocks() const;
 
   ModelShape whole_, own_;
   Degrees degrees_;

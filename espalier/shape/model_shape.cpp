@@ -309,15 +309,38 @@ void check_one_label(const Members& config) {
   }
 }
 
+// bitsandbytes' NF4, as transformers writes it.
+StoredNf4 read_nf4(const Members& config, const Json& stated) {
+  const Members members(stated, config.where(), "quantization_config.");
+  if (!members.flag("load_in_4bit", false) && !members.flag("_load_in_4bit", false))
+    config.refuse("quantization_config of bitsandbytes with 8 bits", "weights that are not quantised, or NF4");
+  if (const std::string type = members.text("bnb_4bit_quant_type", "fp4"); type != "nf4")
+    config.refuse("bnb_4bit_quant_type " + type, "weights that are not quantised, or NF4");
+  if (const std::string storage = members.text("bnb_4bit_quant_storage", "uint8"); storage != "uint8")
+    config.refuse("bnb_4bit_quant_storage " + storage, "NF4 stored as uint8");
+  StoredNf4 out{.any = true, .nested = members.flag("bnb_4bit_use_double_quant", false), .left_out = {}};
+  if (!members.has("llm_int8_skip_modules")) return out;
+  const Json& names = members.at("llm_int8_skip_modules");
+  const auto is_text = [](const Json& name) { return name.is_string(); };
+  if (!names.is_array() || !std::ranges::all_of(names, is_text))
+    members.fail("llm_int8_skip_modules", "a list of names of modules");
+  out.left_out = names.get<std::vector<std::string>>();
+  return out;
+}
+
 // Experts that files hold in MXFP4 are read into bfloat16 (checkpoint/packed_experts.h).
-void refuse_quantisation(const Members& config, const Family& family) {
+void read_quantisation(const Members& config, const Family& family, ModelShape& shape) {
   if (!config.has("quantization_config")) return;
   const Json& stated = config.at("quantization_config");
+  if (stated.is_object() && stated.value("quant_method", Json()) == Json("bitsandbytes")) {
+    shape.stored_nf4 = read_nf4(config, stated);
+    return;
+  }
   const bool mxfp4 = stated.is_object() && stated.value("quant_method", Json()) == Json("mxfp4");
   if (mxfp4 && family.names.packed_experts) return;
   config.refuse(mxfp4 ? "quantization_config of method mxfp4" : "quantization_config",
                 family.names.packed_experts ? "weights that are not quantised, or experts in mxfp4"
-                                            : "weights that are not quantised");
+                                            : "weights that are not quantised, or bitsandbytes' NF4");
 }
 
 ModelShape shape_of_family(const Members& config, const Family& family) {
@@ -381,7 +404,7 @@ ModelShape shape_of_family(const Members& config, const Family& family) {
   else
     read_windows(config, family, shape);
   read_activation(config, family, shape);
-  refuse_quantisation(config, family);
+  read_quantisation(config, family, shape);
   return shape;
 }
 

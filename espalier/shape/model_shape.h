@@ -195,8 +195,17 @@ struct TrainedParameters {
   bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
   AdapterShape adapter;
   bool narrow = false;  // held matrices stay in bfloat16 where all else is float32
+  // Held matrices in NF4 (base/nf4.h), in the order of for_each_parameter; null: none.
+  std::shared_ptr<const std::vector<bool>> nf4_parameters;
+  bool nf4_nested = true;
 
   bool all() const { return of_parameter == nullptr; }
+};
+
+// Matrices that files hold in NF4, as their config says.
+struct StoredNf4 {
+  bool any = false, nested = false;
+  std::vector<std::string> left_out;  // modules, or ends of their names, that are not quantised
 };
 
 struct ModelShape {
@@ -245,6 +254,7 @@ struct ModelShape {
   // for images and videos, or for their begin and end.
   bool beside_vision = false;
   std::vector<std::int32_t> image_tokens;
+  StoredNf4 stored_nf4;
   DType stored_dtype = DType::float32;  // of the config, or once weights are read theirs
   TrainedParameters trained;
 

@@ -187,21 +187,22 @@ void for_each_shape(const ModelShape& shape, const std::function<void(const Para
   walk.projections({outer.head});
 }
 
-// Matrices that products and look-ups alone read. Routers are small, and are not.
+}  // namespace
+
 bool is_read_by_products(const ModelShape& shape, const ParameterShape& p) {
   return p.sides.size() == 2 && p.name.ends_with(".weight") && !p.low_rank &&
          (p.expert >= 0 || p.name.find(text_of(".", shape.names.router, ".")) == p.name.npos);
 }
-
-}  // namespace
 
 void for_each_parameter(const ModelShape& shape, const std::function<void(const ParameterShape&)>& visit) {
   if (shape.trained.all()) return for_each_shape(shape, visit);
   std::size_t index = 0;
   for_each_shape(shape, [&](const ParameterShape& parameter) {
     ParameterShape named = parameter;
-    named.trains = shape.trained.of_parameter->at(index++);
-    named.narrow = shape.trained.narrow && !named.trains && is_read_by_products(shape, named);
+    const TrainedParameters& trained = shape.trained;
+    named.nf4 = trained.nf4_parameters && trained.nf4_parameters->at(index);
+    named.trains = trained.of_parameter->at(index++);
+    named.narrow = trained.narrow && !named.trains && !named.nf4 && is_read_by_products(shape, named);
     visit(named);
   });
 }

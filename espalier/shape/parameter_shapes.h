@@ -214,10 +214,11 @@ struct ParameterShape {
   bool trains = true;                    // false: the parameter is held and never changes
   bool low_rank = false;                 // of an adapter: where it is whole a rank of tp has a part of its gradient
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
+  bool nf4 = false;                      // held, in NF4 (TrainedParameters::nf4_parameters)
 };
 
-// The parameters of a table, or of a list of units. Held parameters are either narrow or not.
-enum class Parameters { all, trained, held, narrow };
+// The parameters of a table, or of a list of units. Held parameters are narrow, in NF4, or neither.
+enum class Parameters { all, trained, held, narrow, nf4 };
 inline bool belongs(const ParameterShape& parameter, Parameters which) {
   switch (which) {
     case Parameters::all:
@@ -225,9 +226,11 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
     case Parameters::trained:
       return parameter.trains;
     case Parameters::held:
-      return !parameter.trains && !parameter.narrow;
+      return !parameter.trains && !parameter.narrow && !parameter.nf4;
     case Parameters::narrow:
       return parameter.narrow;
+    case Parameters::nf4:
+      return parameter.nf4;
   }
   return false;
 }
@@ -240,6 +243,9 @@ TrainedWeights trained_weights(const ModelShape& shape);
 
 // Correction biases of routers decide between experts by their last digits: files hold them as the model's own do.
 inline bool keeps_its_dtype(const std::string& name) { return name.ends_with("e_score_correction_bias"); }
+
+// Matrices that products and look-ups alone read. Routers are small, and are not.
+bool is_read_by_products(const ModelShape& shape, const ParameterShape& p);
 
 // In the order of the flat buffer. Matrices that one product reads together (q, k, v; gate, up) are neighbours, and
 // then their biases; so are gate and up of all experts of a layer, then down of all of them, and then their biases

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 #include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
@@ -266,6 +267,39 @@ std::string words_with_adapters(const ModelShape& shape, const std::string& word
   return out;
 }
 
+// Whether a checkpoint in NF4 leaves the module as it is, as transformers reads its config.
+bool is_left_out(const StoredNf4& stored, const std::string& weight) {
+  const std::string module = weight.substr(0, weight.rfind('.'));
+  return std::ranges::any_of(stored.left_out, [&](const std::string& name) {
+    if (name.empty() || module.ends_with(name)) return !name.empty();
+    return module.starts_with(name) && (name.back() == '.' || module[name.size()] == '.');
+  });
+}
+
+// Those of layers that are held. A product reads its matrices in one form: one that is left out keeps the others.
+std::shared_ptr<const std::vector<bool>> nf4_parameters(const ModelShape& shape, const std::vector<bool>& trains) {
+  std::vector<bool> chosen;
+  std::set<std::string> kept;  // products with a matrix that is not quantised
+  std::vector<std::string> product;
+  for_each_parameter(shape, [&](const ParameterShape& p) {
+    const bool may = p.layer >= 0 && is_read_by_products(shape, p);
+    product.push_back(may ? product_of(shape, p) : std::string());
+    chosen.push_back(may && !trains[chosen.size()]);
+    if (!may || !chosen.back()) return;
+    if (is_left_out(shape.stored_nf4, p.name)) {
+      chosen.back() = false;
+      kept.insert(product.back());
+    } else if (const std::int64_t columns = p.sides[1].size; columns % nf4::kBlock != 0) {
+      throw UnsupportedError({"--weights nf4: '" + p.name + "'",
+                              text_of("a matrix whose inputs are a multiple of ", nf4::kBlock), text_of(columns),
+                              "leave --weights out"});
+    }
+  });
+  for (std::size_t i = 0; i < chosen.size(); ++i)
+    if (!product[i].empty() && kept.contains(product[i])) chosen[i] = false;
+  return std::make_shared<const std::vector<bool>>(std::move(chosen));
+}
+
 // Sets what follows from `of_parameter`.
 void derive(ModelShape& shape, const std::vector<bool>& trains) {
   TrainedParameters& trained = shape.trained;
@@ -333,12 +367,15 @@ bool trains_adapters_alone(const ModelShape& shape) {
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   shape.trained = {};
   const bool adapted = choice.adapter.rank > 0;
+  if (choice.nf4 && !adapted && !choice.frozen)
+    throw OptionError({"--weights nf4", "adapters to train: matrices in NF4 do not change", "a run that trains weights",
+                       "add --lora-rank or --adapter, or leave --weights out"});
   if (adapted) shape.trained.adapter = adapters_of(shape, choice.adapter);
   std::vector<ParameterShape> parameters;
   for_each_parameter(shape, [&](const ParameterShape& p) { parameters.push_back(p); });
   std::vector<bool> trains(parameters.size(), false);
   for (std::size_t i = 0; i < parameters.size(); ++i) trains[i] = parameters[i].low_rank;
-  const bool all_held = adapted && choice.words == "all";
+  const bool all_held = (adapted || choice.frozen) && choice.words == "all";
   for (const std::string& item : all_held ? std::vector<std::string>() : split(choice.words)) {
     if (item.empty()) refuse("'" + choice.words + "'", "");
     const Matcher matches = matcher_of(item, shape);
@@ -349,7 +386,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
       refuse("'" + item + "', which names nothing of " + shape.architecture,
              "names are those of the tensors in model.safetensors");
   }
-  if (shape.value_head)
+  if (shape.value_head && !choice.frozen)
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (parameters[i].name.starts_with(outer_parameters(shape).head.name))
         trains[i] = parameters[i].name.ends_with(".weight") || !scores_sequences(shape);
@@ -358,6 +395,10 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
   if (adapted) check_beside_adapters(parameters, trains);
   check_products(shape, trains);
   derive(shape, trains);
+  if (choice.nf4) {
+    shape.trained.nf4_parameters = nf4_parameters(shape, trains);
+    shape.trained.nf4_nested = !shape.stored_nf4.any || shape.stored_nf4.nested;
+  }
   shape.trained.words = adapted ? words_with_adapters(shape, choice.words) : choice.words;
   shape.trained.of_parameter = std::make_shared<const std::vector<bool>>(std::move(trains));
   shape.trained.narrow = choice.narrow && shape.stored_dtype == DType::bfloat16;

@@ -57,6 +57,8 @@ struct TrainedChoice {
   AdapterChoice adapter;
   bool scores = false;  // of a reward model (--objective reward)
   bool narrow = false;  // matrices that are held stay in bfloat16 where a float32 run's model is stored so
+  bool nf4 = false;     // those of layers are NF4
+  bool frozen = false;  // nothing trains: the model is scored with, or sampled from
 };
 
 // Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
@@ -68,7 +70,9 @@ bool trains_adapters_alone(const ModelShape& shape);
 // The shape with its `trained` set. Errors: OptionError for an unknown word, a damaged expression, an item that
 // matches nothing (a critic may lack what an item names), for parts of what one product computes: keys and values;
 // gate and up; a matrix of all experts of a layer; for targets of adapters that match nothing, or a module that cannot
-// have one, or one whose weights train besides; and for a rank above the smaller side of a target.
+// have one, or one whose weights train besides; and for a rank above the smaller side of a target; with
+// choice.nf4 where weights of the model train and no adapters do. UnsupportedError for NF4 with rows that are no whole
+// blocks.
 ModelShape train_only(ModelShape shape, const TrainedChoice& choice);
 // The same of a model directory or its config.json, a reward model's where choice.scores; of a critic's.
 ModelShape read_trained_shape(const std::filesystem::path& directory, const TrainedChoice& choice);

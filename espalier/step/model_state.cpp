@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/nf4.h"
 #include "espalier/base/random.h"
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
@@ -74,10 +75,20 @@ void fill(const Parameter& whole, const Parameter& here, const Kept& kept, Start
   }
 }
 
+// The same of a matrix in NF4: of the drawn numbers in bfloat16.
+void fill_nf4(const Parameter& whole, const Parameter& here, StartValues start, const at::Tensor& bytes) {
+  const auto row = [&](std::int64_t, float* out) {
+    for (std::int64_t i = 0; i < whole.shape[1]; ++i)
+      out[i] = static_cast<float>(bfloat16(static_cast<float>(start.next())));
+  };
+  write_nf4(nf4::quantise(whole.shape[0], whole.shape[1], nf4::Rounding::bfloat16, row), here, host_bytes(bytes));
+}
+
 ModelViews weight_views(ModelState& state, const LocalShape& shape) {
   const std::array buffers{FlatParameters{state.table, state.weights, state.rooms},
                            FlatParameters{state.held_table, state.held_weights, state.held_rooms},
-                           FlatParameters{state.narrow_table, state.narrow_weights, {}}};
+                           FlatParameters{state.narrow_table, state.narrow_weights, {}},
+                           FlatParameters{state.nf4_table, state.nf4_weights, {}}};
   ModelViews views = view_model(buffers, shape);
   std::int64_t router = 0;
   for (LayerViews& layer : views.layers)
@@ -173,7 +184,10 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   if (head == ValueHead::fresh && weight != nullptr)
     fill(*weight, *weight, state.table.kept(*weight), {*weight, state.shape.initializer_range, Random(seed)}, host);
   const std::int64_t beside = state.table.size() + state.held_table.size();
-  progress.begin("weights", beside + state.narrow_table.size(), "parameters");
+  const std::int64_t wide = beside + state.narrow_table.size();
+  std::int64_t quantised = 0;
+  for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];
+  progress.begin("weights", wide + quantised, "parameters");
   load_parameters(
       directory, state.table, state.dtype, host_bytes(host),
       [&](std::int64_t done, std::int64_t) { progress.advance_to(done); }, head);
@@ -191,6 +205,10 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
         directory, state.narrow_table, DType::bfloat16, host_bytes(narrow),
         [&](std::int64_t done, std::int64_t) { progress.advance_to(beside + done); }, head);
   }
+  if (state.nf4_table.size() > 0)
+    load_nf4(
+        directory, state.nf4_table, state.shape.trained.nf4_nested, host_bytes(state.nf4_weights),
+        [&](std::int64_t done, std::int64_t) { progress.advance_to(wide + done); }, head);
   load_corrections(state, directory);
   fill_adapters(state, adapter, host, held);
   device.to_device(host, state.weights);
@@ -215,12 +233,15 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       held_rooms(device.allocate({held_table.units().rooms}, scalar_type(dtype))),
       narrow_table(model_shape, Parameters::narrow),
       narrow_weights(device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
+      nf4_table(model_shape, Parameters::nf4),
+      nf4_weights(device.allocate({nf4_table.size()}, at::kByte)),
       corrections_LE(room_for_corrections(model_shape, dtype, device)),
       gathered({{table, weights, rooms}, {held_table, held_weights, held_rooms}}, ranks),
       decoder(model_shape, weight_views(*this, model_shape), device, ranks, table.divided() ? &gathered : nullptr) {
   if (has_padding(table)) device.operations().zero(weights);
   if (has_padding(held_table)) device.operations().zero(held_weights);
   if (has_padding(narrow_table)) device.operations().zero(narrow_weights);
+  if (has_padding(nf4_table)) device.operations().zero(nf4_weights);
 }
 
 namespace {
@@ -288,6 +309,7 @@ std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
 std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, std::uint64_t seed, const Mesh& mesh) {
   ModelShape shape = given;
   shape.trained.narrow = shape.trained.narrow && dtype == DType::float32;
+  shape.trained.nf4_nested = true;
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);
   const at::Tensor host = room_for_weights(*state, state->table, state->weights),
@@ -305,6 +327,8 @@ std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, s
       fill(whole, *here, state->held_table.kept(*here), start, held);
     if (const Parameter* const here = state->narrow_table.find(whole.name))
       fill(whole, *here, state->narrow_table.kept(*here), start, narrow);
+    if (const Parameter* const here = state->nf4_table.find(whole.name))
+      fill_nf4(whole, *here, start, state->nf4_weights);
   }
   state->decoder.device().to_device(host, state->weights);
   state->decoder.device().to_device(held, state->held_weights);

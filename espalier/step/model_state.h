@@ -30,6 +30,8 @@ struct ModelState {
   at::Tensor held_weights, held_rooms;
   ParameterTable narrow_table;  // held matrices that stay in bfloat16 (TrainedParameters::narrow)
   at::Tensor narrow_weights;
+  ParameterTable nf4_table;  // of held matrices in NF4 (TrainedParameters::nf4_parameters), in bytes
+  at::Tensor nf4_weights;
   // Correction biases of this rank's routers, in the order of its expert layers, in the accumulator dtype, because
   // rounded to bfloat16 they would choose other experts. Undefined if there are none, or if weights have that dtype.
   at::Tensor corrections_LE;

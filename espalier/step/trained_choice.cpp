@@ -46,6 +46,23 @@ bool keeps_narrow(const Options& options) {
   return options.dtype == DType::float32 && options.device == DeviceType::cpu && options.shard != Sharding::full;
 }
 
+bool keeps_nf4(const Options& options) {
+  if (options.weights != HeldWeights::nf4) return false;
+  if (options.device != DeviceType::cpu)
+    throw UnsupportedError({"--weights nf4", "--device cpu", text_of("--device ", options.device),
+                            "leave --weights out: the matrices are then held in the model's dtype"});
+  if (options.shard == Sharding::full)
+    throw UnsupportedError({"--weights nf4", "--shard none or optimizer", "--shard full, whose units have one dtype",
+                            "leave --shard full out: matrices in NF4 take an eighth of float32"});
+  return true;
+}
+
+// How what does not train is held.
+void set_held(const Options& options, TrainedChoice& choice) {
+  choice.narrow = keeps_narrow(options);
+  choice.nf4 = keeps_nf4(options);
+}
+
 TrainedChoice choice_of(const Options& options, const std::string& words, const std::string& directory, bool trains,
                         bool scores) {
   TrainedChoice choice(words);
@@ -63,7 +80,8 @@ TrainedChoice choice_of(const Options& options, const std::string& words, const 
                          text_of(options.lora_rank), "leave --lora-rank out: the adapter has its own"});
   }
   choice.scores = scores;
-  choice.narrow = keeps_narrow(options);
+  set_held(options, choice);
+  choice.frozen = !trains && choice.nf4;
   return choice;
 }
 
@@ -145,16 +163,19 @@ std::optional<CriticChoice> trained_critic(const Options& options) {
   CriticChoice critic{source, {options.train, like_actor(trained_choice(options).adapter)}};
   if (!adapter.empty())
     critic.train = stored_choice(options, options.train, adapter, read_critic_shape(source).shape, true);
-  critic.train.narrow = keeps_narrow(options);
+  set_held(options, critic.train);
   return critic;
 }
 
 std::optional<CriticChoice> scored_critic(const Options& options) {
   if (options.critic.empty()) return std::nullopt;
-  if (!is_adapter(options.critic)) return CriticChoice{options.critic, {}};
-  CriticChoice critic{base_of(options.critic, kCriticRemedy), {}};
-  critic.train = stored_choice(options, "all", options.critic, read_critic_shape(critic.source).shape, false);
-  critic.train.narrow = keeps_narrow(options);
+  CriticChoice critic{options.critic, {}};
+  if (is_adapter(options.critic)) {
+    critic.source = base_of(options.critic, kCriticRemedy);
+    critic.train = stored_choice(options, "all", options.critic, read_critic_shape(critic.source).shape, false);
+  }
+  set_held(options, critic.train);
+  critic.train.frozen = critic.train.nf4;
   return critic;
 }
 

@@ -37,11 +37,12 @@ MergeReport merge(const std::filesystem::path& directory, const Options& options
   const StoredTensors& stored = *checked;
   require_disk_space({{options.out, table.size() * bytes_of(to)}});
   std::vector<double> values;
+  std::vector<std::byte> room;
   const ParameterValues merged = [&](const Parameter& parameter) -> const void* {
     values.assign(static_cast<std::size_t>(parameter.count), 0);
     if (!is_of_head(parameter.name) || stored.has(parameter.name)) {
       const SafetensorsEntry& entry = stored.at(parameter.name);
-      convert_values(entry.type, entry.data, DType::float64, values.data(), parameter.count);
+      convert_values(entry.type, values_of(entry, room), DType::float64, values.data(), parameter.count);
       forget_pages(entry);
     }
     if (adapter.changes(parameter.name)) adapter.apply(parameter.name, values);

@@ -339,6 +339,7 @@ class Training {
     add(model.table, model.weights);
     add(model.held_table, model.held_weights);
     add(model.narrow_table, model.narrow_weights);
+    add(model.nf4_table, model.nf4_weights);
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
     if (model.table.divided()) return;

@@ -104,7 +104,9 @@ std::shared_ptr<void> hold_panels(const std::vector<at::Tensor>& weights_NK, at:
   std::vector<at::Tensor> held;
   std::int64_t bytes = 0;
   for (const at::Tensor& weight : weights_NK) {
-    if (!weight.defined() || weight.dim() != 2 || weight.numel() == 0 || !weight.is_contiguous()) continue;
+    if (!weight.defined() || weight.dim() != 2 || weight.numel() == 0 || !weight.is_contiguous() ||
+        weight.scalar_type() == at::kByte)
+      continue;
     held.push_back(weight);
     bytes += bytes_of_panels(weight, dtype);
   }

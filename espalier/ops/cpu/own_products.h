@@ -27,6 +27,7 @@ struct Factor {
   bool steps_adjacent;
   const void* panels = nullptr;      // b only: the same numbers packed by pack_panels; null: the product packs them
   const bfloat16* narrow = nullptr;  // float b only: narrow numbers to widen, instead of data
+  const std::byte* nf4 = nullptr;    // b only: rows in NF4 (base/nf4.h) instead of data, `stride` bytes apart
 };
 
 // T: type of the factors; Out: T, or accumulator_t<T>. Rows of out and base are contiguous. base may be null, and may

@@ -3,6 +3,7 @@
 // Panels of b that fill half of a second-level cache are packed once and meet all rows, in tiles that are as even as
 // can be: 16 rows are 8 and 8.
 #include "espalier/base/defined_sums.h"
+#include "espalier/base/nf4.h"
 #include "espalier/ops/cpu/own_products_tile.h"
 
 namespace espalier::ESPALIER_SIMD {
@@ -21,18 +22,21 @@ struct Room {
   static constexpr std::int64_t kPanels = kPanelBytes / (kPanelElements * static_cast<std::int64_t>(sizeof(Packed<T>)));
   static constexpr std::int64_t kSumColumns = kPanels * kPanelColumns<T>;
   static constexpr std::size_t kRowBytes = (kRowElements * sizeof(Packed<T>) + 63) / 64 * 64;
-  static constexpr std::size_t kBytes =
-      kRowBytes + static_cast<std::size_t>(kPanelBytes) +
-      (kRounds ? static_cast<std::size_t>(kRoundedRows * kSumColumns) * sizeof(A) : 0);
+  static constexpr std::size_t kSumBytes =
+      kRounds ? static_cast<std::size_t>(kRoundedRows * kSumColumns) * sizeof(A) : 0;
+  static constexpr std::size_t kBytes = kRowBytes + static_cast<std::size_t>(kPanelBytes) + kSumBytes +
+                                        static_cast<std::size_t>(kPanelColumns<T> * kSumBlock<T>) * sizeof(T);
   static_assert(kBytes <= static_cast<std::size_t>(kOwnProductBytes));
 
   explicit Room(void* scratch)
       : rows(static_cast<Packed<T>*>(scratch)),
         panels(reinterpret_cast<Packed<T>*>(static_cast<char*>(scratch) + kRowBytes)),
-        sums(reinterpret_cast<A*>(static_cast<char*>(scratch) + kRowBytes + kPanelBytes)) {}
+        sums(reinterpret_cast<A*>(static_cast<char*>(scratch) + kRowBytes + kPanelBytes)),
+        numbers(reinterpret_cast<T*>(static_cast<char*>(scratch) + kRowBytes + kPanelBytes + kSumBytes)) {}
 
   Packed<T>*rows, *panels;
   A* sums;
+  T* numbers;  // of one panel, where b is in NF4
 };
 
 // Asks for part `index` of `parts` of the rows that are packed next.
@@ -59,6 +63,57 @@ void copy_numbers(std::int64_t rows, std::int64_t columns, const In* from, std::
     for_lanes<To>(columns, [&](std::int64_t i, int count) {
       store_some(to + r * to_stride + i, load_some(from + r * from_stride + i, count), count);
     });
+}
+
+// Numbers [first, first + count) of a row in NF4; `first` is even.
+template <class T>
+void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T* to) {
+  constexpr std::int64_t kBlocks = 4;  // whose values are made at a time
+  float values[kBlocks * 16];
+  T numbers[kBlocks * 16];
+  const std::uint8_t* const codes = nf4::codes_of(row);
+  for (std::int64_t end = first + count; first < end;) {
+    const std::int64_t block = first / nf4::kBlock, blocks = smaller(kBlocks, parts_of(end, nf4::kBlock) - block);
+    nf4::block_values(row, block, blocks, values);
+    if constexpr (sizeof(T) == sizeof(double)) {
+      for (std::int64_t k = 0; k < blocks * 16; ++k) numbers[k] = values[k];
+    } else {
+      for (std::int64_t k = 0; k < blocks * 16; k += kLanes<float>) store(numbers + k, load(values + k));
+    }
+    const T* of_block = numbers;
+    for (std::int64_t b = block; b < block + blocks; ++b, of_block += 16) {
+      std::int64_t i = first;
+      const std::int64_t last = smaller(end, (b + 1) * nf4::kBlock);
+#if ESPALIER_SIMD_BYTES == 64
+      const __m512 table = _mm512_loadu_ps(values + (b - block) * 16);
+      for (; sizeof(T) < sizeof(double) && i + 16 <= last; i += 16, to += 16) {
+        const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2)), low = _mm_set1_epi8(15);
+        const __m128i index =
+            _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), low), _mm_and_si128(pairs, low));
+        const auto found = reinterpret<FloatVector>(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(index), table));
+        if constexpr (sizeof(T) < sizeof(double)) store(to, found);
+      }
+#endif
+      for (; i < last; ++i, ++to) *to = of_block[i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15];
+      first = last;
+    }
+  }
+}
+
+// pack_panel, of numbers that are first made where b is in NF4.
+template <class T, class Out>
+void pack_columns(const Factor<T>& b, std::int64_t column, std::int64_t columns, std::int64_t step, std::int64_t steps,
+                  const Room<T, Out>& room, Packed<T>* to) {
+  if (b.nf4 == nullptr) return pack_panel(b, column, columns, step, steps, to);
+  const std::int64_t width = smaller(columns, kPanelColumns<T>);
+  if (b.steps_adjacent) {
+    for (std::int64_t i = 0; i < width; ++i)
+      unpack_row(b.nf4 + (column + i) * b.stride, step, steps, room.numbers + i * kSumBlock<T>);
+    return pack_panel(Factor<T>{room.numbers, kSumBlock<T>, true}, 0, width, 0, steps, to);
+  }
+  for (std::int64_t k = 0; k < steps; ++k)
+    unpack_row(b.nf4 + (step + k) * b.stride, column, width, room.numbers + k * kPanelColumns<T>);
+  pack_panel(Factor<T>{room.numbers, kPanelColumns<T>, false}, 0, width, 0, steps, to);
 }
 
 // Where a block of steps begins in the panels of a whole factor.
@@ -97,7 +152,7 @@ void add_blocks(const Product<T, Out>& p, Range rows, Range columns, bool onto, 
     if (p.b.panels != nullptr)
       b = static_cast<const Packed<T>*>(p.b.panels) + block_offset<T>(p.columns, step) + columns.begin * elements;
     for (std::int64_t c = columns.begin; p.b.panels == nullptr && c < columns.end; c += kPanelColumns<T>)
-      pack_panel(p.b, c, columns.end - c, step, steps, room.panels + (c - columns.begin) * elements);
+      pack_columns(p.b, c, columns.end - c, step, steps, room, room.panels + (c - columns.begin) * elements);
     for (std::int64_t t = 0; t < tiles; ++t) {
       const std::int64_t first = rows.begin + t * count / tiles, end = rows.begin + (t + 1) * count / tiles;
       pack_rows(p.a, first, end - first, step, steps, room.rows);

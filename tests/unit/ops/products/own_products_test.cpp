@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "espalier/base/instruction_set.h"
+#include "espalier/base/nf4.h"
 
 namespace espalier::own_products {
 namespace {
@@ -118,6 +119,46 @@ void expect_defined(const Sizes& s, bool a_adjacent, bool b_adjacent, Base kind,
   }
 }
 
+// b: a matrix in NF4 [outputs, inputs], its outputs the columns of the product or its steps.
+template <class T, class Out>
+void expect_nf4(std::int64_t rows, std::int64_t outputs, std::int64_t inputs, nf4::Rounding rounding, int threads) {
+  const auto numbers = random_numbers<float>(outputs * inputs, 5);
+  const nf4::Matrix matrix = nf4::quantise(outputs, inputs, rounding, [&](std::int64_t n, float* out) {
+    std::copy_n(numbers.begin() + n * inputs, inputs, out);
+  });
+  const std::int64_t bytes = nf4::row_bytes(inputs, true);
+  std::vector<std::byte> packed(static_cast<std::size_t>(outputs * bytes));
+  std::vector<float> values(static_cast<std::size_t>(outputs * inputs));
+  for (std::int64_t n = 0; n < outputs; ++n) {
+    nf4::write_row(matrix, n, 0, inputs, packed.data() + n * bytes);
+    nf4::row_values(packed.data() + n * bytes, 0, inputs, values.data() + n * inputs);
+  }
+  std::vector<T> b;
+  for (const float x : values) b.push_back(static_cast<T>(x));
+  for (const bool turned : {true, false}) {
+    const std::int64_t columns = turned ? outputs : inputs, steps = turned ? inputs : outputs;
+    const auto a = random_numbers<T>(rows * steps, 6);
+    std::vector<Out> found(static_cast<std::size_t>(rows * columns)), expected = found;
+    Product<T, Out> p{rows, columns,         steps,  {a.data(), steps, true}, {b.data(), inputs, turned}, nullptr,
+                      0,    expected.data(), columns};
+    multiply(p, 1);
+    p.b = {nullptr, bytes, turned, nullptr, nullptr, packed.data()};
+    p.out = found.data();
+    multiply(p, threads);
+    ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(Out)), 0)
+        << rows << " rows, [" << outputs << ", " << inputs << "]" << (turned ? "" : ", by rows") << ", rounding "
+        << static_cast<int>(rounding) << ", " << threads << " threads";
+  }
+}
+
+template <class T, class Out>
+void expect_nf4() {
+  for (const nf4::Rounding rounding : {nf4::Rounding::bfloat16, nf4::Rounding::float16, nf4::Rounding::float32})
+    for (const auto& [rows, outputs, inputs] : {Sizes{3, 5, 64}, Sizes{17, 33, 192}, Sizes{5, 70, 1088}})
+      expect_nf4<T, Out>(rows, outputs, inputs, rounding, 1);
+  for (const int threads : {2, 3}) expect_nf4<T, Out>(520, 130, 320, nf4::Rounding::bfloat16, threads);
+}
+
 class OwnProducts : public ::testing::TestWithParam<InstructionLevel> {
  protected:
   void SetUp() override {
@@ -183,6 +224,15 @@ TEST_P(OwnProducts, OfFloat32HaveTheDefinedOrder) { expect_all<float, float>(); 
 TEST_P(OwnProducts, OfFloat64HaveTheDefinedOrder) { expect_all<double, double>(); }
 TEST_P(OwnBfloat16Products, HaveTheDefinedOrder) { expect_all<bfloat16, bfloat16>(); }
 TEST_P(OwnBfloat16Products, InFloat32HaveTheDefinedOrder) { expect_all<bfloat16, float>(); }
+
+TEST_P(OwnProducts, OfNf4HaveTheBitsOfItsNumbers) {
+  expect_nf4<float, float>();
+  expect_nf4<double, double>();
+}
+TEST_P(OwnBfloat16Products, OfNf4HaveTheBitsOfItsNumbers) {
+  expect_nf4<bfloat16, bfloat16>();
+  expect_nf4<bfloat16, float>();
+}
 
 const auto kName = [](const auto& info) { return std::string(info.param.name); };
 INSTANTIATE_TEST_SUITE_P(Sets, OwnProducts,
