@@ -59,17 +59,22 @@ void check_required(const Verb& verb, const Options& options) {
   for (const std::string& required : verb.required) {
     bool given = false;
     std::string names;
+    int count = 0;
     for (std::size_t begin = 0; begin <= required.size();) {
       const std::size_t end = std::min(required.find('|', begin), required.size());
       const std::string name = required.substr(begin, end - begin);
       const std::string value = option_text(options, name);
       given = given || (find_option(name)->type == OptionType::flag ? value == "true" : !value.empty());
-      names += (names.empty() ? "--" : " or --") + name;
+      names += (names.empty() ? "--" : ", --") + name;
+      ++count;
       begin = end + 1;
     }
-    if (!given)
-      throw OptionError({verb.name, names, "none of them on the command line or in --config",
-                         std::string("espalier ") + verb.name + " --help lists the options"});
+    if (given) continue;
+    const std::string first = "--" + required.substr(0, required.find('|'));
+    throw OptionError({verb.name, (count > 1 ? "one of " : "") + names,
+                       "no such option on the command line or in --config",
+                       "add " + first + (count > 1 ? ", or another of these; espalier " : "; espalier ") + verb.name +
+                           " --help lists the options"});
   }
 }
 

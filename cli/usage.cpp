@@ -80,11 +80,12 @@ std::string usage_of_word(const Verb* verb, const std::string& word) {
   std::vector<std::string> names;
   for (const Verb& known : verbs()) names.emplace_back(known.name);
   const std::string near = verb ? "" : nearest_name(word, names);
-  throw OptionError({"--help", "a word that occurs in the options" + (verb ? std::string(" of ") + verb->name : ""),
-                     '"' + word + '"',
-                     !near.empty()       ? "did you mean " + near + "?"
-                     : elsewhere.empty() ? "espalier --help lists the verbs"
-                                         : "espalier --help " + word + " finds it in other verbs"});
+  throw OptionError(
+      {"--help", "a word that occurs in the options" + (verb ? std::string(" of ") + verb->name : ""), '"' + word + '"',
+       !near.empty()       ? "did you mean " + near + "?"
+       : elsewhere.empty() ? (verb ? std::string("espalier ") + verb->name + " --help-all lists all options"
+                                   : "espalier --help lists the verbs")
+                           : "espalier --help " + word + " finds it in other verbs"});
 }
 
 }  // namespace espalier::cli

@@ -228,7 +228,9 @@ Tensors open_model(const fs::path& directory) {
     throw UnsupportedError({directory.string(), "weights in model.safetensors", "pickled weights in pytorch_model.bin",
                             "Load the model with transformers and save it with save_pretrained"});
   } else {
-    throw InputError({directory.string(), "model.safetensors or model.safetensors.index.json", "neither", ""});
+    throw InputError(
+        {directory.string(), "model.safetensors or model.safetensors.index.json", "neither",
+         "Is the download complete? Weights in another format: load them with transformers and call save_pretrained"});
   }
   join_nf4_tensors(tensors.by_name, tensors.parts, directory.string());
   split_packed_experts(tensors.by_name, tensors.parts);

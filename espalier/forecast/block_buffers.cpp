@@ -54,9 +54,9 @@ PathBuffers::PathBuffers(const BlockShape& b, std::int64_t rows, bool with_gradi
 }
 
 ItemBuffers::ItemBuffers(const BlockShape& b, std::int64_t outputs, bool with_gradients) : BufferList(b.bytes) {
-  if (with_gradients) grad_normed_OM = add("gradient of normed outputs", outputs, b.shape.hidden);
+  if (with_gradients) grad_normed_OM = add("gradient of normalised outputs", outputs, b.shape.hidden);
   final_stream_OM = add("final stream", outputs, b.shape.hidden);
-  normed_OM = add("normed outputs", outputs, b.shape.hidden);
+  normed_OM = add("normalised outputs", outputs, b.shape.hidden);
   final_rstd_O = add("1/rms of outputs", outputs, Buffer::kVector, kAccumulator);
 }
 
@@ -113,7 +113,7 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
   }
   gate_up_RW = add("gate and up of experts", R * k, 2 * s.expert_inner);
   router_logits_RE = add("router logits", R, s.experts);
-  router_choice_RK = add("experts chosen", R, k, kInt32);
+  router_choice_RK = add("chosen experts", R, k, kInt32);
   router_weight_RK = add("weights of experts", R, k, kAccumulator);
   if (s.shared_expert.inner == 0) return;
   shared_gate_up_RW = add("gate and up of the shared expert", R, 2 * s.shared_expert.inner);
@@ -124,7 +124,7 @@ MlpSavedBuffers::MlpSavedBuffers(const BlockShape& b, const BlockRows& rows) : B
 
 DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
-  if (b.has_norms_before()) normed_RM = add("normed", rows, b.shape.hidden, kActivation, Stage::up);
+  if (b.has_norms_before()) normed_RM = add("normalised rows", rows, b.shape.hidden, kActivation, Stage::up);
   if (with_output || b.has_norms_after()) act_RF = add("activation", rows, b.shape.inner, kActivation, Stage::down);
   if (act_RF.index >= 0 && b.finishes_branch())
     branch_RM = add("addition to the stream", rows, b.shape.hidden, kActivation, Stage::down);
@@ -135,9 +135,9 @@ DenseForwardBuffers::DenseForwardBuffers(const BlockShape& b, std::int64_t rows,
 DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden, F = b.shape.inner;
   act_RF = add("activation", rows, F, kActivation, Stage::down, Stage::up);
-  down_product = add_product(*this, b, "product for down", M, F, Stage::down);
+  down_product = add_product(*this, b, "product of down", M, F, Stage::down);
   if (b.finishes_branch()) grad_branch_RM = add("gradient of the MLP's output", rows, M, kActivation, Stage::down);
-  normed_RM = add("normed", rows, M, kActivation, Stage::up);
+  normed_RM = add("normalised rows", rows, M, kActivation, Stage::up);
   gate_up_product = add_product(*this, b, "product for gate and up", b.shape.gate_up_width(), M, Stage::up);
   if (adapted(b).gate || adapted(b).up) nest(Stage::up, low_rank_bytes(b, rows));
   if (adapted(b).down) nest(Stage::down, low_rank_bytes(b, rows));
@@ -146,7 +146,7 @@ DenseBackwardBuffers::DenseBackwardBuffers(const BlockShape& b, std::int64_t row
 ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden;
-  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::shared);
+  normed_RM = add("normalised rows", rows, M, kActivation, Stage::experts, Stage::shared);
   if (with_output) sum_RM = add("sum over experts", rows, M, kAccumulator, Stage::experts, Stage::shared);
   expert_rows_RM = add("rows of an expert", rows, M, kActivation, Stage::experts, Stage::shared);
   if (with_output) act_RF = add("activation of an expert", rows, b.shape.expert_inner, kActivation, Stage::experts);
@@ -157,9 +157,9 @@ ExpertForwardBuffers::ExpertForwardBuffers(const BlockShape& b, std::int64_t row
 
 ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t rows) : BufferList(b.bytes) {
   const std::int64_t M = b.shape.hidden, F = b.shape.expert_inner, E = b.shape.experts, k = b.shape.experts_per_token;
-  normed_RM = add("normed", rows, M, kActivation, Stage::experts, Stage::router);
+  normed_RM = add("normalised rows", rows, M, kActivation, Stage::experts, Stage::router);
   grad_weight_RK = add("gradient of weights", rows, k, kAccumulator, Stage::experts, Stage::router);
-  grad_normed_sum_RM = add("gradient of normed", rows, M, kAccumulator, Stage::experts, Stage::router);
+  grad_normed_sum_RM = add("gradient of normalised rows", rows, M, kAccumulator, Stage::experts, Stage::router);
   const SharedExpert& shared = b.shape.shared_expert;
   if (shared.gate)
     grad_shared_weight_R1 =
@@ -184,12 +184,12 @@ ExpertBackwardBuffers::ExpertBackwardBuffers(const BlockShape& b, std::int64_t r
 LayerForwardBuffers::LayerForwardBuffers(const BlockShape& b, const BlockRows& rows, bool with_output)
     : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden;
-  if (b.has_norms_before()) normed_TM = add("normed", T, M, kActivation, Stage::projection);
-  if (rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::projection);
+  if (b.has_norms_before()) normed_TM = add("normalised rows", T, M, kActivation, Stage::projection);
+  if (rows.narrow) query_input_RM = add("normalised output rows", R, M, kActivation, Stage::projection);
   if (b.shape.latent.query > 0)
-    query_latent_RC = add("normed latents of queries", R, b.shape.latent.query, kActivation, Stage::projection);
+    query_latent_RC = add("normalised latents of queries", R, b.shape.latent.query, kActivation, Stage::projection);
   if (b.shape.has_latents())
-    latent_TC = add("normed latents", T, b.shape.latent.key_value, kActivation, Stage::projection);
+    latent_TC = add("normalised latents", T, b.shape.latent.key_value, kActivation, Stage::projection);
   rotated_q_RW = add("rotated queries", R, q_width(b), kActivation, Stage::attention);
   if (!rows.in_path) rotated_k_TW = add("rotated keys", T, k_width(b), kActivation, Stage::attention);
   if (!rows.in_path && b.shape.has_latents()) value_TW = add("values", T, v_width(b), kActivation, Stage::attention);
@@ -238,23 +238,23 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
       grad_query_latent_RC =
           add("gradient of latents of queries", R, latent.query, kActivation, Stage::key_value, Stage::input);
   }
-  normed_TM = add("normed", T, M, kActivation, Stage::key_value, Stage::input);
+  normed_TM = add("normalised rows", T, M, kActivation, Stage::key_value, Stage::input);
   kv_product =
       add_product(*this, b, "product for keys and values", KV, latents ? latent.key_value : M, Stage::key_value);
   if (latents) {
-    latent_TC = add("normed latents", T, latent.key_value, kActivation, Stage::key_value);
+    latent_TC = add("normalised latents", T, latent.key_value, kActivation, Stage::key_value);
     latent_product =
         add_product(*this, b, "product for latents", std::max(latent.key_value, latent.rotary), M, Stage::key_value);
   }
-  if (R > 0 && rows.narrow) query_input_RM = add("normed of outputs", R, M, kActivation, Stage::query);
+  if (R > 0 && rows.narrow) query_input_RM = add("normalised output rows", R, M, kActivation, Stage::query);
   if (R > 0)
     query_product =
         add_product(*this, b, "product for queries", query_width(b), query_latents ? latent.query : M, Stage::query);
   if (R > 0 && query_latents) {
-    query_latent_RC = add("normed latents of queries", R, latent.query, kActivation, Stage::query);
+    query_latent_RC = add("normalised latents of queries", R, latent.query, kActivation, Stage::query);
     query_latent_product = add_product(*this, b, "product for latents of queries", latent.query, M, Stage::query);
   }
-  if (R > 0 && rows.narrow) query_part_RM = add("gradient of normed outputs", R, M, kActivation, Stage::input);
+  if (R > 0 && rows.narrow) query_part_RM = add("gradient of normalised outputs", R, M, kActivation, Stage::input);
   for (const Stage stage : {Stage::key_value, Stage::input})
     if (adapted(b).key || adapted(b).value) nest(stage, low_rank_bytes(b, T));
   for (const Stage stage : {Stage::query, Stage::input})
@@ -266,7 +266,7 @@ LayerBackwardBuffers::LayerBackwardBuffers(const BlockShape& b, const BlockRows&
 
 DeltaForwardBuffers::DeltaForwardBuffers(const BlockShape& b, const BlockRows& rows) : BufferList(b.bytes) {
   const std::int64_t T = rows.all, R = rows.continuing, M = b.shape.hidden, V = b.shape.delta_rule.value_width();
-  normed_TM = add("normed", T, M, kActivation, Stage::projection);
+  normed_TM = add("normalised rows", T, M, kActivation, Stage::projection);
   states_FN = add("states at forks", rows.forks, b.shape.delta_rule.state(), kAccumulator, Stage::rows);
   gated_TV = add("gated rows", T, V, kActivation, Stage::output);
   if (!rows.narrow) return;
@@ -286,7 +286,7 @@ DeltaBackwardBuffers::DeltaBackwardBuffers(const BlockShape& b, const BlockRows&
   grad_projected_TW = add("gradient of projected rows", T, s.projected(), kActivation, Stage::rows, Stage::input);
   states_FN = add("states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
   grad_states_FN = add("gradients of states at forks", rows.forks, s.state(), kAccumulator, Stage::rows);
-  normed_TM = add("normed", T, M, kActivation, Stage::input);
+  normed_TM = add("normalised rows", T, M, kActivation, Stage::input);
   projected_product = add_product(*this, b, "product for projected rows", s.projected(), M, Stage::input);
 }
 
@@ -302,10 +302,10 @@ DividedForwardBuffers::DividedForwardBuffers(const BlockShape& b, const RowShare
     : BufferList(b.bytes) {
   const std::int64_t K = k_width(b), V = v_width(b), most = shares.most();
   if (!in_path) {
-    k_SW = add("keys of a divided set", shares.rows(), K, kActivation, Stage::exchange, Stage::attention);
-    v_SW = add("values of a divided set", shares.rows(), V, kActivation, Stage::exchange, Stage::attention);
+    k_SW = add("keys of a set sharded over cp", shares.rows(), K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a set sharded over cp", shares.rows(), V, kActivation, Stage::exchange, Stage::attention);
   }
-  part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+  part = add("this rank's keys and values", most, K + V, kActivation, Stage::exchange);
   whole = add("keys and values of all ranks", shares.ranks() * most, K + V, kActivation, Stage::exchange);
 }
 
@@ -314,14 +314,14 @@ DividedBackwardBuffers::DividedBackwardBuffers(const BlockShape& b, const RowSha
   const std::int64_t K = k_width(b), V = v_width(b), S = shares.rows(), most = shares.most(),
                      all = shares.ranks() * most;
   if (!in_path) {
-    grad_k_SW = add("gradient of keys of a divided set", S, K, kAccumulator, Stage::exchange, Stage::owners);
-    grad_v_SW = add("gradient of values of a divided set", S, V, kAccumulator, Stage::exchange, Stage::owners);
-    k_SW = add("keys of a divided set", S, K, kActivation, Stage::exchange, Stage::attention);
-    v_SW = add("values of a divided set", S, V, kActivation, Stage::exchange, Stage::attention);
-    part = add("own keys and values", most, K + V, kActivation, Stage::exchange);
+    grad_k_SW = add("gradient of keys of a set sharded over cp", S, K, kAccumulator, Stage::exchange, Stage::owners);
+    grad_v_SW = add("gradient of values of a set sharded over cp", S, V, kAccumulator, Stage::exchange, Stage::owners);
+    k_SW = add("keys of a set sharded over cp", S, K, kActivation, Stage::exchange, Stage::attention);
+    v_SW = add("values of a set sharded over cp", S, V, kActivation, Stage::exchange, Stage::attention);
+    part = add("this rank's keys and values", most, K + V, kActivation, Stage::exchange);
     whole = add("keys and values of all ranks", all, K + V, kActivation, Stage::exchange);
   }
-  grad_part = add("gradient of own keys and values", most, K + V, kAccumulator, Stage::owners);
+  grad_part = add("gradient of this rank's keys and values", most, K + V, kAccumulator, Stage::owners);
   grad_whole = add("gradient of keys and values for all ranks", all, K + V, kAccumulator, Stage::owners);
 }
 

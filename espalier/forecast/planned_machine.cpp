@@ -113,7 +113,8 @@ MachineProfile planned_machine(const std::string& machine, DType dtype, Choice<A
   std::error_code ignored;
   if (!std::filesystem::is_regular_file(machine, ignored))
     throw OptionError({"--machine", text_of(names, "or a file with a profile"), "'" + machine + "'",
-                       "espalier stores a machine's profile in its ~/.cache/espalier"});
+                       "give one of these names, or the path of a profile; espalier keeps the profile of this machine "
+                       "in ~/.cache/espalier"});
   MachineProfile profile = profile_of(read_profile(machine), machine);
   if (profile.dtype != dtype)
     throw OptionError({"--machine", text_of("rates of ", name_of(dtype), ", the --dtype of this plan"),

@@ -127,7 +127,7 @@ Frontier find_frontier(const ModelShape& shape, const PlanOptions& options, cons
   if (shape.max_positions > 0 && response >= shape.max_positions)
     throw OptionError({"--max-response-length",
                        text_of("fewer than ", shape.max_positions, " tokens, the model's number of positions"),
-                       text_of(response), ""});
+                       text_of(response), "lower --max-response-length"});
   std::ranges::sort(sizes);
   Frontier frontier;
   frontier.memory_budget = options.memory_budget;

@@ -129,7 +129,7 @@ void add_folder(const std::string& path, std::vector<RecordSource>& out) {
   }
   if (steps.empty() && lines.empty() && !for_python)
     throw InputError({path, "a file of rollouts, or a folder of them", "a directory without any",
-                      "Give the files in it, such as DIR/*.jsonl"});
+                      "Give .jsonl files, or a directory that contains some"});
   if (!lines.empty() && (for_python || !steps.empty()))
     throw InputError(
         {path, "a folder of rollouts of one kind", "several", "Give the files in it, such as DIR/*.jsonl"});

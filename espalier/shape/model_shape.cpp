@@ -489,19 +489,29 @@ Json read_config(const std::filesystem::path& path) {
   const std::string where = path.string();
   std::ifstream in(path, std::ios::binary);
   if (!in || std::filesystem::is_directory(path, ignored)) {
-    const bool named = is_name_on_hub(where) && !std::filesystem::exists(path, ignored);
-    throw InputError({where, named ? "a model directory on this machine" : "a Hugging Face config.json",
-                      named ? "no such directory" : "no readable file",
-                      named ? "If it is a model on the Hugging Face Hub, download it: hf download " + where +
-                                  " --local-dir " + path.filename().string() + ", and give that directory"
-                            : "Give a model directory or its config.json"});
+    const bool folder = path.filename() == "config.json" && std::filesystem::is_directory(path.parent_path(), ignored);
+    if (folder)
+      throw InputError({path.parent_path().string(), "a Hugging Face model directory",
+                        "a directory without a readable config.json",
+                        "Give the directory that save_pretrained or hf download wrote"});
+    if (std::filesystem::exists(path, ignored))
+      throw InputError(
+          {where, "a Hugging Face config.json", "no readable file", "Give a model directory or its config.json"});
+    throw InputError({where, "a model directory on this machine", "no such directory",
+                      is_name_on_hub(where)
+                          ? "If it is a model on the Hugging Face Hub, download it: hf download " + where +
+                                " --local-dir " + path.filename().string() + ", and give that directory"
+                          : "Check the path; a model directory holds config.json and safetensors files"});
   }
   std::ostringstream text;
   text << in.rdbuf();
   try {
     return Json::parse(text.str());
-  } catch (const nlohmann::json::exception& problem) {
-    throw InputError({where, "JSON", problem.what(), ""});
+  } catch (const nlohmann::json::exception& error) {
+    const std::string_view problem = error.what();  // "[json.exception.parse_error.101] parse error at line 1, ..."
+    throw InputError({where, "a Hugging Face config.json",
+                      text_of("no valid JSON: ", problem.substr(problem.find("] ") + 2)),
+                      "Give a model directory or its config.json"});
   }
 }
 

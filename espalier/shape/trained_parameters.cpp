@@ -223,7 +223,8 @@ AdapterShape adapters_of(const ModelShape& shape, const AdapterChoice& choice) {
     for (const std::string& module : all)
       if (matches(module)) chosen.insert(module);
     if (item.empty() || (chosen.size() == before && std::ranges::none_of(all, matches)))
-      refuse_target("'" + item + "', which names nothing of " + shape.architecture, "");
+      refuse_target("'" + item + "', which matches no module of " + shape.architecture,
+                    "module names are those before .weight in model.safetensors");
   }
   for (const std::string& module : chosen)
     if (!adaptable.contains(module))
@@ -383,7 +384,7 @@ ModelShape train_only(ModelShape shape, const TrainedChoice& choice) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (!parameters[i].low_rank && matches(parameters[i])) any = trains[i] = true;
     if (!any && !shape.value_head)
-      refuse("'" + item + "', which names nothing of " + shape.architecture,
+      refuse("'" + item + "', which matches no parameter of " + shape.architecture,
              "names are those of the tensors in model.safetensors");
   }
   if (shape.value_head && !choice.frozen)

@@ -29,7 +29,7 @@ void fail_if_unusable(const Json& error, const std::string& file, const char* wh
     throw InputError({where, std::string("packages that ") + what + " imports", message,
                       python_interpreter() + " -m pip install " + error["package"].get<std::string>() +
                           ", or set ESPALIER_PYTHON to a Python that has it"});
-  if (kind == "syntax") throw InputError({where, "Python that can be read", message, ""});
+  if (kind == "syntax") throw InputError({where, "valid Python", message, "correct the file"});
   if (kind == "import")
     throw InputError({where, "a file that Python can import", message, "it is run by " + python_interpreter()});
 }

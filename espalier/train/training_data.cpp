@@ -98,7 +98,8 @@ void check_pairs(std::span<const Rollout> rollouts, const Options& options) {
                                          " with --objective ", options.objective)
                                : "response_ids in every record",
                         wanted ? "a record of one response" : "a pair of answers",
-                        wanted ? "" : "give --objective dpo or reward to train on pairs"});
+                        wanted ? "give pairs of answers (docs/pairs.md), or leave --objective out"
+                               : "give --objective dpo or reward to train on pairs"});
     if (!scores && rollout.pair.score)
       throw InputError({rollout.where, "chosen_ids and rejected_ids with --objective dpo", "a list of scored answers",
                         "record pairs, or train a reward model with --objective reward"});

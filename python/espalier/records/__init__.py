@@ -25,7 +25,7 @@ __all__ = ["RecordError", "UnsupportedRecords", "convert", "read"]
 ENDINGS = (".pt", ".pth", ".pkl", ".pickle", ".safetensors", ".parquet", ".json")
 _FORMATS = (parquet_files, slime, verl, trl, rllm, skyrl)
 _TEXT_FIELDS = {"prompt", "prompts", "completion", "completions", "response", "responses", "messages", "text", "output"}
-_REMEDY = ("Read are slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes and Parquet "
+_REMEDY = ("Supported formats: JSON Lines with token ids, slime debug dumps, verl DataProto, SkyRL training batches, TRL batches, ART folders, rLLM episodes and Parquet "
            "(docs/rollout_format.md)")
 
 

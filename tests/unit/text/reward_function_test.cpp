@@ -147,7 +147,7 @@ TEST_F(RewardFile, AFileThatCannotServeIsAnErrorAtOnce) {
   EXPECT_EQ(error("import no_such_module_anywhere\n").got,
             "ModuleNotFoundError: No module named 'no_such_module_anywhere'");
   EXPECT_EQ(error("x = 1\ndef compute_score(:\n").where, path() + ":2");
-  EXPECT_EQ(error("def compute_score(:\n").expected, "Python that can be read");
+  EXPECT_EQ(error("def compute_score(:\n").expected, "valid Python");
   EXPECT_EQ(error("answer = 1\ndef reward(): pass\n").got, "reward");
   EXPECT_EQ(error("answer = 1\n").got, "no function at all");
   EXPECT_EQ(error_of([&] { RewardFunction("/no/such/reward.py", 60); }).got, "no such file");
