@@ -1,5 +1,6 @@
 #include "espalier/base/instruction_set.h"
 
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,13 +11,32 @@
 #include "espalier/base/error.h"
 
 namespace espalier {
+namespace {
+
+// A bit of CPUID for features that Clang's __builtin_cpu_supports does not know. The bit says nothing about the system:
+// whether it saves the registers is asked apart.
+struct ProcessorBit {
+  unsigned leaf;
+  enum Register { eax, ebx, ecx, edx } where;
+  int bit;
+};
+constexpr ProcessorBit kF16c{1, ProcessorBit::ecx, 29};
+constexpr ProcessorBit kAmxTile{7, ProcessorBit::edx, 24}, kAmxBf16{7, ProcessorBit::edx, 22};
+
+bool processor_sets(const ProcessorBit& feature) {
+  unsigned registers[4] = {};
+  return __get_cpuid_count(feature.leaf, 0, &registers[0], &registers[1], &registers[2], &registers[3]) != 0 &&
+         (registers[feature.where] >> feature.bit & 1u) != 0;
+}
+
+}  // namespace
 
 bool processor_has(InstructionSet set) {
   switch (set) {
     case InstructionSet::baseline:
       return true;
     case InstructionSet::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && processor_sets(kF16c);
     case InstructionSet::avx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
@@ -57,7 +77,7 @@ bool processor_has(Bfloat16Products products) {
     case Bfloat16Products::emulated_tiles:
       return dot;
     case Bfloat16Products::tiles:
-      return dot && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && system_grants_tiles();
+      return dot && processor_sets(kAmxTile) && processor_sets(kAmxBf16) && system_grants_tiles();
   }
   return false;
 }
@@ -100,7 +120,7 @@ const InstructionLevel& widest_level() {
 const InstructionLevel& instruction_level(std::string_view name) {
   for (const InstructionLevel& level : kInstructionLevels)
     if (level.name == name && processor_has(level)) return level;
-  throw OptionError({kVariable, "one that this processor has: " + instruction_levels(), std::string(name),
+  throw OptionError({kVariable, "an instruction set of this processor: " + instruction_levels(), std::string(name),
                      "unset it to use the widest"});
 }
 

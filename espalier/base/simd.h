@@ -1,4 +1,4 @@
-// Vectors of float and double, one width per instruction set, written with GCC's vector extensions.
+// Vectors of float and double, one width per instruction set, written with the vector extensions of GCC and Clang.
 //
 // For files listed in espalier_simd_sources only: they are compiled once per instruction set, with ESPALIER_SIMD
 // naming the set and ESPALIER_SIMD_BYTES its width. Everything stands in namespace espalier::ESPALIER_SIMD, so the
@@ -13,6 +13,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "espalier/base/dtype.h"
 
@@ -56,6 +57,18 @@ ESPALIER_SIMD_INLINE To reinterpret(From from) {
   To to;
   __builtin_memcpy(&to, &from, sizeof(to));
   return to;
+}
+
+namespace detail {
+template <int (*source)(int), class V, int... lane>
+ESPALIER_SIMD_INLINE V shuffled(V a, V b, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(a, b, source(lane)...);
+}
+}  // namespace detail
+// Lane i of the result is lane source(i) of a and b, counted through a first.
+template <int (*source)(int), class V>
+ESPALIER_SIMD_INLINE V shuffled(V a, V b) {
+  return detail::shuffled<source>(a, b, std::make_integer_sequence<int, sizeof(V) / sizeof(a[0])>{});
 }
 
 ESPALIER_SIMD_INLINE FloatVector broadcast(float x) { return x - FloatVector{}; }

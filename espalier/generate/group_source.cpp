@@ -53,7 +53,9 @@ std::vector<StateRun> GroupSource::runs(std::int64_t layer, const at::Tensor&, c
       out.push_back({.begin = first_row + run.begin,
                      .end = first_row + run.end,
                      .start_N = run.start_LN.defined() ? run.start_LN[at] : at::Tensor(),
-                     .end_N = run.end_LN[at]});
+                     .end_N = run.end_LN[at],
+                     .grad_start_N = {},
+                     .grad_end_N = {}});
     first_row += static_cast<std::int64_t>(one.group.own_row.size());
   }
   return out;

@@ -42,7 +42,8 @@ DecoderForward::DecoderForward(const Decoder& decoder, const DecoderRun& run, st
       stream_(decoder.block(), run.input.rows()) {
   const ModelInput& input = run.input;
   Arena& arena = run.arena;
-  saved = {.state = state.value_or(SavedState::recompute)};
+  saved = DecoderSaved();
+  saved.state = state.value_or(SavedState::recompute);
   if (decoder.local().is_last_stage() && input.outputs() > 0) {
     const ItemBuffers item(decoder.block(), input.outputs(), false);
     saved.final_stream_OM = arena.take(item, item.final_stream_OM, decoder.dtype());

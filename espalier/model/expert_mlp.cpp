@@ -46,7 +46,8 @@ void router_backward(const LayerContext& c, const LayerSaved& saved, const at::T
 // Gate, up and down of the shared expert, as the experts of a layer that has one. Of `views`, which are the weights or
 // their gradients.
 ExpertWeights shared_expert_of(const LayerContext& c, const LayerViews& views) {
-  ExpertWeights out{.activation = c.shape.activation};
+  ExpertWeights out;
+  out.activation = c.shape.activation;
   if (const at::Tensor& weight = views.shared_gate_up.weight; weight.defined()) out.gate_up_EWM = weight.unsqueeze(0);
   if (const at::Tensor& weight = views.shared_down.weight; weight.defined()) out.down_EMF = weight.unsqueeze(0);
   return out;

@@ -25,7 +25,8 @@ std::vector<StateRun> PathSource::runs(std::int64_t layer, const at::Tensor& sta
                       own = is_trunk_ ? path_.state_of_top(layer) : KvPath::State{};
   std::vector<StateRun> out;
   for (const RowRun& run : runs_) {
-    StateRun one{.begin = run.begin, .end = run.end, .forks = run.fork >= 0};
+    StateRun one;
+    one.begin = run.begin, one.end = run.end, one.forks = run.fork >= 0;
     one.start_N = run.parent < 0 ? above.state_N : states_FN[runs_[static_cast<std::size_t>(run.parent)].fork];
     one.end_N = one.forks ? states_FN[run.fork] : own.state_N;
     if (backward) {

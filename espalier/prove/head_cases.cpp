@@ -49,7 +49,7 @@ void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& 
   const OperationCase::Argument q{rows(Q, H * D, 40) * scale}, own_k{rows(T, J * D, 41)}, own_v{rows(T, J * D, 42)},
       path_k{rows(P, J * D, 43)}, path_v{rows(P, J * D, 44)}, row{whole_numbers(query_row), Kind::fixed},
       ends{whole_numbers(end), Kind::fixed};
-  const auto problem = [=](const Tensors& t) {
+  const auto problem = [D = D, some = some](const Tensors& t) {
     return AttentionProblem{D, t[0], t[1], t[2], t[3], t[4], some ? t[5] : at::Tensor(), t[6]};
   };
   // bfloat16: the weights and their slopes are rounded as factors of a second product, whose sums over keys (or over

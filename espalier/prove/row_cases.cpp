@@ -80,7 +80,7 @@ void add_rotation_cases(std::vector<OperationCase>& cases) {
       return Rotation{{t[0], t[1]}, t[2], norm ? t[3] : at::Tensor(), 1e-6};
     };
     const auto part = [strided = strided, width](const at::Tensor& x) { return strided ? inner(x, width) : x; };
-    const auto row = [&](std::uint64_t seed) { return normal({rows, wide}, seed); };
+    const auto row = [rows = rows, wide](std::uint64_t seed) { return normal({rows, wide}, seed); };
     const std::vector<OperationCase::Argument> tables = {{angle.cos(), Kind::sum},
                                                          {angle.sin(), Kind::sum},
                                                          {whole_numbers(positions), Kind::fixed},
@@ -102,7 +102,7 @@ void add_rotation_cases(std::vector<OperationCase>& cases) {
       backward.arguments.push_back({row(11), kind});
       backward.arguments.push_back({row(12), Kind::activation, true});
       backward.arguments.push_back({normal({D}, 13), Kind::sum, true});
-      backward.call = [=](const Ops& o, const Tensors& t) {
+      backward.call = [=, norm = norm](const Ops& o, const Tensors& t) {
         o.add_rotate_backward(rotation(t), part(t[4]), part(t[5]), part(t[6]), norm ? t[7] : at::Tensor());
       };
       cases.push_back(backward);

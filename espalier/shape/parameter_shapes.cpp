@@ -25,9 +25,8 @@ class Walk {
   // A tensor that never trains.
   void held(const TensorShape& tensor) const {
     if (tensor.sides.empty()) return;
-    ParameterShape parameter{prefix_ + tensor.name, tensor.sides, layer_, expert_};
-    parameter.trains = false;
-    visit_(parameter);
+    constexpr bool of_heads = false, trains = false;
+    visit_({prefix_ + tensor.name, tensor.sides, layer_, expert_, of_heads, "", trains});
   }
   void tensor(const TensorShape& tensor, bool of_heads = false) const {
     if (!tensor.sides.empty()) visit(tensor.name, "", tensor.sides, of_heads);

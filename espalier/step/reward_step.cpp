@@ -26,9 +26,8 @@ RewardGradient compute_reward_gradient(Actor& actor, const MiniBatch& mini_batch
   ScoreLoss loss = score_loss(mini_batch.rollouts, scores, actor.options);
   ScoreSlopes slopes(loss.slope);
   CriticHead head(actor.model.decoder, mini_batch.rollouts, &slopes, &actor.gradients);
-  RewardGradient out{run_gradient_pass(actor, mini_batch.rollouts, head, nullptr, false, timer)};
-  out.scores = std::move(scores), out.loss = std::move(loss);
-  return out;
+  PassReport pass = run_gradient_pass(actor, mini_batch.rollouts, head, nullptr, false, timer);
+  return {std::move(pass), std::move(scores), std::move(loss)};
 }
 
 StepReport run_reward_step(Actor& actor, const MiniBatch& mini_batch,

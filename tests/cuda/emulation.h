@@ -34,7 +34,24 @@ struct alignas(16) uint4 {
 
 namespace espalier::emulation {
 
+#ifdef __cpp_lib_source_location
 using Site = std::source_location;
+#else  // Clang 14
+class Site {
+ public:
+  static constexpr Site current(const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+    Site site;
+    site.file_ = file, site.line_ = line;
+    return site;
+  }
+  constexpr const char* file_name() const { return file_; }
+  constexpr unsigned line() const { return line_; }
+
+ private:
+  const char* file_ = "";
+  unsigned line_ = 0;
+};
+#endif
 
 // What a GPU would do wrongly or not at all. Thrown out of the launch.
 class Fault : public std::runtime_error {

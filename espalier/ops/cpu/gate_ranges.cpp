@@ -142,7 +142,7 @@ void activate_clamped_backward(RowRange rows, double limit, std::int64_t inner, 
       const Vector<T> f = of.g * of.sigmoid;
       const Vector<T> slope = of.sigmoid * (1 + Clamped<T>::kSlope * of.g * (1 - of.sigmoid));
       store_some(to + i, g <= broadcast(bound) ? d * (of.u + 1) * slope : zero, count);
-      store_some(to + inner + i, (u <= broadcast(bound)) & (u >= broadcast(-bound)) ? d * f : zero, count);
+      store_some(to + inner + i, ((u <= broadcast(bound)) & (u >= broadcast(-bound))) ? d * f : zero, count);
       if (act != nullptr) store_some(act + r * inner + i, f * (of.u + 1), count);
     });
   }

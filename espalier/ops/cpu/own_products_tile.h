@@ -100,14 +100,14 @@ inline constexpr std::int64_t kBlockElements = kSumBlock<T> / kStepsOfElement<T>
 template <class T>
 inline constexpr std::int64_t kRowStride = kBlockElements<T> + kElementLanes<T>;
 
-// Elements that hold `steps` steps: of bfloat16 whole pairs, the last beside a zero where their number is odd.
+// Elements that hold `steps` steps: for bfloat16 whole pairs, the last one padded with a zero if the number is odd.
 template <class T>
 ESPALIER_SIMD_INLINE std::int64_t elements_of(std::int64_t steps) {
   return sizeof(T) == 2 ? parts_of(steps, 2) * 2 / kStepsOfElement<T> : steps;
 }
 
-// The elements of one line from `from` on, of which `steps` steps are there; widened bfloat16 in the order 1 0 3 2 ...
-// From: T; or bfloat16, whose numbers are those of a factor of float.
+// The elements of one line from `from` on, with `steps` valid steps; widened bfloat16 in the order 1 0 3 2 ... From: T,
+// or bfloat16 for a factor of float.
 template <class T, class From>
 ESPALIER_SIMD_INLINE VectorOf<T> load_along(const From* from, std::int64_t steps) {
   constexpr std::int64_t whole = kElementLanes<T> * kStepsOfElement<T>;
@@ -134,7 +134,7 @@ ESPALIER_SIMD_INLINE VectorOf<T> load_along(const From* from, std::int64_t steps
 #endif
 }
 
-// Element k of adjacent lines, of which `lines` are there; `from` is the first step of a block of `steps`.
+// Element k of adjacent lines, `lines` of them valid; `from` is the first step of a block of `steps`.
 template <class T, class From>
 ESPALIER_SIMD_INLINE VectorOf<T> load_across(const From* from, std::int64_t stride, std::int64_t k, std::int64_t steps,
                                              std::int64_t lines) {
@@ -153,25 +153,38 @@ ESPALIER_SIMD_INLINE VectorOf<T> load_across(const From* from, std::int64_t stri
 #endif
 }
 
+// Where the lanes come from when two vectors of n lanes, in parts of q, interleave within each part; and when the parts
+// with even numbers, or those with odd ones, are taken from both.
+template <int n, int q>
+constexpr int first_halves_of_parts(int lane) {
+  return lane / q * q + lane % q / 2 + (lane % 2) * n;
+}
+template <int n, int q>
+constexpr int second_halves_of_parts(int lane) {
+  return first_halves_of_parts<n, q>(lane) + q / 2;
+}
+template <int q>
+constexpr int even_parts(int lane) {
+  return 2 * (lane / q) * q + lane % q;
+}
+template <int q>
+constexpr int odd_parts(int lane) {
+  return even_parts<q>(lane) + q;
+}
+
 // Transposes kElementLanes x kElementLanes elements: within the 128-bit parts of vectors, then the parts.
 template <class T>
 ESPALIER_SIMD_INLINE void transpose_elements(VectorOf<T> (&x)[kElementLanes<T>]) {
   using E = Packed<T>;
   constexpr int n = kElementLanes<T>, q = 16 / static_cast<int>(sizeof(E)), parts = ESPALIER_SIMD_BYTES / 16;
-  typedef decltype(VectorOf<T>{} < VectorOf<T>{}) Index;
-  Index low{}, high{}, even{}, odd{};
-  for (int i = 0; i < n; ++i) {
-    low[i] = i / q * q + i % q / 2 + (i % 2) * n, high[i] = low[i] + q / 2;
-    even[i] = 2 * (i / q) * q + i % q, odd[i] = even[i] + q;
-  }
   VectorOf<T> y[n];
 #pragma GCC unroll 2
   for (int round = 1; round < q; round *= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < n / 2; ++i) {
       const int at = i / (q / 2) * q, j = i % (q / 2);
-      y[at + 2 * j] = __builtin_shuffle(x[at + j], x[at + j + q / 2], low);
-      y[at + 2 * j + 1] = __builtin_shuffle(x[at + j], x[at + j + q / 2], high);
+      y[at + 2 * j] = shuffled<first_halves_of_parts<n, q>>(x[at + j], x[at + j + q / 2]);
+      y[at + 2 * j + 1] = shuffled<second_halves_of_parts<n, q>>(x[at + j], x[at + j + q / 2]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) x[i] = y[i];
@@ -181,15 +194,15 @@ ESPALIER_SIMD_INLINE void transpose_elements(VectorOf<T> (&x)[kElementLanes<T>])
 #pragma GCC unroll 16
     for (int i = 0; i < n / 2; ++i) {
       const int part = i / q, j = i % q;
-      y[part * q + j] = __builtin_shuffle(x[2 * part * q + j], x[(2 * part + 1) * q + j], even);
-      y[(part + parts / 2) * q + j] = __builtin_shuffle(x[2 * part * q + j], x[(2 * part + 1) * q + j], odd);
+      y[part * q + j] = shuffled<even_parts<q>>(x[2 * part * q + j], x[(2 * part + 1) * q + j]);
+      y[(part + parts / 2) * q + j] = shuffled<odd_parts<q>>(x[2 * part * q + j], x[(2 * part + 1) * q + j]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) x[i] = y[i];
   }
 }
 
-// Lines [line, line + lines) of b, whose numbers are at `data`, as a panel; lines that are not there are 0.
+// Packs lines [line, line + lines) of b, with numbers at `data`, as a panel; missing lines are 0.
 template <class T, class From>
 __attribute__((noinline)) void pack_panel(const Factor<T>& b, const From* data, std::int64_t line, std::int64_t lines,
                                           std::int64_t step, std::int64_t steps, Packed<T>* to) {
@@ -236,7 +249,7 @@ ESPALIER_SIMD_INLINE void pack_panel(const Factor<T>& b, std::int64_t line, std:
   pack_panel(b, b.data, line, lines, step, steps, to);
 }
 
-// Rows of a for the tile; writes up to a vector behind their last element.
+// Packs rows of a for the tile; writes up to a vector after their last element.
 template <class T>
 __attribute__((noinline)) void pack_rows(const Factor<T>& a, std::int64_t row, std::int64_t rows, std::int64_t step,
                                          std::int64_t steps, Packed<T>* to) {
@@ -249,7 +262,7 @@ __attribute__((noinline)) void pack_rows(const Factor<T>& a, std::int64_t row, s
                      load_along<T>(a.data + (row + r) * a.stride + step + k * per, steps - k * per));
   } else {
     const T* from = a.data + step * a.stride + row;
-    for (std::int64_t k = 0; k < elements; ++k, to += kSumRows)  // the next element overwrites what reaches beyond
+    for (std::int64_t k = 0; k < elements; ++k, to += kSumRows)  // the next element overwrites the excess
       for (int v = 0; v < kSumRows; v += n)
         store_packed(to + v, load_across<T>(from + v, a.stride, k, steps, rows - v));
   }

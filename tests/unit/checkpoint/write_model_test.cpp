@@ -41,7 +41,7 @@ TEST_F(WriteModel, RoundTripsBitForBitInEveryDtypeAndShardSize) {
         fs::remove_all(target);
         const std::vector<std::byte> values = bits(dtype);
         write_model_directory(target, source, table, dtype, values.data(), dtype,
-                              {.shard_bytes = shard_bytes, .progress = {}});
+                              {.shard_bytes = shard_bytes, .changed = {}, .progress = {}});
         EXPECT_EQ(load(target, dtype), values);
         EXPECT_EQ(fs::exists(target / "model.safetensors"), shard_bytes > 500);
         EXPECT_EQ(fs::exists(target / "model.safetensors.index.json"), shard_bytes <= 500);
@@ -51,7 +51,7 @@ TEST_F(WriteModel, RoundTripsBitForBitInEveryDtypeAndShardSize) {
 TEST_F(WriteModel, KeepsShardsWithinTheirSize) {
   const std::vector<std::byte> values = bits(DType::float32);
   write_model_directory(target, source, table, DType::float32, values.data(), DType::float32,
-                        {.shard_bytes = 700, .progress = {}});
+                        {.shard_bytes = 700, .changed = {}, .progress = {}});
   std::size_t shards = 0;
   for (const auto& entry : fs::directory_iterator(target)) {
     if (entry.path().extension() != ".safetensors") continue;

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "espalier/base/error.h"
@@ -27,6 +28,13 @@ ModelShape with_experts() {
   shape.hidden = 16, shape.heads = 8, shape.kv_heads = 2, shape.head_dim = 4, shape.inner = 40, shape.vocabulary = 51;
   shape.experts = 8, shape.expert_inner = 11;
   return shape;
+}
+
+// A parameter of layer 0.
+ParameterShape parameter_of(const std::string& name, std::vector<Side> sides, bool of_heads = false) {
+  ParameterShape parameter;
+  parameter.name = name, parameter.sides = std::move(sides), parameter.layer = 0, parameter.of_heads = of_heads;
+  return parameter;
 }
 
 TEST(LocalShape, OfOneRankIsTheWhole) {
@@ -88,16 +96,16 @@ TEST(LocalShape, KeyValueHeadsFewerThanRanksAreHeldByNeighbours) {
     const LocalShape local(shape, degrees, place_of(rank, degrees));
     EXPECT_EQ(local.own().heads, 1);
     EXPECT_EQ(local.own().kv_heads, 1);
-    const Shard key = *local.shard({"k", {layer.key.out, layer.key.in}, 0});
+    const Shard key = *local.shard(parameter_of("k", {layer.key.out, layer.key.in}));
     EXPECT_EQ(key.begin, rank < 4 ? 0 : 4);
     EXPECT_EQ(key.copies, 4);
     EXPECT_TRUE(key.partial_gradient);
     EXPECT_EQ(key.counted, rank % 4 == 0);
-    const Shard query = *local.shard({"q", {layer.query.out, layer.query.in}, 0});
+    const Shard query = *local.shard(parameter_of("q", {layer.query.out, layer.query.in}));
     EXPECT_EQ(query.begin, 4 * rank);
     EXPECT_FALSE(query.partial_gradient);
-    EXPECT_TRUE(local.shard({"q_norm", {{4}}, 0, -1, true})->partial_gradient);
-    EXPECT_FALSE(local.shard({"norm", {{16}}, 0})->partial_gradient);
+    EXPECT_TRUE(local.shard(parameter_of("q_norm", {{4}}, true))->partial_gradient);
+    EXPECT_FALSE(local.shard(parameter_of("norm", {{16}}))->partial_gradient);
   }
 }
 
@@ -110,7 +118,7 @@ TEST(LocalShape, SizesThatRanksDoNotDivideArePaddedOnTheLastOne) {
   EXPECT_EQ(last.vocabulary(), (LocalShape::Range{39, 50}));
   EXPECT_EQ(last.own().inner, 11);
   const Side inner = layer_parameters(with_odd_sizes(), false).gate.out;
-  EXPECT_TRUE(last.shard({"gate", {inner, {16}}, 0})->padded());
+  EXPECT_TRUE(last.shard(parameter_of("gate", {inner, {16}}))->padded());
   EXPECT_EQ(first.parameters(), last.parameters());  // equal on all ranks, so that collectives can be
 }
 

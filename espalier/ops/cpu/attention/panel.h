@@ -1,11 +1,11 @@
-// Moving rows into vectors and back. Per instruction set (see base/simd.h).
+// Moves rows into vectors and back. Per instruction set (see base/simd.h).
 #pragma once
 
 #include "espalier/ops/cpu/attention/places.h"
 
 namespace espalier::ESPALIER_SIMD {
 
-// One row as numbers of the accumulator type; columns behind D, up to `stride`, become 0 as far as vectors reach.
+// Copies one row as accumulator numbers; columns after D, up to `stride`, become 0 as far as vectors reach.
 template <class T>
 ESPALIER_SIMD_INLINE void copy_row(const T* from, std::int64_t head_dim, accumulator_t<T>* to, std::int64_t stride) {
   for_lanes<T>(head_dim, [&](std::int64_t d, int count) {
@@ -17,22 +17,27 @@ ESPALIER_SIMD_INLINE void copy_row(const T* from, std::int64_t head_dim, accumul
   });
 }
 
+// Where the lanes come from when the halves of two vectors of n lanes interleave.
+template <int n>
+constexpr int first_halves(int lane) {
+  return lane / 2 + (lane % 2) * n;
+}
+template <int n>
+constexpr int second_halves(int lane) {
+  return n / 2 + first_halves<n>(lane);
+}
+
 // Transposes a square of kLanes x kLanes by rounds of interleaving row i with row i + kLanes / 2.
 template <class A>
 ESPALIER_SIMD_INLINE void transpose(Vector<A> (&x)[kLanes<A>]) {
   constexpr int n = kLanes<A>;
-  IntegerVector<A> low{}, high{};
-  for (int i = 0; i < n; ++i) {
-    low[i] = i / 2 + (i % 2) * n;
-    high[i] = n / 2 + i / 2 + (i % 2) * n;
-  }
 #pragma GCC unroll 5
   for (int round = 1; round < n; round *= 2) {
     Vector<A> y[n];
 #pragma GCC unroll 16
     for (int i = 0; i < n / 2; ++i) {
-      y[2 * i] = __builtin_shuffle(x[i], x[i + n / 2], low);
-      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + n / 2], high);
+      y[2 * i] = shuffled<first_halves<n>>(x[i], x[i + n / 2]);
+      y[2 * i + 1] = shuffled<second_halves<n>>(x[i], x[i + n / 2]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) x[i] = y[i];

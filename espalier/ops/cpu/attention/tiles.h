@@ -1,9 +1,9 @@
 // Products of attention on the matrix tiles of AMX: 16 x 16 float32 sums of 32 bfloat16 products at a time.
 //
-// Tiles are written against a small interface with two implementations: HardwareTiles, the instructions, and
-// EmulatedTiles, what they do, written out. The kernels' tests run through the emulation on any CPU with AVX512_BF16,
-// which proves layout, indexing and edges; tiles_test.cpp runs the machine code of HardwareTiles there as well, every
-// instruction by a signal handler. Their speed on a CPU with AMX has not been measured.
+// The kernels use a small interface with two implementations: HardwareTiles (the instructions) and EmulatedTiles (the
+// same operations in C++). Tests run the emulation on any CPU with AVX512_BF16, which checks layout, indexing and
+// edges; tiles_test.cpp also runs the machine code of HardwareTiles there, each instruction emulated by a signal
+// handler. The speed on a CPU with AMX has not been measured.
 //   tile t: 16 rows of 64 bytes; t = 0..3 sums, t = 4, 5 left factors [row][pair], t = 6, 7 right factors
 //   [pair][column] dot<i, j>: tile(2 i + j) += tile(4 + i) . tile(6 + j); the products of a pair's first numbers and of
 //   its second ones are summed apart, then added to each other and to the sum (Intel SDM, TDPBF16PS).
@@ -15,9 +15,9 @@ namespace espalier::ESPALIER_SIMD {
 
 inline constexpr int kTileSide = 16;
 
-#ifdef __AMX_BF16__
-// Configuration and loads are written as assembly: the compiler's header does not tell it that they read memory, so
-// that it may keep back what was stored there before.
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)  // GCC's name, and that of Clang before 16
+// Configuration and loads are written as assembly: the compiler's header does not declare that they read memory, so the
+// compiler might delay earlier stores.
 class HardwareTiles {
  public:
   // Tiles are configured while a thread multiplies: an unreleased configuration slows every switch of threads.
