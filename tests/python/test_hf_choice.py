@@ -8,7 +8,7 @@ import espalier
 from hf_models import all_float64, batch, dense_step, gradients, loss_of, make, worst
 
 hf = pytest.importorskip("espalier.hf")
-from espalier.hf import choice, dense  # noqa: E402
+from espalier.hf import choice, dense, rows_by_blocks, rows_by_flash, rows_by_kernel  # noqa: E402
 from espalier.hf.rollouts import Rollouts  # noqa: E402
 
 LARGE = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, vocab_size=150000)
@@ -16,21 +16,21 @@ MIDDLE = dict(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_k
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97)
 
 
-def chosen(size, rollouts, by_kernel, wave_tokens=4096):
+def chosen(size, rollouts, kernels, wave_tokens=4096):
     """The schedule that "auto" becomes; no model of this size is made."""
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=size["hidden_size"] // size["num_attention_heads"], intermediate_size=3 * size["hidden_size"],
                                              **size))
     prepared = Rollouts(rollouts, size["vocab_size"])
     plan = prepared.plan(model, wave_tokens=wave_tokens, trunk_state="keep", gradients=True)
-    return choice.schedule("auto", plan, prepared, size["num_hidden_layers"], wave_tokens, by_kernel)
+    return choice.schedule("auto", plan, prepared, size["num_hidden_layers"], wave_tokens, kernels)
 
 
 def group(prompt, response, n):
     return batch(groups=((prompt, (response,) * n),), stem=0)
 
 
-@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("kernels", [rows_by_kernel, rows_by_flash, rows_by_blocks])
 @pytest.mark.parametrize("size,rollouts,schedules", [
     (LARGE, group(512, 512, 8), ("phased", "packed")), (LARGE, group(40, 8, 2), ("packed",)),
     (MIDDLE, group(1707, 341, 8), ("phased", "packed")), (MIDDLE, group(4096, 128, 16), ("phased",)),
@@ -38,9 +38,9 @@ def group(prompt, response, n):
     (SMALL, group(400, 40, 16), ("phased", "packed")), (SMALL, group(8, 4, 2), ("dense",)),
     (SMALL, batch(groups=((20, (5,)), (22, (3,)), (21, (4,))), stem=0), ("dense",)),
     (LARGE, batch(groups=((20, (5,)), (300, (200,)), (90, (400,))), stem=0), ("packed",))])
-def test_the_plan_s_prediction_decides(size, rollouts, schedules, by_kernel):
+def test_the_plan_s_prediction_decides(size, rollouts, schedules, kernels):
     """Nothing shared and rollouts of like length: one padded call is cheaper than blocks. Of very different lengths it is not."""
-    assert chosen(size, rollouts, by_kernel) in schedules
+    assert chosen(size, rollouts, kernels) in schedules
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])

@@ -179,9 +179,9 @@ def _parts(model, prepared, **how):
 
 
 def _schedule(model, asked, parts, wave_tokens):
-    by_kernel = attention.by_kernel(ranks.device_of(model), next(unwrapped(model).parameters()).dtype)
+    kernels = attention.kernels_for(torch.empty(0, dtype=next(unwrapped(model).parameters()).dtype, device=ranks.device_of(model)))
     layers = len(attention_layers(model))
-    if all(choice.schedule(asked, plan, part, layers, wave_tokens, by_kernel) == "dense" for part, plan in parts):
+    if all(choice.schedule(asked, plan, part, layers, wave_tokens, kernels) == "dense" for part, plan in parts):
         return "dense"
     return "phased" if any(item.trunk for _, plan in parts for item in plan.items) else "packed"
 

@@ -3,7 +3,8 @@
 A call of the model runs the rows of one item as a batch of one, [1, T]. Its keyword argument `espalier=Phase(...)` reaches
 every attention layer; a layer that is not handed keyword arguments takes it from a context variable. Without a phase the function is
 the user's own (implementation.py), so that the same model still generates and evaluates.
-On a CPU the rows run in the engine's kernels (rows_by_kernel.py), elsewhere in torch's own (rows_by_blocks.py).
+On a CPU the rows run in the engine's kernels (rows_by_kernel.py), on a GPU in FlashAttention's (rows_by_flash.py), and what these do not
+serve in torch's own, block by block (rows_by_blocks.py).
 """
 
 import collections
@@ -17,7 +18,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from espalier.errors import Unsupported
-from espalier.hf import implementation, rows_by_blocks, rows_by_kernel
+from espalier.hf import implementation, rows_by_blocks, rows_by_flash, rows_by_kernel
 from espalier.hf.checks import attention_layers
 from espalier.hf.implementation import NAME
 from espalier.hf.visibility import GIVEN_BY_THE_LAYER, rule_of
@@ -80,6 +81,7 @@ class RowSet:
     begin: int
     trunks: tuple
     runs: list = field(default_factory=list)
+    on_device: dict = field(default_factory=dict, repr=False, compare=False)  # what kernels read of all sets of a call, by device
 
     @property
     def end(self):
@@ -152,14 +154,15 @@ def _runs(segments):
     return [(row, end - begin, subtree_end) for _, begin, end, row, subtree_end, *_ in segments.tolist()]
 
 
-def by_kernel(device, dtype):
-    """Whether rows like these run in the engine's kernels; heads whose values have another size than their keys do not."""
-    return rows_by_kernel.serves(torch.empty(0, dtype=dtype, device=device))
+def kernels_for(q, v=None):
+    """The module that runs such rows where every row sees all above it: rows_by_kernel, rows_by_flash, or, for what neither serves, such as
+    values of another size than keys on a CPU, rows_by_blocks."""
+    return next((rows for rows in (rows_by_kernel, rows_by_flash) if rows.serves(q, v)), rows_by_blocks)
 
 
-def calls_of(segments, trunks, by_kernel):
-    """How many calls of an attention kernel one layer takes for an item below so many trunks."""
-    return 1 if by_kernel else rows_by_blocks.count(_runs(segments), trunks)
+def calls_of(segments, trunks, kernels):
+    """How many calls of an attention kernel one layer takes for an item below so many trunks, in one of these modules."""
+    return kernels.count(_runs(segments), trunks)
 
 
 def _mask(*args, **kwargs):
@@ -177,9 +180,8 @@ class _RowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, phase, layer, rule=None):
         rule = rule.within(phase.longest) if rule else None
-        by_blocks = rule is not None or phase.mutual or not rows_by_kernel.serves(q, v)
-        ctx.rows = rows_by_blocks if by_blocks else rows_by_kernel
-        ctx.more = (scale, phase.sets, layer) + ((rule, phase.mutual) if by_blocks else ())
+        ctx.rows = kernels_for(q, v) if rule is None and not phase.mutual else rows_by_blocks
+        ctx.more = (scale, phase.sets, layer) + ((rule, phase.mutual) if ctx.rows is rows_by_blocks else ())
         out, lse = ctx.rows.forward(q, k, v, *ctx.more)
         if sinks is not None:
             heads_last = lse.reshape(q.shape[1], -1).T  # [T, H]

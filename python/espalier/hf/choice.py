@@ -10,21 +10,21 @@ from espalier.hf.attention import calls_of
 SECONDS_PER_CALL = 250e-6  # forward and backward of one call in one layer; of small models 100e-6 to 240e-6 was measured
 
 
-def schedule(asked, plan, rollouts, layers, wave_tokens, by_kernel):
-    """dense, packed (no trunk) or phased. `by_kernel`: attention runs in the engine's kernels."""
+def schedule(asked, plan, rollouts, layers, wave_tokens, kernels):
+    """dense, packed (no trunk) or phased. `kernels`: what attention runs in (attention.kernels_for)."""
     shared = "phased" if any(item.trunk for item in plan.items) else "packed"
     if asked != "auto":
         return "dense" if asked == "dense" else shared
-    return "dense" if dense_is_faster(plan, rollouts, layers, wave_tokens, by_kernel) else shared
+    return "dense" if dense_is_faster(plan, rollouts, layers, wave_tokens, kernels) else shared
 
 
-def dense_is_faster(plan, rollouts, layers, wave_tokens, by_kernel):
+def dense_is_faster(plan, rollouts, layers, wave_tokens, kernels):
     if rollouts.lengths.max() > wave_tokens:
         return False
     predicted, depths, calls = plan.json["predicted"], [], 0
     for item in plan.items:
         depths.append(depths[item.parent] + 1 if item.parent >= 0 else 0)
-        calls += calls_of(item.segments, depths[-1], by_kernel)
+        calls += calls_of(item.segments, depths[-1], kernels)
     batches = dense.batches_of(rollouts.lengths, wave_tokens)
     padded = sum(len(batch) * int(rollouts.lengths[batch].max()) for batch in batches) / int(rollouts.lengths.sum())
     shared = predicted["chosen"]["seconds"] + layers * calls * SECONDS_PER_CALL
