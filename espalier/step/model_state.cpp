@@ -15,8 +15,10 @@
 #include "espalier/checkpoint/adapter.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/model_directory.h"
+#include "espalier/device/cuda_library.h"
 #include "espalier/device/host_values.h"
 #include "espalier/device/scalar_type.h"
+#include "espalier/step/attention_note.h"
 
 namespace espalier {
 namespace {
@@ -184,6 +186,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
   if (head == ValueHead::fresh && weight != nullptr)
     fill(*weight, *weight, state.table.kept(*weight), {*weight, state.shape.initializer_range, Random(seed)}, host);
   const std::int64_t beside = state.table.size() + state.held_table.size();
+  const std::string on_own_kernels = layers_beside_library(state.shape, opened_gpu().attention);
+  if (!on_own_kernels.empty()) progress.note(on_own_kernels);
   const std::int64_t wide = beside + state.narrow_table.size();
   std::int64_t quantised = 0;
   for (const Parameter& p : state.nf4_table.parameters()) quantised += p.shape[0] * p.shape[1];
