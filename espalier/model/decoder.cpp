@@ -11,12 +11,7 @@ Decoder::Decoder(const LocalShape& shape, ModelViews weights, Device& device, co
       device_(device),
       mesh_(mesh),
       gathering_(gathering) {
-  if ((shape_.has_states() || shape_.attention.output_gate) && device.operations().delta_rule == nullptr)
-    throw UnsupportedError({text_of("--device ", device.name()), "cpu for layers whose rows carry a state (delta rule)",
-                            shape_.architecture, "Take --device cpu"});
-  if (shape_.has_latents() && device.operations().expand_heads == nullptr)
-    throw UnsupportedError(
-        {text_of("--device ", device.name()), "cpu for latent attention", shape_.architecture, "Take --device cpu"});
+  if (auto* const require = device.operations().require_taken) require(shape_, dtype());
 }
 
 void Decoder::reserve_positions(std::int64_t positions) {

@@ -19,6 +19,11 @@
 
 namespace espalier {
 
+struct ModelOperations {
+  // Errors: UnsupportedError where the operations do not take what the model needs. Null: they take every model.
+  void (*require_taken)(const ModelShape& shape, at::ScalarType dtype) = nullptr;
+};
+
 struct Operations : NormOperations,
                     RotationOperations,
                     SwigluOperations,
@@ -30,6 +35,7 @@ struct Operations : NormOperations,
                     OptimizerOperations,
                     ChoiceOperations,
                     DeltaRuleOperations,
-                    LatentOperations {};
+                    LatentOperations,
+                    ModelOperations {};
 
 }  // namespace espalier

@@ -62,8 +62,8 @@ at::Tensor whole_numbers(const std::vector<std::int32_t>& values) {
 
 std::vector<OperationCase> all_operation_cases() {
   std::vector<OperationCase> all;
-  for (auto* const cases :
-       {row_cases, moving_cases, product_cases, attention_cases, head_cases, expert_cases, optimizer_cases})
+  for (auto* const cases : {row_cases, moving_cases, product_cases, attention_cases, head_cases, expert_cases,
+                            optimizer_cases, state_cases, variant_cases})
     for (OperationCase& each : cases()) all.push_back(std::move(each));
   return all;
 }

@@ -53,6 +53,8 @@ std::vector<OperationCase> attention_cases();
 std::vector<OperationCase> head_cases();
 std::vector<OperationCase> expert_cases();
 std::vector<OperationCase> optimizer_cases();
+std::vector<OperationCase> state_cases();    // layers whose rows carry a state, and gates
+std::vector<OperationCase> variant_cases();  // other norms, rotations, activations, routers and experts than Llama's
 std::vector<OperationCase> all_operation_cases();
 
 // The device's results of a case, in float64 or as whole numbers, on the host.

@@ -112,6 +112,41 @@ std::string instructions_of_a_group() {
   return problems + counted("mma", instructions(7, 64, 64, D) * N);
 }
 
+// Branches of 64 rows below a path of 512 rows, and a window of 32: of the path each branch meets the last 64 keys in
+// the forward, the last 32 in the backward of queries, and with its first 32 queries the last 64 in that of keys.
+std::string instructions_of_a_window() {
+  constexpr std::int64_t N = 2, T = N * 64, P = 512, D = 64, kWindow = 32;
+  std::vector<std::int32_t> ends, depths;
+  for (std::int64_t i = 0; i < T; ++i) {
+    ends.push_back(static_cast<std::int32_t>((i / 64 + 1) * 64));
+    depths.push_back(static_cast<std::int32_t>(P + i % 64));
+  }
+  const auto sums = [](std::int64_t count) { return emulated_device().adopt(at::zeros({count, D}, at::kFloat)); };
+  const at::Tensor lse = emulated_device().adopt(at::zeros({1, T}, at::kFloat)), out = random_rows(T, D);
+  const AttentionProblem problem{D,
+                                 random_rows(T, D),
+                                 random_rows(T, D),
+                                 random_rows(T, D),
+                                 random_rows(P, D),
+                                 random_rows(P, D),
+                                 at::Tensor(),
+                                 emulated_device().adopt(whole_numbers(ends)),
+                                 kWindow,
+                                 emulated_device().adopt(whole_numbers(depths))};
+  const Operations& ops = emulated_device().operations();
+  emulation::set_seed(1);
+  emulation::reset_counters();
+  ops.attention(problem, out, lse);
+  emulated_device().synchronize();
+  const std::string problems = counted("mma", N * instructions(2, 64, 64 + 64, D));
+  emulation::reset_counters();
+  ops.add_attention_backward(problem, out, lse, random_rows(T, D),
+                             {random_rows(T, D), sums(T), sums(T), sums(P), sums(P)});
+  emulated_device().synchronize();
+  return problems + counted("mma", N * (instructions(3, 64, 32 + 64, D) + instructions(4, 32, 64, D) +
+                                        instructions(4, 64, 64, D)));
+}
+
 // Heads of five sizes. A grid's second dimension ends at 65,535, and a head may take two of it; tiles are read 16 bytes
 // at a time. A block's tiles take 512 bytes for each element of a head: 128 KiB for 256, 96 KiB for 192.
 std::string problem_of_what_tiles_take() {
@@ -163,6 +198,8 @@ std::vector<KernelCheck> kernel_checks() {
   add_operations(checks, "Head", head_cases());
   add_operations(checks, "Experts", expert_cases());
   add_operations(checks, "Optimizer", optimizer_cases());
+  add_operations(checks, "States", state_cases());
+  add_operations(checks, "Variants", variant_cases());
   checks.push_back({Kind::answer, "Attention", "what tiles take", problem_of_what_tiles_take});
   checks.push_back({Kind::answer, "Optimizer", "adamw, beta1 of one half", problem_of_one_half});
   for (const std::int64_t D : {64, 96})
@@ -170,6 +207,7 @@ std::vector<KernelCheck> kernel_checks() {
                       text_of("as many as the formula has, and no bank twice, heads of ", D),
                       [D] { return dense_instructions(D); }});
   checks.push_back({Kind::instructions, "Unseen", "no tile that nobody sees", instructions_of_a_group});
+  checks.push_back({Kind::instructions, "Unseen", "no tile outside of the window", instructions_of_a_window});
   return checks;
 }
 

@@ -28,17 +28,21 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 FOLDER = "espalier/ops/cuda"
 # Of checks: those that come by a file. Headers are met by all.
-GROUPS = {"attention_plain.cu": ["Attention"], "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
-          "columns.cu": ["Head", "Products", "Rows"], "expert_rows.cu": ["Experts"], "head.cu": ["Experts", "Head"],
-          "moving.cu": ["Experts", "Moving", "Optimizer"], "norm.cu": ["Rows"], "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"],
-          "router.cu": ["Experts"], "swiglu.cu": ["Experts", "Rows"]}
-HEADERS = ["kernel.h", "launch.h", "tiles.h"]
+GROUPS = {"activation.cu": ["Variants"], "attention_plain.cu": ["Attention"], "attention_sinks.cu": ["Attention"],
+          "attention_tiles.cu": ["Attention", "Formula", "Unseen"], "choice.cu": ["Optimizer"],
+          "columns.cu": ["Head", "Products", "Rows"], "delta_rule.cu": ["States"],
+          "delta_rule_backward.cu": ["States"], "expert_rows.cu": ["Experts", "Variants"],
+          "gates.cu": ["States"], "head.cu": ["Experts", "Head", "Variants"], "latent.cu": ["Variants"],
+          "moving.cu": ["Experts", "Moving", "Optimizer", "Variants"], "norm.cu": ["Rows", "Variants"],
+          "optimizer.cu": ["Optimizer"], "rotate.cu": ["Rows"], "rotate_part.cu": ["Variants"],
+          "router.cu": ["Experts", "Variants"], "swiglu.cu": ["Experts", "Rows"]}
+HEADERS = ["delta_rows.h", "kernel.h", "launch.h", "tiles.h", "visible.h"]
 # With what is no result: accesses, for races and the ends of arrays (accesses.h), and what C++ leaves undefined.
 FLAGS = ["-std=c++20", "-x", "c++", "-fPIC", "-O1", "-g1", "-ffp-contract=off", "-Werror=vla", "-Wno-narrowing", "-fmax-errors=0",
          "-DESPALIER_EMULATED", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
          "-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
 MADE_OF = ["tests/cuda/kernel_checks.cpp", "tests/cuda/accesses.cpp", "tests/cuda/emulation.cpp", "tests/cuda/emulation.h", "espalier/prove/operation_check.cpp",
-           "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", f"{FOLDER}/ptx.h"]
+           "espalier/prove/row_cases.cpp", "espalier/prove/head_cases.cpp", "espalier/prove/state_cases.cpp", "espalier/prove/variant_cases.cpp", f"{FOLDER}/ptx.h"]
 
 
 def limit_of(seconds):

@@ -44,6 +44,19 @@ TEST(TiledAttention, TakesTheInstructionsOfItsFormulaAndMeetsNoBankTwice) {
 
 TEST(TiledAttention, LeavesOutTilesThatNobodySees) { expect_no_problem(KernelCheck::Kind::instructions, "Unseen"); }
 
+TEST(Heads, OfMoreElementsThanKernelsTakeAreRefusedByName) {
+  Device& device = emulated_device();
+  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, 264}, 1).to(at::kFloat)); };
+  const AttentionProblem problem{264,     rows(4), rows(4), rows(4),
+                                 rows(0), rows(0), {},      device.adopt(at::full({4}, 4, at::kInt))};
+  try {
+    device.operations().attention(problem, rows(4), device.adopt(at::zeros({1, 4}, at::kFloat)));
+    FAIL() << "no error";
+  } catch (const UnsupportedError& error) {
+    EXPECT_NE(std::string(error.what()).find("264"), std::string::npos) << error.what();
+  }
+}
+
 // A launch that asks for more shared memory than a block has is a fault. What the smallest architecture launches, all
 // do.
 TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads) {
@@ -63,32 +76,50 @@ TEST(Architectures, TheOneWithTheLeastSharedMemoryTakesTheAttentionOfLargeHeads)
   emulation::set_architecture(usual);
 }
 
-TEST(Windows, AreRefusedByName) {
-  Device& device = emulated_device();
-  const auto rows = [&](std::int64_t count) { return device.adopt(normal({count, 8}, 1).to(at::kFloat)); };
-  const at::Tensor ends = device.adopt(at::full({4}, 4, at::kInt)), depth = device.adopt(at::arange(4).to(at::kInt));
-  const AttentionProblem problem{8, rows(4), rows(4), rows(4), rows(0), rows(0), {}, ends, 2, depth};
-  try {
-    device.operations().attention(problem, rows(4), device.adopt(at::zeros({1, 4}, at::kFloat)));
-    FAIL() << "no error";
-  } catch (const UnsupportedError& error) {
-    EXPECT_NE(std::string(error.what()).find("window of 2 rows"), std::string::npos) << error.what();
-  }
-}
-
-TEST(Values, OfAnotherSizeThanKeysAreRefusedByName) {
-  Device& device = emulated_device();
-  const auto rows = [&](std::int64_t count, std::int64_t width) {
-    return device.adopt(normal({count, width}, 1).to(at::kFloat));
+// Before anything is read of a model: its limits, and what it names.
+TEST(Models, ThatKernelsDoNotTakeAreRefusedWhenTheyAreOpened) {
+  ModelShape taken;
+  taken.architecture = "AnyForCausalLM", taken.hidden = 4096, taken.heads = 32, taken.kv_heads = 8,
+  taken.head_dim = 128;
+  taken.window = 128, taken.attention.soft_cap = 50, taken.attention.sinks = true, taken.experts = 128;
+  const auto refusal = [](const ModelShape& shape, at::ScalarType dtype) -> std::string {
+    try {
+      emulated_device().operations().require_taken(shape, dtype);
+    } catch (const UnsupportedError& error) {
+      return error.what();
+    }
+    return "";
   };
-  const at::Tensor ends = device.adopt(at::full({4}, 4, at::kInt));
-  const AttentionProblem problem{8, rows(4, 8), rows(4, 8), rows(4, 6), rows(0, 8), rows(0, 6), {}, ends};
-  try {
-    device.operations().attention(problem, rows(4, 6), device.adopt(at::zeros({1, 4}, at::kFloat)));
-    FAIL() << "no error";
-  } catch (const UnsupportedError& error) {
-    EXPECT_NE(std::string(error.what()).find("8 and 6"), std::string::npos) << error.what();
-  }
+  const auto changed = [&](auto change) {
+    ModelShape shape = taken;
+    change(shape);
+    return shape;
+  };
+  EXPECT_EQ(refusal(taken, at::kBFloat16), "");
+  const auto expect_named = [&](const ModelShape& shape, at::ScalarType dtype, const std::string& what) {
+    const std::string said = refusal(shape, dtype);
+    EXPECT_NE(said.find(what), std::string::npos) << said;
+    EXPECT_NE(said.find("AnyForCausalLM"), std::string::npos) << said;
+    EXPECT_NE(said.find("cpu"), std::string::npos) << said;
+  };
+  expect_named(changed([](ModelShape& s) { s.head_dim = 264; }), at::kFloat, "264");
+  expect_named(changed([](ModelShape& s) { s.experts = 2049; }), at::kFloat, "2049");
+  const ModelShape wide = changed([](ModelShape& s) { s.hidden = 24576; });
+  EXPECT_EQ(refusal(wide, at::kFloat), "");
+  expect_named(wide, at::kDouble, "24576");
+  const ModelShape rows = changed([](ModelShape& s) { s.attention.wide_norm = true, s.heads = 200; });
+  expect_named(rows, at::kFloat, "25600");
+  const ModelShape recurrent = changed([](ModelShape& s) {
+    s.layers = 1, s.mixer_of_layer = {Mixer::delta_rule};
+    s.delta_rule.kernel = 4, s.delta_rule.key_dim = 128;
+  });
+  EXPECT_EQ(refusal(recurrent, at::kDouble), "");
+  ModelShape large = recurrent;
+  large.delta_rule.key_dim = 256;
+  EXPECT_EQ(refusal(large, at::kFloat), "");
+  expect_named(large, at::kDouble, "keys of 256");
+  large = recurrent, large.delta_rule.kernel = 9;
+  expect_named(large, at::kFloat, "at most 8");
 }
 
 // Slots of all experts in windows: where experts end is read on the device (bfloat16, as on Hopper). One product after
@@ -132,6 +163,8 @@ INSTANTIATE_TEST_SUITE_P(Attention, EmulatedOperations, ::testing::Values("Atten
 INSTANTIATE_TEST_SUITE_P(Head, EmulatedOperations, ::testing::Values("Head"));
 INSTANTIATE_TEST_SUITE_P(Experts, EmulatedOperations, ::testing::Values("Experts"));
 INSTANTIATE_TEST_SUITE_P(Optimizer, EmulatedOperations, ::testing::Values("Optimizer"));
+INSTANTIATE_TEST_SUITE_P(States, EmulatedOperations, ::testing::Values("States"));
+INSTANTIATE_TEST_SUITE_P(Variants, EmulatedOperations, ::testing::Values("Variants"));
 
 }  // namespace
 }  // namespace espalier::testing

@@ -1,4 +1,5 @@
-// Shared-prefix attention on a device: contract in ops/cpu/attention/attention.h. Head sizes up to 256.
+// Shared-prefix attention on a device: contract in ops/cpu/attention/attention.h. Head sizes up to 256, windows and
+// soft caps of scores. A shape's value_dim is given, not 0.
 //
 // Plain kernels for every type, exact and without tensor cores: for float32 and float64, which tensor cores lack, and
 // for head sizes that the tiled kernels do not take. Tiled kernels for bfloat16 use tensor cores.
@@ -21,9 +22,17 @@ void add_plain_attention_backward(const attention::Shape& shape, const attention
                                   attention::Rows<const T> out, const accumulator_t<T>* lse_HQ,
                                   attention::Rows<const T> grad_out, const attention::Gradients<T>& grads);
 
-// Tensor cores take heads of 64, 96, 128, 192 and 256 elements with rows at multiples of 16 bytes, if their tiles fit
-// the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or sm_120 has). Weights and slopes
-// are rounded to bfloat16 as factors of the second products; sums are in float32.
+// Sinks: ops/attention.h. The shape gives query_rows, heads, kv_heads (as many) and value_dim.
+template <class T>
+void join_sinks(const attention::Shape& shape, const T* sink_H, attention::Rows<T> out, accumulator_t<T>* lse_HQ);
+template <class T>
+void add_sinks_backward(const attention::Shape& shape, const T* sink_H, attention::Rows<const T> out,
+                        const accumulator_t<T>* lse_HQ, attention::Rows<const T> grad_out,
+                        accumulator_t<T>* grad_sink_H);
+
+// Tensor cores take heads of 64, 96, 128, 192 and 256 elements, and values of the same size, with rows at multiples of
+// 16 bytes, if their tiles fit the shared memory of a block (heads of 256 take 128 KiB, more than an sm_86, sm_89 or
+// sm_120 has). Weights and slopes are rounded to bfloat16 as factors of the second products; sums are in float32.
 bool takes_tiles(const attention::Shape& shape, const attention::Inputs<bfloat16>& in);
 void tiled_attention(const attention::Shape& shape, const attention::Inputs<bfloat16>& in,
                      attention::Rows<bfloat16> out, float* lse_HQ);

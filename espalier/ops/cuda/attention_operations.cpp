@@ -1,4 +1,6 @@
 // Attention on a GPU: tensors to the kernels of attention.h.
+#include <algorithm>
+
 #include "espalier/ops/cpu/attention_problem.h"
 #include "espalier/ops/cpu/dispatch.h"
 #include "espalier/ops/cuda/attention.h"
@@ -8,18 +10,10 @@ namespace espalier::cuda {
 namespace {
 
 void check_taken(const AttentionProblem& problem) {
-  if (problem.head_dim > kLargestHead)
+  const std::int64_t widest = std::max(problem.head_dim, problem.value_dim());
+  if (widest > kLargestHead)
     throw UnsupportedError({"attention", text_of("heads of at most ", kLargestHead, " elements on a GPU"),
-                            text_of(problem.head_dim), "use --device cpu"});
-  if (problem.value_dim() != problem.head_dim)
-    throw UnsupportedError({"attention", "key and value heads of equal size on a GPU",
-                            text_of(problem.head_dim, " and ", problem.value_dim()), "use --device cpu"});
-  if (problem.window > 0)
-    throw UnsupportedError({"attention", "layers without a sliding window on a GPU",
-                            text_of("a window of ", problem.window, " rows"), "use --device cpu"});
-  if (problem.soft_cap > 0)
-    throw UnsupportedError({"attention", "scores without a soft cap on a GPU", text_of("a cap of ", problem.soft_cap),
-                            "use --device cpu"});
+                            text_of(widest), "use --device cpu"});
 }
 
 // Whether rows of bfloat16 stand at multiples of 16 bytes.
@@ -57,18 +51,34 @@ void add_attention_rows_backward(const AttentionProblem& problem, const at::Tens
   });
 }
 
-void join_sinks(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
-  throw UnsupportedError({"attention", "attention without sinks on a GPU", "sinks", "use --device cpu"});
+// The rows of results alone: heads, and elements of each.
+attention::Shape shape_of_results(const at::Tensor& out_Q, const at::Tensor& lse_HQ) {
+  attention::Shape shape;
+  shape.heads = shape.kv_heads = lse_HQ.size(0), shape.query_rows = lse_HQ.size(1);
+  shape.value_dim = AttentionProblem::columns_of(out_Q) / shape.heads;
+  return shape;
 }
-void add_sinks_backward(const at::Tensor& sink, const at::Tensor& out, const at::Tensor& lse, const at::Tensor&,
-                        const at::Tensor&) {
-  join_sinks(sink, out, lse);
+
+void join_sink_logits(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ) {
+  dispatch(out_Q.scalar_type(), [&]<class T>() {
+    join_sinks<T>(shape_of_results(out_Q, lse_HQ), pointer<T>(sink_H), attention::rows_of<T>(out_Q),
+                  pointer<accumulator_t<T>>(lse_HQ));
+  });
+}
+
+void add_sink_logits_backward(const at::Tensor& sink_H, const at::Tensor& out_Q, const at::Tensor& lse_HQ,
+                              const at::Tensor& grad_out_Q, const at::Tensor& grad_sink_H) {
+  dispatch(out_Q.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    add_sinks_backward<T>(shape_of_results(out_Q, lse_HQ), pointer<T>(sink_H), attention::rows_of<const T>(out_Q),
+                          pointer<A>(lse_HQ), attention::rows_of<const T>(grad_out_Q), pointer<A>(grad_sink_H));
+  });
 }
 
 }  // namespace
 
 AttentionOperations attention_operations() {
-  return {attention_rows, add_attention_rows_backward, join_sinks, add_sinks_backward};
+  return {attention_rows, add_attention_rows_backward, join_sink_logits, add_sink_logits_backward};
 }
 
 }  // namespace espalier::cuda

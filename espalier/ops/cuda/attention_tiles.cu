@@ -1,54 +1,120 @@
 // Attention of bfloat16 on tensor cores: tiles of 64 queries (or keys) stay in registers while tiles of their partners
 // pass through two buffers in shared memory, one being fetched while the other is multiplied. S is made twice in the
 // backward, once for the gradients of keys and values and once for those of queries, so that each sum has one owner:
-// no atomics, and the same bits each time.
+// no atomics, and the same bits each time. Windows and soft caps have kernels of their own (kRules), so that those
+// without them do not pay for them.
 #include <algorithm>
 
 #include "espalier/ops/cuda/attention.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/tiles.h"
+#include "espalier/ops/cuda/visible.h"
 
 namespace espalier::cuda {
 namespace {
 
-// For each tile of own keys the last end of its subtrees: no query row from there on sees a key of it.
+constexpr int kPassing = 32;  // rows of the side that passes by in the backward
+
+// What is said of tiles of rows as a whole, to leave out those that nobody sees. Depths: where there is a window.
+struct TileFacts {
+  const std::int32_t* end;         // of 64 own keys the last end of their subtrees: no query row from there on sees one
+  const std::int32_t* last_depth;  // of 64 own keys their largest depth
+  const std::int32_t* first_depth;  // of kPassing queries the smallest depth that one sees
+};
+
+// For each tile of own rows the largest of their numbers, none of which is negative.
 __global__ void __launch_bounds__(kTileKeys)
-    tile_end_kernel(std::int64_t own_rows, const std::int32_t* subtree_end, std::int32_t* tile_end) {
-  ESPALIER_SHARED(std::int32_t[kTileKeys], ends);
+    tile_most_kernel(std::int64_t own_rows, const std::int32_t* numbers, std::int32_t* most) {
+  ESPALIER_SHARED(std::int32_t[kTileKeys], all);
   const std::int64_t row = grid_thread();
-  ends[threadIdx.x] = row < own_rows ? subtree_end[row] : 0;
+  all[threadIdx.x] = row < own_rows ? numbers[row] : 0;
   __syncthreads();
   if (threadIdx.x != 0) return;
   std::int32_t last = 0;
-  for (int i = 0; i < kTileKeys; ++i) last = ends[i] > last ? ends[i] : last;
-  tile_end[blockIdx.x] = last;
+  for (int i = 0; i < kTileKeys; ++i) last = all[i] > last ? all[i] : last;
+  most[blockIdx.x] = last;
 }
 
-// The tiles of keys that 64 query rows meet: all of the path, then those of the own rows with a key that one sees.
+// For each tile of queries the smallest depth that one of them sees.
+__global__ void __launch_bounds__(kPassing) first_depth_kernel(Shape shape, std::int32_t* first_depth) {
+  const std::int64_t query = grid_thread(), last = shape.query_rows - 1;
+  std::int32_t first = first_depth_of(shape, own_row_of(shape, query < last ? query : last));
+#pragma unroll
+  for (int lanes = kPassing / 2; lanes > 0; lanes /= 2) {
+    const std::int32_t other = __shfl_xor_sync(kWholeWarp, first, lanes);
+    first = other < first ? other : first;
+  }
+  if (threadIdx.x == 0) first_depth[blockIdx.x] = first;
+}
+
+// The tiles of keys that 64 query rows meet: those of the path, then those of the own rows with a key that one sees.
+template <bool kRules>
 struct KeyTiles {
-  std::int64_t of_path, all, first_row;
-  const std::int32_t* tile_end;
-  int keys;  // of a tile
+  std::int64_t of_path, all, first_row, begin;
+  TileFacts facts;
+  int keys;                  // of a tile
+  std::int32_t first_depth;  // that one of the rows sees
 
   __device__ __forceinline__ bool seen(std::int64_t n) const {
-    return n < of_path || tile_end[(n - of_path) * keys / kTileKeys] > first_row;
+    if (n < of_path) return true;
+    const std::int64_t tile = (n - of_path) * keys / kTileKeys;
+    if (kRules && facts.last_depth != nullptr && facts.last_depth[tile] < first_depth) return false;
+    return facts.end[tile] > first_row;
   }
   __device__ __forceinline__ std::int64_t from(std::int64_t n) const {
     while (n < all && !seen(n)) ++n;
     return n;
   }
 };
-__device__ __forceinline__ KeyTiles key_tiles(const Shape& shape, std::int64_t first_query, int keys,
-                                              const std::int32_t* tile_end) {
+template <bool kRules>
+__device__ __forceinline__ KeyTiles<kRules> key_tiles(const Shape& shape, std::int64_t first_query, int keys,
+                                                      const TileFacts& facts) {
   const std::int64_t end = first_query + 64 < shape.query_rows ? first_query + 64 : shape.query_rows;
   const std::int64_t of_path = (shape.path_rows + keys - 1) / keys;
-  return {of_path, of_path + own_row_of(shape, end - 1) / keys + 1, own_row_of(shape, first_query), tile_end, keys};
+  KeyTiles<kRules> tiles{
+      of_path, of_path + own_row_of(shape, end - 1) / keys + 1, own_row_of(shape, first_query), 0, facts, keys, 0};
+  if (kRules && facts.first_depth != nullptr) {
+    const std::int64_t tile = first_query / kPassing;
+    tiles.first_depth = facts.first_depth[tile];
+    if (first_query + kPassing < end && facts.first_depth[tile + 1] < tiles.first_depth)
+      tiles.first_depth = facts.first_depth[tile + 1];
+    if (tiles.first_depth >= shape.path_rows)
+      tiles.begin = of_path;
+    else if (tiles.first_depth > 0)
+      tiles.begin = tiles.first_depth / keys;
+  }
+  return tiles;
 }
 
 // Whether the query at own row `row` sees key number `key` of a region; `end` is the key's subtree's.
 __device__ __forceinline__ bool sees(bool path, std::int64_t key, std::int64_t path_rows, std::int64_t row,
                                      std::int64_t end) {
   return path ? key < path_rows : key <= row && row < end;
+}
+
+// The first depths that the two query rows of a lane see, where there are windows.
+template <bool kRules>
+struct FirstDepths {
+  std::int32_t of[2];
+
+  __device__ __forceinline__ void set(const Shape& shape, int r, std::int64_t row) {
+    if constexpr (kRules) of[r] = first_depth_of(shape, row);
+  }
+  __device__ __forceinline__ bool reach(int r, std::int32_t depth) const { return !kRules || depth >= of[r]; }
+};
+// The depth of a key that is inside its region.
+template <bool kRules>
+__device__ __forceinline__ std::int32_t key_depth(const Shape& shape, bool path, bool inside, std::int64_t key) {
+  if (!kRules || path) return static_cast<std::int32_t>(key);
+  return inside ? depth_of(shape, key) : 0;
+}
+
+// A score in units of ln 2, and its slope by the scaled product.
+template <bool kRules>
+__device__ __forceinline__ Score<float> log2_score(const Shape& shape, float product, float scale, float to_log2) {
+  if (!kRules || shape.soft_cap == 0) return {product * to_log2, 1.f};
+  const Score<float> score = capped(product * scale, static_cast<float>(shape.soft_cap));
+  return {score.value * kLog2E, score.slope};
 }
 
 // Steps of 16 columns whose loads may be under way together: of large heads fewer, for want of registers.
@@ -64,9 +130,9 @@ struct ForwardTiles {
   static constexpr std::int64_t kBytes = (4 * kKeys + (kQueriesInRegisters ? 0 : 64)) * D * 2;
 };
 
-template <int D>
+template <int D, bool kRules>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    forward_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end, Rows<bfloat16> out,
+    forward_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, TileFacts facts, Rows<bfloat16> out,
                          float* lse_HQ) {
   using Tiles = ForwardTiles<D>;
   constexpr int kKeys = Tiles::kKeys, kSteps = D / 16;
@@ -77,7 +143,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
             t = lane % 4;
   const std::int64_t first_query = static_cast<std::int64_t>(blockIdx.x) * 64, head = blockIdx.y;
   const std::int64_t kv_head = head / (shape.heads / shape.kv_heads);
-  const KeyTiles tiles = key_tiles(shape, first_query, kKeys, tile_end);
+  const KeyTiles<kRules> tiles = key_tiles<kRules>(shape, first_query, kKeys, facts);
   const auto fetch = [&](std::int64_t n, int buffer) {
     const bool path = n < tiles.of_path;
     const std::int64_t first = (path ? n : n - tiles.of_path) * kKeys, rows = path ? shape.path_rows : shape.own_rows;
@@ -88,7 +154,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   };
   fetch_tile<D, 64>(tile_q, in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
   cp_async_commit();
-  std::int64_t n = tiles.from(0);
+  std::int64_t n = tiles.from(kRules ? tiles.begin : 0);
   fetch(n, 0);
   cp_async_commit();
   cp_async_wait<1>();
@@ -104,13 +170,15 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   }
 
   std::int64_t row[2];  // own rows of the two query rows of this lane
+  FirstDepths<kRules> first_depths;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const std::int64_t query = first_query + warp * 16 + g + 8 * r;
     row[r] = own_row_of(shape, query < shape.query_rows ? query : shape.query_rows - 1);
+    first_depths.set(shape, r, row[r]);
   }
   float acc[D / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  const float to_log2 = static_cast<float>(shape.scale) * kLog2E;
+  const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
   // Every row sees itself: there is a tile, and the last round waits for all that was fetched.
   for (int buffer = 0; n < tiles.all; buffer ^= 1) {
     const std::int64_t next = tiles.from(n + 1);
@@ -140,9 +208,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       for (int c = 0; c < 2; ++c) {
         const std::int64_t key = first + j * 8 + 2 * t + c;
         const std::int64_t end = !path && key < shape.own_rows ? shape.subtree_end[key] : 0;
+        const std::int32_t depth = key_depth<kRules>(shape, path, key < shape.own_rows, key);
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          s[j][2 * r + c] = sees(path, key, shape.path_rows, row[r], end) ? s[j][2 * r + c] * to_log2 : -INFINITY;
+        for (int r = 0; r < 2; ++r) {
+          const bool seen = sees(path, key, shape.path_rows, row[r], end) && first_depths.reach(r, depth);
+          s[j][2 * r + c] = seen ? log2_score<kRules>(shape, s[j][2 * r + c], scale, to_log2).value : -INFINITY;
+        }
       }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -238,16 +309,14 @@ __device__ __forceinline__ void add_product(const float (&x)[kOthers / 8][4], bf
   }
 }
 
-constexpr int kPassing = 32;  // rows of the side that passes by in the backward
-
 // Parts of a head whose gradients of keys and values fit in the registers of a block; each makes S and P by itself.
 template <int D>
 inline constexpr int kKeyParts = D > 128 ? 2 : 1;
 
 // Gradients of 64 keys and values of a part of a key/value head, of the path or of the own rows; added to.
-template <int D, bool kPath>
+template <int D, bool kPath, bool kRules>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    backward_keys_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
+    backward_keys_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, TileFacts facts,
                                Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
                                Rows<float> grad_k, Rows<float> grad_v) {
   bfloat16* const memory = dynamic_shared<bfloat16>();  // k, v [64][D]; two buffers of q, dO [32][D]
@@ -270,30 +339,41 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       return own_row_of(shape, end - 1);
     };
     while (first_tile < last_tile && last_row(first_tile) < first_key) ++first_tile;
-    while (first_tile < last_tile && own_row_of(shape, (last_tile - 1) * kPassing) >= tile_end[blockIdx.x]) --last_tile;
+    while (first_tile < last_tile && own_row_of(shape, (last_tile - 1) * kPassing) >= facts.end[blockIdx.x])
+      --last_tile;
   }
   const std::int64_t per_head = last_tile - first_tile, passes = per_head * group;
   const auto head_of = [&](std::int64_t n) { return kv_head * group + n / per_head; };
   const auto query_of = [&](std::int64_t n) { return (first_tile + n % per_head) * kPassing; };
-  const auto fetch = [&](std::int64_t n) {
-    const int buffer = static_cast<int>(n % 2);
+  // The first pass from n on with a query whose window reaches a key of this block.
+  const std::int64_t last_key = first_key + 64 < keys ? first_key + 63 : keys - 1;
+  const auto from = [&](std::int64_t n) {
+    if (!kRules || facts.first_depth == nullptr) return n;
+    const std::int64_t deepest = kPath ? last_key : facts.last_depth[blockIdx.x];
+    while (n < passes && facts.first_depth[first_tile + n % per_head] > deepest) ++n;
+    return n;
+  };
+  const auto fetch = [&](std::int64_t n, int buffer) {
     fetch_tile<D, kPassing>(tile(buffer, 0), in.q.data + head_of(n) * D, in.q.stride, query_of(n), shape.query_rows);
     fetch_tile<D, kPassing>(tile(buffer, 1), grad_out.data + head_of(n) * D, grad_out.stride, query_of(n),
                             shape.query_rows);
   };
-  if (passes > 0) fetch(0);
+  std::int64_t n = from(0);
+  if (n < passes) fetch(n, 0);
   cp_async_commit();
   std::int64_t end[2];  // of the subtrees of the two keys of this lane
+  std::int32_t depth[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const std::int64_t key = first_key + warp * 16 + g + 8 * r;
     end[r] = !kPath && key < keys ? shape.subtree_end[key] : 0;
+    depth[r] = key_depth<kRules>(shape, kPath, key < keys, key);
   }
   float dk[kColumns / 8][4] = {}, dv[kColumns / 8][4] = {};
   const float scale = static_cast<float>(shape.scale), to_log2 = scale * kLog2E;
-  for (std::int64_t n = 0; n < passes; ++n) {
-    const int buffer = static_cast<int>(n % 2);
-    if (n + 1 < passes) fetch(n + 1);
+  for (int buffer = 0; n < passes; buffer ^= 1) {
+    const std::int64_t next = from(n + 1);
+    if (next < passes) fetch(next, buffer ^ 1);
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
@@ -309,18 +389,21 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         const float lse = inside ? lse_HQ[of_head + query] * kLog2E : 0.f,
                     delta = inside ? delta_HQ[of_head + query] : 0.f;
         const std::int64_t row = inside ? own_row_of(shape, query) : 0;
+        const std::int32_t first_depth = kRules && inside ? first_depth_of(shape, row) : 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const std::int64_t key = first_key + warp * 16 + g + 8 * r;
-          const bool seen = inside && sees(kPath, key, keys, row, end[r]);
-          const float p = seen ? exp2_approximate(s[j][2 * r + c] * to_log2 - lse) : 0.f;
+          const bool seen = inside && sees(kPath, key, keys, row, end[r]) && (!kRules || depth[r] >= first_depth);
+          const Score<float> score = log2_score<kRules>(shape, s[j][2 * r + c], scale, to_log2);
+          const float p = seen ? exp2_approximate(score.value - lse) : 0.f;
           s[j][2 * r + c] = p;
-          dp[j][2 * r + c] = p * (dp[j][2 * r + c] - delta);
+          dp[j][2 * r + c] = score.slope * p * (dp[j][2 * r + c] - delta);
         }
       }
     add_product<D, kPassing, kColumns>(s, tile(buffer, 1), lane, dv, first_column / 8);
     add_product<D, kPassing, kColumns>(dp, tile(buffer, 0), lane, dk, first_column / 8);
     __syncthreads();  // the buffer is free
+    n = next;
   }
   cp_async_wait<0>();
 #pragma unroll
@@ -339,9 +422,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 }
 
 // Gradients of 64 query rows of a head; overwritten.
-template <int D>
+template <int D, bool kRules>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    backward_queries_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, const std::int32_t* tile_end,
+    backward_queries_tiles_kernel(Shape shape, attention::Inputs<bfloat16> in, TileFacts facts,
                                   Rows<const bfloat16> grad_out, const float* lse_HQ, const float* delta_HQ,
                                   Rows<bfloat16> grad_q) {
   bfloat16* const memory = dynamic_shared<bfloat16>();  // q, dO [64][D]; two buffers of k, v [32][D]
@@ -351,7 +434,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
             t = lane % 4;
   const std::int64_t first_query = static_cast<std::int64_t>(blockIdx.x) * 64, head = blockIdx.y;
   const std::int64_t kv_head = head / (shape.heads / shape.kv_heads);
-  const KeyTiles tiles = key_tiles(shape, first_query, kPassing, tile_end);
+  const KeyTiles<kRules> tiles = key_tiles<kRules>(shape, first_query, kPassing, facts);
   const auto fetch = [&](std::int64_t n, int buffer) {
     const bool path = n < tiles.of_path;
     const std::int64_t first = (path ? n : n - tiles.of_path) * kPassing,
@@ -363,16 +446,18 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   };
   fetch_tile<D, 64>(tile_q, in.q.data + head * D, in.q.stride, first_query, shape.query_rows);
   fetch_tile<D, 64>(tile_g, grad_out.data + head * D, grad_out.stride, first_query, shape.query_rows);
-  std::int64_t n = tiles.from(0);
+  std::int64_t n = tiles.from(kRules ? tiles.begin : 0);
   fetch(n, 0);
   cp_async_commit();
   std::int64_t row[2];
+  FirstDepths<kRules> first_depths;
   float lse[2], delta[2], dq[D / 8][4] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const std::int64_t wanted = first_query + warp * 16 + g + 8 * r;
     const std::int64_t query = wanted < shape.query_rows ? wanted : shape.query_rows - 1;
     row[r] = own_row_of(shape, query);
+    first_depths.set(shape, r, row[r]);
     lse[r] = lse_HQ[head * shape.query_rows + query] * kLog2E;
     delta[r] = delta_HQ[head * shape.query_rows + query];
   }
@@ -394,11 +479,13 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       for (int c = 0; c < 2; ++c) {
         const std::int64_t key = first + j * 8 + 2 * t + c;
         const std::int64_t end = !path && key < shape.own_rows ? shape.subtree_end[key] : 0;
+        const std::int32_t depth = key_depth<kRules>(shape, path, key < shape.own_rows, key);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const bool seen = sees(path, key, shape.path_rows, row[r], end);
-          const float p = seen ? exp2_approximate(s[j][2 * r + c] * to_log2 - lse[r]) : 0.f;
-          s[j][2 * r + c] = p * (dp[j][2 * r + c] - delta[r]);
+          const bool seen = sees(path, key, shape.path_rows, row[r], end) && first_depths.reach(r, depth);
+          const Score<float> score = log2_score<kRules>(shape, s[j][2 * r + c], scale, to_log2);
+          const float p = seen ? exp2_approximate(score.value - lse[r]) : 0.f;
+          s[j][2 * r + c] = score.slope * p * (dp[j][2 * r + c] - delta[r]);
         }
       }
     add_product<D, kPassing>(s, tile(buffer, 0), lane, dq);
@@ -437,17 +524,33 @@ void with_head_dim(const Shape& shape, Body&& body) {
   }
 }
 
-class TileEnds {
+class Facts {
  public:
-  explicit TileEnds(const Shape& shape) : memory_(ceil_div(shape.own_rows, kTileKeys)) {
-    launch(tile_end_kernel, {ceil_div(shape.own_rows, kTileKeys)}, kTileKeys, 0, shape.own_rows, shape.subtree_end,
-           memory_.get());
+  explicit Facts(const Shape& shape)
+      : tiles_(ceil_div(shape.own_rows, kTileKeys)),
+        passing_(shape.window > 0 ? ceil_div(shape.query_rows, kPassing) : 0),
+        memory_(tiles_ * (shape.window > 0 ? 2 : 1) + passing_) {
+    launch(tile_most_kernel, {tiles_}, kTileKeys, 0, shape.own_rows, shape.subtree_end, memory_.get());
+    if (shape.window == 0) return;
+    launch(tile_most_kernel, {tiles_}, kTileKeys, 0, shape.own_rows, shape.depth, memory_.get() + tiles_);
+    launch(first_depth_kernel, {passing_}, kPassing, 0, shape, memory_.get() + 2 * tiles_);
+    facts_ = {nullptr, memory_.get() + tiles_, memory_.get() + 2 * tiles_};
   }
-  const std::int32_t* get() const { return memory_.get(); }
+  TileFacts get() const { return {memory_.get(), facts_.last_depth, facts_.first_depth}; }
 
  private:
+  std::int64_t tiles_, passing_;
   Scratch<std::int32_t> memory_;
+  TileFacts facts_{};
 };
+
+// Calls body with the head size, and whether there is a window or a cap.
+template <class Body>
+void with_kernels(const Shape& shape, Body&& body) {
+  with_head_dim(shape, [&]<int D>() {
+    shape.window > 0 || shape.soft_cap > 0 ? body.template operator()<D, true>() : body.template operator()<D, false>();
+  });
+}
 
 constexpr std::int64_t kMostHeads = 65535;  // of a grid's second dimension; a key/value head of two parts has two
 
@@ -466,34 +569,34 @@ bool fits_a_block(const Shape& shape) {
 
 bool takes_tiles(const Shape& shape, const attention::Inputs<bfloat16>& in) {
   constexpr std::int64_t kHeads[] = {64, 96, 128, 192, 256};
-  return std::ranges::count(kHeads, shape.head_dim) > 0 && fits_a_block(shape) && shape.heads <= kMostHeads / 2 &&
-         whole_pieces(in.q) && whole_pieces(in.own_k) && whole_pieces(in.own_v) && whole_pieces(in.path_k) &&
-         whole_pieces(in.path_v);
+  return std::ranges::count(kHeads, shape.head_dim) > 0 && shape.values() == shape.head_dim && fits_a_block(shape) &&
+         shape.heads <= kMostHeads / 2 && whole_pieces(in.q) && whole_pieces(in.own_k) && whole_pieces(in.own_v) &&
+         whole_pieces(in.path_k) && whole_pieces(in.path_v);
 }
 
 void tiled_attention(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<bfloat16> out, float* lse_HQ) {
-  const TileEnds ends(shape);
-  with_head_dim(shape, [&]<int D>() {
-    launch(forward_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads,
-           ForwardTiles<D>::kBytes, shape, in, ends.get(), out, lse_HQ);
+  const Facts facts(shape);
+  with_kernels(shape, [&]<int D, bool kRules>() {
+    launch(forward_tiles_kernel<D, kRules>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads,
+           ForwardTiles<D>::kBytes, shape, in, facts.get(), out, lse_HQ);
   });
 }
 
 void add_tiled_attention_backward(const Shape& shape, const attention::Inputs<bfloat16>& in, Rows<const bfloat16> out,
                                   const float* lse_HQ, Rows<const bfloat16> grad_out,
                                   const attention::Gradients<bfloat16>& grads) {
-  const TileEnds ends(shape);
+  const Facts facts(shape);
   const Scratch<float> delta(shape.heads * shape.query_rows);
   attention_delta(shape, out, grad_out, delta.get());
-  with_head_dim(shape, [&]<int D>() {
+  with_kernels(shape, [&]<int D, bool kRules>() {
     constexpr std::int64_t kBytes = kBackwardBytes<D>;
-    launch(backward_queries_tiles_kernel<D>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads, kBytes, shape,
-           in, ends.get(), grad_out, lse_HQ, delta.get(), grads.q);
+    launch(backward_queries_tiles_kernel<D, kRules>, {ceil_div(shape.query_rows, 64), shape.heads}, kTileThreads,
+           kBytes, shape, in, facts.get(), grad_out, lse_HQ, delta.get(), grads.q);
     const std::int64_t parts = shape.kv_heads * kKeyParts<D>;
-    launch(backward_keys_tiles_kernel<D, true>, {ceil_div(shape.path_rows, 64), parts}, kTileThreads, kBytes, shape, in,
-           ends.get(), grad_out, lse_HQ, delta.get(), grads.path_k, grads.path_v);
-    launch(backward_keys_tiles_kernel<D, false>, {ceil_div(shape.own_rows, 64), parts}, kTileThreads, kBytes, shape, in,
-           ends.get(), grad_out, lse_HQ, delta.get(), grads.own_k, grads.own_v);
+    launch(backward_keys_tiles_kernel<D, true, kRules>, {ceil_div(shape.path_rows, 64), parts}, kTileThreads, kBytes,
+           shape, in, facts.get(), grad_out, lse_HQ, delta.get(), grads.path_k, grads.path_v);
+    launch(backward_keys_tiles_kernel<D, false, kRules>, {ceil_div(shape.own_rows, 64), parts}, kTileThreads, kBytes,
+           shape, in, facts.get(), grad_out, lse_HQ, delta.get(), grads.own_k, grads.own_v);
   });
 }
 

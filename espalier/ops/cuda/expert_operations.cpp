@@ -26,17 +26,16 @@ moe::RouterShape shape_of(const at::Tensor& choice_RK, std::int64_t experts, con
   if (experts > kMostExperts)
     throw UnsupportedError({"router", text_of("at most ", kMostExperts, " experts a layer on a GPU"), text_of(experts),
                             "use --device cpu"});
-  if (rule.sigmoid || rule.groups > 1 || rule.scaling != 1 || rule.correction_E.defined())
-    throw UnsupportedError({"router", "a softmax over all experts on a GPU", "another router", "use --device cpu"});
-  return {choice_RK.size(0), experts, choice_RK.size(1), rule.renormalise};
+  return {choice_RK.size(0), experts,     choice_RK.size(1), rule.renormalise,
+          rule.sigmoid,      rule.groups, rule.top_groups,   rule.scaling};
 }
 
 void choose(const at::Tensor& logits_RE, const at::Tensor& recorded_RK, const RouterRule& rule,
             const at::Tensor& choice_RK, const at::Tensor& weight_RK) {
   dispatch(logits_RE.scalar_type(), [&]<class T>() {
     choose_experts<T>(shape_of(choice_RK, logits_RE.size(1), rule), pointer<T>(logits_RE),
-                      pointer<std::int32_t>(recorded_RK), pointer<std::int32_t>(choice_RK),
-                      pointer<accumulator_t<T>>(weight_RK));
+                      pointer<std::int32_t>(recorded_RK), pointer<accumulator_t<T>>(rule.correction_E),
+                      pointer<std::int32_t>(choice_RK), pointer<accumulator_t<T>>(weight_RK));
   });
 }
 
@@ -171,8 +170,35 @@ Part part_of(const SortedSlots& sorted, const at::Tensor& gate_up_SW, const Expe
           first(scratch.grad_gate_up_RW)};
 }
 
+// Whether the gradient of a slot's weight follows from gate, up and their gradients.
+bool is_plain(const ExpertWeights& weights) {
+  return weights.activation.kind == Activation::silu && weights.activation.gated && !weights.down_bias_EM.defined();
+}
+
+// Of other experts: a slot's weight multiplies the gradients of act and of the result, which part.rows has.
+void differentiate_other_activation(const BackwardCall& c, const Part& part, Places of) {
+  if (c.weight_RK.defined()) {
+    // Its place is free: gate_up's gradient comes after it.
+    const at::Tensor again_NF =
+        part.grad_gate_up_NW.view({-1}).narrow(0, 0, part.act_NF.numel()).view(part.act_NF.sizes());
+    swiglu_operations().swiglu(c.weights.activation, part.gate_up_NW, again_NF);
+    dispatch(part.act_NF.scalar_type(), [&]<class T>() {
+      using A = accumulator_t<T>;
+      weigh_gradient_of_act<T>(of.count, part.act_NF.size(1), part.rows_NM.size(1), pointer<std::int32_t>(part.slot_N),
+                               pointer<T>(again_NF), of.first, c.sorted.begin_E1.size(0) - 1,
+                               pointer<std::int32_t>(c.sorted.begin_E1), pointer<T>(c.weights.down_bias_EM),
+                               pointer<A>(c.weight_RK), pointer<T>(part.act_NF), pointer<T>(part.rows_NM),
+                               pointer<A>(c.grad_weight_RK));
+    });
+  }
+  swiglu_operations().swiglu_backward(c.weights.activation, part.gate_up_NW, part.act_NF, part.grad_gate_up_NW,
+                                      part.act_NF);
+}
+
 // grad_gate_up, act and grad_weight of a part from act's gradient, which act holds.
-void differentiate_activation(const Part& part, const at::Tensor& weight_RK, const at::Tensor& grad_weight_RK) {
+void differentiate_activation(const BackwardCall& c, const Part& part, Places of) {
+  if (!is_plain(c.weights)) return differentiate_other_activation(c, part, of);
+  const at::Tensor &weight_RK = c.weight_RK, &grad_weight_RK = c.grad_weight_RK;
   swiglu_operations().swiglu_backward({}, part.gate_up_NW, part.act_NF, part.grad_gate_up_NW, part.act_NF);
   if (!weight_RK.defined()) return;
   dispatch(part.act_NF.scalar_type(), [&]<class T>() {
@@ -183,6 +209,21 @@ void differentiate_activation(const Part& part, const at::Tensor& weight_RK, con
   });
 }
 
+// y += the experts' biases; undefined: none.
+void add_biases(const SortedSlots& sorted, const at::Tensor& bias_EW, Places of, const at::Tensor& y_NW) {
+  if (!bias_EW.defined()) return;
+  dispatch(y_NW.scalar_type(), [&]<class T>() {
+    add_expert_bias<T>(of.count, y_NW.size(1), of.first, bias_EW.size(0), pointer<std::int32_t>(sorted.begin_E1),
+                       pointer<T>(bias_EW), pointer<T>(y_NW));
+  });
+}
+
+// grad_bias_e += column sums of grad; undefined: it has no gradient.
+void add_bias_gradient(const at::Tensor& grad_bias_EW, std::int64_t e, const at::Tensor& grad_NW) {
+  if (!grad_bias_EW.defined()) return;
+  product_operations().add_linear_grad_weight({}, grad_bias_EW.select(0, e), grad_NW, {}, {});
+}
+
 namespace one_by_one {
 
 void forward(const ForwardCall& c) {
@@ -191,9 +232,11 @@ void forward(const ForwardCall& c) {
         const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, {first, N});  // rows: x, then the result
         moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
         multiply(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.select(0, e).t(), false);
+        add_biases(c.sorted, c.weights.gate_up_bias_EW, {first, N}, part.gate_up_NW);
         if (!c.sum_RM.defined()) return;
-        swiglu_operations().swiglu({}, part.gate_up_NW, part.act_NF);
+        swiglu_operations().swiglu(c.weights.activation, part.gate_up_NW, part.act_NF);
         multiply(part.rows_NM, part.act_NF, c.weights.down_EMF.select(0, e).t(), false);
+        add_biases(c.sorted, c.weights.down_bias_EM, {first, N}, part.rows_NM);
         add_rows_of_expert(part.rows_NM, part.row_N, part.slot_N, c.weight_RK, c.sum_RM);
       });
 }
@@ -206,8 +249,10 @@ void backward(const BackwardCall& c) {
         const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, {first, N});
         moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
         multiply(part.act_NF, part.rows_NM, c.weights.down_EMF.select(0, e), false);
-        differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
+        differentiate_activation(c, part, {first, N});
         if (c.grads.down_EMF.defined()) multiply(c.grads.down_EMF.select(0, e), part.rows_NM.t(), part.act_NF, true);
+        add_bias_gradient(c.grads.down_bias_EM, e, part.rows_NM);
+        add_bias_gradient(c.grads.gate_up_bias_EW, e, part.grad_gate_up_NW);
         if (c.grads.gate_up_EWM.defined()) {
           moving.gather(c.x_RM, part.row_N, part.rows_NM);
           multiply(c.grads.gate_up_EWM.select(0, e), part.grad_gate_up_NW.t(), part.rows_NM, true);
@@ -239,9 +284,11 @@ void forward(const ForwardCall& c) {
     const Part part = part_of(c.sorted, c.gate_up_SW, c.scratch, window);  // rows: x, then the result
     moving_operations().gather(c.x_RM, part.row_N, part.rows_NM);
     multiply_grouped(part.gate_up_NW, part.rows_NM, c.weights.gate_up_EWM.transpose(1, 2), end_E);
+    add_biases(c.sorted, c.weights.gate_up_bias_EW, window, part.gate_up_NW);
     if (!c.sum_RM.defined()) return;
-    swiglu_operations().swiglu({}, part.gate_up_NW, part.act_NF);
+    swiglu_operations().swiglu(c.weights.activation, part.gate_up_NW, part.act_NF);
     multiply_grouped(part.rows_NM, part.act_NF, c.weights.down_EMF.transpose(1, 2), end_E);
+    add_biases(c.sorted, c.weights.down_bias_EM, window, part.rows_NM);
     placed.add(window, part.rows_NM, c.weight_RK, c.sum_RM);
   });
 }
@@ -258,7 +305,12 @@ void backward(const BackwardCall& c) {
     };
     moving.gather(c.grad_sum_RM, part.row_N, part.rows_NM);
     multiply_grouped(part.act_NF, part.rows_NM, c.weights.down_EMF, end_E);
-    differentiate_activation(part, c.weight_RK, c.grad_weight_RK);
+    differentiate_activation(c, part, window);
+    if (c.grads.down_bias_EM.defined() || c.grads.gate_up_bias_EW.defined())
+      begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
+        add_bias_gradient(c.grads.down_bias_EM, e, entries(part.rows_NM, first, N));
+        add_bias_gradient(c.grads.gate_up_bias_EW, e, entries(part.grad_gate_up_NW, first, N));
+      });
     if (c.grads.down_EMF.defined())
       begins.for_each_expert(window, [&](std::int64_t e, std::int64_t first, std::int64_t N) {
         multiply(c.grads.down_EMF.select(0, e), entries(part.rows_NM, first, N).t(), entries(part.act_NF, first, N),
@@ -284,16 +336,9 @@ bool runs_grouped(const at::Tensor& x_RM, const ExpertWeights& weights) {
   return has_grouped_products(dtype, weights.down_EMF.size(1), weights.down_EMF.size(2));
 }
 
-void require_plain(const ExpertWeights& weights) {
-  if (weights.activation.kind != Activation::silu || weights.gate_up_bias_EW.defined())
-    throw UnsupportedError(
-        {"experts", "experts with SwiGLU and without biases on a GPU", "others", "use --device cpu"});
-}
-
 void add_experts(const SortedSlots& sorted, const ExpertWeights& weights, const at::Tensor& x_RM,
                  const at::Tensor& weight_RK, const at::Tensor& gate_up_SW, const at::Tensor& sum_RM,
                  const ExpertScratch& scratch) {
-  require_plain(weights);
   if (sorted.slot_S.size(0) == 0) return;
   const ForwardCall call{sorted, weights, x_RM, weight_RK, gate_up_SW, sum_RM, scratch};
   runs_grouped(x_RM, weights) ? grouped::forward(call) : one_by_one::forward(call);

@@ -151,6 +151,58 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The expert that has an entry: the last one that begins at or before it.
+__device__ __forceinline__ std::int64_t expert_of(std::int64_t entry, std::int64_t experts,
+                                                  const std::int32_t* begin_E1) {
+  std::int64_t low = 0, high = experts;
+  while (high - low > 1) {
+    const std::int64_t middle = (low + high) / 2;
+    if (begin_E1[middle] <= entry)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// A block has an entry.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    add_expert_bias_kernel(std::int64_t width, std::int64_t first, std::int64_t experts, const std::int32_t* begin_E1,
+                           const T* bias_EW, T* y_NW) {
+  const std::int64_t entry = blockIdx.x;
+  const T* const bias = bias_EW + expert_of(first + entry, experts, begin_E1) * width;
+  T* const y = y_NW + entry * width;
+  for (std::int64_t m = threadIdx.x; m < width; m += blockDim.x) y[m] = narrowed<T>(widened(y[m]) + widened(bias[m]));
+}
+
+// A block has an entry.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    weigh_gradient_of_act_kernel(std::int64_t inner, std::int64_t width, const std::int32_t* slots, const T* act_NF,
+                                 std::int64_t first, std::int64_t experts, const std::int32_t* begin_E1,
+                                 const T* bias_EM, const accumulator_t<T>* weight_S, T* grad_act_NF, T* grad_y_NM,
+                                 accumulator_t<T>* grad_weight_S) {
+  using A = accumulator_t<T>;
+  ESPALIER_SHARED(A[32], scratch);
+  const std::int64_t entry = blockIdx.x;
+  const std::int32_t slot = slots[entry];
+  const T* const act = act_NF + entry * inner;
+  T *const grad_act = grad_act_NF + entry * inner, *const grad_y = grad_y_NM + entry * width;
+  A sum = 0;
+  for (std::int64_t f = threadIdx.x; f < inner; f += blockDim.x) sum += widened(act[f]) * widened(grad_act[f]);
+  if (bias_EM != nullptr) {
+    const T* const bias = bias_EM + expert_of(first + entry, experts, begin_E1) * width;
+    for (std::int64_t m = threadIdx.x; m < width; m += blockDim.x) sum += widened(bias[m]) * widened(grad_y[m]);
+  }
+  sum = block_sum(sum, scratch);
+  if (threadIdx.x == 0) grad_weight_S[slot] = sum;
+  const A weight = weight_S[slot];
+  for (std::int64_t f = threadIdx.x; f < inner; f += blockDim.x)
+    grad_act[f] = narrowed<T>(widened(grad_act[f]) * weight);
+  for (std::int64_t m = threadIdx.x; m < width; m += blockDim.x) grad_y[m] = narrowed<T>(widened(grad_y[m]) * weight);
+}
+
 }  // namespace
 
 void sort_by_expert(const moe::RouterShape& shape, const std::int32_t* choice_RK, std::int32_t* begin_E1,
@@ -198,12 +250,33 @@ void weigh_expert_gradient(std::int64_t count, std::int64_t inner, const std::in
          grad_gate_up_NW, act_NF, grad_weight_S);
 }
 
-#define ESPALIER_INSTANTIATE(T)                                                                                   \
-  template void add_expert_rows(std::int64_t, std::int64_t, std::int64_t, Places, const std::int32_t*, const T*,  \
-                                const accumulator_t<T>*, accumulator_t<T>*);                                      \
-  template void add_weighted_rows(std::int64_t, std::int64_t, const std::int32_t*, const std::int32_t*, const T*, \
-                                  const accumulator_t<T>*, accumulator_t<T>*);                                    \
-  template void weigh_expert_gradient(std::int64_t, std::int64_t, const std::int32_t*, const T*,                  \
+template <class T>
+void add_expert_bias(std::int64_t count, std::int64_t width, std::int64_t first, std::int64_t experts,
+                     const std::int32_t* begin_E1, const T* bias_EW, T* y_NW) {
+  launch(add_expert_bias_kernel<T>, {count}, threads_for(width, kThreads), 0, width, first, experts, begin_E1, bias_EW,
+         y_NW);
+}
+
+template <class T>
+void weigh_gradient_of_act(std::int64_t count, std::int64_t inner, std::int64_t width, const std::int32_t* slot,
+                           const T* act_NF, std::int64_t first, std::int64_t experts, const std::int32_t* begin_E1,
+                           const T* bias_EM, const accumulator_t<T>* weight_S, T* grad_act_NF, T* grad_y_NM,
+                           accumulator_t<T>* grad_weight_S) {
+  launch(weigh_gradient_of_act_kernel<T>, {count}, threads_for(inner, kThreads), 0, inner, width, slot, act_NF, first,
+         experts, begin_E1, bias_EM, weight_S, grad_act_NF, grad_y_NM, grad_weight_S);
+}
+
+#define ESPALIER_INSTANTIATE(T)                                                                                        \
+  template void add_expert_bias(std::int64_t, std::int64_t, std::int64_t, std::int64_t, const std::int32_t*, const T*, \
+                                T*);                                                                                   \
+  template void weigh_gradient_of_act(std::int64_t, std::int64_t, std::int64_t, const std::int32_t*, const T*,         \
+                                      std::int64_t, std::int64_t, const std::int32_t*, const T*,                       \
+                                      const accumulator_t<T>*, T*, T*, accumulator_t<T>*);                             \
+  template void add_expert_rows(std::int64_t, std::int64_t, std::int64_t, Places, const std::int32_t*, const T*,       \
+                                const accumulator_t<T>*, accumulator_t<T>*);                                           \
+  template void add_weighted_rows(std::int64_t, std::int64_t, const std::int32_t*, const std::int32_t*, const T*,      \
+                                  const accumulator_t<T>*, accumulator_t<T>*);                                         \
+  template void weigh_expert_gradient(std::int64_t, std::int64_t, const std::int32_t*, const T*,                       \
                                       const accumulator_t<T>*, T*, T*, accumulator_t<T>*);
 ESPALIER_INSTANTIATE(float)
 ESPALIER_INSTANTIATE(double)

@@ -10,10 +10,10 @@ namespace espalier::cuda {
 
 inline constexpr std::int64_t kMostExperts = 2048;  // of a layer
 
-// Overwrites choice and weight; recorded may be null.
+// Overwrites choice and weight; recorded and correction may be null.
 template <class T>
 void choose_experts(const moe::RouterShape& shape, const T* logits_RE, const std::int32_t* recorded_RK,
-                    std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
+                    const accumulator_t<T>* correction_E, std::int32_t* choice_RK, accumulator_t<T>* weight_RK);
 
 struct Penalty {
   const std::int32_t* group;  // [R]; null: no such penalty, also below
@@ -48,6 +48,20 @@ void add_expert_rows(std::int64_t rows, std::int64_t chosen, std::int64_t width,
 template <class T>
 void add_weighted_rows(std::int64_t count, std::int64_t width, const std::int32_t* row, const std::int32_t* slot,
                        const T* y_NM, const accumulator_t<T>* weight_S, accumulator_t<T>* sum_RM);
+
+// y_i += bias of the expert that has entry first + i; contiguous.
+template <class T>
+void add_expert_bias(std::int64_t count, std::int64_t width, std::int64_t first, std::int64_t experts,
+                     const std::int32_t* begin_E1, const T* bias_EW, T* y_NW);
+
+// Entries [first, first + count), of which act and grad_act have F columns, grad_y and the experts' biases M (null:
+// none): overwrites grad_weight at their slots with act . grad_act + bias . grad_y, then multiplies grad_act and grad_y
+// by their weights.
+template <class T>
+void weigh_gradient_of_act(std::int64_t count, std::int64_t inner, std::int64_t width, const std::int32_t* slot,
+                           const T* act_NF, std::int64_t first, std::int64_t experts, const std::int32_t* begin_E1,
+                           const T* bias_EM, const accumulator_t<T>* weight_S, T* grad_act_NF, T* grad_y_NM,
+                           accumulator_t<T>* grad_weight_S);
 
 // Entries [0, count) of an expert: overwrites grad_weight at their slots with sum_f grad_up_f up_f, then multiplies
 // grad_gate_up and act by their weights.

@@ -101,10 +101,45 @@ __global__ void __launch_bounds__(kFlatThreads) score_edges_kernel(std::int64_t 
   }
 }
 
+// raw -> logits: scale raw, then cap tanh(z / cap).
+template <class L>
+__global__ void __launch_bounds__(kThreads)
+    shape_logits_kernel(std::int64_t columns, std::int64_t stride, L scale, L cap, L* logits) {
+  L* const x = logits + blockIdx.x * stride;
+  for (std::int64_t m = threadIdx.x; m < columns; m += blockDim.x) {
+    const L z = x[m] * scale;
+    x[m] = cap > 0 ? cap * std::tanh(z / cap) : z;
+  }
+}
+
+// Of a logit by its raw one; cap 0: none.
+template <class L>
+__device__ __forceinline__ L slope_of_logit(L logit, L scale, L cap) {
+  const L t = cap > 0 ? logit / cap : L(0);
+  return scale * (L(1) - t * t);
+}
+
+// A thread has a row: the slopes of its targets, before the logits become gradients. 0 where another rank has the
+// column.
+template <class L>
+__global__ void __launch_bounds__(kFlatThreads)
+    target_slopes_kernel(std::int64_t rows, std::int64_t columns, Edges edges, std::int64_t first, L scale, L cap,
+                         const L* logits, double* slope_E) {
+  const std::int64_t row = grid_thread();
+  if (row >= rows) return;
+  for (std::int32_t e = edges.begin[row] - edges.begin[0]; e < edges.begin[row + 1] - edges.begin[0]; ++e) {
+    const std::int64_t column = edges.target[e] - first;
+    const bool here = column >= 0 && column < columns;
+    slope_E[e] = here ? static_cast<double>(slope_of_logit(logits[row * columns + column], scale, cap)) : 0.0;
+  }
+}
+
+// slope_E null: logits are the raw ones.
 template <class L, int kPack>
 __global__ void __launch_bounds__(kThreads)
     logit_gradients_kernel(std::int64_t columns, Edges edges, std::int64_t first, RowSums sums,
-                           const double* grad_logprob_E, const double* grad_entropy_E, L* logits) {
+                           const double* grad_logprob_E, const double* grad_entropy_E, L scale, L cap,
+                           const double* slope_E, L* logits) {
   const std::int64_t row = blockIdx.x;
   L* const x = logits + row * columns;
   const double inverse = 1.0 / edges.temperature[row];
@@ -119,7 +154,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       const L log_p = (pack.x[i] - offset) * narrow - log_sum;
-      pack.x[i] = std::exp(log_p) * (constant + slope * log_p);
+      const L grad = std::exp(log_p) * (constant + slope * log_p);
+      pack.x[i] = slope_E != nullptr ? grad * slope_of_logit(pack.x[i], scale, cap) : grad;
     }
     store_pack(x + m, pack);
   }
@@ -127,7 +163,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x != 0) return;
   for (std::int32_t e = begin; e < end; ++e) {
     const std::int64_t column = edges.target[e] - first;
-    if (column >= 0 && column < columns) x[column] += static_cast<L>(grad_logprob_E[e] * inverse);
+    if (column < 0 || column >= columns) continue;
+    x[column] += static_cast<L>(grad_logprob_E[e] * inverse * (slope_E != nullptr ? slope_E[e] : 1.0));
   }
 }
 
@@ -193,11 +230,23 @@ void score_edges(std::int64_t rows, const Edges& edges, const double* raw_E, con
 }
 
 template <class L>
+void shape_logits(std::int64_t rows, std::int64_t columns, std::int64_t stride, L scale, L cap, L* logits) {
+  launch(shape_logits_kernel<L>, {rows}, threads_for(columns, kThreads), 0, columns, stride, scale, cap, logits);
+}
+
+template <class L>
 void logit_gradients(std::int64_t rows, std::int64_t columns, const Edges& edges, std::int64_t first,
-                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L* logits) {
+                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L scale, L cap,
+                     L* logits) {
+  const bool shaped = scale != 1 || cap != 0;
+  const Scratch<double> slopes(shaped ? edges.count : 0);
+  double* const slope_E = shaped ? slopes.get() : nullptr;
+  if (shaped)
+    launch(target_slopes_kernel<L>, {ceil_div(rows, kFlatThreads)}, kFlatThreads, 0, rows, columns, edges, first, scale,
+           cap, logits, slope_E);
   with_pack<L>(columns % kPackOf<L> == 0 && aligned_16(logits), [&]<int kPack>() {
     launch(logit_gradients_kernel<L, kPack>, {rows}, threads_for(columns / kPack, kThreads), 0, columns, edges, first,
-           sums, grad_logprob_E, grad_entropy_E, logits);
+           sums, grad_logprob_E, grad_entropy_E, scale, cap, slope_E, logits);
   });
 }
 
@@ -226,7 +275,8 @@ void add_sum(std::int64_t count, const double* x, Out* into) {
 #define ESPALIER_INSTANTIATE(L)                                                                                        \
   template void logit_sums(std::int64_t, std::int64_t, const Edges&, std::int64_t, const L*, const RowSums&, double*); \
   template void logit_gradients(std::int64_t, std::int64_t, const Edges&, std::int64_t, const RowSums&, const double*, \
-                                const double*, L*);                                                                    \
+                                const double*, L, L, L*);                                                              \
+  template void shape_logits(std::int64_t, std::int64_t, std::int64_t, L, L, L*);                                      \
   template void add_sum(std::int64_t, const double*, L*);
 ESPALIER_INSTANTIATE(float)
 ESPALIER_INSTANTIATE(double)

@@ -12,6 +12,7 @@ struct Edges {
   const double* temperature;   // [B]
   const std::int32_t* begin;   // [B + 1]
   const std::int32_t* target;  // [E]
+  std::int64_t count;          // E
 };
 struct RowSums {
   double *max, *sum_exp, *weighted;  // [B]; after score_edges max, log of the sum, entropy
@@ -23,9 +24,14 @@ void logit_sums(std::int64_t rows, std::int64_t columns, const Edges& edges, std
 void raise_maximum(std::int64_t rows, const Edges& edges, const double* max, const RowSums& sums);
 void score_edges(std::int64_t rows, const Edges& edges, const double* raw_E, const RowSums& sums, double* logprob_E,
                  double* entropy_E);
+// cap 0: none.
+template <class L>
+void shape_logits(std::int64_t rows, std::int64_t columns, std::int64_t stride, L scale, L cap, L* logits);
+// With the scale and cap that the logits have; of raw ones they are 1 and 0.
 template <class L>
 void logit_gradients(std::int64_t rows, std::int64_t columns, const Edges& edges, std::int64_t first,
-                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L* logits);
+                     const RowSums& sums, const double* grad_logprob_E, const double* grad_entropy_E, L scale, L cap,
+                     L* logits);
 
 // value_o = hidden_o . weight + bias, summed in double.
 template <class T>

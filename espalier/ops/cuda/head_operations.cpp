@@ -11,7 +11,7 @@ namespace {
 
 Edges edges_of(const EdgeBlock& block) {
   return {pointer<double>(block.temperature_B), pointer<std::int32_t>(block.begin_B1),
-          pointer<std::int32_t>(block.target_E)};
+          pointer<std::int32_t>(block.target_E), block.target_E.size(0)};
 }
 RowSums sums_of(const LogitSums& sums) {
   return {pointer<double>(sums.max_B), pointer<double>(sums.sum_exp_B), pointer<double>(sums.weighted_B)};
@@ -39,7 +39,8 @@ void write_gradients(const EdgeBlock& edges, std::int64_t first, const LogitSums
                      const at::Tensor& grad_logprob_E, const at::Tensor& grad_entropy_E, const at::Tensor& logits_BV) {
   dispatch_sums(logits_BV.scalar_type(), [&]<class L>() {
     logit_gradients<L>(logits_BV.size(0), logits_BV.size(1), edges_of(edges), first, sums_of(sums),
-                       pointer<double>(grad_logprob_E), pointer<double>(grad_entropy_E), pointer<L>(logits_BV));
+                       pointer<double>(grad_logprob_E), pointer<double>(grad_entropy_E),
+                       static_cast<L>(edges.shape.scale), static_cast<L>(edges.shape.cap), pointer<L>(logits_BV));
   });
 }
 
@@ -85,14 +86,17 @@ void choose(const at::Tensor& logits_BV, const ChoiceRule& rule, const at::Tenso
   });
 }
 
-void shape_logits(const LogitShape&, const at::Tensor&) {
-  throw UnsupportedError({"logits", "logits without a factor or a cap on a GPU", "others", "use --device cpu"});
+void shape(const LogitShape& shape, const at::Tensor& logits_BV) {
+  dispatch_sums(logits_BV.scalar_type(), [&]<class L>() {
+    shape_logits<L>(logits_BV.size(0), logits_BV.size(1), logits_BV.stride(0), static_cast<L>(shape.scale),
+                    static_cast<L>(shape.cap), pointer<L>(logits_BV));
+  });
 }
 
 }  // namespace
 
 HeadOperations head_operations() {
-  return {shape_logits, sum_logits, raise, score, write_gradients, compute_value, add_value_backward};
+  return {shape, sum_logits, raise, score, write_gradients, compute_value, add_value_backward};
 }
 OptimizerOperations optimizer_operations() { return {sum_squares, update}; }
 ChoiceOperations choice_operations() { return {choose}; }

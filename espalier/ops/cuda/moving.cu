@@ -136,6 +136,30 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(std::int64_t count, acc
   store_pack(x + at, y);
 }
 
+// The product of bfloat16 is rounded before its sum; that of others is not.
+template <class T, int kPack>
+__global__ void __launch_bounds__(kThreads)
+    add_scaled_kernel(std::int64_t count, const T* base, const T* x, accumulator_t<T> factor, T* out) {
+  using A = accumulator_t<T>;
+  const std::int64_t at = grid_thread() * kPack;
+  if (at >= count) return;
+  const Pack<T, kPack> y = load_pack<kPack>(x + at);
+  Pack<T, kPack> b{};
+  if (base != nullptr) b = load_pack<kPack>(base + at);
+  Pack<T, kPack> to;
+#pragma unroll
+  for (int i = 0; i < kPack; ++i) {
+    const A own = widened(y.x[i]);
+    if (base == nullptr)
+      to.x[i] = narrowed<T>(own * factor);
+    else if constexpr (sizeof(T) == 2)
+      to.x[i] = narrowed<T>(widened(b.x[i]) + rounded<T>(own * factor));
+    else
+      to.x[i] = std::fma(own, factor, b.x[i]);
+  }
+  store_pack(out + at, to);
+}
+
 // out_i = a_i + b_i (a null: b_i).
 template <class T, class B, class Out, int kPack>
 __global__ void __launch_bounds__(kThreads) add_kernel(std::int64_t count, const T* a, const B* b, Out* out) {
@@ -214,6 +238,13 @@ void scale(std::int64_t count, accumulator_t<T> factor, T* x) {
 }
 
 template <class T>
+void add_scaled(std::int64_t count, const T* base, const T* x, accumulator_t<T> factor, T* out) {
+  with_pack<T>(count % kPackOf<T> == 0 && aligned_16(base, x, out), [&]<int kPack>() {
+    launch(add_scaled_kernel<T, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, base, x, factor, out);
+  });
+}
+
+template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out) {
   with_pack<T>(count % kPackOf<T> == 0 && aligned_16(base, sum, out), [&]<int kPack>() {
     launch(add_kernel<T, accumulator_t<T>, T, kPack>, {ceil_div(count, kPack * kThreads)}, kThreads, 0, count, base,
@@ -224,6 +255,7 @@ void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T
 #define ESPALIER_INSTANTIATE(T)                                                                               \
   template void round_sum(std::int64_t, const T*, const accumulator_t<T>*, T*);                               \
   template void scale(std::int64_t, accumulator_t<T>, T*);                                                    \
+  template void add_scaled(std::int64_t, const T*, const T*, accumulator_t<T>, T*);                           \
   template void add_look_up_backward(std::int64_t, std::int64_t, const T*, const std::int32_t*, std::int64_t, \
                                      std::int64_t, T*);
 ESPALIER_INSTANTIATE(float)

@@ -41,6 +41,10 @@ void convert(std::int64_t rows, std::int64_t width, const In* in, std::int64_t i
 template <class T>
 void scale(std::int64_t count, accumulator_t<T> factor, T* x);
 
+// out_i = base_i + factor x_i (base null: factor x_i), in bfloat16 the product rounded first; out may be base, or x.
+template <class T>
+void add_scaled(std::int64_t count, const T* base, const T* x, accumulator_t<T> factor, T* out);
+
 // out_i = base_i + sum_i (base null: sum_i), rounded once; out may be base.
 template <class T>
 void round_sum(std::int64_t count, const T* base, const accumulator_t<T>* sum, T* out);

@@ -19,6 +19,9 @@ HeadOperations head_operations();
 ExpertOperations expert_operations();
 OptimizerOperations optimizer_operations();
 ChoiceOperations choice_operations();
+DeltaRuleOperations delta_rule_operations();
+LatentOperations latent_operations();
+void require_taken(const ModelShape& shape, at::ScalarType dtype);
 
 // All of them.
 const Operations& operations();

@@ -62,10 +62,10 @@ ProductOperations product_operations() {
 }
 
 const Operations& operations() {
-  static const Operations all{norm_operations(),    rotation_operations(), swiglu_operations(),
-                              product_operations(), moving_operations(),   attention_operations(),
-                              head_operations(),    expert_operations(),   optimizer_operations(),
-                              choice_operations(),  DeltaRuleOperations{}, LatentOperations{}};
+  static const Operations all{
+      norm_operations(),       rotation_operations(), swiglu_operations(), product_operations(),   moving_operations(),
+      attention_operations(),  head_operations(),     expert_operations(), optimizer_operations(), choice_operations(),
+      delta_rule_operations(), latent_operations(),   {require_taken}};
   return all;
 }
 

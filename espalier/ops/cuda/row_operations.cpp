@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "espalier/ops/cpu/dispatch.h"
+#include "espalier/ops/cuda/columns.h"
 #include "espalier/ops/cuda/launch.h"
 #include "espalier/ops/cuda/moving.h"
 #include "espalier/ops/cuda/norm.h"
@@ -10,65 +11,65 @@
 namespace espalier::cuda {
 namespace {
 
-// RMSNorm alone.
-const at::Tensor& weight_of(const NormWeights& weights) {
-  if (weights.kind != NormKind::rms || weights.bias_M.defined())
-    throw UnsupportedError({"norm", "RMSNorm as in Llama on a GPU", "another norm", "use --device cpu"});
-  return weights.weight_M;
-}
-void check_taken(const Rotation& rotation) {
-  if (!rotation.is_plain())
-    throw UnsupportedError({"rotary positions", "rotation of whole heads in halves on a GPU",
-                            "another rotation or norm", "use --device cpu"});
-}
-void check_taken(const ActivationRule& rule) {
-  if (rule.kind != Activation::silu || !rule.gated)
-    throw UnsupportedError({"activation", "SwiGLU on a GPU", "another activation", "use --device cpu"});
-}
+bool is_swiglu(const ActivationRule& rule) { return rule.kind == Activation::silu && rule.gated; }
 
 void norm_rows(const at::Tensor& stream, const NormWeights& weights, double eps, const at::Tensor& y,
                const at::Tensor& rstd) {
-  const at::Tensor& weight = weight_of(weights);
   dispatch(stream.scalar_type(), [&]<class T>() {
-    norm<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight), eps, pointer<T>(y),
-            pointer<accumulator_t<T>>(rstd));
+    norm<T>(weights.kind, stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weights.weight_M),
+            pointer<T>(weights.bias_M), eps, pointer<T>(y), pointer<accumulator_t<T>>(rstd));
   });
 }
 
 void norm_rows_again(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd,
                      const at::Tensor& y) {
-  const at::Tensor& weight = weight_of(weights);
   dispatch(stream.scalar_type(), [&]<class T>() {
-    norm_again<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight),
-                  pointer<accumulator_t<T>>(rstd), pointer<T>(y));
+    norm_again<T>(weights.kind, stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weights.weight_M),
+                  pointer<T>(weights.bias_M), pointer<accumulator_t<T>>(rstd), pointer<T>(y));
   });
+}
+
+// Errors: UnsupportedError where sums of `columns` columns do not fit a block.
+void check_width(const char* what, std::int64_t columns, std::int64_t bytes) {
+  if (bytes <= kWidestNorm) return;
+  throw UnsupportedError({what, text_of("rows of at most ", kWidestNorm, " bytes of sums on a GPU"),
+                          text_of(columns, " columns"), "use --device cpu, or a smaller dtype"});
 }
 
 void add_norm_rows_backward(const at::Tensor& stream, const NormWeights& weights, const at::Tensor& rstd,
                             const at::Tensor& grad_y, const at::Tensor& grad_stream, const NormWeights& grads) {
-  const at::Tensor &weight = weight_of(weights), &grad_weight = grads.weight_M;
-  const std::int64_t bytes = stream.size(1) * rstd.element_size();
-  if (bytes > kWidestNorm)
-    throw UnsupportedError({"norm", text_of("rows of at most ", kWidestNorm, " bytes of sums on a GPU"),
-                            text_of(stream.size(1), " columns"), "use --device cpu, or a smaller dtype"});
+  check_width("norm", stream.size(1), stream.size(1) * rstd.element_size());
   dispatch(stream.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
-    add_norm_backward<T>(stream.size(0), stream.size(1), pointer<T>(stream), pointer<T>(weight), pointer<A>(rstd),
-                         pointer<T>(grad_y), pointer<T>(grad_stream), pointer<A>(grad_weight));
+    const std::int64_t rows = stream.size(0), width = stream.size(1);
+    add_norm_backward<T>(weights.kind, rows, width, pointer<T>(stream), pointer<T>(weights.weight_M), pointer<A>(rstd),
+                         pointer<T>(grad_y), pointer<T>(grad_stream), pointer<A>(grads.weight_M));
+    if (grads.bias_M.defined())
+      add_column_sums<A>(rows, width, pointer<T>(grad_y), width, nullptr, pointer<A>(grads.bias_M));
   });
 }
 
 Heads heads_of(const Rotation& rotation, const at::Tensor& in) {
-  check_taken(rotation);
-  const std::int64_t head_dim = 2 * rotation.tables.cos.size(1);
-  return {in.size(0), in.size(1) / head_dim, head_dim, rotation.eps, pointer<std::int32_t>(rotation.position_R)};
+  const std::int64_t head_dim = rotation.head_width();
+  return {.rows = in.size(0),
+          .heads = in.size(1) / head_dim,
+          .head_dim = head_dim,
+          .eps = rotation.eps,
+          .position = pointer<std::int32_t>(rotation.position_R),
+          .rotary = 2 * rotation.tables.cos.size(1),
+          .first = rotation.first,
+          .interleaved = rotation.interleaved,
+          .wide_norm = rotation.has_wide_norm(),
+          .norm = rotation.norm};
 }
 
 void rotate_heads(const Rotation& rotation, const at::Tensor& in, const at::Tensor& out) {
   dispatch(in.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
-    rotate<T>(heads_of(rotation, in), pointer<T>(in), in.stride(0), pointer<T>(rotation.norm_weight_D),
-              pointer<A>(rotation.tables.cos), pointer<A>(rotation.tables.sin), pointer<T>(out), out.stride(0));
+    (rotation.is_plain() ? rotate<T> : rotate_part<T>)(heads_of(rotation, in), pointer<T>(in), in.stride(0),
+                                                       pointer<T>(rotation.norm_weight_D),
+                                                       pointer<A>(rotation.tables.cos), pointer<A>(rotation.tables.sin),
+                                                       pointer<T>(out), out.stride(0));
   });
 }
 
@@ -76,28 +77,36 @@ void add_rotate_heads_backward(const Rotation& rotation, const at::Tensor& in, c
                                const at::Tensor& grad_in, const at::Tensor& grad_norm_weight) {
   dispatch(in.scalar_type(), [&]<class T>() {
     using A = accumulator_t<T>;
+    if (rotation.has_wide_norm())
+      check_width("norm over all heads", in.size(1), in.size(1) * static_cast<std::int64_t>(sizeof(A)));
     const auto from = [&]<class G>() {
-      add_rotate_backward<T, G>(heads_of(rotation, in), pointer<T>(in), in.stride(0),
-                                pointer<T>(rotation.norm_weight_D), pointer<A>(rotation.tables.cos),
-                                pointer<A>(rotation.tables.sin), pointer<G>(grad_out), grad_out.stride(0),
-                                pointer<T>(grad_in), grad_in.stride(0), pointer<A>(grad_norm_weight));
+      (rotation.is_plain()
+           ? add_rotate_backward<T, G>
+           : add_rotate_part_backward<T, G>)(heads_of(rotation, in), pointer<T>(in), in.stride(0),
+                                             pointer<T>(rotation.norm_weight_D), pointer<A>(rotation.tables.cos),
+                                             pointer<A>(rotation.tables.sin), pointer<G>(grad_out), grad_out.stride(0),
+                                             pointer<T>(grad_in), grad_in.stride(0), pointer<A>(grad_norm_weight));
     };
     grad_out.scalar_type() == in.scalar_type() ? from.template operator()<T>() : from.template operator()<A>();
   });
 }
 
 void swiglu_rows(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& act) {
-  check_taken(rule);
-  dispatch(act.scalar_type(),
-           [&]<class T>() { swiglu<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(act)); });
+  dispatch(act.scalar_type(), [&]<class T>() {
+    const std::int64_t rows = act.size(0), inner = act.size(1);
+    is_swiglu(rule) ? swiglu<T>(rows, inner, pointer<T>(gate_up), pointer<T>(act))
+                    : activate<T>(rule, rows, inner, pointer<T>(gate_up), pointer<T>(act));
+  });
 }
 
 void swiglu_rows_backward(const ActivationRule& rule, const at::Tensor& gate_up, const at::Tensor& grad_act,
                           const at::Tensor& grad_gate_up, const at::Tensor& act) {
-  check_taken(rule);
   dispatch(act.scalar_type(), [&]<class T>() {
-    swiglu_backward<T>(act.size(0), act.size(1), pointer<T>(gate_up), pointer<T>(grad_act), pointer<T>(grad_gate_up),
-                       pointer<T>(act));
+    const std::int64_t rows = act.size(0), inner = act.size(1);
+    is_swiglu(rule) ? swiglu_backward<T>(rows, inner, pointer<T>(gate_up), pointer<T>(grad_act),
+                                         pointer<T>(grad_gate_up), pointer<T>(act))
+                    : activate_backward<T>(rule, rows, inner, pointer<T>(gate_up), pointer<T>(grad_act),
+                                           pointer<T>(grad_gate_up), pointer<T>(act));
   });
 }
 
@@ -169,10 +178,11 @@ void zero_rows_of(const at::Tensor& x, const at::Tensor& id, std::int64_t zeroed
             static_cast<std::int32_t>(zeroed));
 }
 
-void add_scaled(const at::Tensor&, const at::Tensor&, double, const at::Tensor&) {
-  throw UnsupportedError({"scaled rows",
-                          "models without residual factors, norms after attention or MLP, or gates on a GPU",
-                          "one with them", "use --device cpu"});
+void add_scaled_rows(const at::Tensor& base, const at::Tensor& x, double factor, const at::Tensor& out) {
+  dispatch(out.scalar_type(), [&]<class T>() {
+    using A = accumulator_t<T>;
+    add_scaled<T>(out.numel(), pointer<T>(base), pointer<T>(x), static_cast<A>(factor), pointer<T>(out));
+  });
 }
 
 void zero(const at::Tensor& x) { fill_zero(x.data_ptr(), static_cast<std::size_t>(x.numel() * x.element_size())); }
@@ -190,11 +200,8 @@ NormOperations norm_operations() { return {norm_rows, norm_rows_again, add_norm_
 RotationOperations rotation_operations() { return {rotate_heads, add_rotate_heads_backward}; }
 SwigluOperations swiglu_operations() { return {swiglu_rows, swiglu_rows_backward}; }
 MovingOperations moving_operations() {
-  return {gather_rows,  add_scatter_rows,
-          look_up_rows, add_look_up_rows_backward,
-          scatter_rows, move_rows,
-          convert_rows, zero_rows_of,
-          add_scaled,   zero,
+  return {gather_rows, add_scatter_rows, look_up_rows, add_look_up_rows_backward, scatter_rows,
+          move_rows,   convert_rows,     zero_rows_of, add_scaled_rows,           zero,
           scale_all};
 }
 

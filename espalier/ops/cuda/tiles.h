@@ -5,17 +5,12 @@
 // odd number of 64 bytes start at alternating halves of the banks, so four orders, each for two rows, are enough.
 #pragma once
 
-#include "espalier/ops/cpu/attention/attention.h"
 #include "espalier/ops/cuda/ptx.h"
 
 namespace espalier::cuda {
 
 constexpr int kTileThreads = 128;  // four warps
-constexpr int kTileKeys = 64;      // own keys whose subtree ends are summed up in tile_end
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
-
-using attention::Rows;
-using attention::Shape;
+constexpr int kTileKeys = 64;      // own keys whose subtree ends and depths are summed up (TileFacts)
 
 template <int D>
 __device__ __forceinline__ bfloat16* piece_at(bfloat16* tile, int row, int piece) {
@@ -34,10 +29,6 @@ __device__ __forceinline__ void fetch_tile(bfloat16* tile, const bfloat16* data,
     const bool inside = first + r < rows;
     cp_async_16(piece_at<D>(tile, r, p), data + (inside ? (first + r) * stride : 0) + p * 8, inside);
   }
-}
-
-__device__ __forceinline__ std::int64_t own_row_of(const Shape& shape, std::int64_t query) {
-  return shape.query_row != nullptr ? shape.query_row[query] : query;
 }
 
 }  // namespace espalier::cuda

@@ -1,0 +1,473 @@
+// The gated delta rule backward, in blocks of rows by matrix products (ops/cpu/delta_rule_ranges.h has the equations
+// and the names): a block of threads has a key head of a run with its value heads, one after the other. It keeps what
+// it needs in scratch memory of its own. No sums of other blocks meet: each run's part of the parameters' gradients,
+// and of that of the state it began with, is added behind it in the order of the runs.
+#include "espalier/ops/cuda/columns.h"
+#include "espalier/ops/cuda/delta_rows.h"
+#include "espalier/ops/cuda/delta_rule.h"
+#include "espalier/ops/cuda/launch.h"
+
+namespace espalier::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kRows = 64;  // of a block, at most
+
+// What a run adds to the gradients of parameters, one behind the other.
+struct SumPlaces {
+  std::int64_t conv, bias, a_log, dt_bias, skip, all;
+};
+SumPlaces places_of_sums(const DeltaShape& s) {
+  const std::int64_t bias = s.channels * s.kernel, heads = bias + s.channels, H = s.value_heads;
+  return {0, bias, heads, heads + H, heads + 2 * H, heads + 3 * H};
+}
+
+// Scratch of a block: matrices by rows.
+template <class A>
+struct Room {
+  A *states, *grad;                                   // [blocks of rows, heads, dk, dv]; [heads, dk, dv]
+  A *line, *mixed, *grad_mixed;                       // [rows + K - 1, width], [rows, width], [rows + K - 1, width]
+  A *q, *k, *v, *inverse;                             // [rows, dk], [rows, dk], [heads, rows, dv], [rows, 2]
+  A *log_decay, *beta;                                // [heads, rows]
+  A *keys, *queries;                                  // [rows, rows]
+  A *decays, *system, *seen;                          // D, N, P; then X, Y in the place of P, N
+  A *of_o, *errors, *updates, *products, *grad_v;     // [rows, dv]
+  A *grad_q, *grad_k, *written;                       // [rows, dk]
+  A *from_start, *to_end, *of_log_decay, *grad_beta;  // [rows]
+  double* of_decay;                                   // [rows]
+};
+
+// Gives the arrays their places behind each other, from `memory` on; returns how many numbers they take.
+template <class A>
+__host__ __device__ std::int64_t set_places(std::int64_t dk, std::int64_t dv, std::int64_t each, std::int64_t K,
+                                            std::int64_t blocks, A* memory, Room<A>& room) {
+  const std::int64_t width = 2 * dk + each * dv, rows = kRows, squares = rows * rows;
+  std::int64_t at = 0;
+  const auto take = [&](A*& array, std::int64_t count) {
+    array = memory + at;
+    at += (count + 1) / 2 * 2;  // doubles stand among them
+  };
+  A* doubles = nullptr;
+  take(doubles, 2 * rows);
+  room.of_decay = reinterpret_cast<double*>(doubles);
+  take(room.states, blocks * each * dk * dv), take(room.grad, each * dk * dv);
+  take(room.line, (rows + K - 1) * width), take(room.mixed, rows * width),
+      take(room.grad_mixed, (rows + K - 1) * width);
+  take(room.q, rows * dk), take(room.k, rows * dk), take(room.v, each * rows * dv), take(room.inverse, 2 * rows);
+  take(room.log_decay, each * rows), take(room.beta, each * rows);
+  take(room.keys, squares), take(room.queries, squares);
+  take(room.decays, squares), take(room.system, squares), take(room.seen, squares);
+  take(room.of_o, rows * dv), take(room.errors, rows * dv), take(room.updates, rows * dv);
+  take(room.products, rows * dv), take(room.grad_v, rows * dv);
+  take(room.grad_q, rows * dk), take(room.grad_k, rows * dk), take(room.written, rows * dk);
+  take(room.from_start, rows), take(room.to_end, rows), take(room.of_log_decay, rows), take(room.grad_beta, rows);
+  return at;
+}
+
+// A factor of a product: element (i, j) at at[i row + j column].
+template <class A>
+struct Factor {
+  const A* at;
+  std::int64_t row, column;
+};
+
+// to_ij = own to_ij + factor sum_t a_it b_tj, to [n, m] by rows; own 0: to is overwritten. All threads call; they meet
+// before it and behind it.
+template <class A>
+__device__ void multiply(std::int64_t n, std::int64_t m, std::int64_t inner, Factor<A> a, Factor<A> b, A own, A factor,
+                         A* to) {
+  __syncthreads();
+  for (std::int64_t at = threadIdx.x; at < n * m; at += kThreads) {
+    const std::int64_t i = at / m, j = at % m;
+    A sum = 0;
+    for (std::int64_t t = 0; t < inner; ++t) sum += a.at[i * a.row + t * a.column] * b.at[t * b.row + j * b.column];
+    to[at] = own != A(0) ? own * to[at] + factor * sum : factor * sum;
+  }
+  __syncthreads();
+}
+template <class A>
+__device__ __forceinline__ Factor<A> rows_of(const A* at, std::int64_t columns) {
+  return {at, columns, 1};
+}
+template <class A>
+__device__ __forceinline__ Factor<A> turned(const A* at, std::int64_t columns) {
+  return {at, 1, columns};
+}
+
+// What the recurrence reads of rows [first, first + rows).
+template <class T>
+__device__ void compute_block(const DeltaShape& s, const DeltaWeights<T>& w, const DeltaRun<accumulator_t<T>>& run,
+                              std::int64_t key_head, std::int64_t first, std::int64_t rows,
+                              const Room<accumulator_t<T>>& room) {
+  using A = accumulator_t<T>;
+  const std::int64_t dk = s.key_dim, dv = s.value_dim, width = width_of(s), before = s.kernel - 1;
+  const std::int64_t each = s.value_heads / s.key_heads;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  __syncthreads();  // the rows before are read
+  for (std::int64_t at = threadIdx.x; at < (rows + before) * width; at += kThreads) {
+    const Channel c = channel_at(s, key_head, at % width);
+    room.line[at] = input_at(s, w, run, first + at / width - before, c.column, c.channel);
+  }
+  __syncthreads();
+  for (std::int64_t at = threadIdx.x; at < rows * width; at += kThreads) {
+    const std::int64_t row = at / width, c = at % width, channel = channel_at(s, key_head, c).channel;
+    A sum = w.conv_bias_C != nullptr ? widened(w.conv_bias_C[channel]) : A(0);
+    for (std::int64_t j = 0; j < s.kernel; ++j)
+      sum += widened(w.conv_CK[channel * s.kernel + j]) * room.line[(row + j) * width + c];
+    room.mixed[at] = sum;
+    const A x = silu(sum);
+    if (c < dk)
+      room.q[row * dk + c] = x;
+    else if (c < 2 * dk)
+      room.k[row * dk + c - dk] = x;
+    else
+      room.v[((c - 2 * dk) / dv * kRows + row) * dv + (c - 2 * dk) % dv] = x;
+  }
+  for (std::int64_t at = threadIdx.x; at < rows * each; at += kThreads) {
+    const std::int64_t row = at / each, h = at % each;
+    const Gates<A> gates =
+        gates_of(s, w, first + row, key_head * each + h, at_head(s.column, s.column_step, key_head), h);
+    room.log_decay[h * kRows + row] = gates.log_decay;
+    room.beta[h * kRows + row] = gates.beta;
+  }
+  __syncthreads();
+  for (std::int64_t row = warp; row < rows && !s.mamba; row += kThreads / 32) {
+    const A of_q = make_unit(dk, lane, query_scale<A>(dk), room.q + row * dk),
+            of_k = make_unit(dk, lane, A(1), room.k + row * dk);
+    if (lane == 0) room.inverse[2 * row] = of_q, room.inverse[2 * row + 1] = of_k;
+  }
+  multiply(rows, rows, dk, rows_of(room.k, dk), turned(room.k, dk), A(0), A(1), room.keys);
+  multiply(rows, rows, dk, rows_of(room.q, dk), turned(room.k, dk), A(0), A(1), room.queries);
+}
+
+// D, N and P of a value head's block, and E and U behind a state.
+template <class A>
+__device__ void compute_head(bool reads, std::int64_t rows, std::int64_t dk, std::int64_t dv, const A* log_decay,
+                             const A* beta, const A* v, const A* start, const Room<A>& room) {
+  __syncthreads();  // the head before is read
+  for (std::int64_t j = threadIdx.x; j < rows; j += kThreads) {
+    double before = 0, since = 0;
+    for (std::int64_t i = 0; i <= j; ++i) before += static_cast<double>(log_decay[i]);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      if (i > j) since += static_cast<double>(log_decay[i]);
+      const A decay = i < j ? A(0) : std::exp(static_cast<A>(since));
+      room.decays[i * rows + j] = decay;
+      room.seen[i * rows + j] = decay * room.queries[i * rows + j];
+      room.system[i * rows + j] = reads && i > j ? decay * room.keys[i * rows + j] : A(0);
+    }
+    room.from_start[j] = std::exp(static_cast<A>(before));
+    room.to_end[j] = std::exp(static_cast<A>(since));
+  }
+  if (reads) multiply(rows, dv, dk, rows_of(room.k, dk), rows_of(start, dv), A(0), A(1), room.errors);
+  __syncthreads();  // a thread without a product reads what others summed
+  for (std::int64_t j = threadIdx.x; j < dv; j += kThreads)
+    for (std::int64_t i = 0; i < rows; ++i) {
+      A error = reads ? v[i * dv + j] - room.errors[i * dv + j] * room.from_start[i] : v[i * dv + j];
+      for (std::int64_t t = 0; reads && t < i; ++t) error -= room.system[i * rows + t] * room.updates[t * dv + j];
+      room.errors[i * dv + j] = error;
+      room.updates[i * dv + j] = beta[i] * error;
+    }
+  __syncthreads();
+}
+
+// room.grad from what came behind the block to what comes before it; the gradients of the block's rows. `start`: the
+// state before it.
+template <class A>
+__device__ void head_backward(bool reads, std::int64_t rows, std::int64_t dk, std::int64_t dv, const A* beta,
+                              const A* start, A* grad, const Room<A>& room, double (&wide)[32]) {
+  const A last = room.from_start[rows - 1];
+  double dot = 0;
+  for (std::int64_t at = threadIdx.x; at < dk * dv; at += kThreads)
+    dot += static_cast<double>(start[at]) * static_cast<double>(grad[at]);
+  double of_end = static_cast<double>(last) * block_sum(dot, wide);
+  multiply(rows, dv, dk, rows_of(room.k, dk), rows_of(grad, dv), A(0), A(1), room.products);
+  for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+    A written = 0;
+    for (std::int64_t j = 0; j < dv; ++j) {
+      const A product = room.to_end[i] * room.products[i * dv + j];
+      room.products[i * dv + j] = product;
+      written += room.updates[i * dv + j] * product;
+    }
+    room.of_decay[i] = -static_cast<double>(written);
+  }
+  __syncthreads();
+  for (std::int64_t i = 0; i < rows; ++i) of_end -= room.of_decay[i];
+  multiply(rows, dv, rows, turned(room.seen, rows), rows_of(room.of_o, dv), A(1), A(1), room.products);
+  for (std::int64_t j = threadIdx.x; j < dv; j += kThreads)
+    for (std::int64_t i = rows - 1; i >= 0; --i) {
+      A sum = room.products[i * dv + j];
+      for (std::int64_t t = i + 1; reads && t < rows; ++t) sum -= room.system[t * rows + i] * room.grad_v[t * dv + j];
+      room.products[i * dv + j] = sum;
+      room.grad_v[i * dv + j] = beta[i] * sum;
+    }
+  __syncthreads();
+  for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+    A sum = 0;
+    for (std::int64_t j = 0; j < dv; ++j) sum += room.products[i * dv + j] * room.errors[i * dv + j];
+    room.grad_beta[i] = sum;
+  }
+  // X and Y in the place of P and N.
+  multiply(rows, rows, dv, rows_of(room.of_o, dv), turned(room.updates, dv), A(0), A(1), room.seen);
+  multiply(rows, rows, dv, rows_of(room.grad_v, dv), turned(room.updates, dv), A(0), A(-1), room.system);
+  for (std::int64_t at = threadIdx.x; at < rows * rows; at += kThreads) {
+    room.seen[at] *= room.decays[at];
+    room.system[at] *= reads && at / rows > at % rows ? room.decays[at] : A(0);
+  }
+  __syncthreads();
+  for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+    const auto term = [&](std::int64_t later, std::int64_t earlier) {
+      const std::int64_t at = later * rows + earlier;
+      return static_cast<double>(room.seen[at] * room.queries[at] + room.system[at] * room.keys[at]);
+    };
+    double sum = 0;
+    for (std::int64_t j = 0; j < i; ++j) sum += term(i, j);
+    for (std::int64_t t = i + 1; t < rows; ++t) sum -= term(t, i);
+    room.of_decay[i] += sum;
+  }
+  // What rows wrote comes to k, before the state behind them is taken back.
+  __syncthreads();
+  for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads) {
+    room.updates[at] *= room.to_end[at / dv];
+    room.products[at] = room.from_start[at / dv] * room.of_o[at];
+  }
+  multiply(rows, dk, dv, rows_of(room.updates, dv), turned(grad, dv), A(0), A(1), room.written);
+  multiply(rows, dk, rows, turned(room.seen, rows), rows_of(room.q, dk), A(1), A(1), room.written);
+  multiply(rows, dk, rows, turned(room.system, rows), rows_of(room.k, dk), A(1), A(1), room.written);
+  multiply(rows, dk, dv, rows_of(room.products, dv), turned(start, dv), A(0), A(1), room.grad_q);
+  const auto add_to_decay = [&](const A* x, const A* of_x) {
+    for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+      A sum = 0;
+      for (std::int64_t c = 0; c < dk; ++c) sum += x[i * dk + c] * of_x[i * dk + c];
+      room.of_decay[i] += static_cast<double>(sum);
+    }
+  };
+  add_to_decay(room.q, room.grad_q);
+  multiply(rows, dk, rows, rows_of(room.seen, rows), rows_of(room.k, dk), A(1), A(1), room.grad_q);
+  multiply(dk, dv, rows, turned(room.q, dk), rows_of(room.products, dv), last, A(1), grad);
+  if (reads) {
+    for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads)
+      room.products[at] = room.from_start[at / dv] * room.grad_v[at];
+    multiply(rows, dk, dv, rows_of(room.products, dv), turned(start, dv), A(0), A(-1), room.grad_k);
+    add_to_decay(room.k, room.grad_k);
+    multiply(rows, dk, rows, rows_of(room.system, rows), rows_of(room.k, dk), A(1), A(1), room.grad_k);
+    multiply(dk, dv, rows, turned(room.k, dk), rows_of(room.products, dv), A(1), A(-1), grad);
+  }
+  __syncthreads();
+  for (std::int64_t at = threadIdx.x; at < rows * dk; at += kThreads)
+    room.grad_k[at] = reads ? room.grad_k[at] + room.written[at] : room.written[at];
+  if (threadIdx.x == 0)
+    for (std::int64_t i = rows - 1; i >= 0; --i) {
+      of_end += room.of_decay[i];
+      room.of_log_decay[i] = static_cast<A>(of_end);
+    }
+  __syncthreads();
+}
+
+// part: [runs, sums]; state_part: [runs, N].
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    delta_backward_kernel(DeltaShape s, DeltaWeights<T> w, DeltaRuns<accumulator_t<T>> runs, SumPlaces places,
+                          std::int64_t blocks_of_room, std::int64_t room_size, accumulator_t<T>* rooms,
+                          const T* grad_o_TV, T* grad_projected_TW, accumulator_t<T>* part,
+                          accumulator_t<T>* state_part) {
+  using A = accumulator_t<T>;
+
+  ESPALIER_SHARED(double[32], wide);
+  const DeltaRun<A> run = runs.of[blockIdx.x];
+  const std::int64_t key_head = blockIdx.y, dk = s.key_dim, dv = s.value_dim, K = s.kernel,
+                     each = s.value_heads / s.key_heads;
+  const std::int64_t width = width_of(s), matrix = dk * dv, total = run.end - run.begin, states = matrix_of(s);
+  const std::int64_t blocks = (total + kRows - 1) / kRows, first_head = key_head * each;
+  const DeltaPlaces place = at_head(s.column, s.column_step, key_head);
+  const bool reads = !s.mamba;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  Room<A> room{};
+  set_places(dk, dv, each, K, blocks_of_room, rooms + (blockIdx.x * s.key_heads + key_head) * room_size, room);
+  A* const sums = part + blockIdx.x * places.all;
+  for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
+    const std::int64_t channel = channel_at(s, key_head, c).channel;
+    for (std::int64_t j = 0; j < K; ++j) sums[places.conv + channel * K + j] = 0;
+    sums[places.bias + channel] = 0;
+  }
+  for (std::int64_t h = threadIdx.x; h < each; h += kThreads)
+    sums[places.a_log + first_head + h] = sums[places.dt_bias + first_head + h] = sums[places.skip + first_head + h] =
+        0;
+  // The states before each block of rows.
+  for (std::int64_t at = threadIdx.x; at < each * matrix; at += kThreads) {
+    room.states[at] = run.start != nullptr ? run.start[first_head * matrix + at] : A(0);
+    room.grad[at] = run.grad_end != nullptr ? run.grad_end[first_head * matrix + at] : A(0);
+  }
+  for (std::int64_t at = threadIdx.x; at < (kRows + K - 1) * width; at += kThreads) room.grad_mixed[at] = 0;
+  for (std::int64_t b = 0; b + 1 < blocks; ++b) {
+    compute_block(s, w, run, key_head, run.begin + b * kRows, kRows, room);
+    for (std::int64_t h = 0; h < each; ++h) {
+      const A* const start = room.states + (b * each + h) * matrix;
+      A* const next = room.states + ((b + 1) * each + h) * matrix;
+      compute_head(reads, kRows, dk, dv, room.log_decay + h * kRows, room.beta + h * kRows, room.v + h * kRows * dv,
+                   start, room);
+      for (std::int64_t at = threadIdx.x; at < matrix; at += kThreads) {
+        A sum = room.from_start[kRows - 1] * start[at];
+        for (std::int64_t i = 0; i < kRows; ++i)
+          sum += room.to_end[i] * room.k[i * dk + at / dv] * room.updates[i * dv + at % dv];
+        next[at] = sum;
+      }
+    }
+  }
+  for (std::int64_t b = blocks - 1; b >= 0; --b) {
+    const std::int64_t first = run.begin + b * kRows, rows = run.end - first < kRows ? run.end - first : kRows;
+    compute_block(s, w, run, key_head, first, rows, room);
+    // The first rows of the block behind this one follow it.
+    for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
+      A behind[kLargestKernel];
+      for (std::int64_t j = 0; j + 1 < K; ++j) behind[j] = room.grad_mixed[j * width + c];
+      for (std::int64_t j = 0; j + 1 < K; ++j) room.grad_mixed[(rows + j) * width + c] = behind[j];
+      for (std::int64_t i = 0; i < rows; ++i) room.grad_mixed[i * width + c] = 0;
+    }
+    for (std::int64_t h = 0; h < each; ++h) {
+      const std::int64_t head = first_head + h;
+      const A *const beta = room.beta + h * kRows, *const v = room.v + h * kRows * dv,
+                     *const start = room.states + (b * each + h) * matrix;
+      compute_head(reads, rows, dk, dv, room.log_decay + h * kRows, beta, v, start, room);
+      for (std::int64_t at = threadIdx.x; at < rows * dv; at += kThreads)
+        room.of_o[at] = widened(grad_o_TV[((first + at / dv) * s.value_heads + head) * dv + at % dv]);
+      __syncthreads();
+      head_backward(reads, rows, dk, dv, beta, start, room.grad + h * matrix, room, wide);
+      const A skip = w.skip_H != nullptr ? widened(w.skip_H[head]) : A(0);
+      for (std::int64_t c = threadIdx.x; c < 2 * dk + dv; c += kThreads)
+        for (std::int64_t i = 0; i < rows; ++i) {
+          A* const mixed = room.grad_mixed + i * width;
+          if (c < dk) {
+            mixed[c] += room.grad_q[i * dk + c];
+          } else if (c < 2 * dk) {
+            mixed[c] += room.grad_k[i * dk + c - dk];
+          } else {
+            const std::int64_t j = c - 2 * dk, at = 2 * dk + h * dv + j;
+            mixed[at] =
+                (room.grad_v[i * dv + j] + skip * room.of_o[i * dv + j]) * silu_slope(room.mixed[i * width + at]);
+          }
+        }
+      for (std::int64_t i = threadIdx.x; i < rows; i += kThreads) {
+        const Gates<A> gates = gates_of(s, w, first + i, head, place, h);
+        const A slope = A(1) / (std::exp(-gates.before) + A(1)), rate = -std::exp(widened(w.a_log_H[head])),
+                of_decay = room.of_log_decay[i], of_beta = room.grad_beta[i];
+        T* const to = grad_projected_TW + (first + i) * s.projected;
+        A of_a = rate * of_decay * slope;
+        if (s.mamba)
+          of_a = gates.clamped ? A(0) : (rate * of_decay + of_beta) * slope;
+        else
+          to[place.b + h] = narrowed<T>(of_beta * gates.beta * (A(1) - gates.beta));
+        to[place.a + h] = narrowed<T>(of_a);
+        A of_skip = 0;
+        for (std::int64_t j = 0; j < dv && w.skip_H != nullptr; ++j) of_skip += room.of_o[i * dv + j] * v[i * dv + j];
+        // In their place for the sums below.
+        room.grad_beta[i] = of_a, room.of_log_decay[i] = of_decay * gates.log_decay, room.from_start[i] = of_skip;
+      }
+      __syncthreads();
+      if (threadIdx.x == 0)
+        for (std::int64_t i = 0; i < rows; ++i) {
+          sums[places.dt_bias + head] += room.grad_beta[i];
+          sums[places.a_log + head] += room.of_log_decay[i];
+          sums[places.skip + head] += room.from_start[i];
+        }
+    }
+    __syncthreads();
+    // Through the norms and activations of q and k.
+    for (std::int64_t row = warp; row < rows && reads; row += kThreads / 32)
+      for (int which = 0; which < 2; ++which) {
+        const A scale = which == 0 ? query_scale<A>(dk) : A(1), inverse = room.inverse[2 * row + which];
+        const A* const y = (which == 0 ? room.q : room.k) + row * dk;
+        A* const to = room.grad_mixed + row * width + which * dk;
+        const A* const x = room.mixed + row * width + which * dk;
+        A along = 0;
+        for (std::int64_t i = lane; i < dk; i += 32) along += to[i] * y[i];
+        along = warp_sum(along) / scale;
+        for (std::int64_t i = lane; i < dk; i += 32)
+          to[i] = (to[i] * scale - y[i] * along) * inverse * silu_slope(x[i]);
+      }
+    for (std::int64_t at = threadIdx.x; at < rows * 2 * dk && !reads; at += kThreads) {
+      const std::int64_t place_at = at / (2 * dk) * width + at % (2 * dk);
+      room.grad_mixed[place_at] *= silu_slope(room.mixed[place_at]);
+    }
+    __syncthreads();
+    // Through the convolution.
+    for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
+      const Channel at = channel_at(s, key_head, c);
+      A of_bias = 0;
+      for (std::int64_t i = 0; i < rows; ++i) of_bias += room.grad_mixed[i * width + c];
+      sums[places.bias + at.channel] += of_bias;
+      for (std::int64_t j = 0; j < K; ++j) {
+        A of_weight = 0;
+        for (std::int64_t i = 0; i < rows; ++i)
+          of_weight += room.grad_mixed[i * width + c] * room.line[(i + j) * width + c];
+        sums[places.conv + at.channel * K + j] += of_weight;
+      }
+      for (std::int64_t i = 0; i < rows; ++i) {
+        A sum = 0;
+        for (std::int64_t j = 0; j < K; ++j)
+          sum += widened(w.conv_CK[at.channel * K + K - 1 - j]) * room.grad_mixed[(i + j) * width + c];
+        if (run.grad_end != nullptr && first + i > run.end - K)
+          sum += run.grad_end[tail_at(s, first + i - run.end, at.channel)];
+        grad_projected_TW[(first + i) * s.projected + at.column] = narrowed<T>(sum);
+      }
+    }
+  }
+  __syncthreads();
+  if (run.grad_start == nullptr) return;
+  A* const to = state_part + blockIdx.x * (states + (K - 1) * s.channels);
+  for (std::int64_t at = threadIdx.x; at < each * matrix; at += kThreads) to[first_head * matrix + at] = room.grad[at];
+  // The inputs before the run: by its rows, and by what follows where the run is shorter than the convolution.
+  for (std::int64_t c = threadIdx.x; c < width; c += kThreads) {
+    const std::int64_t channel = channel_at(s, key_head, c).channel;
+    for (std::int64_t before = 1 - K; before < 0; ++before) {
+      A sum = run.grad_end != nullptr && run.begin + before > run.end - K
+                  ? run.grad_end[tail_at(s, run.begin + before - run.end, channel)]
+                  : A(0);
+      for (std::int64_t j = -before; j < K && before + j < total; ++j)
+        sum += widened(w.conv_CK[channel * K + K - 1 - j]) * room.grad_mixed[(before + j) * width + c];
+      to[tail_at(s, before, channel)] = sum;
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void add_delta_rule_backward(const DeltaShape& shape, const DeltaWeights<T>& weights,
+                             const DeltaRuns<accumulator_t<T>>& runs, const T* grad_o_TV, T* grad_projected_TW,
+                             const DeltaSums<accumulator_t<T>>& sums) {
+  using A = accumulator_t<T>;
+  const std::int64_t each = shape.value_heads / shape.key_heads, H = shape.value_heads;
+  std::int64_t blocks = 1;
+  for (std::int64_t r = 0; r < runs.count; ++r) {
+    const std::int64_t own = ceil_div(runs.of[r].end - runs.of[r].begin, kRows);
+    blocks = own > blocks ? own : blocks;
+  }
+  Room<A> unused{};
+  const std::int64_t room =
+      set_places(shape.key_dim, shape.value_dim, each, shape.kernel, blocks, static_cast<A*>(nullptr), unused);
+  const SumPlaces places = places_of_sums(shape);
+  const std::int64_t state = H * shape.key_dim * shape.value_dim + (shape.kernel - 1) * shape.channels;
+  const Scratch<A> rooms(runs.count * shape.key_heads * room), part(runs.count * places.all),
+      states(runs.count * state);
+  launch(delta_backward_kernel<T>, {runs.count, shape.key_heads}, kThreads, 0, shape, weights, runs, places, blocks,
+         room, rooms.get(), grad_o_TV, grad_projected_TW, part.get(), states.get());
+  for (std::int64_t r = 0; r < runs.count; ++r) {
+    const A* const own = part.get() + r * places.all;
+    if (sums.conv_CK != nullptr) add_parts(1, shape.channels * shape.kernel, own + places.conv, sums.conv_CK);
+    if (sums.conv_bias_C != nullptr) add_parts(1, shape.channels, own + places.bias, sums.conv_bias_C);
+    if (sums.a_log_H != nullptr) add_parts(1, H, own + places.a_log, sums.a_log_H);
+    if (sums.dt_bias_H != nullptr) add_parts(1, H, own + places.dt_bias, sums.dt_bias_H);
+    if (sums.skip_H != nullptr) add_parts(1, H, own + places.skip, sums.skip_H);
+    if (runs.of[r].grad_start != nullptr) add_parts(1, state, states.get() + r * state, runs.of[r].grad_start);
+  }
+}
+
+#define ESPALIER_INSTANTIATE(T)                                                                                        \
+  template void add_delta_rule_backward(const DeltaShape&, const DeltaWeights<T>&, const DeltaRuns<accumulator_t<T>>&, \
+                                        const T*, T*, const DeltaSums<accumulator_t<T>>&);
+ESPALIER_INSTANTIATE(float)
+ESPALIER_INSTANTIATE(double)
+ESPALIER_INSTANTIATE(bfloat16)
+#undef ESPALIER_INSTANTIATE
+
+}  // namespace espalier::cuda

@@ -1,0 +1,185 @@
+// Cases of layers that carry a state from row to row: the gated delta rule, Mamba-2, and the gates around them.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "espalier/base/error.h"
+#include "espalier/prove/operation_check.h"
+
+namespace espalier {
+namespace {
+
+using Kind = OperationCase::Kind;
+using Tensors = std::vector<at::Tensor>;
+using Ops = Operations;
+
+double root(std::int64_t count) { return std::sqrt(static_cast<double>(count)); }
+
+// Rows of a run, and the run whose state it begins with: -1 for a state that is given, -2 for none.
+struct RunSize {
+  std::int64_t rows, after;
+};
+
+struct DeltaSize {
+  DeltaRuleShape shape;
+  std::vector<RunSize> runs;
+  std::string name;
+};
+
+bool forks(const DeltaSize& size, std::size_t run) {
+  return std::ranges::any_of(size.runs,
+                             [&](const RunSize& each) { return each.after == static_cast<std::int64_t>(run); });
+}
+
+// States stand behind each other: the given one, then those that runs leave. Gradients likewise.
+std::vector<StateRun> runs_of(const DeltaSize& size, const at::Tensor& states, const at::Tensor& grads) {
+  std::vector<StateRun> runs;
+  std::int64_t row = 0;
+  for (std::size_t r = 0; r < size.runs.size(); ++r) {
+    const auto [rows, after] = size.runs[r];
+    StateRun run{row, row + rows, {}, states[static_cast<std::int64_t>(r) + 1], {}, {}, forks(size, r)};
+    if (after >= -1) run.start_N = states[after + 1];
+    if (grads.defined()) {
+      run.grad_end_N = grads[static_cast<std::int64_t>(r) + 1];
+      if (after >= -1) run.grad_start_N = grads[after + 1];
+    }
+    row += rows;
+    runs.push_back(run);
+  }
+  return runs;
+}
+
+// A state is a sum over rows of products of sums over channels, each exponent off by its size; what a row adds is at
+// most its value, and what was added before decays.
+void add_delta_cases(std::vector<OperationCase>& cases, const DeltaSize& size) {
+  const DeltaRuleShape& s = size.shape;
+  std::int64_t T = 0, longest = 0;
+  for (const RunSize& run : size.runs) T += run.rows, longest = std::max(longest, run.rows);
+  const std::int64_t C = s.channels(), H = s.value_heads, V = s.value_width(), N = s.state(),
+                     R = static_cast<std::int64_t>(size.runs.size());
+  const bool bias = s.conv_bias, skip = s.mamba;
+  const std::vector<OperationCase::Argument> shared = {{normal({T, s.projected()}, 130)},
+                                                       {normal({C, s.kernel}, 131, 0.5)},
+                                                       {normal({H}, 132, 0.5)},
+                                                       {normal({H}, 133, 0.5)},
+                                                       {normal({C}, 134, 0.5)},
+                                                       {normal({H}, 135)},
+                                                       {normal({R + 1, N}, 136, 0.3), Kind::sum, true}};
+  const auto problem = [=](const Tensors& t) {
+    return DeltaRuleProblem{s, t[0], t[1], t[2], t[3], bias ? t[4] : at::Tensor(), skip ? t[5] : at::Tensor(), {}};
+  };
+  const double terms = 64 + 8 * static_cast<double>(s.key_dim + s.value_dim + s.kernel) * root(longest);
+  const auto run_forward = [=](const Ops& o, const Tensors& t, const at::Tensor& out) {
+    const std::vector<StateRun> runs = runs_of(size, t[6], {});
+    DeltaRuleProblem p = problem(t);
+    p.runs = runs;
+    o.delta_rule(p, out);
+  };
+  OperationCase forward{"delta_rule", size.name, shared, {}, 1, terms};
+  forward.arguments.push_back({normal({T, V}, 137), Kind::activation, true});
+  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(o, t, t[7]); };
+  cases.push_back(forward);
+  forward.sizes += ", states alone";
+  forward.arguments.pop_back();
+  forward.call = [=](const Ops& o, const Tensors& t) { run_forward(o, t, {}); };
+  cases.push_back(forward);
+  OperationCase backward{"add_delta_rule_backward", size.name, shared, {}, 1, 8 * terms * root(T)};
+  backward.arguments[6].result = false;
+  backward.arguments.push_back({normal({T, V}, 138)});
+  backward.arguments.push_back({at::zeros({T, s.projected()}, at::kDouble), Kind::activation, true});
+  for (const auto& [shape, seed] :
+       {std::pair{std::vector<std::int64_t>{C, s.kernel}, 140}, std::pair{std::vector<std::int64_t>{H}, 141},
+        std::pair{std::vector<std::int64_t>{H}, 142}, std::pair{std::vector<std::int64_t>{C}, 143},
+        std::pair{std::vector<std::int64_t>{H}, 144}, std::pair{std::vector<std::int64_t>{R + 1, N}, 145}})
+    backward.arguments.push_back(
+        {normal(shape, static_cast<std::uint64_t>(seed), seed == 145 ? 0.3 : 1), Kind::sum, true});
+  for (const bool held : {false, true}) {
+    if (held) backward.sizes += ", weights held";
+    backward.call = [=](const Ops& o, const Tensors& t) {
+      run_forward(o, t, {});
+      const std::vector<StateRun> runs = runs_of(size, t[6], t[14]);
+      DeltaRuleProblem p = problem(t);
+      p.runs = runs;
+      DeltaRuleGradients gradients{t[8], t[9], t[10], t[11], bias ? t[12] : at::Tensor(), skip ? t[13] : at::Tensor()};
+      if (held) gradients = {t[8], {}, {}, {}, {}, {}};
+      o.add_delta_rule_backward(p, t[7], gradients);
+    };
+    cases.push_back(backward);
+  }
+}
+
+void add_gate_cases(std::vector<OperationCase>& cases, const DeltaRuleShape& s, std::int64_t rows,
+                    const std::string& name) {
+  const std::int64_t V = s.value_width();
+  const std::string sizes = text_of(name, ", ", rows, " rows");
+  const std::vector<OperationCase::Argument> shared = {
+      {normal({rows, V}, 150)}, {normal({rows, s.projected()}, 151)}, {normal({s.mamba ? V : s.value_dim}, 152)}};
+  const auto problem = [s](const Tensors& t) { return GatedNormProblem{s, 1e-6, t[0], t[1], t[2]}; };
+  const double terms = 64 + 4 * static_cast<double>(V);
+  OperationCase forward{"gated_norm", sizes, shared, {}, 1, terms};
+  forward.arguments.push_back({normal({rows, V}, 153), Kind::activation, true});
+  forward.call = [=](const Ops& o, const Tensors& t) { o.gated_norm(problem(t), t[3]); };
+  cases.push_back(forward);
+  OperationCase backward{"add_gated_norm_backward", sizes, shared, {}, 1, terms * root(rows * s.value_heads)};
+  backward.arguments.push_back({normal({rows, V}, 154), Kind::activation, true});
+  backward.arguments.push_back({normal({rows, s.projected()}, 155), Kind::activation, true});
+  backward.arguments.push_back({normal({s.mamba ? V : s.value_dim}, 156), Kind::sum, true});
+  backward.call = [=](const Ops& o, const Tensors& t) {
+    o.add_gated_norm_backward(problem(t), t[3], t[3], t[4], t[5]);
+  };
+  cases.push_back(backward);
+  backward.sizes += ", weight held";
+  backward.call = [=](const Ops& o, const Tensors& t) {
+    o.add_gated_norm_backward(problem(t), t[3], t[3], t[4], at::Tensor());
+  };
+  cases.push_back(backward);
+}
+
+void add_head_gate_cases(std::vector<OperationCase>& cases, std::int64_t rows, std::int64_t heads, std::int64_t D) {
+  const std::string sizes = text_of(rows, " x ", heads, " heads of ", D);
+  const OperationCase::Argument x{normal({rows, heads * D}, 160)}, gates{normal({rows, 2 * heads * D}, 161)};
+  cases.push_back({"gate_heads",
+                   sizes,
+                   {x, gates, {normal({rows, heads * D}, 162), Kind::activation, true}},
+                   [D](const Ops& o, const Tensors& t) { o.gate_heads(t[0], t[1], D, t[2]); },
+                   1,
+                   24});
+  cases.push_back(
+      {"gate_heads_backward",
+       sizes,
+       {x, gates, {normal({rows, heads * D}, 163), Kind::activation, true}, {gates.value, Kind::activation, true}},
+       [D](const Ops& o, const Tensors& t) { o.gate_heads_backward(t[0], t[1], D, t[2], t[2], t[3]); },
+       1,
+       48});
+}
+
+}  // namespace
+
+std::vector<OperationCase> state_cases() {
+  std::vector<OperationCase> cases;
+  const DeltaRuleShape by_part{.key_heads = 2, .value_heads = 4, .key_dim = 8, .value_dim = 5, .kernel = 4};
+  DeltaRuleShape by_head = by_part, wide = by_part, mamba = by_part;
+  by_head.by_key_head = true;
+  wide.key_heads = wide.value_heads = 1, wide.key_dim = 20, wide.value_dim = 40, wide.kernel = 2;
+  mamba.mamba = mamba.conv_bias = true, mamba.value_dim = 6, mamba.kernel = 3, mamba.least_step = 0.3,
+  mamba.largest_step = 1.5;
+  DeltaRuleShape bare = mamba;
+  bare.conv_bias = false, bare.least_step = 0, bare.largest_step = std::numeric_limits<double>::infinity();
+  // A tree: a run of more than two blocks, branches behind it, one of them shorter than the convolution.
+  const std::vector<RunSize> tree = {{130, -1}, {17, 0}, {2, 0}, {5, 2}, {1, -2}}, small = {{3, -2}, {33, 0}};
+  add_delta_cases(cases, {by_part, tree, "q, k, v of all heads, a tree"});
+  add_delta_cases(cases, {by_head, small, "by key head"});
+  add_delta_cases(cases, {wide, {{70, -1}}, "heads of 20 and 40"});
+  add_delta_cases(cases, {mamba, tree, "Mamba-2, a tree"});
+  add_delta_cases(cases, {bare, small, "Mamba-2 without biases"});
+  add_gate_cases(cases, by_part, 7, "q, k, v of all heads");
+  add_gate_cases(cases, by_head, 300, "by key head");
+  add_gate_cases(cases, mamba, 9, "Mamba-2");
+  add_head_gate_cases(cases, 5, 3, 24);
+  add_head_gate_cases(cases, 1, 1, 7);
+  return cases;
+}
+
+}  // namespace espalier
