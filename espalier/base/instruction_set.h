@@ -1,8 +1,8 @@
-// Which of the compiled versions of a kernel runs: the widest that this processor has, or the one that the environment
-// variable ESPALIER_INSTRUCTION_SET names, so that one machine can test what others will run.
+// The choice among the compiled versions of a kernel: the widest that this processor supports, or the one named by the
+// environment variable ESPALIER_INSTRUCTION_SET, so that one machine can test the versions of others.
 //
-// Asked once; tests may hold the choice to a narrower set. The libraries (ATen, oneDNN, MKL) choose for themselves, by
-// variables of their own that they read when they are loaded: tools/run_tests.py sets them beside ours.
+// Decided once; tests may force a narrower set. The libraries (ATen, oneDNN, MKL) decide by their own variables, which
+// they read when they are loaded: tools/run_tests.py sets them too.
 #pragma once
 
 #include <string>
@@ -19,7 +19,7 @@ const char* name_of(InstructionSet set);
 
 // The set in use: the widest the processor has, or what was forced.
 InstructionSet instruction_set();
-// For tests. InternalError where the processor lacks the set. Not to be called while a kernel runs.
+// For tests. InternalError if the processor lacks the set. Must not be called while a kernel runs.
 void force_instruction_set(InstructionSet set);
 
 // The one of three functions that was compiled for the set in use:
@@ -37,29 +37,29 @@ Function* function_for_set(Function* baseline, Function* avx2, Function* avx512)
   return baseline;
 }
 
-// How kernels multiply bfloat16 where the set in use is avx512; always with float32 sums.
+// How kernels multiply bfloat16 with avx512, always with float32 sums.
 //   converted: as float32 numbers; dot: by the AVX512_BF16 instructions; tiles: by those of AMX_BF16;
 //   emulated_tiles: as tiles, the AMX instructions written out in C++ (slow: for tests).
 enum class Bfloat16Products { converted, dot, emulated_tiles, tiles };
 inline constexpr Bfloat16Products kBfloat16Products[] = {Bfloat16Products::converted, Bfloat16Products::dot,
                                                          Bfloat16Products::emulated_tiles, Bfloat16Products::tiles};
 
-// tiles: also asks the system, once, to let this process use them.
+// For tiles it also requests the system's permission, once.
 bool processor_has(Bfloat16Products products);
 const char* name_of(Bfloat16Products products);
 
-// tiles, else dot, else converted, by what the processor has, or what was forced; converted below avx512.
+// The best that the processor has (tiles, else dot, else converted), or the forced one; converted below avx512.
 Bfloat16Products bfloat16_products();
 // For tests, as force_instruction_set.
 void force_bfloat16_products(Bfloat16Products products);
 
-// A choice of both by the name that ESPALIER_INSTRUCTION_SET takes.
+// A choice of both, by its name in ESPALIER_INSTRUCTION_SET.
 struct InstructionLevel {
   const char* name;
   InstructionSet set;
   Bfloat16Products products;
 };
-// Narrowest first; what the processor has and is not emulated is chosen from the end.
+// Narrowest first; the default is the last one that the processor has and that is not emulated.
 inline constexpr InstructionLevel kInstructionLevels[] = {
     {"baseline", InstructionSet::baseline, Bfloat16Products::converted},
     {"avx2", InstructionSet::avx2, Bfloat16Products::converted},
@@ -72,10 +72,10 @@ bool processor_has(const InstructionLevel& level);
 // The levels that this processor has: "baseline, avx2".
 std::string instruction_levels();
 
-// The level of that name; OptionError where there is none or the processor lacks it.
+// The level of that name; OptionError if there is none or the processor lacks it.
 const InstructionLevel& instruction_level(std::string_view name);
-// The level of ESPALIER_INSTRUCTION_SET, by default the widest; OptionError as above. Both choices above start from
-// it, so that a program asks here first, where an error can still be reported.
+// The level of ESPALIER_INSTRUCTION_SET, by default the widest; OptionError as above. Both choices above start from it,
+// so a program calls it first, while an error can still be reported.
 const InstructionLevel& instruction_level();
 
 }  // namespace espalier

@@ -10,8 +10,8 @@
 namespace espalier {
 
 // Directories below root/sys/fs/cgroup that hold this process's limits: its own group first, then the enclosing ones.
-// `controller` is "memory" or "cpu" (version 1 keeps one tree a controller; version 2 has a single tree).
-// In a container the group's path may not be visible; then only the mount's own root is left, which is the container's.
+// `controller` is "memory" or "cpu" (version 1 keeps one tree a controller; version 2 has a single tree). In a
+// container the group's path may not be visible; then only the mount's root is used, which is the container's.
 std::vector<std::filesystem::path> control_group_directories(const std::filesystem::path& root,
                                                              const std::string& controller);
 

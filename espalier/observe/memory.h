@@ -1,5 +1,5 @@
-// Main memory: what this process holds, what it held at most, what it could still take. In bytes. Source: proc(5),
-// and the control groups (version 2 and 1) the process is in. 0 or the largest number where the system does not say.
+// Main memory of this process in bytes: held, peak, and still available. Source: proc(5), and the process's control
+// groups (version 2 and 1). 0 or the largest number if the system does not report it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The progress of a long run whose parts report, too: one bar for the run, which names the part that is under way.
+// The progress of a long run whose parts also report: one bar for the run, which names the running part.
 #pragma once
 
 #include <string>

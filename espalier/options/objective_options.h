@@ -1,4 +1,4 @@
-// --objective beside the options of policy losses.
+// --objective in combination with the options of policy losses.
 #pragma once
 
 #include "espalier/options/options.h"

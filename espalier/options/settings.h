@@ -1,4 +1,4 @@
-// Settings as they were given: a name, a value, and where it stands. TRL's and peft's names among them: trl_names.h,
+// Settings as given: a name, a value, and its place. They include TRL's and peft's names: trl_names.h,
 // peft_names.h.
 #pragma once
 
@@ -13,13 +13,13 @@ struct OptionSetting {
   std::string name;  // with '-' or '_', no leading dashes
   std::string value;
   std::string where;     // "run.toml:3: ", empty for the command line
-  bool implied = false;  // a default that comes with other names: holds only where nothing else was said
+  bool implied = false;  // a default implied by other names: yields to any explicit setting
 };
 
-// Applies the settings of one source in order. TRL's and peft's names are turned into Espalier's first, so that within
-// one source Espalier's own names win, and what an earlier source set stays but for what TRL's names say themselves; a
-// sentence for each is added to `notes`. Errors: OptionError; UnsupportedError for a value of TRL that has no
-// counterpart.
+// Applies the settings of one source in order. TRL's and peft's names are translated to Espalier's first, so that
+// within one source Espalier's own names override them. Values of an earlier source stay unless TRL's names set them
+// explicitly; each translation adds a sentence to `notes`. Errors: OptionError; UnsupportedError for a value of TRL
+// without a counterpart.
 void apply_settings(Options& options, const std::vector<OptionSetting>& settings, std::vector<std::string>& notes);
 
 }  // namespace espalier

@@ -1,6 +1,6 @@
-// TRL's names of GRPOConfig, read as settings of our options. Where one of them is given the update is TRL's: its
-// formulas, and its defaults for options not given. Settings without a counterpart are refused by name.
-// Source: TRL 1.16, trl/trainer/grpo_config.py and GRPOTrainer._compute_loss.
+// TRL's names of GRPOConfig, read as settings of our options. If one of them is given, the update follows TRL's
+// formulas and its defaults for options not given. Settings without a counterpart are refused by name. Source: TRL
+// 1.16, trl/trainer/grpo_config.py and GRPOTrainer._compute_loss.
 #pragma once
 
 #include <string>

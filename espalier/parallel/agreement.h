@@ -1,4 +1,4 @@
-// Values that must be equal on every rank of a run, compared before use: sums over ranks depend on them.
+// Compares values that must be equal on every rank before they are used, because sums over ranks depend on them.
 #pragma once
 
 #include <algorithm>

@@ -29,15 +29,15 @@ struct Mesh {
   Place place() const { return place_of(world.rank(), degrees); }
   bool writes() const { return world.rank() == 0; }  // files and the terminal
   AxisBytes bytes() const;                           // that this rank gave to the axes so far
-  // Enters what these groups do in a log from now on; null: in none. The world's are left out.
+  // Logs the collectives of these groups from now on, except the world's; null: stops logging.
   void record(const std::shared_ptr<TrafficLog>& log) const;
 };
 
 // One process: every group has one rank.
 const Mesh& mesh_of_one();
 
-// Weights and their gradients travel while rows are computed, whose collectives come in another order on each rank:
-// they have a connection of their own.
+// Weights and their gradients have a separate connection, because they are sent while rows are computed, and the order
+// of the rows' collectives differs between ranks.
 enum class Connection { rows, weights };
 
 struct GroupKey {

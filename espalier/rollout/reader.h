@@ -1,6 +1,6 @@
-// Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain, gzip or zstd, told apart by
-// what they hold; folders of them; standard input ("-"); and through the Python package what python_records.h says.
-// Files are read in blocks; every value is checked, and one bad value refuses the whole read.
+// Reads recorded rollouts: neutral JSON Lines and NeMo-RL's train_data_step*.jsonl, plain, gzip or zstd, recognised by
+// their content; folders of them; standard input ("-"); and the formats of python_records.h through the Python package.
+// Files are read in blocks; every value is checked, and one bad value fails the whole read.
 //
 // Errors: InputError with "file:line", the field, what was expected and found, for anything that breaks the record
 // format; UnsupportedError for formats that are known and not read (text-only dumps).

@@ -15,9 +15,9 @@ struct RecordSource {
 };
 
 // In the order to read: a folder of NeMo-RL's train_data_step*.jsonl becomes its files by step, any other its .jsonl
-// files (.gz, .zst) by name, numbers in names as numbers; "-" is standard input. By Python are read pickles, torch
-// files, safetensors, Parquet and folders that hold such. Errors: InputError for what is absent, unreadable, or a
-// folder of nothing or of several kinds; UnsupportedError for file types that are never read.
+// files (.gz, .zst) by name, numbers in names as numbers; "-" is standard input. Python reads pickles, torch files,
+// safetensors, Parquet and folders with such files. Errors: InputError for what is absent, unreadable, or a folder of
+// nothing or of several kinds; UnsupportedError for file types that are never read.
 std::vector<RecordSource> record_sources(const std::vector<std::string>& paths);
 
 // For text whose file cannot be chosen by its path (a pipe, memory). UnsupportedError where `first_line` begins a file

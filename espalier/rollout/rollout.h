@@ -1,4 +1,4 @@
-// One sampled response and what a trainer knows about it. Immutable once read; every value was checked by the reader.
+// One sampled response and the trainer's data about it. Immutable once read; the reader checks every value.
 //
 // A rollout's tokens are prompt_ids followed by response_ids; `depth` counts along that sequence from 0.
 // Series hold one value for each response token, or are empty where the record has none. Log-probs are natural
@@ -13,8 +13,8 @@
 
 namespace espalier {
 
-// Experts that the inference engine chose, to be chosen again in training. A token without a record chooses freely:
-// the last one, which engines do not run, and those whose first id is kFree.
+// Experts chosen by the inference engine, to be used again in training. A token without a record uses its router's
+// choice: the last token, which engines do not run, and tokens whose first id is kFree.
 struct RecordedExperts {
   static constexpr std::uint16_t kFree = 0xffff;
 
@@ -23,7 +23,7 @@ struct RecordedExperts {
   std::vector<std::uint16_t> ids;       // [tokens, layers, chosen]
 };
 
-// The pair of answers (--objective dpo, reward), or the list of scored answers (reward), that a rollout is one of.
+// The rollout's pair of answers (--objective dpo, reward), or its list of scored answers (reward).
 struct PairPlace {
   std::int64_t pair = -1;             // of the pair or list, counted over all files, from 0; -1: of none
   bool chosen = false;                // of a pair: else rejected
