@@ -5,13 +5,14 @@
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 BUILD := build
+CLANG ?= clang++-14
 PYTHON_USED = $$(cat $(BUILD)/setup/python)
 GENERATOR = $$(if command -v ninja >/dev/null; then echo Ninja; else echo "Unix Makefiles"; fi)
 
 # On a machine with a GPU's driver the CUDA library is a part of the program.
 CUDA_TARGET := $(if $(wildcard /dev/nvidiactl),espalier_cuda)
 
-.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clean help
+.PHONY: all setup setup-tests configure test cuda demo bench wheel check gpu-check gpu-bundle docs debug asan tsan clang clean help
 .DEFAULT_GOAL := all
 
 all: setup configure  ## set-up and optimised build: build/espalier
@@ -70,6 +71,10 @@ asan: setup-tests  ## build and C++ tests under the address and undefined-behavi
 tsan: setup-tests configure  ## the CUDA kernels on a processor under ThreadSanitizer: races between threads of a grid
 	@cmake --build $(BUILD) --parallel $(JOBS) --target kernel_races_test_tsan
 	@OMP_NUM_THREADS=1 $(BUILD)/tests/cuda/kernel_races_test_tsan --gtest_brief=1 2>$(BUILD)/tsan.log || { grep SUMMARY $(BUILD)/tsan.log; exit 1; }
+
+clang: setup-tests  ## everything by clang++-14 (CLANG=... another one), in build/clang; Debian, Ubuntu: clang-14, libomp-14-dev
+	@cmake -G "$(GENERATOR)" -B $(BUILD)/clang -S . -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=$(CLANG) -DESPALIER_PYTHON="$(PYTHON_USED)"
+	@cmake --build $(BUILD)/clang --parallel $(JOBS)
 
 clean:  ## remove what was built; .venv stays
 	@rm -rf $(BUILD)
