@@ -28,7 +28,7 @@ if(NOT EspalierTorch_FOUND)
   endif()
 endif()
 if(NOT OpenMP_CXX_FOUND)
-  string(APPEND missing "\n  OpenMP: the compiler ${CMAKE_CXX_COMPILER} has none; use g++")
+  string(APPEND missing "\n  OpenMP: the compiler ${CMAKE_CXX_COMPILER} has none; use g++, or install the OpenMP library of Clang (libomp-14-dev for clang-14)")
 endif()
 foreach(need "ZLIB_FOUND|zlib|zlib1g-dev" "ESPALIER_ZSTD_LIBRARY|zstd|libzstd-dev" "simdjson_FOUND|simdjson|libsimdjson-dev"
     "ESPALIER_JSON_INCLUDE|nlohmann/json.hpp|nlohmann-json3-dev" "ESPALIER_CLI11_INCLUDE|CLI/CLI.hpp|libcli11-dev"
