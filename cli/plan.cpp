@@ -320,6 +320,26 @@ MachineProfile machine_of(Context& context, PlanOptions& options) {
   return profile;
 }
 
+// Frozen matrices in fewer bits than the model's dtype, of all models and ranks.
+void report_held(Context& context, const std::vector<HeldModel>& held) {
+  std::int64_t narrow = 0, nf4 = 0;
+  for (const HeldModel& model : held) {
+    const LocalShape whole(model.shape.whole());
+    narrow += whole.parameters(Parameters::narrow) * bytes_of(DType::bfloat16);
+    nf4 += whole.parameters(Parameters::nf4);
+  }
+  if (nf4 > 0) {
+    context.result["nf4_bytes"] = nf4;
+    context.text << "\nFrozen matrices in NF4: " << format_bytes(nf4) << ".\n";
+  }
+  if (narrow > 0) {
+    context.result["mapped_bytes_at_most"] = narrow;
+    context.text << "\nFrozen matrices in bfloat16: " << format_bytes(narrow)
+                 << ". They are pages of the model's files where these hold them as they are read; processes of one\n"
+                    "machine share such pages, and peak bytes count them in every process (docs/lora.md).\n";
+  }
+}
+
 int run_plan(Context& context) {
   const Options& options = context.options;
   check_layout_options(options);
@@ -362,6 +382,7 @@ int run_plan(Context& context) {
     print_plans(context, of_critic);
     if (const Shortage its = shortage_of(of_critic); its.missing_bytes > shortage.missing_bytes) shortage = its;
   }
+  report_held(context, held);
   context.result["fits"] = shortage.missing_bytes == 0;
   context.result["missing_bytes"] = shortage.missing_bytes;
   if (shortage.missing_bytes == 0) return 0;

@@ -465,10 +465,17 @@ StoredTensors::StoredTensors(const fs::path& directory) : files_(std::make_uniqu
   files_->tensors = open_model(directory);
   files_->by_name = table_names(files_->tensors);
 }
-StoredTensors::StoredTensors(const fs::path& directory, const ParameterTable& table) : StoredTensors(directory) {
-  match(files_->tensors, table, ValueHead::stored);
+StoredTensors::StoredTensors(const fs::path& directory, const ParameterTable& table, ValueHead head)
+    : StoredTensors(directory) {
+  match(files_->tensors, table, head);
 }
 StoredTensors::~StoredTensors() = default;
+
+std::vector<fs::path> StoredTensors::files() const {
+  std::vector<fs::path> out;
+  for (const SafetensorsFile& file : files_->tensors.files) out.push_back(file.path());
+  return out;
+}
 
 bool StoredTensors::has(const std::string& name) const { return files_->by_name.contains(name); }
 

@@ -62,9 +62,11 @@ class StoredTensors {
   // Errors: as load_parameters, for damaged files.
   explicit StoredTensors(const std::filesystem::path& directory);
   // The same, after every tensor of the table was found there. Errors: as load_parameters.
-  StoredTensors(const std::filesystem::path& directory, const ParameterTable& table);
+  StoredTensors(const std::filesystem::path& directory, const ParameterTable& table,
+                ValueHead head = ValueHead::stored);
   ~StoredTensors();
 
+  std::vector<std::filesystem::path> files() const;
   bool has(const std::string& name) const;
   // Errors: InputError where the directory has no such tensor any more.
   const SafetensorsEntry& at(const std::string& name) const;

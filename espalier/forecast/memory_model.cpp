@@ -51,7 +51,7 @@ ActivationBytes::ActivationBytes(const LocalShape& local, DType dtype, const Ste
     : shape_(local.own()),
       trained_(local.degrees().full ? 0 : local.parameters(Parameters::trained)),
       held_(local.degrees().full ? 0 : local.parameters(Parameters::held)),
-      narrow_(local.parameters(Parameters::narrow)),
+      narrow_(local.parameters(Parameters::narrow) + local.parameters(Parameters::mapped)),
       nf4_(local.parameters(Parameters::nf4)),
       kind_(kind),
       setting_(setting),
@@ -133,7 +133,7 @@ std::int64_t ActivationBytes::scratch(std::int64_t rows, std::int64_t path_rows,
   if (rounds_weight_gradients_ && rows >= kPieceRows) of_products = std::max(of_products, kPieceCodeBytes);
   if (defined_sums())
     of_products = threads * kOwnProductBytes;
-  else if (narrow_ > 0 || nf4_ > 0)
+  else if ((narrow_ > 0 && dtype_ == DType::float32) || nf4_ > 0)
     of_products += shape_.hidden * widest * bytes.accumulator;  // one matrix, widened (ops/cpu/product_operations.cpp)
   std::int64_t of_states = 0;  // of a key head: at starts of blocks, and for the rows of one
   if (shape_.has_states()) {

@@ -236,7 +236,8 @@ void Loop::prepare() {
     reference_bytes_.emplace(
         actor_->workspace,
         static_cast<std::int64_t>(reference_->weights.nbytes() + reference_->held_weights.nbytes() +
-                                  reference_->narrow_weights.nbytes() + reference_->nf4_weights.nbytes()));
+                                  reference_->narrow_weights.nbytes() + reference_->nf4_weights.nbytes()) +
+            reference_->mapped_table.size() * bytes_of(DType::bfloat16));
   if (!options_.record.empty()) {
     Options recorded = options_;
     if (recorded.lr_total_steps == 0) recorded.lr_total_steps = last_step_;
@@ -432,7 +433,10 @@ void Loop::write_model() const {
   std::optional<AtomicDirectory> out;
   if (mesh_.writes()) out.emplace(folder_.model());
   write_trained_weights(out ? out->path() : std::filesystem::path(), *model_, *optimizer_, options_.save_dtype);
-  if (out) out->commit();
+  if (out) {
+    note_changed_files(*model_, progress_);
+    out->commit();
+  }
 }
 
 }  // namespace

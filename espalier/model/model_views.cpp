@@ -1,5 +1,7 @@
 #include "espalier/model/model_views.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <initializer_list>
 
 #include "espalier/base/error.h"
@@ -79,6 +81,10 @@ class Viewer {
 
   // So many from the parameter's first one on, where they are when they are computed with.
   static at::Tensor elements(const FlatParameters& buffer, const Parameter& first, std::int64_t count) {
+    if (buffer.values) {
+      const std::byte* const values = buffer.values(first.name);
+      return at::from_blob(const_cast<std::byte*>(values), {count}, at::kBFloat16);  // which nothing writes
+    }
     const Unit* const unit = buffer.table.unit_of(first);
     if (unit == nullptr) return buffer.flat.narrow(0, first.offset, count);
     const at::Tensor& room = unit->divided() ? buffer.rooms : buffer.flat;
@@ -188,7 +194,8 @@ LayerViews view_layer(const Viewer& viewer, const LocalShape& shape, std::int64_
 }  // namespace
 
 ModelViews view_model(std::span<const FlatParameters> buffers, const LocalShape& shape) {
-  for (const FlatParameters& buffer : buffers) ESPALIER_INTERNAL_EQ(buffer.flat.numel(), buffer.table.kept_size());
+  for (const FlatParameters& buffer : buffers)
+    if (!buffer.values) ESPALIER_INTERNAL_EQ(buffer.flat.numel(), buffer.table.kept_size());
   const Viewer viewer(buffers, shape.whole().trained.adapter.scale());
   const OuterParameters outer = outer_parameters(shape.whole());
   const std::string embedding = std::string(outer.embedding.name) + ".weight";

@@ -8,7 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "espalier/model/parameters.h"
@@ -70,6 +72,9 @@ struct ModelViews {
 struct FlatParameters {
   const ParameterTable& table;
   at::Tensor flat, rooms;
+  // Parameters in bfloat16 that are in no buffer: where a name's numbers are, and behind them those of the parameters
+  // that the same product reads.
+  std::function<const std::byte*(const std::string& name)> values = {};
 };
 
 // Views into the buffers. Each parameter occurs in at most one buffer; a parameter in none is undefined. Rows have the

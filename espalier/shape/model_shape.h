@@ -194,7 +194,9 @@ struct TrainedParameters {
   std::int64_t first_layer = 0;                           // layers before it have no backward
   bool input = true;  // the gradient of the first layer's input is used: by the embedding, or by the stage of pp before
   AdapterShape adapter;
-  bool narrow = false;  // held matrices stay in bfloat16 where all else is float32
+  bool narrow = false;  // held matrices stay in bfloat16, where all else is float32 too
+  // Narrow matrices that are read where files are mapped (checkpoint/mapped_weights.h); null: none.
+  std::shared_ptr<const std::vector<bool>> mapped_parameters;
   // Held matrices in NF4 (base/nf4.h), in the order of for_each_parameter; null: none.
   std::shared_ptr<const std::vector<bool>> nf4_parameters;
   bool nf4_nested = true;

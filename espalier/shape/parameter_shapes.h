@@ -214,11 +214,13 @@ struct ParameterShape {
   bool trains = true;                    // false: the parameter is held and never changes
   bool low_rank = false;                 // of an adapter: where it is whole a rank of tp has a part of its gradient
   bool narrow = false;                   // held, in bfloat16 beside float32 (TrainedParameters::narrow)
+  bool mapped = false;                   // narrow, and read in a file (TrainedParameters::mapped_parameters)
   bool nf4 = false;                      // held, in NF4 (TrainedParameters::nf4_parameters)
 };
 
-// The parameters of a table, or of a list of units. Held parameters are narrow, in NF4, or neither.
-enum class Parameters { all, trained, held, narrow, nf4 };
+// The parameters of a table, or of a list of units. Held parameters are narrow (in memory or mapped), in NF4, or
+// neither.
+enum class Parameters { all, trained, held, narrow, mapped, nf4 };
 inline bool belongs(const ParameterShape& parameter, Parameters which) {
   switch (which) {
     case Parameters::all:
@@ -228,7 +230,9 @@ inline bool belongs(const ParameterShape& parameter, Parameters which) {
     case Parameters::held:
       return !parameter.trains && !parameter.narrow && !parameter.nf4;
     case Parameters::narrow:
-      return parameter.narrow;
+      return parameter.narrow && !parameter.mapped;
+    case Parameters::mapped:
+      return parameter.mapped;
     case Parameters::nf4:
       return parameter.nf4;
   }

@@ -107,16 +107,6 @@ bool is_down(const ModelShape& shape, const ParameterShape& p) {
 }
 
 // What one product reads together trains together: its gradient is one tensor.
-std::string product_of(const ModelShape& shape, const ParameterShape& p) {
-  const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
-  if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
-  if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
-  const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
-  if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
-  if (is_shared_gate_or_up(shape, p)) return layer + " gate_proj and up_proj of the shared expert";
-  return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
-}
-
 void check_products(const ModelShape& shape, const std::vector<bool>& trains) {
   std::map<std::string, bool> products;
   std::size_t index = 0;
@@ -350,6 +340,16 @@ void derive(ModelShape& shape, const std::vector<bool>& trains) {
 }
 
 }  // namespace
+
+std::string product_of(const ModelShape& shape, const ParameterShape& p) {
+  const std::string suffix = p.name.substr(p.name.rfind('.')), layer = std::to_string(p.layer);
+  if (p.name.find(".in_proj_") != p.name.npos) return layer + " in_proj_* of linear_attn";
+  if (has_part(p.name, "k_proj") || has_part(p.name, "v_proj")) return layer + " k_proj and v_proj" + suffix;
+  const std::string whose = p.expert >= 0 ? " of all experts" : suffix;
+  if (p.expert >= 0 && is_down(shape, p)) return layer + " down_proj" + whose;
+  if (is_shared_gate_or_up(shape, p)) return layer + " gate_proj and up_proj of the shared expert";
+  return is_gate_or_up(shape, p) ? layer + " gate_proj and up_proj" + whose : std::string();
+}
 
 std::vector<std::string> adaptable_modules(const ModelShape& shape) {
   std::vector<std::string> out;

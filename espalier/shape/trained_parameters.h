@@ -27,6 +27,7 @@
 
 #include "espalier/options/choices.h"
 #include "espalier/shape/model_shape.h"
+#include "espalier/shape/parameter_shapes.h"
 
 namespace espalier {
 
@@ -60,6 +61,9 @@ struct TrainedChoice {
   bool nf4 = false;     // those of layers are NF4
   bool frozen = false;  // nothing trains: the model is scored with, or sampled from
 };
+
+// A name for what one product reads together, the same for all its matrices; empty: it reads no other.
+std::string product_of(const ModelShape& shape, const ParameterShape& parameter);
 
 // Modules of the layers that can have an adapter: "model.layers.0.self_attn.q_proj", ...
 std::vector<std::string> adaptable_modules(const ModelShape& shape);

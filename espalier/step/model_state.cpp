@@ -87,10 +87,12 @@ void fill_nf4(const Parameter& whole, const Parameter& here, StartValues start, 
 }
 
 ModelViews weight_views(ModelState& state, const LocalShape& shape) {
+  const auto in_files = [&state](const std::string& name) { return state.mapped->values(name); };
   const std::array buffers{FlatParameters{state.table, state.weights, state.rooms},
                            FlatParameters{state.held_table, state.held_weights, state.held_rooms},
                            FlatParameters{state.narrow_table, state.narrow_weights, {}},
-                           FlatParameters{state.nf4_table, state.nf4_weights, {}}};
+                           FlatParameters{state.nf4_table, state.nf4_weights, {}},
+                           FlatParameters{state.mapped_table, {}, {}, in_files}};
   ModelViews views = view_model(buffers, shape);
   std::int64_t router = 0;
   for (LayerViews& layer : views.layers)
@@ -225,7 +227,8 @@ void load_weights(ModelState& state, const std::filesystem::path& directory, Val
 
 LocalShape local_shape(const ModelShape& shape, const Mesh& mesh) { return {shape, mesh.degrees, mesh.place()}; }
 
-ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks)
+ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device& device, const Mesh& ranks,
+                       std::unique_ptr<const MappedWeights> in_files)
     : mesh(ranks),
       shape(model_shape.whole()),
       dtype(model_dtype),
@@ -237,6 +240,8 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
       held_rooms(device.allocate({held_table.units().rooms}, scalar_type(dtype))),
       narrow_table(model_shape, Parameters::narrow),
       narrow_weights(device.allocate({narrow_table.kept_size()}, at::kBFloat16)),
+      mapped_table(model_shape, Parameters::mapped),
+      mapped(std::move(in_files)),
       nf4_table(model_shape, Parameters::nf4),
       nf4_weights(device.allocate({nf4_table.size()}, at::kByte)),
       corrections_LE(room_for_corrections(model_shape, dtype, device)),
@@ -250,10 +255,10 @@ ModelState::ModelState(const LocalShape& model_shape, DType model_dtype, Device&
 
 namespace {
 
-// Held matrices stay in bfloat16 in float32 alone, and where all of them are stored so.
+// Held matrices stay in bfloat16 where all of them are stored so, and not in float64.
 void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DType dtype,
                    const AdapterChoice& adapter) {
-  if (!shape.trained.narrow || dtype != DType::float32) {
+  if (!shape.trained.narrow || dtype == DType::float64) {
     shape.trained.narrow = false;
     return;
   }
@@ -268,16 +273,27 @@ void settle_narrow(ModelShape& shape, const std::filesystem::path& directory, DT
   });
 }
 
+// The model, without the weights that are not in files.
+std::unique_ptr<ModelState> made_model(ModelShape shape, const std::filesystem::path& directory, DType dtype,
+                                       const Mesh& mesh, const AdapterChoice& adapter, ValueHead head) {
+  settle_narrow(shape, directory, dtype, adapter);
+  std::unique_ptr<const MappedWeights> mapped;
+  if (shape.trained.narrow) {
+    mapped = std::make_unique<const MappedWeights>(directory, local_shape(shape, mesh), head);
+    shape.trained.mapped_parameters = mapped->parameters();
+  }
+  return std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh, std::move(mapped));
+}
+
 std::unique_ptr<ModelState> load_with_value_head(const std::filesystem::path& directory, CriticShape model, DType dtype,
                                                  std::uint64_t seed, Progress& progress, const Mesh& mesh,
                                                  const TrainedChoice& train, const char* what) {
   model.shape = train_only(std::move(model.shape), train);
-  settle_narrow(model.shape, directory, dtype, train.adapter);
-  auto state = std::make_unique<ModelState>(local_shape(model.shape, mesh), dtype, bound_device(), mesh);
+  const ValueHead head = model.head_is_stored ? ValueHead::stored : ValueHead::fresh;
+  auto state = made_model(model.shape, directory, dtype, mesh, train.adapter, head);
   if (!model.head_is_stored && !train.adapter.value_head)
     progress.note(text_of(directory.string(), " is a language model: ", what));
-  load_weights(*state, directory, model.head_is_stored ? ValueHead::stored : ValueHead::fresh, seed, train.adapter,
-               progress);
+  load_weights(*state, directory, head, seed, train.adapter, progress);
   return state;
 }
 
@@ -288,9 +304,8 @@ std::unique_ptr<ModelState> load_model(const std::filesystem::path& directory, D
   if (train.scores)
     return load_with_value_head(directory, read_reward_shape(directory), dtype, train.adapter.seed, progress, mesh,
                                 train, "the reward model gets a new head, drawn from --seed");
-  ModelShape shape = train_only(read_model_shape(directory), train);
-  settle_narrow(shape, directory, dtype, train.adapter);
-  auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
+  auto state = made_model(train_only(read_model_shape(directory), train), directory, dtype, mesh, train.adapter,
+                          ValueHead::stored);
   load_weights(*state, directory, ValueHead::stored, 0, train.adapter, progress);
   return state;
 }
@@ -312,7 +327,7 @@ std::unique_ptr<Decoder> decoder_without_adapters(const ModelState& model) {
 
 std::unique_ptr<ModelState> random_model(const ModelShape& given, DType dtype, std::uint64_t seed, const Mesh& mesh) {
   ModelShape shape = given;
-  shape.trained.narrow = shape.trained.narrow && dtype == DType::float32;
+  shape.trained.narrow = shape.trained.narrow && dtype != DType::float64;
   shape.trained.nf4_nested = true;
   auto state = std::make_unique<ModelState>(local_shape(shape, mesh), dtype, bound_device(), mesh);
   const Random random(seed);

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "espalier/checkpoint/mapped_weights.h"
 #include "espalier/model/decoder.h"
 #include "espalier/model/gathered_weights.h"
 #include "espalier/model/parameters.h"
@@ -17,8 +18,9 @@ namespace espalier {
 
 struct ModelState {
   // Weights are uninitialised, except for padding, which is 0. With one rank the shape is the whole model.
+  // `in_files`: of the mapped parameters of the shape.
   ModelState(const LocalShape& model_shape, DType model_dtype, Device& device = bound_device(),
-             const Mesh& ranks = mesh_of_one());
+             const Mesh& ranks = mesh_of_one(), std::unique_ptr<const MappedWeights> in_files = nullptr);
 
   const Mesh& mesh;  // must outlive the object
   ModelShape shape;  // of the whole model
@@ -30,7 +32,9 @@ struct ModelState {
   at::Tensor held_weights, held_rooms;
   ParameterTable narrow_table;  // held matrices that stay in bfloat16 (TrainedParameters::narrow)
   at::Tensor narrow_weights;
-  ParameterTable nf4_table;  // of held matrices in NF4 (TrainedParameters::nf4_parameters), in bytes
+  ParameterTable mapped_table;                  // of those of these that are read where files are mapped
+  std::unique_ptr<const MappedWeights> mapped;  // null: none
+  ParameterTable nf4_table;                     // of held matrices in NF4 (TrainedParameters::nf4_parameters), in bytes
   at::Tensor nf4_weights;
   // Correction biases of this rank's routers, in the order of its expert layers, in the accumulator dtype, because
   // rounded to bfloat16 they would choose other experts. Undefined if there are none, or if weights have that dtype.

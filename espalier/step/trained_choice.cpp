@@ -43,7 +43,7 @@ TrainedChoice stored_choice(const Options& options, const std::string& words, co
 
 // Processors read matrices of bfloat16 beside rows of float32; units that ranks divide have one dtype.
 bool keeps_narrow(const Options& options) {
-  return options.dtype == DType::float32 && options.device == DeviceType::cpu && options.shard != Sharding::full;
+  return options.dtype != DType::float64 && options.device == DeviceType::cpu && options.shard != Sharding::full;
 }
 
 bool keeps_nf4(const Options& options) {

@@ -92,6 +92,14 @@ void save_trained_model(const std::filesystem::path& directory, const ModelState
   for (const ParameterValues& values : parts) whole.give(values);
 }
 
+void note_changed_files(const ModelState& model, Progress& progress) {
+  if (!model.mapped) return;
+  if (const std::filesystem::path file = model.mapped->changed_file(); !file.empty())
+    progress.note(text_of(file.string(),
+                          " changed during the run, which reads frozen weights from it: what was computed since may "
+                          "belong to other weights; run again from an unchanged copy"));
+}
+
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options) {
   const DType accumulator = accumulator_of(options.dtype);
   const bool adapted = shape.trained.adapter.rank > 0;

@@ -34,6 +34,9 @@ void write_trained_weights(const std::filesystem::path& directory, const ModelSt
 void save_trained_model(const std::filesystem::path& directory, const ModelState& model, const AdamW& optimizer,
                         RunState state, SaveDType save_dtype);
 
+// A note where the run reads weights from files (checkpoint/mapped_weights.h) that are not as they were.
+void note_changed_files(const ModelState& model, Progress& progress);
+
 // Bytes of the weights and the state that save_trained_model writes of a model that is read from `source`.
 std::int64_t bytes_of_saved_model(ModelShape shape, const std::filesystem::path& source, const Options& options);
 

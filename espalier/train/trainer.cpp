@@ -240,6 +240,7 @@ class Training {
     if (out) {
       record_->write(folder, options_, model_->shape, machine_);
       if (critic_) save_values(critic_folder(folder.string()), data_.values());
+      note_changed_files(*model_, progress_);
       out->commit();
     }
     progress_.end();
@@ -326,20 +327,27 @@ class Training {
   static void require_same_weights(const ModelState& model, const std::string& where) {
     const Mesh& mesh = model.mesh;
     Fingerprint everywhere, of_replicas, of_experts;
+    const auto add_bytes = [&](const Parameter& p, const void* values, std::size_t bytes) {
+      const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
+      (divided                            ? of_experts
+       : p.shard.copies == mesh.tp.size() ? everywhere
+                                          : of_replicas)
+          .add({static_cast<const char*>(values), bytes});
+    };
     const auto add = [&](const ParameterTable& table, const at::Tensor& weights) {
       const at::Tensor host = model.decoder.device().to_host(weights);
       for (const Parameter& p : table.parameters()) {
         const Kept kept = table.kept(p);
         const at::Tensor values = host.narrow(0, kept.place, kept.count);
-        const std::string_view bytes(static_cast<const char*>(host_bytes(values)), values.nbytes());
-        const bool divided = p.shard.of_expert && mesh.degrees.ep > 1;
-        (divided ? of_experts : p.shard.copies == mesh.tp.size() ? everywhere : of_replicas).add(bytes);
+        add_bytes(p, host_bytes(values), values.nbytes());
       }
     };
     add(model.table, model.weights);
     add(model.held_table, model.held_weights);
     add(model.narrow_table, model.narrow_weights);
     add(model.nf4_table, model.nf4_weights);
+    for (const Parameter& p : model.mapped_table.parameters())
+      add_bytes(p, model.mapped->values(p.name), static_cast<std::size_t>(p.count * bytes_of(DType::bfloat16)));
     const std::string remedy = "give every rank the same model directory";
     require_same(mesh.tp, where, everywhere.value(), remedy);
     if (model.table.divided()) return;

@@ -1,6 +1,9 @@
 """Weights that are held stay in bfloat16 in float32 runs: the bits of copies in float32, half of their memory, and the plan says so."""
 
 import json
+import os
+import struct
+import time
 
 import pytest
 import torch
@@ -38,10 +41,12 @@ def outcome(espalier, model, rollouts, folder, *words):
 CASES = [("llama_untied", ()), ("qwen3_tied", ()), ("qwen3_moe", ("--lora-target", ",".join(TARGETS[:4]))), ("gpt_oss_moe", ("--lora-target", "q_proj,v_proj"))]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family, targets", CASES, ids=[family for family, _ in CASES])
-def test_a_run_has_the_bits_of_one_with_float32_copies(family, targets, espalier, tmp_path):
+def test_a_run_has_the_bits_of_one_with_copies(family, targets, dtype, espalier, tmp_path):
+    """Where files are mapped, too: those in float32 are not."""
     rollouts = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
-    words = ("--lora-rank", 4, *targets, "--products", "own")
+    words = ("--lora-rank", 4, *targets, "--products", "own", "--dtype", dtype)
     narrow, wide = (outcome(espalier, model, rollouts, tmp_path / f"run_{model.name}", *words) for model in stored_twice(family, tmp_path))
     for file in ("gradients.safetensors", "logprobs.jsonl", "out/adapter_model.safetensors"):
         assert (narrow / file).read_bytes() == (wide / file).read_bytes(), file
@@ -126,3 +131,76 @@ def test_ranks_have_the_bits_of_ranks_with_float32_copies(layout, program, tmp_p
         run = Ranks(program, 2, ["train", "--model", model, "--rollouts", rollouts, "--lora-rank", 4, "--products", "own", *layout, "--gradients", written[-1]])
         assert run.end() == [0, 0], run.stderr
     assert written[0].read_bytes() == written[1].read_bytes()
+
+
+def with_header_of(path, more, out):
+    """The same tensors behind a header that is so many bytes longer."""
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    out.write_bytes(struct.pack("<Q", size + more) + content[8:8 + size] + b" " * more + content[8 + size:])
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_matrices_that_begin_anywhere_have_the_same_bits(more, espalier, tmp_path):
+    """Numbers at odd addresses are copied."""
+    rollouts = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
+    narrow, _ = stored_twice("llama_untied", tmp_path)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "config.json").write_text((narrow / "config.json").read_text())
+    with_header_of(narrow / "model.safetensors", more, moved / "model.safetensors")
+    runs = [outcome(espalier, model, rollouts, tmp_path / f"run_{model.name}", "--lora-rank", 4, "--products", "own") for model in (narrow, moved)]
+    assert (runs[0] / "gradients.safetensors").read_bytes() == (runs[1] / "gradients.safetensors").read_bytes()
+
+
+def most_of(process, *members):
+    """The largest values of members of /proc/PID/status while the process runs, in bytes."""
+    most = dict.fromkeys(members, 0)
+    while process.poll() is None:
+        try:
+            lines = open(f"/proc/{process.pid}/status").read().splitlines()
+        except OSError:
+            break
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in most:
+                most[name] = max(most[name], int(value.split()[0]) * 1024)
+        time.sleep(0.005)
+    return [most[name] for name in members]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_matrices_are_pages_of_the_file(dtype, program, tmp_path):
+    """Keys and values are copied: the file has other matrices between them."""
+    words = files(tmp_path, 8192, dict(prompt=96, response=16, n=4), hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
+                  intermediate_size=4096)
+    tensors = {name: values.bfloat16() for name, values in load_file(tmp_path / "model/model.safetensors").items()}
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    mapped = 2 * sum(values.numel() for name, values in tensors.items() if values.ndim == 2 and not name.endswith(("k_proj.weight", "v_proj.weight")))
+    del tensors
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    run = Ranks(program, 1, [*words, "--lora-rank", 4, "--dtype", dtype, "--products", "own", "--logprobs", tmp_path / "logprobs"], OMP_NUM_THREADS="2")
+    of_files, anonymous = most_of(run.processes[0], "RssFile", "RssAnon")
+    assert run.end() == [0], run.stderr
+    process, planned = of_process(json.loads(run.stdout[0]))
+    assert 0.95 * planned < process < 1.05 * planned, (process / MEBI, planned / MEBI)
+    assert of_files >= mapped and anonymous <= process - mapped
+
+
+def test_a_file_that_changes_during_the_run_is_named_in_a_note(program, tmp_path):
+    rollouts = write_records(make_rollouts(SEED), tmp_path / "rollouts.jsonl")
+    narrow, _ = stored_twice("llama_untied", tmp_path)
+    out, file = tmp_path / "out", narrow / "model.safetensors"
+    words = ["train", "--model", narrow, "--rollouts", rollouts, "--lora-rank", 4, "--epochs", 400, "--save-freq", 100, "--out", out]
+    for touched in (False, True):
+        run = Ranks(program, 1, [*words, "--overwrite"])
+        while touched and run.processes[0].poll() is None and not out.exists():
+            time.sleep(0.005)
+        if touched:
+            os.utime(file)
+        assert run.end() == [0], run.stderr
+        assert (f"{file} changed during the run" in run.stderr[0]) == touched
+        for path in sorted(out.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        out.rmdir()

@@ -183,8 +183,11 @@ def test_an_update_of_eight_billion_parameters_is_planned_within_9_gib(espalier,
     records = [{"prompt_ids": prompt, "response_ids": [(i * 7 + n) % 1000 for i in range(128)], "group": "q", "reward": n % 2} for n in range(8)]
     rollouts = write_records(records, tmp_path / "rollouts.jsonl")
     words = ("plan", "--model", tmp_path, "--rollouts", rollouts, "--lora-rank", 16, "--json")
-    espalier(*words, "--weights", "nf4", "--memory-budget", "9GiB")
-    espalier(*words, "--memory-budget", "9GiB", expect=5)
+    planned = json.loads(espalier(*words, "--weights", "nf4", "--memory-budget", "9GiB").stdout)
+    assert 4.1 / 8 < planned["nf4_bytes"] / (32 * 218103808) < 4.2 / 8  # bytes of a number
+    assert planned["mapped_bytes_at_most"] == 2 * 2 * 128256 * 4096  # embedding and head
+    planned = json.loads(espalier(*words, "--memory-budget", "9GiB", expect=5).stdout)
+    assert planned["mapped_bytes_at_most"] == 2 * (32 * 218103808 + 2 * 128256 * 4096)
 
 
 @pytest.mark.parametrize("products", ["own", "library"])

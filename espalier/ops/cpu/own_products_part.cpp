@@ -85,13 +85,15 @@ void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T*
       std::int64_t i = first;
       const std::int64_t last = smaller(end, (b + 1) * nf4::kBlock);
 #if ESPALIER_SIMD_BYTES == 64
-      const __m512 table = _mm512_loadu_ps(values + (b - block) * 16);
+      const FloatVector table = load(values + (b - block) * 16);
       for (; sizeof(T) < sizeof(double) && i + 16 <= last; i += 16, to += 16) {
-        const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2)), low = _mm_set1_epi8(15);
-        const __m128i index =
-            _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), low), _mm_and_si128(pairs, low));
-        const auto found = reinterpret<FloatVector>(_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(index), table));
-        if constexpr (sizeof(T) < sizeof(double)) store(to, found);
+        typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+        Bytes pairs{};
+        __builtin_memcpy(&pairs, codes + i / 2, 8);
+        const Bytes code =
+            __builtin_shuffle(pairs >> 4, pairs & 15, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+        if constexpr (sizeof(T) < sizeof(double))
+          store(to, __builtin_shuffle(table, __builtin_convertvector(code, IntegerVector<float>)));
       }
 #endif
       for (; i < last; ++i, ++to) *to = of_block[i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15];
