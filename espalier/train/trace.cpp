@@ -79,13 +79,23 @@ Trace read_trace(const std::filesystem::path& directory) {
 TraceRecorder::Files::Files(const std::filesystem::path& target)
     : directory(target), rollouts((directory.path() / "rollouts.jsonl.gz").string()) {}
 
+namespace {
+
+// A trace holds a model in NF4 as the numbers that its codes stand for: quantised once more they would be others.
+Options recorded(Options options, const ModelShape& shape) {
+  if (shape.stored_nf4.any) options.weights = HeldWeights::source;
+  return options;
+}
+
+}  // namespace
+
 TraceRecorder::TraceRecorder(const std::filesystem::path& directory, std::int64_t every, const ModelState& model,
                              const AdamW& optimizer, const Options& options)
     : every_(every),
       model_(model),
       optimizer_(optimizer),
       whole_(model),
-      options_(options),
+      options_(recorded(options, model.shape)),
       steps_(Json::array()),
       checkpoints_(Json::array()) {
   const ParameterValues masters = whole_.of(optimizer_.masters(), optimizer_);

@@ -155,6 +155,15 @@ def test_a_run_continues_bitwise_and_not_with_other_weights(directories, rollout
     assert "weights=nf4" in told
 
 
+@pytest.mark.parametrize("stored", ["nf4", "source"])
+def test_a_trace_runs_again_bitwise(stored, directories, rollouts, espalier, tmp_path):
+    """That of a model in NF4 holds the numbers that the codes stand for."""
+    model = directories[0].parent / stored
+    espalier("train", "--model", model, "--rollouts", rollouts, *ADAPTER, "--weights", "nf4", "--mini-batch-size", 6, "--lr", 1e-3, "--record", tmp_path / "trace")
+    found = json.loads(espalier("replay", tmp_path / "trace", "--json").stdout)
+    assert found["checkpoints"] and all(checkpoint["max_abs"] == 0 for checkpoint in found["checkpoints"]), found["checkpoints"]
+
+
 def test_merged_weights_are_those_of_the_dequantised_model(directories, rollouts, espalier, tmp_path):
     nf4, plain = directories
     adapter = outcome(espalier, nf4, rollouts, tmp_path / "run", *ADAPTER, "--weights", "nf4") / "out"
