@@ -8,6 +8,7 @@
 #include <shared_mutex>
 
 #include "espalier/base/error.h"
+#include "espalier/base/float16.h"
 
 #ifdef __FMA__
 #error "a fused multiply-add would give other numbers than bitsandbytes'"
@@ -69,7 +70,7 @@ float rounded(float x, Rounding rounding) {
     case Rounding::bfloat16:
       return static_cast<float>(bfloat16(x));
     case Rounding::float16:
-      return static_cast<float>(static_cast<_Float16>(x));
+      return static_cast<float>(float16(x));
     case Rounding::float32:
       break;
   }

@@ -2,30 +2,14 @@
 #include "espalier/checkpoint/convert.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "espalier/base/error.h"
+#include "espalier/base/float16.h"
 
 namespace espalier {
 namespace {
-
-// IEEE binary16. Every value is a float: subnormals are multiples of 2^-24.
-struct half {
-  std::uint16_t bits = 0;
-
-  explicit operator float() const {
-    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
-    const std::uint32_t exponent = (bits >> 10) & 0x1fu, fraction = bits & 0x3ffu;
-    if (exponent == 0) {
-      const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
-      return std::bit_cast<float>(std::bit_cast<std::uint32_t>(magnitude) | sign);
-    }
-    const std::uint32_t wide = exponent == 31 ? 255u : exponent + 112u;
-    return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
-  }
-  explicit operator double() const { return static_cast<double>(static_cast<float>(*this)); }
-};
 
 template <class To, class From>
 To value_as(From value) {
@@ -67,7 +51,7 @@ Piece piece_for(TensorType from, DType to) {
     case TensorType::F32:
       return piece_to<float>(to);
     case TensorType::F16:
-      return piece_to<half>(to);
+      return piece_to<float16>(to);
     case TensorType::BF16:
       return piece_to<bfloat16>(to);
     default:

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "espalier/base/error.h"
+#include "espalier/base/float16.h"
 #include "espalier/base/nf4.h"
 #include "espalier/checkpoint/convert.h"
 #include "espalier/checkpoint/json_file.h"
@@ -50,11 +51,7 @@ void put(float value, nf4::Rounding rounding, std::byte* out) {
     std::memcpy(out, &value, sizeof(value));
     return;
   }
-  std::uint16_t bits = bfloat16(value).bits;
-  if (rounding == nf4::Rounding::float16) {
-    const auto half = static_cast<_Float16>(value);
-    std::memcpy(&bits, &half, sizeof(bits));
-  }
+  const std::uint16_t bits = rounding == nf4::Rounding::float16 ? float16(value).bits : bfloat16(value).bits;
   std::memcpy(out, &bits, sizeof(bits));
 }
 
