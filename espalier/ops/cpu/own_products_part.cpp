@@ -85,15 +85,14 @@ void unpack_row(const std::byte* row, std::int64_t first, std::int64_t count, T*
       std::int64_t i = first;
       const std::int64_t last = smaller(end, (b + 1) * nf4::kBlock);
 #if ESPALIER_SIMD_BYTES == 64
-      const FloatVector table = load(values + (b - block) * 16);
+      // The forms with a mask, of all lanes: GCC warns of an undefined operand in the others.
+      const auto table = reinterpret<__m512>(load(values + (b - block) * 16));
       for (; sizeof(T) < sizeof(double) && i + 16 <= last; i += 16, to += 16) {
-        typedef std::uint8_t Bytes __attribute__((vector_size(16)));
-        Bytes pairs{};
-        __builtin_memcpy(&pairs, codes + i / 2, 8);
-        const Bytes code =
-            __builtin_shuffle(pairs >> 4, pairs & 15, Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+        const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2)), low = _mm_set1_epi8(15),
+                      code = _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), low), _mm_and_si128(pairs, low));
+        const __m512i index = _mm512_maskz_cvtepu8_epi32(0xffff, code);
         if constexpr (sizeof(T) < sizeof(double))
-          store(to, __builtin_shuffle(table, __builtin_convertvector(code, IntegerVector<float>)));
+          store(to, reinterpret<FloatVector>(_mm512_maskz_permutexvar_ps(0xffff, index, table)));
       }
 #endif
       for (; i < last; ++i, ++to) *to = of_block[i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15];
