@@ -34,8 +34,8 @@ struct AttentionSize {
   double scale = 1;           // of the queries: scores are as large, and differ by as much
   std::int64_t window = 0;
   double soft_cap = 0;
-  std::int64_t value_dim = 0;  // 0: head_dim
-  bool group = false;          // rows of branches of 64, all below the path
+  std::int64_t value_dim = 0;    // 0: head_dim
+  std::int64_t branch_rows = 0;  // branches of this length below the path; 0: a tree
 };
 
 // The number of rows above each own row, those of the path included.
@@ -49,22 +49,24 @@ std::vector<std::int32_t> depths_of(const std::vector<std::int32_t>& end, std::i
 std::vector<std::int32_t> ends_of(const AttentionSize& size) {
   std::vector<std::int32_t> end(static_cast<std::size_t>(size.own));
   const auto last = static_cast<std::int32_t>(size.own);
-  if (!size.group) branch(end, 0, last);
-  for (std::int32_t i = 0; size.group && i < last; ++i)
-    end[static_cast<std::size_t>(i)] = std::min(last, (i / 64 + 1) * 64);
+  if (size.branch_rows == 0) branch(end, 0, last);
+  const auto rows = static_cast<std::int32_t>(size.branch_rows);
+  for (std::int32_t i = 0; rows > 0 && i < last; ++i)
+    end[static_cast<std::size_t>(i)] = std::min(last, (i / rows + 1) * rows);
   return end;
 }
 
 void add_attention_case(std::vector<OperationCase>& cases, const AttentionSize& size) {
-  const auto [T, P, H, J, D, some, scale, window, cap, of_values, group] = size;
+  const auto [T, P, H, J, D, some, scale, window, cap, of_values, branch_rows] = size;
   const std::vector<std::int32_t> end = ends_of(size);
   std::vector<std::int32_t> query_row;
   for (std::int32_t i = 0; i < T; i += some ? 3 : 1) query_row.push_back(i);
   if (some) query_row.push_back(query_row.back());
   const auto Q = static_cast<std::int64_t>(query_row.size());
   const std::int64_t V = of_values > 0 ? of_values : D;
-  std::string sizes = text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some ? ", some queries" : "",
-                              scale > 1 ? ", large" : "", group ? ", group" : "");
+  std::string sizes =
+      text_of(T, " rows, path ", P, ", ", H, "/", J, " heads of ", D, some ? ", some queries" : "",
+              scale > 1 ? ", large" : "", branch_rows > 0 ? text_of(", branches of ", branch_rows) : "");
   if (V != D) sizes += text_of(", values of ", V);
   if (window > 0) sizes += text_of(", window of ", window);
   if (cap > 0) sizes += text_of(", cap of ", cap);
@@ -462,7 +464,8 @@ std::vector<OperationCase> attention_cases() {
         AttentionSize{
             .own = 9, .path = 3, .heads = 3, .kv_heads = 1, .head_dim = 256, .some_queries = true, .window = 2},
         AttentionSize{.own = 70, .path = 200, .heads = 2, .kv_heads = 1, .head_dim = 64, .window = 65},
-        AttentionSize{.own = 200, .path = 130, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 8, .group = true},
+        AttentionSize{
+            .own = 200, .path = 130, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 8, .branch_rows = 64},
         AttentionSize{.own = 68, .path = 40, .heads = 2, .kv_heads = 2, .head_dim = 96, .window = 1000},
         AttentionSize{
             .own = 150, .path = 0, .heads = 1, .kv_heads = 1, .head_dim = 64, .some_queries = true, .window = 20},
@@ -473,7 +476,9 @@ std::vector<OperationCase> attention_cases() {
         .head_dim = 128,
         .window = 64,
         .soft_cap = 3,
-        .group = true},
+        .branch_rows = 64},
+        AttentionSize{
+            .own = 130, .path = 0, .heads = 1, .kv_heads = 1, .head_dim = 64, .window = 66, .branch_rows = 130},
         AttentionSize{.own = 65, .path = 33, .heads = 1, .kv_heads = 1, .head_dim = 192, .window = 30},
         AttentionSize{.own = 66, .path = 34, .heads = 1, .kv_heads = 1, .head_dim = 256, .window = 40, .soft_cap = 2},
         AttentionSize{.own = 70, .path = 20, .heads = 2, .kv_heads = 1, .head_dim = 64, .soft_cap = 2},
