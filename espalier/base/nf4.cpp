@@ -165,7 +165,8 @@ Matrix quantise(std::int64_t rows, std::int64_t columns, Rounding rounding,
   std::array<float, kCodes.size() - 1> middles;
   for (std::size_t c = 0; c < middles.size(); ++c)
     middles[c] = static_cast<float>((static_cast<double>(kCodes[c]) + kCodes[c + 1]) / 2);
-  Matrix out{.rows = rows, .columns = columns, .rounding = rounding};
+  Matrix out;
+  out.rows = rows, out.columns = columns, out.rounding = rounding;
   out.made_codes.resize(static_cast<std::size_t>(rows * columns / 2));
   std::vector<float> absmax(static_cast<std::size_t>(out.blocks())), values(static_cast<std::size_t>(columns));
   std::uint8_t* code = out.made_codes.data();

@@ -140,7 +140,8 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
     flops += backward_flops(s, work);
     return flops.layers;
   };
-  const ModelShape adapted = train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16}));
+  const ModelShape adapted =
+      train_only(shape, TrainedChoice("all", AdapterChoice{.rank = 16, .modules = {}, .directory = {}}));
   std::int64_t low_rank = 0;
   for (std::int64_t layer = 0; layer < shape.layers; ++layer) low_rank += adapted_parameters(adapted, layer).low_rank();
   EXPECT_NEAR(both(adapted), 2.0 / 3 * both(shape) + 8.0 * 1000 * static_cast<double>(low_rank), 1e-9 * both(shape));
@@ -148,7 +149,7 @@ TEST(AdapterFlops, AreTwoThirdsOfAFullUpdateAndTheAdaptersOwn) {
 
 TEST(AdapterTargets, OfNothingOrOfWhatCannotHaveOneAreRefused) {
   const auto choice = [](const std::string& target, std::int64_t rank = 3, const std::string& words = "all") {
-    return TrainedChoice(words, AdapterChoice{.rank = rank, .target = target});
+    return TrainedChoice(words, AdapterChoice{.rank = rank, .target = target, .modules = {}, .directory = {}});
   };
   for (const char* target : {"", "nothing", "q_proj,", "lm_head", "embed_tokens", "(", "model[.]embed_tokens"})
     EXPECT_THROW(train_only(tiny_shape("qwen3"), choice(target)), OptionError) << target;

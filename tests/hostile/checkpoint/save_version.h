@@ -28,7 +28,7 @@ inline void save_version(const std::filesystem::path& source, const std::filesys
   state.model = fingerprint_of(shape);
   AtomicDirectory out(target);
   write_model_directory(out.path(), source, table, DType::float32, values.data(), DType::float32,
-                        {.shard_bytes = table.size() * 2, .progress = {}});
+                        {.shard_bytes = table.size() * 2, .changed = {}, .progress = {}});
   save_run_state(out.path(), state, table, values.data(), values.data(), values.data());
   out.commit();
 }

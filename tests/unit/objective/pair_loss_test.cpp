@@ -62,7 +62,7 @@ std::vector<Rollout> pair_of(std::int64_t number) {
     out[side].prompt_ids = {1};
     out[side].response_ids = {2, 3, 4};
     out[side].loss_mask = {1, 0, 1};
-    out[side].pair = {number, side == 0, std::nullopt};
+    out[side].pair = {number, side == 0, std::nullopt, std::nullopt};
   }
   return out;
 }

@@ -99,8 +99,9 @@ TEST(AdamW, ASharedStateMovesTheSameWeights) {
   const at::Tensor alone = numbers_like(table, 1), gradient = numbers_like(table, 2);
   AdamW(table, alone, {.lr = 1e-2}, cpu_device()).step(gradient);
   run_ranks({.dp = 3}, [&](const Mesh& mesh) {
-    const at::Tensor weights = numbers_like(table, 1);
-    AdamW optimizer(table, weights, {.lr = 1e-2}, cpu_device(), {mesh.dp, mesh.world});
+    const ParameterTable own(LocalShape(small_shape(), mesh.degrees, mesh.place()), Parameters::trained);
+    const at::Tensor weights = numbers_like(own, 1);
+    AdamW optimizer(own, weights, {.lr = 1e-2}, cpu_device(), {mesh.dp, mesh.world});
     optimizer.step(gradient);
     EXPECT_TRUE(at::equal(weights, alone)) << "rank " << mesh.world.rank();
   });

@@ -120,7 +120,9 @@ TEST(Planner, EveryPlanOfAModelWithAWindowIsValidAndCheaper) {
         EXPECT_LE(plan.chosen.flops, full.chosen.flops);
         StepPlan wrong = plan;
         wrong.window = 4;
-        if (plan.max_path_rows + plan.max_rows > 40) EXPECT_THROW(validate(wrong, batch), InternalError);
+        if (plan.max_path_rows + plan.max_rows > 40) {
+          EXPECT_THROW(validate(wrong, batch), InternalError);
+        }
       }
   }
 }
