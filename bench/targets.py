@@ -72,12 +72,13 @@ class Context:
                                      program=self.build / "espalier")
         return compare_dense.measure_cell((prompt, response, n), options, self.model(hidden, layers), self.folder)
 
-    def cell(self, prompt, response, n, hidden=512, layers=4, budget=None):
+    def cell(self, prompt, response, n, hidden=512, layers=4, budget=None, lora_rank=None):
         """A cell of `espalier bench`, measured once whoever asks."""
-        key = (prompt, response, n, hidden, layers, budget)
+        key = (prompt, response, n, hidden, layers, budget, lora_rank)
         if key not in self.cells:
             words = ["--splits", f"{self.tokens(prompt)}/{self.tokens(response)}", "--n", n, "--repetitions", self.rounds]
             words += ["--token-budget", budget] if budget else []
+            words += ["--lora-rank", lora_rank] if lora_rank else []
             self.cells[key] = self.program("bench", "--model", self.model(hidden, layers), *words, "--profile")["cells"][0]
         return self.cells[key]
 
@@ -206,6 +207,17 @@ def everything_else(context, cells):
                 products = sum(seconds for name, seconds in parts.items() if name in ("matrix products", "attention", "head"))
                 shares.append(1 - products / sum(parts.values()))
             yield f"{cell_name(*cell)} {schedule}", Values(shares)
+
+
+def adapters_over_all(context, cells):
+    """Two runs of `bench`, one after the other: each round's seconds are held to the rate of products beside it."""
+    for cell in cells:
+        work = {}
+        for rank in (None, 16):
+            found = context.cell(*cell, hidden=2048, layers=2, lora_rank=rank)
+            rates = found["schedules"]["product_flops_per_second"]["auto"]
+            work[rank] = [seconds * rate for seconds, rate in zip(found["runs"]["auto"], rates, strict=True)]
+        yield f"hidden 2048, rank 16, {cell_name(*cell)}", ratios(work[16], work[None])
 
 
 def predicted_seconds(context, cells):
@@ -340,6 +352,7 @@ TARGETS = [
     Target("ceiling-waves", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, WAVES, budget=512), 3.3),
     Target("ceiling-more", "speed-up of phased over own dense, as a fraction of the FLOP ceiling", 0.95, lambda c: of_ceiling(c, SIXTHS[4:]), 9.2),
     Target("auto-more", "speed of auto over the best of dense, packed, phased", 0.98, lambda c: auto_of_best(c, SIXTHS[4:]), "ceiling-more"),
+    Target("lora", "seconds of a gradient of LoRA adapters over one of all weights", 0.72, lambda c: adapters_over_all(c, [(1024, 128, 8)]), 3, most=True),
     Target("dense-256", "speed of own dense over transformers' best dense form, whole updates", 1.0, lambda c: own_dense(c, 256), 1.7),
 ]
 
