@@ -189,9 +189,10 @@ case "$python" in
     ;;
 esac
 
-# Headers of the CUDA part, where there is a compiler for it: in .venv, else in build/python.
+# Headers and a disassembler for the CUDA part, where there is a compiler for it: in .venv, else in build/python.
+in_packages() { ls "$(torch_folder "$python")/../$1" "build/python/$1" 2>/dev/null; }
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
-if [ -n "$nvcc" ] && [ -z "$(ls "$(torch_folder "$python")/../include/cudnn_frontend.h" build/python/include/cudnn_frontend.h 2>/dev/null)" ]; then
+if [ -n "$nvcc" ] && { [ -z "$(in_packages include/cudnn_frontend.h)" ] || [ -z "$(in_packages nvidia/cu13/bin/nvdisasm)" ]; }; then
   target=(--upgrade --target build/python)
   case "$python" in "$PWD"/.venv/*) target=() ;; esac
   pip_install "$python" -q ${target[@]+"${target[@]}"} -r tools/requirements-cuda-build.txt ||
