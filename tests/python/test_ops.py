@@ -214,6 +214,85 @@ def test_linear_logprob_never_holds_all_logits(monkeypatch):
     assert max(seen) == 16 and sum(seen) == 2 * 600
 
 
+@pytest.fixture
+def by_columns(monkeypatch):
+    """The code of other devices, in blocks of 8 rows by 50 columns."""
+    monkeypatch.setattr(kernels, "serves", lambda tensor: False)
+    monkeypatch.setattr(logprob_op, "LARGE_BLOCK_ROWS", 8)
+    monkeypatch.setattr(logprob_op, "BLOCK_LOGITS", 400)
+    return monkeypatch
+
+
+def test_linear_logprob_by_columns_is_the_plain_formula(by_columns):
+    hidden, weight, targets, temperature = head_operands()
+    slopes = torch.randn(2, hidden.shape[0], generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = torch.ops.espalier.linear_logprob(hidden, weight, targets, temperature)
+    wanted = plain_logprob(hidden, weight, targets, temperature)
+    loss, plain = (sum((x * slope).sum() for x, slope in zip(of, slopes)) for of in (found, wanted))
+    for got, want in zip((*found, *torch.autograd.grad(loss, (hidden, weight))), (*wanted, *torch.autograd.grad(plain, (hidden, weight)))):
+        assert relative(got.detach(), want.detach()) <= FLOAT64_TOLERANCE
+
+
+def test_a_maximum_that_does_not_move_the_sums_is_noticed(by_columns):
+    """A later block of columns with a larger logit."""
+    hidden, weight, targets, temperature = head_operands()
+    with torch.no_grad():
+        weight[250:] *= 20
+    by_columns.setattr(logprob_op.torch, "addcmul", lambda here, *_: here)
+    found = torch.ops.espalier.linear_logprob(hidden, weight, targets, temperature)
+    assert relative(found[0].detach(), plain_logprob(hidden, weight, targets, temperature)[0].detach()) > 1e-3
+
+
+@pytest.mark.parametrize("block_rows", [8, 64])
+def test_bfloat16_products_are_within_the_bound_of_their_roundings(by_columns, block_rows):
+    """Operands are bfloat16 values, which products take as they are; with u = 2^-8 (bfloat16) and e = 2^-23 (float32):
+
+    a logit is a sum of M products in float32, M e sum |h w| off at most, and temperature and normalizer add a few e |z|: in all (M + 8) e Z with
+    Z = max_rv sum_m |h_rm w_vm| / temperature_r, and a log-prob twice that. A gradient of a logit is rounded once to bfloat16 and has the logit's
+    error in its exponent and in log p: |d slope| <= (u + 2 (M + 8) e Z (2 + |log p|)) |slope|-terms. Sums over it add (R or V) e, and its result is
+    rounded once more: u."""
+    by_columns.setattr(logprob_op, "LARGE_BLOCK_ROWS", block_rows)
+    hidden, weight, targets, temperature = head_operands(rows=37, width=24, vocabulary=301, dtype=torch.bfloat16)
+    slopes = torch.randn(2, hidden.shape[0], generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = torch.ops.espalier.linear_logprob(hidden, weight, targets, temperature)
+    grads = torch.autograd.grad(sum((x * slope.float()).sum() for x, slope in zip(found, slopes)), (hidden, weight))
+    h, w = (x.detach().double() for x in (hidden, weight))
+    slopes = slopes.float().double()
+    u, e = 2.0**-8, 2.0**-23
+    size = ((h.abs() @ w.abs().t()) / temperature[:, None]).max()
+    off = (h.shape[1] + 8) * e * size
+    z = h @ w.t() / temperature[:, None]
+    logp = z.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    assert (found[0].double() - logp.gather(1, targets[:, None])[:, 0]).abs().max() <= 2 * off + 301 * e
+    assert (found[1].double() - entropy).abs().max() <= (2 * off + 301 * e) * (1 + logp.abs().max())
+    p, a, b = logp.exp(), slopes[0][:, None], slopes[1][:, None]
+    slope = (a * (torch.nn.functional.one_hot(targets, 301) - p) - b * p * (logp + entropy[:, None])) / temperature[:, None]
+    terms = (a.abs() * (torch.nn.functional.one_hot(targets, 301) + p) + b.abs() * p * (logp.abs() + entropy[:, None])) / temperature[:, None]
+    wrong = (u + 2 * off * (2 + logp.abs().max())) * terms
+    for got, want, bound, count in ((grads[0], slope @ w, wrong @ w.abs(), 301), (grads[1], slope.t() @ h, wrong.t() @ h.abs(), 37)):
+        assert got.dtype == torch.bfloat16
+        assert ((got.double() - want).abs() <= bound * (1 + count * e) + u * (want.abs() + bound) + count * e * bound / u).all()
+
+
+def test_linear_logprob_on_a_gpu_widens_no_head_and_waits_for_nothing():
+    """The head of an 8B model and 16,384 rows, on tensors without memory: beside its operands and results at most three blocks of 2^26 logits
+    in float32 and one in bfloat16, and a float32 gradient of the rows."""
+    from hf_counts import Counted, as_on_a_gpu
+    from espalier.hf.live_bytes import LiveBytes
+    rows, width, vocabulary = 16384, 4096, 128256
+    with as_on_a_gpu():
+        draw = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        hidden, weight, targets = draw(rows, width), draw(vocabulary, width), torch.zeros(rows, dtype=torch.int64, device="meta")
+        with LiveBytes("meta") as live, Counted() as counted:
+            logprob, entropy = torch.ops.espalier.linear_logprob(hidden, weight, targets)
+            (logprob.sum() + entropy.sum()).backward()
+    assert counted.waits == []
+    head, results = vocabulary * width * 2, rows * width * 2
+    assert live.peak <= head + results + rows * width * 8 + 2**26 * (3 * 4 + 2) + 2**20 * 64
+    assert live.peak < head * 2 + 2**30, "a float32 copy of the head or of its gradient"
+
+
 def test_targets_outside_the_vocabulary_are_refused():
     hidden, weight, targets, temperature = head_operands()
     targets[3] = 301

@@ -6,6 +6,10 @@
 Backward, with a_r and b_r the gradients of logprob_r and entropy_r:
     dL/dz_rv = a_r (1[v = target_r] - p_rv) - b_r p_rv (log p_rv + entropy_r)
 and logits of a block are computed again. Shapes: R rows, M width, V vocabulary. Source: docs/mathematics.md.
+
+On a CPU blocks are rows and the engine's kernels run them. Elsewhere (GPUs) blocks are columns: the products' operands stay in bfloat16 and their
+sums in float32, neither the head nor its gradient has a float32 copy, and every element of the head's gradient is one sum over all rows that is
+rounded once. The host waits for nothing.
 """
 
 import torch
@@ -14,8 +18,10 @@ from torch import Tensor
 from espalier.errors import Error
 from espalier.ops import kernels
 
-BLOCK_BYTES = 64 << 20  # of logits that exist at once
+BLOCK_BYTES = 64 << 20  # of logits that exist at once on a CPU
 BLOCK_ROWS = 256
+BLOCK_LOGITS = 1 << 26  # logits that exist at once elsewhere
+LARGE_BLOCK_ROWS = 1 << 15  # rows of these: at least 2,048 columns of the head stand beside them
 
 
 def _check(hidden, weight, targets, temperature):
@@ -32,6 +38,13 @@ def _check(hidden, weight, targets, temperature):
         wrong("temperature", f"float64 of shape ({hidden.shape[0]},)", f"{temperature.dtype} of shape {tuple(temperature.shape)}")
 
 
+def _check_targets(targets, vocabulary):
+    if targets.device.type != "cpu":  # the device stops at a wrong id, and nobody waits for the right ones
+        torch._assert_async(((targets >= 0) & (targets < vocabulary)).all(), f"linear_logprob: targets: token ids from 0 to {vocabulary - 1}")
+    elif targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
+        raise Error("input", "linear_logprob: targets", f"token ids from 0 to {vocabulary - 1}", f"{int(targets.min())} to {int(targets.max())}", "", 3)
+
+
 def _blocks(hidden, weight):
     """Slices of rows whose logits take at most BLOCK_BYTES."""
     bytes_a_row = weight.shape[0] * torch.empty((), dtype=kernels.accumulator(weight.dtype)).element_size()
@@ -39,39 +52,105 @@ def _blocks(hidden, weight):
     return [slice(first, min(first + rows, hidden.shape[0])) for first in range(0, hidden.shape[0], rows)]
 
 
-def _row_sums(logits, inverse):
-    """max_v raw_v, log sum_v exp(z_v - max z) and the entropy of each row, [R, 3] float64."""
-    if kernels.serves(logits):
-        return kernels.head_row_sums(logits, inverse)
-    top = logits.amax(1, keepdim=True)
-    y = (logits - top) * inverse[:, None].to(logits.dtype)
-    e = y.exp()
-    total = e.sum(1)
-    return torch.stack([top[:, 0], total.log(), total.log() - (e * y).sum(1) / total], 1).double()
+def _slices(count, most):
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]
 
 
-def _logits_gradient(logits, inverse, sums, grad_logprob, grad_entropy):
-    """Overwrites raw logits with -inverse p (a + b (log p + entropy)): their gradient without what the targets add."""
-    if kernels.serves(logits):
-        return kernels.compute_head_row_gradient(logits, inverse, sums, grad_logprob, grad_entropy)
-    top, log_sum, entropy, inverse, a, b = (x[:, None].to(logits.dtype) for x in (*sums.unbind(1), inverse, grad_logprob, grad_entropy))
-    log_p = logits.sub_(top).mul_(inverse).sub_(log_sum)
-    logits.copy_(-inverse * log_p.exp() * (a + b * (log_p + entropy)))
+def _rows_and_columns(hidden, weight):
+    """Slices of rows and of columns, whose blocks have at most BLOCK_LOGITS logits."""
+    rows = min(hidden.shape[0], LARGE_BLOCK_ROWS)
+    return _slices(hidden.shape[0], LARGE_BLOCK_ROWS), _slices(weight.shape[0], max(1, BLOCK_LOGITS // max(1, rows)))
+
+
+def product(a, b):
+    """a b with sums in the accumulator's type: of bfloat16 operands as they are where torch has such a product, else of widened ones."""
+    wide = kernels.accumulator(a.dtype)
+    if a.dtype == torch.bfloat16 and a.device.type == "cuda" and "dtype" in torch.ops.aten.bmm.overloads():
+        return torch.bmm(a[None], b[None], out_dtype=wide)[0]
+    return a.to(wide) @ b.to(wide)
+
+
+def _at_targets(targets, columns):
+    """Places of the targets within a slice of columns [R, 1], and which targets lie in it."""
+    at = targets - columns.start
+    return at.clamp(0, columns.stop - columns.start - 1)[:, None], (at >= 0) & (at < columns.stop - columns.start)
+
+
+def _forward_by_columns(hidden, weight, targets, temperature):
+    """With y = z - m for the largest z so far, m: sums over columns of exp y and of y exp y, moved to the new m where it grows."""
+    wide = kernels.accumulator(hidden.dtype)
+    parts = []
+    blocks, slices = _rows_and_columns(hidden, weight)
+    for rows in blocks:
+        inverse, top = temperature[rows].reciprocal().to(wide)[:, None], None
+        for columns in slices:
+            y = product(hidden[rows], weight[columns].t()).mul_(inverse)
+            at, inside = _at_targets(targets[rows], columns)
+            found = y.gather(1, at)[:, 0].where(inside, 0)
+            largest = y.amax(1) if top is None else torch.maximum(top, y.amax(1))
+            e = y.sub_(largest[:, None]).exp()
+            total_here, weighted_here = e.sum(1), e.mul_(y).sum(1)
+            if top is None:
+                total, weighted, chosen = total_here, weighted_here, found
+            else:
+                down = top - largest
+                total, weighted = (torch.addcmul(here, down.exp(), before) for here, before in (
+                    (total_here, total), (weighted_here, torch.addcmul(weighted, down, total))))
+                chosen = chosen + found
+            top = largest
+        parts.append((chosen - top - total.log(), total.log() - weighted / total))
+    if not parts:
+        return tuple(hidden.new_empty(0, dtype=wide) for _ in range(2))
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
+def _backward_by_columns(grad_logprob, grad_entropy, hidden, weight, targets, temperature, logprob, entropy):
+    """The normalizer of a row is its target's logit less its log-prob."""
+    wide, narrow = kernels.accumulator(hidden.dtype), hidden.dtype == torch.bfloat16
+    inverse = temperature.reciprocal().to(wide)[:, None]
+    blocks, slices = _rows_and_columns(hidden, weight)
+    grad_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    chosen = torch.cat([(hidden[rows].to(wide) * weight[targets[rows]].to(wide)).sum(1) for rows in _slices(hidden.shape[0], LARGE_BLOCK_ROWS // 8)]
+                       or [grad_logprob[:0]])
+    lse = chosen[:, None] * inverse - logprob[:, None]
+    down = (grad_logprob.to(wide)[:, None] * -inverse, grad_entropy.to(wide)[:, None] * -inverse, entropy[:, None])
+    for columns in slices:
+        part = weight[columns]
+        of_weight = torch.zeros(part.shape, dtype=wide, device=part.device) if len(blocks) > 1 else None
+        for rows in blocks:
+            a, b, h = (x[rows] for x in down)
+            log_p = product(hidden[rows], part.t()).mul_(inverse[rows]).sub_(lse[rows])
+            p = log_p.exp()
+            slope = log_p.add_(h).mul_(b).add_(a).mul_(p)
+            del p
+            at, inside = _at_targets(targets[rows], columns)
+            slope.scatter_add_(1, at, -a.where(inside[:, None], 0))
+            if narrow:
+                slope = slope.to(hidden.dtype)
+            grad_hidden[rows] += product(slope, part if narrow else part.to(wide))
+            mine = hidden[rows] if narrow else hidden[rows].to(wide)
+            if of_weight is None:
+                of_weight = slope.t() @ mine if hidden.device.type == "cuda" else product(slope.t(), mine)
+            else:
+                of_weight += product(slope.t(), mine)
+        grad_weight[columns] = of_weight if of_weight is not None else 0
+    return grad_hidden.to(hidden.dtype), grad_weight
 
 
 @torch.library.custom_op("espalier::linear_logprob_rows", mutates_args=())
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     _check(hidden, weight, targets, temperature)
-    if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]):
-        raise Error("input", "linear_logprob: targets", f"token ids from 0 to {weight.shape[0] - 1}",
-                    f"{int(targets.min())} to {int(targets.max())}", "", 3)
+    _check_targets(targets, weight.shape[0])
+    if not kernels.serves(hidden):
+        return _forward_by_columns(hidden, weight, targets, temperature)
     dtype = kernels.accumulator(hidden.dtype)
     logprob, entropy = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(2))
     wide = weight.to(dtype)
     for rows in _blocks(hidden, weight):
         logits = hidden[rows].to(dtype) @ wide.t()
         inverse = temperature[rows].reciprocal()
-        sums = _row_sums(logits, inverse)
+        sums = kernels.head_row_sums(logits, inverse)
         raw = logits.gather(1, targets[rows, None])[:, 0].double()
         logprob[rows] = ((raw - sums[:, 0]) * inverse - sums[:, 1]).to(dtype)
         entropy[rows] = sums[:, 2].to(dtype)
@@ -86,7 +165,9 @@ def _(hidden, weight, targets, temperature):
 
 @torch.library.custom_op("espalier::linear_logprob_rows_backward", mutates_args=())
 def _backward(grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
-              temperature: Tensor) -> tuple[Tensor, Tensor]:
+              temperature: Tensor, logprob: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    if not kernels.serves(hidden):
+        return _backward_by_columns(grad_logprob, grad_entropy, hidden, weight, targets, temperature, logprob, entropy)
     dtype = kernels.accumulator(hidden.dtype)
     wide = weight.to(dtype)
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -95,7 +176,7 @@ def _backward(grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight
         part = hidden[rows].to(dtype)
         logits = part @ wide.t()
         inverse, a = temperature[rows].reciprocal(), grad_logprob[rows].double()
-        _logits_gradient(logits, inverse, _row_sums(logits, inverse), a, grad_entropy[rows].double())
+        kernels.compute_head_row_gradient(logits, inverse, kernels.head_row_sums(logits, inverse), a, grad_entropy[rows].double())
         logits.scatter_add_(1, targets[rows, None], (a * inverse)[:, None].to(dtype))
         grad_hidden[rows] = (logits @ wide).to(hidden.dtype)
         grad_weight.addmm_(logits.t(), part)
@@ -103,12 +184,12 @@ def _backward(grad_logprob: Tensor, grad_entropy: Tensor, hidden: Tensor, weight
 
 
 @_backward.register_fake
-def _(grad_logprob, grad_entropy, hidden, weight, targets, temperature):
+def _(grad_logprob, grad_entropy, hidden, weight, targets, temperature, logprob, entropy):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (hidden, weight))
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs, *output)
 
 
 def _differentiate(ctx, grad_logprob, grad_entropy):
